@@ -1,0 +1,41 @@
+# Two commands: `make demo` trains a small model end to end, `make test` runs every check.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: demo test test-deep test-gpu lint types clean
+
+demo: $(STAMP)
+	@$(BIN)/oppo demo $(DEMO)
+
+test: $(STAMP) lint types
+	$(BIN)/pytest -m "not deep and not gpu" --durations=15
+
+lint: $(STAMP)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+test-deep: $(STAMP)
+	OPPO_SCHEDULES=10000 $(BIN)/pytest -m "not gpu" --timeout=1800 --durations=15
+
+# On the interpreter at hand, with what it has installed: for machines that come with their own CUDA build of torch.
+test-gpu:
+	PYTHONPATH=. $(PYTHON) -m pytest -m gpu
+
+# A torch that is already there and in range stays; otherwise the constraints decide.
+HAS_TORCH := import importlib.metadata as m; v = m.version("torch").split("."); raise SystemExit(not ("2", 9) <= (v[0], int(v[1])) < ("3", 0))
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), f"oppo needs Python 3.11 or newer, this is {sys.version.split()[0]}"'
+	test -x $(BIN)/python || $(PYTHON) -m venv $$($(PYTHON) -c '$(HAS_TORCH)' 2>/dev/null && echo --system-site-packages) $(VENV)
+	if $(BIN)/python -c '$(HAS_TORCH)' 2>/dev/null; then grep -v '^torch==' constraints.txt; else cat constraints.txt; fi > $(VENV)/constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[dev]'
+	@touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,1 @@
+"""oppo: PPO-style RLHF as a streaming graph of async stages."""

@@ -1,0 +1,108 @@
+"""The command line: ``oppo train``, ``oppo demo``, ``oppo --version``.
+
+Exit codes: 0, done; 1, a run failed; 2, settings, data or models cannot be used; 130, ended by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated
+
+import anyio
+from cyclopts import App, CycloptsError, Parameter
+from rich.console import Console
+from rich.text import Text
+
+from oppo.errors import ConfigError, DataError, OppoError
+
+DONE, FAILED, UNUSABLE, INTERRUPTED = 0, 1, 2, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    app = App(
+        name="oppo",
+        help="PPO-style RLHF as a streaming graph of async stages.",
+        version=lambda: version("oppo"),
+        suppress_keyboard_interrupt=False,
+        exit_on_error=False,
+        print_error=False,
+        result_action="return_value",
+    )
+    app.command(train)
+    app.command(demo)
+    try:
+        code = app(list(sys.argv[1:] if arguments is None else arguments))
+    except CycloptsError as error:
+        return complain(str(error), UNUSABLE)
+    except OppoError as error:
+        return complain(paragraph(error), UNUSABLE if isinstance(error, ConfigError | DataError) else FAILED)
+    except KeyboardInterrupt:
+        return complain("interrupted", INTERRUPTED)
+    return code if isinstance(code, int) else DONE
+
+
+def train(
+    config: Path,
+    /,
+    *,
+    override: Annotated[tuple[str, ...], Parameter(name="--set", negative=())] = (),
+    dry_run: Annotated[bool, Parameter(negative=())] = False,
+) -> int:
+    """Train as a TOML file says.
+
+    Parameters
+    ----------
+    config
+        The settings; relative paths in them are relative to the file.
+    override
+        Change one setting: section.key=value, the value as in TOML. Can be repeated.
+    dry_run
+        Load and check everything, print the resolved settings and the graph, train nothing.
+    """
+    from oppo.config import load  # noqa: PLC0415 - `oppo --help` should be quick
+
+    settings = load(config, override)
+    from oppo.train import FINAL, prepare, run  # noqa: PLC0415
+
+    try:
+        session = prepare(settings, note)
+    except OppoError as error:
+        return complain(paragraph(error), UNUSABLE)
+    console = Console()
+    with session:
+        if dry_run:
+            console.print(Text(f"{settings.toml()}\n{session.graph.table()}"), soft_wrap=True)
+            return DONE
+        try:
+            anyio.run(run, session, console)
+        except KeyboardInterrupt:
+            return complain(f"interrupted; what was learned is in {settings.run_directory / FINAL}", INTERRUPTED)
+    console.print(Text(f"done: {settings.run_directory / 'report.html'}"), soft_wrap=True)
+    return DONE
+
+
+def demo() -> int:
+    """Make a small policy and reward model, train with PPO, and show what changed; needs no network."""
+    from oppo.demo.run import demo as run_demo  # noqa: PLC0415
+
+    return run_demo()
+
+
+def complain(sentence: str, code: int) -> int:
+    """Say on standard error why the command ends, and return its exit code."""
+    Console(stderr=True).print(Text(sentence), soft_wrap=True)
+    return code
+
+
+def note(sentence: str) -> None:
+    """Say on standard error what is going on."""
+    Console(stderr=True).print(Text(sentence, style="dim"), soft_wrap=True)
+
+
+def paragraph(error: BaseException) -> str:
+    """Return an error and the notes added on its way up, without a traceback."""
+    return "\n".join([f"error: {error}", *getattr(error, "__notes__", ())])

@@ -1,0 +1,338 @@
+"""The settings of a training run: a TOML file in, checked and resolved, and the same file out with every default.
+
+A fault is a sentence that names section and key, what was expected and what came; all faults of a file are told at
+once. Relative paths are relative to the folder of the file, ``--set`` included, and come out absolute, so that the
+resolved file means the same wherever it lies.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+
+from oppo.errors import ConfigError
+from oppo.hf.settings import Schedule, TrainerSettings
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+Fraction: TypeAlias = Annotated[float, Field(ge=0, le=1)]
+NonNegative: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Count: TypeAlias = Annotated[int, Field(ge=0)]
+Seed: TypeAlias = Annotated[int, Field(ge=0, lt=2**63, description="whole number; the run's own when absent")]
+Name: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+Filled: TypeAlias = Annotated[str, Field(min_length=1)]
+
+_FUNCTION = re.compile(r"^(?P<file>.+\.py):(?P<function>[^:/\\]+)$")
+_SEEDED = ("data", "sampling", "trainer")
+
+
+class Section(BaseModel):
+    """A table of the file: frozen, no coercion, no unknown key."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class RunSection(Section):
+    """``[run]``: what is run, for how long, and what is written about it."""
+
+    name: Name = Field(default="run", description="the run's folder inside `directory`")
+    directory: Filled = Field(default="runs", description="the folder that holds runs")
+    steps: PositiveInt = Field(default=100, description="how many updates to make")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
+        default=0, description="seeds the data order, sampling and training"
+    )
+    exact: bool = Field(default=False, description="make every bit independent of timing (slower; float32, CPU)")
+    panel: Literal["auto", "live", "lines", "off"] = Field(
+        default="auto", description="auto: live on a terminal, else lines"
+    )
+    samples: Count = Field(default=4, description="rollouts a step written to samples.jsonl with their text")
+    trace: bool = Field(default=True, description="write trace.json for chrome://tracing or Perfetto")
+
+
+class ModelsSection(Section):
+    """``[models]``: directories or hub names; the reward may be a function as ``file.py:function``."""
+
+    policy: Filled = Field(description="directory or hub name of the causal language model to train")
+    reward: Filled = Field(description="directory or hub name of a reward model, or file.py:function")
+    reference: str = Field(default="", description="directory or hub name; the policy when empty")
+    critic: str = Field(default="", description="directory or hub name; the reward model, or the policy, when empty")
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field(
+        default="float32", description="type of the weights"
+    )
+    trust_remote_code: bool = Field(default=False, description="run code that comes with a model")
+
+    @property
+    def reward_is_function(self) -> bool:
+        """Whether the reward is a Python function rather than a model."""
+        return _FUNCTION.match(self.reward) is not None
+
+
+class DataSection(Section):
+    """``[data]``: the prompts and how they are served."""
+
+    prompts: Filled = Field(description="a .jsonl or .parquet file")
+    column: Filled = Field(default="prompt", description="the column that holds the prompt: text, or chat messages")
+    max_prompt_tokens: PositiveInt = Field(default=512, description="a longer prompt is over-long")
+    over_long: Literal["filter", "truncate", "error"] = Field(
+        default="filter", description="what to do with over-long prompts"
+    )
+    epochs: Count = Field(default=0, description="passes over the file; 0: as many as the steps need")
+    seed: Seed = 0
+
+
+class SamplingSection(Section):
+    """``[sampling]``: how the policy draws tokens (see :class:`oppo.models.Sampling`)."""
+
+    max_new_tokens: PositiveInt = Field(default=128, description="a response ends at this length")
+    temperature: NonNegative = Field(default=1.0, description="divides the logits; 0 is greedy")
+    top_k: Count = Field(default=0, description="0 keeps every token")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(default=1.0, description="1 keeps every token")
+    stop: Annotated[tuple[int | str, ...], Field(strict=False)] = Field(
+        default=(),
+        description="token ids, or texts that are one token each; the tokenizer's end of sequence when empty",
+    )
+    seed: Seed = 0
+
+
+class StepSection(Section):
+    """``[step]``: the schedule of a step and the shape of its reward."""
+
+    batch: PositiveInt = Field(default=32, description="rollouts trained in a step")
+    extra: Count = Field(
+        default=0, description="rollouts kept in flight beyond the batch; 0: no rollout is ever carried over"
+    )
+    max_deferrals: PositiveInt = Field(default=2, description="a rollout carried over this often is waited for")
+    chunk: PositiveInt | Literal["whole"] = Field(default=32, description="tokens streamed to the scorers at a time")
+    kl: NonNegative = Field(default=0.05, description="coefficient of the KL penalty (its first value when adaptive)")
+    kl_estimator: Literal["k1", "k3"] = Field(default="k1", description="estimator of the KL penalty")
+    kl_target: Positive | None = Field(default=None, description="adapt the coefficient to hold this KL per rollout")
+    kl_horizon: PositiveInt | None = Field(default=None, description="rollouts over which the coefficient adapts")
+    gamma: Fraction = Field(default=1.0, description="discount")
+    lam: Fraction = Field(default=0.95, description="lambda of generalised advantage estimation")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> StepSection:
+        if self.extra > self.batch:
+            raise ValueError(
+                f"extra must be at most batch ({self.batch}), so that overdue rollouts fit; got {self.extra}"
+            )
+        if (self.kl_target is None) != (self.kl_horizon is None):
+            raise ValueError("kl_target and kl_horizon go together: give both (adaptive KL) or neither (constant)")
+        return self
+
+
+class TrainerSection(Section):
+    """``[trainer]``: the optimiser (see ``oppo.hf.trainer.TrainerSettings``)."""
+
+    learning_rate: Positive = 3e-6
+    critic_learning_rate: Positive | None = Field(default=None, description="the actor's when absent")
+    epochs: PositiveInt = 4
+    minibatches: PositiveInt = 1
+    clip: Positive = 0.2
+    value_clip: Positive = 0.2
+    value_coefficient: NonNegative = 0.1
+    max_grad_norm: Positive = 1.0
+    weight_decay: NonNegative = 0.0
+    schedule: Schedule = Field(
+        default="constant", description="a transformers scheduler, such as constant, linear or cosine"
+    )
+    warmup_steps: Count = 0
+    micro_batch_tokens: PositiveInt = 4096
+    seed: Seed = 0
+
+
+class Settings(Section):
+    """Everything a run is made of, checked; see :func:`load`."""
+
+    run: RunSection = RunSection()
+    models: ModelsSection
+    data: DataSection
+    sampling: SamplingSection = SamplingSection()
+    step: StepSection = StepSection()
+    trainer: TrainerSection = TrainerSection()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Settings:
+        if self.run.exact and self.models.dtype != "float32":
+            raise ValueError(f"run.exact needs models.dtype = 'float32', got {self.models.dtype!r}")
+        return self
+
+    @property
+    def run_directory(self) -> Path:
+        """The folder that this run writes."""
+        return Path(self.run.directory) / self.run.name
+
+    def toml(self) -> str:
+        """Return the resolved file: loading it gives these settings again, wherever it lies."""
+        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> Settings:
+    """Return the settings of the TOML file at ``path``, with ``section.key=value`` overrides, paths resolved.
+
+    Raises:
+        ConfigError: the file cannot be read or is no TOML, or a setting is unknown, missing or out of range.
+    """
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror or error}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    for override in overrides:
+        _override(document, override)
+    return resolve(document, path.absolute().parent)
+
+
+def resolve(document: Mapping[str, object], folder: Path) -> Settings:
+    """Return the settings of a parsed file that lies in ``folder``.
+
+    Raises:
+        ConfigError: a setting is unknown, missing or out of range.
+    """
+    try:
+        settings = Settings.model_validate(_seeded(document))
+    except ValidationError as error:
+        raise ConfigError(_sentences(error)) from error
+    models = settings.models
+    reward = _model(models.reward, folder)
+    policy = _model(models.policy, folder)
+    resolved = {
+        "policy": policy,
+        "reward": reward,
+        "reference": _model(models.reference, folder) or policy,
+        "critic": _model(models.critic, folder) or (policy if models.reward_is_function else reward),
+    }
+    return settings.model_copy(
+        update={
+            "run": settings.run.model_copy(update={"directory": _path(settings.run.directory, folder)}),
+            "models": models.model_copy(update=resolved),
+            "data": settings.data.model_copy(update={"prompts": _path(settings.data.prompts, folder)}),
+        }
+    )
+
+
+def trainer_settings(settings: Settings) -> TrainerSettings:
+    """Return what the trainer is built with; schedules span the run.
+
+    Raises:
+        ConfigError: the schedule and its warm-up do not go together.
+    """
+    section = settings.trainer.model_dump()
+    return TrainerSettings(**section, total_steps=settings.run.steps)
+
+
+def _override(document: dict[str, object], override: str) -> None:
+    key, equals, text = override.partition("=")
+    names = [name.strip() for name in key.split(".")]
+    if not equals or len(names) != 2 or not all(names):
+        raise ConfigError(f"--set expects section.key=value, such as step.kl=0.1; got {override!r}")
+    section = document.setdefault(names[0], {})
+    if not isinstance(section, dict):
+        raise ConfigError(f"--set {override}: {names[0]!r} is not a section of this file but the value {section!r}")
+    section[names[1]] = _value(text.strip())
+
+
+def _value(text: str) -> object:
+    """Return ``text`` as one TOML value, or as it stands where it is none."""
+    try:
+        document = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return document["value"] if len(document) == 1 else text
+
+
+def _seeded(document: Mapping[str, object]) -> dict[str, object]:
+    """Return the document with the run's seed in every section that has a seed and names none."""
+    filled: dict[str, object] = dict(document)
+    run = document.get("run")
+    if not isinstance(run, Mapping) or type(run.get("seed")) is not int:
+        return filled
+    for name in _SEEDED:
+        section = document.get(name, {})
+        if isinstance(section, Mapping):
+            filled[name] = {"seed": run["seed"], **section}
+    if "data" not in document:
+        del filled["data"]
+    return filled
+
+
+def _path(text: str, folder: Path) -> str:
+    return str((folder / Path(text).expanduser()).resolve())
+
+
+def _model(text: str, folder: Path) -> str:
+    """Return an absolute path for what is a file or directory, or is spelt as one; a hub name as it stands."""
+    if (function := _FUNCTION.match(text)) is not None:
+        return f"{_path(function['file'], folder)}:{function['function']}"
+    spelt_as_path = text.startswith((".", "/", "~"))
+    return _path(text, folder) if text and (spelt_as_path or (folder / text).exists()) else text
+
+
+def _sentences(error: ValidationError) -> str:
+    """Return one line for each setting that is wrong."""
+    grouped: dict[tuple[str, ...], list[ErrorDetails]] = {}
+    for detail in error.errors(include_url=False):
+        grouped.setdefault(tuple(str(part) for part in detail["loc"][:2]), []).append(detail)
+    lines = [_sentence(place, details) for place, details in grouped.items()]
+    return lines[0] if len(lines) == 1 else "\n".join([f"{len(lines)} settings are wrong:", *(f"  {x}" for x in lines)])
+
+
+def _sentence(place: tuple[str, ...], details: Sequence[ErrorDetails]) -> str:
+    detail = details[0]
+    where = f"[{place[0]}]" if len(place) == 1 else ".".join(place)
+    if detail["type"] == "extra_forbidden":
+        return _unknown(place)
+    if detail["type"] == "missing":
+        return f"{where} is missing: {_wanted(place)}"
+    if detail["type"] == "value_error":
+        return f"{where}: {detail['msg'].removeprefix('Value error, ')}"
+    if detail["type"] in {"model_type", "model_attributes_type"}:
+        return f"{where}: expected a section with the keys {_listed(_keys(place[0]))}, got {detail['input']!r}"
+    expected = " or ".join(dict.fromkeys(_expectation(each) for each in details))
+    return f"{where}: expected {expected}, got {detail['input']!r}"
+
+
+def _expectation(detail: ErrorDetails) -> str:
+    if detail["type"] == "string_pattern_mismatch":
+        return "letters, digits, '.', '_' and '-' only, beginning with a letter or a digit"
+    text = detail["msg"].removeprefix("Input should be ").removeprefix("a valid ")
+    index = f"item {detail['loc'][2]} to be " if len(detail["loc"]) > 2 and isinstance(detail["loc"][2], int) else ""
+    if text.startswith(("greater", "less")):
+        return f"{index}a number {text}"
+    return index + {"integer": "a whole number", "boolean": "true or false", "string": "a string"}.get(text, text)
+
+
+def _keys(section: str) -> list[str]:
+    annotation = Settings.model_fields[section].annotation
+    return list(annotation.model_fields) if isinstance(annotation, type) and issubclass(annotation, Section) else []
+
+
+def _wanted(place: tuple[str, ...]) -> str:
+    if len(place) == 1:
+        return f"a section with the keys {_listed(_keys(place[0]))}"
+    annotation = Settings.model_fields[place[0]].annotation
+    if not (isinstance(annotation, type) and issubclass(annotation, Section)):
+        return "a value"
+    return annotation.model_fields[place[1]].description or "a value"
+
+
+def _unknown(place: tuple[str, ...]) -> str:
+    known, kind = (list(Settings.model_fields), "sections") if len(place) == 1 else (_keys(place[0]), "keys")
+    home = "a configuration" if len(place) == 1 else f"[{place[0]}]"
+    near = difflib.get_close_matches(place[-1], known, n=1, cutoff=0.5)
+    guess = f" (did you mean {near[0]!r}?)" if near else ""
+    return f"unknown {kind[:-1]} {'.'.join(place)!r}{guess}; the {kind} of {home} are {_listed(known)}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names)

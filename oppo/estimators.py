@@ -1,0 +1,193 @@
+"""Formulas between what the models say of a response and what the trainer is asked to learn; numpy only.
+
+Everything is per response, one dimension, float32 in and out; sums are taken in float64. Tokens that nobody sampled
+(a tool's answer) earn nothing and count nowhere: ``sampled`` says which tokens those are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol, TypeAlias
+
+import numpy as np
+
+from oppo.events import BoolArray, FloatArray
+
+KLEstimator: TypeAlias = Literal["k1", "k3"]
+
+WHITEN_EPSILON = 1e-8
+"""Added to the variance before its root is taken, as in TRL."""
+
+MAX_KL_ERROR = 0.2
+"""The adaptive KL coefficient sees at most this relative error (Ziegler et al. 2019, section 2.2)."""
+
+
+def gae(rewards: FloatArray, values: FloatArray, gamma: float, lam: float) -> tuple[FloatArray, FloatArray]:
+    """Return the generalized advantage estimates of one response and the returns they imply.
+
+    ``delta[t] = rewards[t] + gamma * values[t + 1] - values[t]``, with ``values[T] = 0``;
+    ``advantages[t] = delta[t] + gamma * lam * advantages[t + 1]``; ``returns = advantages + values``
+    (Schulman et al. 2016, arXiv 1506.02438, equations 11 and 16).
+
+    Args:
+        rewards: float32 [T].
+        values: float32 [T], of the state before each token.
+        gamma: discount of the next value, in [0, 1].
+        lam: weight of the longer estimates, in [0, 1]: 0 is one-step, 1 is Monte Carlo.
+
+    Raises:
+        ValueError: the arrays differ in shape or are not one-dimensional.
+    """
+    _require_aligned(rewards=rewards, values=values)
+    following = np.append(values[1:], np.float32(0))[: len(values)]
+    delta = (rewards.astype(np.float64) + gamma * following.astype(np.float64) - values).tolist()
+    advantages = np.zeros(len(delta), np.float64)
+    running = 0.0
+    for t in range(len(delta) - 1, -1, -1):
+        running = delta[t] + gamma * lam * running
+        advantages[t] = running
+    return advantages.astype(np.float32), (advantages + values).astype(np.float32)
+
+
+def kl_estimate(logprobs: FloatArray, reference: FloatArray, estimator: KLEstimator = "k1") -> FloatArray:
+    """Return an estimate, per sampled token, of KL(policy || reference): float32 [T], nats.
+
+    With ``r = reference - logprobs``: ``k1 = -r``, unbiased and of either sign; ``k3 = exp(r) - 1 - r``, unbiased and
+    never negative (Schulman 2020, "Approximating KL divergence", joschu.net/blog/kl-approx.html).
+
+    Raises:
+        ValueError: the arrays differ in shape, or there is no such estimator.
+    """
+    _require_aligned(logprobs=logprobs, reference=reference)
+    difference = reference.astype(np.float64) - logprobs
+    if estimator == "k1":
+        return (-difference).astype(np.float32)
+    if estimator == "k3":
+        return (np.expm1(difference) - difference).astype(np.float32)
+    raise ValueError(f"the KL estimator must be 'k1' or 'k3', not {estimator!r}")
+
+
+def shaped_rewards(score: float, kl: FloatArray, coefficient: float, sampled: BoolArray | None = None) -> FloatArray:
+    """Return the reward of each token: the KL penalty everywhere, and the score at the last sampled token.
+
+    TRL adds the score one position later, to the padding behind a response that ended early; the two agree where no
+    padding follows.
+
+    Args:
+        score: the reward model's scalar.
+        kl: float32 [T], nats per token.
+        coefficient: weight of the penalty.
+        sampled: bool [T]; all tokens were sampled unless given. Others get reward 0.
+
+    Raises:
+        ValueError: no token was sampled, so the score belongs nowhere.
+    """
+    mask = np.ones(len(kl), np.bool_) if sampled is None else sampled
+    _require_aligned(kl=kl, sampled=mask)
+    positions = np.flatnonzero(mask)
+    if not len(positions):
+        raise ValueError(f"none of the {len(kl)} tokens of the response was sampled, so there is none to reward")
+    rewards = np.where(mask, np.float32(-coefficient) * kl, np.float32(0)).astype(np.float32)
+    rewards[positions[-1]] += np.float32(score)
+    return rewards
+
+
+def whiten(x: FloatArray, mask: BoolArray, *, shift_mean: bool = True) -> FloatArray:
+    """Return ``x`` with unit variance, and mean zero if ``shift_mean``, over the entries where ``mask`` is true.
+
+    The variance is the unbiased one, as in TRL's ``masked_whiten``; that of fewer than two entries is taken as 0.
+    Entries outside of the mask become 0.
+
+    Args:
+        x: float32 [T], of a whole batch.
+        mask: bool [T].
+        shift_mean: false keeps the mean where it was.
+    """
+    _require_aligned(x=x, mask=mask)
+    counted = x[mask].astype(np.float64)
+    if not len(counted):
+        return np.zeros_like(x)
+    mean = counted.mean()
+    variance = counted.var(ddof=1) if len(counted) > 1 else 0.0
+    whitened = (x - mean) / np.sqrt(variance + WHITEN_EPSILON)
+    return np.where(mask, whitened if shift_mean else whitened + mean, 0.0).astype(np.float32)
+
+
+class KLCoefficient(Protocol):
+    """The weight of the KL penalty, and how it moves with what was measured."""
+
+    @property
+    def coefficient(self) -> float:
+        """Weight of the penalty in the step to come."""
+
+    def after(self, kl: float, samples: int) -> KLCoefficient:
+        """Return the coefficient to use after ``samples`` rollouts with a mean KL of ``kl`` nats."""
+
+
+@dataclass(frozen=True, slots=True)
+class FixedKL:
+    """A KL coefficient that never moves."""
+
+    coefficient: float
+
+    def __post_init__(self) -> None:
+        _require_coefficient(self.coefficient)
+
+    def after(self, kl: float, samples: int) -> FixedKL:
+        """Return this coefficient again."""
+        del kl, samples
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptiveKL:
+    """A KL coefficient that steers the KL towards a target (Ziegler et al. 2019, arXiv 1909.08593, section 2.2).
+
+    ``coefficient *= 1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon``.
+
+    Attributes:
+        initial: the coefficient to use now.
+        target: nats per response.
+        horizon: rollouts over which a full error moves the coefficient by a factor of about e**0.2.
+
+    Example:
+        >>> AdaptiveKL(0.1, target=6.0, horizon=100).after(kl=12.0, samples=50).coefficient
+        0.11000000000000001
+    """
+
+    initial: float
+    target: float = 6.0
+    horizon: float = 10_000.0
+
+    def __post_init__(self) -> None:
+        _require_coefficient(self.initial)
+        if not self.target > 0:
+            raise ValueError(f"the KL target must be positive, not {self.target}")
+        if not self.horizon > 0:
+            raise ValueError(f"the KL horizon must be positive, not {self.horizon}")
+
+    @property
+    def coefficient(self) -> float:
+        """Weight of the penalty in the step to come."""
+        return self.initial
+
+    def after(self, kl: float, samples: int) -> AdaptiveKL:
+        """Return the coefficient after ``samples`` rollouts; a KL that is not a number leaves it where it is.
+
+        It never becomes negative, however many rollouts a step has.
+        """
+        if not np.isfinite(kl):
+            return self
+        error = min(max(kl / self.target - 1.0, -MAX_KL_ERROR), MAX_KL_ERROR)
+        return replace(self, initial=max(0.0, self.initial * (1.0 + error * samples / self.horizon)))
+
+
+def _require_coefficient(coefficient: float) -> None:
+    if not 0 <= coefficient < float("inf"):
+        raise ValueError(f"the KL coefficient must be 0 or more and finite, not {coefficient}")
+
+
+def _require_aligned(**arrays: FloatArray | BoolArray) -> None:
+    shapes = {name: array.shape for name, array in arrays.items()}
+    if len(set(shapes.values())) != 1 or any(len(shape) != 1 for shape in shapes.values()):
+        raise ValueError(f"expected one-dimensional arrays of one length, got {shapes}")

@@ -1,0 +1,275 @@
+"""The values that travel on the edges of a PPO graph.
+
+Over its life a rollout's events follow one grammar, in this order on every stream::
+
+    Prompt  ((Chunk | Given)* Defer)*  (Chunk | Given)*  (Finish | Drop)
+
+``start`` is contiguous over ``Chunk`` and ``Given``, versions never decrease, and ``Finish`` says two things at once:
+the response is complete, and the rollout belongs to the batch of the step that sends it. A thing that is not known
+yet is another type here, never an ``Optional`` field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Generic, Literal, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+T_co = TypeVar("T_co", covariant=True)
+
+IntArray: TypeAlias = NDArray[np.int32]
+FloatArray: TypeAlias = NDArray[np.float32]
+BoolArray: TypeAlias = NDArray[np.bool_]
+FinishReason: TypeAlias = Literal["eos", "stop", "length"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt:
+    """One sample to be generated for one prompt: opens a rollout.
+
+    Attributes:
+        rollout: identity of the rollout, unique in a run: ``admission * samples_per_prompt + sample``.
+        admission: ordinal of the prompt in the seeded prompt stream; keys the sampling noise.
+        tokens: int32 [P], the prompt as the policy reads it; at least one token.
+        sample: index of this sample among those of the same prompt.
+        group: the rollouts that are compared with one another; equal to ``admission`` unless a recipe says otherwise.
+        columns: whatever else the data holds for this prompt; handed to reward functions.
+
+    Example:
+        >>> Prompt(rollout=7, admission=7, tokens=np.array([1, 2], np.int32)).tokens.tolist()
+        [1, 2]
+    """
+
+    rollout: int
+    admission: int
+    tokens: IntArray
+    sample: int = 0
+    group: int = 0
+    columns: Mapping[str, object] = field(default_factory=dict)
+
+    def samples(self, count: int) -> tuple[Prompt, ...]:
+        """Return ``count`` rollouts to be generated for this prompt, as one group."""
+        first = self.admission * count
+        return tuple(replace(self, rollout=first + k, sample=k, group=self.admission) for k in range(count))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunk:
+    """Tokens ``start .. start + len(tokens)`` of a response, as the policy sampled them.
+
+    Attributes:
+        tokens: int32 [n].
+        logprobs: float32 [n], natural logarithm, of each token under the policy that sampled it.
+        versions: int32 [n], the version of the weights that made each token.
+    """
+
+    rollout: int
+    start: int
+    tokens: IntArray
+    logprobs: FloatArray
+    versions: IntArray
+
+    def merge(self, later: Chunk) -> Chunk:
+        """Return this chunk and the one that follows it without a gap as one.
+
+        Raises:
+            ValueError: ``later`` is of another rollout or does not begin where this one ends.
+        """
+        if later.rollout != self.rollout or later.start != self.start + len(self.tokens):
+            raise ValueError(
+                f"chunk of rollout {later.rollout} at {later.start} does not follow the chunk of rollout "
+                f"{self.rollout} at {self.start} with {len(self.tokens)} tokens"
+            )
+        return Chunk(
+            self.rollout,
+            self.start,
+            np.concatenate((self.tokens, later.tokens)),
+            np.concatenate((self.logprobs, later.logprobs)),
+            np.concatenate((self.versions, later.versions)),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Given:
+    """Tokens of a response that nobody sampled (a tool's answer): streamed to scorers, never trained."""
+
+    rollout: int
+    start: int
+    tokens: IntArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Response:
+    """Everything generated for a prompt so far.
+
+    Attributes:
+        tokens: int32 [n].
+        logprobs: float32 [n]; 0 where ``sampled`` is false.
+        versions: int32 [n].
+        sampled: bool [n], false for ``Given`` tokens: the loss mask.
+    """
+
+    prompt: Prompt
+    tokens: IntArray
+    logprobs: FloatArray
+    versions: IntArray
+    sampled: BoolArray
+
+    @classmethod
+    def empty(cls, prompt: Prompt) -> Response:
+        """Return the response of a rollout that has only been opened."""
+        ints, floats = np.zeros(0, np.int32), np.zeros(0, np.float32)
+        return cls(prompt, ints, floats, ints, np.zeros(0, np.bool_))
+
+    def then(self, piece: Chunk | Given) -> Response:
+        """Return this response with ``piece`` appended."""
+        n = len(piece.tokens)
+        sampled = isinstance(piece, Chunk)
+        last = self.versions[-1:] if len(self.versions) else np.zeros(1, np.int32)
+        return Response(
+            self.prompt,
+            np.concatenate((self.tokens, piece.tokens)),
+            np.concatenate((self.logprobs, piece.logprobs if isinstance(piece, Chunk) else np.zeros(n, np.float32))),
+            np.concatenate((self.versions, piece.versions if isinstance(piece, Chunk) else np.repeat(last, n))),
+            np.concatenate((self.sampled, np.full(n, sampled, np.bool_))),
+        )
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Finish:
+    """The response is complete and belongs to this step's batch.
+
+    It carries the whole response, so that whoever lost its state (a session of an older version, a resumed run)
+    can make it good from this event alone.
+    """
+
+    rollout: int
+    response: Response
+    reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Defer:
+    """The step was cut; the rollout is parked, work intact, and goes on in a later step.
+
+    Attributes:
+        age: steps since admission, as of the next step: 1 after the first deferral.
+    """
+
+    rollout: int
+    age: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """The rollout ends here and will not be trained; ``reason`` says why, for the record."""
+
+    rollout: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scored(Generic[T_co]):
+    """What a scorer says of a finished rollout: a scalar, or one value per response token.
+
+    Attributes:
+        version: version of the scorer's weights that made it.
+    """
+
+    rollout: int
+    value: T_co
+    version: int
+
+
+RolloutEvent: TypeAlias = Prompt | Chunk | Given | Defer | Finish | Drop
+
+
+def merge_chunks(queued: RolloutEvent, new: RolloutEvent) -> RolloutEvent | None:
+    """Return one chunk for two contiguous ones of the same rollout; ``None`` for anything else."""
+    if isinstance(queued, Chunk) and isinstance(new, Chunk) and queued.rollout == new.rollout:
+        return queued.merge(new)
+    return None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """One step's rollouts with everything the trainer needs, ragged, in admission order.
+
+    Row ``r`` owns positions ``offsets[r] : offsets[r + 1]`` of every per-token array; N rows, T response tokens.
+
+    Attributes:
+        responses: N responses, in admission order.
+        reasons: N finish reasons.
+        scores: float32 [N], the reward model's scalars.
+        offsets: int64 [N + 1].
+        tokens, versions: int32 [T].
+        sampled: bool [T], the loss mask.
+        logprobs: float32 [T], behaviour log-probs.
+        reference: float32 [T], reference log-probs.
+        values: float32 [T], the critic's value of the state *before* each token.
+        rewards: float32 [T], per token, after the KL penalty.
+        advantages, returns: float32 [T].
+        metrics: what the estimator measured on the way (KL, entropy of the sampled tokens, means).
+        dropped: the rollouts of this step that are not trained.
+        deferred: the rollouts carried into the next step.
+    """
+
+    responses: tuple[Response, ...]
+    reasons: tuple[FinishReason, ...]
+    scores: FloatArray
+    offsets: NDArray[np.int64]
+    tokens: IntArray
+    versions: IntArray
+    sampled: BoolArray
+    logprobs: FloatArray
+    reference: FloatArray
+    values: FloatArray
+    rewards: FloatArray
+    advantages: FloatArray
+    returns: FloatArray
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    dropped: tuple[Drop, ...] = ()
+    deferred: tuple[Defer, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.responses)
+
+    @property
+    def rollouts(self) -> tuple[int, ...]:
+        """The rollouts of this batch, in admission order."""
+        return tuple(response.prompt.rollout for response in self.responses)
+
+    def rows(self) -> Sequence[slice]:
+        """Return the slice of the per-token arrays that belongs to each row."""
+        return [slice(int(a), int(b)) for a, b in zip(self.offsets[:-1], self.offsets[1:], strict=True)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepReport:
+    """What one step did.
+
+    Attributes:
+        index: ordinal of the step, from 0.
+        version: version of the weights after the step.
+        trained: the rollouts that were trained, in admission order.
+        dropped: the rollouts that ended without being trained.
+        deferred: the rollouts carried into the next step.
+        score: mean of the reward model's scalars over the trained rollouts; NaN when there are none.
+        seconds: from the step's start to its last publish.
+        metrics: everything else, under the names of the run directory's ``metrics.jsonl``.
+    """
+
+    index: int
+    version: int
+    trained: tuple[int, ...]
+    dropped: tuple[Drop, ...]
+    deferred: tuple[Defer, ...]
+    score: float
+    seconds: float
+    metrics: Mapping[str, float]

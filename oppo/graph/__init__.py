@@ -1,0 +1,59 @@
+"""A typed graph of async stages, and the engine that runs it step by step; it knows nothing of reinforcement learning.
+
+::
+
+    g = GraphBuilder[Item]("name")          stages and wires are declared, checked by the type checker
+    graph = g.build(last)                   and said again in sentences: a frozen value
+    async with graph.open(items) as run:    stages are entered once
+        async for result in run.steps(10):  a task for each stage and step; channels between them
+
+Tasks live for a step: when a step has ended, by its result, an error or a cancellation, none is left. Channels are
+bounded and lossless. A stage's error surfaces as itself, with a note that says where.
+"""
+
+from __future__ import annotations
+
+from oppo.graph.builder import GraphBuilder, Stream
+from oppo.graph.channel import Channel, ChannelStatistics, Key, Merge, Receiver, Sender
+from oppo.graph.graph import Graph
+from oppo.graph.join import join, where
+from oppo.graph.ports import (
+    AnyStage,
+    Observing,
+    Opened,
+    Stage1,
+    Stage2,
+    Stage3,
+    Stage4,
+    Stage5,
+    Step,
+    Stepwise,
+)
+from oppo.graph.run import Run
+from oppo.graph.topology import Node
+
+__all__ = [
+    "AnyStage",
+    "Channel",
+    "ChannelStatistics",
+    "Graph",
+    "GraphBuilder",
+    "Key",
+    "Merge",
+    "Node",
+    "Observing",
+    "Opened",
+    "Receiver",
+    "Run",
+    "Sender",
+    "Stage1",
+    "Stage2",
+    "Stage3",
+    "Stage4",
+    "Stage5",
+    "Step",
+    "Stepwise",
+    "Stream",
+    "join",
+    "where",
+]

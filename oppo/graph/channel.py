@@ -1,0 +1,381 @@
+"""Bounded, lossless channels: what connects one stage's output with one reader of it.
+
+The ``_nowait`` form of each operation is the logic; the async form is the shell that waits. Nothing here knows what the
+items mean: a ``merge`` function, given by whoever builds the graph, says which items may become one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+
+import anyio
+import anyio.lowlevel
+
+from oppo.errors import ProtocolError
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+T_contra = TypeVar("T_contra", contravariant=True)
+
+# One function serves all edges of a graph, whatever their items: the one place where an item has no static type.
+Merge: TypeAlias = Callable[[Any, Any], Any]
+"""``merge(queued, new)``: the one item that stands for both, or ``None`` where they must stay two."""
+Key: TypeAlias = Callable[[Any], Hashable | None]
+"""``key(item)``: items of equal key keep their order; ``None`` for an item that is never merged."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelStatistics:
+    """The counters of one channel; ``sent == received + merged + queued`` at all times.
+
+    Attributes:
+        sent: items accepted from the sender.
+        received: items handed to the reader.
+        merged: accepted items that became part of one already queued.
+        queued: items waiting to be read.
+        peak: the most that were ever queued.
+        capacity: the most that can be queued.
+        waiting_senders: tasks that wait for room.
+        waiting_receivers: tasks that wait for an item.
+    """
+
+    sent: int
+    received: int
+    merged: int
+    queued: int
+    peak: int
+    capacity: int
+    waiting_senders: int
+    waiting_receivers: int
+
+
+class Receiver(Protocol[T_co]):
+    """The reading end of an edge; one stage reads it.
+
+    Cancelling a read loses nothing: what was not returned is still there for the next read.
+    """
+
+    def __aiter__(self) -> AsyncIterator[T_co]:
+        """Return an iterator that takes one item at a time and ends when the sending stage has returned."""
+
+    async def drain(self) -> Sequence[T_co]:
+        """Return everything queued, waiting for at least one item; empty only when the input has ended."""
+
+    def drain_nowait(self) -> Sequence[T_co]:
+        """Return everything queued, which may be nothing."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether everything has been read and nothing will come."""
+
+    def watch(self, event: anyio.Event) -> None:
+        """Have ``event`` set at the next change: an item, or the end."""
+
+    def unwatch(self, event: anyio.Event) -> None:
+        """Forget ``event``; unknown ones are fine."""
+
+    def statistics(self) -> ChannelStatistics:
+        """Return the counters as of now."""
+
+
+class Sender(Protocol[T_contra]):
+    """The writing end: reaches every reader of a stage's output."""
+
+    async def send(self, item: T_contra, /) -> None:
+        """Hand over ``item``, waiting while a reader's channel is full.
+
+        Items sent by one task keep their order for every reader. A cancelled send may have reached some of several
+        readers and not the others; cancellation from outside tears the step down, so nobody goes on from there.
+
+        Raises:
+            ProtocolError: a reader has returned, or this output has been closed.
+        """
+
+
+class _Waiting:
+    """A sender in line: its item, and the event that says a place is kept for it."""
+
+    __slots__ = ("admitted", "item")
+
+    def __init__(self, item: object) -> None:
+        self.item = item
+        self.admitted = anyio.Event()
+
+
+class Channel(Generic[T]):
+    """A bounded queue between one stage and one reader that never loses, doubles or reorders an item.
+
+    A full channel first tries to merge: the new item is offered to the newest queued item *of the same key*, and to no
+    other, so that the order within a key is kept. Where that gives ``None`` the sender waits in line. Without ``key``
+    only the newest item of all is tried.
+
+    Args:
+        name: shown in errors and tables, ``source->target``.
+        capacity: the most items queued, at least 1.
+
+    Raises:
+        ValueError: ``capacity`` is less than 1.
+
+    Example:
+        >>> channel = Channel[int]("a->b", 2)
+        >>> channel.send_nowait(7)
+        >>> channel.drain_nowait()
+        [7]
+    """
+
+    def __init__(self, name: str, capacity: int, merge: Merge | None = None, key: Key | None = None) -> None:
+        if capacity < 1:
+            raise ValueError(f"channel {name!r} needs a capacity of at least 1, not {capacity}")
+        self.name = name
+        self.capacity = capacity
+        self._merge = merge
+        self._key = key
+        self._queue: deque[T] = deque()
+        self._line: deque[_Waiting] = deque()
+        self._watchers: list[anyio.Event] = []
+        self._closed = False
+        self._abandoned = False
+        self._sent = self._received = self._merged = self._peak = 0
+
+    # Sending. While somebody stands in line nobody overtakes: at most as many are admitted as there are free places,
+    # and each of them takes its place itself when its task runs again, so that a cancelled one has sent nothing.
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a send would neither merge nor wait."""
+        return not self._line and len(self._queue) < self.capacity
+
+    def send_nowait(self, item: T, /) -> None:
+        """Queue ``item``, or merge it into a queued one.
+
+        Raises:
+            anyio.WouldBlock: the channel is full.
+            ProtocolError: the channel is closed, or its reader has returned.
+        """
+        self._require_open()
+        if self.has_room:
+            self._append(item)
+        elif not self._absorb(item):
+            raise anyio.WouldBlock
+
+    async def send(self, item: T, /) -> None:
+        """Queue ``item``, or merge it into a queued one, waiting while the channel is full.
+
+        When it is cancelled the item has not been sent.
+
+        Raises:
+            ProtocolError: the channel is closed, or its reader has returned.
+        """
+        self._require_open()
+        if self.has_room:
+            self._append(item)
+        elif self._absorb(item):
+            # A sender that never has to wait would otherwise keep the reader from running.
+            await anyio.lowlevel.cancel_shielded_checkpoint()
+        else:
+            await self._stand_in_line(item)
+
+    async def _stand_in_line(self, item: T) -> None:
+        waiting = _Waiting(item)
+        self._line.append(waiting)
+        try:
+            await waiting.admitted.wait()
+            self._require_open()
+        except BaseException:
+            self._line.remove(waiting)
+            self._admit()  # whoever does not take its place passes it on
+            raise
+        self._line.remove(waiting)
+        self._append(item)
+
+    def _append(self, item: T) -> None:
+        self._queue.append(item)
+        self._sent += 1
+        self._peak = max(self._peak, len(self._queue))
+        if self._watchers:
+            self._wake()
+
+    def _absorb(self, item: T) -> bool:
+        """Merge ``item`` into the newest queued item of its key, if that is possible."""
+        if self._merge is None:
+            return False
+        position = self._newest(item)
+        if position is None:
+            return False
+        merged = self._merge(self._queue[position], item)
+        if merged is None:
+            return False
+        self._queue[position] = merged
+        self._sent += 1
+        self._merged += 1
+        return True
+
+    def _newest(self, item: T) -> int | None:
+        if self._key is None:
+            return len(self._queue) - 1 if self._queue and not self._line else None
+        key = self._key(item)
+        if key is None or any(self._key(waiting.item) == key for waiting in self._line):
+            return None
+        return next((n for n in range(len(self._queue) - 1, -1, -1) if self._key(self._queue[n]) == key), None)
+
+    def _admit(self) -> None:
+        for waiting in islice(self._line, self.capacity - len(self._queue)):
+            waiting.admitted.set()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ProtocolError(f"an item was sent into {self.name!r} after it had been closed")
+        if self._abandoned:
+            raise ProtocolError(
+                f"an item was sent into {self.name!r}, whose reader has returned already; a stage reads each of its "
+                f"inputs until it ends"
+            )
+
+    def close(self) -> None:
+        """End the channel: what is queued can still be read, nothing more can be sent; idempotent."""
+        self._closed = True
+        for waiting in self._line:
+            waiting.admitted.set()
+        self._wake()
+
+    # Reading.
+
+    def abandon(self) -> None:
+        """Note that the reader has returned: whoever sends from now on is told so.
+
+        Raises:
+            ProtocolError: it left items unread.
+        """
+        self._abandoned = True
+        left = len(self._queue) + len(self._line)
+        if left:
+            raise ProtocolError(
+                f"the reader of {self.name!r} returned and left {left} item{'s' * (left > 1)} unread; a stage reads "
+                f"each of its inputs until it ends"
+            )
+
+    def drain_nowait(self) -> Sequence[T]:
+        """Return everything queued, which may be nothing."""
+        items = list(self._queue)
+        self._queue.clear()
+        self._received += len(items)
+        self._admit()
+        return items
+
+    async def drain(self) -> Sequence[T]:
+        """Return everything queued, waiting for at least one item; empty only when the channel has ended."""
+        await self._readable()
+        return self.drain_nowait()
+
+    def __aiter__(self) -> AsyncIterator[T]:
+        return self
+
+    async def __anext__(self) -> T:
+        if not self._queue:
+            await self._readable()
+            if not self._queue:
+                raise StopAsyncIteration
+        item = self._queue.popleft()
+        self._received += 1
+        if self._line:
+            self._admit()
+        return item
+
+    async def _readable(self) -> None:
+        """Wait until something is queued or nothing will be."""
+        while not self._queue and not self._closed:
+            event = anyio.Event()
+            self.watch(event)
+            try:
+                await event.wait()
+            finally:
+                self.unwatch(event)
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing more can be sent."""
+        return self._closed
+
+    @property
+    def ended(self) -> bool:
+        """Whether everything has been read and nothing will come."""
+        return self._closed and not self._queue
+
+    def watch(self, event: anyio.Event) -> None:
+        """Have ``event`` set at the next change: an item, or the end."""
+        self._watchers.append(event)
+
+    def unwatch(self, event: anyio.Event) -> None:
+        """Forget ``event``; unknown ones are fine."""
+        if event in self._watchers:
+            self._watchers.remove(event)
+
+    def _wake(self) -> None:
+        for event in self._watchers:
+            event.set()
+        self._watchers.clear()
+
+    def statistics(self) -> ChannelStatistics:
+        """Return the counters as of now."""
+        return ChannelStatistics(
+            sent=self._sent,
+            received=self._received,
+            merged=self._merged,
+            queued=len(self._queue),
+            peak=self._peak,
+            capacity=self.capacity,
+            waiting_senders=len(self._line),
+            waiting_receivers=len(self._watchers),
+        )
+
+
+class Target(Protocol[T_contra]):
+    """What a fan-out delivers to: a channel, or whatever else takes items one by one."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether ``send`` would return without waiting."""
+
+    async def send(self, item: T_contra, /) -> None:
+        """Take ``item``, when there is room for it."""
+
+
+class FanOut(Generic[T]):
+    """Delivers each item to every target: at once to those with room, then to the others as they have some.
+
+    Args:
+        told: called with each item once all targets have it.
+    """
+
+    def __init__(self, targets: Sequence[Target[T]], told: Callable[[T], None] | None = None) -> None:
+        self._targets = targets
+        self._told = told
+
+    async def send(self, item: T, /) -> None:
+        """Deliver ``item`` to every target; see :meth:`Sender.send` for what a cancellation means."""
+        full = []
+        for target in self._targets:
+            if target.has_room:
+                await target.send(item)
+            else:
+                full.append(target)
+        for target in full:
+            await target.send(item)
+        if self._told is not None:
+            self._told(item)
+
+
+def channel_table(channels: Iterable[Channel[Any]]) -> str:
+    """Return one line for each channel: how full it is, and who waits at which end."""
+    lines = []
+    for channel in channels:
+        now = channel.statistics()
+        state = ["closed"] if channel.closed else []
+        state += [f"{now.waiting_senders} waiting to send"] if now.waiting_senders else []
+        state += [f"{now.waiting_receivers} waiting to receive"] if now.waiting_receivers else []
+        lines.append(f"{channel.name:<32} {now.queued:>4}/{now.capacity:<4} {', '.join(state) or 'nobody waits'}")
+    return "\n".join(lines)

@@ -1,0 +1,204 @@
+"""Reading several inputs at once: aligned by key, or only items of some classes.
+
+No task is made for it: one wait watches all inputs, so a join can be left at any point, by an error or a cancellation,
+and leaves nothing running behind.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from typing import Any, Generic, TypeVar, overload
+
+import anyio
+
+from oppo.errors import ProtocolError
+from oppo.graph.channel import ChannelStatistics, Key, Receiver
+
+A = TypeVar("A")
+B = TypeVar("B")
+C = TypeVar("C")
+D = TypeVar("D")
+E = TypeVar("E")
+T = TypeVar("T")
+
+
+@overload
+def join(
+    a: Receiver[A],
+    b: Receiver[B],
+    /,
+    *,
+    key: Callable[[A | B], Hashable | None],
+    aside: Callable[[A], object] | None = None,
+) -> AsyncIterator[tuple[A, B]]: ...
+@overload
+def join(
+    a: Receiver[A],
+    b: Receiver[B],
+    c: Receiver[C],
+    /,
+    *,
+    key: Callable[[A | B | C], Hashable | None],
+    aside: Callable[[A], object] | None = None,
+) -> AsyncIterator[tuple[A, B, C]]: ...
+@overload
+def join(
+    a: Receiver[A],
+    b: Receiver[B],
+    c: Receiver[C],
+    d: Receiver[D],
+    /,
+    *,
+    key: Callable[[A | B | C | D], Hashable | None],
+    aside: Callable[[A], object] | None = None,
+) -> AsyncIterator[tuple[A, B, C, D]]: ...
+@overload
+def join(
+    a: Receiver[A],
+    b: Receiver[B],
+    c: Receiver[C],
+    d: Receiver[D],
+    e: Receiver[E],
+    /,
+    *,
+    key: Callable[[A | B | C | D | E], Hashable | None],
+    aside: Callable[[A], object] | None = None,
+) -> AsyncIterator[tuple[A, B, C, D, E]]: ...
+def join(
+    *lanes: Receiver[Any], key: Key, aside: Callable[[Any], object] | None = None
+) -> AsyncIterator[tuple[Any, ...]]:
+    """Return rows of items of equal key, one from each input, as soon as they are complete.
+
+    All inputs are read at once and kept until they match, so that the bound of none can block another. The first input
+    is the primary: it says which keys there are. The rows end when it has ended and each of its keys has its row; items
+    of other inputs for keys it never named are passed over.
+
+    Args:
+        lanes: two to five inputs, none of them the source of the graph.
+        key: what aligns items; ``None`` for items that belong to no row.
+        aside: given the primary's items without a key, in order; those of other inputs are passed over.
+
+    Raises:
+        ProtocolError: while it is read: an input names a key twice, or ended without a key of the primary.
+    """
+    return _Join(lanes, key, aside)
+
+
+class _Join:
+    """The rows of :func:`join`."""
+
+    def __init__(self, lanes: Sequence[Receiver[Any]], key: Key, aside: Callable[[Any], object] | None) -> None:
+        self._lanes = lanes
+        self._key = key
+        self._aside = aside
+        self._held: list[dict[Hashable, object]] = [{} for _ in lanes]
+        self._matched: set[Hashable] = set()
+        self._rows: deque[tuple[object, ...]] = deque()
+
+    def __aiter__(self) -> AsyncIterator[tuple[Any, ...]]:
+        return self
+
+    async def __anext__(self) -> tuple[Any, ...]:
+        while True:
+            for number, lane in enumerate(self._lanes):
+                for item in lane.drain_nowait():
+                    self._take(number, item)
+            if self._rows:
+                return self._rows.popleft()
+            self._require_complete()
+            if self._lanes[0].ended and not self._held[0]:
+                raise StopAsyncIteration
+            await self._change()
+
+    def _take(self, number: int, item: object) -> None:
+        key = self._key(item)
+        if key is None:
+            if number == 0 and self._aside is not None:
+                self._aside(item)
+            return
+        if key in self._held[number] or key in self._matched:
+            raise ProtocolError(f"input {number + 1} of a join has a second item for {key!r}; each key comes once")
+        self._held[number][key] = item
+        if all(key in held for held in self._held):
+            self._rows.append(tuple(held.pop(key) for held in self._held))
+            self._matched.add(key)
+
+    def _require_complete(self) -> None:
+        """Raise where an input has ended and can never match a key of the primary."""
+        for number, (lane, held) in enumerate(zip(self._lanes, self._held, strict=True)):
+            if lane.ended:
+                missing = [key for key in self._held[0] if key not in held]
+                if missing:
+                    keys = ", ".join(map(repr, missing))
+                    raise ProtocolError(f"input {number + 1} of a join ended without an item for {keys}")
+
+    async def _change(self) -> None:
+        """Wait until an input has an item or ends."""
+        event = anyio.Event()
+        for lane in self._lanes:
+            lane.watch(event)
+        try:
+            await event.wait()
+        finally:
+            for lane in self._lanes:
+                lane.unwatch(event)
+
+
+@overload
+def where(receiver: Receiver[object], first: type[A], /) -> Receiver[A]: ...
+@overload
+def where(receiver: Receiver[object], first: type[A], second: type[B], /) -> Receiver[A | B]: ...
+@overload
+def where(receiver: Receiver[object], first: type[A], second: type[B], third: type[C], /) -> Receiver[A | B | C]: ...
+def where(receiver: Receiver[Any], /, *classes: type[Any]) -> Receiver[Any]:
+    """Return a view of ``receiver`` that passes only items of these classes; it reads and discards the others."""
+    return _Where(receiver, classes)
+
+
+class _Where(Generic[T]):
+    """The view of :func:`where`."""
+
+    def __init__(self, receiver: Receiver[Any], classes: tuple[type[T], ...]) -> None:
+        self._receiver = receiver
+        self._classes = classes
+
+    def __aiter__(self) -> AsyncIterator[T]:
+        return self
+
+    async def __anext__(self) -> T:
+        async for item in self._receiver:
+            if isinstance(item, self._classes):
+                return item
+        raise StopAsyncIteration
+
+    async def drain(self) -> Sequence[T]:
+        """Return every queued item of the classes, waiting for at least one; empty only when the input has ended."""
+        while items := await self._receiver.drain():
+            if passed := self._passed(items):
+                return passed
+        return []
+
+    def drain_nowait(self) -> Sequence[T]:
+        """Return every queued item of the classes, which may be nothing."""
+        return self._passed(self._receiver.drain_nowait())
+
+    def _passed(self, items: Sequence[object]) -> Sequence[T]:
+        return [item for item in items if isinstance(item, self._classes)]
+
+    @property
+    def ended(self) -> bool:
+        """Whether everything has been read and nothing will come."""
+        return self._receiver.ended
+
+    def watch(self, event: anyio.Event) -> None:
+        """Have ``event`` set at the next change of the receiver behind."""
+        self._receiver.watch(event)
+
+    def unwatch(self, event: anyio.Event) -> None:
+        """Forget ``event``."""
+        self._receiver.unwatch(event)
+
+    def statistics(self) -> ChannelStatistics:
+        """Return the counters of the receiver behind."""
+        return self._receiver.statistics()

@@ -1,0 +1,163 @@
+"""An open graph: its stages are entered, and steps run until the data or the reader's wish ends."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from typing import Generic, TypeVar
+
+import anyio
+from anyio.lowlevel import RunVar
+
+from oppo.errors import GraphError
+from oppo.graph.executor import Execution, tell
+from oppo.graph.ports import Observing, Opened, Step, Stepwise
+from oppo.graph.source import Source
+from oppo.graph.topology import Topology
+from oppo.observe import Observer, Span
+
+O = TypeVar("O")  # noqa: E741 - O for output, as in the stage protocols
+
+_OPEN_STAGES: RunVar[frozenset[int]] = RunVar("oppo.graph.open_stages", frozenset())
+"""Identities of the stages in open runs of the current event loop."""
+
+
+class Run(Generic[O]):
+    """A graph whose stages are open; made by :meth:`oppo.graph.Graph.open`.
+
+    A stage runs its executions one at a time and in order.
+    """
+
+    def __init__(self, topology: Topology, source: Source, observers: Sequence[Observer]) -> None:
+        self._topology = topology
+        self._source = source
+        self._observers = observers
+        self._index = 0
+        self._state = "ready"
+
+    def steps(self, count: int) -> AsyncIterator[O]:
+        """Return an iterator that runs one step for each item asked of it.
+
+        It ends after ``count`` steps, or at the first that yields no result: the data has ended.
+        """
+        return _Steps(self, count)
+
+    async def step(self, *, remaining: int = 1) -> O | None:
+        """Run one step and return its result, or ``None`` when the data has ended.
+
+        Args:
+            remaining: how many steps the caller means to run, with this one; stages are told.
+
+        Raises:
+            GraphError: a step is running, has failed or was cancelled, or the run is closed.
+            ProtocolError: the graph yielded a second result, or a stage broke another rule.
+            Exception: whatever a stage raised, as itself, with notes that say where.
+        """
+        results = await self.advance(remaining)
+        return results[0] if results else None
+
+    async def advance(self, remaining: int) -> Sequence[O]:
+        """Run one step and return what it results in: one item, or nothing when the data has ended.
+
+        Raises:
+            Exception: as :meth:`step` does.
+        """
+        if self._state != "ready":
+            raise GraphError(f"graph {self._topology.name!r} cannot run step {self._index}: {self._state}")
+        self._state = "a step is running"
+        step = Step(self._index, remaining, anyio.current_time())
+        try:
+            results = await self._execute(step)
+        except BaseException:
+            self._state = f"step {step.index} did not come to its end, so what its stages hold is unknown"
+            raise
+        self._state = "ready"
+        self._index += 1
+        return results
+
+    async def _execute(self, step: Step) -> Sequence[O]:
+        execution = Execution[O](self._topology, step, self._source, self._observers)
+        for node in self._topology.nodes:
+            if isinstance(node.stage, Stepwise):
+                with self._hook("begin", node.name, step):
+                    node.stage.begin(step)
+        results = await execution.run()
+        for result in results:
+            for node in self._topology.nodes:
+                if isinstance(node.stage, Observing):
+                    with self._hook("observe", node.name, step):
+                        node.stage.observe(result)
+        if self._observers:
+            self._report(step, results, execution)
+        return results
+
+    def _report(self, step: Step, results: Sequence[O], execution: Execution[O]) -> None:
+        span = Span("step", str(step.index), step.started, anyio.current_time())
+        tell(self._observers, lambda observer: observer.on_span(span))
+        if results:
+            channels = execution.statistics()
+            tell(self._observers, lambda observer: observer.on_step(step.index, results[0], channels))
+
+    @contextmanager
+    def _hook(self, hook: str, stage: str, step: Step) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            error.add_note(f"in {hook}() of stage {stage!r} of graph {self._topology.name!r}, step {step.index}")
+            raise
+
+    def close(self) -> None:
+        """Refuse further steps."""
+        self._state = "its run is closed"
+
+
+class _Steps(Generic[O]):
+    """Runs the next step when asked for the next item; nothing is under way in between."""
+
+    def __init__(self, run: Run[O], count: int) -> None:
+        self._run = run
+        self._remaining = count
+
+    def __aiter__(self) -> AsyncIterator[O]:
+        return self
+
+    async def __anext__(self) -> O:
+        if self._remaining < 1:
+            raise StopAsyncIteration
+        results = await self._run.advance(self._remaining)
+        if not results:
+            self._remaining = 0
+            raise StopAsyncIteration
+        self._remaining -= 1
+        return results[0]
+
+
+@asynccontextmanager
+async def opened(run: Run[O], topology: Topology) -> AsyncIterator[Run[O]]:
+    """Enter the stages of a graph, and leave them when the context ends, whatever ends it."""
+    with _occupied(topology), anyio.CancelScope() as scope:
+        # Stages may hold cancel scopes of their own, and scopes must nest: so the one that shields their exit is
+        # entered before them.
+        async with AsyncExitStack() as stack:
+            try:
+                for node in topology.nodes:
+                    if isinstance(node.stage, Opened):
+                        await stack.enter_async_context(node.stage)
+                yield run
+            finally:
+                run.close()
+                scope.shield = True
+
+
+@contextmanager
+def _occupied(topology: Topology) -> Iterator[None]:
+    mine = {id(node.stage): node.name for node in topology.nodes}
+    busy = _OPEN_STAGES.get()
+    for stage, name in mine.items():
+        if stage in busy:
+            raise GraphError(f"stage {name!r} of graph {topology.name!r} is in another open run: close that first")
+    _OPEN_STAGES.set(busy | mine.keys())
+    try:
+        yield
+    finally:
+        _OPEN_STAGES.set(_OPEN_STAGES.get() - mine.keys())

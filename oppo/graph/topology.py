@@ -1,0 +1,214 @@
+"""The shape of a graph: its nodes, what is wrong with them, in which order they come, and how they look on paper."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
+
+from oppo.errors import GraphError
+from oppo.graph.channel import Key, Merge
+from oppo.graph.ports import AnyStage, Ports, fits, has_hooks, in_words
+
+SOURCE = "prompts"
+"""The name of what is given to a graph from outside."""
+
+RESERVED = (SOURCE, "without")
+"""Names that no stage may have: the source's, and what :meth:`Graph.rebuild` calls its own argument."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A stage at its place in a graph.
+
+    Attributes:
+        stage: the object whose ``run`` does the work.
+        inputs: names of the nodes it reads, or :data:`SOURCE`, in the order of ``run``'s parameters.
+        capacity: bound of each channel that it reads.
+    """
+
+    name: str
+    stage: AnyStage
+    inputs: tuple[str, ...]
+    capacity: int
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Nodes wired by name, of which one gives the result.
+
+    Attributes:
+        nodes: in the order they were added.
+        result: name of the node whose output is what a step results in.
+        merge, key: given to every channel.
+    """
+
+    name: str
+    nodes: tuple[Node, ...]
+    result: str
+    merge: Merge | None = None
+    key: Key | None = None
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Node]:
+        """The nodes under their names."""
+        return {node.name: node for node in self.nodes}
+
+    def readers(self, name: str) -> Sequence[Node]:
+        """Return the nodes that read ``name``."""
+        return [node for node in self.nodes if name in node.inputs]
+
+    def require_sound(self, faults: Sequence[str] = ()) -> None:
+        """Accept the graph, or refuse it with everything that is wrong.
+
+        Args:
+            faults: what is known to be wrong already.
+
+        Raises:
+            GraphError: one line for each fault.
+        """
+        found = [*faults, *self._faults()]
+        if found:
+            title = f"graph {self.name!r} cannot be built:"
+            raise GraphError("\n".join([title, *(f"  - {fault}" for fault in dict.fromkeys(found))]))
+
+    def _faults(self) -> Sequence[str]:
+        if not self.nodes:
+            return ["it has no stage: add one with g.add(name, stage, g.prompts)"]
+        ports: dict[str, Ports] = {}
+        count = Counter(node.name for node in self.nodes)
+        faults = [f"{n} stages are called {name!r}: give each its own name" for name, n in count.items() if n > 1]
+        for node in self.nodes:
+            try:
+                ports[node.name] = Ports.of(node.stage)
+            except GraphError as error:
+                faults.append(f"{node.name!r} {error}")
+        for node in self.nodes:
+            faults += self._naming(node)
+            faults += self._wiring(node)
+            if node.name in ports:
+                faults += _typing(node, ports)
+        return [*faults, *self._sharing(), *self._cycles(), *self._ends()]
+
+    def _naming(self, node: Node) -> Sequence[str]:
+        if node.name in RESERVED:
+            return [f"no stage may be called {node.name!r}: that name is taken"]
+        if not node.name.isidentifier():
+            return [f"{node.name!r} is no name for a stage: use letters, digits and underscores, as in a keyword"]
+        return []
+
+    def _wiring(self, node: Node) -> Sequence[str]:
+        faults = []
+        if not node.inputs:
+            faults.append(f"{node.name!r} reads nothing: give it at least one stream")
+        if node.capacity < 1:
+            faults.append(f"{node.name!r} has a capacity of {node.capacity}: a channel holds at least 1 item")
+        for name in dict.fromkeys(node.inputs):
+            if name != SOURCE and name not in self.by_name:
+                faults.append(
+                    f"{node.name!r} reads {name!r}, which is not in this graph: use what its g.add() returned"
+                )
+            if node.inputs.count(name) > 1:
+                faults.append(f"{node.name!r} reads {name!r} {node.inputs.count(name)} times: once is enough")
+        return faults
+
+    def _sharing(self) -> Sequence[str]:
+        faults = []
+        readers = [repr(node.name) for node in self.readers(SOURCE)]
+        if len(readers) > 1:
+            faults.append(f"{SOURCE!r} is read by {' and '.join(readers)}: only one stage may take from it")
+        first: dict[int, str] = {}
+        for node in self.nodes:
+            other = first.setdefault(id(node.stage), node.name)
+            if other != node.name and has_hooks(node.stage):
+                faults.append(f"{other!r} and {node.name!r} are the same object, which keeps state: make two")
+        return faults
+
+    def _cycles(self) -> Sequence[str]:
+        try:
+            self.order()
+        except CycleError as error:
+            return [f"{' -> '.join(map(repr, reversed(error.args[1])))} is a circle: no stage may wait for itself"]
+        return []
+
+    def _ends(self) -> Sequence[str]:
+        faults = []
+        if self.result not in self.by_name:
+            what = "the source" if self.result == SOURCE else "not in this graph"
+            faults.append(f"the result is {self.result!r}, which is {what}: build() takes the output of a stage")
+        read = {name for node in self.nodes for name in node.inputs} | {self.result}
+        faults += [
+            f"nobody reads {node.name!r}: connect it, remove it, or make it the result"
+            for node in self.nodes
+            if node.name not in read
+        ]
+        return faults
+
+    def order(self) -> Sequence[str]:
+        """Return the names so that each node comes after what it reads.
+
+        Raises:
+            graphlib.CycleError: there is no such order.
+        """
+        sorter = TopologicalSorter({node.name: [i for i in node.inputs if i in self.by_name] for node in self.nodes})
+        return list(sorter.static_order())
+
+    def needed(self) -> frozenset[str]:
+        """Return the nodes that the result depends on, with itself."""
+        found: set[str] = set()
+        todo = [self.result]
+        while todo:
+            name = todo.pop()
+            if name in self.by_name and name not in found:
+                found.add(name)
+                todo += self.by_name[name].inputs
+        return frozenset(found)
+
+    def mermaid(self) -> str:
+        """Return the graph as a Mermaid flowchart."""
+        lines = ["flowchart LR", f"    {SOURCE}([{SOURCE}])"]
+        lines += [f'    {node.name}["{node.name}<br/>{type(node.stage).__name__}"]' for node in self.nodes]
+        lines += [f"    {name} --> {node.name}" for node in self.nodes for name in node.inputs]
+        lines += [f"    {self.result} --> result([result])"]
+        return "\n".join(lines)
+
+    def table(self) -> str:
+        """Return who waits for whom: a line for each stage."""
+        rows = [("stage", "class", "reads", "read by", "capacity")]
+        for node in self.nodes:
+            readers = [reader.name for reader in self.readers(node.name)] + ["result"] * (node.name == self.result)
+            rows.append(
+                (
+                    node.name,
+                    type(node.stage).__name__,
+                    ", ".join(node.inputs),
+                    ", ".join(readers),
+                    str(node.capacity),
+                )
+            )
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        )
+
+
+def _typing(node: Node, ports: Mapping[str, Ports]) -> Sequence[str]:
+    mine = ports[node.name]
+    kind = type(node.stage).__name__
+    if not node.inputs:
+        return []
+    if not mine.accepts(len(node.inputs)):
+        wanted = ", ".join(mine.names) or "none"
+        given = f"{len(node.inputs)} input{'s' * (len(node.inputs) != 1)} ({', '.join(node.inputs)})"
+        return [f"{node.name!r} is given {given}, but {kind}.run takes {len(mine.names)} ({wanted})"]
+    faults = []
+    for position, name in enumerate(node.inputs):
+        if name not in ports or fits(ports[name].sends, mine.carried(position)):
+            continue
+        faults.append(
+            f"{node.name!r} reads {in_words(mine.carried(position))} from {name!r}, "
+            f"which sends {in_words(ports[name].sends)}"
+        )
+    return faults

@@ -1,0 +1,157 @@
+"""The losses of PPO as pure functions on flat tensors, one entry per response token, padding nowhere.
+
+A mean over a minibatch that is computed in parts must divide each part by the whole minibatch's count: every function
+takes that count as ``total``, and then the parts' results (and their gradients) add up to the whole's.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class PolicyLoss(NamedTuple):
+    """The clipped policy loss and what it says of the update; scalars.
+
+    Attributes:
+        loss: to be minimised.
+        approxkl: mean of ``(log ratio)**2 / 2``, without gradient.
+        clipfrac: share of tokens whose clipped loss is the larger one, without gradient.
+        ratio: mean of current over behaviour probability, without gradient.
+    """
+
+    loss: Tensor
+    approxkl: Tensor
+    clipfrac: Tensor
+    ratio: Tensor
+
+
+class ValueLoss(NamedTuple):
+    """The clipped value loss; scalars.
+
+    Attributes:
+        loss: to be minimised.
+        clipfrac: share of tokens whose clipped loss is the larger one, without gradient.
+    """
+
+    loss: Tensor
+    clipfrac: Tensor
+
+
+def masked_mean(x: Tensor, mask: Tensor, total: float | None = None) -> Tensor:
+    """Return the sum of ``x`` where ``mask`` is true, over ``total``: the mask's own count unless given.
+
+    What the mask leaves out does not count, whatever it is; a NaN there does no harm.
+
+    Args:
+        x: float [T].
+        mask: bool [T].
+        total: tokens of the whole of which this is a part.
+
+    Raises:
+        ValueError: the mask is empty and no ``total`` was given, or ``total`` is not positive.
+    """
+    count = float(mask.sum()) if total is None else total
+    if count <= 0:
+        raise ValueError("a mean over no token is undefined: leave out rows of which nothing was sampled")
+    return torch.where(mask, x, torch.zeros_like(x)).sum() / count
+
+
+def policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip: float,
+    *,
+    total: float | None = None,
+) -> PolicyLoss:
+    """Return PPO's clipped surrogate loss (Schulman et al. 2017, arXiv 1707.06347, equation 7), negated.
+
+    ``mean(max(-A * ratio, -A * clamp(ratio, 1 - clip, 1 + clip)))`` with ``ratio = exp(logprobs - old_logprobs)``.
+
+    Args:
+        logprobs: float32 [T], current, with gradient.
+        old_logprobs: float32 [T], of the policy that sampled the tokens.
+        advantages: float32 [T].
+        mask: bool [T], the tokens that count.
+        clip: half-width of the band in which the ratio may move.
+        total: see :func:`masked_mean`.
+    """
+    difference = torch.where(mask, logprobs - old_logprobs, torch.zeros_like(logprobs))
+    ratio = difference.exp()
+    plain = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1.0 - clip, 1.0 + clip)
+    loss = masked_mean(torch.maximum(plain, clipped), mask, total)
+    with torch.no_grad():
+        return PolicyLoss(
+            loss,
+            approxkl=masked_mean(0.5 * difference.square(), mask, total),
+            clipfrac=masked_mean((clipped > plain).to(ratio.dtype), mask, total),
+            ratio=masked_mean(ratio, mask, total),
+        )
+
+
+def value_loss(
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    clip: float,
+    *,
+    total: float | None = None,
+) -> ValueLoss:
+    """Return the clipped value loss of TRL: half the mean of the larger of two squared errors.
+
+    The second error is that of the value clamped to ``old_values - clip .. old_values + clip``.
+
+    Args:
+        values: float32 [T], current, with gradient.
+        old_values: float32 [T], as they were when the advantages were estimated.
+        returns: float32 [T].
+        mask: bool [T], the tokens that count.
+        clip: how far a value may move from its old one before its gradient ends.
+        total: see :func:`masked_mean`.
+    """
+    counted = torch.where(mask, values, torch.zeros_like(values))
+    plain = (counted - returns).square()
+    clipped = (counted.clamp(old_values - clip, old_values + clip) - returns).square()
+    loss = 0.5 * masked_mean(torch.maximum(plain, clipped), mask, total)
+    with torch.no_grad():
+        return ValueLoss(loss, clipfrac=masked_mean((clipped > plain).to(values.dtype), mask, total))
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
+    """Return the log-prob of each token: float32 [...], nats.
+
+    ``logsumexp`` and one gather: no second tensor of the logits' size is kept for the forward pass in float32.
+
+    Args:
+        logits: float [..., V].
+        tokens: int64 [...].
+        temperature: divides the logits; 0, which is greedy decoding, counts as 1.
+    """
+    scaled = _scaled(logits, temperature)
+    chosen = scaled.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    return chosen - scaled.logsumexp(-1)
+
+
+def entropy(logits: Tensor, mask: Tensor, temperature: float = 1.0, *, total: float | None = None) -> Tensor:
+    """Return the mean entropy of the next-token distributions: a float32 scalar, nats.
+
+    Args:
+        logits: float [T, V].
+        mask: bool [T], the positions that count.
+        temperature: divides the logits; 0 counts as 1.
+        total: see :func:`masked_mean`.
+    """
+    scaled = _scaled(logits, temperature)
+    expected = (scaled.softmax(-1) * scaled).sum(-1)
+    return masked_mean(scaled.logsumexp(-1) - expected, mask, total)
+
+
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    scaled = logits.float()
+    return scaled if temperature in {0.0, 1.0} else scaled / temperature

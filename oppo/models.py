@@ -1,0 +1,168 @@
+"""The seam to models: three small protocols that a backend implements and the stages consume.
+
+Token ids and floats cross it, as numpy arrays; nothing here knows torch. Fakes for all of them, and the checks a
+third-party backend should pass, are in :mod:`oppo.testing`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
+
+from oppo.events import Batch, Chunk, Finish, FloatArray, Given, IntArray, Prompt
+
+T_co = TypeVar("T_co", covariant=True)
+
+PieceState: TypeAlias = Literal["live", "eos", "stop", "length", "cut"]
+Cut: TypeAlias = Callable[[Sequence[int]], bool]
+"""``cut(finished)``: told the rollouts that finished in one decode step, in admission order; true stops decoding.
+
+The engine that decodes calls it, between two decode steps, possibly from its own thread: before any reader can see the
+last piece of those rollouts, exactly once for each decode step in which something finished, and never after it has
+answered true.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the policy draws tokens; the trainer and the reference apply the same temperature.
+
+    Attributes:
+        max_new_tokens: a response of this many tokens ends with reason ``length``.
+        temperature: divides the logits; 0 is greedy decoding (and the scorers then use 1).
+        top_k: keep only the k most likely tokens; 0 keeps all.
+        top_p: keep the smallest set of tokens whose probability reaches this; 1 keeps all.
+        stop: token ids that end a response (reason ``eos`` for the first, ``stop`` for the others); each is part of
+            the response.
+        seed: keys the noise together with (admission, sample, position).
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    stop: tuple[int, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
+        if self.temperature < 0:
+            raise ValueError(f"temperature must be 0 (greedy) or more, not {self.temperature}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be 0 (off) or more, not {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must lie in (0, 1], not {self.top_p}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """Tokens read from a decode: int32 [n], float32 [n], int32 [n], and what comes after them.
+
+    Attributes:
+        state: ``live``: there is more to read now. ``cut``: decoding stopped; read on in a later step. ``eos``,
+            ``stop``, ``length``: this was the last piece. Only a ``cut`` piece may hold no token.
+    """
+
+    tokens: IntArray
+    logprobs: FloatArray
+    versions: IntArray
+    state: PieceState
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weights:
+    """A snapshot of what is trained, under ``state_dict`` names; the values are the backend's tensors."""
+
+    version: int
+    actor: Mapping[str, object] = field(default_factory=dict)
+    critic: Mapping[str, object] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Follower(Protocol):
+    """A served model whose weights follow the trainer's."""
+
+    @property
+    def version(self) -> int:
+        """Version of the weights in use: the number of updates they have seen."""
+
+    async def load(self, weights: Weights) -> None:
+        """Serve these weights from the next call on; on failure, go on serving the old ones."""
+
+
+class Decode(Protocol):
+    """One rollout being decoded. Between steps nobody owns it; its tokens wait in it."""
+
+    async def read(self, limit: int) -> Piece:
+        """Return the next tokens: ``limit`` of them, or fewer at the end of the response or at the cut.
+
+        Cancel-safe: a cancelled read has taken nothing.
+        """
+
+    async def aclose(self) -> None:
+        """Give up the rollout and its memory; idempotent."""
+
+
+class Policy(Follower, Protocol):
+    """The actor, as the engine that decodes with it."""
+
+    async def open(self, prompts: Sequence[Prompt]) -> Sequence[Decode]:
+        """Make a decode for each prompt; nothing is decoded yet."""
+
+    def decoding(self, live: Sequence[Decode], cut: Cut) -> AbstractAsyncContextManager[None]:
+        """Decode ``live`` while the context is open, until each has ended or ``cut`` answers true.
+
+        On leaving, decoding has stopped between two decode steps and every task and job of it is over; outside of it
+        no token is made, so weights may change.
+        """
+
+
+class Scorer(Protocol[T_co]):
+    """A model that reads rollouts as they grow and says something of each when it is complete."""
+
+    @property
+    def version(self) -> int:
+        """Version of the weights; constant for a frozen model."""
+
+    async def extend(self, events: Sequence[Prompt | Chunk | Given]) -> None:
+        """Read more of some rollouts: at most one event each, contiguous; ``Prompt`` opens a session."""
+
+    async def finish(self, finished: Sequence[Finish]) -> Sequence[T_co]:
+        """Return one value for each rollout, all of which has been read, and forget its session."""
+
+    async def forget(self, rollouts: Sequence[int]) -> None:
+        """Drop sessions; unknown rollouts are fine."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trained:
+    """What an update did.
+
+    Attributes:
+        metrics: under the names of ``metrics.jsonl``.
+        nonfinite: rollouts of minibatches whose loss or gradient was not finite: their optimizer step was skipped.
+    """
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    nonfinite: tuple[int, ...] = ()
+
+
+class Trainer(Protocol):
+    """Owns the weights that are trained."""
+
+    @property
+    def version(self) -> int:
+        """The number of updates made so far."""
+
+    async def update(self, batch: Batch) -> Trained:
+        """Train on one batch; the version then is one more, even if every minibatch was skipped."""
+
+    async def publish(self, *followers: Follower) -> None:
+        """Give the current weights to each follower: all of them have the new version afterwards, or none has."""
+
+
+RewardFunction: TypeAlias = Callable[..., object]
+"""``f(prompts, completions, **columns) -> sequence of float``, sync or async; lists are aligned."""

@@ -1,0 +1,83 @@
+"""Where a model's work is done: one thread for life, so that its intra-op settings and its state are its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import ParamSpec, Self, TypeVar
+
+import anyio
+
+from oppo import observe
+from oppo.errors import ModelLost
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Thread:
+    """One thread, owned by one model or shared by several that should take turns on the same cores.
+
+    Args:
+        name: shown in traces, errors and the thread list.
+        listener: called, from the thread, with the span of each call.
+        setup: called once in the thread before anything else, for example to set the intra-op thread count.
+
+    Example:
+        >>> async def main() -> int:
+        ...     with Thread("reward") as thread:
+        ...         return await thread.call("add", int.__add__, 1, 2)
+        >>> anyio.run(main)
+        3
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        listener: observe.SpanListener = observe.ignore,
+        setup: Callable[[], None] | None = None,
+    ) -> None:
+        self.name = name
+        self.listener = listener
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"oppo-{name}", initializer=setup)
+        self._open = True
+
+    async def call(self, label: str, work: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run ``work`` in the thread and return what it returns.
+
+        A call that has begun is always waited for, even when the caller is cancelled: the model's state is never
+        left half-changed behind the caller's back.
+
+        Raises:
+            ModelLost: the thread has been closed.
+        """
+        if not self._open:
+            raise ModelLost(f"the thread of {self.name!r} is closed, so it cannot do {label!r}")
+        future = asyncio.get_running_loop().run_in_executor(
+            self._pool, self._timed, label, lambda: work(*args, **kwargs)
+        )
+        with anyio.CancelScope(shield=True):
+            result = await future
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        return result
+
+    def _timed(self, label: str, work: Callable[[], R]) -> R:
+        start = observe.now()
+        try:
+            return work()
+        finally:
+            self.listener(observe.Span(self.name, label, start, observe.now()))
+
+    def close(self) -> None:
+        """End the thread after the call in progress; idempotent."""
+        self._open = False
+        self._pool.shutdown(wait=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()

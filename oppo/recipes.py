@@ -1,0 +1,51 @@
+"""Recipes: whole algorithms as graphs of a few lines. Copy one and change it; that is what they are for."""
+
+from __future__ import annotations
+
+from oppo.admission import Admission
+from oppo.chunking import ChunkSize, Fixed
+from oppo.estimators import AdaptiveKL, FixedKL, KLEstimator
+from oppo.events import FloatArray, Prompt, StepReport, merge_chunks
+from oppo.graph import Graph, GraphBuilder
+from oppo.models import Policy, Scorer, Trainer
+from oppo.stages import GAE, Generate, Score, Update
+from oppo.stages.update import followers
+
+
+def ppo(
+    *,
+    policy: Policy,
+    reference: Scorer[FloatArray],
+    reward: Scorer[float],
+    critic: Scorer[FloatArray],
+    trainer: Trainer,
+    admission: Admission,
+    chunks: ChunkSize | None = None,
+    kl: float | FixedKL | AdaptiveKL = 0.05,
+    kl_estimator: KLEstimator = "k1",
+    gamma: float = 1.0,
+    lam: float = 0.95,
+) -> Graph[StepReport]:
+    """Return PPO with a learned or rule-based reward and a critic (Ziegler et al. 2019), streamed.
+
+    Args:
+        policy: the actor that decodes.
+        reference: log-probs of the frozen reference model, float32 [n] for a response of n tokens.
+        reward: the score of a finished response.
+        critic: values of the states before each response token, float32 [n].
+        trainer: trains actor and critic; its weights are published to ``policy``, and to ``critic`` if it follows.
+        admission: batch size, overcommit and the cut.
+        chunks: how many tokens travel at once; 32 unless given.
+        kl: coefficient of the KL penalty in the reward, or a controller for it.
+        kl_estimator: how a token's KL to the reference is estimated.
+        gamma: discount.
+        lam: lambda of generalised advantage estimation.
+    """
+    g: GraphBuilder[Prompt] = GraphBuilder("ppo", merge=merge_chunks)
+    rollout = g.add("generate", Generate(policy, admission, chunks or Fixed()), g.prompts)
+    ref = g.add("ref_logp", Score(reference), rollout)
+    score = g.add("reward", Score(reward), rollout)
+    value = g.add("value", Score(critic), rollout)
+    estimator = GAE(gamma=gamma, lam=lam, kl=kl, kl_estimator=kl_estimator)
+    batch = g.add("advantage", estimator, rollout, ref, score, value)
+    return g.build(g.add("update", Update(trainer, publish=followers(policy, critic)), batch))

@@ -1,0 +1,162 @@
+"""GAE: scored rollouts in, one training batch out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TypeAlias
+
+import numpy as np
+
+from oppo.estimators import AdaptiveKL, FixedKL, KLEstimator, gae, kl_estimate, shaped_rewards, whiten
+from oppo.events import Batch, Defer, Drop, Finish, FloatArray, RolloutEvent, Scored
+from oppo.graph import Receiver, Sender, join, where
+
+KLControl: TypeAlias = FixedKL | AdaptiveKL
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Row:
+    """One finished rollout with everything that was said of it; per-token arrays have the response's length."""
+
+    finish: Finish
+    reference: FloatArray
+    score: float
+    values: FloatArray
+
+
+@dataclass(eq=False)
+class GAE:
+    """Joins what the scorers said of each finished rollout and estimates advantages (Schulman et al. 2016).
+
+    The reward of a token is ``-kl * (estimate of its KL to the reference)``, plus the score on the last sampled token.
+
+    Attributes:
+        gamma: discount.
+        lam: bias-variance trade of the estimator.
+        kl: coefficient of the KL penalty: a number, or a controller that adapts it to a target.
+        kl_estimator: ``k1`` or ``k3`` (Schulman, "Approximating KL divergence", 2020).
+        whiten_rewards: scale the rewards of a batch to unit variance, their mean kept.
+        whiten_advantages: scale the advantages of a batch to zero mean and unit variance.
+    """
+
+    gamma: float = 1.0
+    lam: float = 0.95
+    kl: float | KLControl = 0.05
+    kl_estimator: KLEstimator = "k1"
+    whiten_rewards: bool = False
+    whiten_advantages: bool = True
+    _control: KLControl = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._control = FixedKL(self.kl) if isinstance(self.kl, float | int) else self.kl
+
+    async def run(
+        self,
+        rollout: Receiver[RolloutEvent],
+        reference: Receiver[Scored[FloatArray] | Drop],
+        score: Receiver[Scored[float] | Drop],
+        value: Receiver[Scored[FloatArray] | Drop],
+        /,
+        *,
+        out: Sender[Batch],
+    ) -> None:
+        """Send the step's batch as soon as every finished rollout is scored; nothing when there was no rollout."""
+        rows: list[Row] = []
+        dropped: list[Drop] = []
+        deferred: list[Defer] = []
+
+        def aside(event: Finish | Drop | Defer) -> None:
+            if isinstance(event, Defer):
+                deferred.append(event)
+
+        ends = where(rollout, Finish, Drop, Defer)
+        async for lanes in join(ends, reference, score, value, key=finished_rollout, aside=aside):
+            finish, ref, scalar, values = lanes
+            lost = next((lane for lane in lanes if isinstance(lane, Drop)), None)
+            if lost is not None:
+                dropped.append(lost)
+            elif (
+                isinstance(finish, Finish)
+                and isinstance(ref, Scored)
+                and isinstance(scalar, Scored)
+                and isinstance(values, Scored)
+            ):
+                rows.append(Row(finish, ref.value, scalar.value, values.value))
+        if rows or dropped or deferred:
+            rows.sort(key=lambda row: row.finish.rollout)
+            await out.send(self.batch(rows, dropped, deferred))
+
+    def batch(self, rows: Sequence[Row], dropped: Sequence[Drop] = (), deferred: Sequence[Defer] = ()) -> Batch:
+        """Return the training batch of these rows, in the order given, and let the KL controller learn from it."""
+        responses = [row.finish.response for row in rows]
+        lengths = [len(response) for response in responses]
+        offsets = np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)))
+        logprobs = flat([response.logprobs for response in responses])
+        sampled = np.concatenate([response.sampled for response in responses] or [np.zeros(0, np.bool_)])
+        reference = flat([row.reference for row in rows])
+        values = flat([row.values for row in rows])
+        kl = np.where(sampled, kl_estimate(logprobs, reference, self.kl_estimator), np.float32(0))
+        slices = [slice(int(a), int(b)) for a, b in pairwise(offsets)]
+        rewards = flat(
+            [
+                shaped_rewards(row.score, kl[s], self._control.coefficient, sampled[s])
+                for row, s in zip(rows, slices, strict=True)
+            ]
+        )
+        if self.whiten_rewards:
+            rewards = whiten(rewards, sampled, shift_mean=False)
+        estimates = [gae(rewards[s], values[s], self.gamma, self.lam) for s in slices]
+        advantages = flat([advantage for advantage, _ in estimates])
+        returns = flat([total for _, total in estimates])
+        if self.whiten_advantages:
+            advantages = whiten(advantages, sampled)
+        scores = np.array([row.score for row in rows], np.float32)
+        metrics = self._metrics(
+            scores, [float(kl[s].sum()) for s in slices], [float(-logprobs[s].sum()) for s in slices]
+        )
+        return Batch(
+            responses=tuple(responses),
+            reasons=tuple(row.finish.reason for row in rows),
+            scores=scores,
+            offsets=offsets,
+            tokens=np.concatenate([r.tokens for r in responses] or [np.zeros(0, np.int32)]),
+            versions=np.concatenate([r.versions for r in responses] or [np.zeros(0, np.int32)]),
+            sampled=sampled,
+            logprobs=logprobs,
+            reference=reference,
+            values=values,
+            rewards=rewards,
+            advantages=advantages,
+            returns=returns,
+            metrics=metrics,
+            dropped=tuple(dropped),
+            deferred=tuple(deferred),
+        )
+
+    def _metrics(self, scores: FloatArray, kl: Sequence[float], surprisal: Sequence[float]) -> dict[str, float]:
+        if not len(scores):
+            return {}
+        coefficient = self._control.coefficient
+        mean_kl, mean_score = float(np.mean(kl)), float(np.mean(scores))
+        self._control = self._control.after(mean_kl, len(scores))
+        return {
+            "objective/kl": mean_kl,
+            "objective/kl_coef": coefficient,
+            "objective/entropy": float(np.mean(surprisal)),
+            "objective/non_score_reward": -coefficient * mean_kl,
+            "objective/rlhf_reward": mean_score - coefficient * mean_kl,
+            "objective/scores": mean_score,
+            "objective/scores_std": float(np.std(scores)),
+        }
+
+
+def finished_rollout(item: object) -> int | None:
+    """Return the rollout that an item ends or describes; ``None`` for anything that has no counterpart to wait for."""
+    return item.rollout if isinstance(item, Finish | Drop | Scored) else None
+
+
+def flat(arrays: Sequence[FloatArray]) -> FloatArray:
+    """Return per-row float arrays end to end, as float32."""
+    return np.concatenate([np.asarray(array, np.float32) for array in arrays] or [np.zeros(0, np.float32)])

@@ -1,0 +1,148 @@
+"""Generate: prompts in, rollout events out. Decodes, cuts, parks and resumes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+import anyio
+
+from oppo.admission import Admission
+from oppo.chunking import ChunkSize, Fixed
+from oppo.errors import ProtocolError
+from oppo.events import Chunk, Defer, Finish, FinishReason, Prompt, Response, RolloutEvent, StepReport
+from oppo.graph import Receiver, Sender, Step
+from oppo.models import Decode, Policy
+from oppo.stages.ledger import Ledger, Unit
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """One rollout in flight: its decode and what has been read from it. Between steps no task owns it."""
+
+    prompt: Prompt
+    decode: Decode
+    chunks: list[Chunk] = field(default_factory=list)
+    length: int = 0
+    reason: FinishReason | None = None
+
+    def response(self) -> Response:
+        """Return everything read so far as one response."""
+        response = Response.empty(self.prompt)
+        return response.then(merged(self.chunks)) if self.chunks else response
+
+
+def merged(chunks: list[Chunk]) -> Chunk:
+    """Return contiguous chunks of one rollout as one."""
+    whole = chunks[0]
+    for chunk in chunks[1:]:
+        whole = whole.merge(chunk)
+    return whole
+
+
+@dataclass(eq=False)
+class Generate:
+    """Decodes a step's rollouts and sends their events; stragglers are parked at the cut and resumed later.
+
+    Attributes:
+        policy: the actor.
+        admission: decides how many prompts enter and when the step is cut.
+        chunks: how many tokens travel at once.
+        samples: rollouts for each prompt; with more than one, a prompt's rollouts form a unit of admission.
+
+    Example:
+        >>> from oppo.admission import Overcommit
+        >>> from oppo.testing import FakePolicy
+        >>> Generate(FakePolicy(), Overcommit(batch=64, extra=8), Fixed(32)).samples
+        1
+    """
+
+    policy: Policy
+    admission: Admission
+    chunks: ChunkSize = field(default_factory=Fixed)
+    samples: int = 1
+
+    def __post_init__(self) -> None:
+        self._ledger = Ledger(self.admission)
+        self._flights: dict[int, Flight] = {}
+        self._remaining = 1
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        """Give up every rollout that is still in flight."""
+        for flight in self._flights.values():
+            await flight.decode.aclose()
+        self._flights, self._ledger = {}, Ledger(self.admission)
+
+    def begin(self, step: Step) -> None:
+        """Learn how many steps are left, so that nothing is admitted that could not be trained."""
+        self._remaining = step.remaining
+
+    def observe(self, report: StepReport) -> None:
+        """Pass a finished step on to the controllers."""
+        self.admission.observe(report)
+        self.chunks.observe(report)
+
+    async def run(self, prompts: Receiver[Prompt], /, *, out: Sender[RolloutEvent]) -> None:
+        """Run one step's generation, up to its cut."""
+        groups = await self._take(prompts)
+        complete = self._ledger.begin(groups)
+        await self._open([prompt for group in groups for prompt in group], out)
+        for unit in complete:
+            await self._finish(unit, out)
+        live = [flight for flight in self._flights.values() if flight.reason is None]
+        if live:
+            size = self.chunks.size()
+            decoding = self.policy.decoding([flight.decode for flight in live], self._ledger.finished)
+            async with decoding, anyio.create_task_group() as readers:
+                for flight in live:
+                    readers.start_soon(self._read, flight, size, out, name=f"read rollout {flight.prompt.rollout}")
+        for unit in self._ledger.end():
+            for prompt in unit.prompts:
+                await out.send(Defer(prompt.rollout, unit.age))
+
+    async def _take(self, prompts: Receiver[Prompt]) -> list[tuple[Prompt, ...]]:
+        wanted = self._ledger.wanted(self._remaining)
+        groups: list[tuple[Prompt, ...]] = []
+        if wanted:
+            async for prompt in prompts:
+                groups.append(prompt.samples(self.samples))
+                if len(groups) == wanted:
+                    break
+        return groups
+
+    async def _open(self, prompts: list[Prompt], out: Sender[RolloutEvent]) -> None:
+        for prompt, decode in zip(prompts, await self.policy.open(prompts), strict=True):
+            self._flights[prompt.rollout] = Flight(prompt, decode)
+        for prompt in prompts:
+            await out.send(prompt)
+
+    async def _read(self, flight: Flight, size: int, out: Sender[RolloutEvent]) -> None:
+        rollout = flight.prompt.rollout
+        while True:
+            piece = await flight.decode.read(size)
+            if len(piece.tokens):
+                chunk = Chunk(rollout, flight.length, piece.tokens, piece.logprobs, piece.versions)
+                flight.chunks.append(chunk)
+                flight.length += len(piece.tokens)
+                await out.send(chunk)
+            if piece.state == "cut":
+                return
+            if piece.state != "live":
+                flight.reason = piece.state
+                break
+        unit = self._ledger.place_of(rollout)
+        if unit and all(self._flights[prompt.rollout].reason for prompt in unit.prompts):
+            await self._finish(unit, out)
+
+    async def _finish(self, unit: Unit, out: Sender[RolloutEvent]) -> None:
+        for flight in [self._flights.pop(prompt.rollout) for prompt in unit.prompts]:
+            if flight.reason is None:
+                raise ProtocolError(f"rollout {flight.prompt.rollout} has a place in the batch but is still being read")
+            await flight.decode.aclose()
+            await out.send(Finish(flight.prompt.rollout, flight.response(), flight.reason))

@@ -1,0 +1,121 @@
+"""Who is in flight, who has a place in this step's batch, who is carried: the pure heart of inter-step overlap.
+
+A unit (a rollout, or a group of them) takes a place in the batch at the moment it is complete, and keeps it:
+
+- a unit that may not be deferred again always finds its place: places are kept free for those still decoding;
+- any other complete unit takes a place while there is a free one, in finish order;
+- a complete unit without a place is carried like an unfinished one, and is the first to be placed in the next step.
+
+Finish order is the order in which the policy's engine reports (decode step, then admission number); scores play no
+part in it. Everything here is synchronous; :meth:`Ledger.finished` may be called from the engine's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from oppo.admission import Admission, AdmitView, CutView
+from oppo.errors import AdmissionError, ProtocolError
+from oppo.events import Prompt
+
+
+@dataclass(slots=True, eq=False)
+class Unit:
+    """Rollouts that are trained together.
+
+    Attributes:
+        prompts: the rollouts, by their prompts, in sample order.
+        age: steps since admission.
+        unfinished: those whose response is not complete.
+    """
+
+    prompts: tuple[Prompt, ...]
+    age: int = 0
+    unfinished: set[int] = field(default_factory=set)
+
+    @property
+    def admission(self) -> int:
+        """The admission number of the unit."""
+        return self.prompts[0].admission
+
+
+@dataclass(slots=True)
+class Ledger:
+    """The units in flight of one run.
+
+    Attributes:
+        carried: units carried into the next step, oldest first.
+        placed: units that have a place in the batch of the step in progress, in finish order.
+    """
+
+    admission: Admission
+    carried: list[Unit] = field(default_factory=list)
+    placed: list[Unit] = field(default_factory=list)
+    _live: list[Unit] = field(default_factory=list)
+    _unit_of: dict[int, Unit] = field(default_factory=dict)
+
+    def wanted(self, remaining: int) -> int:
+        """Return how many new units enter a step: what admission asks, but no more than can still be trained.
+
+        Args:
+            remaining: steps left to train in, this one included.
+
+        Raises:
+            AdmissionError: admission asked for a negative number.
+        """
+        oldest = max((unit.age for unit in self.carried), default=0)
+        asked = self.admission.admit(AdmitView(len(self.carried), oldest, remaining))
+        if asked < 0:
+            raise AdmissionError(f"admit() must return 0 or more, not {asked} ({type(self.admission).__name__})")
+        return max(0, min(asked, remaining * self.admission.batch - len(self.carried)))
+
+    def begin(self, groups: Iterable[tuple[Prompt, ...]]) -> list[Unit]:
+        """Start a step with the carried units and new ones; return the carried ones that are complete and placed."""
+        new = [Unit(prompts, 0, {prompt.rollout for prompt in prompts}) for prompts in groups]
+        self._live = self.carried + new
+        self._unit_of = {prompt.rollout: unit for unit in self._live for prompt in unit.prompts}
+        self.carried, self.placed = [], []
+        for unit in self._live:
+            if not unit.unfinished:
+                self._place(unit)
+        return list(self.placed)
+
+    def finished(self, rollouts: Sequence[int]) -> bool:
+        """Take note of what finished in one decode step; return whether the step is cut: the policy's ``Cut``.
+
+        Raises:
+            ProtocolError: a rollout is not in flight, or has finished before.
+        """
+        for rollout in rollouts:
+            unit = self._unit_of.get(rollout)
+            if unit is None or rollout not in unit.unfinished:
+                raise ProtocolError(f"the policy reports that rollout {rollout} finished, but it was not being decoded")
+            unit.unfinished.remove(rollout)
+            if not unit.unfinished:
+                self._place(unit)
+        decoding = [unit for unit in self._live if unit.unfinished]
+        overdue = sum(self._overdue(unit) for unit in decoding)
+        return self.admission.cut(CutView(len(self.placed), len(decoding), overdue))
+
+    def place_of(self, rollout: int) -> Unit | None:
+        """Return the rollout's unit if it has a place in this step's batch."""
+        unit = self._unit_of[rollout]
+        return unit if unit in self.placed else None
+
+    def end(self) -> list[Unit]:
+        """End the step; return the units that are carried, a step older now, oldest first."""
+        placed = set(map(id, self.placed))
+        self.carried = [unit for unit in self._live if id(unit) not in placed]
+        for unit in self.carried:
+            unit.age += 1
+        self._live = []
+        return self.carried
+
+    def _overdue(self, unit: Unit) -> bool:
+        return unit.age >= self.admission.max_deferrals
+
+    def _place(self, unit: Unit) -> None:
+        kept_free = sum(self._overdue(other) for other in self._live if other.unfinished)
+        if self._overdue(unit) or len(self.placed) + kept_free < self.admission.batch:
+            self.placed.append(unit)

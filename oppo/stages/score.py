@@ -1,0 +1,122 @@
+"""Score: rollout events in, one value for each finished rollout out, read while they are still being written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Generic, Self, TypeVar
+
+from oppo.events import Chunk, Defer, Drop, Finish, Given, Prompt, RolloutEvent, Scored
+from oppo.graph import Receiver, Sender
+from oppo.models import Follower, Scorer
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Session:
+    """What a scorer has read of one rollout, and with which weights; valid while both still hold."""
+
+    version: int
+    length: int = 0
+
+
+@dataclass(eq=False)
+class Score(Generic[T]):
+    """Streams rollouts into a scorer as they grow and sends its value of each when it is complete.
+
+    Everything that has queued up while the scorer was busy is read in one call; finished rollouts come first, so that
+    the step's critical path is short, and rollouts that stay in flight fill the time that is left. A session made
+    with other weights than the scorer has now is dropped and replayed once, when its rollout finishes; of a scorer
+    that follows the trainer, parked rollouts are forgotten at once, since its weights are about to change.
+
+    Example:
+        >>> from oppo.testing import FakeScorer, fake_scalar
+        >>> Score(FakeScorer(fake_scalar)).scorer.version
+        0
+    """
+
+    scorer: Scorer[T]
+    _sessions: dict[int, Session] = field(default_factory=dict, init=False, repr=False)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        """Forget every session."""
+        await self._forget(list(self._sessions))
+
+    async def run(self, rollout: Receiver[RolloutEvent], /, *, out: Sender[Scored[T] | Drop]) -> None:
+        """Score one step's finished rollouts."""
+        while events := await rollout.drain():
+            finished = [event for event in events if isinstance(event, Finish)]
+            dropped = [event for event in events if isinstance(event, Drop)]
+            await self._forget([event.rollout for event in events if self._ends_session(event)])
+            urgent = {event.rollout for event in finished}
+            growing = [event for event in events if isinstance(event, Prompt | Chunk | Given)]
+            await self._extend([event for event in growing if event.rollout in urgent])
+            if finished:
+                await self._replay(finished)
+                for event, value in zip(finished, await self.scorer.finish(finished), strict=True):
+                    del self._sessions[event.rollout]
+                    await out.send(Scored(event.rollout, value, self.scorer.version))
+            for drop in dropped:
+                await out.send(drop)
+            await self._extend([event for event in growing if event.rollout not in urgent])
+
+    def _ends_session(self, event: RolloutEvent) -> bool:
+        return isinstance(event, Drop) or (isinstance(event, Defer) and isinstance(self.scorer, Follower))
+
+    async def _extend(self, events: Sequence[Prompt | Chunk | Given]) -> None:
+        for wave in waves(events):
+            parts = [event for event in wave if self._accepts(event)]
+            if parts:
+                await self.scorer.extend(parts)
+                for part in parts:
+                    self._sessions[part.rollout].length += len(part.tokens)
+
+    def _accepts(self, event: Prompt | Chunk | Given) -> bool:
+        if isinstance(event, Prompt):
+            self._sessions[event.rollout] = Session(self.scorer.version)
+            return True
+        session = self._sessions.get(event.rollout)
+        return session is not None and session.version == self.scorer.version
+
+    async def _replay(self, finished: Sequence[Finish]) -> None:
+        stale = [event.response for event in finished if not self._valid(event)]
+        await self._forget([response.prompt.rollout for response in stale])
+        await self._extend([response.prompt for response in stale])
+        await self._extend(
+            [
+                Chunk(response.prompt.rollout, 0, response.tokens, response.logprobs, response.versions)
+                for response in stale
+            ]
+        )
+
+    def _valid(self, event: Finish) -> bool:
+        session = self._sessions.get(event.rollout)
+        whole = len(event.response.prompt.tokens) + len(event.response)
+        return session is not None and session.version == self.scorer.version and session.length == whole
+
+    async def _forget(self, rollouts: Sequence[int]) -> None:
+        known = [rollout for rollout in rollouts if self._sessions.pop(rollout, None)]
+        if known:
+            await self.scorer.forget(known)
+
+
+def waves(events: Sequence[Prompt | Chunk | Given]) -> Iterator[list[Prompt | Chunk | Given]]:
+    """Yield the events in order, in lists that hold at most one event of each rollout; contiguous chunks are merged."""
+    queues: dict[int, list[Prompt | Chunk | Given]] = {}
+    for event in events:
+        queue = queues.setdefault(event.rollout, [])
+        last = queue[-1] if queue else None
+        if isinstance(last, Chunk) and isinstance(event, Chunk):
+            queue[-1] = last.merge(event)
+        else:
+            queue.append(event)
+    while queues:
+        yield [queue.pop(0) for queue in queues.values()]
+        queues = {rollout: queue for rollout, queue in queues.items() if queue}

@@ -1,0 +1,94 @@
+"""Update: a batch in, one report of the step out; the new weights are with every follower by then."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import anyio
+import numpy as np
+
+from oppo.events import Batch, Drop, StepReport
+from oppo.graph import Receiver, Sender, Step
+from oppo.models import Follower, Trainer
+
+
+@dataclass(eq=False)
+class Update:
+    """Trains on each batch and publishes the weights.
+
+    Attributes:
+        trainer: owns the weights.
+        publish: the served models that follow them; none decodes or scores this step's rollouts any more.
+    """
+
+    trainer: Trainer
+    publish: Sequence[Follower] = ()
+    _step: Step = field(default=Step(0, 1, 0.0), init=False, repr=False)
+
+    def begin(self, step: Step) -> None:
+        """Learn the step's number and when it started."""
+        self._step = step
+
+    async def run(self, batches: Receiver[Batch], /, *, out: Sender[StepReport]) -> None:
+        """Train, publish, report."""
+        async for batch in batches:
+            version = self.trainer.version
+            scored = anyio.current_time()
+            trained = await self.trainer.update(batch)
+            updated = anyio.current_time()
+            await self.trainer.publish(*self.publish)
+            end = anyio.current_time()
+            skipped = set(trained.nonfinite)
+            await out.send(
+                StepReport(
+                    index=self._step.index,
+                    version=self.trainer.version,
+                    trained=tuple(rollout for rollout in batch.rollouts if rollout not in skipped),
+                    dropped=(*batch.dropped, *(Drop(rollout, "nonfinite") for rollout in trained.nonfinite)),
+                    deferred=tuple(batch.deferred),
+                    score=float(np.mean(batch.scores)) if len(batch) else float("nan"),
+                    seconds=end - self._step.started,
+                    metrics={
+                        **batch.metrics,
+                        **composition(batch, version),
+                        **trained.metrics,
+                        "timing_s/rollouts": scored - self._step.started,
+                        "timing_s/update": updated - scored,
+                        "timing_s/publish": end - updated,
+                    },
+                )
+            )
+
+
+def composition(batch: Batch, version: int) -> Mapping[str, float]:
+    """Return what the batch is made of: lengths, lags, deferrals.
+
+    Args:
+        version: version of the weights that are about to be updated; a token's lag is this minus its own version.
+    """
+    metrics = {
+        "deferral/carried": float(len(batch.deferred)),
+        "deferral/oldest_age": float(max((event.age for event in batch.deferred), default=0)),
+        "deferral/dropped": float(len(batch.dropped)),
+    }
+    if not len(batch):
+        return metrics
+    lengths = np.diff(batch.offsets)
+    lag = version - batch.versions[batch.sampled]
+    late = [bool(version > response.versions[0]) for response in batch.responses if len(response)]
+    return metrics | {
+        "response_length/mean": float(lengths.mean()),
+        "response_length/max": float(lengths.max()),
+        "response_length/capped": float(np.mean([reason == "length" for reason in batch.reasons])),
+        "response_length/tokens": float(lengths.sum()),
+        "staleness/lag_mean": float(lag.mean()) if len(lag) else 0.0,
+        "staleness/lag_max": float(lag.max()) if len(lag) else 0.0,
+        "staleness/stale_tokens": float((lag > 0).mean()) if len(lag) else 0.0,
+        "deferral/trained_late": float(np.mean(late)) if late else 0.0,
+    }
+
+
+def followers(*models: object) -> tuple[Follower, ...]:
+    """Return those of the models whose weights follow the trainer's."""
+    return tuple(model for model in models if isinstance(model, Follower))

@@ -1,0 +1,248 @@
+"""Checks that a third-party backend should pass; each raises :class:`ProtocolError` with a sentence.
+
+``make`` returns a fresh model, equal to the one before, at each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias, TypeVar
+
+import anyio
+import numpy as np
+
+from oppo.errors import ProtocolError, as_itself
+from oppo.events import Batch, Chunk, Finish, Given, Prompt
+from oppo.models import Decode, Follower, Piece, Policy, Scorer, Trainer, Weights
+
+T = TypeVar("T")
+Make: TypeAlias = Callable[[], Awaitable[T]]
+
+TOLERANCE = 1e-5
+"""Scores of the same tokens agree within ``TOLERANCE * (1 + |x|)``, however they were streamed."""
+
+
+def require(holds: bool, sentence: str) -> None:
+    """Raise a :class:`ProtocolError` with the sentence unless it holds."""
+    if not holds:
+        raise ProtocolError(sentence)
+
+
+@dataclass
+class Transcript:
+    """What was read of one rollout."""
+
+    pieces: list[Piece] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        """All tokens, in order."""
+        return [int(token) for piece in self.pieces for token in piece.tokens]
+
+    @property
+    def state(self) -> str:
+        """The state of the last piece."""
+        return self.pieces[-1].state if self.pieces else "live"
+
+
+@dataclass
+class _Session:
+    """One policy, its decodes, and what the cut was told."""
+
+    policy: Policy
+    prompts: Sequence[Prompt]
+    decodes: Sequence[Decode]
+    transcripts: list[Transcript]
+    reported: list[int] = field(default_factory=list)
+    cut_at: int = 1_000_000
+    answered: bool = False
+
+    def cut(self, finished: Sequence[int]) -> bool:
+        require(not self.answered, f"cut() was called with {finished} after it had answered true")
+        require(len(finished) > 0, "cut() was called though nothing had finished")
+        again = set(finished) & set(self.reported)
+        require(not again, f"rollouts {sorted(again)} were reported to cut() twice")
+        self.reported.extend(finished)
+        self.answered = len(self.reported) >= self.cut_at
+        return self.answered
+
+    async def decode(self, limit: int, *, cancel_first: bool = False) -> None:
+        """Read everything there is in one step, ``limit`` tokens at a time."""
+        self.answered = False
+        live = [k for k, transcript in enumerate(self.transcripts) if transcript.state in {"live", "cut"}]
+        decoding = self.policy.decoding([self.decodes[k] for k in live], self.cut)
+        with as_itself():
+            async with decoding, anyio.create_task_group() as readers:
+                for k in live:
+                    readers.start_soon(self._read, k, limit, cancel_first)
+
+    async def _read(self, k: int, limit: int, cancel_first: bool) -> None:
+        if cancel_first:
+            with anyio.move_on_after(0):
+                self.transcripts[k].pieces.append(await self.decodes[k].read(limit))
+            if self.transcripts[k].state not in {"live", "cut"}:
+                return
+        rollout = self.prompts[k].rollout
+        while True:
+            piece = await self.decodes[k].read(limit)
+            self.transcripts[k].pieces.append(piece)
+            n = len(piece.tokens)
+            require(
+                n == len(piece.logprobs) == len(piece.versions), f"rollout {rollout}: a piece's arrays differ in length"
+            )
+            require(n <= limit, f"rollout {rollout}: read({limit}) returned {n} tokens")
+            require(n > 0 or piece.state == "cut", f"rollout {rollout}: an empty piece with state {piece.state!r}")
+            require(piece.state != "live" or n == limit, f"rollout {rollout}: a live piece holds {n} of {limit} tokens")
+            require(bool(np.all(piece.logprobs <= 0)), f"rollout {rollout}: a log-prob is above 0")
+            if piece.state in {"eos", "stop", "length"}:
+                require(
+                    rollout in self.reported, f"rollout {rollout}: its last piece was readable before cut() was told"
+                )
+            if piece.state != "live":
+                return
+
+
+async def _session(make: Make[Policy], prompts: Sequence[Prompt], cut_at: int = 1_000_000) -> _Session:
+    policy = await make()
+    decodes = await policy.open(prompts)
+    require(len(decodes) == len(prompts), f"open() of {len(prompts)} prompts returned {len(decodes)} decodes")
+    return _Session(policy, prompts, decodes, [Transcript() for _ in prompts], cut_at=cut_at)
+
+
+async def check_policy(make: Make[Policy], prompts: Sequence[Prompt]) -> None:
+    """Return if the policy keeps the contract of :class:`oppo.models.Policy`.
+
+    Args:
+        make: returns a fresh policy; its responses must differ in length by some tokens.
+        prompts: at least three, with rollout numbers in admission order.
+
+    Raises:
+        ProtocolError: what was expected and what came.
+    """
+    whole = await _session(make, prompts)
+    await whole.decode(limit=3)
+    expected = [transcript.tokens for transcript in whole.transcripts]
+    require(
+        sorted(whole.reported) == sorted(p.rollout for p in prompts), "cut() was not told of every rollout that ended"
+    )
+    for limit in (1, 1_000_000):
+        other = await _session(make, prompts)
+        await other.decode(limit)
+        require([t.tokens for t in other.transcripts] == expected, f"read({limit}) gives other tokens than read(3)")
+    cancelled = await _session(make, prompts)
+    await cancelled.decode(limit=2, cancel_first=True)
+    require([t.tokens for t in cancelled.transcripts] == expected, "a cancelled read lost or doubled tokens")
+    await _check_cut(make, prompts, expected)
+    await _check_leaving(make, prompts)
+
+
+async def _check_cut(make: Make[Policy], prompts: Sequence[Prompt], expected: list[list[int]]) -> None:
+    session = await _session(make, prompts, cut_at=1)
+    steps = 0
+    while any(transcript.state in {"live", "cut"} for transcript in session.transcripts):
+        session.cut_at = len(session.reported) + 1
+        before = len(session.reported)
+        await session.decode(limit=4)
+        steps += 1
+        require(len(session.reported) > before, "a decoding with live rollouts ended though nothing finished")
+        ended = {p.rollout for p, t in zip(prompts, session.transcripts, strict=True) if t.state not in {"live", "cut"}}
+        require(
+            ended == set(session.reported), f"ended: {sorted(ended)}, reported to cut(): {sorted(session.reported)}"
+        )
+    require(steps > 1, "every response ended in the same decode step: give prompts whose responses differ in length")
+    require(
+        [t.tokens for t in session.transcripts] == expected,
+        "parked and resumed rollouts have other tokens than uncut ones",
+    )
+    for transcript in session.transcripts:
+        versions = np.concatenate([piece.versions for piece in transcript.pieces])
+        require(bool(np.all(np.diff(versions) >= 0)), "the versions of a rollout decrease")
+
+
+async def _check_leaving(make: Make[Policy], prompts: Sequence[Prompt]) -> None:
+    session = await _session(make, prompts)
+    try:
+        async with session.policy.decoding(session.decodes, session.cut):
+            raise _LeftEarlyError  # noqa: TRY301 - leaving by an exception is what is checked
+    except _LeftEarlyError:
+        pass
+    made = len(session.reported)
+    await anyio.sleep(0.01)
+    require(len(session.reported) == made, "the policy goes on decoding after its context was left by an exception")
+    before = session.policy.version
+    await session.policy.load(Weights(before + 1))
+    require(session.policy.version == before + 1, "load() did not move the version")
+    for decode in session.decodes:
+        await decode.aclose()
+        await decode.aclose()
+
+
+class _LeftEarlyError(Exception):
+    """Raised by the check itself, in the body of a decoding."""
+
+
+async def check_scorer(make: Make[Scorer[T]], finished: Sequence[Finish], close: Callable[[T, T], bool]) -> None:
+    """Return if the scorer says the same of a rollout however it was streamed.
+
+    Args:
+        make: returns a fresh scorer.
+        finished: at least two complete rollouts, with at least four response tokens each.
+        close: whether two values are equal, up to the backend's rounding.
+
+    Raises:
+        ProtocolError: what was expected and what came.
+    """
+    whole = await make()
+    await whole.extend([event.response.prompt for event in finished])
+    await whole.extend([part(event, 0, len(event.response)) for event in finished])
+    expected = await whole.finish(finished)
+    require(len(expected) == len(finished), f"finish() of {len(finished)} rollouts returned {len(expected)} values")
+    for size in (1, 2, 3):
+        streamed = await make()
+        await streamed.forget([event.rollout for event in finished])
+        for event in finished:
+            await streamed.extend([event.response.prompt])
+        longest = max(len(event.response) for event in finished)
+        for start in range(0, longest, size):
+            parts = [part(event, start, start + size) for event in finished if start < len(event.response)]
+            await streamed.extend(parts)
+        for event, value in zip(finished, expected, strict=True):
+            (got,) = await streamed.finish([event])
+            require(close(got, value), f"rollout {event.rollout} in chunks of {size}: {got}, in one piece: {value}")
+    await _check_gap(make, finished[0])
+
+
+async def _check_gap(make: Make[Scorer[T]], event: Finish) -> None:
+    scorer = await make()
+    await scorer.extend([event.response.prompt])
+    try:
+        await scorer.extend([part(event, 1, 2)])
+        await scorer.finish([event])
+    except ProtocolError:
+        return
+    raise ProtocolError("the scorer accepted a chunk that does not continue its rollout")
+
+
+def part(event: Finish, start: int, stop: int) -> Chunk | Given:
+    """Return tokens ``start : stop`` of a finished rollout as a chunk."""
+    response = event.response
+    s = slice(start, stop)
+    return Chunk(event.rollout, start, response.tokens[s], response.logprobs[s], response.versions[s])
+
+
+async def check_trainer(make: Make[Trainer], batch: Batch, followers: Sequence[Follower]) -> None:
+    """Return if the trainer counts its updates and publishes to everybody.
+
+    Raises:
+        ProtocolError: what was expected and what came.
+    """
+    trainer = await make()
+    before = trainer.version
+    trained = await trainer.update(batch)
+    require(trainer.version == before + 1, f"after one update the version is {trainer.version}, not {before + 1}")
+    strangers = set(trained.nonfinite) - set(batch.rollouts)
+    require(not strangers, f"nonfinite names rollouts that are not in the batch: {sorted(strangers)}")
+    await trainer.publish(*followers)
+    behind = [type(follower).__name__ for follower in followers if follower.version != trainer.version]
+    require(not behind, f"publish() left followers at another version than {trainer.version}: {behind}")

@@ -1,0 +1,318 @@
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import anyio
+import pytest
+from hypothesis import given, strategies as st
+
+from oppo.errors import ProtocolError
+from oppo.graph.channel import Channel, FanOut, channel_table
+from oppo.testing.loop import run_virtual
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Numbers ``start .. stop`` of one lane."""
+
+    lane: str
+    start: int
+    stop: int
+
+
+def merge(queued: object, new: object) -> Stretch | None:
+    if isinstance(queued, Stretch) and isinstance(new, Stretch) and (queued.lane, queued.stop) == (new.lane, new.start):
+        return Stretch(new.lane, queued.start, new.stop)
+    return None
+
+
+@dataclass(frozen=True)
+class Mark:
+    """An item of a lane that merges with nothing."""
+
+    lane: str
+
+
+def lane_of(item: Stretch | Mark) -> str:
+    return item.lane
+
+
+def stretches(capacity: int) -> Channel[Stretch | Mark]:
+    return Channel("a->b", capacity, merge, lane_of)
+
+
+def test_a_channel_keeps_order_and_ends() -> None:
+    async def main() -> None:
+        channel = Channel[int]("a->b", 2)
+        got: list[int] = []
+
+        async def read() -> None:
+            got.extend([item async for item in channel])
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(read)
+            for item in range(7):
+                await channel.send(item)
+            channel.close()
+        assert got == list(range(7))
+        assert await channel.drain() == []
+        assert channel.ended
+
+    run_virtual(main)
+
+
+def test_drain_takes_everything_queued_at_once() -> None:
+    async def main() -> None:
+        channel = Channel[int]("a->b", 4)
+        for item in range(3):
+            channel.send_nowait(item)
+        assert await channel.drain() == [0, 1, 2]
+        assert channel.drain_nowait() == []
+
+    run_virtual(main)
+
+
+def test_a_capacity_below_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="'a->b' needs a capacity of at least 1, not 0"):
+        Channel[int]("a->b", 0)
+
+
+def test_a_full_channel_would_block() -> None:
+    channel = Channel[int]("a->b", 1)
+    channel.send_nowait(1)
+    with pytest.raises(anyio.WouldBlock):
+        channel.send_nowait(2)
+    assert channel.drain_nowait() == [1]
+
+
+def test_a_full_channel_merges_before_it_blocks() -> None:
+    channel = stretches(2)
+    for item in (Stretch("x", 0, 2), Stretch("y", 0, 1), Stretch("x", 2, 5)):
+        channel.send_nowait(item)
+    assert channel.statistics().merged == 1
+    assert channel.drain_nowait() == [Stretch("x", 0, 5), Stretch("y", 0, 1)]
+
+
+def test_a_channel_with_room_does_not_merge() -> None:
+    channel = stretches(2)
+    channel.send_nowait(Stretch("x", 0, 2))
+    channel.send_nowait(Stretch("x", 2, 5))
+    assert channel.drain_nowait() == [Stretch("x", 0, 2), Stretch("x", 2, 5)]
+
+
+def test_merging_never_jumps_over_an_item_of_the_same_key() -> None:
+    channel = stretches(2)
+    channel.send_nowait(Stretch("x", 0, 2))
+    channel.send_nowait(Mark("x"))
+    with pytest.raises(anyio.WouldBlock):
+        channel.send_nowait(Stretch("x", 2, 5))
+
+
+def test_without_a_key_only_the_newest_item_is_merged_with() -> None:
+    channel = Channel[Stretch]("a->b", 2, merge)
+    channel.send_nowait(Stretch("x", 0, 2))
+    channel.send_nowait(Stretch("y", 0, 2))
+    channel.send_nowait(Stretch("y", 2, 3))
+    with pytest.raises(anyio.WouldBlock):
+        channel.send_nowait(Stretch("x", 2, 5))
+
+
+def test_merging_passes_those_in_line_but_not_those_of_its_own_key() -> None:
+    async def main() -> None:
+        channel = stretches(1)
+        channel.send_nowait(Stretch("x", 0, 1))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(channel.send, Mark("y"))
+            await anyio.wait_all_tasks_blocked()
+            channel.send_nowait(Stretch("x", 1, 2))
+            tasks.start_soon(channel.send, Mark("x"))
+            await anyio.wait_all_tasks_blocked()
+            with pytest.raises(anyio.WouldBlock):
+                channel.send_nowait(Stretch("x", 2, 3))
+            got = [item for _ in range(3) for item in await channel.drain()]
+        assert got == [Stretch("x", 0, 2), Mark("y"), Mark("x")]
+
+    run_virtual(main)
+
+
+def test_senders_in_line_are_admitted_in_order_and_never_beyond_the_capacity() -> None:
+    async def main() -> None:
+        channel = Channel[int]("a->b", 2)
+        async with anyio.create_task_group() as tasks:
+            for item in range(9):
+                tasks.start_soon(channel.send, item)
+            await anyio.wait_all_tasks_blocked()
+            assert channel.statistics().waiting_senders == 7
+            got: list[int] = []
+            while len(got) < 9:
+                got += await channel.drain()
+        assert got == list(range(9))
+        assert channel.statistics().peak == 2
+
+    run_virtual(main)
+
+
+def test_a_cancelled_send_has_sent_nothing_and_passes_its_place_on() -> None:
+    async def main() -> None:
+        channel = Channel[int]("a->b", 1)
+        channel.send_nowait(0)
+        first = anyio.CancelScope()
+
+        async def cancelled() -> None:
+            with first:
+                await channel.send(1)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(cancelled)
+            await anyio.wait_all_tasks_blocked()
+            tasks.start_soon(channel.send, 2)
+            await anyio.wait_all_tasks_blocked()
+            first.cancel()
+            assert channel.drain_nowait() == [0]  # admits the first sender, which never runs again
+            assert await channel.drain() == [2]
+        assert channel.statistics().sent == 2
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("read", [Channel.drain, Channel.__anext__])
+def test_a_cancelled_read_loses_nothing(read: Callable[[Channel[int]], Awaitable[object]]) -> None:
+    async def main() -> None:
+        channel = Channel[int]("a->b", 4)
+        scope = anyio.CancelScope()
+
+        async def cancelled() -> None:
+            with scope:
+                await read(channel)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(cancelled)
+            await anyio.wait_all_tasks_blocked()
+            assert channel.statistics().waiting_receivers == 1
+            scope.cancel()
+            channel.send_nowait(1)  # wakes the reader, which never runs again
+        assert channel.drain_nowait() == [1]
+        assert channel.statistics().waiting_receivers == 0
+
+    run_virtual(main)
+
+
+def test_sending_after_close_is_an_error() -> None:
+    channel = Channel[int]("a->b", 1)
+    channel.close()
+    with pytest.raises(ProtocolError, match="'a->b' after it had been closed"):
+        channel.send_nowait(1)
+
+
+def test_close_wakes_a_sender_in_line_with_an_error() -> None:
+    async def main() -> None:
+        channel = Channel[int]("a->b", 1)
+        channel.send_nowait(0)
+        with pytest.RaisesGroup(ProtocolError):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(channel.send, 1)
+                await anyio.wait_all_tasks_blocked()
+                channel.close()
+        assert channel.drain_nowait() == [0]
+        assert channel.statistics().waiting_senders == 0
+
+    run_virtual(main)
+
+
+def test_sending_to_a_reader_that_has_returned_is_an_error() -> None:
+    channel = Channel[int]("a->b", 1)
+    channel.abandon()
+    with pytest.raises(ProtocolError, match="'a->b', whose reader has returned already"):
+        channel.send_nowait(1)
+
+
+def test_a_reader_that_leaves_items_is_an_error() -> None:
+    channel = Channel[int]("a->b", 2)
+    channel.send_nowait(1)
+    channel.send_nowait(2)
+    with pytest.raises(ProtocolError, match="the reader of 'a->b' returned and left 2 items unread"):
+        channel.abandon()
+
+
+def test_a_sender_that_always_merges_lets_the_reader_run() -> None:
+    async def main() -> None:
+        channel = stretches(1)
+        got: list[Stretch | Mark] = []
+
+        async def read() -> None:
+            got.extend([item async for item in channel])
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(read)
+            for start in range(100):
+                await channel.send(Stretch("x", start, start + 1))
+            channel.close()
+        assert len(got) > 10
+
+    run_virtual(main)
+
+
+def test_a_fan_out_serves_those_with_room_before_it_waits_for_a_full_one() -> None:
+    async def main() -> None:
+        full, free = Channel[int]("a->b", 1), Channel[int]("a->c", 1)
+        full.send_nowait(0)
+        told: list[int] = []
+        fan = FanOut([full, free], told.append)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(fan.send, 1)
+            await anyio.wait_all_tasks_blocked()
+            assert free.drain_nowait() == [1]
+            assert told == []
+            assert full.drain_nowait() == [0]
+        assert full.drain_nowait() == [1]
+        assert free.drain_nowait() == []
+        assert told == [1]
+
+    run_virtual(main)
+
+
+def test_the_channel_table_says_who_waits() -> None:
+    async def main() -> None:
+        channel = Channel[int]("a->b", 1)
+        channel.send_nowait(0)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(channel.send, 1)
+            await anyio.wait_all_tasks_blocked()
+            assert channel_table([channel]).split() == ["a->b", "1/1", "1", "waiting", "to", "send"]
+            tasks.cancel_scope.cancel()
+
+    run_virtual(main)
+
+
+@given(st.lists(st.sampled_from("xyz"), max_size=60), st.integers(1, 5), st.lists(st.floats(0, 1), min_size=1))
+def test_nothing_is_lost_doubled_or_reordered_within_a_key(lanes: list[str], capacity: int, pace: list[float]) -> None:
+    async def main() -> None:
+        channel = stretches(capacity)
+        reached = dict.fromkeys("xyz", 0)
+
+        async def send(lane: str) -> None:
+            for start in range(lanes.count(lane)):
+                await anyio.sleep(pace[(start + ord(lane)) % len(pace)])
+                await channel.send(Stretch(lane, start, start + 1))
+
+        async def send_all() -> None:
+            async with anyio.create_task_group() as senders:
+                for lane in "xyz":
+                    senders.start_soon(send, lane)
+            channel.close()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(send_all)
+            while items := await channel.drain():
+                for item in items:
+                    assert isinstance(item, Stretch)
+                    assert item.start == reached[item.lane]
+                    reached[item.lane] = item.stop
+                await anyio.sleep(pace[0])
+        now = channel.statistics()
+        assert reached == {lane: lanes.count(lane) for lane in "xyz"}
+        assert now.sent == now.received + now.merged == len(lanes)
+        assert now.peak <= capacity
+
+    run_virtual(main)

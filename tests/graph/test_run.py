@@ -1,0 +1,403 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+
+import anyio
+import pytest
+
+from oppo.errors import DeadlockError, GraphError, ProtocolError
+from oppo.graph import Graph, GraphBuilder, Receiver, Run, Sender
+from oppo.observe import Span
+from oppo.testing.loop import run_virtual
+from tests.graph.stages import Boom, Collect, Diary, Fail, Relay, Stuck, Take, line
+
+
+def left_over() -> set[asyncio.Task[object]]:
+    """Return the tasks that run beside the one that asks."""
+    return {task for task in asyncio.all_tasks() if task is not asyncio.current_task()}
+
+
+async def results_of(graph: Graph[tuple[int, ...]], count: int, prompts: object = None) -> list[tuple[int, ...]]:
+    async with graph.open(range(100)) as run:
+        results = [result async for result in run.steps(count)]
+    assert not left_over()
+    return results
+
+
+def test_each_step_is_one_execution_of_the_graph() -> None:
+    assert run_virtual(results_of, line(), 2) == [(0, 1, 2), (3, 4, 5)]
+
+
+def test_steps_end_when_the_data_ends() -> None:
+    async def main() -> None:
+        async with line().open(range(7)) as run:
+            assert [result async for result in run.steps(10)] == [(0, 1, 2), (3, 4, 5), (6,)]
+            assert await run.step() is None
+
+    run_virtual(main)
+
+
+def test_the_source_is_taken_from_only_when_asked_and_keeps_its_place() -> None:
+    async def main() -> None:
+        given: list[int] = []
+
+        async def numbers() -> AsyncIterator[int]:
+            for number in range(100):
+                given.append(number)
+                yield number
+                await anyio.sleep(1)
+
+        source = numbers()
+        async with line().open(source) as run:
+            assert await run.step() == (0, 1, 2)
+            assert given == [0, 1, 2]
+            await anyio.sleep(10)
+            assert await run.step() == (3, 4, 5)
+            assert given == [0, 1, 2, 3, 4, 5]
+        assert await anext(source) == 6, "who made the source may go on with it"
+        await source.aclose()  # type: ignore[attr-defined]  # an async generator, by its body
+
+    run_virtual(main)
+
+
+def test_the_source_cannot_be_joined() -> None:
+    class Peek(Relay):
+        async def run(self, items: Receiver[int], *, out: Sender[int]) -> None:
+            items.drain_nowait()
+
+    with pytest.raises(ProtocolError, match="put a stage between it and whatever joins it"):
+        run_virtual(results_of, line().replace(take=Peek()), 1)
+
+
+def test_hooks_are_called_in_order() -> None:
+    async def main() -> list[str]:
+        diary = Diary()
+        async with line().replace(relay=diary).open(range(5)) as run:
+            async for _ in run.steps(4):
+                await anyio.sleep(0.5)
+        return diary.lines
+
+    assert run_virtual(main) == [
+        "enter",
+        "begin 0, 4 to go, at 0.0",
+        "observe (0, 1, 2)",
+        "begin 1, 3 to go, at 0.5",
+        "observe (3, 4)",
+        "begin 2, 2 to go, at 1.0",
+        "exit",
+    ]
+
+
+def test_a_stage_is_left_in_peace_when_the_run_is_cancelled() -> None:
+    async def main() -> list[str]:
+        diary = Diary()
+        with anyio.move_on_after(1):
+            async with line().replace(relay=diary, collect=Stuck()).open(range(9)) as run:
+                await run.step()
+        assert anyio.current_time() == 2.0, "leaving takes the diary a second"
+        assert not left_over()
+        return diary.lines
+
+    assert run_virtual(main) == ["enter", "begin 0, 1 to go, at 0.0", "exit"]
+
+
+def test_stages_may_hold_task_groups_while_the_run_is_open() -> None:
+    class Pump(Relay):
+        async def __aenter__(self) -> None:
+            self.tasks = await anyio.create_task_group().__aenter__()
+            self.tasks.start_soon(anyio.sleep, 1_000)
+
+        async def __aexit__(self, *error: object) -> None:
+            self.tasks.cancel_scope.cancel()
+            await self.tasks.__aexit__(None, None, None)
+
+    async def main() -> None:
+        with anyio.move_on_after(1):
+            async with line().replace(take=Stuck(), relay=Pump(), collect=Pump()).open(range(9)) as run:
+                await run.step()
+        assert not left_over()
+
+    run_virtual(main)
+
+
+def test_a_failing_hook_is_named() -> None:
+    class Bad(Diary):
+        def observe(self, result: tuple[int, ...]) -> None:
+            raise Boom("no")
+
+    with pytest.raises(Boom) as caught:
+        run_virtual(results_of, line().replace(relay=Bad()), 1)
+    assert caught.value.__notes__ == ["in observe() of stage 'relay' of graph 'line', step 0"]
+
+
+def test_a_stage_error_surfaces_as_itself_with_a_note() -> None:
+    with pytest.raises(Boom, match="bad item 0") as caught:
+        run_virtual(results_of, line().replace(relay=Fail()), 1)
+    assert caught.value.__notes__ == ["in stage 'relay' of graph 'line', step 0"]
+
+
+def test_an_error_in_a_task_of_a_stage_surfaces_as_itself() -> None:
+    class Group(Relay):
+        async def run(self, items: Receiver[int], *, out: Sender[int]) -> None:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(Fail().run, items)
+
+    class Nested(Fail):
+        async def run(self, items: Receiver[int], *, out: Sender[int]) -> None:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self.fail)
+
+        async def fail(self) -> None:
+            raise Boom("deep")
+
+    with pytest.raises(Boom, match="deep"):
+        run_virtual(results_of, line().replace(relay=Nested()), 1)
+
+
+def test_of_several_errors_the_first_is_raised_and_names_the_others() -> None:
+    class Sore(Relay):
+        async def run(self, items: Receiver[int], *, out: Sender[int]) -> None:
+            try:
+                await anyio.sleep(10)
+            finally:
+                raise Boom("while being torn down")
+
+    with pytest.raises(Boom, match="bad item 0") as caught:
+        run_virtual(results_of, line().replace(relay=Fail(1.0), collect=Sore()), 1)
+    assert caught.value.__notes__ == [
+        "in stage 'relay' of graph 'line', step 0",
+        "and then Boom: while being torn down (in stage 'collect' of graph 'line', step 0)",
+    ]
+
+
+def test_a_reader_never_takes_what_a_failed_stage_sent_for_everything() -> None:
+    finished: list[int] = []
+
+    class Late(Relay):
+        async def run(self, items: Receiver[int], *, out: Sender[int]) -> None:
+            async for item in items:
+                await out.send(item)
+                raise Boom("after one item")
+
+    class Note(Collect):
+        async def run(self, items: Receiver[int], *, out: Sender[tuple[int, ...]]) -> None:
+            finished.extend([item async for item in items])
+
+    with pytest.raises(Boom):
+        run_virtual(results_of, line().replace(relay=Late(), collect=Note()), 1)
+    assert finished == []
+
+
+def test_a_run_whose_step_failed_refuses_to_go_on() -> None:
+    async def main() -> None:
+        async with line().replace(relay=Fail()).open(range(9)) as run:
+            with pytest.raises(Boom):
+                await run.step()
+            with pytest.raises(GraphError, match="cannot run step 0: step 0 did not come to its end"):
+                await run.step()
+
+    run_virtual(main)
+
+
+def test_a_closed_run_refuses_to_go_on() -> None:
+    async def main() -> None:
+        async with line().open(range(9)) as run:
+            pass
+        with pytest.raises(GraphError, match="its run is closed"):
+            await run.step()
+
+    run_virtual(main)
+
+
+def test_steps_of_one_run_do_not_overlap() -> None:
+    async def main() -> None:
+        async with line().replace(relay=Relay(1.0)).open(range(9)) as run, anyio.create_task_group() as tasks:
+            tasks.start_soon(run.step)
+            await anyio.sleep(0.5)
+            with pytest.raises(GraphError, match="a step is running"):
+                await run.step()
+
+    run_virtual(main)
+
+
+def test_a_stage_may_be_in_one_open_run_only() -> None:
+    async def main() -> None:
+        graph = line()
+        async with graph.open(range(9)):
+            with pytest.raises(GraphError, match="stage 'take' of graph 'line' is in another open run"):
+                async with graph.replace(relay=Relay()).open(range(9)):
+                    pass
+        async with graph.open(range(9)) as run:
+            assert await run.step() == (0, 1, 2)
+
+    run_virtual(main)
+
+
+def test_a_second_result_is_an_error() -> None:
+    g = GraphBuilder[int]("many")
+    graph = g.build(g.add("take", Take(), g.prompts))
+
+    async def main() -> None:
+        async with graph.open(range(9)) as run:
+            await run.step()
+
+    with pytest.raises(ProtocolError, match="'take' sent a second result; a step results in exactly one item"):
+        run_virtual(main)
+
+
+class Impatient(Relay):
+    """Reads one item and returns."""
+
+    async def run(self, items: Receiver[int], *, out: Sender[int]) -> None:
+        async for item in items:
+            await out.send(item)
+            break
+
+
+def test_a_stage_that_leaves_items_unread_is_an_error() -> None:
+    with pytest.raises(ProtocolError, match="the reader of 'take->relay' returned and left 2 items unread") as caught:
+        run_virtual(results_of, line().replace(relay=Impatient()), 1)
+    assert caught.value.__notes__ == ["in stage 'relay' of graph 'line', step 0"]
+
+
+def test_a_stage_that_returns_before_its_input_sends_again_is_an_error() -> None:
+    g = GraphBuilder[int]("slow")
+    taken = g.add("take", Take(), g.prompts)
+    slow = g.add("slow", Relay(1.0), taken)
+    graph = g.build(g.add("collect", Collect(), g.add("relay", Impatient(), slow)))
+    with pytest.raises(ProtocolError, match="sent into 'slow->relay', whose reader has returned already"):
+        run_virtual(results_of, graph, 1)
+
+
+def test_a_stage_may_return_when_its_inputs_hold_nothing_more() -> None:
+    assert run_virtual(results_of, line().replace(take=Take(1), relay=Impatient()), 2) == [(0,), (1,)]
+
+
+def test_a_deadlock_shows_the_channel_table() -> None:
+    with pytest.raises(DeadlockError) as caught:
+        run_virtual(results_of, line(capacity=1).replace(collect=Stuck()), 1)
+    message = str(caught.value)
+    assert "every task waits and nothing can wake one" in message
+    assert "line.collect" in message
+    assert "graph 'line', step 0" in message
+    table = {row.split()[0]: row.split(maxsplit=2)[1:] for row in message.splitlines()[2:]}
+    assert table["prompts"] == ["3", "taken not asked"]
+    assert table["take->relay"] == ["1/1", "closed"]
+    assert table["relay->collect"] == ["1/1", "1 waiting to send"]
+
+
+def test_tables_of_steps_that_are_over_are_not_shown() -> None:
+    async def main() -> None:
+        async with line().open(range(9)) as run:
+            await run.step()
+            await anyio.sleep_forever()
+
+    with pytest.raises(DeadlockError) as caught:
+        run_virtual(main)
+    assert "line" not in str(caught.value)
+
+
+def test_cancellation_from_outside_passes_through_and_leaves_nothing() -> None:
+    async def main() -> None:
+        with anyio.move_on_after(2.5) as scope:
+            async with line().replace(relay=Relay(1.0)).open(range(9)) as run:
+                await run.step()
+        assert scope.cancelled_caught
+        assert anyio.current_time() == 2.5
+        assert not left_over()
+
+    run_virtual(main)
+
+
+def test_leaving_the_loop_over_steps_early_leaves_nothing() -> None:
+    async def main() -> None:
+        async with line().open(range(9)) as run:
+            async for result in run.steps(3):
+                assert result == (0, 1, 2)
+                break
+            assert await run.step() == (3, 4, 5)
+        assert not left_over()
+
+    run_virtual(main)
+
+
+@dataclass
+class Recorder:
+    """Keeps everything it is told."""
+
+    items: list[tuple[int, str, object, float]] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    steps: list[tuple[int, object, Mapping[str, Mapping[str, int]]]] = field(default_factory=list)
+
+    def on_item(self, step: int, stage: str, item: object, at: float) -> None:
+        self.items.append((step, stage, item, at))
+
+    def on_span(self, span: Span) -> None:
+        self.spans.append(span)
+
+    def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
+        self.steps.append((step, result, channels))
+
+
+def test_observers_are_told_of_items_spans_and_steps() -> None:
+    recorder = Recorder()
+
+    async def main() -> None:
+        async with line().replace(relay=Relay(1.0)).open(range(4), observers=[recorder]) as run:
+            async for _ in run.steps(5):
+                pass
+
+    run_virtual(main)
+    assert [at for step, stage, _, at in recorder.items if (step, stage) == (0, "relay")] == [1.0, 2.0, 3.0]
+    assert (1, "collect", (3,), 4.0) in recorder.items
+    spans = {(span.track, span.start, span.end) for span in recorder.spans}
+    assert {("take", 0.0, 0.0), ("relay", 0.0, 3.0), ("step", 0.0, 3.0), ("step", 3.0, 4.0)} <= spans
+    assert [(step, result) for step, result, _ in recorder.steps] == [(0, (0, 1, 2)), (1, (3,))]
+    counters = recorder.steps[0][2]["take->relay"]
+    assert counters["sent"] == counters["received"] == 3
+
+
+@pytest.mark.parametrize("method", ["on_item", "on_span", "on_step"])
+def test_an_observer_that_raises_is_named(method: str) -> None:
+    class Clumsy(Recorder):
+        def __getattribute__(self, name: str) -> object:
+            if name == method:
+                raise Boom("clumsy")
+            return super().__getattribute__(name)
+
+    async def main() -> None:
+        async with line().open(range(9), observers=[Clumsy()]) as run:
+            await run.step()
+
+    with pytest.raises(Boom) as caught:
+        run_virtual(main)
+    assert "raised by the observer Clumsy, which must not raise" in caught.value.__notes__
+
+
+def test_a_fan_out_reaches_every_reader_and_the_result() -> None:
+    class Both:
+        async def run(self, a: Receiver[int], b: Receiver[int], *, out: Sender[tuple[int, ...]]) -> None:
+            first, second = [x async for x in a], [x async for x in b]
+            await out.send((*first, *second))
+
+    g = GraphBuilder[int]("fan")
+    taken = g.add("take", Take(), g.prompts)
+    graph = g.build(g.add("both", Both(), taken, g.add("relay", Relay(), taken)))
+    assert run_virtual(results_of, graph, 1) == [(0, 1, 2, 0, 1, 2)]
+
+
+def test_a_graph_runs_on_an_ordinary_loop_too() -> None:
+    assert anyio.run(results_of, line(), 1) == [(0, 1, 2)]
+
+
+async def first_of(run: Run[tuple[int, ...]]) -> tuple[int, ...]:
+    async for result in run.steps(1):
+        return result
+    raise AssertionError
+
+
+async def test_a_graph_runs_under_pytest_asyncio() -> None:
+    async with line().open(range(9)) as run:
+        assert await first_of(run) == (0, 1, 2)

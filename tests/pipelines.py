@@ -1,0 +1,168 @@
+"""Whole PPO graphs of fakes with random settings, and what must hold for any of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from hypothesis import strategies as st
+
+from oppo.admission import Overcommit
+from oppo.chunking import ChunkSize, Fixed, WholeRollout
+from oppo.events import Batch, Chunk, Defer, Drop, Finish, FloatArray, Prompt, RolloutEvent, StepReport, merge_chunks
+from oppo.graph import Graph, GraphBuilder
+from oppo.observe import Span
+from oppo.stages import GAE, Generate, Score, Update
+from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_per_token, fake_scalar, prompts
+from oppo.testing.fakes import Style
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Everything that may vary in a run of fakes."""
+
+    lengths: tuple[int, ...] = (5, 9, 3, 30)
+    batch: int = 4
+    extra: int = 0
+    max_deferrals: int = 2
+    chunks: ChunkSize = field(default_factory=lambda: Fixed(4))
+    steps: int = 3
+    prompts: int = 1_000
+    samples: int = 1
+    capacity: int = 16
+    style: Style = "pull"
+    pace: tuple[float, ...] = (1.0,)
+    reference: float = 0.0
+    reward: float = 0.0
+    critic: float = 0.0
+    per_call: float = 0.0
+    update: float = 0.0
+
+    def length(self, prompt: Prompt) -> int:
+        return self.lengths[prompt.rollout % len(self.lengths)]
+
+    def vary(self, prompt: Prompt) -> float:
+        return self.pace[prompt.rollout % len(self.pace)]
+
+
+@dataclass
+class Tap:
+    """An observer that keeps everything."""
+
+    items: list[tuple[int, str, object]] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+
+    def on_item(self, step: int, stage: str, item: object, at: float) -> None:
+        self.items.append((step, stage, item))
+
+    def on_span(self, span: Span) -> None:
+        self.spans.append(span)
+
+    def on_step(self, step: int, result: object, channels: Mapping[str, object]) -> None:
+        pass
+
+    def story(self) -> dict[int, list[RolloutEvent]]:
+        """Return the events of each rollout, over its life, as Generate sent them."""
+        stories: dict[int, list[RolloutEvent]] = {}
+        for _, stage, item in self.items:
+            if stage == "generate" and isinstance(item, Prompt | Chunk | Defer | Finish | Drop):
+                stories.setdefault(item.rollout, []).append(item)
+        return stories
+
+
+@dataclass
+class Pipeline:
+    """A PPO graph of fakes."""
+
+    setting: Setting
+    reward: FakeScorer[float] | None = None
+    tap: Tap = field(default_factory=Tap)
+    reports: list[StepReport] = field(default_factory=list)
+    tasks_between_steps: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        s = self.setting
+        self.policy = FakePolicy(s.length, 0.01, s.style, vary=s.vary)
+        self.critic = FakeCritic(per_token=s.critic, per_call=s.per_call)
+        self.trainer = FakeTrainer(s.update)
+        self.reward = self.reward or FakeScorer(fake_scalar, s.reward, s.per_call)
+        self.reference: FakeScorer[FloatArray] = FakeScorer(fake_per_token, s.reference, s.per_call)
+        self.generate = Generate(self.policy, Overcommit(s.batch, s.extra, s.max_deferrals), s.chunks, s.samples)
+
+    def graph(self) -> Graph[StepReport]:
+        assert self.reward is not None
+        g: GraphBuilder[Prompt] = GraphBuilder("ppo", capacity=self.setting.capacity, merge=merge_chunks)
+        rollout = g.add("generate", self.generate, g.prompts)
+        ref = g.add("ref_logp", Score(self.reference), rollout)
+        score = g.add("reward", Score(self.reward), rollout)
+        value = g.add("value", Score(self.critic), rollout)
+        batch = g.add("advantage", GAE(), rollout, ref, score, value)
+        return g.build(g.add("update", Update(self.trainer, publish=[self.policy, self.critic]), batch))
+
+    async def run(self) -> None:
+        async with self.graph().open(prompts(self.setting.prompts), observers=[self.tap]) as run:
+            async for report in run.steps(self.setting.steps):
+                self.reports.append(report)
+                self.tasks_between_steps.append(len(asyncio.all_tasks()))
+
+    @property
+    def batches(self) -> Sequence[Batch]:
+        return self.trainer.batches
+
+
+@st.composite
+def settings(draw: st.DrawFn, prompts: tuple[int, ...] = (0, 3, 7, 1_000)) -> Setting:
+    """Any run: deferral, both styles of policy, fast and slow models, small and large channels."""
+    batch = draw(st.integers(1, 5))
+    seconds = st.sampled_from([0.0, 0.001, 0.004, 0.03])
+    chunk = draw(st.integers(0, 12))
+    return Setting(
+        lengths=tuple(draw(st.lists(st.integers(1, 40), min_size=3, max_size=12))),
+        batch=batch,
+        extra=draw(st.integers(0, batch)),
+        max_deferrals=draw(st.integers(1, 3)),
+        chunks=Fixed(chunk) if chunk else WholeRollout(),
+        steps=draw(st.integers(1, 4)),
+        prompts=draw(st.sampled_from(prompts)),
+        samples=draw(st.sampled_from([1, 1, 2])),
+        capacity=draw(st.sampled_from([1, 2, 5])),
+        style=draw(st.sampled_from(["pull", "push"])),
+        pace=tuple(draw(st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=1, max_size=4))),
+        reference=draw(seconds),
+        reward=draw(seconds),
+        critic=draw(seconds),
+        per_call=draw(seconds),
+        update=draw(st.sampled_from([0.0, 0.5])),
+    )
+
+
+def on_policy(setting: Setting) -> Setting:
+    """Return the same run with nothing overlapped: no overcommit, whole rollouts, free scoring."""
+    return replace(
+        setting, chunks=WholeRollout(), capacity=16, style="pull", reference=0.0, reward=0.0, critic=0.0, per_call=0.0
+    )
+
+
+def same_batches(one: Sequence[Batch], other: Sequence[Batch]) -> bool:
+    """Return whether two runs trained on the same numbers, bit for bit."""
+    return len(one) == len(other) and all(
+        a.rollouts == b.rollouts
+        and a.reasons == b.reasons
+        and all(
+            np.array_equal(getattr(a, name), getattr(b, name))
+            for name in (
+                "tokens",
+                "versions",
+                "logprobs",
+                "reference",
+                "values",
+                "rewards",
+                "advantages",
+                "returns",
+                "scores",
+            )
+        )
+        for a, b in zip(one, other, strict=True)
+    )

@@ -1,0 +1,171 @@
+"""The theorem behind overcommit, as properties of the pure ledger under random lengths and settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from oppo.admission import AdmitView, CutView, Overcommit, Synchronous
+from oppo.errors import AdmissionError, ProtocolError
+from oppo.events import Prompt, StepReport
+from oppo.stages.ledger import Ledger, Unit
+
+
+def group(admission: int, samples: int = 1) -> tuple[Prompt, ...]:
+    return Prompt(admission, admission, np.zeros(1, np.int32)).samples(samples)
+
+
+@dataclass
+class Run:
+    """A run of the ledger alone: one decode step makes one token for every live rollout."""
+
+    ledger: Ledger
+    lengths: list[int]
+    steps: int
+    samples: int = 1
+    made: dict[int, int] = field(default_factory=dict)
+    batches: list[list[Unit]] = field(default_factory=list)
+    admitted: int = 0
+
+    def length(self, prompt: Prompt) -> int:
+        return self.lengths[prompt.rollout % len(self.lengths)]
+
+    def play(self, prompts: int) -> None:
+        for step in range(self.steps):
+            count = min(self.ledger.wanted(self.steps - step), prompts - self.admitted)
+            new = [group(self.admitted + k, self.samples) for k in range(count)]
+            self.admitted += count
+            live = [
+                prompt for unit in self.ledger.carried for prompt in unit.prompts if prompt.rollout in unit.unfinished
+            ]
+            self.ledger.begin(new)
+            self.decode(live + [prompt for prompts_ in new for prompt in prompts_])
+            self.batches.append(list(self.ledger.placed))
+            self.ledger.end()
+
+    def decode(self, live: list[Prompt]) -> None:
+        while live:
+            for prompt in live:
+                self.made[prompt.rollout] = self.made.get(prompt.rollout, 0) + 1
+            ended = [prompt for prompt in live if self.made[prompt.rollout] >= self.length(prompt)]
+            live = [prompt for prompt in live if prompt not in ended]
+            if ended and self.ledger.finished(sorted(prompt.rollout for prompt in ended)):
+                return
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[Run, Overcommit, int]:
+    batch = draw(st.integers(1, 6))
+    admission = Overcommit(batch, draw(st.integers(0, batch)), draw(st.integers(1, 3)))
+    lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=30))
+    samples = draw(st.sampled_from([1, 1, 2, 3]))
+    run = Run(Ledger(admission), lengths, steps=draw(st.integers(1, 8)), samples=samples)
+    prompts = draw(st.integers(0, 60))
+    run.play(prompts)
+    return run, admission, prompts
+
+
+@given(runs())
+def test_every_admitted_prompt_is_trained_exactly_once(played: tuple[Run, Overcommit, int]) -> None:
+    run, _, _ = played
+    trained = [unit.admission for batch in run.batches for unit in batch]
+    assert sorted(trained) == list(range(run.admitted))
+
+
+@given(runs())
+def test_every_batch_is_full_but_the_last_one(played: tuple[Run, Overcommit, int]) -> None:
+    run, admission, prompts = played
+    sizes = [len(batch) for batch in run.batches if batch]
+    assert all(size == admission.batch for size in sizes[:-1])
+    assert sum(sizes) == min(prompts, run.steps * admission.batch)
+
+
+@given(runs())
+def test_nothing_is_trained_older_than_max_deferrals(played: tuple[Run, Overcommit, int]) -> None:
+    run, admission, _ = played
+    assert all(unit.age <= admission.max_deferrals for batch in run.batches for unit in batch)
+
+
+@given(runs())
+def test_at_most_extra_units_are_carried(played: tuple[Run, Overcommit, int]) -> None:
+    run, admission, _ = played
+    order = {unit.admission: step for step, batch in enumerate(run.batches) for unit in batch}
+    born = {unit.admission: step - unit.age for step, batch in enumerate(run.batches) for unit in batch}
+    for step in range(run.steps):
+        assert sum(born[a] <= step < order[a] for a in order) <= admission.extra
+
+
+def test_an_overdue_unit_keeps_its_place_though_younger_ones_finish_first() -> None:
+    ledger = Ledger(Overcommit(batch=2, extra=1, max_deferrals=1))
+    ledger.begin([group(0), group(1), group(2)])
+    assert ledger.finished([1, 2])
+    assert [unit.admission for unit in ledger.end()] == [0]
+    ledger.begin([group(3), group(4)])
+    assert not ledger.finished([3])
+    assert not ledger.finished([4]), "the batch may not be cut without the overdue unit"
+    assert ledger.place_of(4) is None, "the last free place is kept for it"
+    assert ledger.finished([0])
+    assert [unit.admission for unit in ledger.placed] == [3, 0]
+    assert [unit.admission for unit in ledger.end()] == [4]
+
+
+def test_a_complete_unit_without_a_place_is_the_first_of_the_next_step() -> None:
+    ledger = Ledger(Overcommit(batch=1, extra=1))
+    ledger.begin([group(0), group(1)])
+    assert ledger.finished([0, 1]), "both end in one decode step"
+    assert [unit.admission for unit in ledger.end()] == [1]
+    assert [unit.admission for unit in ledger.begin([group(2)])] == [1]
+
+
+def test_a_group_takes_one_place_when_its_last_sample_ends() -> None:
+    ledger = Ledger(Synchronous(1))
+    ledger.begin([group(3, samples=2)])
+    assert not ledger.finished([6])
+    assert ledger.place_of(6) is None
+    assert ledger.finished([7])
+    assert ledger.place_of(6) is ledger.place_of(7)
+
+
+def test_a_rollout_that_is_not_decoded_cannot_finish() -> None:
+    ledger = Ledger(Synchronous(1))
+    ledger.begin([group(0)])
+    with pytest.raises(ProtocolError, match="rollout 5 finished, but it was not being decoded"):
+        ledger.finished([5])
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"batch": 0}, "batch must be at least 1, not 0"),
+        ({"batch": 4, "extra": 5}, "extra must lie in 0 .. batch = 4, not 5"),
+        ({"batch": 4, "extra": -1}, "not -1"),
+        ({"batch": 4, "extra": 1, "max_deferrals": 0}, "max_deferrals must be at least 1, not 0"),
+    ],
+)
+def test_impossible_settings_are_refused(settings: dict[str, int], sentence: str) -> None:
+    with pytest.raises(AdmissionError, match=sentence):
+        Overcommit(**settings)
+
+
+class Greedy:
+    """An admission that asks for less than nothing."""
+
+    batch = 1
+    max_deferrals = 1
+
+    def admit(self, view: AdmitView) -> int:
+        return -1
+
+    def cut(self, view: CutView) -> bool:
+        return False
+
+    def observe(self, report: StepReport) -> None:
+        pass
+
+
+def test_a_negative_admission_is_refused_by_name() -> None:
+    with pytest.raises(AdmissionError, match=r"admit\(\) must return 0 or more, not -1 \(Greedy\)"):
+        Ledger(Greedy()).wanted(1)

@@ -1,0 +1,160 @@
+"""The shape of the code base, kept honest: who may import whom, what may be called, how large things may grow."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "oppo"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+LAYERS: tuple[frozenset[str], ...] = (
+    frozenset({"errors"}),
+    frozenset({"events", "observe"}),
+    frozenset({"models", "admission", "chunking", "estimators", "placement"}),
+    frozenset({"graph"}),
+    frozenset({"stages"}),
+    frozenset({"recipes"}),
+)
+"""From the bottom up: a module imports its own layer and those below it."""
+
+LEAVES = frozenset({"losses", "hf", "testing", "report", "demo", "cli", "config", "data", "rewards", "train"})
+"""Nothing in a layer imports these."""
+
+TORCH = frozenset({"losses", "hf", "demo"})
+"""The only places that know torch."""
+
+BANNED = {
+    "create_task": "use a task group",
+    "ensure_future": "use a task group",
+    "gather": "use a task group",
+    "print": "log, or render through the console",
+    "eval": "never",
+    "exec": "never",
+}
+CLOCKS = {"time", "monotonic", "perf_counter"}
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+
+
+def module_of(path: Path) -> str:
+    """Return the first component below ``oppo``: ``hf`` for ``oppo/hf/policy.py``."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module, node.lineno
+            if node.module == "oppo":
+                yield from ((f"oppo.{alias.name}", node.lineno) for alias in node.names)
+
+
+def layer_of(module: str) -> int:
+    return next((k for k, layer in enumerate(LAYERS) if module in layer), len(LAYERS))
+
+
+def test_every_module_has_a_layer_or_is_a_leaf() -> None:
+    known = frozenset().union(*LAYERS) | LEAVES | {"__init__", "__main__"}
+    assert {module_of(path) for path in FILES} <= known
+
+
+def test_modules_import_downwards_only() -> None:
+    faults = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in FILES
+        if module_of(path) not in LEAVES | {"__init__", "__main__"}
+        for name, line in imports(path)
+        if name.startswith("oppo.") and layer_of(name.split(".")[1]) > layer_of(module_of(path))
+    ]
+    assert not faults
+
+
+def test_the_graph_knows_no_rl() -> None:
+    allowed = {"oppo.errors", "oppo.observe", "oppo"}
+    faults = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in (PACKAGE / "graph").glob("*.py")
+        for name, line in imports(path)
+        if name.startswith("oppo")
+        and name not in allowed
+        and not name.startswith(("oppo.graph", "oppo.errors", "oppo.observe"))
+    ]
+    assert not faults
+
+
+def test_torch_stays_in_its_places() -> None:
+    faults = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in FILES
+        if module_of(path) not in TORCH
+        for name, line in imports(path)
+        if name.split(".")[0] in {"torch", "transformers", "accelerate"}
+    ]
+    assert not faults
+
+
+def called_name(node: ast.Call) -> tuple[str, str]:
+    """Return the owner and the name of what is called: ``("time", "monotonic")``."""
+    if isinstance(node.func, ast.Attribute):
+        owner = node.func.value
+        return owner.id if isinstance(owner, ast.Name) else "", node.func.attr
+    return "", node.func.id if isinstance(node.func, ast.Name) else ""
+
+
+def test_banned_calls_are_not_made() -> None:
+    faults = []
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call):
+                continue
+            owner, name = called_name(node)
+            where = f"{path.relative_to(ROOT)}:{node.lineno} calls {name}"
+            if (name in BANNED and owner in {"", "asyncio", "loop"}) or (owner == "pickle"):
+                faults.append(f"{where}: {BANNED.get(name, 'never')}")
+            if owner == "time" and name in CLOCKS and module_of(path) != "observe":
+                faults.append(f"{where}: use oppo.observe.now, or the loop's clock")
+    assert not faults
+
+
+def test_no_broad_except_swallows_an_error() -> None:
+    faults = []
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ExceptHandler) and (
+                node.type is None or "Exception" in ast.unparse(node.type).split(".")
+            ):
+                reraises = any(isinstance(child, ast.Raise) for child in ast.walk(node))
+                if not reraises:
+                    faults.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not faults
+
+
+def test_files_and_functions_stay_small() -> None:
+    faults = []
+    for path in FILES:
+        text = path.read_text(encoding="utf-8")
+        if (lines := text.count("\n")) > MAX_FILE_LINES:
+            faults.append(f"{path.relative_to(ROOT)} has {lines} lines: which concept in it wants its own module?")
+        faults += [
+            f"{path.relative_to(ROOT)}:{node.lineno} {node.name} is too long: which step in it wants a name?"
+            for node in ast.walk(ast.parse(text))
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            and (node.end_lineno or 0) - node.lineno >= MAX_FUNCTION_LINES
+        ]
+    assert not faults
+
+
+@pytest.mark.parametrize("module", ["oppo", "oppo.stages", "oppo.recipes", "oppo.testing", "oppo.cli", "oppo.train"])
+def test_importing_the_surface_loads_no_torch(module: str) -> None:
+    probe = f"import sys, {module}; assert not {{'torch', 'transformers', 'accelerate'}} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", probe], check=True)

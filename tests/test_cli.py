@@ -1,0 +1,201 @@
+"""The command line end to end, on tiny models made on the spot."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer as Words, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
+
+from oppo.cli import main
+from oppo.hf.digest import weights_digest
+from oppo.report import story
+from tests.hf import tiny
+
+CONFIG = """
+[run]
+name = "first"
+steps = 2
+panel = "lines"
+[models]
+policy = "actor"
+reward = "reward"
+[data]
+prompts = "prompts.jsonl"
+[sampling]
+max_new_tokens = 12
+[step]
+batch = 4
+extra = 2
+chunk = 4
+[trainer]
+learning_rate = 1e-3
+epochs = 1
+"""
+
+
+def tokenizer(*, shifted: bool = False) -> PreTrainedTokenizerFast:
+    names = ["<pad>", "<s>", "</s>", *(f"w{i + shifted}" for i in range(3, tiny.VOCABULARY))]
+    words = Words(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<pad>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a policy, a reward model, a reward function and prompts."""
+    folder = tmp_path_factory.mktemp("workplace")
+    tiny.causal("llama", seed=1).save_pretrained(folder / "actor")
+    tiny.scalar("llama", seed=2).save_pretrained(folder / "reward")
+    tiny.scalar("llama", seed=2).save_pretrained(folder / "foreign")
+    for name in ("actor", "reward"):
+        tokenizer().save_pretrained(folder / name)
+    tokenizer(shifted=True).save_pretrained(folder / "foreign")
+    rows = [{"prompt": " ".join(f"w{3 + (7 * i + k) % 90}" for k in range(2 + i % 5)), "goal": i} for i in range(20)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "reward.py").write_text(
+        "def short(prompts, completions, goal):\n    return [-len(c.split()) / 10 for c in completions]\n"
+        "def broken(prompts, completions):\n    return [None for _ in completions]\n"
+    )
+    (folder / "config.toml").write_text(CONFIG)
+    return folder
+
+
+def oppo(folder: Path, command: str, *overrides: str) -> int:
+    settings = [each for override in overrides for each in ("--set", override)]
+    return main(["train", str(folder / "config.toml"), *command.split(), *settings])
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_here() -> None:
+    torch.set_num_threads(1)
+
+
+def test_training_leaves_a_run_directory_and_loadable_models(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert oppo(workplace, "") == 0
+    printed = capsys.readouterr()
+    assert [line.split("  ")[0] for line in printed.out.splitlines()[:2]] == ["step 1/2", "step 2/2"]
+    run = workplace / "runs" / "first"
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [(each["step"], each["version"], each["trained"]) for each in records] == [(0, 1, 4), (1, 2, 4)]
+    wanted = ("objective/kl", "policy/approxkl_avg", "loss/value_avg", "response_length/mean", "timing_s/update")
+    assert all(name in records[0] for name in (*wanted, "overlap/hidden_fraction", "staleness/lag_mean"))
+    trained = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
+    carried = next(entry["rollout"] for entry in trained if entry["event"] == "deferred")
+    assert story(run / "journal.jsonl", carried)[0]["event"] == "admitted"
+    assert tomllib.loads((run / "config.toml").read_text())["models"]["reference"] == str(workplace / "actor")
+    final = run / "checkpoints" / "final"
+    actor = AutoModelForCausalLM.from_pretrained(final / "actor")
+    AutoModelForSequenceClassification.from_pretrained(final / "critic")
+    assert AutoTokenizer.from_pretrained(final / "actor").get_vocab() == tokenizer().get_vocab()
+    assert weights_digest(actor) != weights_digest(tiny.causal("llama", seed=1))
+
+
+def test_a_used_run_directory_is_not_written_again(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (workplace / "runs" / "used").mkdir(parents=True)
+    (workplace / "runs" / "used" / "precious").write_text("")
+    assert oppo(workplace, "", "run.name=used") == 2
+    assert "is already used (it holds precious)" in capsys.readouterr().err
+
+
+def test_a_dry_run_checks_everything_and_writes_nothing(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert oppo(workplace, "--dry-run", "run.name=dry") == 0
+    printed = capsys.readouterr().out
+    assert 'name = "dry"' in printed
+    assert "advantage" in printed
+    assert not (workplace / "runs" / "dry").exists()
+
+
+def test_a_reward_function_trains_a_critic_with_a_new_head(workplace: Path) -> None:
+    overrides = (
+        "models.reward=reward.py:short",
+        "run.name=function",
+        "run.steps=1",
+        "step.extra=0",
+        "step.chunk=whole",
+    )
+    assert oppo(workplace, "", *overrides, "run.exact=true", "run.panel=off") == 0
+    record = json.loads((workplace / "runs" / "function" / "metrics.jsonl").read_text())
+    assert -1.2 <= record["score"] <= -0.1
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("step.bathc=3", "error: unknown key 'step.bathc' (did you mean 'batch'?)"),
+        ("models.policy=./nowhere", "no tokenizer could be loaded: "),
+        ("models.reward=foreign", "does not share the policy's tokenizer: token 'w3' is 3 here and absent there"),
+        ("models.reward=reward.py:shrot", "has no function 'shrot'; the functions there are short, broken"),
+        ("models.reward=actor", "a reward from an untrained head would be noise"),
+        ("data.prompts=none.jsonl", "there is no prompt file"),
+        ("sampling.max_new_tokens=600", "do not fit into the models' 512 positions"),
+        ("sampling.stop=['w3 w4']", "'w3 w4' is 2 tokens of the policy's tokenizer, expected one"),
+        ("sampling.stop=[400]", "400 is no token id; there are 96 tokens"),
+        ("trainer.warmup_steps=1", "schedule 'constant' has no warm-up"),
+    ],
+)
+def test_what_cannot_be_used_is_one_sentence(
+    workplace: Path, override: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert oppo(workplace, "--dry-run", "run.name=refused", override) == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert "Traceback" not in said
+
+
+def test_a_reward_that_is_no_number_ends_the_run_and_saves_it(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert oppo(workplace, "", "models.reward=reward.py:broken", "run.name=broken") == 1
+    said = capsys.readouterr().err
+    assert "reward function 'broken' must return a finite number" in said
+    assert "in stage 'reward' of graph 'ppo', step 0" in said
+    assert (workplace / "runs" / "broken" / "checkpoints" / "final" / "actor" / "config.json").exists()
+    assert (workplace / "runs" / "broken" / "report.html").exists()
+
+
+def test_ctrl_c_saves_what_was_learned(workplace: Path) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    program = "import sys; from oppo.cli import main; sys.exit(main())"
+    settings = ["--set", "run.name=stopped", "--set", "run.steps=100000"]
+    command = [sys.executable, "-c", program, "train", str(workplace / "config.toml"), *settings]
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("step 1/100000")
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=120)
+    run = workplace / "runs" / "stopped"
+    assert process.returncode == 130, said
+    assert f"interrupted; what was learned is in {run / 'checkpoints' / 'final'}" in said
+    assert "Traceback" not in said
+    actor = AutoModelForCausalLM.from_pretrained(run / "checkpoints" / "final" / "actor")
+    assert weights_digest(actor) != weights_digest(tiny.causal("llama", seed=1))
+    assert (run / "report.html").exists()
+
+
+@pytest.mark.parametrize("arguments", ["--help", "--version", "train --help"])
+def test_help_and_version_need_nothing(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments.split()) == 0
+    assert capsys.readouterr().out
+
+
+def test_a_mistyped_command_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trian"]) == 2
+    assert "trian" in capsys.readouterr().err

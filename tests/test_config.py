@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from oppo.config import Settings, TrainerSection, load, resolve, trainer_settings
+from oppo.errors import ConfigError
+from oppo.hf.settings import TrainerSettings
+from oppo.models import Sampling
+
+MINIMAL = '[models]\npolicy = "./actor"\nreward = "reward.py:score"\n[data]\nprompts = "prompts.jsonl"\n'
+
+
+def loaded(folder: Path, text: str = "", *overrides: str, base: str = MINIMAL) -> Settings:
+    path = folder / "config.toml"
+    path.write_text(base + text)
+    return load(path, overrides)
+
+
+def refused(folder: Path, text: str, *overrides: str, base: str = MINIMAL) -> str:
+    with pytest.raises(ConfigError) as caught:
+        loaded(folder, text, *overrides, base=base)
+    return str(caught.value)
+
+
+def test_relative_paths_are_relative_to_the_file(tmp_path: Path) -> None:
+    settings = loaded(tmp_path)
+    assert settings.models.policy == str(tmp_path / "actor")
+    assert settings.models.reward == f"{tmp_path / 'reward.py'}:score"
+    assert settings.data.prompts == str(tmp_path / "prompts.jsonl")
+    assert settings.run_directory == tmp_path / "runs" / "run"
+
+
+def test_a_name_that_is_no_path_stays_a_hub_name(tmp_path: Path) -> None:
+    base = '[models]\npolicy = "org/actor"\nreward = "here"\n[data]\nprompts = "p.jsonl"\n'
+    (tmp_path / "here").mkdir()
+    models = loaded(tmp_path, base=base).models
+    assert models.policy == "org/actor"
+    assert models.reward == str(tmp_path / "here")
+
+
+def test_the_reference_defaults_to_the_policy_and_the_critic_to_the_reward_model(tmp_path: Path) -> None:
+    base = '[models]\npolicy = "org/actor"\nreward = "org/reward"\n[data]\nprompts = "p.jsonl"\n'
+    models = loaded(tmp_path, base=base).models
+    assert (models.reference, models.critic) == ("org/actor", "org/reward")
+
+
+def test_the_critic_of_a_reward_function_defaults_to_the_policy(tmp_path: Path) -> None:
+    models = loaded(tmp_path).models
+    assert models.reward_is_function
+    assert models.critic == models.policy
+
+
+def test_the_runs_seed_reaches_every_section_that_names_none(tmp_path: Path) -> None:
+    settings = loaded(tmp_path, "[run]\nseed = 7\n[sampling]\nseed = 3\n")
+    assert (settings.data.seed, settings.sampling.seed, settings.trainer.seed) == (7, 3, 7)
+
+
+def test_the_resolved_file_means_the_same_anywhere(tmp_path: Path) -> None:
+    settings = loaded(
+        tmp_path, '[step]\nkl_target = 6.0\nkl_horizon = 100\nchunk = "whole"\n[sampling]\nstop = [1, "x"]\n'
+    )
+    assert resolve(tomllib.loads(settings.toml()), Path("/elsewhere")) == settings
+
+
+def test_an_override_is_a_toml_value_or_else_text(tmp_path: Path) -> None:
+    settings = loaded(tmp_path, "", "step.kl=0.2", "run.name=other", "sampling.stop=[3]", "run.exact = true")
+    assert (settings.step.kl, settings.run.name, settings.sampling.stop) == (0.2, "other", (3,))
+    assert settings.run.exact
+
+
+@pytest.mark.parametrize("override", ["step.kl", "kl=1", "=1", "a.b.c=1", ".kl=1"])
+def test_a_malformed_override_says_what_one_looks_like(tmp_path: Path, override: str) -> None:
+    assert "--set expects section.key=value" in refused(tmp_path, "", override)
+
+
+def test_an_unknown_key_names_the_nearest_one_and_all_of_the_section(tmp_path: Path) -> None:
+    said = refused(tmp_path, "[step]\nbathc = 3\n")
+    assert said.startswith("unknown key 'step.bathc' (did you mean 'batch'?); the keys of [step] are batch, extra,")
+
+
+def test_an_unknown_section_names_the_nearest_one(tmp_path: Path) -> None:
+    assert "unknown section 'trianer' (did you mean 'trainer'?)" in refused(tmp_path, "[trianer]\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[run]\nsteps = 0\n", "run.steps: expected a number greater than 0, got 0"),
+        ("[run]\nsteps = true\n", "run.steps: expected a whole number, got True"),
+        ('[run]\nexact = "yes"\n', "run.exact: expected true or false, got 'yes'"),
+        ('[run]\nname = "a/b"\n', "run.name: expected letters, digits"),
+        ('[step]\nchunk = "half"\n', "step.chunk: expected a whole number or 'whole', got 'half'"),
+        ("[step]\nbatch = 4\nextra = 5\n", "extra must be at most batch (4), so that overdue rollouts fit; got 5"),
+        ("[step]\nkl_target = 3.0\n", "kl_target and kl_horizon go together"),
+        ("[step]\nkl = nan\n", "step.kl: expected a finite number, got nan"),
+        ("[sampling]\ntop_p = 0.0\n", "sampling.top_p: expected a number greater than 0, got 0.0"),
+        (
+            "[sampling]\nstop = [1, 2.5]\n",
+            "sampling.stop: expected item 1 to be a whole number or item 1 to be a string",
+        ),
+        ('[run]\nexact = true\n[models]\ndtype = "auto"\n', "run.exact needs models.dtype = 'float32'"),
+    ],
+)
+def test_a_wrong_value_is_a_sentence(tmp_path: Path, text: str, sentence: str) -> None:
+    base = MINIMAL.replace("[data]", "", 1) if "[models]" in text else MINIMAL
+    if "[models]" in text:
+        base = ""
+        text += 'policy = "a"\nreward = "b"\n[data]\nprompts = "p.jsonl"\n'
+    assert sentence in refused(tmp_path, text, base=base)
+
+
+def test_every_fault_of_a_file_is_told_at_once(tmp_path: Path) -> None:
+    said = refused(tmp_path, "", base="run = 3\n[models]\npolicy = 1\n")
+    assert said.splitlines()[0] == "4 settings are wrong:"
+    assert "[run]: expected a section with the keys name, directory" in said
+    assert "models.policy: expected a string, got 1" in said
+    assert "models.reward is missing: directory or hub name of a reward model, or file.py:function" in said
+    assert "[data] is missing: a section with the keys prompts, column" in said
+
+
+def test_a_file_that_is_not_there_or_not_toml_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read the configuration"):
+        load(tmp_path / "none.toml")
+    assert "is not valid TOML" in refused(tmp_path, "[run\n")
+
+
+def test_the_sections_mirror_what_they_configure() -> None:
+    trainer = {field.name for field in dataclasses.fields(TrainerSettings)}
+    assert set(TrainerSection.model_fields) == trainer - {"betas", "eps", "total_steps"}
+    sampling = {field.name for field in dataclasses.fields(Sampling)}
+    annotation = Settings.model_fields["sampling"].default
+    assert set(type(annotation).model_fields) == sampling
+    defaults = TrainerSettings()
+    assert all(getattr(defaults, name) == value for name, value in TrainerSection().model_dump().items())
+
+
+def test_a_schedule_spans_the_run(tmp_path: Path) -> None:
+    settings = loaded(tmp_path, '[run]\nsteps = 40\n[trainer]\nschedule = "linear"\nwarmup_steps = 4\n')
+    assert trainer_settings(settings).total_steps == 40
+    with pytest.raises(ConfigError, match="has no warm-up"):
+        trainer_settings(loaded(tmp_path, "[trainer]\nwarmup_steps = 4\n"))

@@ -1,0 +1,123 @@
+"""The streamed graph against the serial oracle, with real models: in exact mode they agree bit for bit."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+import anyio
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from oppo.admission import Overcommit
+from oppo.chunking import ChunkSize, Fixed, WholeRollout
+from oppo.events import Batch, Prompt
+from oppo.hf.digest import weights_digest
+from oppo.hf.policy import HfPolicy
+from oppo.hf.scorers import ReferenceLogprobs, RewardModel, ValueModel
+from oppo.hf.settings import TrainerSettings
+from oppo.hf.trainer import HfTrainer
+from oppo.losses import token_logprobs
+from oppo.models import Sampling
+from oppo.placement import Thread
+from oppo.recipes import ppo
+from tests.pipelines import Tap
+
+SAMPLING = Sampling(max_new_tokens=40, temperature=0.9, stop=(1, 2, 3, 4, 5), seed=3)
+SETTINGS = TrainerSettings(learning_rate=1e-3, epochs=2, minibatches=2)
+BATCH = 4
+
+
+def oracle() -> ModuleType:
+    path = Path(__file__).parents[1] / "examples" / "00_serial_ppo.py"
+    spec = importlib.util.spec_from_file_location("serial_ppo", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def prompts() -> list[Prompt]:
+    return [Prompt(n, n, np.arange(10 + n, 13 + n + n % 5, dtype=np.int32), group=n) for n in range(3 * BATCH)]
+
+
+async def streamed(models: dict[str, PreTrainedModel], chunks: ChunkSize, *, extra: int = 0) -> list[Batch]:
+    def one_core() -> None:
+        torch.set_num_threads(1)
+
+    with Thread("decode", setup=one_core) as decoding, Thread("score", setup=one_core) as scoring:
+        policy = HfPolicy(models["actor"], sampling=SAMPLING, thread=decoding, exact=True)
+        critic = ValueModel(models["critic"], thread=scoring, exact=True)
+        graph = ppo(
+            policy=policy,
+            reference=ReferenceLogprobs(models["reference"], sampling=SAMPLING, thread=scoring, exact=True),
+            reward=RewardModel(models["reward"], thread=scoring, exact=True),
+            critic=critic,
+            trainer=HfTrainer(models["actor"], models["critic"], sampling=SAMPLING, thread=decoding, settings=SETTINGS),
+            admission=Overcommit(batch=BATCH, extra=extra),
+            chunks=chunks,
+        )
+        tap = Tap()
+        async with graph.open(prompts(), observers=[tap]) as run:
+            async for _ in run.steps(3):
+                pass
+        return [item for _, _, item in tap.items if isinstance(item, Batch)]
+
+
+def assert_same(serial: Sequence[Batch], other: Sequence[Batch]) -> None:
+    assert len(serial) == len(other) == 3
+    for a, b in zip(serial, other, strict=True):
+        assert a.rollouts == b.rollouts
+        for name in ("tokens", "logprobs", "reference", "values", "scores", "rewards", "advantages", "returns"):
+            assert np.array_equal(getattr(a, name), getattr(b, name)), name
+
+
+@pytest.mark.parametrize("chunks", [Fixed(1), Fixed(7), Fixed(32), WholeRollout()], ids=str)
+def test_streamed_and_serial_runs_agree_bit_for_bit(chunks: ChunkSize) -> None:
+    torch.set_num_threads(1)
+    example = oracle()
+    ours, theirs = example.tiny_models(), example.tiny_models()
+    serial = anyio.run(example.serial_ppo, theirs, prompts(), BATCH, SAMPLING, SETTINGS)
+    assert_same(serial, anyio.run(streamed, ours, chunks))
+    for name in ("actor", "critic"):
+        assert weights_digest(ours[name]) == weights_digest(theirs[name]), name
+        assert weights_digest(ours[name]) != weights_digest(example.tiny_models()[name]), f"{name} was not trained"
+
+
+def test_a_run_with_deferral_is_the_same_twice() -> None:
+    torch.set_num_threads(1)
+    example = oracle()
+    first, second = example.tiny_models(), example.tiny_models()
+    assert_same(anyio.run(_deferring, first, Fixed(7)), anyio.run(_deferring, second, Fixed(3)))
+    assert weights_digest(first["actor"]) == weights_digest(second["actor"])
+
+
+async def _deferring(models: dict[str, PreTrainedModel], chunks: ChunkSize) -> list[Batch]:
+    batches = await streamed(models, chunks, extra=2)
+    assert any(batch.deferred for batch in batches), "this run is meant to defer"
+    return batches
+
+
+def test_the_first_batch_agrees_with_the_plain_library_forward() -> None:
+    torch.set_num_threads(1)
+    models = oracle().tiny_models()
+    with torch.no_grad():
+        (first, *_) = anyio.run(streamed, models, Fixed(7))
+        fresh = oracle().tiny_models()
+        for response, row, score in zip(first.responses, first.rows(), first.scores, strict=True):
+            ids = torch.from_numpy(np.concatenate((response.prompt.tokens, response.tokens))).long()[None]
+            start = len(response.prompt.tokens)
+            logits = fresh["actor"](ids).logits[0, start - 1 : -1]
+            expected = token_logprobs(logits, ids[0, start:], SAMPLING.temperature).numpy()
+            for got in (first.logprobs[row], first.reference[row]):
+                np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+            critic = fresh["critic"]
+            hidden = critic.base_model(ids).last_hidden_state
+            values = critic.score(hidden)[0, start - 1 : -1, 0].numpy()
+            np.testing.assert_allclose(first.values[row], values, rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(score, fresh["reward"](ids).logits[0, 0].numpy(), rtol=1e-5, atol=1e-5)

@@ -1,0 +1,147 @@
+"""The estimators against torchrl's and TRL's values, and the edges that neither has."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+from hypothesis.extra import numpy as hnp
+
+from oppo.estimators import AdaptiveKL, FixedKL, KLEstimator, gae, kl_estimate, shaped_rewards, whiten
+from oppo.events import FloatArray
+
+GOLDEN = json.loads((Path(__file__).parent / "golden" / "ppo.json").read_text(encoding="utf-8"))
+SETTING = {"gamma": 0.99, "lam": 0.9, "kl": 0.1}
+"""Of the golden update; see tests/golden/fixed.py."""
+
+
+def floats(values: object) -> FloatArray:
+    return np.asarray(values, np.float32)
+
+
+def close(ours: object, theirs: object) -> None:
+    np.testing.assert_allclose(floats(ours), floats(theirs), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", GOLDEN["gae"], ids=lambda case: f"{len(case['values'])}-tokens-lam-{case['lam']}")
+def test_gae_equals_torchrl(case: dict[str, float]) -> None:
+    advantages, returns = gae(floats(case["rewards"]), floats(case["values"]), case["gamma"], case["lam"])
+    close(advantages, floats(case["advantages"]))
+    close(returns, floats(case["returns"]))
+    assert advantages.dtype == returns.dtype == np.float32
+
+
+def test_rewards_advantages_and_returns_equal_those_of_a_trl_update() -> None:
+    golden = GOLDEN["update"]
+    rows = range(len(golden["scores"]))
+    kl = [kl_estimate(floats(golden["logprobs"][r]), floats(golden["ref_logprobs"][r])) for r in rows]
+    rewards = [shaped_rewards(golden["scores"][r], kl[r], SETTING["kl"]) for r in rows]
+    estimates = [gae(rewards[r], floats(golden["values"][r]), SETTING["gamma"], SETTING["lam"]) for r in rows]
+    advantages = np.concatenate([advantage for advantage, _ in estimates])
+    close(kl, floats(golden["kl"]))
+    close(rewards, floats(golden["rewards"]))
+    close(advantages, floats(golden["advantages"]).ravel())
+    close([returns for _, returns in estimates], floats(golden["returns"]))
+    whitened = whiten(advantages, np.ones(len(advantages), np.bool_))
+    close(whitened, floats(golden["whitened"]).ravel())
+
+
+@pytest.mark.parametrize("case", GOLDEN["kl"], ids=lambda case: str(case["estimator"]))
+def test_kl_equals_trl(case: dict[str, str]) -> None:
+    estimator: KLEstimator = "k1" if case["estimator"] == "k1" else "k3"
+    kl = kl_estimate(floats(case["logprobs"]), floats(case["reference"]), estimator)
+    close(kl, floats(case["kl"]))
+
+
+@pytest.mark.parametrize("case", GOLDEN["whiten"], ids=lambda case: f"shift-mean-{case['shift_mean']}")
+def test_whitening_equals_trl_where_the_mask_is_true(case: dict[str, bool]) -> None:
+    mask = np.asarray(case["mask"], np.bool_)
+    whitened = whiten(floats(case["x"]), mask, shift_mean=case["shift_mean"])
+    close(whitened[mask], floats(case["whitened"])[mask])
+    assert not whitened[~mask].any()
+
+
+@given(hnp.arrays(np.float32, st.integers(1, 30), elements=st.floats(-5, 5, width=32)), st.floats(0, 1))
+def test_gae_with_lambda_one_is_the_discounted_sum_of_rewards(rewards: FloatArray, gamma: float) -> None:
+    values = np.linspace(-1, 1, len(rewards), dtype=np.float32)
+    _, returns = gae(rewards, values, gamma, 1.0)
+    expected = [sum(gamma**k * float(reward) for k, reward in enumerate(rewards[t:])) for t in range(len(rewards))]
+    np.testing.assert_allclose(returns, floats(expected), rtol=1e-4, atol=1e-4)
+
+
+@given(hnp.arrays(np.float32, 8, elements=st.floats(-20, 0, width=32)), st.floats(-3, 3))
+def test_k3_is_never_negative(logprobs: FloatArray, shift: float) -> None:
+    assert (kl_estimate(logprobs, floats(logprobs + shift), "k3") >= 0).all()
+
+
+def test_gae_of_an_empty_response_is_empty() -> None:
+    advantages, returns = gae(floats([]), floats([]), 1.0, 0.95)
+    assert len(advantages) == len(returns) == 0
+
+
+def test_the_score_lands_on_the_last_sampled_token_and_given_tokens_earn_nothing() -> None:
+    sampled = np.array([True, True, False, True, False])
+    rewards = shaped_rewards(2.0, floats([1, 2, 3, 4, 5]), 0.5, sampled)
+    assert rewards.tolist() == [-0.5, -1.0, 0.0, 0.0, 0.0]
+    assert rewards.dtype == np.float32
+
+
+def test_a_score_without_a_sampled_token_is_refused() -> None:
+    with pytest.raises(ValueError, match="none of the 2 tokens of the response was sampled"):
+        shaped_rewards(1.0, floats([0, 0]), 0.1, np.zeros(2, np.bool_))
+
+
+@pytest.mark.parametrize("counted", [0, 1])
+def test_whitening_fewer_than_two_tokens_gives_zeros(counted: int) -> None:
+    mask = np.arange(3) < counted
+    assert whiten(floats([3, 4, 5]), mask).tolist() == [0, 0, 0]
+
+
+def test_what_the_mask_leaves_out_does_not_move_the_whitening() -> None:
+    mask = np.array([True, True, False, True])
+    quiet, loud = whiten(floats([1, 2, 0, 4]), mask), whiten(floats([1, 2, 1e6, 4]), mask)
+    np.testing.assert_array_equal(quiet, loud)
+
+
+def test_arrays_of_different_length_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"one length, got .*rewards.*\(2,\).*values.*\(3,\)"):
+        gae(np.zeros(2, np.float32), np.zeros(3, np.float32), 1.0, 1.0)
+
+
+def test_an_unknown_kl_estimator_is_refused() -> None:
+    with pytest.raises(ValueError, match="must be 'k1' or 'k3', not 'k2'"):
+        kl_estimate(floats([0]), floats([0]), "k2")  # type: ignore[arg-type] # the point of the test
+
+
+@pytest.mark.parametrize(("kl", "factor"), [(6.0, 1.0), (60.0, 1.02), (0.0, 0.98), (6.6, 1.01), (float("nan"), 1.0)])
+def test_the_adaptive_coefficient_follows_the_clipped_relative_error(kl: float, factor: float) -> None:
+    before = AdaptiveKL(0.5, target=6.0, horizon=640)
+    assert before.after(kl, 64).coefficient == pytest.approx(0.5 * factor)
+    assert before.coefficient == 0.5
+
+
+def test_the_adaptive_coefficient_never_becomes_negative() -> None:
+    assert AdaptiveKL(0.5, target=6.0, horizon=1).after(0.0, 64).coefficient == 0.0
+
+
+def test_the_adaptive_coefficient_brings_a_responding_kl_to_its_target() -> None:
+    control = AdaptiveKL(0.01, target=6.0, horizon=1000)
+    for _ in range(2000):
+        control = control.after(1.2 / control.coefficient, 32)
+    assert control.coefficient == pytest.approx(0.2, rel=1e-3)
+
+
+def test_a_fixed_coefficient_never_moves() -> None:
+    assert FixedKL(0.05).after(100.0, 64) == FixedKL(0.05)
+
+
+@pytest.mark.parametrize(
+    "build", [lambda: FixedKL(-1.0), lambda: AdaptiveKL(0.1, 0.0), lambda: AdaptiveKL(0.1, 6.0, 0.0)]
+)
+def test_impossible_kl_controls_are_refused(build: object) -> None:
+    assert callable(build)
+    with pytest.raises(ValueError, match="must be"):
+        build()

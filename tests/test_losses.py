@@ -1,0 +1,104 @@
+"""The losses against TRL's own lines, values and gradients, and the rule that parts add up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from oppo.losses import entropy, masked_mean, policy_loss, token_logprobs, value_loss
+
+GOLDEN = json.loads((Path(__file__).parent / "golden" / "ppo.json").read_text(encoding="utf-8"))["loss"]
+CLIP = 0.2
+
+
+def golden(name: str) -> Tensor:
+    return torch.tensor(GOLDEN[name])
+
+
+def close(ours: Tensor, theirs: Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+MASK = golden("mask")
+COUNT, SLOTS = int(MASK.sum()), MASK.numel()
+
+
+def test_the_policy_loss_and_its_gradient_equal_trl() -> None:
+    logprobs = golden("logprobs").requires_grad_()
+    ours = policy_loss(logprobs, golden("old_logprobs"), golden("advantages"), MASK, CLIP)
+    ours.loss.backward()
+    assert logprobs.grad is not None
+    close(ours.loss, golden("pg_loss"))
+    close(ours.clipfrac, golden("pg_clipfrac"))
+    close(logprobs.grad, golden("logprobs_grad"))
+
+
+def test_approxkl_and_ratio_equal_trl_once_its_padding_is_taken_out() -> None:
+    ours = policy_loss(golden("logprobs"), golden("old_logprobs"), golden("advantages"), MASK, CLIP)
+    close(ours.approxkl, golden("approxkl") * SLOTS / COUNT)
+    close(ours.ratio, (golden("ratio_mean") * SLOTS - (SLOTS - COUNT)) / COUNT)
+
+
+def test_the_value_loss_and_its_gradient_equal_trl() -> None:
+    values = golden("values").requires_grad_()
+    ours = value_loss(values, golden("old_values"), golden("returns"), MASK, CLIP)
+    (0.1 * ours.loss).backward()
+    assert values.grad is not None
+    close(ours.loss, golden("vf_loss"))
+    close(ours.clipfrac, golden("vf_clipfrac"))
+    close(values.grad, golden("values_grad"))
+
+
+def test_token_logprobs_and_entropy_equal_trl() -> None:
+    logits = golden("logits")
+    close(token_logprobs(logits, golden("tokens")), golden("token_logprobs"))
+    close(entropy(logits, torch.ones_like(MASK)), golden("token_entropy").mean())
+
+
+def test_the_temperature_divides_the_logits_and_zero_counts_as_one() -> None:
+    logits, tokens = golden("logits"), golden("tokens")
+    close(token_logprobs(logits, tokens, 0.5), token_logprobs(2 * logits, tokens))
+    close(token_logprobs(logits, tokens, 0.0), token_logprobs(logits, tokens))
+    close(entropy(logits, MASK, 0.5), entropy(2 * logits, MASK))
+
+
+def test_bfloat16_logits_are_read_in_float32() -> None:
+    logits = golden("logits").bfloat16()
+    ours = token_logprobs(logits, golden("tokens"))
+    assert ours.dtype == torch.float32
+    close(ours, token_logprobs(logits.float(), golden("tokens")))
+
+
+def test_parts_of_a_minibatch_add_up_to_the_whole() -> None:
+    new, old, advantages = golden("logprobs"), golden("old_logprobs"), golden("advantages")
+    whole = policy_loss(new, old, advantages, MASK, CLIP)
+    parts = [
+        policy_loss(new[rows], old[rows], advantages[rows], MASK[rows], CLIP, total=COUNT)
+        for rows in (slice(0, 3), slice(3, 6))
+    ]
+    for name in whole._fields:
+        close(torch.stack([getattr(part, name) for part in parts]).sum(), getattr(whole, name))
+
+
+def test_masked_out_nans_reach_neither_loss_nor_gradient() -> None:
+    mask = torch.tensor([True, False])
+    logprobs = torch.tensor([-1.0, float("nan")], requires_grad=True)
+    values = torch.tensor([0.5, float("inf")], requires_grad=True)
+    zeros = torch.zeros(2)
+    policy = policy_loss(logprobs, torch.tensor([-1.0, float("nan")]), torch.ones(2), mask, CLIP).loss
+    value = value_loss(values, zeros, zeros, mask, CLIP).loss
+    (policy + value).backward()
+    assert policy.item() == -1.0
+    assert logprobs.grad is not None
+    assert values.grad is not None
+    assert logprobs.grad.tolist() == [-1.0, 0.0]
+    assert values.grad.tolist() == [0.5, 0.0]
+
+
+def test_a_mean_over_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="a mean over no token is undefined"):
+        masked_mean(torch.ones(2), torch.zeros(2, dtype=torch.bool))

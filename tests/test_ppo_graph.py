@@ -1,0 +1,162 @@
+"""The invariants of overlap, over whole PPO graphs of fakes in virtual time under random schedules."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import anyio
+import numpy as np
+import pytest
+from hypothesis import example, given, strategies as st
+
+from oppo.chunking import WholeRollout
+from oppo.events import Chunk, Defer, Finish, Prompt, RolloutEvent
+from oppo.testing import FakeScorer, fake_per_token, fake_scalar, run_virtual
+from tests.pipelines import Pipeline, Setting, on_policy, same_batches, settings
+
+
+def played(setting: Setting) -> Pipeline:
+    pipeline = Pipeline(setting)
+    run_virtual(pipeline.run)
+    return pipeline
+
+
+@given(settings())
+def test_every_prompt_taken_is_trained_exactly_once(setting: Setting) -> None:
+    pipeline = played(setting)
+    taken = sorted(pipeline.tap.story())
+    assert sorted(rollout for batch in pipeline.batches for rollout in batch.rollouts) == taken
+    assert taken == list(range(len(taken))), "no prompt is skipped"
+
+
+@given(settings())
+def test_batches_are_full_and_never_older_than_allowed(setting: Setting) -> None:
+    pipeline = played(setting)
+    sizes = [len(batch) for batch in pipeline.batches]
+    assert all(size == setting.batch * setting.samples for size in sizes[:-1])
+    assert sum(sizes) == min(setting.prompts, setting.steps * setting.batch) * setting.samples
+    assert all(report.metrics.get("staleness/lag_max", 0) <= setting.max_deferrals for report in pipeline.reports)
+    assert all(len(report.deferred) <= setting.extra * setting.samples for report in pipeline.reports)
+
+
+@given(settings())
+def test_the_events_of_a_rollout_follow_the_grammar(setting: Setting) -> None:
+    for story in played(setting).tap.story().values():
+        assert_grammatical(story)
+
+
+def assert_grammatical(story: list[RolloutEvent]) -> None:
+    assert isinstance(story[0], Prompt)
+    assert isinstance(story[-1], Finish)
+    chunks = [event for event in story if isinstance(event, Chunk)]
+    assert [chunk.start for chunk in chunks] == [sum(len(c.tokens) for c in chunks[:k]) for k in range(len(chunks))]
+    assert np.array_equal(np.concatenate([chunk.tokens for chunk in chunks]), story[-1].response.tokens)
+    assert bool(np.all(np.diff(story[-1].response.versions) >= 0))
+    ages = [event.age for event in story if isinstance(event, Defer)]
+    assert ages == list(range(1, len(ages) + 1))
+    assert sum(isinstance(event, Prompt | Finish) for event in story) == 2
+
+
+@given(settings())
+def test_scores_are_those_of_the_finished_response_at_the_version_of_its_step(setting: Setting) -> None:
+    for version, batch in enumerate(played(setting).batches):
+        for response, score, row in zip(batch.responses, batch.scores, batch.rows(), strict=True):
+            tokens = (*response.prompt.tokens.tolist(), *response.tokens.tolist())
+            finish = Finish(response.prompt.rollout, response, "eos")
+            assert score == np.float32(fake_scalar(finish, tokens, 0))
+            assert np.array_equal(batch.reference[row], fake_per_token(finish, tokens, 0))
+            assert np.array_equal(batch.values[row], fake_per_token(finish, tokens, version)), (
+                "a stale critic was believed"
+            )
+
+
+@given(settings())
+def test_without_deferral_overlap_changes_time_and_nothing_else(setting: Setting) -> None:
+    streamed = replace(setting, extra=0)
+    assert same_batches(played(streamed).batches, played(on_policy(streamed)).batches)
+
+
+@given(settings())
+def test_a_step_leaves_no_task_behind(setting: Setting) -> None:
+    pipeline = played(setting)
+    assert set(pipeline.tasks_between_steps) <= {1}
+
+
+@given(settings())
+def test_frozen_scorers_read_every_token_once_and_the_critic_replays_at_most_once(setting: Setting) -> None:
+    pipeline = played(setting)
+    read = sum(len(r.prompt.tokens) + len(r) for batch in pipeline.batches for r in batch.responses)
+    assert pipeline.reward is not None
+    assert pipeline.reward.tokens == pipeline.reference.tokens == read
+    assert pipeline.critic.tokens <= 2 * read
+    assert not pipeline.reward.sessions
+    assert not pipeline.critic.sessions
+
+
+class Broken(FakeScorer[float]):
+    """A reward model that fails at a given call."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__(fake_scalar)
+        self.at = at
+
+    async def finish(self, finished: list[Finish]) -> list[float]:  # type: ignore[override]  # narrower on purpose
+        self.at -= 1
+        if self.at < 0:
+            raise ZeroDivisionError("no score")
+        return list(await super().finish(finished))
+
+
+@given(settings(prompts=(1_000,)))
+def test_a_failing_model_surfaces_as_itself_with_a_note(setting: Setting) -> None:
+    pipeline = Pipeline(setting, reward=Broken(at=0))
+    with pytest.raises(ZeroDivisionError, match="no score") as caught:
+        run_virtual(pipeline.run)
+    assert any("stage 'reward'" in note and "step" in note for note in caught.value.__notes__)
+
+
+@given(settings(), st.floats(0, 3))
+@example(Setting(extra=4), 0.0)
+def test_cancelling_from_outside_leaves_nothing_behind(setting: Setting, after: float) -> None:
+    async def main() -> None:
+        pipeline = Pipeline(setting)
+        with anyio.move_on_after(after):
+            await pipeline.run()
+        assert len(anyio.get_running_tasks()) == 1
+        assert pipeline.policy._cut is None, "the policy is not left decoding"
+
+    run_virtual(main)
+
+
+def test_deferral_shortens_steps_that_wait_for_stragglers() -> None:
+    slow = Setting(lengths=(5, 5, 5, 5, 5, 5, 5, 200), batch=4, steps=6)
+    waiting = sum(report.seconds for report in played(slow).reports)
+    carrying = sum(report.seconds for report in played(replace(slow, extra=2)).reports)
+    assert carrying < 0.7 * waiting
+
+
+def test_streaming_hides_scoring_behind_decoding() -> None:
+    setting = Setting(lengths=(100,), batch=1, steps=1, reward=0.009)
+    (serial,) = played(replace(setting, chunks=WholeRollout())).reports
+    (streamed,) = played(setting).reports
+    assert serial.seconds == pytest.approx(100 * 0.01 + 103 * 0.009, rel=0.05)
+    assert streamed.seconds == pytest.approx(100 * 0.01 + 4 * 0.009, rel=0.05)
+
+
+def test_a_nonfinite_minibatch_is_recorded_as_dropped() -> None:
+    pipeline = Pipeline(Setting(steps=1))
+    pipeline.trainer.nonfinite = lambda rollout: rollout == 2
+    run_virtual(pipeline.run)
+    (report,) = pipeline.reports
+    assert report.trained == (0, 1, 3)
+    assert [(drop.rollout, drop.reason) for drop in report.dropped] == [(2, "nonfinite")]
+
+
+def test_a_graph_can_be_run_again_with_other_prompts() -> None:
+    async def twice() -> None:
+        pipeline = Pipeline(Setting(steps=2, extra=2))
+        await pipeline.run()
+        await pipeline.run()
+        assert len(pipeline.reports) == 4
+
+    run_virtual(twice)

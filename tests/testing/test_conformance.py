@@ -1,0 +1,129 @@
+"""The fakes keep the contracts, and the checks notice those who do not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from oppo.errors import ProtocolError
+from oppo.events import Chunk, Finish, Given, Prompt
+from oppo.models import Follower, Piece
+from oppo.stages import GAE
+from oppo.stages.advantage import Row
+from oppo.testing import (
+    FakeCritic,
+    FakePolicy,
+    FakeScorer,
+    FakeTrainer,
+    check_policy,
+    check_scorer,
+    check_trainer,
+    fake_scalar,
+    noise,
+    prompts,
+    run_virtual,
+)
+from oppo.testing.fakes import FakeDecode, Style
+
+
+def finished(count: int = 3) -> list[Finish]:
+    from oppo.evaluate import respond
+
+    return run_virtual(respond, FakePolicy(), prompts(count))
+
+
+@pytest.mark.parametrize("style", ["pull", "push"])
+def test_the_fake_policy_keeps_the_contract_in_both_styles(style: Style) -> None:
+    async def make() -> FakePolicy:
+        return FakePolicy(style=style, vary=lambda prompt: 1 + noise(prompt.rollout))
+
+    run_virtual(check_policy, make, prompts(6))
+
+
+def test_the_fake_scorers_keep_the_contract() -> None:
+    async def scalar() -> FakeScorer[float]:
+        return FakeScorer(fake_scalar)
+
+    async def critic() -> FakeCritic:
+        return FakeCritic()
+
+    run_virtual(check_scorer, scalar, finished(), lambda a, b: a == b)
+    run_virtual(check_scorer, critic, finished(), np.array_equal)
+
+
+def test_the_fake_trainer_keeps_the_contract() -> None:
+    rows = [Row(event, event.response.logprobs, 1.0, np.zeros(len(event.response), np.float32)) for event in finished()]
+
+    async def make() -> FakeTrainer:
+        return FakeTrainer()
+
+    followers: list[Follower] = [FakePolicy(), FakeCritic()]
+    run_virtual(check_trainer, make, GAE().batch(rows), followers)
+
+
+class Forgetful(FakeDecode):
+    """Loses the last token of every full read."""
+
+    async def read(self, limit: int) -> Piece:
+        piece = await super().read(limit)
+        if piece.state == "live":
+            return Piece(piece.tokens[:-1], piece.logprobs[:-1], piece.versions[:-1], "live")
+        return piece
+
+
+class ForgetfulPolicy(FakePolicy):
+    async def open(self, prompts: Sequence[Prompt]) -> Sequence[FakeDecode]:
+        return [Forgetful(self, decode.prompt, decode.length) for decode in await super().open(prompts)]
+
+
+class Deaf(FakePolicy):
+    """Never tells the cut."""
+
+    def _settle(self, ended: list[FakeDecode]) -> None:
+        self._live = [decode for decode in self._live if decode not in ended]
+
+
+class Restless(FakePolicy):
+    """Makes other tokens at each reading: its noise is keyed by time."""
+
+    async def advance(self, reader: FakeDecode) -> None:
+        self.seed += 1
+        await super().advance(reader)
+
+
+@pytest.mark.parametrize(
+    ("policy", "sentence"),
+    [
+        (ForgetfulPolicy, "a live piece holds 2 of 3 tokens"),
+        (Deaf, "readable before cut"),
+        (Restless, "gives other tokens"),
+    ],
+)
+def test_a_policy_that_breaks_the_contract_is_found_out(policy: type[FakePolicy], sentence: str) -> None:
+    async def make() -> FakePolicy:
+        return policy()
+
+    with pytest.raises(ProtocolError, match=sentence):
+        run_virtual(check_policy, make, prompts(6))
+
+
+class LastChunkOnly(FakeScorer[float]):
+    """Scores what came last."""
+
+    async def extend(self, events: Sequence[Prompt | Chunk | Given]) -> None:
+        self.last = [len(event.tokens) for event in events]
+        await super().extend(events)
+
+    async def finish(self, finished: Sequence[Finish]) -> Sequence[float]:
+        await super().finish(finished)
+        return [float(self.last[0])] * len(finished)
+
+
+def test_a_scorer_that_depends_on_the_chunks_is_found_out() -> None:
+    async def make() -> LastChunkOnly:
+        return LastChunkOnly(fake_scalar)
+
+    with pytest.raises(ProtocolError, match="in chunks of 1"):
+        run_virtual(check_scorer, make, finished(), lambda a, b: a == b)
