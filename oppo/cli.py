@@ -14,7 +14,6 @@ from typing import Annotated
 import anyio
 from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
-from rich.text import Text
 
 from oppo.errors import ConfigError, DataError, OppoError
 
@@ -49,8 +48,8 @@ def train(
     config: Path,
     /,
     *,
-    override: Annotated[tuple[str, ...], Parameter(name="--set", negative=())] = (),
-    dry_run: Annotated[bool, Parameter(negative=())] = False,
+    override: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), show_default=False)] = (),
+    dry_run: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
 ) -> int:
     """Train as a TOML file says.
 
@@ -75,32 +74,51 @@ def train(
     console = Console()
     with session:
         if dry_run:
-            console.print(Text(f"{settings.toml()}\n{session.graph.table()}"), soft_wrap=True)
+            console.out(settings.toml(), session.graph.table(), sep="\n", highlight=False)
             return DONE
         try:
             anyio.run(run, session, console)
         except KeyboardInterrupt:
-            return complain(f"interrupted; what was learned is in {settings.run_directory / FINAL}", INTERRUPTED)
-    console.print(Text(f"done: {settings.run_directory / 'report.html'}"), soft_wrap=True)
+            final = settings.run_directory / FINAL
+            saved = f"what was learned is in {final}" if final.exists() else "nothing was saved"
+            return complain(f"interrupted; {saved}", INTERRUPTED)
+    console.out(f"done: {settings.run_directory / 'report.html'}", highlight=False)
     return DONE
 
 
-def demo() -> int:
-    """Make a small policy and reward model, train with PPO, and show what changed; needs no network."""
-    from oppo.demo.run import demo as run_demo  # noqa: PLC0415
+def demo(
+    *,
+    short: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
+    seed: int = 0,
+    directory: Path = Path("runs"),
+) -> int:
+    """Make a small policy and reward model, train with PPO, and show what changed; needs no network.
 
-    return run_demo()
+    Parameters
+    ----------
+    short
+        The quick version: smaller models, fewer steps.
+    seed
+        Of everything that is drawn.
+    directory
+        The folder that holds runs.
+    """
+    Console().out("oppo demo: making a small language model, then training it with streamed PPO", highlight=False)
+    from oppo.demo.run import demo as run_demo  # noqa: PLC0415 - torch takes seconds to import
+
+    run_demo(directory, short=short, seed=seed)
+    return DONE
 
 
 def complain(sentence: str, code: int) -> int:
     """Say on standard error why the command ends, and return its exit code."""
-    Console(stderr=True).print(Text(sentence), soft_wrap=True)
+    Console(stderr=True).out(sentence, highlight=False)
     return code
 
 
 def note(sentence: str) -> None:
     """Say on standard error what is going on."""
-    Console(stderr=True).print(Text(sentence, style="dim"), soft_wrap=True)
+    Console(stderr=True).out(sentence, style="dim", highlight=False)
 
 
 def paragraph(error: BaseException) -> str:

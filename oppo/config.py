@@ -51,6 +51,7 @@ class RunSection(Section):
         default=0, description="seeds the data order, sampling and training"
     )
     exact: bool = Field(default=False, description="make every bit independent of timing (slower; float32, CPU)")
+    cores: Count = Field(default=0, description="cores to work with; 0: all that the process may use")
     panel: Literal["auto", "live", "lines", "off"] = Field(
         default="auto", description="auto: live on a terminal, else lines"
     )

@@ -29,6 +29,7 @@ CONFIG = """
 [run]
 name = "first"
 steps = 2
+cores = 1
 panel = "lines"
 [models]
 policy = "actor"
@@ -132,6 +133,21 @@ def test_a_reward_function_trains_a_critic_with_a_new_head(workplace: Path) -> N
     assert oppo(workplace, "", *overrides, "run.exact=true", "run.panel=off") == 0
     record = json.loads((workplace / "runs" / "function" / "metrics.jsonl").read_text())
     assert -1.2 <= record["score"] <= -0.1
+
+
+def test_exact_runs_learn_the_same_bits_streamed_and_serial(workplace: Path) -> None:
+    learned: dict[str, tuple[list[tuple[float, float, int]], bytes, bytes]] = {}
+    for chunk in ("3", "whole"):
+        name = f"exact-{chunk}"
+        assert oppo(workplace, "", f"run.name={name}", f"step.chunk={chunk}", "run.exact=true", "run.panel=off") == 0
+        run = workplace / "runs" / name
+        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        scores = [(each["score"], each["objective/kl"], each["deferred"]) for each in records]
+        final = run / "checkpoints" / "final"
+        actor, critic = ((final / model / "model.safetensors").read_bytes() for model in ("actor", "critic"))
+        learned[chunk] = (scores, actor, critic)
+    assert learned["3"] == learned["whole"]
+    assert learned["3"][0][0][2] == 2, "rollouts were carried over"
 
 
 @pytest.mark.parametrize(

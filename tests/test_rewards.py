@@ -10,6 +10,7 @@ import pytest
 from oppo.errors import RewardError
 from oppo.events import Chunk, Finish, Prompt, Response
 from oppo.rewards import FunctionReward, load_function
+from oppo.testing.loop import run_virtual
 
 
 def decode(tokens: Sequence[int]) -> str:
@@ -170,3 +171,11 @@ def test_a_missing_file_or_another_kind_of_name_is_a_sentence(tmp_path: Path) ->
         load_function(f"{tmp_path / 'none.py'}:f")
     with pytest.raises(RewardError, match=r"is named as file.py:function; got 'reward'"):
         load_function("reward")
+
+
+def test_in_virtual_time_a_function_is_called_on_the_loop() -> None:
+    def reward(prompts: list[str], completions: list[str]) -> list[float]:
+        assert threading.current_thread() is threading.main_thread()
+        return [1.0, 2.0]
+
+    assert run_virtual(FunctionReward(reward, decode).finish, TWO) == [1.0, 2.0]

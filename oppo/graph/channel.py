@@ -317,7 +317,6 @@ class Channel(Generic[T]):
     def _wake(self) -> None:
         for event in self._watchers:
             event.set()
-        self._watchers.clear()
 
     def statistics(self) -> ChannelStatistics:
         """Return the counters as of now."""
@@ -331,42 +330,6 @@ class Channel(Generic[T]):
             waiting_senders=len(self._line),
             waiting_receivers=len(self._watchers),
         )
-
-
-class Target(Protocol[T_contra]):
-    """What a fan-out delivers to: a channel, or whatever else takes items one by one."""
-
-    @property
-    def has_room(self) -> bool:
-        """Whether ``send`` would return without waiting."""
-
-    async def send(self, item: T_contra, /) -> None:
-        """Take ``item``, when there is room for it."""
-
-
-class FanOut(Generic[T]):
-    """Delivers each item to every target: at once to those with room, then to the others as they have some.
-
-    Args:
-        told: called with each item once all targets have it.
-    """
-
-    def __init__(self, targets: Sequence[Target[T]], told: Callable[[T], None] | None = None) -> None:
-        self._targets = targets
-        self._told = told
-
-    async def send(self, item: T, /) -> None:
-        """Deliver ``item`` to every target; see :meth:`Sender.send` for what a cancellation means."""
-        full = []
-        for target in self._targets:
-            if target.has_room:
-                await target.send(item)
-            else:
-                full.append(target)
-        for target in full:
-            await target.send(item)
-        if self._told is not None:
-            self._told(item)
 
 
 def channel_table(channels: Iterable[Channel[Any]]) -> str:

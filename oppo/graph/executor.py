@@ -11,7 +11,8 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 import anyio
 
 from oppo.errors import ProtocolError
-from oppo.graph.channel import Channel, FanOut, Sender, Target, channel_table
+from oppo.graph.channel import Channel, Sender, channel_table
+from oppo.graph.fanout import FanOut, Target
 from oppo.graph.ports import Step
 from oppo.graph.source import Source
 from oppo.graph.topology import SOURCE, Node, Topology

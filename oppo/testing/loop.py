@@ -32,9 +32,6 @@ Ts = TypeVarTuple("Ts")
 END_OF_TIME = 1e7
 """Seconds (116 days). Beyond it a float no longer resolves the nanosecond within which asyncio fires a timer."""
 
-REAL_PATIENCE = 5.0
-"""Real seconds that a refused thread is given to come back, while the loop shuts down."""
-
 
 def run_virtual(main: Callable[[*Ts], Awaitable[R]], *args: *Ts) -> R:
     """Run ``main(*args)`` to its end in virtual time, from 0, and return what it returns.
@@ -47,7 +44,13 @@ def run_virtual(main: Callable[[*Ts], Awaitable[R]], *args: *Ts) -> R:
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """A loop whose clock starts at 0 and moves only when nothing is ready to run."""
+    """A loop whose clock starts at 0 and moves only when nothing is ready to run.
+
+    Attributes:
+        virtual: says so to code that would use a thread elsewhere.
+    """
+
+    virtual = True
 
     def __init__(self) -> None:
         self._clock = 0.0
@@ -95,14 +98,10 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
             [f"every task waits and nothing can wake one: {names}", *(describe() for describe in self._tables)]
         )
 
-    def _refuse_threads(self) -> bool:
-        """Raise at the first sight of a thread that works for this loop.
-
-        Returns:
-            Whether that has happened before: the loop is being torn down, and should let the thread come back.
-        """
+    def _refuse_threads(self) -> None:
+        """Raise at the first sight of a thread that works for this loop; once, so that the loop can be shut down."""
         if self._refused:
-            return True
+            return
         # anyio's worker threads carry their loop; others are seen when they call in.
         workers = [thread.name for thread in threading.enumerate() if getattr(thread, "loop", None) is self]
         for name in [*([self._intruder] if self._intruder else []), *workers]:
@@ -110,7 +109,6 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
             raise ProtocolError(
                 f"virtual time knows no threads, but {name!r} is one: do its work on the loop when in virtual time"
             )
-        return False
 
     def run_in_executor(self, executor: Executor | None, func: Callable[[*Ts], R], *args: *Ts) -> asyncio.Future[R]:
         """Refuse.
@@ -141,15 +139,15 @@ _DAY = 24 * 3600
 class _IdleSelector(selectors.DefaultSelector):
     """Waits for nothing real: where the loop would sleep, ``pass_time`` is called instead."""
 
-    def __init__(self, refuse_threads: Callable[[], bool], pass_time: Callable[[float | None], None]) -> None:
+    def __init__(self, refuse_threads: Callable[[], None], pass_time: Callable[[float | None], None]) -> None:
         super().__init__()
         self._refuse_threads = refuse_threads
         self._pass_time = pass_time
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         """Return what is ready now; pass virtual time when there is nothing, and the loop would wait."""
-        refused = self._refuse_threads()
-        ready = super().select(REAL_PATIENCE if refused and timeout is None else 0)
+        self._refuse_threads()
+        ready = super().select(0)
         if not ready and (timeout is None or timeout > 0):
             self._pass_time(timeout)
         return ready

@@ -56,7 +56,7 @@ class Demanding:
     async def run(self, items: Receiver[int], *, out: Sender[int], mood: str) -> None: ...
 
 
-def broken(g: Builder, taken: Stream[int], name: str, stage: object, *more: object) -> Stream[Any]:
+def broken(g: Builder, taken: Stream[object], name: str, stage: object, *more: object) -> Stream[Any]:
     """Add what the type checker would refuse."""
     add: Callable[..., Stream[Any]] = g.add
     return add(name, stage, taken, *more)

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from oppo.errors import ProtocolError
-from oppo.graph.channel import Channel, FanOut, channel_table
+from oppo.graph.channel import Channel, channel_table
+from oppo.graph.fanout import FanOut
 from oppo.testing.loop import run_virtual
 
 
@@ -149,6 +150,22 @@ def test_senders_in_line_are_admitted_in_order_and_never_beyond_the_capacity() -
                 got += await channel.drain()
         assert got == list(range(9))
         assert channel.statistics().peak == 2
+
+    run_virtual(main)
+
+
+def test_nobody_overtakes_a_sender_that_has_been_admitted() -> None:
+    async def main() -> None:
+        channel = Channel[int]("a->b", 1)
+        channel.send_nowait(0)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(channel.send, 1)
+            await anyio.wait_all_tasks_blocked()
+            assert channel.drain_nowait() == [0]
+            assert not channel.has_room
+            with pytest.raises(anyio.WouldBlock):
+                channel.send_nowait(2)
+        assert channel.drain_nowait() == [1]
 
     run_virtual(main)
 

@@ -19,7 +19,7 @@ def left_over() -> set[asyncio.Task[object]]:
     return {task for task in asyncio.all_tasks() if task is not asyncio.current_task()}
 
 
-async def results_of(graph: Graph[tuple[int, ...]], count: int, prompts: object = None) -> list[tuple[int, ...]]:
+async def results_of(graph: Graph[tuple[int, ...]], count: int) -> list[tuple[int, ...]]:
     async with graph.open(range(100)) as run:
         results = [result async for result in run.steps(count)]
     assert not left_over()
@@ -139,15 +139,11 @@ def test_a_stage_error_surfaces_as_itself_with_a_note() -> None:
 
 
 def test_an_error_in_a_task_of_a_stage_surfaces_as_itself() -> None:
-    class Group(Relay):
-        async def run(self, items: Receiver[int], *, out: Sender[int]) -> None:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(Fail().run, items)
-
     class Nested(Fail):
         async def run(self, items: Receiver[int], *, out: Sender[int]) -> None:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self.fail)
+            async with anyio.create_task_group() as outer, anyio.create_task_group() as inner:
+                outer.start_soon(anyio.sleep, 1)
+                inner.start_soon(self.fail)
 
         async def fail(self) -> None:
             raise Boom("deep")

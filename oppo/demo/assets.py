@@ -1,0 +1,281 @@
+"""Everything a demo run needs, made once for each recipe and kept in a cache.
+
+::
+
+    <directory>/<digest>/
+        actor/  reward/  critic/      models and tokenizer, as save_pretrained writes them
+        prompts.jsonl  held_out.jsonl {"prompt": ..., "topic": ..., "adjective": ..., "noun": ..., "place": ...}
+        facts.json                    what was measured on the way
+        COMPLETE                      written last: without it the directory is not used
+
+The digest covers the recipe, the sources of the modules that carry it out, and the versions of the libraries under
+them. A directory is built aside and renamed, so two processes that build at once both end with a whole one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Final
+
+import numpy as np
+import tokenizers
+import torch
+import transformers
+from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
+
+from oppo import observe
+from oppo.demo import language, preference
+from oppo.demo.pretrain import Progress, Schedule, Shape, train_policy, write
+from oppo.demo.reward import normalise, pair_accuracy, scalar_model, score, train_reward
+from oppo.demo.tokenizer import train_tokenizer
+
+COMPLETE: Final = "COMPLETE"
+SOURCES: Final = ("language", "preference", "tokenizer", "pretrain", "reward", "assets")
+SAMPLED_AT_ONCE: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What to make; equal recipes give equal assets on one machine.
+
+    Attributes:
+        limit: tokens of the longest response that is sampled.
+        corpus: texts the tokenizer learns from.
+        samples: responses of the base policy that the reward is normalised on.
+        pairs: held-out pairs that the reward model is judged by.
+        prompts, held_out: prompts written for PPO and for its evaluation.
+    """
+
+    seed: int = 0
+    shape: Shape = field(default_factory=Shape)
+    policy: Schedule = field(default_factory=lambda: Schedule(steps=500, rows=2, learning_rate=2.5e-3))
+    reward: Schedule = field(default_factory=lambda: Schedule(steps=80, rows=8, learning_rate=5e-4))
+    limit: int = 256
+    corpus: int = 3000
+    samples: int = 128
+    pairs: int = 400
+    prompts: int = 2000
+    held_out: int = 256
+
+    @classmethod
+    def small(cls, seed: int) -> Recipe:
+        """Return a recipe for tests: a policy that has only begun to learn the language."""
+        return cls(
+            seed=seed,
+            shape=Shape(vocabulary=512, hidden=64, intermediate=128, heads=2),
+            policy=Schedule(steps=150, rows=2, learning_rate=1e-2),
+            reward=Schedule(steps=40, rows=4, learning_rate=4e-3),
+            limit=64,
+            corpus=500,
+            samples=64,
+            pairs=128,
+            prompts=64,
+            held_out=32,
+        )
+
+    def digest(self) -> str:
+        """Return 16 hexadecimal digits that change whenever the assets would."""
+        versions = [library.__version__ for library in (torch, transformers, tokenizers)]
+        told = hashlib.sha256(json.dumps([asdict(self), versions], sort_keys=True).encode())
+        for name in SOURCES:
+            told.update(Path(__file__).with_name(f"{name}.py").read_bytes())
+        return told.hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What was measured while the assets were made; tokens count the end token.
+
+    Attributes:
+        seconds: wall time of the whole.
+        parameters: by model.
+        policy_loss: nats per response token, smoothed, at the end of training.
+        pair_accuracy: share of held-out pairs, labelled with noise, that the reward model orders as labelled.
+        fluency: share of clauses of the base policy's complete responses that the language knows.
+        response_tokens: percentiles of the base policy's responses: ``p50``, ``p99``, ``mean``.
+        capped: share of the base policy's responses that the limit cut off.
+        base_score: ``mean`` and ``sd`` of the reward model's scores of these responses.
+    """
+
+    seconds: float
+    parameters: Mapping[str, int]
+    vocabulary: int
+    policy_loss: float
+    pair_accuracy: float
+    fluency: float
+    response_tokens: Mapping[str, float]
+    capped: float
+    base_score: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Assets:
+    """Where everything is; ``actor``, ``reward`` and ``critic`` load with ``from_pretrained``."""
+
+    directory: Path
+    facts: Facts
+
+    @property
+    def actor(self) -> Path:
+        """The base policy, a causal language model, with its tokenizer."""
+        return self.directory / "actor"
+
+    @property
+    def reward(self) -> Path:
+        """The reward model: sequence classification with one label, with the same tokenizer."""
+        return self.directory / "reward"
+
+    @property
+    def critic(self) -> Path:
+        """The critic to start from: the reward model's backbone, and a head that says 0."""
+        return self.directory / "critic"
+
+    @property
+    def prompts(self) -> Path:
+        """The prompts to train on, as JSON lines."""
+        return self.directory / "prompts.jsonl"
+
+    @property
+    def held_out(self) -> Path:
+        """Prompts that share no adjective, noun or place with those, as JSON lines."""
+        return self.directory / "held_out.jsonl"
+
+
+def cache_directory() -> Path:
+    """Return ``$OPPO_CACHE/demo``, else ``$XDG_CACHE_HOME/oppo/demo``, else ``~/.cache/oppo/demo``."""
+    if own := os.environ.get("OPPO_CACHE"):
+        return Path(own) / "demo"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "oppo" / "demo"
+
+
+def make_assets(
+    directory: Path, *, seed: int = 0, small: bool = False, threads: int = 2, progress: Progress = lambda *_: None
+) -> Assets:
+    """Return the assets of the recipe, from ``directory`` if they are there, else made now and left there.
+
+    Args:
+        directory: holds one subdirectory for each recipe; :func:`cache_directory` is the usual one.
+        seed: of everything.
+        small: make tiny models quickly, for tests.
+        threads: torch's intra-op threads of the calling thread while it works; set back afterwards.
+        progress: told what is being done and which part of the whole is done, every second or so.
+    """
+    recipe = Recipe.small(seed) if small else Recipe(seed=seed)
+    target = directory / recipe.digest()
+    if not (target / COMPLETE).exists():
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".building-", dir=directory) as aside:
+            built = Path(aside) / target.name
+            built.mkdir()
+            with _alone(seed, threads):
+                _build(built, recipe, progress)
+            _settle(built, target)
+    progress("the models are ready", 1.0)
+    return Assets(target, Facts(**json.loads((target / "facts.json").read_text(encoding="utf-8"))))
+
+
+def _settle(built: Path, target: Path) -> None:
+    """Move a finished directory to its place; one without its marker gives way, a whole one stays."""
+    if target.exists() and not (target / COMPLETE).exists():
+        shutil.rmtree(target)
+    try:
+        built.rename(target)
+    except OSError:
+        if not (target / COMPLETE).exists():
+            raise
+
+
+@contextmanager
+def _alone(seed: int, threads: int) -> Iterator[None]:
+    """Seed torch, give it its threads and silence transformers' progress bars, for as long as the context is open."""
+    before, bars = torch.get_num_threads(), transformers_logging.is_progress_bar_enabled()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        torch.set_num_threads(threads)
+        transformers_logging.disable_progress_bar()
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+            if bars:
+                transformers_logging.enable_progress_bar()
+
+
+def _part(progress: Progress, start: float, end: float) -> Progress:
+    """Return the progress of a part that takes the whole from ``start`` to ``end``."""
+    return lambda words, done: progress(words, start + done * (end - start))
+
+
+def _build(directory: Path, recipe: Recipe, progress: Progress) -> None:
+    """Make everything in ``directory``, the marker last."""
+    began = observe.now()
+    progress("learning a vocabulary", 0.0)
+    rng = Random(f"corpus {recipe.seed}")  # noqa: S311 - a corpus, not a secret
+    corpus = [
+        ask.text + language.review(ask.topic, rng) for ask in language.training_prompts(recipe.corpus, recipe.seed)
+    ]
+    tokenizer = train_tokenizer(corpus, vocabulary=recipe.shape.vocabulary, longest=recipe.shape.positions)
+    actor, loss = train_policy(
+        tokenizer, recipe.shape, recipe.policy, seed=recipe.seed, progress=_part(progress, 0.02, 0.65)
+    )
+    reward = train_reward(actor, tokenizer, recipe.reward, seed=recipe.seed, progress=_part(progress, 0.65, 0.92))
+    asks = language.training_prompts(recipe.samples, recipe.seed + 1)
+    prompts = [ask.text for ask in asks]
+    written = _sample(actor, tokenizer, prompts, recipe.limit, _part(progress, 0.92, 0.98))
+    texts = [text for text, _ in written]
+    normalise(reward, tokenizer, prompts, texts)
+    critic = scalar_model(reward)
+    models: dict[str, PreTrainedModel] = {"actor": actor, "reward": reward, "critic": critic}
+    scores = score(reward, tokenizer, prompts, texts)
+    lengths = [count for _, count in written]
+    facts = Facts(
+        parameters={name: model.num_parameters() for name, model in models.items()},
+        vocabulary=len(tokenizer),
+        policy_loss=loss,
+        pair_accuracy=pair_accuracy(reward, tokenizer, count=recipe.pairs, seed=recipe.seed),
+        fluency=preference.fluency(texts),
+        response_tokens={
+            "p50": float(np.percentile(lengths, 50)),
+            "p99": float(np.percentile(lengths, 99)),
+            "mean": float(np.mean(lengths)),
+        },
+        capped=sum(not text.ended for text in texts) / len(texts),
+        base_score={"mean": float(np.mean(scores)), "sd": float(np.std(scores))},
+        seconds=observe.now() - began,
+    )
+    for name, model in models.items():
+        model.save_pretrained(directory / name)
+        tokenizer.save_pretrained(directory / name)
+    _write_prompts(directory / "prompts.jsonl", language.training_prompts(recipe.prompts, recipe.seed + 2))
+    _write_prompts(directory / "held_out.jsonl", language.held_out_prompts(recipe.held_out, recipe.seed + 2))
+    (directory / "facts.json").write_text(json.dumps(asdict(facts), indent=2) + "\n", encoding="utf-8")
+    (directory / COMPLETE).write_text(directory.name + "\n", encoding="utf-8")
+
+
+def _sample(
+    actor: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str], limit: int, progress: Progress
+) -> list[tuple[preference.Text, int]]:
+    """Return the responses of :func:`write`, a few dozen at a time so that progress can be told."""
+    written: list[tuple[preference.Text, int]] = []
+    for first in range(0, len(prompts), SAMPLED_AT_ONCE):
+        progress("reading what the untrained policy writes", first / len(prompts))
+        written += write(actor, tokenizer, prompts[first : first + SAMPLED_AT_ONCE], limit=limit)
+    return written
+
+
+def _write_prompts(path: Path, asks: Iterable[language.Ask]) -> None:
+    lines = [
+        json.dumps({"prompt": a.text, "topic": a.topic, "adjective": a.adjective, "noun": a.noun, "place": a.place})
+        for a in asks
+    ]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")

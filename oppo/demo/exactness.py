@@ -1,0 +1,104 @@
+"""Did overlap change anything? The same steps twice in exact mode: serially, and streamed through the graph."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import anyio
+
+from oppo.config import Settings
+from oppo.evaluate import respond, score_all
+from oppo.events import Batch
+from oppo.observe import Span
+from oppo.stages import GAE
+from oppo.stages.advantage import Row
+from oppo.train import Session, prepare
+
+STEPS = 2
+"""The tokens of the second step depend on the weights that the first one left."""
+
+BATCH = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Digests:
+    """SHA-256 of all tokens that were trained, in hexadecimal."""
+
+    serial: str
+    streamed: str
+
+    @property
+    def identical(self) -> bool:
+        """Whether both runs made the same tokens."""
+        return self.serial == self.streamed
+
+
+def compare_schedules(settings: Settings) -> Digests:
+    """Return the digests of a serial and of a streamed run of a few steps; nothing is written."""
+    changes: Mapping[str, Mapping[str, object]] = {
+        "run": {"exact": True, "steps": STEPS, "name": f"{settings.run.name}-exactness"},
+        "step": {"batch": BATCH, "extra": 0},
+    }
+    document = settings.model_dump(exclude_none=True)
+    exact = Settings.model_validate({name: section | changes.get(name, {}) for name, section in document.items()})
+    with prepare(exact) as session:
+        serial = anyio.run(serially, session)
+    with prepare(exact) as session:
+        streamed = anyio.run(through_the_graph, session)
+    return Digests(digest(serial), digest(streamed))
+
+
+async def serially(session: Session) -> list[Batch]:
+    """Return the batches of a run that generates, scores and trains one after another."""
+    models, step = session.assembly, session.settings.step
+    estimator = GAE(gamma=step.gamma, lam=step.lam, kl=step.kl, kl_estimator=step.kl_estimator)
+    batches = []
+    for _ in range(STEPS):
+        finished = await respond(models.policy, [next(session.prompts) for _ in range(step.batch)])
+        reference = await score_all(models.reference, finished)
+        scores = await score_all(models.reward, finished)
+        values = await score_all(models.critic, finished)
+        rows = [Row(*said) for said in zip(finished, reference, scores, values, strict=True)]
+        batches.append(estimator.batch(rows))
+        await models.trainer.update(batches[-1])
+        await models.trainer.publish(models.policy, models.critic)
+    return batches
+
+
+async def through_the_graph(session: Session) -> list[Batch]:
+    """Return the batches of a streamed run."""
+    batches = Batches()
+    async with session.graph.open(session.prompts, observers=[batches]) as run:
+        async for _ in run.steps(STEPS):
+            pass
+    return batches.seen
+
+
+class Batches:
+    """An observer that keeps every batch."""
+
+    def __init__(self) -> None:
+        self.seen: list[Batch] = []
+
+    def on_item(self, step: int, stage: str, item: object, at: float) -> None:
+        """Keep a batch."""
+        del step, stage, at
+        if isinstance(item, Batch):
+            self.seen.append(item)
+
+    def on_span(self, span: Span) -> None:
+        """Spans do not matter here."""
+
+    def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
+        """Steps do not matter here."""
+
+
+def digest(batches: Sequence[Batch]) -> str:
+    """Return the SHA-256 of the batches' rollout numbers and tokens."""
+    told = hashlib.sha256()
+    for batch in batches:
+        told.update(repr(batch.rollouts).encode())
+        told.update(batch.tokens.tobytes())
+    return told.hexdigest()

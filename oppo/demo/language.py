@@ -1,0 +1,284 @@
+"""The review language: short English reviews of cafés, hotels, museums, ..., with a heavy tail of long ones.
+
+Everything is drawn from a ``random.Random``, so a seed names a corpus. A review is a list of clauses with a sentiment,
+most of them about a thing that belongs to its topic, joined into sentences::
+
+    Review of the cosy coffee shop in Lisbon:                                        the prompt, of an ``Ask``
+     The cake was really superb, but the staff were rude. I will be back.            the review
+
+The set of clauses is finite, so :func:`read` can tell what each clause of a text says, or that it is no clause at all.
+How long a review is depends on its register (a note, a review, a story), which its first words give away: a model
+that reads a prompt alone cannot know, and one that has begun to write does.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True)
+class Topic:
+    """A kind of place: what it is called in training prompts and in held-out ones, and the things found there."""
+
+    name: str
+    nouns: tuple[str, ...]
+    held_out: tuple[str, ...]
+    things: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fillings:
+    """The words that prompts are filled with; nouns come from the topics."""
+
+    adjectives: tuple[str, ...]
+    places: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One prompt and the choices it was made from."""
+
+    text: str
+    topic: str
+    adjective: str
+    noun: str
+    place: str
+
+
+@dataclass(frozen=True, slots=True)
+class Clause:
+    """What one clause says.
+
+    Attributes:
+        sentiment: 1, 0 or -1.
+        thing: the thing it is about; empty when it is about nothing in particular.
+    """
+
+    sentiment: int
+    thing: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Register:
+    """How long somebody writes.
+
+    Attributes:
+        share: of all reviews.
+        openers: one of these begins the review; an empty one begins with the first sentence.
+        shortest: sentences in any case.
+        ending: probability that the review ends after each sentence beyond those.
+    """
+
+    share: float
+    openers: tuple[str, ...]
+    shortest: int
+    ending: float
+
+
+TOPICS: Final = (
+    Topic("coffee", ("coffee shop", "coffee house"), ("coffee bar",), ("coffee", "cake", "tea", "menu", "terrace")),
+    Topic("hotel", ("hotel", "family hotel"), ("city hotel",), ("room", "bed", "breakfast", "view", "pool")),
+    Topic("books", ("book shop", "book fair"), ("book store",), ("selection", "poetry", "catalogue", "sofa", "gift")),
+    Topic("museum", ("art museum", "museum"), ("toy museum",), ("collection", "tour", "hall", "ticket", "statue")),
+    Topic("cinema", ("cinema", "film club"), ("film theatre",), ("film", "screen", "sound", "popcorn", "seat")),
+    Topic("bakery", ("bakery", "village bakery"), ("corner bakery",), ("bread", "pie", "pastry", "smell", "counter")),
+    Topic(
+        "food", ("restaurant", "fish restaurant"), ("pasta restaurant",), ("soup", "pasta", "wine", "dessert", "sauce")
+    ),
+    Topic("park", ("park", "rose garden"), ("rose park",), ("path", "lake", "lawn", "fountain", "playground")),
+    Topic(
+        "train", ("night train", "train ride"), ("steam train",), ("cabin", "window", "dinner", "blanket", "journey")
+    ),
+    Topic("bikes", ("bike shop", "bike rental"), ("bike workshop",), ("bike", "helmet", "route", "repair", "saddle")),
+)
+
+TRAINING: Final = Fillings(
+    adjectives=("cosy", "old", "new", "little", "famous", "quiet", "busy", "simple", "grand", "cheap"),
+    places=(
+        "Lisbon", "Oslo", "Kyoto", "Dublin", "Lima", "Vienna", "Boston", "Cairo", "Prague", "Seoul", "Quito", "Bergen",
+        "Naples", "Leeds", "Tartu", "Ghent",
+    ),
+)  # fmt: skip
+HELD_OUT: Final = Fillings(
+    adjectives=("tiny", "modern", "popular", "hidden", "elegant"),
+    places=("Porto", "Turin", "Riga", "Hanoi", "Basel", "Denver"),
+)
+
+TEMPLATES: Final = (
+    "Review of the {adjective} {noun} in {place}:",
+    "Our visit to the {adjective} {noun} in {place}:",
+    "The {adjective} {noun} in {place}, reviewed:",
+    "What we thought of the {adjective} {noun} in {place}:",
+)
+
+DEGREES: Final = ("", "", "really ", "truly ", "simply ")
+WORDS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "good": ("wonderful", "lovely", "excellent", "delightful", "superb", "charming", "perfect", "great"),
+        "bad": ("terrible", "awful", "dull", "dirty", "disappointing", "poor", "overpriced", "sad"),
+        "plain": ("fine", "average", "ordinary", "okay", "acceptable"),
+        "kind": ("kind", "helpful", "friendly", "patient", "warm"),
+        "rude": ("rude", "slow", "careless", "bored", "cold"),
+        "day": ("Monday", "Tuesday", "Friday", "Sunday"),
+        "company": ("sister", "neighbour", "uncle", "friend"),
+        "landmark": ("station", "river", "market", "church"),
+        "weather": ("raining", "sunny", "windy", "getting dark"),
+        "degree": DEGREES,
+    }
+)
+PATTERNS: Final[Mapping[int, tuple[str, ...]]] = MappingProxyType(
+    {
+        1: (
+            "the {thing} was {degree}{good}", "the {thing} was {degree}{good}", "I loved the {thing}",
+            "the {thing} made my day", "the staff were {degree}{kind}", "the {thing} alone is worth the trip",
+            "nothing beats the {thing} here", "everyone praised the {thing}",
+        ),
+        0: (
+            "the {thing} was {degree}{plain}", "we came on a {day}", "my {company} came along",
+            "the place is near the {landmark}", "it was {weather} outside", "they told us about the {thing}",
+        ),
+        -1: (
+            "the {thing} was {degree}{bad}", "the {thing} was {degree}{bad}", "I regret the {thing}",
+            "the {thing} ruined the visit", "the staff were {degree}{rude}", "nobody cared about the {thing}",
+            "I would skip the {thing}", "everyone complained about the {thing}",
+        ),
+    }
+)  # fmt: skip
+CLOSERS: Final[Mapping[int, tuple[str, ...]]] = MappingProxyType(
+    {
+        1: ("I will be back", "warmly recommended", "thank you for a lovely day"),
+        0: ("that is all", "make of it what you will"),
+        -1: ("never again", "save your money", "we left early"),
+    }
+)
+REGISTERS: Final = (
+    Register(0.46, ("In short:", "Quick note:", "", ""), 1, 0.72),
+    Register(0.42, ("Here is our report.", "We stayed for an hour.", ""), 2, 0.36),
+    Register(0.12, ("This is a long story.", "Where do I start?", "Let me tell you everything."), 4, 0.125),
+)
+MOODS: Final = ((0.26, (0.76, 0.16, 0.08)), (0.42, (0.34, 0.30, 0.36)), (0.32, (0.08, 0.16, 0.76)))
+"""Shares of the moods, each with its probabilities of a positive, a neutral and a negative clause."""
+
+OFF_TOPIC: Final = 0.2
+"""Probability that a clause is about a thing of another topic."""
+TWO_CLAUSES: Final = 0.3
+"""Probability that a sentence has a second clause."""
+CLOSING: Final = 0.4
+"""Probability that a review ends with a closing remark."""
+
+_SENTENCE: Final = re.compile(r"[.?!:]")
+_JOINT: Final = re.compile(r", (?:and|but|so) ")
+
+
+def training_prompts(count: int, seed: int) -> list[Ask]:
+    """Return prompts whose adjectives, nouns and places never occur in a held-out prompt; they may repeat."""
+    rng = random.Random(f"training {seed}")  # noqa: S311 - a corpus, not a secret
+    return _asks(count, rng, TRAINING, [(topic, noun) for topic in TOPICS for noun in topic.nouns])
+
+
+def held_out_prompts(count: int, seed: int) -> list[Ask]:
+    """Return prompts whose adjectives, nouns and places never occur in a training prompt; they may repeat."""
+    rng = random.Random(f"held out {seed}")  # noqa: S311 - a corpus, not a secret
+    return _asks(count, rng, HELD_OUT, [(topic, noun) for topic in TOPICS for noun in topic.held_out])
+
+
+def _asks(count: int, rng: random.Random, fillings: Fillings, nouns: Sequence[tuple[Topic, str]]) -> list[Ask]:
+    asks = []
+    for _ in range(count):
+        template, (topic, noun) = rng.choice(TEMPLATES), rng.choice(nouns)
+        adjective, place = rng.choice(fillings.adjectives), rng.choice(fillings.places)
+        text = template.format(adjective=adjective, noun=noun, place=place)
+        asks.append(Ask(text, topic.name, adjective, noun, place))
+    return asks
+
+
+@cache
+def things(topic: str) -> tuple[str, ...]:
+    """Return the things that belong to the topic of this name.
+
+    Raises:
+        KeyError: there is no such topic.
+    """
+    return {t.name: t.things for t in TOPICS}[topic]
+
+
+def review(topic: str, rng: random.Random) -> str:
+    """Return a review of a place of ``topic``; it begins with a space, as it follows a prompt."""
+    register = rng.choices(REGISTERS, [r.share for r in REGISTERS])[0]
+    mood = rng.choices([m for _, m in MOODS], [share for share, _ in MOODS])[0]
+    sentences = [opener] if (opener := rng.choice(register.openers)) else []
+    written = 0
+    while written < register.shortest or rng.random() >= register.ending:
+        sentences.append(_sentence(topic, mood, rng))
+        written += 1
+    if rng.random() < CLOSING:
+        sentences.append(_capital(rng.choice(CLOSERS[_sentiment(mood, rng)])) + ".")
+    return " " + " ".join(sentences)
+
+
+def _sentence(topic: str, mood: Sequence[float], rng: random.Random) -> str:
+    first = _sentiment(mood, rng)
+    text = _capital(_clause(first, topic, rng))
+    if rng.random() < TWO_CLAUSES:
+        second = _sentiment(mood, rng)
+        joint = "but" if first * second < 0 else "and"
+        text += f", {joint} {_clause(second, topic, rng)}"
+    return text + "."
+
+
+def _sentiment(mood: Sequence[float], rng: random.Random) -> int:
+    return rng.choices((1, 0, -1), mood)[0]
+
+
+def _clause(sentiment: int, topic: str, rng: random.Random) -> str:
+    about = topic if rng.random() >= OFF_TOPIC else rng.choice(TOPICS).name
+    words = {name: rng.choice(choices) for name, choices in WORDS.items()}
+    return rng.choice(PATTERNS[sentiment]).format(thing=rng.choice(things(about)), **words)
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def clauses(text: str) -> list[str]:
+    """Return the clauses of a text, in order, in lower case; openers count as clauses."""
+    parts = (part for sentence in _SENTENCE.split(text) for part in _JOINT.split(sentence))
+    return [part.strip().lower() for part in parts if part.strip()]
+
+
+def read(clause: str) -> Clause | None:
+    """Return what a clause (as :func:`clauses` gives it) says; ``None`` when it is no clause of the language."""
+    return _meanings().get(clause)
+
+
+@cache
+def _meanings() -> Mapping[str, Clause]:
+    known: dict[str, Clause] = {}
+    for register in REGISTERS:
+        known.update((part, Clause(0)) for opener in register.openers for part in clauses(opener))
+    for sentiment, closers in CLOSERS.items():
+        known.update((closer.lower(), Clause(sentiment)) for closer in closers)
+    for sentiment, patterns in PATTERNS.items():
+        for pattern in patterns:
+            known.update((text.lower(), Clause(sentiment, thing)) for text, thing in _fill(pattern))
+    return MappingProxyType(known)
+
+
+def _fill(pattern: str) -> Iterator[tuple[str, str]]:
+    """Yield every text that a pattern can become, with the thing it is about."""
+    texts = [(pattern, "")]
+    for name, choices in WORDS.items():
+        slot = f"{{{name}}}"
+        if slot in pattern:
+            texts = [(text.replace(slot, word), "") for text, _ in texts for word in dict.fromkeys(choices)]
+    for text, _ in texts:
+        if "{thing}" in text:
+            yield from ((text.replace("{thing}", thing), thing) for topic in TOPICS for thing in topic.things)
+        else:
+            yield text, ""

@@ -1,0 +1,158 @@
+"""The demo's base policy: a small Llama, taught the review language by supervised training.
+
+Reviews are packed into rows without a gap; position ids that restart at 0 tell transformers where a review begins, and
+none of them sees another. The loss is taken over responses only: a policy need not know how to write prompts.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from oppo.demo import language
+from oppo.demo.preference import Text
+
+Progress: TypeAlias = Callable[[str, float], None]
+"""``progress(sentence, fraction)``: what is being done, and how much of it is done."""
+
+WIDTH: Final = 256
+"""Tokens in a packed row."""
+IGNORED: Final = -100
+"""The label of a token that is not learned, by the convention of torch and transformers."""
+WARMUP: Final = 0.1
+"""Share of the steps in which the learning rate rises; after that it falls as a cosine, to a twentieth."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The size of a Llama; the defaults give 2.3 million parameters."""
+
+    vocabulary: int = 768
+    hidden: int = 256
+    intermediate: int = 1024
+    layers: int = 2
+    heads: int = 4
+    positions: int = 512
+
+    def config(self, tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
+        """Return the configuration of a Llama of this shape for this tokenizer."""
+        return LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.heads,
+            max_position_embeddings=self.positions,
+            tie_word_embeddings=True,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How long and how fast to train; a row: ``WIDTH`` packed tokens (policy) or one comparison (reward model)."""
+
+    steps: int
+    rows: int
+    learning_rate: float
+
+
+def rate(step: int, schedule: Schedule) -> float:
+    """Return the learning rate of a step: a linear rise, then half a cosine."""
+    rise = max(1.0, WARMUP * schedule.steps)
+    if step < rise:
+        return schedule.learning_rate * (step + 1) / rise
+    done = (step - rise) / max(1.0, schedule.steps - rise)
+    return schedule.learning_rate * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+def train_policy(
+    tokenizer: PreTrainedTokenizerFast, shape: Shape, schedule: Schedule, *, seed: int, progress: Progress
+) -> tuple[LlamaForCausalLM, float]:
+    """Return a policy that writes the review language, and its last training loss (nats per response token).
+
+    The weights are drawn from torch's global generator: seed it first.
+    """
+    model = LlamaForCausalLM(shape.config(tokenizer))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+    rng = random.Random(f"policy {seed}")  # noqa: S311 - a corpus, not a secret
+    examples = _packed(_documents(tokenizer, rng), WIDTH)
+    smooth = 0.0
+    model.train()
+    for step in range(schedule.steps):
+        rows = [next(examples) for _ in range(schedule.rows)]
+        tokens, positions, labels = (torch.tensor(column) for column in zip(*rows, strict=True))  # [rows, width]
+        for group in optimizer.param_groups:
+            group["lr"] = rate(step, schedule)
+        loss = model(input_ids=tokens, position_ids=positions, labels=labels, use_cache=False).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        smooth = loss.item() if step == 0 else 0.95 * smooth + 0.05 * loss.item()
+        progress(f"teaching the policy to write reviews, loss {smooth:.2f}", (step + 1) / schedule.steps)
+    return model.eval(), smooth
+
+
+Document: TypeAlias = tuple[list[int], list[int]]
+"""Tokens, and the labels of the same positions."""
+Row: TypeAlias = tuple[list[int], list[int], list[int]]
+"""Tokens, position ids and labels."""
+
+
+def _documents(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> Iterator[Document]:
+    """Yield prompts with their reviews and the end token, without end."""
+    while True:
+        asks = language.training_prompts(256, rng.getrandbits(32))
+        prompts = tokenizer([ask.text for ask in asks])["input_ids"]
+        reviews = tokenizer([language.review(ask.topic, rng) for ask in asks])["input_ids"]
+        for prompt, response in zip(prompts, reviews, strict=True):
+            response.append(tokenizer.eos_token_id)
+            yield prompt + response, [IGNORED] * len(prompt) + response
+
+
+def _packed(documents: Iterator[Document], width: int) -> Iterator[Row]:
+    """Yield rows of exactly ``width`` tokens; the last document of a row is cut where the row ends."""
+    row: Row = ([], [], [])
+    for tokens, labels in documents:
+        for column, values in zip(row, (tokens, range(len(tokens)), [IGNORED, *labels[1:]]), strict=True):
+            column.extend(values[: width - len(column)])
+        if len(row[0]) == width:
+            yield row
+            row = ([], [], [])
+
+
+@torch.no_grad()
+def write(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str], *, limit: int, batch: int = 64
+) -> list[tuple[Text, int]]:
+    """Return a sampled response to each prompt, and its number of tokens, the end token included.
+
+    Samples at temperature 1 from torch's global generator: seed it first.
+    """
+    written = []
+    for first in range(0, len(prompts), batch):
+        inputs = tokenizer(list(prompts[first : first + batch]), padding=True, return_tensors="pt")
+        output = model.generate(
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            max_new_tokens=limit,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+        )
+        for row in output[:, inputs["input_ids"].shape[1] :].tolist():
+            ended = tokenizer.eos_token_id in row
+            count = row.index(tokenizer.eos_token_id) + 1 if ended else len(row)
+            words = tokenizer.decode(row[: count - ended], skip_special_tokens=True)
+            written.append((Text(words, ended), count))
+    return written

@@ -1,0 +1,246 @@
+"""``oppo demo``: a small language model is made, trained with PPO through ``oppo train``'s path, and examined."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import anyio
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+
+from oppo import observe
+from oppo.config import Settings, resolve
+from oppo.demo.assets import Assets, cache_directory, make_assets
+from oppo.demo.exactness import Digests, compare_schedules
+from oppo.demo.examination import Answers, examine
+from oppo.evaluate import Comparison, compare
+from oppo.events import Defer, Finish
+from oppo.observe import Span
+from oppo.train import FINAL, prepare, run
+
+SHOWN = 3
+"""Held-out prompts whose responses are shown, before and after."""
+
+LENGTH_HACK = 2.0
+"""A policy whose responses have become this many times as long has found a short cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How large a demo is.
+
+    Attributes:
+        small: make tiny models.
+        steps: of PPO.
+        max_new_tokens: of a response.
+        examined: held-out prompts that are answered before and after.
+    """
+
+    small: bool
+    steps: int
+    max_new_tokens: int
+    examined: int
+
+
+FULL = Plan(small=False, steps=36, max_new_tokens=256, examined=128)
+SHORT = Plan(small=True, steps=16, max_new_tokens=64, examined=32)
+
+
+def demo(directory: Path, *, short: bool = False, seed: int = 0, cache: Path | None = None) -> Path:
+    """Run the demo and return its run directory.
+
+    Args:
+        directory: the folder that holds runs.
+        short: the quick version: smaller models, fewer steps.
+        seed: of everything.
+        cache: where what is made once is kept; :func:`cache_directory` unless given.
+    """
+    plan = SHORT if short else FULL
+    console = Console()
+    began = observe.now()
+    assets = make_assets(
+        cache or cache_directory(), seed=seed, small=plan.small, progress=lambda *said: tell(console, began, *said)
+    )
+    introduce(console, assets)
+    settings = settings_of(plan, assets, unused(directory), seed)
+    deferrals = Deferrals()
+    with prepare(settings) as session:
+        sampling = session.assembly.sampling
+        anyio.run(run, session, console, [deferrals])
+    trained = settings.run_directory / FINAL / "actor"
+    tell(console, began, f"examining both policies on {plan.examined} held-out prompts", 0.0)
+    before, after = (
+        examine(
+            actor,
+            base=assets.actor,
+            reward=assets.reward,
+            held_out=assets.held_out,
+            sampling=sampling,
+            count=plan.examined,
+        )
+        for actor in (assets.actor, trained)
+    )
+    tell(console, began, "running two steps serially and streamed, in exact mode", 0.5)
+    digests = compare_schedules(settings)
+    facts = summary(settings, before, after, deferrals, digests, observe.now() - began)
+    path = settings.run_directory / "summary.json"
+    known = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(known | facts, indent=2) + "\n", encoding="utf-8")
+    show_samples(console, before, after)
+    console.print(Text("\n".join(conclusions(facts, settings)), style=""), soft_wrap=True)
+    return settings.run_directory
+
+
+def settings_of(plan: Plan, assets: Assets, target: Path, seed: int) -> Settings:
+    """Return the settings of the run, as ``oppo train`` would read them."""
+    return resolve(
+        {
+            "run": {"name": target.name, "directory": str(target.parent), "steps": plan.steps, "seed": seed},
+            "models": {
+                "policy": str(assets.actor),
+                "reward": str(assets.reward),
+                "critic": str(assets.critic),
+            },
+            "data": {"prompts": str(assets.prompts)},
+            "sampling": {"max_new_tokens": plan.max_new_tokens},
+            "step": {"batch": 32, "extra": 8, "chunk": 16, "kl": 0.05},
+            "trainer": {
+                "learning_rate": 3e-4,
+                "critic_learning_rate": 1e-3,
+                "epochs": 2,
+                "minibatches": 2,
+                "micro_batch_tokens": 4096,
+            },
+        },
+        Path.cwd(),
+    )
+
+
+def unused(directory: Path) -> Path:
+    """Return the first of ``demo-1``, ``demo-2``, ... that is not in ``directory``."""
+    number = 1
+    while (directory / f"demo-{number}").exists():
+        number += 1
+    return (directory / f"demo-{number}").absolute()
+
+
+def tell(console: Console, began: float, words: str, done: float) -> None:
+    """Say what is being done, with the seconds since the start and the part of it that is done."""
+    console.out(f"{observe.now() - began:5.0f} s  {done:4.0%}  {words}", highlight=False)
+
+
+def introduce(console: Console, assets: Assets) -> None:
+    """Say what the run starts from."""
+    facts = assets.facts
+    console.out(
+        f"base policy: {facts.parameters['actor']:,} parameters, vocabulary {facts.vocabulary}; responses of "
+        f"{facts.response_tokens['p50']:.0f} tokens in the median, {facts.response_tokens['p99']:.0f} at p99\n"
+        f"reward model: orders {facts.pair_accuracy:.0%} of held-out preference pairs as their labels do\n"
+        f"both are kept in {assets.directory}",
+        highlight=False,
+    )
+
+
+class Deferrals:
+    """An observer that counts how often each rollout was carried into a later step."""
+
+    def __init__(self) -> None:
+        self.ages: dict[int, int] = {}
+        self.finished: set[int] = set()
+
+    def on_item(self, step: int, stage: str, item: object, at: float) -> None:
+        """Count deferrals; note which rollouts finished."""
+        del step, stage, at
+        if isinstance(item, Defer):
+            self.ages[item.rollout] = item.age
+        elif isinstance(item, Finish):
+            self.finished.add(item.rollout)
+
+    def on_span(self, span: Span) -> None:
+        """Spans do not matter here."""
+
+    def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
+        """Steps do not matter here."""
+
+    @property
+    def fraction(self) -> float:
+        """The part of the trained rollouts that was carried at least once."""
+        return len(self.ages) / max(1, len(self.finished))
+
+    def histogram(self) -> dict[int, int]:
+        """Return how many rollouts were carried over how many steps."""
+        counts: dict[int, int] = {}
+        for age in self.ages.values():
+            counts[age] = counts.get(age, 0) + 1
+        return dict(sorted(counts.items()))
+
+
+def summary(
+    settings: Settings, before: Answers, after: Answers, deferrals: Deferrals, digests: Digests, seconds: float
+) -> dict[str, object]:
+    """Return the facts of ``summary.json``."""
+    scores = compare(before.scores, after.scores)
+    return {
+        "score_before": scores.before,
+        "score_after": scores.after,
+        "score_gain": scores.gain,
+        "score_after_ci95": scores.half_width,
+        "score_spread_before": scores.spread,
+        "kl": float(after.kl.mean()),
+        "length_before": float(np.mean(before.lengths)),
+        "length_after": float(np.mean(after.lengths)),
+        "seconds": seconds,
+        "hidden_fraction": hidden_fraction(settings.run_directory / "metrics.jsonl"),
+        "deferred_fraction": deferrals.fraction,
+        "deferral_steps": deferrals.histogram(),
+        "tokens_identical_to_serial": digests.identical,
+        "digest_serial": digests.serial,
+        "digest_streamed": digests.streamed,
+        "actor": str(settings.run_directory / FINAL / "actor"),
+        "steps": settings.run.steps,
+    }
+
+
+def hidden_fraction(metrics: Path) -> float:
+    """Return the part of all scoring seconds of a run in which something decoded or trained as well."""
+    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    scoring = sum(line["timing_s/score"] for line in lines)
+    exposed = sum(line["timing_s/score_exposed"] for line in lines)
+    return float(1 - exposed / scoring)
+
+
+def show_samples(console: Console, before: Answers, after: Answers) -> None:
+    """Show the first held-out prompts with the responses of both policies."""
+    for k in range(SHOWN):
+        console.print(Text(f"\n{before.prompts[k]}", style="bold"))
+        for name, answers in (("before", before), ("after", after)):
+            console.print(Text(f"  {name} {answers.scores[k]:+.2f} {answers.texts[k].strip()}"))
+
+
+def conclusions(facts: Mapping[str, object], settings: Settings) -> list[str]:
+    """Return what the run showed, a line for each finding."""
+    number = {name: float(value) for name, value in facts.items() if isinstance(value, int | float)}
+    ratio = number["length_after"] / number["length_before"]
+    lines = [
+        "",
+        f"score      {number['score_before']:+.2f} before, {number['score_after']:+.2f} after on held-out prompts: "
+        f"gain {number['score_gain']:+.2f} +- {number['score_after_ci95']:.2f} (95 %), "
+        f"{number['score_gain'] / number['score_spread_before']:.1f} standard deviations of the base",
+        f"KL         {number['kl']:.1f} nats a response to the base policy",
+        f"length     {number['length_before']:.0f} tokens before, {number['length_after']:.0f} after",
+        f"overlap    {number['hidden_fraction']:.0%} of the scoring was hidden behind decoding and training",
+        f"deferral   {number['deferred_fraction']:.1%} of the rollouts were carried into a later step; "
+        f"steps carried: {facts['deferral_steps'] or 'none'}",
+        f"exactness  serial and streamed run made {'the same' if facts['tokens_identical_to_serial'] else 'OTHER'} "
+        f"tokens: {str(facts['digest_serial'])[:16]} and {str(facts['digest_streamed'])[:16]}",
+        f"outputs    {settings.run_directory}/report.html, actor in {facts['actor']}",
+        f"again      oppo train {settings.run_directory}/config.toml --set run.name=again",
+        f"time       {number['seconds']:.0f} s",
+    ]
+    if ratio > LENGTH_HACK:
+        lines.insert(4, f"length hack: responses are {ratio:.1f} times as long as the base policy's")
+    return lines

@@ -1,0 +1,228 @@
+"""The decode loop: continuous batching in the model's thread, with the cut evaluated between two decode steps.
+
+::
+
+    enter:  rows whose keys and values are missing or stale read prompt + tokens so far;
+            parked rows read their last token, which nobody has read yet
+    loop:   draw one token for each live row -> tell the cut who ended -> deliver -> read the new tokens
+
+Everything here is synchronous, knows no event loop and runs in one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from oppo.errors import ModelError
+from oppo.hf.incremental import Incremental
+from oppo.hf.sampling import draw, gumbel
+
+if TYPE_CHECKING:
+    import threading
+
+    from transformers import PreTrainedModel
+
+    from oppo.events import FinishReason, FloatArray, IntArray, Prompt
+    from oppo.models import Cut, Sampling
+
+GRID = 32
+"""In exact mode a row is read alone, in blocks that begin at multiples of this: bits then depend on that row only."""
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """A rollout as the decode loop sees it.
+
+    Attributes:
+        key: names the row in the cache.
+        limit: a response of this many tokens ends with reason ``length``.
+        tokens: the response so far; the last one has not been read by the model yet.
+        given_up: set from outside; the row leaves at the next decode step.
+    """
+
+    key: int
+    prompt: Prompt
+    limit: int
+    tokens: list[int] = field(default_factory=list)
+    given_up: bool = False
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Place of the rollout in admission order."""
+        return self.prompt.admission, self.prompt.sample
+
+    def sequence(self) -> Tensor:
+        """Return prompt and response so far, int64."""
+        return torch.tensor([*self.prompt.tokens.tolist(), *self.tokens])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeStep:
+    """What one decode step made: one token for each live row, in admission order.
+
+    Attributes:
+        tokens: int32 [n].
+        logprobs: float32 [n].
+        version: version of the weights that made them.
+        reasons: why a row ended with its token; ``None`` while it is live.
+    """
+
+    rows: tuple[Row, ...]
+    tokens: IntArray
+    logprobs: FloatArray
+    version: int
+    reasons: tuple[FinishReason | None, ...]
+
+
+Deliver: TypeAlias = Callable[[DecodeStep], None]
+"""Makes a decode step's tokens visible to readers."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """What a decoder has done so far."""
+
+    decode_steps: int = 0
+    tokens: int = 0
+    prefilled: int = 0
+
+
+class Decoder:
+    """Decodes rows with one model, a token at a time, for as long as it is let.
+
+    Args:
+        model: a causal LM.
+        exact: read prompts so that no row's bits depend on another row.
+        prefill_tokens: how many tokens, padding included, are read in one forward pass.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, sampling: Sampling, exact: bool, prefill_tokens: int) -> None:
+        self.counters = Counters()
+        self.reader = Incremental(model)
+        self.version = 0
+        self._sampling = sampling
+        self._exact = exact
+        self._budget = prefill_tokens
+        self._current: set[int] = set()  # keys of rows of which all but the last token has been read
+
+    @torch.inference_mode()
+    def run(self, rows: Iterable[Row], cut: Cut, stop: threading.Event, deliver: Deliver) -> None:
+        """Decode ``rows`` until each has ended, ``cut`` answers true or ``stop`` is set; the others stay parked.
+
+        Raises:
+            ModelError: logits were not finite.
+        """
+        live = sorted(rows, key=lambda row: row.order)
+        try:
+            logits = self._enter(live, stop)
+            while logits is not None:
+                made, tokens = self._draw(live, logits)
+                ended = [row.prompt.rollout for row, reason in zip(live, made.reasons, strict=True) if reason]
+                cutting = bool(ended) and cut(ended)
+                deliver(made)
+                live, tokens = self._without_ended(live, tokens, made.reasons)
+                if cutting or stop.is_set() or not live:
+                    return
+                logits = self.reader.step([row.key for row in live], tokens)
+        except BaseException:
+            self.forget(live)  # what they have read is unknown now
+            raise
+
+    def forget(self, rows: Iterable[Row]) -> None:
+        """Free the memory of rows."""
+        keys = [row.key for row in rows]
+        self._current.difference_update(keys)
+        self.reader.forget(keys)
+
+    def expire(self) -> None:
+        """Free all keys and values: parked rows will read their tokens again, with the weights of that time."""
+        self._current.clear()
+        self.reader.clear()
+
+    def _enter(self, live: Sequence[Row], stop: threading.Event) -> Tensor | None:
+        """Bring every row up to its last token; return the logits after it, [n, V], or None if stopped before."""
+        behind = [row for row in live if row.key not in self._current]
+        self.forget(behind)
+        last: dict[int, Tensor] = {}
+        for portion in self._portions(behind):
+            if stop.is_set():
+                self.forget(behind)
+                return None
+            keys = [row.key for row, _ in portion]
+            outputs = self.reader.extend(keys, [tokens for _, tokens in portion], last_only=True)
+            last.update(zip(keys, outputs, strict=True))
+            self.counters.prefilled += sum(len(tokens) for _, tokens in portion)
+        parked = [row for row in live if row.key in self._current]
+        if parked:
+            keys = [row.key for row in parked]
+            stepped = self.reader.step(keys, torch.tensor([row.tokens[-1] for row in parked]))
+            last.update(zip(keys, stepped.split(1), strict=True))
+        self._current.update(last)
+        return torch.cat([last[row.key] for row in live]) if live else None
+
+    def _portions(self, rows: Sequence[Row]) -> Iterator[list[tuple[Row, Tensor]]]:
+        """Yield what is read in each forward pass: together all tokens of all rows."""
+        if self._exact:
+            for row in rows:
+                for block in row.sequence().split(GRID):
+                    yield [(row, block)]
+            return
+        tails = []
+        for row in rows:
+            *heads, tail = row.sequence().split(self._budget)
+            for head in heads:
+                yield [(row, head)]
+            tails.append((row, tail))
+        portion: list[tuple[Row, Tensor]] = []
+        for row, tail in sorted(tails, key=lambda pair: len(pair[1])):  # like lengths together: little padding
+            if (len(portion) + 1) * len(tail) > self._budget and portion:
+                yield portion
+                portion = []
+            portion.append((row, tail))
+        if portion:
+            yield portion
+
+    def _draw(self, live: Sequence[Row], logits: Tensor) -> tuple[DecodeStep, Tensor]:
+        """Append one token to each row; return the step and its tokens, int64 [n] on the model's device."""
+        noise = None
+        if self._sampling.temperature > 0:
+            places = torch.tensor([(*row.order, len(row.tokens)) for row in live], device=logits.device)
+            admission, sample, position = places.unbind(1)
+            noise = gumbel(self._sampling.seed, admission, sample, position, logits.shape[-1])
+        tokens, logprobs = draw(logits, noise, self._sampling)
+        host = torch.stack((tokens.double(), logprobs.double())).cpu().numpy()  # both exact in float64: one transfer
+        if not np.isfinite(host[1]).all():
+            broken = [row.prompt.rollout for row, fine in zip(live, np.isfinite(host[1]), strict=True) if not fine]
+            raise ModelError(
+                f"the policy's logits at version {self.version} are not finite for rollouts {broken}: "
+                "the weights have diverged or overflow their dtype"
+            )
+        ids = host[0].astype(np.int32)
+        reasons = tuple(self._append(row, token) for row, token in zip(live, ids.tolist(), strict=True))
+        self.counters.decode_steps += 1
+        self.counters.tokens += len(live)
+        return DecodeStep(tuple(live), ids, host[1].astype(np.float32), self.version, reasons), tokens
+
+    def _append(self, row: Row, token: int) -> FinishReason | None:
+        """Append a token to a row; return why the row ends with it, if it does."""
+        row.tokens.append(token)
+        if token in self._sampling.stop:
+            return "eos" if token == self._sampling.stop[0] else "stop"
+        return "length" if len(row.tokens) >= row.limit else None
+
+    def _without_ended(
+        self, live: list[Row], tokens: Tensor, reasons: Sequence[FinishReason | None]
+    ) -> tuple[list[Row], Tensor]:
+        """Return the rows that go on and their tokens; the memory of the others is free."""
+        stays = [reason is None and not row.given_up for row, reason in zip(live, reasons, strict=True)]
+        if all(stays):
+            return live, tokens
+        self.forget(row for row, stay in zip(live, stays, strict=True) if not stay)
+        kept = torch.tensor([at for at, stay in enumerate(stays) if stay], dtype=torch.int64, device=tokens.device)
+        return [row for row, stay in zip(live, stays, strict=True) if stay], tokens[kept]

@@ -1,0 +1,155 @@
+"""Models and tokenizers by directory or hub name, from safetensors only, probed before anybody relies on them.
+
+The attention implementation is transformers' own choice: SDPA where a model supports it, eager otherwise.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypedDict, cast
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from oppo.errors import ConfigError
+from oppo.hf.probe import probe
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+_DTYPES: dict[str, torch.dtype | Literal["auto"]] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "auto": "auto",
+}
+
+
+class _Info(TypedDict):
+    """What transformers says of a checkpoint: names, and names with the shape that came and the one wanted."""
+
+    missing_keys: Collection[str]
+    mismatched_keys: Collection[tuple[str, Collection[int], Collection[int]]]
+
+
+def load_causal(path: str | Path, *, dtype: str = "float32", trust_remote_code: bool = False) -> PreTrainedModel:
+    """Return the causal language model at a directory or hub name, in evaluation mode, probed.
+
+    Args:
+        path: a directory with ``config.json`` and safetensors, or a hub name.
+        dtype: ``float32``, ``bfloat16``, ``float16`` or ``auto`` (the checkpoint's).
+        trust_remote_code: run code that comes with the model.
+
+    Raises:
+        ConfigError: there is no such model, it has no safetensors, or the dtype is unknown.
+        ModelRefused: the model cannot be served exactly.
+    """
+    model, missing = _load(AutoModelForCausalLM, path, dtype=dtype, trust_remote_code=trust_remote_code)
+    if missing:
+        raise ConfigError(
+            f"the checkpoint at {str(path)!r} has no {', '.join(missing)}: expected that of a causal language model, "
+            f"not of {_architecture(model)}"
+        )
+    probe(model)
+    return model
+
+
+def load_scalar(
+    path: str | Path, *, dtype: str = "float32", trust_remote_code: bool = False, new_head: bool = False
+) -> PreTrainedModel:
+    """Return the model at a directory or hub name as one that gives one number, in evaluation mode, probed.
+
+    Args:
+        path: a directory with ``config.json`` and safetensors, or a hub name.
+        dtype: ``float32``, ``bfloat16``, ``float16`` or ``auto`` (the checkpoint's).
+        trust_remote_code: run code that comes with the model.
+        new_head: let the checkpoint lack a scalar head and begin with one of zeros: for a critic, never for a reward.
+
+    Raises:
+        ConfigError: there is no such model, it has no safetensors or no scalar head, or the dtype is unknown.
+        ModelRefused: the model cannot be served exactly.
+    """
+    model, missing = _load(
+        AutoModelForSequenceClassification, path, dtype=dtype, trust_remote_code=trust_remote_code, num_labels=1
+    )
+    backbone = [name for name in missing if name.startswith(f"{model.base_model_prefix}.")]
+    if backbone:
+        raise ConfigError(f"the checkpoint at {str(path)!r} has no {', '.join(backbone)}: it is incomplete")
+    if missing and not new_head:
+        raise ConfigError(
+            f"the checkpoint at {str(path)!r} has no {', '.join(missing)}: expected a sequence classification model "
+            "with one label; a reward from an untrained head would be noise"
+        )
+    with torch.no_grad():
+        for name in missing:
+            model.get_parameter(name).zero_()
+    probe(model)
+    return model
+
+
+def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Return the tokenizer at a directory or hub name.
+
+    Raises:
+        ConfigError: there is no such tokenizer.
+    """
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(_not_found("tokenizer", path, error)) from error
+    return tokenizer
+
+
+def _load(
+    kind: type[AutoModelForCausalLM | AutoModelForSequenceClassification],
+    path: str | Path,
+    *,
+    dtype: str,
+    trust_remote_code: bool,
+    num_labels: int | None = None,
+) -> tuple[PreTrainedModel, list[str]]:
+    """Return a model and the names of its parameters that the checkpoint does not have."""
+    if dtype not in _DTYPES:
+        raise ConfigError(f"dtype must be one of {', '.join(_DTYPES)}, not {dtype!r}")
+    try:
+        loaded = kind.from_pretrained(
+            path,
+            dtype=_DTYPES[dtype],
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # said below, in one sentence
+            **({} if num_labels is None else {"num_labels": num_labels}),
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(_not_found("model", path, error)) from error
+    model, info = cast("tuple[PreTrainedModel, _Info]", loaded)
+    if info["mismatched_keys"]:
+        wrong = [f"{name} is {list(came)}, not {list(wanted)}" for name, came, wanted in info["mismatched_keys"]]
+        raise ConfigError(
+            f"the checkpoint at {str(path)!r} does not fit {type(model).__name__}: {', '.join(sorted(wrong)[:3])}"
+        )
+    return model, sorted(info["missing_keys"])
+
+
+def _not_found(what: str, path: str | Path, error: Exception) -> str:
+    """Return a sentence that says what was looked for, where, and why it could not be had."""
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        there = sorted(entry.name for entry in directory.iterdir())
+        where = f"the directory {str(directory)!r} holds {', '.join(there) or 'nothing'}"
+    else:
+        where = f"{str(path)!r} is no directory here, and as a hub name it could not be had"
+    wanted = "config.json and *.safetensors" if what == "model" else "tokenizer.json or a vocabulary"
+    reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return f"no {what} could be loaded: {where}; looked for {wanted} ({reason})"
+
+
+def _architecture(model: PreTrainedModel) -> str:
+    return ", ".join(getattr(model.config, "architectures", None) or ["an unknown architecture"])

@@ -1,0 +1,116 @@
+"""From a ragged batch to padded forward passes of bounded size, and back to flat tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from oppo.events import Batch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MicroBatch:
+    """Some rows of a batch as one forward pass; n rows padded on the right to L tokens, T response tokens in all.
+
+    The last token of each row is not read: nothing is predicted from it.
+
+    Attributes:
+        ids, attention, positions: int64 [n, L].
+        keep: int64 [K], the sequence positions from which some row predicts a response token.
+        row, column: int64 [T], where in an [n, K, ...] output each response token was predicted.
+        tokens: int64 [T].
+        mask: bool [T], true for the tokens that are trained.
+        logprobs, values, advantages, returns: float32 [T], as they came with the batch.
+    """
+
+    ids: Tensor
+    attention: Tensor
+    positions: Tensor
+    keep: Tensor
+    row: Tensor
+    column: Tensor
+    tokens: Tensor
+    mask: Tensor
+    logprobs: Tensor
+    values: Tensor
+    advantages: Tensor
+    returns: Tensor
+
+    @property
+    def padding(self) -> int:
+        """How many of the ``ids`` are padding."""
+        return self.ids.numel() - int(self.attention.sum())
+
+
+def trainable(batch: Batch) -> NDArray[np.int64]:
+    """Return the rows of the batch of which at least one token was sampled: int64."""
+    return np.array([r for r, tokens in enumerate(batch.rows()) if batch.sampled[tokens].any()], np.int64)
+
+
+def minibatches(rows: NDArray[np.int64], count: int, key: Sequence[int]) -> Iterator[NDArray[np.int64]]:
+    """Yield one epoch of ``rows``, shuffled by ``key``, in ``count`` parts of nearly equal size; none is empty."""
+    shuffled = np.random.default_rng(key).permutation(rows)
+    yield from (part for part in np.array_split(shuffled, count) if len(part))
+
+
+def micro_batches(lengths: Sequence[int], rows: Sequence[int], budget: int) -> list[list[int]]:
+    """Return ``rows`` in groups whose padded size is at most ``budget`` tokens, longest first.
+
+    Sorted by length, so that rows of a group need little padding, and longest first, so that a budget that is too
+    large for the device shows at once. A row longer than the budget is a group of its own.
+    """
+    groups: list[list[int]] = []
+    width = 0
+    for row in sorted(rows, key=lambda row: (-lengths[row], row)):
+        if groups and (len(groups[-1]) + 1) * width <= budget:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+            width = lengths[row]
+    return groups
+
+
+def read_lengths(batch: Batch) -> list[int]:
+    """Return how many tokens of each row a forward pass reads."""
+    return [len(response.prompt.tokens) + len(response) - 1 for response in batch.responses]
+
+
+def pack(batch: Batch, rows: Sequence[int], device: torch.device) -> MicroBatch:
+    """Return the given rows of the batch as one forward pass on ``device``."""
+    prompts = [batch.responses[r].prompt.tokens for r in rows]
+    every = batch.rows()
+    spans = [every[r] for r in rows]
+    lengths = [span.stop - span.start for span in spans]
+    width = max(len(prompt) + length - 1 for prompt, length in zip(prompts, lengths, strict=True))
+    first = min(len(prompt) for prompt in prompts) - 1
+    ids = np.zeros((len(rows), width), np.int64)
+    attention = np.zeros((len(rows), width), np.int64)
+    for i, (prompt, span) in enumerate(zip(prompts, spans, strict=True)):
+        sequence = np.concatenate((prompt, batch.tokens[span]))[:-1]
+        ids[i, : len(sequence)] = sequence
+        attention[i, : len(sequence)] = 1
+    taken = np.concatenate([np.arange(span.start, span.stop) for span in spans])
+    columns = [np.arange(length) + len(prompt) - 1 - first for prompt, length in zip(prompts, lengths, strict=True)]
+
+    def tensor(array: NDArray[np.generic]) -> Tensor:
+        return torch.tensor(array, device=device)
+
+    return MicroBatch(
+        ids=tensor(ids),
+        attention=tensor(attention),
+        positions=torch.arange(width, device=device).expand(len(rows), width),
+        keep=torch.arange(first, width, device=device),
+        row=tensor(np.repeat(np.arange(len(rows)), lengths)),
+        column=tensor(np.concatenate(columns)),
+        tokens=tensor(batch.tokens[taken].astype(np.int64)),
+        mask=tensor(batch.sampled[taken]),
+        logprobs=tensor(batch.logprobs[taken]),
+        values=tensor(batch.values[taken]),
+        advantages=tensor(batch.advantages[taken]),
+        returns=tensor(batch.returns[taken]),
+    )

@@ -1,0 +1,166 @@
+"""Refusing, at load, a model that cannot be served row by row: first by what it is, then by what it computes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from oppo.errors import ModelRefused
+from oppo.hf.anatomy import backbone, vocabulary
+from oppo.hf.incremental import Incremental
+from oppo.hf.masks import window_of
+
+TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
+"""Largest difference allowed at a position, in units of the largest output there; two-byte types hide small faults."""
+
+CLASSES = (16, 32, 64)
+"""Length classes of the probe: short, so that rows soon move from one to the next."""
+
+TAIL = 48
+"""So many last tokens of the longest row are read in small pieces and compared; what precedes is one chunk."""
+
+PAST_WINDOW = 40
+"""The longest row exceeds the sliding window by so many tokens."""
+
+LONG, MIDDLE, SHORT = 1, 2, 3
+READING: tuple[tuple[str, dict[int, int]], ...] = (
+    ("extend", {MIDDLE: 9}),
+    ("extend", {SHORT: 5, LONG: 12}),
+    ("step", {SHORT: 1, LONG: 1, MIDDLE: 1}),
+    ("step", {SHORT: 1, LONG: 1, MIDDLE: 1}),
+    ("extend", {MIDDLE: 14, LONG: 9}),
+    ("step", {MIDDLE: 1, SHORT: 1, LONG: 1}),
+    ("forget", {SHORT: 0}),
+    ("extend", {LONG: 24, MIDDLE: 15}),
+    ("step", {MIDDLE: 1, LONG: 1}),
+)
+"""How the rows are read: ragged chunks, steps between them, moves to longer classes, a row that leaves."""
+
+
+def probe(model: PreTrainedModel, *, tolerance: float | None = None) -> None:
+    """Return only if ``model``, read in pieces beside other rows, agrees with its own one-shot forward pass.
+
+    A causal LM is compared by its logits, any other model by the last hidden states of its backbone. The longest row
+    exceeds the sliding window, if there is one, and is about 80 tokens long otherwise.
+
+    Args:
+        model: any model with a causal backbone.
+        tolerance: instead of the one for the model's dtype in :data:`TOLERANCES`.
+
+    Raises:
+        ModelRefused: names the model, what was compared and by how much it differs, or why it was not tried.
+    """
+    served = model if model.get_output_embeddings() is not None else backbone(model)
+    reason = _known_reason(served)
+    if reason is not None:
+        raise ModelRefused(f"{_name(model)} cannot be served row by row: {reason}")
+    limit = TOLERANCES.get(model.dtype, 1e-4) if tolerance is None else tolerance
+    try:
+        with torch.inference_mode():
+            _compare(served, limit)
+    except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        raise ModelRefused(f"{_name(model)} cannot be served row by row: it failed when probed: {error!r}") from error
+
+
+def _name(model: PreTrainedModel) -> str:
+    return f"{type(model).__name__} (model type {model.config.model_type!r})"
+
+
+def _known_reason(model: PreTrainedModel) -> str | None:
+    """Return why a model of this kind is not even tried, or ``None``."""
+    text = model.config.get_text_config()
+    if model.config.is_encoder_decoder:
+        return "it is an encoder-decoder; only decoders are served"
+    if text.model_type == "bloom" or getattr(text, "alibi", False) or _mpt_alibi(text):
+        return "its attention has ALiBi biases, which transformers derives from one length for all rows"
+    if getattr(model, "_is_stateful", False):
+        return "it has recurrent layers, whose state holds no position to go back to"
+    if "past_key_values" not in inspect.signature(model.forward).parameters:
+        return "its forward pass takes no past_key_values, so it cannot continue a sequence"
+    return None
+
+
+def _mpt_alibi(config: object) -> bool:
+    return bool(getattr(getattr(config, "attn_config", None), "alibi", False))
+
+
+def _compare(model: PreTrainedModel, limit: float) -> None:
+    incremental = Incremental(model, classes=CLASSES)
+    longest = min(incremental.max_length, max(80, (window_of(model.config) or 0) + PAST_WINDOW))
+    rows = {row: _tokens(model, row, length) for row, length in ((LONG, longest), (MIDDLE, 41), (SHORT, 8))}
+    rows = {row: tokens[:longest] for row, tokens in rows.items()}
+    _causal(model, rows[MIDDLE], limit)
+    read: dict[int, list[tuple[int, Tensor]]] = {row: [] for row in rows}
+    first = incremental.extend([LONG], [rows[LONG][: max(longest - TAIL, 1)]], last_only=True)[0]
+    read[LONG].append((incremental.length(LONG) - 1, first))
+    for kind, amounts in READING:
+        if kind == "forget":
+            incremental.forget(list(amounts))
+            continue
+        starts = {row: incremental.length(row) for row in amounts}
+        pieces = {row: rows[row][start : start + amounts[row]] for row, start in starts.items()}
+        pieces = {row: piece for row, piece in pieces.items() if len(piece)}
+        if not pieces:
+            continue
+        if kind == "step":
+            outputs = list(incremental.step(list(pieces), torch.cat(list(pieces.values())))[:, None])
+        else:
+            outputs = incremental.extend(list(pieces), list(pieces.values()))
+        for row, output in zip(pieces, outputs, strict=True):
+            read[row].append((starts[row], output))
+    for row, tokens in rows.items():
+        _agree(model, tokens, read[row], limit)
+
+
+def _agree(model: PreTrainedModel, tokens: Tensor, read: Sequence[tuple[int, Tensor]], limit: float) -> None:
+    """Compare what was read of one row with the model's own pass over all of it."""
+    base = max(len(tokens) - TAIL - 1, 0)
+    want = _one_shot(model, tokens, len(tokens) - base)
+    for start, got in read:
+        expected = want[start - base : start - base + len(got)]
+        worst, at = _difference(got, expected)
+        if not worst <= limit:
+            raise ModelRefused(
+                f"{_name(model)} cannot be served row by row: read in pieces, its output at position {start + at} of "
+                f"{len(tokens)} differs from its own one-shot forward pass by {worst:.1e} of the largest output there; "
+                f"at most {limit:.0e} is allowed in {model.dtype}"
+            )
+
+
+def _causal(model: PreTrainedModel, tokens: Tensor, limit: float) -> None:
+    """Check that no output depends on a later token."""
+    changed = tokens.clone()
+    changed[-1] = (changed[-1] + 1) % 2
+    before = _one_shot(model, tokens, len(tokens))[:-1]
+    worst, at = _difference(_one_shot(model, changed, len(tokens))[:-1], before)
+    if not worst <= limit:
+        raise ModelRefused(
+            f"{_name(model)} cannot be served row by row: it is not causal: another last token changed its output at "
+            f"position {at} of {len(tokens)} by {worst:.1e} of the largest output there"
+        )
+
+
+def _difference(got: Tensor, want: Tensor) -> tuple[float, int]:
+    """Return the largest difference over the positions, relative to the largest output at each, and where."""
+    scale = want.float().abs().amax(-1).clamp(min=torch.finfo(torch.float32).tiny)
+    relative = (got.float() - want.float()).abs().amax(-1) / scale
+    at = int(relative.nan_to_num(nan=torch.inf).argmax())
+    return float(relative[at]), at
+
+
+def _one_shot(model: PreTrainedModel, tokens: Tensor, keep: int) -> Tensor:
+    """Return the outputs [keep, D] at the last positions of one row, as the model itself computes them."""
+    kept = {"logits_to_keep": keep} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    ids = tokens[None]
+    output = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **kept)
+    seen: Tensor = output.logits if "logits" in output else output.last_hidden_state
+    return seen[0, -keep:]
+
+
+def _tokens(model: PreTrainedModel, row: int, length: int) -> Tensor:
+    """Return int64 [length]: token ids spread over the vocabulary, the same every time."""
+    return (torch.arange(length, device=model.device) * 7919 + row * 104729 + 3) % vocabulary(model)

@@ -1,0 +1,218 @@
+"""Reading rollouts as they grow: from events to calls of :class:`~oppo.hf.incremental.Incremental`.
+
+::
+
+    Prompt | Chunk | Given  ->  session.unread  ->  stretches, batched  ->  keep(stretch, outputs)
+
+Otherwise at once, in ragged batches; with ``exact`` each rollout alone, in blocks on an absolute grid of its sequence,
+so that neither the arrival pattern nor other rollouts can change a bit of the outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from oppo.errors import ModelError, ProtocolError
+from oppo.events import Chunk, Finish, Given, IntArray, Prompt
+from oppo.hf.incremental import Incremental
+
+GRID = 32
+"""Tokens in a block of the exact mode."""
+
+TOKENS_PER_PASS = 4096
+"""A forward pass reads at most so many tokens, padding included: bounds the activations and the logits."""
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """What is known of one rollout while it grows.
+
+    Attributes:
+        prompt: length of the prompt.
+        received: tokens received, prompt and response together.
+        read: tokens that the model has read.
+        unread: int64 [received - read].
+        kept: what the scorer noted of each stretch.
+        tail: [1, D], the output at the last position read, where the scorer needs it for the next token.
+    """
+
+    rollout: int
+    prompt: int
+    received: int = 0
+    read: int = 0
+    unread: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    kept: list[Tensor] = field(default_factory=list)
+    tail: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stretch:
+    """Tokens ``start .. end`` of one rollout's sequence, int64 on the model's device."""
+
+    session: Session
+    start: int
+    tokens: Tensor
+
+    @property
+    def end(self) -> int:
+        """The position after the last token."""
+        return self.start + len(self.tokens)
+
+    @property
+    def in_prompt(self) -> bool:
+        """Whether no token of the response is in it."""
+        return self.end <= self.session.prompt
+
+
+class Reader:
+    """Reads rollouts with one model and tells a scorer what came out.
+
+    Args:
+        incremental: the model.
+        name: the model's, for errors.
+        vocabulary: token ids must be smaller.
+        device: where the model is.
+        keep: called with each stretch and the outputs [k, D] at its last k positions: all of them, or one where
+            ``wide`` is set and the stretch lies in the prompt.
+        exact: each rollout alone, on the grid.
+        wide: outputs are logits, worth computing only where they are needed.
+    """
+
+    def __init__(
+        self,
+        incremental: Incremental,
+        *,
+        name: str,
+        vocabulary: int,
+        device: torch.device,
+        keep: Callable[[Stretch, Tensor], None],
+        exact: bool,
+        wide: bool = False,
+    ) -> None:
+        self._incremental = incremental
+        self._name = name
+        self._vocabulary = vocabulary
+        self._device = device
+        self._keep = keep
+        self._exact = exact
+        self._wide = wide
+        self._sessions: dict[int, Session] = {}
+
+    def extend(self, events: Sequence[Prompt | Chunk | Given]) -> None:
+        """Take the tokens of ``events`` and read what can be read now.
+
+        Raises:
+            ModelError: a token is outside the vocabulary, or a sequence longer than the model reads.
+            ProtocolError: a rollout is opened twice, was never opened, or has a gap.
+        """
+        self._advance([self._received(event) for event in events], final=False)
+
+    def finish(self, finished: Sequence[Finish]) -> list[Session]:
+        """Read what is left of ``finished``; return their sessions, in order, which are forgotten here.
+
+        Raises:
+            ProtocolError: the tokens received are not the whole response.
+        """
+        sessions = []
+        for finish in finished:
+            session = self._known(finish.rollout)
+            expected = session.prompt + len(finish.response)
+            if session.received != expected:
+                raise ProtocolError(
+                    f"rollout {finish.rollout} finished with {expected} tokens, prompt included, but {self._name} was "
+                    f"given {session.received}: extend it by the rest first"
+                )
+            sessions.append(session)
+        self._advance(sessions, final=True)
+        self.forget([session.rollout for session in sessions])
+        return sessions
+
+    def forget(self, rollouts: Iterable[int]) -> None:
+        """Drop sessions and their memory; unknown rollouts are fine."""
+        rollouts = list(rollouts)
+        for rollout in rollouts:
+            self._sessions.pop(rollout, None)
+        self._incremental.forget(rollouts)
+
+    def _known(self, rollout: int) -> Session:
+        session = self._sessions.get(rollout)
+        if session is None:
+            raise ProtocolError(f"rollout {rollout} is unknown to {self._name}: its Prompt must come first")
+        return session
+
+    def _received(self, event: Prompt | Chunk | Given) -> Session:
+        if isinstance(event, Prompt):
+            if event.rollout in self._sessions:
+                raise ProtocolError(f"rollout {event.rollout} is open in {self._name} already; it came a second time")
+            session = Session(event.rollout, len(event.tokens))
+        else:
+            session = self._known(event.rollout)
+            expected = session.received - session.prompt
+            if event.start != expected:
+                raise ProtocolError(
+                    f"rollout {event.rollout}: {self._name} expected tokens from {expected} of the response on, but "
+                    f"{type(event).__name__} starts at {event.start}"
+                )
+        self._check(event.rollout, event.tokens, session.received)
+        session.unread = np.concatenate((session.unread, event.tokens.astype(np.int64)))
+        session.received += len(event.tokens)
+        self._sessions[event.rollout] = session
+        return session
+
+    def _check(self, rollout: int, tokens: IntArray, received: int) -> None:
+        length, limit = received + len(tokens), self._incremental.max_length
+        if length > limit:
+            raise ModelError(
+                f"rollout {rollout} has {length} tokens, prompt included, but {self._name} reads at most {limit}: "
+                "shorten the prompts or lower max_new_tokens"
+            )
+        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self._vocabulary:
+            raise ModelError(
+                f"rollout {rollout} has token ids from {int(tokens.min())} to {int(tokens.max())}, but the vocabulary "
+                f"of {self._name} has {self._vocabulary}: policy and scorers must share a tokenizer"
+            )
+
+    def _advance(self, sessions: Sequence[Session], *, final: bool) -> None:
+        for batch in self._alone(sessions, final=final) if self._exact else self._together(sessions):
+            last_only = self._wide and batch[0].in_prompt
+            rows, tokens = [stretch.session.rollout for stretch in batch], [stretch.tokens for stretch in batch]
+            for stretch, outputs in zip(
+                batch, self._incremental.extend(rows, tokens, last_only=last_only), strict=True
+            ):
+                self._keep(stretch, outputs)
+
+    def _alone(self, sessions: Sequence[Session], *, final: bool) -> Iterator[list[Stretch]]:
+        for session in sessions:
+            while len(session.unread) >= GRID or (final and len(session.unread)):
+                yield [self._taken(session, GRID)]
+
+    def _together(self, sessions: Sequence[Session]) -> Iterator[list[Stretch]]:
+        waiting = list(sessions)
+        while waiting := [session for session in waiting if len(session.unread)]:
+            stretches = [self._taken(session, TOKENS_PER_PASS) for session in waiting]
+            for in_prompt in (True, False):
+                alike = [stretch for stretch in stretches if stretch.in_prompt == in_prompt]
+                yield from _within_budget(sorted(alike, key=lambda stretch: len(stretch.tokens)))
+
+    def _taken(self, session: Session, limit: int) -> Stretch:
+        tokens, session.unread = session.unread[:limit], session.unread[limit:]
+        stretch = Stretch(session, session.read, torch.from_numpy(tokens).to(self._device))
+        session.read += len(tokens)
+        return stretch
+
+
+def _within_budget(ascending: Sequence[Stretch]) -> Iterator[list[Stretch]]:
+    batch: list[Stretch] = []
+    for stretch in ascending:
+        if batch and (len(batch) + 1) * len(stretch.tokens) > TOKENS_PER_PASS:
+            yield batch
+            batch = []
+        batch.append(stretch)
+    if batch:
+        yield batch

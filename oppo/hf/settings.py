@@ -1,0 +1,103 @@
+"""What can be chosen about training; torch-free, so that a configuration can be checked without loading it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
+
+from oppo.errors import ConfigError
+
+Schedule: TypeAlias = Literal["constant", "constant_with_warmup", "linear", "cosine"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSettings:
+    """How the actor and the critic are optimised; the defaults are TRL's, where it has any.
+
+    Attributes:
+        learning_rate: of AdamW, for the actor.
+        critic_learning_rate: for the critic; the actor's when ``None``.
+        epochs: passes over each batch.
+        minibatches: optimizer steps in each pass.
+        clip: how far the probability ratio may move from 1 before its gradient ends.
+        value_clip: how far a value may move from its old one before its gradient ends.
+        value_coefficient: weight of the value loss in the sum of the two losses.
+        max_grad_norm: each model's gradient is scaled down to this norm; ``inf`` leaves it alone. The two models are
+            clipped apart, so that the large gradients of an untrained critic do not shrink the actor's step.
+        weight_decay: of AdamW, for matrices only.
+        betas, eps: of AdamW.
+        schedule: shape of the learning rate over the run, as of the same name in ``transformers.get_scheduler``.
+        warmup_steps: updates over which the learning rate grows from 0; not with ``constant``.
+        total_steps: updates in the run; ``linear`` and ``cosine`` reach 0 there and need it.
+        micro_batch_tokens: tokens, padding included, in one forward pass; a longer row gets a pass of its own.
+        seed: keys, with the number of the update, how rows are shuffled into minibatches.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    learning_rate: float = 3e-6
+    critic_learning_rate: float | None = None
+    epochs: int = 4
+    minibatches: int = 1
+    clip: float = 0.2
+    value_clip: float = 0.2
+    value_coefficient: float = 0.1
+    max_grad_norm: float = 1.0
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-5
+    schedule: Schedule = "constant"
+    warmup_steps: int = 0
+    total_steps: int | None = None
+    micro_batch_tokens: int = 4096
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "minibatches", "micro_batch_tokens"):
+            _require(name, getattr(self, name), at_least=1)
+        for name in ("learning_rate", "value_coefficient", "weight_decay", "warmup_steps", "seed"):
+            _require(name, getattr(self, name), at_least=0)
+        if self.critic_learning_rate is not None:
+            _require("critic_learning_rate", self.critic_learning_rate, at_least=0)
+        for name in ("clip", "value_clip", "max_grad_norm", "eps"):
+            _require(name, getattr(self, name), above=0)
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"betas must both lie in [0, 1), not {self.betas}")
+        self._require_schedule()
+
+    def _require_schedule(self) -> None:
+        if self.schedule not in get_args(Schedule):
+            raise ConfigError(f"schedule must be one of {', '.join(get_args(Schedule))}, not {self.schedule!r}")
+        if self.schedule == "constant" and self.warmup_steps:
+            raise ConfigError(
+                f"schedule 'constant' has no warm-up, so warmup_steps cannot be {self.warmup_steps}: "
+                "use 'constant_with_warmup'"
+            )
+        if self.schedule in {"linear", "cosine"} and self.total_steps is None:
+            raise ConfigError(f"schedule {self.schedule!r} ends at total_steps, so total_steps must be given")
+        if self.total_steps is not None and self.total_steps <= self.warmup_steps:
+            raise ConfigError(
+                f"total_steps must be more than warmup_steps, but {self.total_steps} <= {self.warmup_steps}"
+            )
+
+    def learning_rate_factor(self, update: int) -> float:
+        """Return what the learning rates are multiplied with in an update, counted from 0.
+
+        A function of the update's number alone, so a resumed run needs no state for it. The formulas are those of
+        ``transformers.get_scheduler``; note that the first warm-up step has factor 0 there.
+        """
+        if update < self.warmup_steps:
+            return update / self.warmup_steps
+        if self.total_steps is None or self.schedule in {"constant", "constant_with_warmup"}:
+            return 1.0
+        progress = min(1.0, (update - self.warmup_steps) / (self.total_steps - self.warmup_steps))
+        return 1.0 - progress if self.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def _require(name: str, value: float, *, at_least: float | None = None, above: float | None = None) -> None:
+    if at_least is not None and not value >= at_least:
+        raise ConfigError(f"{name} must be {at_least} or more, not {value}")
+    if above is not None and not value > above:
+        raise ConfigError(f"{name} must be more than {above}, not {value}")

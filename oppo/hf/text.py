@@ -1,0 +1,73 @@
+"""Text to tokens and back: a transformers tokenizer behind the few typed methods that this package asks of one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from oppo.errors import ConfigError
+
+
+class Text:
+    """A tokenizer; :class:`oppo.data.Tokenizer` is the part of it that reading prompts needs."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether :meth:`encode_chat` can be used."""
+        return bool(self.tokenizer.chat_template)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a prompt, special tokens included as the tokenizer adds them."""
+        return list(self.tokenizer.encode(text))
+
+    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """Return the token ids of a conversation that ends where the assistant is to speak."""
+        text = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+        return list(self.tokenizer.encode(str(text), add_special_tokens=False))  # the template has them
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of token ids, without special tokens."""
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def stop(self, wanted: Sequence[int | str], generation_stop: Sequence[int]) -> tuple[int, ...]:
+        """Return the ids that end a response.
+
+        Args:
+            wanted: ids, and texts that are one token each; when empty, the end-of-sequence ids are used.
+            generation_stop: the end-of-sequence ids that come with the model.
+
+        Raises:
+            ConfigError: a text is not one token, an id is not in the vocabulary, or there is nothing to stop at.
+        """
+        if not wanted:
+            own = self.tokenizer.eos_token_id
+            ends = dict.fromkeys([*([own] if isinstance(own, int) else []), *generation_stop])
+            if not ends:
+                raise ConfigError("the policy's tokenizer has no end-of-sequence token: set sampling.stop")
+            return tuple(ends)
+        ids = [self._id(each) for each in wanted]
+        if unknown := [each for each in ids if not 0 <= each < len(self.tokenizer)]:
+            raise ConfigError(f"sampling.stop: {unknown[0]} is no token id; there are {len(self.tokenizer)} tokens")
+        return tuple(ids)
+
+    def _id(self, stop: int | str) -> int:
+        if isinstance(stop, int):
+            return stop
+        ids = self.tokenizer.encode(stop, add_special_tokens=False)
+        if len(ids) != 1:
+            raise ConfigError(f"sampling.stop: {stop!r} is {len(ids)} tokens of the policy's tokenizer, expected one")
+        return int(ids[0])
+
+    def differs(self, other: Text) -> str | None:
+        """Return how another tokenizer reads token ids differently; ``None`` when it does not."""
+        ours, theirs = self.tokenizer.get_vocab(), other.tokenizer.get_vocab()
+        if ours == theirs:
+            return None
+        for token, number in sorted(ours.items(), key=lambda item: item[1]):
+            if theirs.get(token) != number:
+                return f"token {token!r} is {number} here and {theirs.get(token, 'absent')} there"
+        return f"it has {len(theirs)} tokens instead of {len(ours)}"

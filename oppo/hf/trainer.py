@@ -1,0 +1,284 @@
+"""PPO on transformers models, through accelerate.
+
+One update::
+
+    batch ── epochs x minibatches ──> rows ── by length, within a token budget ──> micro-batches
+                  │                                                                   │ forward, loss, backward
+                  └── clip, optimizer step (or none, where something is not finite) <─┘
+
+A mean is taken over the sampled tokens of a whole minibatch, so how it is cut into micro-batches does not change its
+gradient. Dropout is off for the models' whole life: they may be serving rollouts at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import anyio
+import numpy as np
+import torch
+from accelerate import Accelerator
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from oppo.errors import ModelRefused
+from oppo.events import Batch
+from oppo.hf.packing import MicroBatch, micro_batches, minibatches, pack, read_lengths, trainable
+from oppo.hf.settings import TrainerSettings
+from oppo.losses import entropy, policy_loss, token_logprobs, value_loss
+from oppo.models import Follower, Sampling, Trained, Weights
+from oppo.placement import Thread
+
+__all__ = ["HfTrainer", "TrainerSettings"]
+
+
+class ActorCritic(nn.Module):
+    """The two trained models as one module, so that one call prepares, and would shard, both."""
+
+    def __init__(self, actor: PreTrainedModel, critic: PreTrainedModel) -> None:
+        super().__init__()
+        self.actor = actor
+        self.critic = critic
+
+    def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Return the logits and the values from which each response token was predicted: [T, V] and float32 [T]."""
+        inputs = {"attention_mask": batch.attention, "position_ids": batch.positions, "use_cache": False}
+        logits: Tensor = self.actor(batch.ids, logits_to_keep=batch.keep, **inputs).logits
+        hidden: Tensor = self.critic.base_model(batch.ids, **inputs).last_hidden_state
+        values: Tensor = self.critic.get_submodule("score")(hidden[:, batch.keep]).squeeze(-1)
+        return logits[batch.row, batch.column], values[batch.row, batch.column].float()
+
+
+class Measured(NamedTuple):
+    """What one minibatch measured: sums over its micro-batches, each divided by the minibatch's tokens."""
+
+    policy: float
+    value: float
+    approxkl: float
+    clipfrac: float
+    value_clipfrac: float
+    entropy: float
+    ratio: float
+
+
+@dataclass(slots=True)
+class Tally:
+    """What the minibatches of one update add up to."""
+
+    measured: list[Measured] = field(default_factory=list)
+    norms: list[tuple[float, float]] = field(default_factory=list)
+    nonfinite: set[int] = field(default_factory=set)
+    micro_batches: int = 0
+    padding: int = 0
+    read: int = 0
+
+    def metrics(self) -> dict[str, float]:
+        """Return TRL's names for the means over minibatches that made a step, and ours for the work done."""
+        work = {
+            "train/minibatches": float(len(self.measured)),
+            "train/micro_batches": float(self.micro_batches),
+            "train/padding_fraction": self.padding / self.read if self.read else 0.0,
+        }
+        if not self.measured:
+            return work
+        mean = Measured(*np.mean(self.measured, axis=0).tolist())
+        ratios = [measured.ratio for measured in self.measured]
+        actor_norm, critic_norm = np.mean(self.norms, axis=0).tolist()
+        return work | {
+            "loss/policy_avg": mean.policy,
+            "loss/value_avg": mean.value,
+            "policy/approxkl_avg": mean.approxkl,
+            "policy/clipfrac_avg": mean.clipfrac,
+            "policy/entropy_avg": mean.entropy,
+            "val/clipfrac_avg": mean.value_clipfrac,
+            "val/ratio": mean.ratio,
+            "val/ratio_var": float(np.var(ratios, ddof=1)) if len(ratios) > 1 else 0.0,
+            "train/grad_norm": actor_norm,
+            "train/critic_grad_norm": critic_norm,
+        }
+
+
+class HfTrainer:
+    """Trains a causal language model and its critic with PPO; implements :class:`oppo.models.Trainer`.
+
+    The metrics carry TRL's names, with two differences in meaning: means are over sampled tokens only, and
+    ``val/ratio_var``, the variance of the minibatches' mean ratios, is 0 where there is one minibatch.
+
+    Args:
+        actor: a causal language model; the parameters that require a gradient are trained.
+        critic: a sequence-classification model with one label: its head's output at the position before a response
+            token is the value of the state in which that token was chosen.
+        sampling: how the policy draws tokens: its temperature divides the logits here too.
+        thread: where updates run.
+        settings: everything about the optimisation.
+
+    Raises:
+        ModelRefused: the critic has no single-label ``score`` head, or a model has nothing to train.
+    """
+
+    def __init__(
+        self,
+        actor: PreTrainedModel,
+        critic: PreTrainedModel,
+        *,
+        sampling: Sampling,
+        thread: Thread,
+        settings: TrainerSettings | None = None,
+    ) -> None:
+        _require_head(critic)
+        self.settings = settings or TrainerSettings()
+        self._sampling = sampling
+        self._thread = thread
+        self._accelerator = Accelerator(cpu=actor.device.type == "cpu", mixed_precision="no")
+        actor.train(mode=False)
+        critic.train(mode=False)
+        self._actor, self._critic = actor, critic
+        optimizer = torch.optim.AdamW(
+            [*self._groups(actor, "actor"), *self._groups(critic, "critic")],
+            betas=self.settings.betas,
+            eps=self.settings.eps,
+        )
+        self._models, self._optimizer = self._accelerator.prepare(ActorCritic(actor, critic), optimizer)
+        self._version = 0
+        self._episodes = 0
+
+    @property
+    def version(self) -> int:
+        """The number of updates made so far."""
+        return self._version
+
+    async def update(self, batch: Batch) -> Trained:
+        """Train on one batch; the version then is one more, even if every minibatch was skipped.
+
+        A minibatch whose loss or gradient is not finite changes nothing but the report: its rollouts are in
+        ``nonfinite``, each once.
+        """
+        return await self._thread.call("update", self._update, batch)
+
+    async def publish(self, *followers: Follower) -> None:
+        """Give the current weights to each follower, by reference and one after the other; never half cancelled.
+
+        There is no way back from a failure: the old weights no longer exist, and a follower may share the storage of
+        the new ones. So a failure says which followers have which version, and ends the run; a checkpoint is the way
+        on.
+        """
+        weights = Weights(self._version, actor=self._actor.state_dict(), critic=self._critic.state_dict())
+        with anyio.CancelScope(shield=True):
+            for follower in followers:
+                try:
+                    await follower.load(weights)
+                except Exception as error:
+                    held = ", ".join(f"{type(one).__name__} has version {one.version}" for one in followers)
+                    error.add_note(f"while publishing version {self._version}: {held}; do not go on from here")
+                    raise
+        await anyio.lowlevel.checkpoint_if_cancelled()
+
+    async def save(self, directory: Path) -> None:
+        """Write both models, loadable by ``from_pretrained``, as ``directory/actor`` and ``directory/critic``."""
+        await self._thread.call("save", self._save, directory)
+
+    def _save(self, directory: Path) -> None:
+        self._actor.save_pretrained(directory / "actor")
+        self._critic.save_pretrained(directory / "critic")
+
+    def _update(self, batch: Batch) -> Trained:
+        rate = self._set_learning_rates()
+        tally = Tally()
+        for rows in self._minibatches(batch):
+            self._step(batch, rows, tally)
+        self._version += 1
+        self._episodes += len(batch)
+        return Trained(
+            metrics=tally.metrics() | self._counts(batch) | {"lr": rate, "episode": float(self._episodes)},
+            nonfinite=tuple(rollout for rollout in batch.rollouts if rollout in tally.nonfinite),
+        )
+
+    def _minibatches(self, batch: Batch) -> Iterator[NDArray[np.int64]]:
+        rows = trainable(batch)
+        for epoch in range(self.settings.epochs):
+            yield from minibatches(rows, self.settings.minibatches, (self.settings.seed, self._version, epoch))
+
+    def _step(self, batch: Batch, rows: NDArray[np.int64], tally: Tally) -> None:
+        spans = batch.rows()
+        total = float(sum(int(batch.sampled[spans[r]].sum()) for r in rows))
+        parts: list[Tensor] = []
+        for group in micro_batches(read_lengths(batch), rows.tolist(), self.settings.micro_batch_tokens):
+            part = pack(batch, group, self._accelerator.device)
+            parts.append(self._backward(part, total))
+            tally.micro_batches += 1
+            tally.padding += part.padding
+            tally.read += part.ids.numel()
+        measured = Measured(*torch.stack(parts).sum(0).tolist())
+        norms = self._clip(self._actor), self._clip(self._critic)
+        if np.isfinite((measured.policy, measured.value, *norms)).all():
+            self._optimizer.step()
+            tally.measured.append(measured)
+            tally.norms.append(norms)
+        else:
+            tally.nonfinite.update(batch.rollouts[r] for r in rows)
+        self._optimizer.zero_grad()
+
+    def _backward(self, part: MicroBatch, total: float) -> Tensor:
+        """Add the gradient of a part of ``total`` tokens; return what it adds to :class:`Measured`, float32 [7]."""
+        settings, temperature = self.settings, self._sampling.temperature
+        logits, values = self._models(part)
+        logprobs = token_logprobs(logits, part.tokens, temperature)
+        policy = policy_loss(logprobs, part.logprobs, part.advantages, part.mask, settings.clip, total=total)
+        value = value_loss(values, part.values, part.returns, part.mask, settings.value_clip, total=total)
+        self._accelerator.backward(policy.loss + settings.value_coefficient * value.loss)
+        spread = entropy(logits.detach(), part.mask, temperature, total=total)
+        return torch.stack(
+            (
+                policy.loss.detach(),
+                value.loss.detach(),
+                policy.approxkl,
+                policy.clipfrac,
+                value.clipfrac,
+                spread,
+                policy.ratio,
+            )
+        )
+
+    def _clip(self, model: PreTrainedModel) -> float:
+        return float(self._accelerator.clip_grad_norm_(model.parameters(), self.settings.max_grad_norm))
+
+    def _groups(self, model: PreTrainedModel, name: str) -> list[dict[str, object]]:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if not trained:
+            raise ModelRefused(f"no parameter of the {name} requires a gradient, so there is nothing to train")
+        critic_rate = self.settings.critic_learning_rate
+        rate = critic_rate if name == "critic" and critic_rate is not None else self.settings.learning_rate
+        matrices = [parameter for parameter in trained if parameter.ndim >= 2]
+        vectors = [parameter for parameter in trained if parameter.ndim < 2]
+        return [
+            {"params": parameters, "lr": rate, "peak": rate, "weight_decay": decay}
+            for parameters, decay in ((matrices, self.settings.weight_decay), (vectors, 0.0))
+            if parameters
+        ]
+
+    def _set_learning_rates(self) -> float:
+        factor = self.settings.learning_rate_factor(self._version)
+        for group in self._optimizer.param_groups:
+            group["lr"] = group["peak"] * factor
+        return self.settings.learning_rate * factor
+
+    def _counts(self, batch: Batch) -> dict[str, float]:
+        end = self._sampling.stop[:1]
+        return {
+            "val/num_eos_tokens": float(np.isin(batch.tokens, end).sum()),
+            "train/tokens": float(batch.sampled.sum()),
+        }
+
+
+def _require_head(critic: PreTrainedModel) -> None:
+    name, labels = type(critic).__name__, critic.config.num_labels
+    if not isinstance(getattr(critic, "score", None), nn.Module):
+        raise ModelRefused(
+            f"the critic {name} has no 'score' head: load it with AutoModelForSequenceClassification, num_labels=1"
+        )
+    if labels != 1:
+        raise ModelRefused(f"the critic {name} must have one label, a value, but has {labels}")

@@ -1,0 +1,10 @@
+"""What is written and shown about a run: its directory, its page, the live panel."""
+
+from __future__ import annotations
+
+from oppo.report.journal import story
+from oppo.report.overlap import Occupation, hidden_fraction, occupation
+from oppo.report.panel import Panel
+from oppo.report.rundir import RunDirectory
+
+__all__ = ["Occupation", "Panel", "RunDirectory", "hidden_fraction", "occupation", "story"]

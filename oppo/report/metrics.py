@@ -1,0 +1,75 @@
+"""One flat record a step, and what a whole run comes to."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+from oppo.events import StepReport
+from oppo.report.overlap import Occupation
+
+Metrics: TypeAlias = dict[str, float | int | None]
+
+
+def record(report: StepReport, channels: Mapping[str, Mapping[str, int]], busy: Occupation) -> Metrics:
+    """Return the line of ``metrics.jsonl`` for a step; what the stages measured wins over what is derived here.
+
+    Args:
+        report: of the step.
+        channels: counters of each channel by ``source->target``.
+        busy: what the models' spans of this step come to; all zero when nobody listened to the models.
+    """
+    derived: dict[str, float] = {"timing_s/step": report.seconds}
+    tokens = report.metrics.get("response_length/tokens")
+    if tokens is not None and report.seconds > 0:
+        derived["throughput/tokens_per_s"] = tokens / report.seconds
+    if busy.decode or busy.score or busy.update:
+        derived |= {
+            "timing_s/decode": busy.decode,
+            "timing_s/score": busy.score,
+            "timing_s/score_exposed": busy.exposed,
+            "overlap/hidden_fraction": busy.hidden,
+        }
+    for name, counters in channels.items():
+        derived |= {f"queue/{name}/{key}": counters[key] for key in ("peak", "merged") if key in counters}
+    head: Metrics = {"step": report.index, "version": report.version, "score": finite(report.score)}
+    counts = {"trained": len(report.trained), "deferred": len(report.deferred), "dropped": len(report.dropped)}
+    measured = {name: finite(value) for name, value in {**derived, **report.metrics}.items()}
+    return head | {"seconds": report.seconds} | counts | measured
+
+
+def finite(value: float) -> float | None:
+    """Return the number, or ``None`` for NaN and infinities, which JSON cannot spell."""
+    return value if math.isfinite(value) else None
+
+
+def summary(records: Sequence[Mapping[str, float | None]]) -> dict[str, float | int | None]:
+    """Return what a run comes to; medians and means leave out steps that lack the metric."""
+    return {
+        "steps": len(records),
+        "trained": int(sum(column(records, "trained"))),
+        "dropped": int(sum(column(records, "dropped"))),
+        "deferrals": int(sum(column(records, "deferred"))),
+        "seconds": math.fsum(column(records, "seconds")),
+        "step_seconds_median": _middle(column(records, "seconds")),
+        "score_first": _mean(column(records[:10], "score")),
+        "score_last": _mean(column(records[-10:], "score")),
+        "kl_last": _mean(column(records[-10:], "objective/kl")),
+        "tokens_per_s_median": _middle(column(records, "throughput/tokens_per_s")),
+        "hidden_fraction_mean": _mean(column(records, "overlap/hidden_fraction")),
+    }
+
+
+def column(records: Sequence[Mapping[str, float | None]], name: str) -> list[float]:
+    """Return one metric over the steps that have it."""
+    return [value for each in records if (value := each.get(name)) is not None]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None
+
+
+def _middle(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None

@@ -1,0 +1,73 @@
+"""How much of the scoring is hidden behind decoding and training: arithmetic on spans."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from oppo.observe import Span
+
+Role: TypeAlias = Literal["decode", "score", "update"]
+Interval: TypeAlias = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Occupation:
+    """For how many seconds something of each role was busy; spans that overlap count once.
+
+    Attributes:
+        decode, score, update: seconds in which at least one track of that role was busy.
+        exposed: seconds in which a scorer was busy while nothing decoded or trained.
+    """
+
+    decode: float
+    score: float
+    update: float
+    exposed: float
+
+    @property
+    def hidden(self) -> float:
+        """The part of the scoring time that cost no time of its own, 0 to 1; NaN when nothing was scored."""
+        return 1 - self.exposed / self.score if self.score else math.nan
+
+
+def occupation(spans: Iterable[Span], roles: Mapping[str, Role]) -> Occupation:
+    """Return how busy each role was; spans of tracks without a role are left out.
+
+    Example:
+        >>> spans = [Span("actor", "decode", 0, 3), Span("reward", "extend", 2, 4)]
+        >>> occupation(spans, {"actor": "decode", "reward": "score"}).hidden
+        0.5
+    """
+    intervals: dict[Role, list[Interval]] = {"decode": [], "score": [], "update": []}
+    for span in spans:
+        if (role := roles.get(span.track)) is not None:
+            intervals[role].append((span.start, span.end))
+    decode, score, update = (union(intervals[role]) for role in ("decode", "score", "update"))
+    exposed = seconds(union([*score, *decode, *update])) - seconds(union([*decode, *update]))
+    return Occupation(seconds(decode), seconds(score), seconds(update), max(0.0, exposed))
+
+
+def hidden_fraction(spans: Iterable[Span], roles: Mapping[str, Role]) -> float:
+    """Return the fraction of the scoring time that was hidden behind decoding or training; NaN without scoring."""
+    return occupation(spans, roles).hidden
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return the same points of time as disjoint intervals in order; empty ones are gone."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if end <= start:
+            continue
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def seconds(disjoint: Sequence[Interval]) -> float:
+    """Return the total length of disjoint intervals."""
+    return math.fsum(end - start for start, end in disjoint)

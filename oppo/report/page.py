@@ -1,0 +1,94 @@
+"""``report.html``: one self-contained page about a run; every text from outside is escaped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+
+from oppo.report.journal import Record
+from oppo.report.metrics import summary
+from oppo.report.svg import lines, stacked
+
+_STYLE = """
+body{font:15px/1.5 system-ui,sans-serif;color:#1f2430;max-width:1180px;margin:2rem auto;padding:0 1rem}
+.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(420px,1fr));gap:1rem}
+svg{width:100%;border:1px solid #e5e7eb;border-radius:8px;background:#fff}
+table{border-collapse:collapse;width:100%}td,th{border-bottom:1px solid #e5e7eb;padding:.35rem .5rem;text-align:left}
+td.text{white-space:pre-wrap;overflow-wrap:anywhere}td.number,th.number{text-align:right;white-space:nowrap}
+"""
+
+
+def page(name: str, records: Sequence[Mapping[str, float | None]], samples: Sequence[Record]) -> str:
+    """Return the page of a run.
+
+    Args:
+        name: of the run.
+        records: the lines of ``metrics.jsonl``.
+        samples: lines of ``samples.jsonl`` worth showing.
+    """
+    charts = "".join(
+        [
+            lines("Score", {"score": _column(records, "score")}),
+            lines("KL to the reference", {"KL (nats a rollout)": _column(records, "objective/kl")}),
+            lines(
+                "Response length (tokens)",
+                {"mean": _column(records, "response_length/mean"), "longest": _column(records, "response_length/max")},
+            ),
+            stacked("Step time by phase (s)", _phases(records)),
+            lines("Rollouts carried into the next step", {"deferred": _column(records, "deferred")}),
+            lines(
+                "Scoring hidden behind decoding and training", {"fraction": _column(records, "overlap/hidden_fraction")}
+            ),
+        ]
+    )
+    facts = "".join(
+        f'<tr><th>{escape(key)}</th><td class="number">{escape(_number(value))}</td></tr>'
+        for key, value in summary(records).items()
+    )
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(name)}</title>'
+        f"<style>{_STYLE}</style></head><body><h1>{escape(name)}</h1>"
+        f'<div class="charts">{charts}</div><h2>Summary</h2><table>{facts}</table>'
+        f"<h2>Samples</h2>{_samples(samples)}</body></html>\n"
+    )
+
+
+def _phases(records: Sequence[Mapping[str, float | None]]) -> dict[str, list[float | None]]:
+    """Return the phases of each step, which add up to its time."""
+    update = _column(records, "timing_s/update")
+    if not any(value is not None for value in _column(records, "timing_s/decode")):
+        rollouts = _column(records, "timing_s/rollouts")
+        return {"rollouts": rollouts, "update": update, "publish": _column(records, "timing_s/publish")}
+    decode, exposed = _column(records, "timing_s/decode"), _column(records, "timing_s/score_exposed")
+    known = list(zip(decode, exposed, update, strict=True))
+    total = _column(records, "seconds")
+    other: list[float | None] = [
+        max(0.0, (whole or 0.0) - sum(part or 0.0 for part in parts)) for whole, parts in zip(total, known, strict=True)
+    ]
+    return {"decode": decode, "exposed scoring": exposed, "update": update, "other": other}
+
+
+def _samples(samples: Sequence[Record]) -> str:
+    head = '<tr><th class="number">step</th><th class="number">score</th><th>prompt</th><th>completion</th></tr>'
+    rows = "".join(
+        _cells((("number", str(each["step"])), ("number", _number(each["score"])), *_texts(each))) for each in samples
+    )
+    return f"<table>{head}{rows}</table>"
+
+
+def _texts(sample: Record) -> tuple[tuple[str, str], tuple[str, str]]:
+    return ("text", str(sample["prompt"])), ("text", str(sample["completion"]))
+
+
+def _cells(cells: Iterable[tuple[str, str]]) -> str:
+    return "<tr>" + "".join(f'<td class="{kind}">{escape(text)}</td>' for kind, text in cells) + "</tr>"
+
+
+def _column(records: Sequence[Mapping[str, float | None]], name: str) -> list[float | None]:
+    return [each.get(name) for each in records]
+
+
+def _number(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

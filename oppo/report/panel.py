@@ -1,0 +1,132 @@
+"""A run on the terminal: a live panel where there is one, a plain line for each step elsewhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel as Box
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from oppo.events import Batch, Chunk, StepReport
+from oppo.observe import Observer, Span, now
+
+_SAMPLE = 300  # characters of a response that the panel shows
+
+
+class Panel(Observer):
+    """An observer that shows a run while it goes on; a context manager that leaves the terminal as it was.
+
+    Args:
+        console: where to show it.
+        steps: how many steps there will be.
+        live: redraw in place; otherwise one line a step.
+        decode: token ids to text, to show the best response of each step.
+        clock: seconds, for the rate of tokens within a step.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        steps: int,
+        *,
+        live: bool,
+        decode: Callable[[Sequence[int]], str] | None = None,
+        clock: Callable[[], float] = now,
+    ) -> None:
+        self._console = console
+        self._steps = steps
+        self._decode = decode
+        self._clock = clock
+        self._report: StepReport | None = None
+        self._done = 0
+        self._tokens = 0
+        self._began = clock()
+        self._sample = Text("")
+        self._stages: dict[str, str] = {}
+        self._counts: dict[str, int] = {}
+        self._live = Live(console=console, get_renderable=self.render, refresh_per_second=4) if live else None
+
+    def on_item(self, step: int, stage: str, item: object, at: float) -> None:
+        """Count tokens and items; keep the best response of a batch to show."""
+        del step, at
+        count = self._counts.get(stage, 0) + 1
+        self._counts[stage] = count
+        self._stages[stage] = f"working, {count} sent"
+        if isinstance(item, Chunk):
+            self._tokens += len(item.tokens)
+        elif isinstance(item, Batch) and len(item) and self._decode is not None:
+            best = max(range(len(item)), key=lambda row: float(item.scores[row]))
+            text = self._decode(item.responses[best].tokens.tolist())
+            self._sample = Text(f"{float(item.scores[best]):+.3f}  {printable(text, _SAMPLE)}")
+
+    def on_span(self, span: Span) -> None:
+        """Say that a stage is done with its part of the step."""
+        if span.track in self._stages:
+            self._stages[span.track] = f"done in {span.end - span.start:.2f} s, {self._counts.get(span.track, 0)} sent"
+
+    def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
+        """Show what the step came to."""
+        del step, channels
+        self._done += 1
+        if isinstance(result, StepReport):
+            self._report = result
+            if self._live is None:
+                self._console.out(line(result, self._done, self._steps), highlight=False)
+        self._counts = {}
+        self._tokens = 0
+        self._began = self._clock()
+
+    def render(self) -> Box:
+        """Return the panel as it stands."""
+        head = "waiting for the first step" if self._report is None else line(self._report, self._done, self._steps)
+        rate = self._tokens / max(self._clock() - self._began, 1e-9)
+        stages = Table.grid(padding=(0, 2))
+        for name, doing in dict(self._stages).items():
+            stages.add_row(Text(name, style="bold"), Text(doing))
+        progress = ProgressBar(total=self._steps, completed=self._done)
+        now_line = Text(f"this step: {self._tokens} tokens, {rate:.0f} tokens/s")
+        return Box(Group(Text(head), progress, now_line, stages, self._sample), title="oppo", title_align="left")
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+
+def line(report: StepReport, done: int, steps: int) -> str:
+    """Return a step in one line."""
+    metrics = report.metrics
+    parts = [f"step {done}/{steps}", f"score {_short(report.score)}"]
+    if "objective/kl" in metrics:
+        parts.append(f"kl {_short(metrics['objective/kl'])}")
+    if "response_length/mean" in metrics:
+        parts.append(f"length {metrics['response_length/mean']:.0f}")
+    tokens = metrics.get("response_length/tokens")
+    if tokens is not None and report.seconds > 0:
+        parts.append(f"{tokens / report.seconds:.0f} tokens/s")
+    parts.append(f"parked {len(report.deferred)}")
+    if report.dropped:
+        parts.append(f"dropped {len(report.dropped)}")
+    return "  ".join([*parts, f"{report.seconds:.2f} s"])
+
+
+def printable(text: str, limit: int) -> str:
+    """Return ``text`` on one line and without anything that a terminal would obey, cut to ``limit`` characters."""
+    shown = text[:limit].replace("\n", " / ").replace("\t", " ")
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in shown)
+    return shown + ("..." if len(text) > limit else "")
+
+
+def _short(value: float) -> str:
+    return f"{value:.3f}" if math.isfinite(value) else "-"

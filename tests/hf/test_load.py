@@ -1,0 +1,101 @@
+"""Models come from safetensors, complete and probed, or with a sentence about what was looked for."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import BloomConfig, BloomForCausalLM, PreTrainedTokenizerFast
+
+from oppo.errors import ConfigError, ModelRefused
+from oppo.hf.load import load_causal, load_scalar, load_tokenizer
+from tests.hf import tiny
+
+
+@pytest.fixture(scope="module")
+def causal(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("causal")
+    tiny.causal("gpt2").save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def scalar(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("scalar")
+    tiny.scalar("llama").save_pretrained(path)
+    return path
+
+
+def test_a_causal_model_is_loaded_without_dropout_in_the_dtype_asked_for(causal: Path) -> None:
+    model = load_causal(causal, dtype="bfloat16")
+    assert model.dtype == torch.bfloat16
+    assert not any(module.training for module in model.modules())
+    assert load_causal(str(causal)).dtype == torch.float32
+
+
+def test_a_reward_model_keeps_its_head(scalar: Path) -> None:
+    model = load_scalar(scalar)
+    assert torch.equal(model.state_dict()["score.weight"], load_file(scalar / "model.safetensors")["score.weight"])
+
+
+def test_a_causal_model_becomes_a_critic_only_when_a_new_head_is_asked_for(causal: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no score\.weight.*untrained head"):
+        load_scalar(causal)
+    critic = load_scalar(causal, new_head=True)
+    assert critic.config.num_labels == 1
+    assert not critic.state_dict()["score.weight"].any()
+    assert torch.equal(
+        critic.state_dict()["transformer.wte.weight"], load_causal(causal).state_dict()["transformer.wte.weight"]
+    )
+
+
+def test_a_classifier_with_two_labels_is_no_reward_model(tmp_path: Path) -> None:
+    tiny.scalar("llama", labels=2).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"score\.weight is \[2, 32\], not \[1, 32\]"):
+        load_scalar(tmp_path)
+
+
+def test_a_reward_model_is_no_policy(scalar: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no lm_head\.weight.*causal language model"):
+        load_causal(scalar)
+
+
+def test_a_path_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
+    for load in (load_causal, load_scalar, load_tokenizer):
+        with pytest.raises(ConfigError, match=r"loaded: '.*nowhere' is no directory here"):
+            load(tmp_path / "nowhere")
+
+
+def test_a_directory_without_a_model_says_what_it_holds(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("no model")
+    with pytest.raises(ConfigError, match=r"holds notes\.txt; looked for config\.json"):
+        load_causal(tmp_path)
+
+
+def test_pickled_weights_are_not_read(causal: Path, tmp_path: Path) -> None:
+    shutil.copy(causal / "config.json", tmp_path)
+    torch.save(load_file(causal / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"pytorch_model\.bin; looked for config\.json and \*\.safetensors"):
+        load_causal(tmp_path)
+
+
+def test_a_model_that_cannot_be_served_is_refused_at_load(tmp_path: Path) -> None:
+    BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)).save_pretrained(tmp_path)
+    with pytest.raises(ModelRefused, match="Bloom"):
+        load_causal(tmp_path)
+
+
+def test_an_unknown_dtype_is_refused_by_name(causal: Path) -> None:
+    with pytest.raises(ConfigError, match=r"float32, bfloat16, .*'int4'"):
+        load_causal(causal, dtype="int4")
+
+
+def test_a_tokenizer_is_loaded(tmp_path: Path) -> None:
+    words = Tokenizer(WordLevel({"good": 0, "bad": 1, "?": 2}, unk_token="?"))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained(tmp_path)
+    assert load_tokenizer(tmp_path).convert_tokens_to_ids(["bad", "good"]) == [1, 0]

@@ -1,0 +1,87 @@
+"""Packing: minibatches and micro-batches lose no row, and every token is predicted from the one before it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from oppo.events import Batch, Prompt, Response
+from oppo.hf.packing import micro_batches, minibatches, pack, trainable
+
+LENGTHS = ((3, 5), (9, 1), (1, 4))
+"""Tokens of each row's prompt and response."""
+
+
+def batch() -> Batch:
+    """Return rows whose token ids are 100 x row + position; the second row has no sampled token."""
+    rows = []
+    for r, (prompt, response) in enumerate(LENGTHS):
+        ids = 100 * (r + 1) + np.arange(prompt + response, dtype=np.int32)
+        zeros = np.zeros(response, np.float32)
+        masks = np.full(response, r != 1)
+        rows.append(Response(Prompt(r, r, ids[:prompt]), ids[prompt:], zeros, np.zeros(response, np.int32), masks))
+    tokens = np.concatenate([row.tokens for row in rows])
+    numbered = np.arange(len(tokens), dtype=np.float32)
+    return Batch(
+        responses=tuple(rows),
+        reasons=tuple("length" for _ in rows),
+        scores=np.zeros(len(rows), np.float32),
+        offsets=np.cumsum([0, *map(len, rows)]),
+        tokens=tokens,
+        versions=np.zeros(len(tokens), np.int32),
+        sampled=np.concatenate([row.sampled for row in rows]),
+        logprobs=numbered,
+        reference=numbered,
+        values=numbered + 100,
+        rewards=numbered,
+        advantages=numbered + 200,
+        returns=numbered + 300,
+    )
+
+
+def test_every_response_token_is_predicted_from_the_token_before_it() -> None:
+    packed = pack(batch(), [2, 0, 1], torch.device("cpu"))
+    read = packed.ids[:, packed.keep][packed.row, packed.column]
+    assert torch.equal(read + 1, packed.tokens)
+    assert packed.tokens.tolist() == [301, 302, 303, 304, 103, 104, 105, 106, 107, 209]
+
+
+def test_what_belongs_to_a_token_travels_with_it() -> None:
+    packed = pack(batch(), [2, 0], torch.device("cpu"))
+    assert packed.logprobs.tolist() == [6, 7, 8, 9, 0, 1, 2, 3, 4]
+    assert torch.equal(packed.values, packed.logprobs + 100)
+    assert torch.equal(packed.advantages, packed.logprobs + 200)
+    assert torch.equal(packed.returns, packed.logprobs + 300)
+    assert packed.mask.all()
+
+
+def test_padding_is_on_the_right_and_masked() -> None:
+    packed = pack(batch(), [0, 2], torch.device("cpu"))
+    assert packed.attention.tolist() == [[1] * 7, [1] * 4 + [0] * 3]
+    assert packed.padding == 3
+    assert not packed.ids[1, 4:].any()
+    assert packed.positions.tolist() == [list(range(7))] * 2
+
+
+def test_rows_without_a_sampled_token_are_not_trained() -> None:
+    assert trainable(batch()).tolist() == [0, 2]
+
+
+def test_micro_batches_keep_to_their_budget_and_lose_no_row() -> None:
+    lengths = [5, 1, 9, 9, 3, 30, 2, 5]
+    groups = micro_batches(lengths, range(len(lengths)), 20)
+    assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
+    assert groups[0] == [5]
+    assert all(len(group) == 1 or len(group) * max(lengths[r] for r in group) <= 20 for group in groups)
+
+
+@pytest.mark.parametrize("count", [1, 3, 12])
+def test_minibatches_are_a_shuffled_partition_that_its_key_decides(count: int) -> None:
+    rows = np.arange(8)
+    parts = list(minibatches(rows, count, (0, 1, 2)))
+    assert sorted(np.concatenate(parts)) == list(rows)
+    assert len(parts) == min(count, 8)
+    again, other = (np.concatenate(list(minibatches(rows, count, (0, 1, last)))) for last in (2, 3))
+    assert np.array_equal(np.concatenate(parts), again)
+    assert not np.array_equal(again, other)

@@ -1,0 +1,283 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from oppo.errors import ModelError, ModelRefused, ProtocolError
+from oppo.events import Chunk, Finish, FloatArray, Given, IntArray, Prompt, Response
+from oppo.hf.anatomy import backbone, score_head
+from oppo.hf.scorers import ReferenceLogprobs, RewardModel, ValueModel
+from oppo.models import Sampling, Scorer, Weights
+from oppo.placement import Thread
+from tests.hf import tiny
+
+torch.set_num_threads(1)
+
+TEMPERATURE = 0.7
+
+
+@pytest.fixture
+def thread() -> Iterator[Thread]:
+    with Thread("scorers", setup=lambda: torch.set_num_threads(1)) as thread:
+        yield thread
+
+
+def ids(dice: random.Random, count: int) -> IntArray:
+    return np.array([dice.randrange(3, tiny.VOCABULARY) for _ in range(count)], np.int32)
+
+
+def chunk(rollout: int, start: int, tokens: IntArray) -> Chunk:
+    return Chunk(rollout, start, tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32))
+
+
+def responses(count: int = 5, seed: int = 0) -> list[Response]:
+    dice = random.Random(seed)
+    made = []
+    for rollout in range(count):
+        prompt = Prompt(rollout, rollout, ids(dice, dice.randint(1, 45)))
+        made.append(Response.empty(prompt).then(chunk(rollout, 0, ids(dice, dice.randint(1, 90)))))
+    return made
+
+
+async def stream(scorer: Scorer[object], made: Sequence[Response], seed: int) -> dict[int, object]:
+    """Feed the responses in random pieces and company; some tokens come as ``Given``; finish in random groups."""
+    dice = random.Random(seed)
+    fed: dict[int, int] = {}
+    values: dict[int, object] = {}
+    waiting = {response.prompt.rollout: response for response in made}
+    while waiting:
+        events: list[Prompt | Chunk | Given] = []
+        for rollout in dice.sample(sorted(waiting), dice.randint(1, len(waiting))):
+            response = waiting[rollout]
+            if rollout not in fed:
+                events.append(response.prompt)
+                fed[rollout] = 0
+                continue
+            tokens = response.tokens[fed[rollout] : fed[rollout] + dice.choice([1, 3, 16, 32, 70])]
+            if len(tokens):
+                given = dice.random() < 0.2
+                start = fed[rollout]
+                events.append(Given(rollout, start, tokens) if given else chunk(rollout, start, tokens))
+                fed[rollout] += len(tokens)
+        await scorer.extend(events)
+        ended = [rollout for rollout in waiting if fed.get(rollout) == len(waiting[rollout].tokens)]
+        dice.shuffle(ended)
+        if ended:
+            got = await scorer.finish([Finish(rollout, waiting[rollout], "eos") for rollout in ended])
+            values.update(zip(ended, got, strict=True))
+            for rollout in ended:
+                del waiting[rollout]
+    return values
+
+
+def sequence(response: Response) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate((response.prompt.tokens, response.tokens)).astype(np.int64))
+
+
+@torch.no_grad()
+def expected_logprobs(model: PreTrainedModel, response: Response) -> FloatArray:
+    tokens, prompt = sequence(response), len(response.prompt.tokens)
+    logits = model(tokens[None]).logits[0, prompt - 1 : -1].float() / TEMPERATURE
+    result: FloatArray = logits.log_softmax(-1).gather(1, tokens[prompt:, None])[:, 0].numpy()
+    return result
+
+
+@torch.no_grad()
+def expected_values(model: PreTrainedModel, response: Response) -> FloatArray:
+    hidden = backbone(model)(sequence(response)[None]).last_hidden_state
+    values: FloatArray = score_head(model)(hidden)[0, len(response.prompt.tokens) - 1 : -1, 0].float().numpy()
+    return values
+
+
+@torch.no_grad()
+def library_score(model: PreTrainedModel, response: Response) -> float:
+    return float(model(sequence(response)[None]).logits[0, 0])
+
+
+def assert_close(got: object, want: object) -> None:
+    np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("name", [*tiny.PLAIN, *tiny.WINDOWED])
+async def test_streamed_reference_logprobs_equal_one_forward_pass(name: str, exact: bool, thread: Thread) -> None:
+    model = tiny.causal(name)
+    scorer = ReferenceLogprobs(model, sampling=Sampling(temperature=TEMPERATURE), thread=thread, exact=exact)
+    made = responses()
+    values = await stream(scorer, made, seed=1)
+    for response in made:
+        got = values[response.prompt.rollout]
+        assert isinstance(got, np.ndarray)
+        assert (got.dtype, got.shape) == (np.float32, response.tokens.shape)
+        assert_close(got, expected_logprobs(model, response))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("name", [*tiny.PLAIN, *tiny.WINDOWED])
+async def test_a_streamed_score_equals_the_librarys_own_call(name: str, exact: bool, thread: Thread) -> None:
+    model = tiny.scalar(name)
+    made = responses()
+    values = await stream(RewardModel(model, thread=thread, exact=exact), made, seed=2)
+    for response in made:
+        assert_close(values[response.prompt.rollout], library_score(model, response))
+
+
+@pytest.mark.parametrize("pad", [2, None])
+async def test_a_response_that_ends_in_padding_is_scored_where_the_library_scores_it(
+    pad: int | None, thread: Thread
+) -> None:
+    model = tiny.scalar("llama", pad=pad)
+    scorer = RewardModel(model, thread=thread)
+    made = [
+        Response.empty(Prompt(0, 0, np.array([5, 6, 7], np.int32))).then(chunk(0, 0, np.array([8, 9, 2], np.int32))),
+        Response.empty(Prompt(1, 1, np.array([2], np.int32))).then(chunk(1, 0, np.array([2, 2], np.int32))),
+    ]
+    for response in made:
+        rollout = response.prompt.rollout
+        await scorer.extend([response.prompt])
+        for start in range(len(response)):
+            await scorer.extend([chunk(rollout, start, response.tokens[start : start + 1])])
+        [score] = await scorer.finish([Finish(rollout, response, "eos")])
+        assert_close(score, library_score(model, response))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("name", tiny.PLAIN)
+async def test_streamed_values_equal_the_score_head_on_one_forward_pass(name: str, exact: bool, thread: Thread) -> None:
+    model = tiny.scalar(name)
+    made = responses()
+    values = await stream(ValueModel(model, thread=thread, exact=exact), made, seed=3)
+    for response in made:
+        assert_close(values[response.prompt.rollout], expected_values(model, response))
+
+
+async def test_exact_results_are_equal_to_the_bit_for_any_arrival_pattern(thread: Thread) -> None:
+    made = responses(4)
+    scorers: list[Scorer[object]] = [
+        ReferenceLogprobs(tiny.causal("qwen2"), sampling=Sampling(), thread=thread, exact=True),
+        RewardModel(tiny.scalar("gpt2"), thread=thread, exact=True),
+        ValueModel(tiny.scalar("llama"), thread=thread, exact=True),
+    ]
+    for scorer in scorers:
+        first = await stream(scorer, made, seed=0)
+        for seed in range(1, 20):
+            again = await stream(scorer, made if seed % 2 else made[:2], seed)
+            for rollout, value in again.items():
+                assert np.array_equal(np.asarray(value), np.asarray(first[rollout]))
+
+
+async def test_a_response_without_tokens_has_a_score_and_no_values(thread: Thread) -> None:
+    response = Response.empty(Prompt(0, 0, np.array([5, 6, 7], np.int32)))
+    finish = [Finish(0, response, "stop")]
+    value, reward = ValueModel(tiny.scalar(), thread=thread), RewardModel(tiny.scalar(), thread=thread)
+    await value.extend([response.prompt])
+    await reward.extend([response.prompt])
+    assert [len(values) for values in await value.finish(finish)] == [0]
+    assert_close(await reward.finish(finish), [library_score(tiny.scalar(), response)])
+
+
+async def test_a_long_chunk_is_read_in_several_passes(thread: Thread, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("oppo.hf.reading.TOKENS_PER_PASS", 40)
+    model = tiny.causal("llama")
+    scorer = ReferenceLogprobs(model, sampling=Sampling(temperature=TEMPERATURE), thread=thread)
+    made = responses()
+    await scorer.extend([response.prompt for response in made])
+    await scorer.extend([chunk(response.prompt.rollout, 0, response.tokens) for response in made])
+    values = await scorer.finish([Finish(response.prompt.rollout, response, "eos") for response in made])
+    for response, got in zip(made, values, strict=True):
+        assert_close(got, expected_logprobs(model, response))
+
+
+async def test_new_weights_are_used_from_the_next_call_on(thread: Thread) -> None:
+    scorer, other = ValueModel(tiny.scalar(seed=0), thread=thread), tiny.scalar(seed=1)
+    await scorer.load(Weights(3, critic=other.state_dict()))
+    assert scorer.version == 3
+    made = responses(2)
+    values = await stream(scorer, made, seed=0)
+    for response in made:
+        assert_close(values[response.prompt.rollout], expected_values(other, response))
+
+
+async def test_shared_weights_are_followed_without_a_copy(thread: Thread) -> None:
+    model = tiny.scalar()
+    scorer = ValueModel(model, thread=thread)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    versions = [parameter._version for parameter in model.parameters()]
+    await scorer.load(Weights(1, critic=model.state_dict()))
+    assert versions == [parameter._version for parameter in model.parameters()]
+    assert scorer.version == 1
+
+
+async def test_weights_that_do_not_fit_leave_the_old_ones(thread: Thread) -> None:
+    model = tiny.scalar()
+    scorer = ValueModel(model, thread=thread)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    weights: dict[str, object] = {name: tensor + 1 for name, tensor in before.items()}
+    with pytest.raises(ModelError, match=r"score\.weight"):
+        await scorer.load(Weights(1, critic={name: value for name, value in weights.items() if "score" not in name}))
+    with pytest.raises(ModelError, match="shape"):
+        await scorer.load(Weights(1, critic={**weights, "score.weight": torch.zeros(2, 2)}))
+    assert scorer.version == 0
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+async def test_a_gap_names_the_rollout_and_both_positions(thread: Thread) -> None:
+    scorer = ReferenceLogprobs(tiny.causal(), sampling=Sampling(), thread=thread)
+    tokens = np.array([5, 6], np.int32)
+    await scorer.extend([Prompt(7, 7, tokens)])
+    with pytest.raises(ProtocolError, match=r"rollout 7: .* expected tokens from 0 .* Chunk starts at 2"):
+        await scorer.extend([chunk(7, 2, tokens)])
+
+
+async def test_events_out_of_place_are_errors(thread: Thread) -> None:
+    scorer = RewardModel(tiny.scalar(), thread=thread)
+    tokens = np.array([5, 6], np.int32)
+    response = Response.empty(Prompt(1, 1, tokens)).then(chunk(1, 0, tokens))
+    with pytest.raises(ProtocolError, match=r"rollout 1 is unknown"):
+        await scorer.extend([chunk(1, 0, tokens)])
+    await scorer.extend([response.prompt])
+    with pytest.raises(ProtocolError, match="a second time"):
+        await scorer.extend([response.prompt])
+    with pytest.raises(ProtocolError, match=r"finished with 4 tokens.* was given 2"):
+        await scorer.finish([Finish(1, response, "eos")])
+    await scorer.forget([1, 99])
+    with pytest.raises(ProtocolError, match="unknown"):
+        await scorer.finish([Finish(1, response, "eos")])
+
+
+async def test_a_sequence_too_long_or_of_another_vocabulary_is_named(thread: Thread) -> None:
+    scorer = RewardModel(tiny.scalar("gpt2"), thread=thread)
+    with pytest.raises(ModelError, match=r"rollout 4 has 600 tokens.* GPT2ForSequenceClassification .* 512"):
+        await scorer.extend([Prompt(4, 4, np.full(600, 5, np.int32))])
+    with pytest.raises(ModelError, match=r"rollout 5 has token ids from 5 to 96.* 96"):
+        await scorer.extend([Prompt(5, 5, np.array([5, 96], np.int32))])
+
+
+async def test_dropout_of_a_model_in_training_mode_is_off(thread: Thread) -> None:
+    model = tiny.scalar("gpt2")
+    assert model.training
+    RewardModel(model, thread=thread)
+    assert not any(module.training for module in model.modules())
+
+
+async def test_gradients_stay_possible_for_a_critic_that_is_trained_too(thread: Thread) -> None:
+    model = tiny.scalar()
+    await stream(ValueModel(model, thread=thread), responses(2), seed=0)
+    model(torch.tensor([[5, 6, 7]])).logits.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_model_with_several_labels_or_no_score_layer_is_refused(thread: Thread) -> None:
+    with pytest.raises(ModelRefused, match=r"2 numbers.*num_labels=1"):
+        RewardModel(tiny.scalar(labels=2), thread=thread)
+    model = tiny.causal()
+    model.config.num_labels = 1
+    with pytest.raises(ModelRefused, match="no score layer"):
+        ValueModel(model, thread=thread)

@@ -1,0 +1,43 @@
+"""Training settings: their ranges, and learning rates over a run."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from transformers import get_scheduler
+
+from oppo.errors import ConfigError
+from oppo.hf.settings import Schedule, TrainerSettings
+
+
+@pytest.mark.parametrize("schedule", ["constant", "constant_with_warmup", "linear", "cosine"])
+def test_the_schedules_are_those_of_transformers(schedule: Schedule) -> None:
+    warmup = 0 if schedule == "constant" else 3
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    theirs = get_scheduler(schedule, optimizer, num_warmup_steps=warmup, num_training_steps=11)
+    ours = TrainerSettings(schedule=schedule, warmup_steps=warmup, total_steps=11)
+    for update in range(12):
+        assert ours.learning_rate_factor(update) == pytest.approx(theirs.get_last_lr()[0], abs=1e-12)
+        optimizer.step()
+        theirs.step()
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"epochs": 0}, "epochs must be 1 or more, not 0"),
+        ({"clip": 0.0}, "clip must be more than 0, not 0.0"),
+        ({"learning_rate": -1.0}, "learning_rate must be 0 or more"),
+        ({"critic_learning_rate": math.nan}, "critic_learning_rate must be 0 or more, not nan"),
+        ({"betas": (0.9, 1.0)}, r"betas must both lie in \[0, 1\)"),
+        ({"schedule": "bananas"}, "schedule must be one of constant, constant_with_warmup, linear, cosine"),
+        ({"schedule": "linear"}, "total_steps must be given"),
+        ({"warmup_steps": 3}, "use 'constant_with_warmup'"),
+        ({"schedule": "cosine", "warmup_steps": 3, "total_steps": 3}, "total_steps must be more than warmup_steps"),
+    ],
+)
+def test_impossible_settings_are_refused(settings: dict[str, float], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        TrainerSettings(**settings)  # type: ignore[arg-type] # the point of the test

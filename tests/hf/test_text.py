@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import pytest
+from tokenizers import Tokenizer as Words, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from oppo.errors import ConfigError
+from oppo.hf.assemble import available_cores
+from oppo.hf.text import Text
+
+VOCABULARY = {"<unk>": 0, "<s>": 1, "</s>": 2, "a": 3, "b": 4}
+
+
+def text(vocabulary: dict[str, int] | None = None, *, end: str | None = "</s>") -> Text:
+    words = Words(models.WordLevel(vocabulary or VOCABULARY, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return Text(PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token=end))
+
+
+def test_text_goes_to_tokens_and_back_without_special_tokens() -> None:
+    assert text().encode("a b a") == [3, 4, 3]
+    assert text().decode([3, 2, 4]) == "a b"
+
+
+def test_a_response_ends_at_the_tokenizers_and_the_models_end_of_sequence() -> None:
+    assert text().stop((), (4, 2)) == (2, 4)
+    assert text(end=None).stop((), (4,)) == (4,)
+
+
+def test_stops_may_be_ids_and_texts_of_one_token() -> None:
+    assert text().stop(("b", 3), (2,)) == (4, 3)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "sentence"),
+    [
+        (("a b",), "'a b' is 2 tokens of the policy's tokenizer, expected one"),
+        ((5,), "5 is no token id; there are 5 tokens"),
+    ],
+)
+def test_a_stop_that_is_no_token_is_refused(wanted: tuple[int | str, ...], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        text().stop(wanted, ())
+
+
+def test_without_any_end_of_sequence_a_stop_must_be_given() -> None:
+    with pytest.raises(ConfigError, match=r"has no end-of-sequence token: set sampling\.stop"):
+        text(end=None).stop((), ())
+
+
+def test_tokenizers_differ_where_a_token_has_another_number() -> None:
+    assert text().differs(text()) is None
+    assert text().differs(text({**VOCABULARY, "a": 4, "b": 3})) == "token 'a' is 3 here and 4 there"
+    assert text().differs(text({**VOCABULARY, "c": 5})) == "it has 6 tokens instead of 5"
+
+
+def test_no_more_cores_are_used_than_the_environment_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert available_cores() == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "many")
+    assert available_cores() >= 1

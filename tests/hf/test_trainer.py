@@ -1,0 +1,393 @@
+"""The trainer on tiny real models: against TRL's update, and what it promises of any update."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
+
+from oppo.errors import ModelError, ModelRefused
+from oppo.estimators import gae, kl_estimate, shaped_rewards, whiten
+from oppo.events import Batch, BoolArray, FloatArray, IntArray, Prompt, Response
+from oppo.hf.digest import weights_digest
+from oppo.hf.packing import micro_batches, pack
+from oppo.hf.policy import HfPolicy
+from oppo.hf.scorers import ValueModel
+from oppo.hf.settings import TrainerSettings
+from oppo.hf.trainer import HfTrainer
+from oppo.models import Sampling, Weights
+from oppo.placement import Thread
+from oppo.testing import check_trainer
+from tests.golden import fixed
+from tests.hf import tiny
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+SAMPLING = Sampling(max_new_tokens=16, stop=(2,))
+LENGTHS = ((3, 5), (9, 1), (1, 12), (6, 7), (4, 4), (12, 16))
+"""Tokens of each row's prompt and response."""
+
+
+@pytest.fixture
+def thread() -> Iterator[Thread]:
+    torch.set_num_threads(1)
+    with Thread("train", setup=lambda: torch.set_num_threads(1)) as thread:
+        yield thread
+
+
+def batch_of(
+    prompts: Sequence[IntArray],
+    responses: Sequence[IntArray],
+    logprobs: Sequence[FloatArray],
+    *,
+    scores: Sequence[float],
+    values: Sequence[FloatArray],
+    estimates: Sequence[tuple[FloatArray, FloatArray]],
+    sampled: Sequence[BoolArray] | None = None,
+) -> Batch:
+    """Return a batch of rollouts 10, 11, ... with whitened advantages."""
+    masks = sampled or [np.ones(len(tokens), np.bool_) for tokens in responses]
+    rows = tuple(
+        Response(Prompt(10 + k, k, prompts[k]), tokens, logprobs[k], np.zeros(len(tokens), np.int32), masks[k])
+        for k, tokens in enumerate(responses)
+    )
+    tokens, mask = np.concatenate(responses), np.concatenate(masks)
+    return Batch(
+        responses=rows,
+        reasons=tuple("length" for _ in rows),
+        scores=np.array(scores, np.float32),
+        offsets=np.cumsum([0, *map(len, rows)]),
+        logprobs=np.concatenate(logprobs),
+        reference=np.concatenate(logprobs),
+        values=np.concatenate(values),
+        rewards=np.zeros(len(tokens), np.float32),
+        advantages=whiten(np.concatenate([advantage for advantage, _ in estimates]), mask),
+        returns=np.concatenate([returns for _, returns in estimates]),
+        tokens=tokens,
+        versions=np.zeros(len(tokens), np.int32),
+        sampled=mask,
+    )
+
+
+@torch.no_grad()
+def one_row(
+    actor: PreTrainedModel, critic: PreTrainedModel, prompt: IntArray, tokens: IntArray
+) -> tuple[FloatArray, FloatArray]:
+    """Return log-probs and values of one response, by the models' own plain forward passes."""
+    ids = torch.tensor(np.concatenate((prompt, tokens)), dtype=torch.long)[None]
+    window = slice(len(prompt) - 1, -1)
+    logits = actor(ids).logits[0, window].log_softmax(-1)
+    hidden = critic.base_model(ids).last_hidden_state
+    chosen = logits.gather(-1, ids[0, len(prompt) :, None]).squeeze(-1)
+    return chosen.numpy(), critic.get_submodule("score")(hidden)[0, window, 0].numpy()
+
+
+def rollouts(actor: PreTrainedModel, critic: PreTrainedModel, *, shift: float = 0.0, given: bool = False) -> Batch:
+    """Return a ragged batch; behaviour log-probs are the actor's own, plus ``shift``."""
+    actor.train(mode=False)
+    critic.train(mode=False)
+    random = np.random.default_rng(5)
+    prompts = [random.integers(3, tiny.VOCABULARY, length).astype(np.int32) for length, _ in LENGTHS]
+    responses = [random.integers(3, tiny.VOCABULARY, length).astype(np.int32) for _, length in LENGTHS]
+    responses[0][-1] = 2
+    read = [one_row(actor, critic, p, r) for p, r in zip(prompts, responses, strict=True)]
+    rewards = [random.standard_normal(len(r)).astype(np.float32) for r in responses]
+    masks = [random.random(len(r)) < 0.6 if given else np.ones(len(r), np.bool_) for r in responses]
+    return batch_of(
+        prompts,
+        responses,
+        [logprobs + np.float32(shift) for logprobs, _ in read],
+        scores=[0.0] * len(LENGTHS),
+        values=[values for _, values in read],
+        estimates=[gae(reward, values, 1.0, 0.95) for reward, (_, values) in zip(rewards, read, strict=True)],
+        sampled=masks,
+    )
+
+
+def make(thread: Thread, *, name: str = "llama", **settings: object) -> HfTrainer:
+    chosen = TrainerSettings(**{"learning_rate": 1e-3, "epochs": 1} | settings)  # type: ignore[arg-type] # by keyword
+    return HfTrainer(
+        tiny.causal(name, seed=1), tiny.scalar(name, seed=2), sampling=SAMPLING, thread=thread, settings=chosen
+    )
+
+
+def digest(trainer: HfTrainer) -> str:
+    return weights_digest(trainer._actor) + weights_digest(trainer._critic)
+
+
+async def test_an_update_equals_trls(thread: Thread) -> None:
+    golden = json.loads((GOLDEN / "ppo.json").read_text(encoding="utf-8"))["update"]
+    setting, rows = fixed.Setting(), range(len(fixed.PROMPT))
+    column = {name: np.asarray(golden[name], np.float32) for name in ("logprobs", "ref_logprobs", "values", "scores")}
+    kl = [kl_estimate(column["logprobs"][r], column["ref_logprobs"][r]) for r in rows]
+    rewards = [shaped_rewards(float(column["scores"][r]), kl[r], setting.kl) for r in rows]
+    batch = batch_of(
+        fixed.prompts(),
+        fixed.responses(),
+        list(column["logprobs"]),
+        scores=golden["scores"],
+        values=list(column["values"]),
+        estimates=[gae(rewards[r], column["values"][r], setting.gamma, setting.lam) for r in rows],
+    )
+    trainer = HfTrainer(
+        fixed.causal(1),
+        fixed.scalar(2),
+        sampling=Sampling(temperature=setting.temperature, stop=(fixed.EOS,)),
+        thread=thread,
+        settings=TrainerSettings(
+            learning_rate=setting.learning_rate,
+            epochs=setting.epochs,
+            clip=setting.clip,
+            value_clip=setting.value_clip,
+            value_coefficient=setting.value_coefficient,
+            eps=setting.eps,
+            max_grad_norm=math.inf,
+            micro_batch_tokens=40,
+        ),
+    )
+    metrics = (await trainer.update(batch)).metrics
+    theirs = {name: value for name, value in golden["metrics"].items() if not name.startswith("objective/")}
+    assert {name: metrics[name] for name in theirs} == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+    norms = np.mean(golden["grad_norms"], axis=0)
+    assert [metrics["train/grad_norm"], metrics["train/critic_grad_norm"]] == pytest.approx(norms, rel=1e-4)
+    weights = load_file(GOLDEN / "ppo_trained.safetensors")
+    ours = {f"actor.{name}": tensor for name, tensor in trainer._actor.state_dict().items()}
+    ours |= {f"critic.{name}": tensor for name, tensor in trainer._critic.state_dict().items()}
+    assert ours.keys() == weights.keys()
+    for name, tensor in weights.items():
+        np.testing.assert_allclose(ours[name], tensor, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "neox"])
+async def test_before_the_first_step_the_ratio_is_one(name: str, thread: Thread) -> None:
+    trainer = make(thread, name=name)
+    trained = await trainer.update(rollouts(trainer._actor, trainer._critic))
+    assert trained.metrics["val/ratio"] == pytest.approx(1, abs=1e-5)
+    assert trained.metrics["policy/approxkl_avg"] == pytest.approx(0, abs=1e-8)
+    assert trained.metrics["policy/clipfrac_avg"] == 0
+    assert not trainer._actor.training
+    assert not trainer._critic.training
+
+
+async def test_micro_batching_does_not_change_the_gradient(thread: Thread) -> None:
+    def gradients(budget: int) -> tuple[dict[str, Tensor], int]:
+        trainer = make(thread, micro_batch_tokens=budget)
+        batch = rollouts(trainer._actor, trainer._critic, shift=0.1, given=True)
+        rows = list(range(len(batch)))
+        groups = micro_batches([len(r.prompt.tokens) + len(r) - 1 for r in batch.responses], rows, budget)
+        for group in groups:
+            trainer._backward(pack(batch, group, torch.device("cpu")), float(batch.sampled.sum()))
+        return {n: p.grad for n, p in trainer._models.named_parameters() if p.grad is not None}, len(groups)
+
+    whole, one = gradients(10_000)
+    alone, many = gradients(1)
+    assert (one, many) == (1, len(LENGTHS))
+    assert whole.keys() == alone.keys()
+    for name, gradient in whole.items():
+        torch.testing.assert_close(gradient, alone[name], rtol=1e-5, atol=1e-6)
+
+
+async def test_the_same_batch_and_seed_give_the_same_bits(thread: Thread) -> None:
+    async def trained(seed: int) -> str:
+        trainer = make(thread, epochs=2, minibatches=3, seed=seed, micro_batch_tokens=40)
+        batch = rollouts(trainer._actor, trainer._critic)
+        await trainer.update(batch)
+        await trainer.update(batch)
+        return digest(trainer)
+
+    first = await trained(0)
+    assert await trained(0) == first
+    assert await trained(1) != first
+
+
+async def test_tokens_that_were_not_sampled_do_not_train(thread: Thread) -> None:
+    async def trained(noise: float) -> str:
+        trainer = make(thread)
+        batch = rollouts(trainer._actor, trainer._critic, given=True)
+        for array in (batch.logprobs, batch.values, batch.advantages, batch.returns):
+            array[~batch.sampled] += np.float32(noise)
+        trained = await trainer.update(batch)
+        assert trained.metrics["train/tokens"] == batch.sampled.sum() < len(batch.tokens)
+        return digest(trainer)
+
+    assert await trained(0.0) == await trained(7.0)
+
+
+async def test_every_trainable_parameter_moves_and_the_reward_direction_is_learnt(thread: Thread) -> None:
+    trainer = make(thread, epochs=4, weight_decay=0.01)
+    batch = rollouts(trainer._actor, trainer._critic)
+    before = copy.deepcopy((trainer._actor.state_dict(), trainer._critic.state_dict()))
+    await trainer.update(batch)
+    still = [
+        name
+        for model, old in zip((trainer._actor, trainer._critic), before, strict=True)
+        for name, tensor in model.state_dict().items()
+        if torch.equal(tensor, old[name])
+    ]
+    assert not still
+    moved = np.concatenate(
+        [one_row(trainer._actor, trainer._critic, row.prompt.tokens, row.tokens)[0] for row in batch.responses]
+    )
+    assert float(((moved - batch.logprobs) * batch.advantages).mean()) > 0
+
+
+async def test_a_minibatch_that_is_not_finite_is_skipped_and_its_rollouts_are_reported(thread: Thread) -> None:
+    trainer = make(thread, epochs=2, minibatches=len(LENGTHS))
+    batch = rollouts(trainer._actor, trainer._critic)
+    batch.advantages[batch.rows()[3]] = np.nan
+    trained = await trainer.update(batch)
+    assert trained.nonfinite == (13,)
+    assert trained.metrics["train/minibatches"] == 2 * (len(LENGTHS) - 1)
+    assert all(math.isfinite(value) for value in trained.metrics.values())
+    assert all(p.isfinite().all() for p in trainer._models.parameters())
+
+
+async def test_an_update_of_which_nothing_is_finite_changes_no_bit_but_counts(thread: Thread) -> None:
+    trainer = make(thread)
+    batch = rollouts(trainer._actor, trainer._critic)
+    batch.returns[:] = np.inf
+    before = digest(trainer)
+    trained = await trainer.update(batch)
+    assert trained.nonfinite == batch.rollouts
+    assert (digest(trainer), trainer.version) == (before, 1)
+    assert "loss/policy_avg" not in trained.metrics
+
+
+async def test_an_empty_batch_trains_nothing_but_counts(thread: Thread) -> None:
+    trainer = make(thread)
+    before = digest(trainer)
+    trained = await trainer.update(batch_of_nothing())
+    assert (trained.nonfinite, trainer.version, digest(trainer)) == ((), 1, before)
+    assert trained.metrics["episode"] == trained.metrics["train/tokens"] == 0
+
+
+def batch_of_nothing() -> Batch:
+    ints, floats = np.zeros(0, np.int32), np.zeros(0, np.float32)
+    ends = np.zeros(1, np.int64)
+    return Batch(
+        (), (), floats, ends, ints, ints, np.zeros(0, np.bool_), floats, floats, floats, floats, floats, floats
+    )
+
+
+async def test_the_metrics_of_an_update_are_trls_and_the_work_done(thread: Thread) -> None:
+    trainer = make(thread, epochs=2, minibatches=2, micro_batch_tokens=40)
+    batch = rollouts(trainer._actor, trainer._critic)
+    metrics = (await trainer.update(batch)).metrics
+    assert set(metrics) == {
+        "policy/approxkl_avg", "policy/clipfrac_avg", "policy/entropy_avg", "loss/policy_avg", "loss/value_avg",
+        "val/clipfrac_avg", "val/ratio", "val/ratio_var", "val/num_eos_tokens", "lr", "episode",
+        "train/grad_norm", "train/critic_grad_norm", "train/minibatches", "train/micro_batches",
+        "train/padding_fraction", "train/tokens",
+    }  # fmt: skip
+    assert metrics["train/minibatches"] == 4
+    assert metrics["train/micro_batches"] > 4
+    assert 0 < metrics["train/padding_fraction"] < 0.5
+    assert metrics["val/num_eos_tokens"] == 1
+    assert metrics["episode"] == len(LENGTHS)
+    assert metrics["lr"] == 1e-3
+
+
+async def test_the_learning_rates_follow_the_schedule_by_version(thread: Thread) -> None:
+    trainer = make(thread, schedule="linear", warmup_steps=1, total_steps=3, critic_learning_rate=4e-3)
+    batch = rollouts(trainer._actor, trainer._critic)
+    rates = []
+    for _ in range(3):
+        rates.append((await trainer.update(batch)).metrics["lr"])
+        assert {group["lr"] / group["peak"] for group in trainer._optimizer.param_groups} == {rates[-1] / 1e-3}
+    assert rates == [0.0, 1e-3, 5e-4]
+    assert {group["peak"] for group in trainer._optimizer.param_groups} == {1e-3, 4e-3}
+
+
+class Served:
+    """A follower that remembers what it was given, or refuses it."""
+
+    def __init__(self, load: Callable[[Weights], None] = lambda weights: None) -> None:
+        self.version = 0
+        self.weights = Weights(0)
+        self._load = load
+
+    async def load(self, weights: Weights) -> None:
+        self._load(weights)
+        self.version, self.weights = weights.version, weights
+
+
+async def test_published_weights_are_the_models_own_memory(thread: Thread) -> None:
+    trainer = make(thread)
+    await trainer.update(rollouts(trainer._actor, trainer._critic))
+    policy, critic = Served(), Served()
+    await trainer.publish(policy, critic)
+    assert policy.version == critic.version == 1
+    for given, model in ((policy.weights.actor, trainer._actor), (critic.weights.critic, trainer._critic)):
+        own = model.state_dict()
+        assert given.keys() == own.keys()
+        for name, tensor in given.items():
+            assert isinstance(tensor, Tensor)
+            assert tensor.data_ptr() == own[name].data_ptr()
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "copied"])
+async def test_served_models_follow_the_trainer_in_shared_or_in_own_memory(thread: Thread, *, shared: bool) -> None:
+    trainer = make(thread)
+    actor, critic = trainer._actor, trainer._critic
+    if not shared:
+        actor, critic = copy.deepcopy(actor), copy.deepcopy(critic)
+    policy = HfPolicy(actor, sampling=SAMPLING, thread=thread)
+    values = ValueModel(critic, thread=thread)
+
+    async def made() -> HfTrainer:
+        return trainer
+
+    await check_trainer(made, rollouts(trainer._actor, trainer._critic), (policy, values))
+    assert weights_digest(actor) == weights_digest(trainer._actor)
+    assert weights_digest(critic) == weights_digest(trainer._critic)
+    assert (actor is trainer._actor) == shared
+
+
+async def test_a_failed_publish_says_who_has_which_version(thread: Thread) -> None:
+    def refuse(weights: Weights) -> None:
+        raise ModelError(f"no room for version {weights.version}")
+
+    trainer = make(thread)
+    await trainer.update(rollouts(trainer._actor, trainer._critic))
+    with pytest.raises(ModelError, match="no room for version 1") as caught:
+        await trainer.publish(Served(), Served(refuse))
+    (note,) = caught.value.__notes__
+    assert note.startswith("while publishing version 1: Served has version 1, Served has version 0")
+
+
+async def test_saved_models_load_with_the_same_bits(thread: Thread, tmp_path: Path) -> None:
+    trainer = make(thread)
+    await trainer.update(rollouts(trainer._actor, trainer._critic))
+    await trainer.save(tmp_path)
+    actor = AutoModelForCausalLM.from_pretrained(tmp_path / "actor")
+    critic = AutoModelForSequenceClassification.from_pretrained(tmp_path / "critic")
+    assert weights_digest(actor) == weights_digest(trainer._actor)
+    assert weights_digest(critic) == weights_digest(trainer._critic)
+    assert (tmp_path / "actor" / "model.safetensors").is_file()
+
+
+def test_a_critic_with_two_labels_is_refused(thread: Thread) -> None:
+    with pytest.raises(ModelRefused, match="must have one label, a value, but has 2"):
+        HfTrainer(tiny.causal(), tiny.scalar(labels=2), sampling=SAMPLING, thread=thread)
+
+
+def test_a_critic_without_a_head_is_refused(thread: Thread) -> None:
+    with pytest.raises(ModelRefused, match="has no 'score' head"):
+        HfTrainer(tiny.causal(), tiny.causal(), sampling=SAMPLING, thread=thread)
+
+
+def test_models_without_anything_to_train_are_refused(thread: Thread) -> None:
+    with pytest.raises(ModelRefused, match="no parameter of the actor requires a gradient"):
+        HfTrainer(tiny.causal().requires_grad_(False), tiny.scalar(), sampling=SAMPLING, thread=thread)

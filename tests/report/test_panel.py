@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from oppo.events import Defer
+from oppo.report import Panel
+from oppo.report.panel import line, printable
+from tests.report.synthetic import batch, chunk, decode, finish, play, prompt, report
+
+
+def console(*, terminal: bool) -> tuple[Console, io.StringIO]:
+    out = io.StringIO()
+    return Console(file=out, force_terminal=terminal, width=100, color_system=None), out
+
+
+def test_without_a_terminal_each_step_is_one_plain_line() -> None:
+    where, out = console(terminal=False)
+    with Panel(where, 2, live=False, decode=decode) as panel:
+        play(panel)
+    assert out.getvalue().splitlines() == [
+        "step 1/2  score 0.500  kl 0.000  length 2  2 tokens/s  parked 1  2.00 s",
+        "step 2/2  score -  kl 0.250  length 2  2 tokens/s  parked 0  dropped 1  2.00 s",
+    ]
+
+
+def test_the_panel_says_what_each_stage_is_doing() -> None:
+    where, out = console(terminal=True)
+    at = 0.0
+    panel = Panel(where, 2, live=True, decode=decode, clock=lambda: at)
+    panel.on_item(0, "generate", prompt(0), 0.0)
+    panel.on_item(0, "generate", chunk(0, 0, 1, 3), 0.0)
+    at = 1.0
+    where.print(panel.render())
+    assert "waiting for the first step" in out.getvalue()
+    assert "this step: 2 tokens, 2 tokens/s" in out.getvalue()
+    assert "working, 2 sent" in out.getvalue()
+
+
+def test_what_models_say_cannot_steer_the_terminal_or_the_markup() -> None:
+    where, out = console(terminal=True)
+    panel = Panel(where, 2, live=True, decode=lambda tokens: "[red]a\x1b[31mb[/nonsense]\u202e\n")
+    panel.on_item(0, "advantage", batch([finish(0, 1)], [1.0]), 0.0)
+    where.print(panel.render())
+    assert "[red]a\\x1b[31mb[/nonsense]\\u202e / " in out.getvalue()
+    assert "\x1b[31m" not in out.getvalue()
+
+
+def test_a_live_panel_leaves_the_terminal_as_it_was() -> None:
+    where, out = console(terminal=True)
+    with Panel(where, 2, live=True, decode=decode) as panel:
+        play(panel)
+    assert out.getvalue().endswith("\x1b[?25h")
+    assert "step 2/2" in out.getvalue()
+
+
+def test_a_line_leaves_out_what_was_not_measured() -> None:
+    bare = report(0, (), float("nan"), (Defer(1, 1),))
+    bare = type(bare)(0, 1, (), (), bare.deferred, float("nan"), 0.5, {})
+    assert line(bare, 1, 9) == "step 1/9  score -  parked 1  0.50 s"
+
+
+def test_long_text_is_cut() -> None:
+    assert printable("abcdef", 3) == "abc..."

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from oppo.errors import ConfigError
+from oppo.observe import Span
+from oppo.report import RunDirectory, story
+from tests.report.synthetic import decode, play
+
+
+def written(folder: Path, *, threaded: bool = True) -> Path:
+    with RunDirectory(folder / "runs" / "x", config="a = 1\n", decode=decode, threaded=threaded) as directory:
+        directory.model_span(Span("actor", "decode", 0.0, 1.0))
+        directory.model_span(Span("scorers", "extend", 0.5, 1.5))
+        play(directory)
+    return directory.path
+
+
+def lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_run_leaves_every_file(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    assert sorted(each.name for each in path.iterdir()) == [
+        "config.toml",
+        "journal.jsonl",
+        "metrics.jsonl",
+        "report.html",
+        "samples.jsonl",
+        "summary.json",
+        "trace.json",
+    ]
+    assert (path / "config.toml").read_text() == "a = 1\n"
+
+
+def test_writing_in_a_thread_and_at_once_give_the_same_files(tmp_path: Path) -> None:
+    threaded, inline = written(tmp_path / "a"), written(tmp_path / "b", threaded=False)
+    for file in threaded.iterdir():
+        assert file.read_bytes() == (inline / file.name).read_bytes(), file.name
+
+
+def test_metrics_hold_one_flat_object_a_step(tmp_path: Path) -> None:
+    first, second = lines(written(tmp_path) / "metrics.jsonl")
+    assert (first["step"], first["score"], first["deferred"], first["trained"]) == (0, 0.5, 1, 1)
+    assert first["throughput/tokens_per_s"] == 2.0
+    assert first["queue/generate->reward/peak"] == 3
+    assert first["timing_s/score_exposed"] == 0.5
+    assert first["overlap/hidden_fraction"] == 0.5
+    assert second["score"] is None, "NaN has no spelling in JSON"
+    assert "overlap/hidden_fraction" not in second, "nobody scored anything in the second step"
+
+
+def test_the_journal_tells_the_story_of_a_rollout(tmp_path: Path) -> None:
+    journal = written(tmp_path) / "journal.jsonl"
+    carried = [(entry["step"], entry["event"]) for entry in story(journal, 2)]
+    assert carried == [(0, "admitted"), (0, "deferred"), (1, "finished"), (1, "trained")]
+    assert [entry["event"] for entry in story(journal, 1)] == ["admitted", "finished", "dropped"]
+    assert story(journal, 1)[-1]["reason"] == "nonfinite"
+    assert story(journal, 77) == []
+
+
+def test_samples_hold_text_score_and_kl_from_the_worst_to_the_best(tmp_path: Path) -> None:
+    samples = lines(written(tmp_path) / "samples.jsonl")
+    assert [(each["step"], each["rollout"], each["score"]) for each in samples] == [
+        (0, 0, 0.5),
+        (1, 1, -1.0),
+        (1, 2, 2.0),
+    ]
+    assert samples[0]["completion"] == "one three"
+    assert samples[0]["prompt"] == "zero <b>two</b>"
+    assert samples[0]["kl"] == 1.0
+
+
+def test_the_trace_has_a_track_for_each_worker_and_an_arrow_for_each_rollout(tmp_path: Path) -> None:
+    events = json.loads((written(tmp_path) / "trace.json").read_text())
+    tracks = {event["args"]["name"] for event in events if event.get("name") == "thread_name"}
+    assert tracks == {"generate", "actor", "scorers"}
+    slices = [event for event in events if event["ph"] == "X"]
+    assert {event["name"] for event in slices} == {"step 0", "step 1", "decode", "extend"}
+    carried = [(event["ph"], event["ts"]) for event in events if event.get("id") == 2]
+    assert carried == [("s", 0.25e6), ("t", 1.25e6), ("t", 2.5e6), ("f", 3e6)]
+
+
+def test_the_page_is_self_contained_and_escapes_what_models_say(tmp_path: Path) -> None:
+    html = (written(tmp_path) / "report.html").read_text()
+    assert html.count("<svg") == 6
+    assert not re.search(r"<(script|link|img)|url\(|@import", html)
+    assert "&lt;b&gt;two&lt;/b&gt;" in html
+    assert "<b>two</b>" not in html
+
+
+def test_the_summary_says_what_the_run_came_to(tmp_path: Path) -> None:
+    summary = json.loads((written(tmp_path) / "summary.json").read_text())
+    assert (summary["steps"], summary["trained"], summary["dropped"], summary["deferrals"]) == (2, 2, 1, 1)
+    assert summary["seconds"] == 4.0
+    assert summary["score_last"] == 0.5
+
+
+def test_a_run_without_a_step_leaves_readable_files(tmp_path: Path) -> None:
+    with RunDirectory(tmp_path / "empty"):
+        pass
+    assert "nothing measured" in (tmp_path / "empty" / "report.html").read_text()
+    assert json.loads((tmp_path / "empty" / "trace.json").read_text())
+
+
+def test_a_used_directory_is_refused(tmp_path: Path) -> None:
+    written(tmp_path)
+    with pytest.raises(ConfigError, match=r"already used \(it holds config.toml, .*\): choose another run.name"):
+        RunDirectory(tmp_path / "runs" / "x")
+
+
+def test_a_directory_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"the run directory .* cannot be"):
+        RunDirectory(tmp_path / "file" / "x")
+
+
+def test_a_disk_that_fails_is_not_hidden(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "x", decode=decode, threaded=False)
+    with Path("/dev/full").open("w") as full:
+        os.dup2(full.fileno(), directory._files["journal.jsonl"].fileno())
+    with pytest.raises(OSError, match="No space left on device"):
+        play(directory)
+    with pytest.raises(OSError, match="No space left on device"):
+        directory.close()

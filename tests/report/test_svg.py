@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+from xml.etree import ElementTree as ET
+
+import pytest
+from hypothesis import given, strategies as st
+
+from oppo.report.svg import HEIGHT, WIDTH, lines, stacked
+
+SVG = "{http://www.w3.org/2000/svg}"
+VALUES = st.lists(st.one_of(st.none(), st.floats(-1e6, 1e6)), min_size=1, max_size=30)
+
+
+def bars(chart: str) -> list[dict[str, float]]:
+    root = ET.fromstring(chart)
+    rects = [rect for rect in root.iter(f"{SVG}rect") if rect.get("width") != "10"]  # not those of the legend
+    return [{name: float(rect.get(name, "nan")) for name in ("x", "y", "width", "height")} for rect in rects]
+
+
+@given(first=VALUES, second=VALUES)
+def test_any_series_gives_a_well_formed_chart_inside_its_frame(
+    first: list[float | None], second: list[float | None]
+) -> None:
+    ET.fromstring(lines("a < b", {"one & two": first, "three": second}))
+    for bar in bars(stacked("a < b", {"one & two": first, "three": second})):
+        assert -0.1 <= bar["x"] <= WIDTH
+        assert -0.1 <= bar["y"] <= bar["y"] + bar["height"] <= HEIGHT
+
+
+def test_stacked_bars_stand_on_one_another() -> None:
+    decode, update = bars(stacked("time", {"decode": [1.0], "update": [3.0]}))
+    assert update["height"] == pytest.approx(3 * decode["height"], abs=0.02)
+    assert update["y"] + update["height"] == pytest.approx(decode["y"], abs=0.02)
+
+
+def test_a_missing_value_is_a_gap_in_the_line() -> None:
+    (path,) = ET.fromstring(lines("x", {"x": [1.0, 2.0, None, 3.0]})).iter(f"{SVG}path")
+    assert path.get("d", "").count("M") == 2
+
+
+def test_a_chart_of_nothing_says_so() -> None:
+    assert "nothing measured" in lines("x", {"x": [None, float("nan")]})
+    assert "nothing measured" in stacked("x", {})

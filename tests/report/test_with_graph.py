@@ -1,0 +1,69 @@
+"""Observers beside a whole graph of fakes, in virtual time."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from oppo.admission import Overcommit
+from oppo.chunking import Fixed
+from oppo.recipes import ppo
+from oppo.report import Panel, RunDirectory, story
+from oppo.rewards import FunctionReward
+from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_per_token, prompts
+from oppo.testing.loop import run_virtual
+
+LENGTHS = (3, 5, 40, 8, 2, 13)
+
+
+def decode(tokens: Sequence[int]) -> str:
+    return " ".join(map(str, tokens))
+
+
+async def train(path: Path, out: io.StringIO) -> None:
+    graph = ppo(
+        policy=FakePolicy(lambda prompt: LENGTHS[prompt.rollout % len(LENGTHS)], 0.5),
+        reference=FakeScorer(fake_per_token, 0.25, 0.0),
+        reward=FunctionReward(lambda prompts, completions: [len(c) for c in completions], decode, name="length"),
+        critic=FakeCritic(per_token=0.125),
+        trainer=FakeTrainer(4.0),
+        admission=Overcommit(batch=4, extra=2),
+        chunks=Fixed(4),
+    )
+    panel = Panel(Console(file=out), 5, live=False)
+    with RunDirectory(path, decode=decode, threaded=False) as directory:
+        async with graph.open(prompts(100), observers=[directory, panel]) as run:
+            async for _ in run.steps(5):
+                pass
+
+
+def test_the_journal_accounts_for_every_rollout_and_a_run_can_be_repeated(tmp_path: Path) -> None:
+    out = io.StringIO()
+    for name in ("a", "b"):
+        run_virtual(train, tmp_path / name, out)
+    for file in ("metrics.jsonl", "journal.jsonl", "samples.jsonl", "trace.json", "summary.json"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes(), file
+    journal = tmp_path / "a" / "journal.jsonl"
+    entries = [json.loads(line) for line in journal.read_text().splitlines()]
+    events = Counter(entry["event"] for entry in entries)
+    assert events["admitted"] == events["finished"] == events["trained"] == 20
+    assert events["deferred"] > 0
+    for rollout in {entry["rollout"] for entry in entries}:
+        told = [entry["event"] for entry in story(journal, rollout)]
+        assert (told[0], told[-2:]) == ("admitted", ["finished", "trained"])
+        assert set(told[1:-2]) <= {"deferred"}
+    assert len(out.getvalue().splitlines()) == 10
+
+
+def test_every_arrow_in_the_trace_ends_where_a_rollout_finished(tmp_path: Path) -> None:
+    run_virtual(train, tmp_path / "run", io.StringIO())
+    events = json.loads((tmp_path / "run" / "trace.json").read_text())
+    ends = Counter(event["ph"] for event in events if event.get("name") == "rollout")
+    assert ends["s"] == ends["f"] == 20
+    tracks = {event["args"]["name"] for event in events if event.get("name") == "thread_name"}
+    assert {"generate", "reward", "ref_logp", "value", "advantage", "update", "step"} <= tracks

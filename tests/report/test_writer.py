@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from oppo.report.writer import Writer
+
+
+@pytest.mark.parametrize("threaded", [True, False])
+def test_jobs_are_done_in_order_and_all_before_close_returns(threaded: bool) -> None:
+    done: list[int] = []
+    writer = Writer(threaded=threaded, capacity=2)
+    for number in range(50):
+        writer.submit(lambda number=number: done.append(number))  # type: ignore[misc]  # binds the loop variable
+    writer.close()
+    writer.close()
+    assert done == list(range(50))
+
+
+def test_a_failure_is_raised_and_nothing_is_written_after_it() -> None:
+    done: list[int] = []
+
+    def fail() -> None:
+        go_on.wait()
+        raise OSError("disk full")
+
+    go_on = threading.Event()
+    writer = Writer()
+    writer.submit(fail)
+    writer.submit(lambda: done.append(1))
+    go_on.set()
+    with pytest.raises(OSError, match="disk full"):
+        writer.close()
+    with pytest.raises(OSError, match="disk full"):
+        writer.submit(lambda: done.append(2))
+    assert done == []
