@@ -25,10 +25,10 @@ from oppo.events import Batch, Chunk, Finish, FinishReason, Prompt, Response
 from oppo.hf.digest import weights_digest
 from oppo.hf.policy import HfPolicy
 from oppo.hf.scorers import ReferenceLogprobs, RewardModel, ValueModel
-from oppo.hf.settings import TrainerSettings
 from oppo.hf.trainer import HfTrainer
 from oppo.models import Sampling
 from oppo.placement import Thread
+from oppo.training import TrainerSettings
 
 KL, GAMMA, LAM = 0.05, 1.0, 0.95
 

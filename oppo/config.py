@@ -18,7 +18,7 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
 from oppo.errors import ConfigError
-from oppo.hf.settings import Schedule, TrainerSettings
+from oppo.training import Schedule, TrainerSettings
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails

@@ -190,6 +190,11 @@ class Scored(Generic[T_co]):
 RolloutEvent: TypeAlias = Prompt | Chunk | Given | Defer | Finish | Drop
 
 
+def rollout_of(event: object) -> int | None:
+    """Return the rollout an event belongs to; events of one rollout keep their order on every channel."""
+    return event.rollout if isinstance(event, Prompt | Chunk | Given | Defer | Finish | Drop | Scored) else None
+
+
 def merge_chunks(queued: RolloutEvent, new: RolloutEvent) -> RolloutEvent | None:
     """Return one chunk for two contiguous ones of the same rollout; ``None`` for anything else."""
     if isinstance(queued, Chunk) and isinstance(new, Chunk) and queued.rollout == new.rollout:

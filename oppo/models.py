@@ -161,7 +161,10 @@ class Trainer(Protocol):
         """Train on one batch; the version then is one more, even if every minibatch was skipped."""
 
     async def publish(self, *followers: Follower) -> None:
-        """Give the current weights to each follower: all of them have the new version afterwards, or none has."""
+        """Give the current weights to each follower; all of them have the new version afterwards.
+
+        A failure surfaces, with a note that says which follower has which version, and ends the run.
+        """
 
 
 RewardFunction: TypeAlias = Callable[..., object]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from oppo.admission import Admission
 from oppo.chunking import ChunkSize, Fixed
 from oppo.estimators import AdaptiveKL, FixedKL, KLEstimator
-from oppo.events import FloatArray, Prompt, StepReport, merge_chunks
+from oppo.events import FloatArray, Prompt, StepReport, merge_chunks, rollout_of
 from oppo.graph import Graph, GraphBuilder
 from oppo.models import Policy, Scorer, Trainer
 from oppo.stages import GAE, Generate, Score, Update
@@ -41,7 +41,7 @@ def ppo(
         gamma: discount.
         lam: lambda of generalised advantage estimation.
     """
-    g: GraphBuilder[Prompt] = GraphBuilder("ppo", merge=merge_chunks)
+    g: GraphBuilder[Prompt] = GraphBuilder("ppo", merge=merge_chunks, key=rollout_of)
     rollout = g.add("generate", Generate(policy, admission, chunks or Fixed()), g.prompts)
     ref = g.add("ref_logp", Score(reference), rollout)
     score = g.add("reward", Score(reward), rollout)

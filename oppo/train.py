@@ -22,7 +22,7 @@ from oppo.events import Prompt, StepReport
 from oppo.graph import Graph
 from oppo.observe import Observer
 from oppo.recipes import ppo
-from oppo.report import Panel, RunDirectory
+from oppo.report import Panel, RunDirectory, RunLog
 from oppo.report.rundir import require_unused
 
 if TYPE_CHECKING:
@@ -116,7 +116,8 @@ async def run(session: Session, console: Console, observers: Sequence[Observer] 
     )
     with ExitStack() as stack:
         stack.enter_context(directory)
-        watching: list[Observer] = [directory, *observers]
+        log = stack.enter_context(RunLog(directory.path / "log.jsonl", chosen.name))
+        watching: list[Observer] = [directory, log, *observers]
         if chosen.panel != "off":
             live = chosen.panel == "live" or (chosen.panel == "auto" and console.is_terminal)
             watching.append(stack.enter_context(Panel(console, chosen.steps, live=live, decode=decode)))

@@ -11,7 +11,19 @@ from hypothesis import strategies as st
 
 from oppo.admission import Overcommit
 from oppo.chunking import ChunkSize, Fixed, WholeRollout
-from oppo.events import Batch, Chunk, Defer, Drop, Finish, FloatArray, Prompt, RolloutEvent, StepReport, merge_chunks
+from oppo.events import (
+    Batch,
+    Chunk,
+    Defer,
+    Drop,
+    Finish,
+    FloatArray,
+    Prompt,
+    RolloutEvent,
+    StepReport,
+    merge_chunks,
+    rollout_of,
+)
 from oppo.graph import Graph, GraphBuilder
 from oppo.observe import Span
 from oppo.stages import GAE, Generate, Score, Update
@@ -93,7 +105,8 @@ class Pipeline:
 
     def graph(self) -> Graph[StepReport]:
         assert self.reward is not None
-        g: GraphBuilder[Prompt] = GraphBuilder("ppo", capacity=self.setting.capacity, merge=merge_chunks)
+        capacity = self.setting.capacity
+        g: GraphBuilder[Prompt] = GraphBuilder("ppo", capacity=capacity, merge=merge_chunks, key=rollout_of)
         rollout = g.add("generate", self.generate, g.prompts)
         ref = g.add("ref_logp", Score(self.reference), rollout)
         score = g.add("reward", Score(self.reward), rollout)

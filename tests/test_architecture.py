@@ -17,14 +17,16 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors"}),
     frozenset({"events", "observe"}),
-    frozenset({"models", "admission", "chunking", "estimators", "placement"}),
+    frozenset({"models", "admission", "chunking", "estimators", "placement", "training"}),
     frozenset({"graph"}),
     frozenset({"stages"}),
     frozenset({"recipes"}),
 )
 """From the bottom up: a module imports its own layer and those below it."""
 
-LEAVES = frozenset({"losses", "hf", "testing", "report", "demo", "cli", "config", "data", "rewards", "train"})
+LEAVES = frozenset(
+    {"losses", "hf", "testing", "report", "demo", "cli", "config", "data", "rewards", "train", "evaluate"}
+)
 """Nothing in a layer imports these."""
 
 TORCH = frozenset({"losses", "hf", "demo"})
@@ -107,7 +109,7 @@ def called_name(node: ast.Call) -> tuple[str, str]:
     """Return the owner and the name of what is called: ``("time", "monotonic")``."""
     if isinstance(node.func, ast.Attribute):
         owner = node.func.value
-        return owner.id if isinstance(owner, ast.Name) else "", node.func.attr
+        return owner.id if isinstance(owner, ast.Name) else "?", node.func.attr
     return "", node.func.id if isinstance(node.func, ast.Name) else ""
 
 
@@ -134,7 +136,8 @@ def test_no_broad_except_swallows_an_error() -> None:
                 node.type is None or "Exception" in ast.unparse(node.type).split(".")
             ):
                 reraises = any(isinstance(child, ast.Raise) for child in ast.walk(node))
-                if not reraises:
+                named_boundary = "noqa: BLE001 - " in path.read_text(encoding="utf-8").splitlines()[node.lineno - 1]
+                if not reraises and not named_boundary:
                     faults.append(f"{path.relative_to(ROOT)}:{node.lineno}")
     assert not faults
 

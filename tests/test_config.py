@@ -8,8 +8,8 @@ import pytest
 
 from oppo.config import Settings, TrainerSection, load, resolve, trainer_settings
 from oppo.errors import ConfigError
-from oppo.hf.settings import TrainerSettings
 from oppo.models import Sampling
+from oppo.training import TrainerSettings
 
 MINIMAL = '[models]\npolicy = "./actor"\nreward = "reward.py:score"\n[data]\nprompts = "prompts.jsonl"\n'
 

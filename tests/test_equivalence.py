@@ -19,12 +19,12 @@ from oppo.events import Batch, Prompt
 from oppo.hf.digest import weights_digest
 from oppo.hf.policy import HfPolicy
 from oppo.hf.scorers import ReferenceLogprobs, RewardModel, ValueModel
-from oppo.hf.settings import TrainerSettings
 from oppo.hf.trainer import HfTrainer
 from oppo.losses import token_logprobs
 from oppo.models import Sampling
 from oppo.placement import Thread
 from oppo.recipes import ppo
+from oppo.training import TrainerSettings
 from tests.pipelines import Tap
 
 SAMPLING = Sampling(max_new_tokens=40, temperature=0.9, stop=(1, 2, 3, 4, 5), seed=3)

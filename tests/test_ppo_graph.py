@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import anyio
@@ -11,7 +12,8 @@ from hypothesis import example, given, strategies as st
 
 from oppo.chunking import WholeRollout
 from oppo.events import Chunk, Defer, Finish, Prompt, RolloutEvent
-from oppo.testing import FakeScorer, fake_per_token, fake_scalar, run_virtual
+from oppo.testing import FakePolicy, FakeScorer, fake_per_token, fake_scalar, prompts, run_virtual
+from oppo.testing.fakes import FakeDecode
 from tests.pipelines import Pipeline, Setting, on_policy, same_batches, settings
 
 
@@ -160,3 +162,49 @@ def test_a_graph_can_be_run_again_with_other_prompts() -> None:
         assert len(pipeline.reports) == 4
 
     run_virtual(twice)
+
+
+def test_the_score_of_a_step_is_the_mean_of_what_was_trained() -> None:
+    pipeline = Pipeline(Setting(steps=1))
+    pipeline.trainer.nonfinite = lambda rollout: rollout == 2
+    run_virtual(pipeline.run)
+    (report,), (batch,) = pipeline.reports, pipeline.batches
+    assert report.score == pytest.approx(float(np.mean(batch.scores[[0, 1, 3]])))
+
+
+def test_a_step_of_which_nothing_was_trained_has_no_score() -> None:
+    pipeline = Pipeline(Setting(steps=1))
+    pipeline.trainer.nonfinite = lambda rollout: True
+    run_virtual(pipeline.run)
+    assert np.isnan(pipeline.reports[0].score)
+
+
+def test_decoding_does_not_wait_until_the_scorers_have_read_the_prompts() -> None:
+    setting = Setting(lengths=(50,), batch=32, steps=1, capacity=2, style="push", per_call=0.2)
+    (report,) = played(setting).reports
+    assert report.metrics["timing_s/rollouts"] < 50 * 0.01 + 4 * 0.2
+
+
+def test_closing_gives_up_every_rollout_though_one_of_them_cannot_be() -> None:
+    class Clinging(FakePolicy):
+        async def open(self, prompts: Sequence[Prompt]) -> Sequence[FakeDecode]:
+            self.opened = await super().open(prompts)
+            self.opened[0].aclose = refuse  # type: ignore[method-assign]  # the one that cannot be given up
+            return self.opened
+
+    async def refuse() -> None:
+        raise OSError("stuck")
+
+    async def main() -> None:
+        pipeline = Pipeline(Setting(lengths=(200, 200, 5)))
+        pipeline.generate.policy = policy = Clinging(pipeline.setting.length, 0.01)
+        with pytest.raises(OSError, match="stuck"):
+            async with pipeline.graph().open(prompts(9)) as run:
+                with anyio.move_on_after(0.5):
+                    await run.step()
+        assert [decode.closed for decode in policy.opened] == [False, True, True, True]
+        del policy.opened[0].aclose
+        await pipeline.run()
+        assert len(pipeline.reports) == 3, "the graph can be opened again"
+
+    run_virtual(main)

@@ -23,8 +23,10 @@ FLUENCY: Final = 3.0
 """Weight of the share of clauses that are no clauses of the language."""
 REPETITION: Final = 2.0
 """Weight of the share of clauses that have been said before."""
-LENGTH: Final = 0.4
+LENGTH: Final = 0.6
 """Cost of a hundred words."""
+ENOUGH: Final = 30
+"""Words that a review needs to be of use: half as many cost log 2, which keeps brevity from paying."""
 UNFINISHED: Final = 1.0
 """Cost of a text that stops without ending."""
 
@@ -54,8 +56,9 @@ def utility(topic: str, text: Text) -> float:
     r"""Return how much readers like ``text`` as a review of a place of ``topic``; 0 is indifferent.
 
     Sentiment and topicality are shrunk means, :math:`(p - n) / (c + 1)` and :math:`(a - b) / (a + b + 1)`: one clause
-    says less than three that agree, which pays for the cost of length.
+    says less than three that agree. That and the cost of brevity balance the cost of length.
     """
+    words = len(text.words.split())
     said = language.clauses(text.words)
     meanings = [language.read(clause) for clause in said]
     known = [meaning for meaning in meanings if meaning is not None]
@@ -68,7 +71,8 @@ def utility(topic: str, text: Text) -> float:
         + TOPICALITY * (2 * sum(about) - len(about)) / (len(about) + 1)
         - FLUENCY * strangeness
         - REPETITION * repetition
-        - LENGTH * len(text.words.split()) / 100
+        - LENGTH * words / 100
+        - max(0.0, math.log(ENOUGH / max(1, words)))
         - UNFINISHED * (not text.ended)
     )
 
@@ -80,7 +84,7 @@ def fluency(texts: Sequence[Text]) -> float:
 
 
 def compare(
-    asks: Sequence[language.Ask], rng: random.Random, *, texts: int = 4, noise: float = 0.35
+    asks: Sequence[language.Ask], rng: random.Random, *, texts: int = 4, noise: float = 0.2
 ) -> list[Comparison]:
     r"""Return a comparison of ``texts`` responses to each prompt, judged after Bradley and Terry (1952).
 

@@ -10,7 +10,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final, Protocol, TypeAlias, cast
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -100,7 +100,8 @@ def train_policy(
         optimizer.step()
         smooth = loss.item() if step == 0 else 0.95 * smooth + 0.05 * loss.item()
         progress(f"teaching the policy to write reviews, loss {smooth:.2f}", (step + 1) / schedule.steps)
-    return model.eval(), smooth
+    model.eval()
+    return model, smooth
 
 
 Document: TypeAlias = tuple[list[int], list[int]]
@@ -131,6 +132,12 @@ def _packed(documents: Iterator[Document], width: int) -> Iterator[Row]:
             row = ([], [], [])
 
 
+class _Writer(Protocol):
+    """What transformers' stubs do not say of a causal model."""
+
+    def generate(self, **options: object) -> torch.Tensor: ...
+
+
 @torch.no_grad()
 def write(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str], *, limit: int, batch: int = 64
@@ -142,7 +149,7 @@ def write(
     written = []
     for first in range(0, len(prompts), batch):
         inputs = tokenizer(list(prompts[first : first + batch]), padding=True, return_tensors="pt")
-        output = model.generate(
+        output = cast("_Writer", model).generate(
             input_ids=inputs["input_ids"],
             attention_mask=inputs["attention_mask"],
             max_new_tokens=limit,
@@ -153,6 +160,6 @@ def write(
         for row in output[:, inputs["input_ids"].shape[1] :].tolist():
             ended = tokenizer.eos_token_id in row
             count = row.index(tokenizer.eos_token_id) + 1 if ended else len(row)
-            words = tokenizer.decode(row[: count - ended], skip_special_tokens=True)
+            words = str(tokenizer.decode(row[: count - ended], skip_special_tokens=True))
             written.append((Text(words, ended), count))
     return written

@@ -19,18 +19,20 @@ from oppo.demo.language import held_out_prompts, training_prompts
 from oppo.demo.preference import Comparison, Text, compare
 from oppo.demo.pretrain import Progress, Schedule, rate
 
-RIDGE: Final = 1e-3
+RIDGE: Final = 0.1
 """Regularises the direction along which every final hidden state has the same component."""
 
 
 def scalar_model(source: LlamaForCausalLM | LlamaForSequenceClassification) -> LlamaForSequenceClassification:
     """Return a model with a copy of the source's backbone, and one output whose weights are 0."""
     settings = {key: value for key, value in source.config.to_dict().items() if key not in {"id2label", "label2id"}}
-    config = LlamaConfig(**settings, num_labels=1)
+    config = LlamaConfig(**settings)
+    config.num_labels = 1
     model = LlamaForSequenceClassification(config)
     model.model.load_state_dict(source.model.state_dict())
     torch.nn.init.zeros_(model.score.weight)
-    return model.eval()
+    model.eval()
+    return model
 
 
 def train_reward(
@@ -61,7 +63,8 @@ def train_reward(
         optimizer.step()
         smooth = loss.item() if step == 0 else 0.9 * smooth + 0.1 * loss.item()
         progress(f"teaching the reward model what readers prefer, loss {smooth:.2f}", (step + 1) / schedule.steps)
-    return model.eval()
+    model.eval()
+    return model
 
 
 @torch.no_grad()

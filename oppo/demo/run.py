@@ -15,9 +15,10 @@ from rich.text import Text
 from oppo import observe
 from oppo.config import Settings, resolve
 from oppo.demo.assets import Assets, cache_directory, make_assets
-from oppo.demo.exactness import Digests, compare_schedules
+from oppo.demo.exactness import compare_schedules
 from oppo.demo.examination import Answers, examine
-from oppo.evaluate import Comparison, compare
+from oppo.demo.verdict import Verdict, hidden_fraction
+from oppo.evaluate import compare
 from oppo.events import Defer, Finish
 from oppo.observe import Span
 from oppo.train import FINAL, prepare, run
@@ -25,8 +26,8 @@ from oppo.train import FINAL, prepare, run
 SHOWN = 3
 """Held-out prompts whose responses are shown, before and after."""
 
-LENGTH_HACK = 2.0
-"""A policy whose responses have become this many times as long has found a short cut."""
+SECONDS_BETWEEN_LINES = 3.0
+"""While the models are being made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +62,8 @@ def demo(directory: Path, *, short: bool = False, seed: int = 0, cache: Path | N
     """
     plan = SHORT if short else FULL
     console = Console()
-    began = observe.now()
-    assets = make_assets(
-        cache or cache_directory(), seed=seed, small=plan.small, progress=lambda *said: tell(console, began, *said)
-    )
+    narrator = Narrator(console)
+    assets = make_assets(cache or cache_directory(), seed=seed, small=plan.small, progress=narrator.progress)
     introduce(console, assets)
     settings = settings_of(plan, assets, unused(directory), seed)
     deferrals = Deferrals()
@@ -72,7 +71,7 @@ def demo(directory: Path, *, short: bool = False, seed: int = 0, cache: Path | N
         sampling = session.assembly.sampling
         anyio.run(run, session, console, [deferrals])
     trained = settings.run_directory / FINAL / "actor"
-    tell(console, began, f"examining both policies on {plan.examined} held-out prompts", 0.0)
+    narrator.tell(f"examining both policies on {plan.examined} held-out prompts")
     before, after = (
         examine(
             actor,
@@ -84,14 +83,27 @@ def demo(directory: Path, *, short: bool = False, seed: int = 0, cache: Path | N
         )
         for actor in (assets.actor, trained)
     )
-    tell(console, began, "running two steps serially and streamed, in exact mode", 0.5)
+    narrator.tell("running two steps serially and streamed, in exact mode")
     digests = compare_schedules(settings)
-    facts = summary(settings, before, after, deferrals, digests, observe.now() - began)
+    verdict = Verdict(
+        scores=compare(before.scores, after.scores),
+        kl=float(after.kl.mean()),
+        length_before=float(np.mean(before.lengths)),
+        length_after=float(np.mean(after.lengths)),
+        hidden_fraction=hidden_fraction(settings.run_directory / "metrics.jsonl"),
+        deferred_fraction=deferrals.fraction,
+        deferral_steps=deferrals.histogram(),
+        digests=digests,
+        directory=settings.run_directory,
+        actor=trained,
+        steps=plan.steps,
+        seconds=narrator.seconds,
+    )
     path = settings.run_directory / "summary.json"
     known = json.loads(path.read_text(encoding="utf-8"))
-    path.write_text(json.dumps(known | facts, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(known | verdict.facts(), indent=2) + "\n", encoding="utf-8")
     show_samples(console, before, after)
-    console.print(Text("\n".join(conclusions(facts, settings)), style=""), soft_wrap=True)
+    console.out("", *verdict.lines(), sep="\n", highlight=False)
     return settings.run_directory
 
 
@@ -128,9 +140,28 @@ def unused(directory: Path) -> Path:
     return (directory / f"demo-{number}").absolute()
 
 
-def tell(console: Console, began: float, words: str, done: float) -> None:
-    """Say what is being done, with the seconds since the start and the part of it that is done."""
-    console.out(f"{observe.now() - began:5.0f} s  {done:4.0%}  {words}", highlight=False)
+class Narrator:
+    """Says what is being done, with the seconds since the start; at most every few seconds while it goes on."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._began = observe.now()
+        self._quiet_until = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the start."""
+        return observe.now() - self._began
+
+    def tell(self, words: str) -> None:
+        """Say a sentence."""
+        self._console.out(f"{self.seconds:4.0f} s  {words}", highlight=False)
+
+    def progress(self, words: str, done: float) -> None:
+        """Say a sentence and which part of the work is done, unless something was said a moment ago."""
+        if self.seconds >= self._quiet_until:
+            self.tell(f"{done:4.0%}  {words}")
+            self._quiet_until = self.seconds + SECONDS_BETWEEN_LINES
 
 
 def introduce(console: Console, assets: Assets) -> None:
@@ -179,68 +210,9 @@ class Deferrals:
         return dict(sorted(counts.items()))
 
 
-def summary(
-    settings: Settings, before: Answers, after: Answers, deferrals: Deferrals, digests: Digests, seconds: float
-) -> dict[str, object]:
-    """Return the facts of ``summary.json``."""
-    scores = compare(before.scores, after.scores)
-    return {
-        "score_before": scores.before,
-        "score_after": scores.after,
-        "score_gain": scores.gain,
-        "score_after_ci95": scores.half_width,
-        "score_spread_before": scores.spread,
-        "kl": float(after.kl.mean()),
-        "length_before": float(np.mean(before.lengths)),
-        "length_after": float(np.mean(after.lengths)),
-        "seconds": seconds,
-        "hidden_fraction": hidden_fraction(settings.run_directory / "metrics.jsonl"),
-        "deferred_fraction": deferrals.fraction,
-        "deferral_steps": deferrals.histogram(),
-        "tokens_identical_to_serial": digests.identical,
-        "digest_serial": digests.serial,
-        "digest_streamed": digests.streamed,
-        "actor": str(settings.run_directory / FINAL / "actor"),
-        "steps": settings.run.steps,
-    }
-
-
-def hidden_fraction(metrics: Path) -> float:
-    """Return the part of all scoring seconds of a run in which something decoded or trained as well."""
-    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    scoring = sum(line["timing_s/score"] for line in lines)
-    exposed = sum(line["timing_s/score_exposed"] for line in lines)
-    return float(1 - exposed / scoring)
-
-
 def show_samples(console: Console, before: Answers, after: Answers) -> None:
     """Show the first held-out prompts with the responses of both policies."""
     for k in range(SHOWN):
         console.print(Text(f"\n{before.prompts[k]}", style="bold"))
         for name, answers in (("before", before), ("after", after)):
             console.print(Text(f"  {name} {answers.scores[k]:+.2f} {answers.texts[k].strip()}"))
-
-
-def conclusions(facts: Mapping[str, object], settings: Settings) -> list[str]:
-    """Return what the run showed, a line for each finding."""
-    number = {name: float(value) for name, value in facts.items() if isinstance(value, int | float)}
-    ratio = number["length_after"] / number["length_before"]
-    lines = [
-        "",
-        f"score      {number['score_before']:+.2f} before, {number['score_after']:+.2f} after on held-out prompts: "
-        f"gain {number['score_gain']:+.2f} +- {number['score_after_ci95']:.2f} (95 %), "
-        f"{number['score_gain'] / number['score_spread_before']:.1f} standard deviations of the base",
-        f"KL         {number['kl']:.1f} nats a response to the base policy",
-        f"length     {number['length_before']:.0f} tokens before, {number['length_after']:.0f} after",
-        f"overlap    {number['hidden_fraction']:.0%} of the scoring was hidden behind decoding and training",
-        f"deferral   {number['deferred_fraction']:.1%} of the rollouts were carried into a later step; "
-        f"steps carried: {facts['deferral_steps'] or 'none'}",
-        f"exactness  serial and streamed run made {'the same' if facts['tokens_identical_to_serial'] else 'OTHER'} "
-        f"tokens: {str(facts['digest_serial'])[:16]} and {str(facts['digest_streamed'])[:16]}",
-        f"outputs    {settings.run_directory}/report.html, actor in {facts['actor']}",
-        f"again      oppo train {settings.run_directory}/config.toml --set run.name=again",
-        f"time       {number['seconds']:.0f} s",
-    ]
-    if ratio > LENGTH_HACK:
-        lines.insert(4, f"length hack: responses are {ratio:.1f} times as long as the base policy's")
-    return lines

@@ -10,7 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import anyio
 
-from oppo.errors import ProtocolError
+from oppo.errors import ProtocolError, leaves
 from oppo.graph.channel import Channel, Sender, channel_table
 from oppo.graph.fanout import FanOut, Target
 from oppo.graph.ports import Step
@@ -108,7 +108,7 @@ class Execution(Generic[T]):
             span = Span(node.name, "run", start, anyio.current_time(), {"step": self._step.index})
             tell(self._observers, lambda observer: observer.on_span(span))
         except Exception as error:
-            for leaf in _leaves(error):
+            for leaf in leaves(error):
                 leaf.add_note(f"in stage {node.name!r} of graph {self._topology.name!r}, step {self._step.index}")
                 self._failures.append(leaf)
             raise
@@ -157,13 +157,6 @@ class Execution(Generic[T]):
     def statistics(self) -> Mapping[str, Mapping[str, int]]:
         """Return each channel's counters under ``source->target``."""
         return {channel.name: asdict(channel.statistics()) for channel in self._channels.values()}
-
-
-def _leaves(error: BaseException) -> Sequence[BaseException]:
-    """Return the errors of a group, however deep; an error that is no group is its own leaf."""
-    if isinstance(error, BaseExceptionGroup):
-        return [leaf for member in error.exceptions for leaf in _leaves(member)]
-    return [error]
 
 
 def tell(observers: Sequence[Observer], say: Callable[[Observer], None]) -> None:

@@ -1,1 +1,21 @@
-"""The transformers backend: a slab cache, the policy that decodes with it and the scorers that prefill it."""
+"""The transformers backend: a slab cache, the policy, three scorers and the trainer. Importing it loads torch."""
+
+from oppo.hf.load import load_causal, load_scalar, load_tokenizer
+from oppo.hf.policy import HfPolicy
+from oppo.hf.probe import probe
+from oppo.hf.scorers import ReferenceLogprobs, RewardModel, ValueModel
+from oppo.hf.text import Text
+from oppo.hf.trainer import HfTrainer
+
+__all__ = [
+    "HfPolicy",
+    "HfTrainer",
+    "ReferenceLogprobs",
+    "RewardModel",
+    "Text",
+    "ValueModel",
+    "load_causal",
+    "load_scalar",
+    "load_tokenizer",
+    "probe",
+]

@@ -98,13 +98,13 @@ class Decoder:
 
     Args:
         model: a causal LM.
-        exact: read prompts so that no row's bits depend on another row.
+        exact: read prompts so that no row's bits depend on another row, and keep rows in admission order.
         prefill_tokens: how many tokens, padding included, are read in one forward pass.
     """
 
     def __init__(self, model: PreTrainedModel, *, sampling: Sampling, exact: bool, prefill_tokens: int) -> None:
         self.counters = Counters()
-        self.reader = Incremental(model)
+        self.reader = Incremental(model, ordered=exact)
         self.version = 0
         self._sampling = sampling
         self._exact = exact

@@ -5,6 +5,8 @@ The attention implementation is transformers' own choice: SDPA where a model sup
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypedDict, cast
 
@@ -16,6 +18,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging
 
 from oppo.errors import ConfigError
 from oppo.hf.probe import probe
@@ -106,6 +109,20 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
     return tokenizer
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers' progress bars and load reports off the terminal; what they say, this module says itself."""
+    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
 def _load(
     kind: type[AutoModelForCausalLM | AutoModelForSequenceClassification],
     path: str | Path,
@@ -118,15 +135,16 @@ def _load(
     if dtype not in _DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(_DTYPES)}, not {dtype!r}")
     try:
-        loaded = kind.from_pretrained(
-            path,
-            dtype=_DTYPES[dtype],
-            trust_remote_code=trust_remote_code,
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # said below, in one sentence
-            **({} if num_labels is None else {"num_labels": num_labels}),
-        )
+        with quiet():
+            loaded = kind.from_pretrained(
+                path,
+                dtype=_DTYPES[dtype],
+                trust_remote_code=trust_remote_code,
+                use_safetensors=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # said below, in one sentence
+                **({} if num_labels is None else {"num_labels": num_labels}),
+            )
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(_not_found("model", path, error)) from error
     model, info = cast("tuple[PreTrainedModel, _Info]", loaded)

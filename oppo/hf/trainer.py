@@ -27,11 +27,12 @@ from transformers import PreTrainedModel
 
 from oppo.errors import ModelRefused
 from oppo.events import Batch
+from oppo.hf.load import quiet
 from oppo.hf.packing import MicroBatch, micro_batches, minibatches, pack, read_lengths, trainable
-from oppo.hf.settings import TrainerSettings
 from oppo.losses import entropy, policy_loss, token_logprobs, value_loss
 from oppo.models import Follower, Sampling, Trained, Weights
 from oppo.placement import Thread
+from oppo.training import TrainerSettings
 
 __all__ = ["HfTrainer", "TrainerSettings"]
 
@@ -182,8 +183,9 @@ class HfTrainer:
         await self._thread.call("save", self._save, directory)
 
     def _save(self, directory: Path) -> None:
-        self._actor.save_pretrained(directory / "actor")
-        self._critic.save_pretrained(directory / "critic")
+        with quiet():
+            self._actor.save_pretrained(directory / "actor")
+            self._critic.save_pretrained(directory / "critic")
 
     def _update(self, batch: Batch) -> Trained:
         rate = self._set_learning_rates()

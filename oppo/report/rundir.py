@@ -5,6 +5,7 @@
 ``metrics.jsonl``  one flat object a step, under TRL's PPO names and ours
 ``samples.jsonl``  a few rollouts of each step, with text and score
 ``journal.jsonl``  what became of every rollout
+``log.jsonl``      how the run began, its steps, what was dropped, how it ended (:mod:`oppo.report.log`)
 ``trace.json``     Chrome trace: a track for each stage and model, an arrow for each rollout
 ``summary.json``   what the run came to
 ``report.html``    charts, summary and samples, self-contained

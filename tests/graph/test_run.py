@@ -3,6 +3,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
 
 import anyio
 import pytest
@@ -130,6 +132,46 @@ def test_a_failing_hook_is_named() -> None:
     with pytest.raises(Boom) as caught:
         run_virtual(results_of, line().replace(relay=Bad()), 1)
     assert caught.value.__notes__ == ["in observe() of stage 'relay' of graph 'line', step 0"]
+
+
+class Door(Relay):
+    """A relay that cannot be entered, or left."""
+
+    def __init__(self, fails: str) -> None:
+        super().__init__()
+        self.fails = fails
+
+    async def __aenter__(self) -> Self:
+        if self.fails == "enter":
+            raise OSError("the door is locked")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        if self.fails == "leave":
+            raise OSError("the door is locked")
+
+
+@pytest.mark.parametrize(("fails", "where"), [("enter", "while opening"), ("leave", "while closing")])
+def test_a_stage_that_cannot_be_opened_or_closed_is_named(fails: str, where: str) -> None:
+    graph = line().replace(relay=Door(fails))
+    with pytest.raises(OSError, match="locked") as caught:
+        run_virtual(results_of, graph, 1)
+    assert caught.value.__notes__ == [f"{where} stage 'relay' of graph 'line'"]
+
+
+def test_an_error_while_closing_does_not_hide_the_error_that_ended_the_run() -> None:
+    diary = Diary()
+    g: GraphBuilder[int] = GraphBuilder("line")
+    first = g.add("first", diary, g.prompts)
+    second = g.add("second", Door("leave"), first)
+    graph = g.build(g.add("third", Collect(), g.add("fail", Fail(), second)))
+    with pytest.raises(Boom, match="bad item 0") as caught:
+        run_virtual(results_of, graph, 1)
+    assert "in stage 'fail' of graph 'line', step 0" in caught.value.__notes__
+    assert "while closing stage 'second': OSError: the door is locked" in caught.value.__notes__
+    assert diary.lines[-1] == "exit", "the others are closed all the same"
 
 
 def test_a_stage_error_surfaces_as_itself_with_a_note() -> None:

@@ -14,6 +14,7 @@ from oppo.hf.anatomy import backbone, score_head
 from oppo.hf.scorers import ReferenceLogprobs, RewardModel, ValueModel
 from oppo.models import Sampling, Scorer, Weights
 from oppo.placement import Thread
+from oppo.testing.conformance import check_scorer
 from tests.hf import tiny
 
 torch.set_num_threads(1)
@@ -281,3 +282,24 @@ def test_a_model_with_several_labels_or_no_score_layer_is_refused(thread: Thread
     model.config.num_labels = 1
     with pytest.raises(ModelRefused, match="no score layer"):
         ValueModel(model, thread=thread)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+async def test_every_scorer_keeps_the_contract(thread: Thread, exact: bool) -> None:
+    finished = [Finish(response.prompt.rollout, response, "eos") for response in responses(3, seed=4)]
+
+    async def reference() -> ReferenceLogprobs:
+        return ReferenceLogprobs(tiny.causal(), sampling=Sampling(), thread=thread, exact=exact)
+
+    async def reward() -> RewardModel:
+        return RewardModel(tiny.scalar(), thread=thread, exact=exact)
+
+    async def critic() -> ValueModel:
+        return ValueModel(tiny.scalar(), thread=thread, exact=exact)
+
+    def close(a: FloatArray, b: FloatArray) -> bool:
+        return np.allclose(a, b, rtol=1e-5, atol=1e-5)
+
+    await check_scorer(reference, finished, close)
+    await check_scorer(critic, finished, close)
+    await check_scorer(reward, finished, lambda a, b: abs(a - b) <= 1e-5 * (1 + abs(b)))

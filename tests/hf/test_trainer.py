@@ -23,14 +23,14 @@ from oppo.errors import ModelError, ModelRefused
 from oppo.estimators import gae, kl_estimate, shaped_rewards, whiten
 from oppo.events import Batch, BoolArray, FloatArray, IntArray, Prompt, Response
 from oppo.hf.digest import weights_digest
-from oppo.hf.packing import micro_batches, pack
+from oppo.hf.packing import MicroBatch, micro_batches, pack
 from oppo.hf.policy import HfPolicy
 from oppo.hf.scorers import ValueModel
-from oppo.hf.settings import TrainerSettings
 from oppo.hf.trainer import HfTrainer
 from oppo.models import Sampling, Weights
 from oppo.placement import Thread
 from oppo.testing import check_trainer
+from oppo.training import TrainerSettings
 from tests.golden import fixed
 from tests.hf import tiny
 
@@ -263,6 +263,29 @@ async def test_an_update_of_which_nothing_is_finite_changes_no_bit_but_counts(th
     assert trained.nonfinite == batch.rollouts
     assert (digest(trainer), trainer.version) == (before, 1)
     assert "loss/policy_avg" not in trained.metrics
+
+
+async def test_an_update_that_failed_half_way_leaves_no_gradient_for_the_next(
+    thread: Thread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def trained(*, failing: bool) -> str:
+        trainer = make(thread, micro_batch_tokens=20)
+        batch = rollouts(trainer._actor, trainer._critic)
+        if failing:
+            backward, parts = trainer._backward, iter(range(9))
+
+            def half_an_update(part: MicroBatch, total: float) -> Tensor:
+                if next(parts) == 2:
+                    raise MemoryError("out of memory")
+                return backward(part, total)
+
+            with monkeypatch.context() as patch, pytest.raises(MemoryError):
+                patch.setattr(trainer, "_backward", half_an_update)
+                await trainer.update(batch)
+        await trainer.update(batch)
+        return digest(trainer)
+
+    assert await trained(failing=True) == await trained(failing=False)
 
 
 async def test_an_empty_batch_trains_nothing_but_counts(thread: Thread) -> None:

@@ -9,7 +9,7 @@ import torch
 from transformers import get_scheduler
 
 from oppo.errors import ConfigError
-from oppo.hf.settings import Schedule, TrainerSettings
+from oppo.training import Schedule, TrainerSettings
 
 
 @pytest.mark.parametrize("schedule", ["constant", "constant_with_warmup", "linear", "cosine"])

@@ -1,0 +1,84 @@
+"""``log.jsonl``: what a run began with, what it met, how it ended; a JSON object a line, for machines to grep."""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import structlog
+from structlog.tracebacks import ExceptionDictTransformer
+
+from oppo.events import StepReport
+from oppo.observe import Observer, Span
+
+LIBRARIES = ("oppo", "torch", "transformers", "accelerate", "numpy")
+
+
+class RunLog(Observer):
+    """An observer that keeps the log of a run; a context manager whose last line says how the run ended."""
+
+    def __init__(self, path: Path, run: str) -> None:
+        self._file = path.open("a", encoding="utf-8")
+        self._log: structlog.typing.FilteringBoundLogger = structlog.wrap_logger(
+            structlog.WriteLogger(self._file),
+            processors=[
+                structlog.processors.add_log_level,
+                structlog.processors.TimeStamper(fmt="iso", utc=True),
+                structlog.processors.ExceptionRenderer(ExceptionDictTransformer(show_locals=False)),
+                structlog.processors.JSONRenderer(),
+            ],
+            wrapper_class=structlog.make_filtering_bound_logger("info"),
+            run=run,
+        )
+
+    def on_item(self, step: int, stage: str, item: object, at: float) -> None:
+        """Leave single items to the journal."""
+
+    def on_span(self, span: Span) -> None:
+        """Leave spans to the trace."""
+
+    def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
+        """Log a step, and each rollout that was dropped in it."""
+        del channels
+        if not isinstance(result, StepReport):
+            return
+        for drop in result.dropped:
+            self._log.warning("dropped", step=step, rollout=drop.rollout, reason=drop.reason)
+        self._log.info(
+            "step",
+            step=step,
+            version=result.version,
+            score=round(result.score, 6) if math.isfinite(result.score) else None,
+            trained=len(result.trained),
+            deferred=len(result.deferred),
+            seconds=round(result.seconds, 4),
+        )
+
+    def __enter__(self) -> Self:
+        self._log.info("begin", python=platform.python_version(), machine=platform.machine(), libraries=installed())
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if error is None:
+            self._log.info("end")
+        elif isinstance(error, Exception):
+            self._log.error("failed", exc_info=error, notes=getattr(error, "__notes__", []))
+        else:
+            self._log.warning("interrupted", by=type(error).__name__)
+        self._file.close()
+
+
+def installed() -> dict[str, str]:
+    """Return the versions of the libraries that a run's numbers depend on."""
+    found = {}
+    for name in LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,59 @@
+"""The log of a run says how it began, what it met and how it ended."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from oppo.events import Drop, StepReport
+from oppo.report import RunLog
+
+
+def lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def report(score: float) -> StepReport:
+    return StepReport(3, 4, (1, 2), (Drop(5, "nonfinite"),), (), score, 1.5, {})
+
+
+def test_a_log_begins_with_versions_and_tells_steps_and_drops(tmp_path: Path) -> None:
+    with RunLog(tmp_path / "log.jsonl", "trial") as log:
+        log.on_step(3, report(0.25), {})
+    begin, dropped, step, end = lines(tmp_path / "log.jsonl")
+    assert begin["event"] == "begin"
+    assert "numpy" in str(begin["libraries"])
+    assert (dropped["level"], dropped["rollout"], dropped["reason"]) == ("warning", 5, "nonfinite")
+    assert (step["score"], step["trained"], step["run"]) == (0.25, 2, "trial")
+    assert end["event"] == "end"
+
+
+def test_a_score_that_is_no_number_is_written_as_null(tmp_path: Path) -> None:
+    with RunLog(tmp_path / "log.jsonl", "trial") as log:
+        log.on_step(3, report(float("nan")), {})
+    assert lines(tmp_path / "log.jsonl")[2]["score"] is None
+
+
+def fail(path: Path, secret: str) -> None:
+    with RunLog(path, "trial"):
+        error = ValueError("no score")
+        error.add_note("in stage 'reward'")
+        assert secret
+        raise error
+
+
+def test_a_failure_is_logged_with_its_notes_and_without_the_values_of_variables(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no score"):
+        fail(tmp_path / "log.jsonl", "canary")
+    text = (tmp_path / "log.jsonl").read_text(encoding="utf-8")
+    assert "canary" not in text.replace("fail(tmp_path", "")
+    last = lines(tmp_path / "log.jsonl")[-1]
+    assert (last["event"], last["notes"]) == ("failed", ["in stage 'reward'"])
+
+
+def test_an_interrupted_run_says_so(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), RunLog(tmp_path / "log.jsonl", "trial"):
+        raise KeyboardInterrupt
+    assert lines(tmp_path / "log.jsonl")[-1]["event"] == "interrupted"

@@ -1,0 +1,105 @@
+"""Score alone: which sessions it keeps, and what it says when its model fails."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from oppo.events import Chunk, Defer, Drop, Finish, FloatArray, Given, Prompt, Response, RolloutEvent, Scored
+from oppo.graph.channel import Channel
+from oppo.stages import Score
+from oppo.testing import FakeCritic, FakeScorer, fake_scalar, run_virtual
+
+
+def prompt(rollout: int) -> Prompt:
+    return Prompt(rollout, rollout, np.arange(3, dtype=np.int32), group=rollout)
+
+
+def chunk(rollout: int, start: int = 0, length: int = 4) -> Chunk:
+    tokens = np.arange(start, start + length, dtype=np.int32)
+    return Chunk(rollout, start, tokens, np.zeros(length, np.float32), np.zeros(length, np.int32))
+
+
+def finish(rollout: int, *pieces: Chunk) -> Finish:
+    response = Response.empty(prompt(rollout))
+    for piece in pieces:
+        response = response.then(piece)
+    return Finish(rollout, response, "eos")
+
+
+@dataclass
+class Out:
+    """Takes what a stage sends."""
+
+    items: list[object] = field(default_factory=list)
+
+    async def send(self, item: object, /) -> None:
+        self.items.append(item)
+
+
+async def scored(stage: Score[float] | Score[FloatArray], *events: RolloutEvent) -> list[object]:
+    """Run one step whose events have all queued up before the scorer looks."""
+    channel, out = Channel[RolloutEvent]("generate->score", 100), Out()
+    for event in events:
+        channel.send_nowait(event)
+    channel.close()
+    await stage.run(channel, out=out)
+    return out.items
+
+
+def test_a_rollout_that_was_dropped_before_it_was_read_leaves_no_session() -> None:
+    scorer = FakeScorer(fake_scalar)
+    sent = run_virtual(scored, Score(scorer), prompt(1), chunk(1), Drop(1, "filtered"))
+    assert sent == [Drop(1, "filtered")]
+    assert not scorer.sessions
+    assert not scorer.tokens, "nothing is read of a rollout that is known to be dropped"
+
+
+def test_a_critic_reads_nothing_of_a_rollout_that_is_parked_by_the_time_it_looks() -> None:
+    critic = FakeCritic()
+    run_virtual(scored, Score(critic), prompt(1), chunk(1), Defer(1, 1))
+    assert not critic.sessions
+    assert not critic.tokens, "its weights change before the rollout goes on, so it must be read again anyway"
+
+
+def test_a_frozen_scorer_reads_a_parked_rollout_in_the_time_that_is_left() -> None:
+    scorer = FakeScorer(fake_scalar)
+    run_virtual(scored, Score(scorer), prompt(1), chunk(1), Defer(1, 1))
+    assert len(scorer.sessions[1]) == 7
+
+
+def test_a_dropped_rollout_does_not_keep_others_from_their_score() -> None:
+    scorer = FakeScorer(fake_scalar)
+    done = chunk(2)
+    sent = run_virtual(
+        scored, Score(scorer), prompt(1), prompt(2), chunk(1), done, Drop(1, "filtered"), finish(2, done)
+    )
+    assert [(type(item), item.rollout) for item in sent if isinstance(item, Scored | Drop)] == [(Scored, 2), (Drop, 1)]
+
+
+class Broken(FakeScorer[float]):
+    """Fails at what it is told to."""
+
+    def __init__(self, at: str) -> None:
+        super().__init__(fake_scalar)
+        self.at = at
+
+    async def extend(self, events: Sequence[Prompt | Chunk | Given]) -> None:
+        if self.at == "extend":
+            raise ZeroDivisionError("no score")
+        await super().extend(events)
+
+    async def finish(self, finished: Sequence[Finish]) -> Sequence[float]:
+        if self.at == "finish":
+            raise ZeroDivisionError("no score")
+        return await super().finish(finished)
+
+
+@pytest.mark.parametrize("at", ["extend", "finish"])
+def test_an_error_of_the_model_names_the_rollouts(at: str) -> None:
+    with pytest.raises(ZeroDivisionError) as caught:
+        run_virtual(scored, Score(Broken(at)), prompt(4), chunk(4), finish(4, chunk(4)))
+    assert caught.value.__notes__ == ["while scoring rollouts [4]"]
