@@ -21,7 +21,7 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 test-deep: $(STAMP)
-	OPPO_SCHEDULES=10000 $(BIN)/pytest -m "not gpu" --timeout=1800 --durations=15
+	OPPO_SCHEDULES=10000 $(BIN)/pytest -m "(deep or schedules) and not gpu" --timeout=1800 --durations=15
 
 # On the interpreter at hand, with what it has installed: for machines that come with their own CUDA build of torch.
 test-gpu:

@@ -5,8 +5,11 @@ Exit codes: 0, done; 1, a run failed; 2, settings, data or models cannot be used
 
 from __future__ import annotations
 
+import os
 import sys
+import traceback
 from collections.abc import Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +18,9 @@ import anyio
 from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
 
-from oppo.errors import ConfigError, DataError, OppoError
+from oppo.errors import ConfigError, DataError, HangError, OppoError
+from oppo.redact import redacted
+from oppo.report.panel import printable
 
 DONE, FAILED, UNUSABLE, INTERRUPTED = 0, 1, 2, 130
 
@@ -39,8 +44,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return complain(str(error), UNUSABLE)
     except OppoError as error:
         return complain(paragraph(error), UNUSABLE if isinstance(error, ConfigError | DataError) else FAILED)
+    except OSError as error:
+        return complain(paragraph(error), FAILED)
     except KeyboardInterrupt:
         return complain("interrupted", INTERRUPTED)
+    except Exception:  # noqa: BLE001 - the boundary to the terminal: a fault of this program or of code it was given
+        return complain(traceback.format_exc(), FAILED)
     return code if isinstance(code, int) else DONE
 
 
@@ -74,14 +83,16 @@ def train(
     console = Console()
     with session:
         if dry_run:
-            console.out(settings.toml(), session.graph.table(), sep="\n", highlight=False)
+            console.out(redacted(settings.toml()), session.graph.table(), sep="\n", highlight=False)
             return DONE
         try:
-            anyio.run(run, session, console)
+            anyio.run(partial(run, session, console, last_resort=leave))
         except KeyboardInterrupt:
             final = settings.run_directory / FINAL
             saved = f"what was learned is in {final}" if final.exists() else "nothing was saved"
             return complain(f"interrupted; {saved}", INTERRUPTED)
+        except HangError as error:
+            leave(error)
     console.out(f"done: {settings.run_directory / 'report.html'}", highlight=False)
     return DONE
 
@@ -110,15 +121,28 @@ def demo(
     return DONE
 
 
-def complain(sentence: str, code: int) -> int:
+def complain(text: str, code: int) -> int:
     """Say on standard error why the command ends, and return its exit code."""
-    Console(stderr=True).out(sentence, highlight=False)
+    Console(stderr=True).out(harmless(text), highlight=False)
     return code
 
 
 def note(sentence: str) -> None:
     """Say on standard error what is going on."""
-    Console(stderr=True).out(sentence, style="dim", highlight=False)
+    Console(stderr=True).out(harmless(sentence), style="dim", highlight=False)
+
+
+def leave(error: HangError) -> None:
+    """End the process at once: a thread that hangs is never waited for, as an orderly exit would."""
+    complain(paragraph(error), FAILED)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(FAILED)
+
+
+def harmless(text: str) -> str:
+    """Return ``text`` without secrets and without anything that a terminal would obey; its lines stay lines."""
+    return "\n".join(printable(line, len(line)) for line in redacted(text).splitlines())
 
 
 def paragraph(error: BaseException) -> str:

@@ -57,6 +57,9 @@ class RunSection(Section):
     )
     samples: Count = Field(default=4, description="rollouts a step written to samples.jsonl with their text")
     trace: bool = Field(default=True, description="write trace.json for chrome://tracing or Perfetto")
+    watchdog_seconds: NonNegative = Field(
+        default=600.0, description="end a run in which nothing has moved for so long, with hang-report.json; 0: never"
+    )
 
 
 class ModelsSection(Section):
@@ -70,6 +73,10 @@ class ModelsSection(Section):
         default="float32", description="type of the weights"
     )
     trust_remote_code: bool = Field(default=False, description="run code that comes with a model")
+    reward_failure: Literal["fail", "drop", "retry"] = Field(
+        default="fail",
+        description="when a reward function fails: stop the run, drop the rollout, or call again, then stop",
+    )
 
     @property
     def reward_is_function(self) -> bool:

@@ -5,6 +5,7 @@
     OppoError
     ├── GraphError        a graph is wired wrong: raised while it is built, never while it runs
     ├── DeadlockError     every task waits and nothing can wake one: carries the channel table
+    ├── HangError         nothing has moved for too long in real time: says who waits for whom
     ├── ProtocolError     a model or a stage broke the contract of its seam
     ├── AdmissionError    an admission policy asks for the impossible
     ├── ConfigError       a setting is unknown, missing or out of range
@@ -31,6 +32,10 @@ class GraphError(OppoError):
 
 class DeadlockError(OppoError):
     """Every task waits and nothing can wake one; the message holds the channel table."""
+
+
+class HangError(OppoError):
+    """Nothing in a run has moved for longer than allowed; the message says who waits for whom."""
 
 
 class ProtocolError(OppoError):

@@ -48,8 +48,8 @@ class Thread:
     async def call(self, label: str, work: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run ``work`` in the thread and return what it returns.
 
-        A call that has begun is always waited for, even when the caller is cancelled: the model's state is never
-        left half-changed behind the caller's back.
+        A call is always waited for, even when the caller is cancelled, by a scope or, as by Ctrl-C, without one: the
+        model's state is never left half-changed behind the caller's back.
 
         Raises:
             ModelLost: the thread has been closed.
@@ -60,7 +60,7 @@ class Thread:
             self._pool, self._timed, label, lambda: work(*args, **kwargs)
         )
         with anyio.CancelScope(shield=True):
-            result = await future
+            result = await _outlasting(future)
         await anyio.lowlevel.checkpoint_if_cancelled()
         return result
 
@@ -81,3 +81,17 @@ class Thread:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+async def _outlasting(future: asyncio.Future[R]) -> R:
+    """Return the result of ``future``; a cancellation that came meanwhile, from outside of anyio, is raised then."""
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.wait([future])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    result = future.result()
+    if cancelled is not None:
+        raise cancelled
+    return result

@@ -5,7 +5,7 @@ from __future__ import annotations
 from oppo.admission import Admission
 from oppo.chunking import ChunkSize, Fixed
 from oppo.estimators import AdaptiveKL, FixedKL, KLEstimator
-from oppo.events import FloatArray, Prompt, StepReport, merge_chunks, rollout_of
+from oppo.events import Drop, FloatArray, Prompt, StepReport, merge_chunks, rollout_of
 from oppo.graph import Graph, GraphBuilder
 from oppo.models import Policy, Scorer, Trainer
 from oppo.stages import GAE, Generate, Score, Update
@@ -16,7 +16,7 @@ def ppo(
     *,
     policy: Policy,
     reference: Scorer[FloatArray],
-    reward: Scorer[float],
+    reward: Scorer[float | Drop],
     critic: Scorer[FloatArray],
     trainer: Trainer,
     admission: Admission,
@@ -31,7 +31,7 @@ def ppo(
     Args:
         policy: the actor that decodes.
         reference: log-probs of the frozen reference model, float32 [n] for a response of n tokens.
-        reward: the score of a finished response.
+        reward: the score of a finished response, or a ``Drop`` where there is none.
         critic: values of the states before each response token, float32 [n].
         trainer: trains actor and critic; its weights are published to ``policy``, and to ``critic`` if it follows.
         admission: batch size, overcommit and the cut.
@@ -41,7 +41,8 @@ def ppo(
         gamma: discount.
         lam: lambda of generalised advantage estimation.
     """
-    g: GraphBuilder[Prompt] = GraphBuilder("ppo", merge=merge_chunks, key=rollout_of)
+    capacity = max(16, 4 * admission.batch)  # events of all rollouts in flight: a busy scorer wakes to all of them
+    g: GraphBuilder[Prompt] = GraphBuilder("ppo", capacity=capacity, merge=merge_chunks, key=rollout_of)
     rollout = g.add("generate", Generate(policy, admission, chunks or Fixed()), g.prompts)
     ref = g.add("ref_logp", Score(reference), rollout)
     score = g.add("reward", Score(reward), rollout)

@@ -1,7 +1,8 @@
 """Reward functions: plain Python as a scorer, and never a silent zero.
 
 A function is called once for all rollouts that finish together, as ``f(prompts, completions, **columns)``, and returns
-one finite number for each. Anything else stops the run with a :class:`~oppo.errors.RewardError` that names the rollout.
+one finite number for each. Anything else is a failure, and what becomes of it is chosen by name: the run stops with a
+:class:`~oppo.errors.RewardError` that names the rollout, or the function is asked again, or the rollout is dropped.
 """
 
 from __future__ import annotations
@@ -14,31 +15,47 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import SupportsFloat
+from typing import Literal, SupportsFloat, TypeAlias
 
+import anyio
 import anyio.to_thread
 
 from oppo.errors import RewardError
-from oppo.events import Chunk, Finish, Given, Prompt
+from oppo.events import Chunk, Drop, Finish, Given, Prompt
 from oppo.models import RewardFunction, Scorer
+
+OnFailure: TypeAlias = Literal["fail", "drop", "retry"]
+"""What becomes of a failure: the run stops; the rollout is not trained; the function is asked again, then it stops."""
+
+PAUSES = (1.0, 5.0, 25.0)
+"""Seconds before each further attempt: a service that is restarted is back within half a minute."""
 
 _RESERVED = ("prompts", "completions")
 
 
-class FunctionReward(Scorer[float]):
+class RewardFailure(RewardError):  # noqa: N818 - it says what happened
+    """A reward function, called as it asks to be, raised or returned something that is no score."""
+
+
+class FunctionReward(Scorer[float | Drop]):
     """A Python function as the reward; it sees whole responses only, so it has nothing to prefill.
 
     Args:
         function: ``f(prompts, completions, **columns)``, sync or async; every argument is a list with one item for each
             rollout. ``prompts`` holds the data's own ``prompt`` column where there is one, else the prompt's text;
             ``columns`` are the data's other columns, those that the function names or all if it takes ``**``.
-            A sync function runs in a worker thread, inline on a loop of virtual time.
+            A sync function runs in a worker thread, inline on a loop of virtual time. One that never returns does not
+            keep a cancelled run from ending.
         decode: token ids to text, without special tokens.
         name: the function's name in errors.
         prompt_column: the column handed over as ``prompts``.
+        on_failure: ``fail`` raises. ``retry`` calls again after each of ``pauses``, then raises. ``drop`` calls again
+            for each rollout alone, and drops those for which it still fails: which ones these are does not depend on
+            what they finished together with. A column that is asked for but not there always raises.
+        pauses: seconds before each further attempt of ``retry``.
 
     Example:
-        >>> async def main() -> list[float]:
+        >>> async def main() -> list[float | Drop]:
         ...     reward = FunctionReward(lambda prompts, completions: [len(c) for c in completions], decode=str)
         ...     return await reward.finish([])
         >>> anyio.run(main)
@@ -52,11 +69,15 @@ class FunctionReward(Scorer[float]):
         *,
         name: str | None = None,
         prompt_column: str = "prompt",
+        on_failure: OnFailure = "fail",
+        pauses: Sequence[float] = PAUSES,
     ) -> None:
         self.name = name or str(getattr(function, "__name__", type(function).__name__))
         self._function = function
         self._decode = decode
         self._prompt_column = prompt_column
+        self._on_failure = on_failure
+        self._pauses = tuple(pauses) if on_failure == "retry" else ()
         parameters = _parameters(function, self.name)
         kinds = inspect.Parameter
         self._takes_all = any(p.kind is kinds.VAR_KEYWORD for p in parameters.values())
@@ -75,20 +96,45 @@ class FunctionReward(Scorer[float]):
     async def forget(self, rollouts: Sequence[int]) -> None:
         """Drop nothing: there are no sessions."""
 
-    async def finish(self, finished: Sequence[Finish]) -> list[float]:
-        """Return the function's score of each rollout.
+    async def finish(self, finished: Sequence[Finish]) -> list[float | Drop]:
+        """Return the function's score of each rollout, or why there is none.
 
         Raises:
-            RewardError: the function raised, or returned something that is not one finite number for each rollout.
+            RewardError: the function raised, or returned something that is not one finite number for each rollout, and
+                failures are not dropped.
         """
         if not finished:
             return []
+        for pause in self._pauses:
+            try:
+                return [*await self._attempt(finished)]
+            except RewardFailure:
+                await anyio.sleep(pause)
+        try:
+            return [*await self._attempt(finished)]
+        except RewardFailure as failure:
+            if self._on_failure != "drop":
+                if self._pauses:
+                    failure.add_note(f"it was the last of {len(self._pauses) + 1} attempts")
+                raise
+        return [await self._alone(each) for each in finished]
+
+    async def _alone(self, finished: Finish) -> float | Drop:
+        """Return the score of one rollout, or a record of why there is none."""
+        try:
+            (score,) = await self._attempt([finished])
+        except RewardFailure as failure:
+            return Drop(finished.rollout, str(failure))
+        return score
+
+    async def _attempt(self, finished: Sequence[Finish]) -> list[float]:
+        """Return the score of each rollout; what the function itself did wrong is raised as a ``RewardFailure``."""
         arguments = self._arguments(finished)
         try:
             result = await self._call(arguments)
         except Exception as error:  # the boundary to the user's code: named, kept as the cause, re-raised
             rollouts = ", ".join(str(each.rollout) for each in finished)
-            raise RewardError(
+            raise RewardFailure(
                 f"reward function {self.name!r} raised {type(error).__name__}: {error} (rollouts {rollouts})"
             ) from error
         return self._scores(result, finished)
@@ -99,7 +145,7 @@ class FunctionReward(Scorer[float]):
 
         virtual = bool(getattr(asyncio.get_running_loop(), "virtual", False))
         inline = virtual or _is_async(self._function)
-        result = call() if inline else await anyio.to_thread.run_sync(call)
+        result = call() if inline else await anyio.to_thread.run_sync(call, abandon_on_cancel=True)
         return await result if isinstance(result, Awaitable) else result
 
     def _arguments(self, finished: Sequence[Finish]) -> dict[str, object]:
@@ -131,7 +177,7 @@ class FunctionReward(Scorer[float]):
             single = isinstance(result, str | bytes | Mapping)
         if single or len(values) != len(finished):
             came = f"{type(result).__name__} {result!r}" if single else f"{len(values)}"
-            raise RewardError(
+            raise RewardFailure(
                 f"reward function {self.name!r} must return {len(finished)} numbers, one for each completion; "
                 f"got {came}"
             )
@@ -145,7 +191,7 @@ class FunctionReward(Scorer[float]):
             except (TypeError, ValueError, RuntimeError):  # an array or a tensor of several numbers
                 score = math.nan
         if not math.isfinite(score):
-            raise RewardError(
+            raise RewardFailure(
                 f"reward function {self.name!r} must return a finite number for each completion; "
                 f"for rollout {rollout} it returned {value!r} ({type(value).__name__})"
             )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -15,12 +15,13 @@ from rich.console import Console
 from oppo.admission import Overcommit
 from oppo.chunking import Fixed, WholeRollout
 from oppo.config import Settings, StepSection, trainer_settings
-from oppo.data import PromptStream, read_prompts, silent
-from oppo.errors import ConfigError
+from oppo.data import PromptStream, digest, read_prompts, silent
+from oppo.errors import ConfigError, DataError, HangError
 from oppo.estimators import AdaptiveKL
 from oppo.events import Prompt, StepReport
 from oppo.graph import Graph
-from oppo.observe import Observer
+from oppo.liveness import Heartbeat, Watchdog
+from oppo.observe import Observer, Span
 from oppo.recipes import ppo
 from oppo.report import Panel, RunDirectory, RunLog
 from oppo.report.rundir import require_unused
@@ -31,15 +32,23 @@ if TYPE_CHECKING:
 FINAL = Path("checkpoints", "final")
 """Where a run directory holds what was learned: ``actor`` and ``critic``, each with its tokenizer."""
 
+HANG_REPORT = "hang-report.json"
+"""What a run directory says of a run that was ended because nothing moved."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Session:
-    """A run that is ready to begin; a context manager that ends the models' threads."""
+    """A run that is ready to begin; a context manager that ends the models' threads.
+
+    Attributes:
+        digest: of the prompt file as it was read.
+    """
 
     settings: Settings
     assembly: Assembly
     graph: Graph[StepReport]
     prompts: PromptStream
+    digest: str
 
     def __enter__(self) -> Self:
         return self
@@ -65,21 +74,25 @@ def prepare(settings: Settings, tell: Callable[[str], None] = silent) -> Session
     text = load_text(settings)
     data = settings.data
     tell(f"reading {data.prompts}")
+    file = Path(data.prompts)
+    before = digest(file)
     prompts = read_prompts(
-        Path(data.prompts),
+        file,
         text,
         column=data.column,
         max_prompt_tokens=data.max_prompt_tokens,
         over_long=data.over_long,
         tell=tell,
     )
+    if digest(file) != before:
+        raise DataError(f"{file} changed while it was read: start again when nobody writes it any more")
     assembly = assemble(settings, text, tell)
     with ExitStack() as stack:
         stack.enter_context(assembly)
         require_room(prompts, assembly.sampling.max_new_tokens, assembly.positions)
         graph = compose(settings.step, assembly)
         stack.pop_all()
-    return Session(settings, assembly, graph, PromptStream(prompts, seed=data.seed, epochs=data.epochs))
+    return Session(settings, assembly, graph, PromptStream(prompts, seed=data.seed, epochs=data.epochs), before)
 
 
 def compose(step: StepSection, assembly: Assembly) -> Graph[StepReport]:
@@ -100,36 +113,90 @@ def compose(step: StepSection, assembly: Assembly) -> Graph[StepReport]:
     )
 
 
-async def run(session: Session, console: Console, observers: Sequence[Observer] = ()) -> RunDirectory:
+async def run(
+    session: Session,
+    console: Console,
+    observers: Sequence[Observer] = (),
+    *,
+    last_resort: Callable[[HangError], None] | None = None,
+) -> RunDirectory:
     """Run every step, write the run directory, and save actor and critic under ``checkpoints/final``.
 
     They are saved however the run ends, Ctrl-C included: an update in progress is waited for, then saved.
 
+    Args:
+        session: what to run.
+        console: where the panel is shown.
+        observers: told of everything too.
+        last_resort: see :class:`oppo.liveness.Watchdog`.
+
     Raises:
         ConfigError: the run directory cannot be written.
+        HangError: nothing had moved for ``run.watchdog_seconds``.
+        ModelError: what was learned could not be saved.
     """
     settings, assembly = session.settings, session.assembly
     chosen = settings.run
     decode = assembly.text.decode
+    heartbeat = Heartbeat()
     directory = RunDirectory(
-        settings.run_directory, config=settings.toml(), decode=decode, keep=chosen.samples, trace=chosen.trace
+        settings.run_directory,
+        config=settings.toml(),
+        decode=decode,
+        keep=chosen.samples,
+        trace=chosen.trace,
+        gauges={"loop/worst_gap_s": heartbeat.take},
     )
     with ExitStack() as stack:
         stack.enter_context(directory)
         log = stack.enter_context(RunLog(directory.path / "log.jsonl", chosen.name))
-        watching: list[Observer] = [directory, log, *observers]
-        if chosen.panel != "off":
-            live = chosen.panel == "live" or (chosen.panel == "auto" and console.is_terminal)
-            watching.append(stack.enter_context(Panel(console, chosen.steps, live=live, decode=decode)))
-        assembly.listen(directory.model_span)
-        try:
-            async with session.graph.open(session.prompts, observers=watching) as running:
-                async for _ in running.steps(chosen.steps):
-                    pass
-        finally:
-            with anyio.CancelScope(shield=True):
-                await assembly.save(directory.path / FINAL)
+        shown = Console(quiet=True) if chosen.panel == "off" else console
+        live = chosen.panel == "live" or (chosen.panel == "auto" and console.is_terminal)
+        panel = stack.enter_context(Panel(shown, chosen.steps, live=live, decode=decode))
+        watchdog = stack.enter_context(
+            Watchdog(
+                chosen.watchdog_seconds,
+                report=directory.path / HANG_REPORT,
+                listeners=[log.on_stall, panel.on_stall],
+                progress=assembly.progress,
+                last_resort=last_resort,
+            )
+        )
+
+        def heard(span: Span) -> None:
+            directory.model_span(span)
+            watchdog.on_span(span)
+
+        assembly.listen(heard)
+        watching = [directory, log, panel, watchdog, *observers]
+        async with (
+            saving(assembly, directory.path / FINAL),
+            heartbeat.beating(),
+            session.graph.open(session.prompts, observers=watching) as running,
+            watchdog.guarding(running),
+        ):
+            panel.watch(running.snapshot)
+            async for _ in running.steps(chosen.steps):
+                pass
+        if digest(Path(settings.data.prompts)) != session.digest:
+            log.note("prompts changed", file=settings.data.prompts, used="as it was when the run began")
     return directory
+
+
+@asynccontextmanager
+async def saving(assembly: Assembly, path: Path) -> AsyncIterator[None]:
+    """Save what was learned when the context ends, whatever ends it; a failure never hides what ended the run."""
+    try:
+        yield
+    except BaseException as error:
+        try:
+            with anyio.CancelScope(shield=True):
+                await assembly.save(path)
+        except Exception as later:  # noqa: BLE001 - the boundary that may not hide the first error: it becomes a note
+            error.add_note(f"and then {later}")
+        raise
+    with anyio.CancelScope(shield=True):
+        await assembly.save(path)
 
 
 def require_room(prompts: Sequence[Prompt], max_new_tokens: int, positions: int | None) -> None:

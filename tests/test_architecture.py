@@ -25,7 +25,21 @@ LAYERS: tuple[frozenset[str], ...] = (
 """From the bottom up: a module imports its own layer and those below it."""
 
 LEAVES = frozenset(
-    {"losses", "hf", "testing", "report", "demo", "cli", "config", "data", "rewards", "train", "evaluate"}
+    {
+        "losses",
+        "hf",
+        "testing",
+        "report",
+        "liveness",
+        "redact",
+        "demo",
+        "cli",
+        "config",
+        "data",
+        "rewards",
+        "train",
+        "evaluate",
+    }
 )
 """Nothing in a layer imports these."""
 

@@ -27,8 +27,7 @@ class Work:
         return "done"
 
     async def until_begun(self) -> None:
-        while not self.begun.is_set():
-            await asyncio.sleep(0)
+        assert await asyncio.to_thread(self.begun.wait, 10)
 
 
 @pytest.mark.parametrize("times", [1, 3])
@@ -70,14 +69,17 @@ async def test_an_error_of_the_work_is_raised_though_the_caller_was_cancelled_me
         work()
         raise ZeroDivisionError("no result")
 
+    async def main() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            caller = tasks.create_task(thread.call("work", failing))
+            await work.until_begun()
+            caller.cancel()
+            await asyncio.sleep(0)
+            work.go_on.set()
+
     with Thread("model") as thread:
         with pytest.raises(ExceptionGroup) as caught:
-            async with asyncio.TaskGroup() as tasks:
-                caller = tasks.create_task(thread.call("work", failing))
-                await work.until_begun()
-                caller.cancel()
-                await asyncio.sleep(0)
-                work.go_on.set()
+            await main()
         assert [str(error) for error in caught.value.exceptions] == ["no result"]
 
 

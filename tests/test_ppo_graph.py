@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 
 import anyio
@@ -11,10 +12,13 @@ import pytest
 from hypothesis import example, given, strategies as st
 
 from oppo.chunking import WholeRollout
-from oppo.events import Chunk, Defer, Finish, Prompt, RolloutEvent
+from oppo.events import Chunk, Defer, Finish, Prompt, RolloutEvent, rollout_of
+from oppo.models import Cut, Decode
 from oppo.testing import FakePolicy, FakeScorer, fake_per_token, fake_scalar, prompts, run_virtual
 from oppo.testing.fakes import FakeDecode
 from tests.pipelines import Pipeline, Setting, on_policy, same_batches, settings
+
+pytestmark = pytest.mark.schedules
 
 
 def played(setting: Setting) -> Pipeline:
@@ -45,6 +49,32 @@ def test_batches_are_full_and_never_older_than_allowed(setting: Setting) -> None
 def test_the_events_of_a_rollout_follow_the_grammar(setting: Setting) -> None:
     for story in played(setting).tap.story().values():
         assert_grammatical(story)
+
+
+@given(settings())
+@example(Setting(extra=2))
+@example(Setting(extra=2, style="push", samples=2))
+def test_a_cut_neither_loses_nor_doubles_a_token(setting: Setting) -> None:
+    pipeline = played(setting)
+    for batch in pipeline.batches:
+        for response in batch.responses:
+            made = FakeDecode(pipeline.policy, response.prompt, setting.length(response.prompt))
+            assert response.tokens.tolist() == [made._token(position) for position in range(made.length)]
+
+
+@given(settings())
+@example(Setting(extra=2))
+def test_a_rollout_is_deferred_once_for_each_step_that_ends_before_it_is_trained(setting: Setting) -> None:
+    pipeline = played(setting)
+    for rollout, story in pipeline.tap.story().items():
+        steps = [
+            step for step, stage, item in pipeline.tap.items if stage == "generate" and rollout_of(item) == rollout
+        ]
+        assert sum(isinstance(event, Defer) for event in story) == steps[-1] - steps[0]
+    for step, report in enumerate(pipeline.reports):
+        carried = {event.rollout for event in report.deferred}
+        later = {r for batch in pipeline.batches[step + 1 :] for r in batch.rollouts}
+        assert carried <= later
 
 
 def assert_grammatical(story: list[RolloutEvent]) -> None:
@@ -145,6 +175,13 @@ def test_streaming_hides_scoring_behind_decoding() -> None:
     assert streamed.seconds == pytest.approx(100 * 0.01 + 4 * 0.009, rel=0.05)
 
 
+def test_a_step_whose_batch_is_full_of_carried_rollouts_decodes_nothing() -> None:
+    tied = played(Setting(lengths=(5,), batch=2, extra=2, steps=3, prompts=6))
+    assert [report.seconds for report in tied.reports] == pytest.approx([0.05, 0.0, 0.05])
+    for story in tied.tap.story().values():
+        assert_grammatical(story)
+
+
 def test_a_nonfinite_minibatch_is_recorded_as_dropped() -> None:
     pipeline = Pipeline(Setting(steps=1))
     pipeline.trainer.nonfinite = lambda rollout: rollout == 2
@@ -180,9 +217,15 @@ def test_a_step_of_which_nothing_was_trained_has_no_score() -> None:
 
 
 def test_decoding_does_not_wait_until_the_scorers_have_read_the_prompts() -> None:
-    setting = Setting(lengths=(50,), batch=32, steps=1, capacity=2, style="push", per_call=0.2)
-    (report,) = played(setting).reports
-    assert report.metrics["timing_s/rollouts"] < 50 * 0.01 + 4 * 0.2
+    class Clocked(FakePolicy):
+        def decoding(self, live: Sequence[Decode], cut: Cut) -> AbstractAsyncContextManager[None]:
+            self.began = anyio.current_time()
+            return super().decoding(live, cut)
+
+    pipeline = Pipeline(Setting(batch=32, steps=1, capacity=2, per_call=0.2))
+    pipeline.generate.policy = policy = Clocked(pipeline.setting.length, 0.01)
+    run_virtual(pipeline.run)
+    assert policy.began == 0
 
 
 def test_closing_gives_up_every_rollout_though_one_of_them_cannot_be() -> None:
@@ -195,15 +238,18 @@ def test_closing_gives_up_every_rollout_though_one_of_them_cannot_be() -> None:
     async def refuse() -> None:
         raise OSError("stuck")
 
+    async def half_a_step(pipeline: Pipeline) -> None:
+        async with pipeline.graph().open(prompts(9)) as run:
+            with anyio.move_on_after(0.5):
+                await run.step()
+
     async def main() -> None:
         pipeline = Pipeline(Setting(lengths=(200, 200, 5)))
         pipeline.generate.policy = policy = Clinging(pipeline.setting.length, 0.01)
         with pytest.raises(OSError, match="stuck"):
-            async with pipeline.graph().open(prompts(9)) as run:
-                with anyio.move_on_after(0.5):
-                    await run.step()
+            await half_a_step(pipeline)
         assert [decode.closed for decode in policy.opened] == [False, True, True, True]
-        del policy.opened[0].aclose
+        pipeline.generate.policy = pipeline.policy
         await pipeline.run()
         assert len(pipeline.reports) == 3, "the graph can be opened again"
 

@@ -40,7 +40,7 @@ from oppo.demo.reward import normalise, pair_accuracy, scalar_model, score, trai
 from oppo.demo.tokenizer import train_tokenizer
 
 COMPLETE: Final = "COMPLETE"
-SOURCES: Final = ("language", "preference", "tokenizer", "pretrain", "reward", "assets")
+SOURCES: Final = ("language", "preference", "tokenizer", "parallel", "pretrain", "reward", "assets")
 SAMPLED_AT_ONCE: Final = 64
 
 
@@ -58,8 +58,8 @@ class Recipe:
 
     seed: int = 0
     shape: Shape = field(default_factory=Shape)
-    policy: Schedule = field(default_factory=lambda: Schedule(steps=500, rows=2, learning_rate=2.5e-3))
-    reward: Schedule = field(default_factory=lambda: Schedule(steps=80, rows=8, learning_rate=5e-4))
+    policy: Schedule = field(default_factory=lambda: Schedule(steps=440, rows=2, learning_rate=2.5e-3))
+    reward: Schedule = field(default_factory=lambda: Schedule(steps=100, rows=8, learning_rate=8e-4))
     limit: int = 256
     corpus: int = 3000
     samples: int = 128
@@ -167,7 +167,7 @@ def make_assets(
         directory: holds one subdirectory for each recipe; :func:`cache_directory` is the usual one.
         seed: of everything.
         small: make tiny models quickly, for tests.
-        threads: torch's intra-op threads of the calling thread while it works; set back afterwards.
+        threads: how many train at once, each on one core; the result does not depend on it.
         progress: told what is being done and which part of the whole is done, every second or so.
     """
     recipe = Recipe.small(seed) if small else Recipe(seed=seed)
@@ -177,8 +177,8 @@ def make_assets(
         with tempfile.TemporaryDirectory(prefix=".building-", dir=directory) as aside:
             built = Path(aside) / target.name
             built.mkdir()
-            with _alone(seed, threads):
-                _build(built, recipe, progress)
+            with _alone(seed):
+                _build(built, recipe, threads, progress)
             _settle(built, target)
     progress("the models are ready", 1.0)
     return Assets(target, Facts(**json.loads((target / "facts.json").read_text(encoding="utf-8"))))
@@ -196,12 +196,12 @@ def _settle(built: Path, target: Path) -> None:
 
 
 @contextmanager
-def _alone(seed: int, threads: int) -> Iterator[None]:
-    """Seed torch, give it its threads and silence transformers' progress bars, for as long as the context is open."""
+def _alone(seed: int) -> Iterator[None]:
+    """Seed torch, give it one thread and silence transformers' progress bars, for as long as the context is open."""
     before, bars = torch.get_num_threads(), transformers_logging.is_progress_bar_enabled()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        torch.set_num_threads(threads)
+        torch.set_num_threads(1)
         transformers_logging.disable_progress_bar()
         try:
             yield
@@ -216,7 +216,7 @@ def _part(progress: Progress, start: float, end: float) -> Progress:
     return lambda words, done: progress(words, start + done * (end - start))
 
 
-def _build(directory: Path, recipe: Recipe, progress: Progress) -> None:
+def _build(directory: Path, recipe: Recipe, threads: int, progress: Progress) -> None:
     """Make everything in ``directory``, the marker last."""
     began = observe.now()
     progress("learning a vocabulary", 0.0)
@@ -226,9 +226,11 @@ def _build(directory: Path, recipe: Recipe, progress: Progress) -> None:
     ]
     tokenizer = train_tokenizer(corpus, vocabulary=recipe.shape.vocabulary, longest=recipe.shape.positions)
     actor, loss = train_policy(
-        tokenizer, recipe.shape, recipe.policy, seed=recipe.seed, progress=_part(progress, 0.02, 0.65)
+        tokenizer, recipe.shape, recipe.policy, seed=recipe.seed, threads=threads, progress=_part(progress, 0.02, 0.65)
     )
-    reward = train_reward(actor, tokenizer, recipe.reward, seed=recipe.seed, progress=_part(progress, 0.65, 0.92))
+    reward = train_reward(
+        actor, tokenizer, recipe.reward, seed=recipe.seed, threads=threads, progress=_part(progress, 0.65, 0.92)
+    )
     asks = language.training_prompts(recipe.samples, recipe.seed + 1)
     prompts = [ask.text for ask in asks]
     written = _sample(actor, tokenizer, prompts, recipe.limit, _part(progress, 0.92, 0.98))

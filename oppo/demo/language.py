@@ -158,9 +158,9 @@ CLOSERS: Final[Mapping[int, tuple[str, ...]]] = MappingProxyType(
     }
 )
 REGISTERS: Final = (
-    Register(0.46, ("In short:", "Quick note:", "", ""), 1, 0.72),
-    Register(0.42, ("Here is our report.", "We stayed for an hour.", ""), 2, 0.36),
-    Register(0.12, ("This is a long story.", "Where do I start?", "Let me tell you everything."), 4, 0.125),
+    Register(0.50, ("In short:", "Quick note:", "", ""), 1, 0.72),
+    Register(0.37, ("Here is our report.", "We stayed for an hour.", ""), 2, 0.36),
+    Register(0.13, ("This is a long story.", "Where do I start?", "Let me tell you everything."), 4, 0.105),
 )
 MOODS: Final = ((0.26, (0.76, 0.16, 0.08)), (0.42, (0.34, 0.30, 0.36)), (0.32, (0.08, 0.16, 0.76)))
 """Shares of the moods, each with its probabilities of a positive, a neutral and a negative clause."""
@@ -169,6 +169,8 @@ OFF_TOPIC: Final = 0.2
 """Probability that a clause is about a thing of another topic."""
 TWO_CLAUSES: Final = 0.3
 """Probability that a sentence has a second clause."""
+LONGEST: Final = 32
+"""Sentences that nobody goes beyond, opener and closing remark aside."""
 CLOSING: Final = 0.4
 """Probability that a review ends with a closing remark."""
 
@@ -214,7 +216,7 @@ def review(topic: str, rng: random.Random) -> str:
     mood = rng.choices([m for _, m in MOODS], [share for share, _ in MOODS])[0]
     sentences = [opener] if (opener := rng.choice(register.openers)) else []
     written = 0
-    while written < register.shortest or rng.random() >= register.ending:
+    while written < register.shortest or (written < LONGEST and rng.random() >= register.ending):
         sentences.append(_sentence(topic, mood, rng))
         written += 1
     if rng.random() < CLOSING:

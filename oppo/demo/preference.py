@@ -25,8 +25,8 @@ REPETITION: Final = 2.0
 """Weight of the share of clauses that have been said before."""
 LENGTH: Final = 0.6
 """Cost of a hundred words."""
-ENOUGH: Final = 30
-"""Words that a review needs to be of use: half as many cost log 2, which keeps brevity from paying."""
+ENOUGH: Final = 24
+"""Words, repetitions not counted, that make a review of use; half as many cost log 2, so brevity does not pay."""
 UNFINISHED: Final = 1.0
 """Cost of a text that stops without ending."""
 
@@ -55,24 +55,25 @@ class Comparison:
 def utility(topic: str, text: Text) -> float:
     r"""Return how much readers like ``text`` as a review of a place of ``topic``; 0 is indifferent.
 
-    Sentiment and topicality are shrunk means, :math:`(p - n) / (c + 1)` and :math:`(a - b) / (a + b + 1)`: one clause
-    says less than three that agree. That and the cost of brevity balance the cost of length.
+    Sentiment and topicality are shrunk means over the distinct clauses, :math:`(p - n) / (c + 1)` and
+    :math:`(a - b) / (a + b + 1)`: one clause says less than three that agree, and saying it again adds nothing. That
+    and the cost of brevity balance the cost of length.
     """
-    words = len(text.words.split())
     said = language.clauses(text.words)
-    meanings = [language.read(clause) for clause in said]
-    known = [meaning for meaning in meanings if meaning is not None]
+    distinct = dict.fromkeys(said)
+    known = [meaning for clause in distinct if (meaning := language.read(clause)) is not None]
     own = language.things(topic)
     about = [meaning.thing in own for meaning in known if meaning.thing]
-    strangeness = 1 - len(known) / len(said) if said else 1.0
-    repetition = 1 - len(set(said)) / len(said) if said else 0.0
+    told = sum(len(clause.split()) for clause in distinct)
+    strangeness = 1 - len(known) / len(distinct) if distinct else 1.0
+    repetition = 1 - len(distinct) / len(said) if said else 0.0
     return (
-        WARMTH * sum(meaning.sentiment for meaning in known) / (len(said) + 1)
+        WARMTH * sum(meaning.sentiment for meaning in known) / (len(distinct) + 1)
         + TOPICALITY * (2 * sum(about) - len(about)) / (len(about) + 1)
         - FLUENCY * strangeness
         - REPETITION * repetition
-        - LENGTH * words / 100
-        - max(0.0, math.log(ENOUGH / max(1, words)))
+        - LENGTH * len(text.words.split()) / 100
+        - max(0.0, math.log(ENOUGH / max(1, told)))
         - UNFINISHED * (not text.ended)
     )
 

@@ -10,12 +10,14 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Protocol, TypeAlias, cast
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from oppo.demo import language
+from oppo.demo.parallel import Shares
 from oppo.demo.preference import Text
 
 Progress: TypeAlias = Callable[[str, float], None]
@@ -76,7 +78,13 @@ def rate(step: int, schedule: Schedule) -> float:
 
 
 def train_policy(
-    tokenizer: PreTrainedTokenizerFast, shape: Shape, schedule: Schedule, *, seed: int, progress: Progress
+    tokenizer: PreTrainedTokenizerFast,
+    shape: Shape,
+    schedule: Schedule,
+    *,
+    seed: int,
+    threads: int,
+    progress: Progress,
 ) -> tuple[LlamaForCausalLM, float]:
     """Return a policy that writes the review language, and its last training loss (nats per response token).
 
@@ -88,20 +96,31 @@ def train_policy(
     examples = _packed(_documents(tokenizer, rng), WIDTH)
     smooth = 0.0
     model.train()
-    for step in range(schedule.steps):
-        rows = [next(examples) for _ in range(schedule.rows)]
-        tokens, positions, labels = (torch.tensor(column) for column in zip(*rows, strict=True))  # [rows, width]
-        for group in optimizer.param_groups:
-            group["lr"] = rate(step, schedule)
-        loss = model(input_ids=tokens, position_ids=positions, labels=labels, use_cache=False).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        smooth = loss.item() if step == 0 else 0.95 * smooth + 0.05 * loss.item()
-        progress(f"teaching the policy to write reviews, loss {smooth:.2f}", (step + 1) / schedule.steps)
+    with Shares(model, shares=schedule.rows, threads=threads) as shares:
+        for step in range(schedule.steps):
+            loss = shares.backward(
+                [partial(_row_loss, row=next(examples), of=schedule.rows) for _ in range(schedule.rows)]
+            )
+            descend(optimizer, model, rate(step, schedule))
+            smooth = loss if step == 0 else 0.95 * smooth + 0.05 * loss
+            progress(f"teaching the policy to write reviews, loss {smooth:.2f}", (step + 1) / schedule.steps)
     model.eval()
     return model, smooth
+
+
+def descend(optimizer: torch.optim.Optimizer, model: torch.nn.Module, learning_rate: float) -> None:
+    """Take one step along the model's gradient, its norm clipped to 1."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+
+
+def _row_loss(model: LlamaForCausalLM, row: Row, of: int) -> torch.Tensor:
+    """Return this row's part of the mean loss of ``of`` rows."""
+    tokens, positions, labels = (torch.tensor([column]) for column in row)  # [1, WIDTH]
+    output = model(input_ids=tokens, position_ids=positions, labels=labels, use_cache=False)
+    return cast("torch.Tensor", output.loss) / of
 
 
 Document: TypeAlias = tuple[list[int], list[int]]

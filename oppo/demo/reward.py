@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Final, cast
 
@@ -16,9 +17,12 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 from oppo.demo.language import held_out_prompts, training_prompts
+from oppo.demo.parallel import Shares
 from oppo.demo.preference import Comparison, Text, compare
-from oppo.demo.pretrain import Progress, Schedule, rate
+from oppo.demo.pretrain import Progress, Schedule, descend, rate
 
+SHARES: Final = 2
+"""Parts that a step's comparisons are cut into, of equal size, to be worked on at once."""
 RIDGE: Final = 0.1
 """Regularises the direction along which every final hidden state has the same component."""
 
@@ -41,6 +45,7 @@ def train_reward(
     schedule: Schedule,
     *,
     seed: int,
+    threads: int,
     progress: Progress,
 ) -> LlamaForSequenceClassification:
     r"""Return a reward model that has seen ``schedule.steps`` batches of ``schedule.rows`` comparisons of four texts.
@@ -52,17 +57,13 @@ def train_reward(
     rng = random.Random(f"reward {seed}")  # noqa: S311 - a corpus, not a secret
     smooth = 0.0
     model.train()
-    for step in range(schedule.steps):
-        asks = training_prompts(schedule.rows, rng.getrandbits(32))
-        loss = -functional.logsigmoid(_margins(model, tokenizer, compare(asks, rng))).mean()
-        for group in optimizer.param_groups:
-            group["lr"] = rate(step, schedule)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        smooth = loss.item() if step == 0 else 0.9 * smooth + 0.1 * loss.item()
-        progress(f"teaching the reward model what readers prefer, loss {smooth:.2f}", (step + 1) / schedule.steps)
+    with Shares(model, shares=SHARES, threads=threads) as shares:
+        for step in range(schedule.steps):
+            batch = compare(training_prompts(schedule.rows, rng.getrandbits(32)), rng)
+            loss = shares.backward([partial(_loss, tokenizer=tokenizer, batch=batch[k::SHARES]) for k in range(SHARES)])
+            descend(optimizer, model, rate(step, schedule))
+            smooth = loss if step == 0 else 0.9 * smooth + 0.1 * loss
+            progress(f"teaching the reward model what readers prefer, loss {smooth:.2f}", (step + 1) / schedule.steps)
     model.eval()
     return model
 
@@ -119,6 +120,13 @@ def normalise(
     if not spread > 0:
         raise ValueError(f"{len(texts)} texts all have the same score, so the reward model cannot be scaled")
     model.score.weight.copy_((weight / spread).unsqueeze(0))
+
+
+def _loss(
+    model: LlamaForSequenceClassification, tokenizer: PreTrainedTokenizerFast, batch: Sequence[Comparison]
+) -> torch.Tensor:
+    """Return one share's part of the mean loss of all verdicts."""
+    return -functional.logsigmoid(_margins(model, tokenizer, batch)).mean() / SHARES
 
 
 def _margins(

@@ -30,6 +30,7 @@ from oppo.graph.ports import (
     Stepwise,
 )
 from oppo.graph.run import Run
+from oppo.graph.snapshot import Snapshot, Wait
 from oppo.graph.topology import Node
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "Receiver",
     "Run",
     "Sender",
+    "Snapshot",
     "Stage1",
     "Stage2",
     "Stage3",
@@ -54,6 +56,7 @@ __all__ = [
     "Step",
     "Stepwise",
     "Stream",
+    "Wait",
     "join",
     "where",
 ]

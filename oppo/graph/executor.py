@@ -14,6 +14,7 @@ from oppo.errors import ProtocolError, leaves
 from oppo.graph.channel import Channel, Sender, channel_table
 from oppo.graph.fanout import FanOut, Target
 from oppo.graph.ports import Step
+from oppo.graph.snapshot import Snapshot, Wait
 from oppo.graph.source import Source
 from oppo.graph.topology import SOURCE, Node, Topology
 from oppo.observe import Observer, Span
@@ -67,6 +68,7 @@ class Execution(Generic[T]):
         self._observers = observers
         self._result = Result[T](topology.result)
         self._failures: list[BaseException] = []
+        self._running: list[str] = []
         self._channels: dict[tuple[str, str], Channel[Any]] = {
             (name, node.name): Channel(f"{name}->{node.name}", node.capacity, topology.merge, topology.key)
             for node in topology.nodes
@@ -101,6 +103,7 @@ class Execution(Generic[T]):
     async def _drive(self, node: Node) -> None:
         start = anyio.current_time()
         inputs = [self._channels.get((name, node.name), self._source) for name in node.inputs]
+        self._running.append(node.name)
         try:
             await node.stage.run(*inputs, out=self._outlet(node))
             for channel in inputs:
@@ -112,6 +115,8 @@ class Execution(Generic[T]):
                 leaf.add_note(f"in stage {node.name!r} of graph {self._topology.name!r}, step {self._step.index}")
                 self._failures.append(leaf)
             raise
+        finally:
+            self._running.remove(node.name)
         # Only a stage that has done its work ends its output: a reader must never take what a failed one had sent
         # until then for everything.
         for reader in self._topology.readers(node.name):
@@ -153,6 +158,27 @@ class Execution(Generic[T]):
         """Return the channel table of this step."""
         title = f"graph {self._topology.name!r}, step {self._step.index}"
         return "\n".join([title, self._source.describe(), channel_table(self._channels.values())])
+
+    def snapshot(self) -> Snapshot:
+        """Return who waits for whom now; it only reads, so that any thread may ask."""
+        return Snapshot(
+            step=self._step.index,
+            running=tuple(self._running),
+            waits=tuple(self._waits()),
+            channels=self.statistics(),
+            table=self.describe(),
+        )
+
+    def _waits(self) -> Iterator[Wait]:
+        for (source, target), channel in self._channels.items():
+            now = channel.statistics()
+            # A join goes on watching what has been closed, but nothing more comes from there.
+            if now.waiting_receivers and not now.queued and not channel.closed:
+                yield Wait(target, source, "an item")
+            if now.waiting_senders:
+                yield Wait(source, target, "room")
+        if self._source.statistics().waiting_receivers:
+            yield from (Wait(node.name, SOURCE, "an item") for node in self._topology.readers(SOURCE))
 
     def statistics(self) -> Mapping[str, Mapping[str, int]]:
         """Return each channel's counters under ``source->target``."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from types import TracebackType
 from typing import Generic, TypeVar
 
 import anyio
@@ -12,8 +13,9 @@ from anyio.lowlevel import RunVar
 from oppo.errors import GraphError
 from oppo.graph.executor import Execution, tell
 from oppo.graph.ports import Observing, Opened, Step, Stepwise
+from oppo.graph.snapshot import Snapshot
 from oppo.graph.source import Source
-from oppo.graph.topology import Topology
+from oppo.graph.topology import Node, Topology
 from oppo.observe import Observer, Span
 
 O = TypeVar("O")  # noqa: E741 - O for output, as in the stage protocols
@@ -34,6 +36,7 @@ class Run(Generic[O]):
         self._observers = observers
         self._index = 0
         self._state = "ready"
+        self._execution: Execution[O] | None = None
 
     def steps(self, count: int) -> AsyncIterator[O]:
         """Return an iterator that runs one step for each item asked of it.
@@ -81,7 +84,11 @@ class Run(Generic[O]):
             if isinstance(node.stage, Stepwise):
                 with self._hook("begin", node.name, step):
                     node.stage.begin(step)
-        results = await execution.run()
+        self._execution = execution
+        try:
+            results = await execution.run()
+        finally:
+            self._execution = None
         for result in results:
             for node in self._topology.nodes:
                 if isinstance(node.stage, Observing):
@@ -105,6 +112,11 @@ class Run(Generic[O]):
         except Exception as error:
             error.add_note(f"in {hook}() of stage {stage!r} of graph {self._topology.name!r}, step {step.index}")
             raise
+
+    def snapshot(self) -> Snapshot | None:
+        """Return who waits for whom in the step that is running, if one is; may be called from any thread."""
+        execution = self._execution
+        return None if execution is None else execution.snapshot()
 
     def close(self) -> None:
         """Refuse further steps."""
@@ -142,11 +154,40 @@ async def opened(run: Run[O], topology: Topology) -> AsyncIterator[Run[O]]:
             try:
                 for node in topology.nodes:
                     if isinstance(node.stage, Opened):
-                        await stack.enter_async_context(node.stage)
+                        await stack.enter_async_context(_Doorway(node, node.stage, topology.name))
                 yield run
             finally:
                 run.close()
                 scope.shield = True
+
+
+class _Doorway(AbstractAsyncContextManager[None]):
+    """Opens and closes a stage; an error of either names it, and never hides the one that ended the run."""
+
+    def __init__(self, node: Node, stage: Opened, graph: str) -> None:
+        self._stage = stage
+        self._name = f"stage {node.name!r} of graph {graph!r}"
+
+    async def __aenter__(self) -> None:
+        try:
+            await self._stage.__aenter__()
+        except Exception as error:
+            error.add_note(f"while opening {self._name}")
+            raise
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> bool | None:
+        try:
+            return await self._stage.__aexit__(kind, error, tb)
+        except Exception as later:
+            if later is error:
+                return False
+            if isinstance(error, Exception):
+                error.add_note(f"and then, while closing {self._name}, {type(later).__name__}: {later}")
+                return False
+            later.add_note(f"while closing {self._name}")
+            raise
 
 
 @contextmanager

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 from torch import nn
 from transformers import PreTrainedModel
 
 from oppo.errors import ModelRefused
+
+UNLIMITED = 1 << 20
+"""The longest sequence of a model whose config names no limit."""
 
 
 def backbone(model: PreTrainedModel) -> PreTrainedModel:
@@ -30,6 +35,42 @@ def vocabulary(model: PreTrainedModel) -> int:
     if not isinstance(table, nn.Embedding):
         raise ModelRefused(f"{type(model).__name__} reads tokens through a {type(table).__name__}, not an embedding")
     return table.num_embeddings
+
+
+def longest(model: PreTrainedModel) -> int:
+    """Return how many tokens a sequence may have, so that every position can be read and none changes another's.
+
+    The end of the position table, or the length the model was trained for. With ``longrope`` it is the *original*
+    length: past it transformers turns to other rotary frequencies for all positions of a forward pass at once, which
+    neither keys that are kept already nor other rows of the pass could follow. (``dynamic`` frequencies change past
+    ``max_position_embeddings``, which is the limit anyway.)
+    """
+    text = model.config.get_text_config()
+    limit = int(getattr(text, "max_position_embeddings", None) or UNLIMITED)
+    original = [
+        int(rope["original_max_position_embeddings"])
+        for rope in _ropes(getattr(text, "rope_parameters", None))
+        if rope.get("rope_type") == "longrope"
+    ]
+    return min([limit, *original])
+
+
+def _ropes(parameters: object) -> Iterator[Mapping[str, int | float | str]]:
+    """Yield the rotary settings of a config: one group, or one for each kind of layer."""
+    if isinstance(parameters, Mapping):
+        yield parameters
+        for group in parameters.values():
+            yield from _ropes(group)
+
+
+def routed(model: PreTrainedModel) -> bool:
+    """Return whether ``model`` is a mixture of experts.
+
+    Its router picks experts by comparing numbers: where two are nearly equal, rounding picks, and the outputs jump.
+    """
+    text = model.config.get_text_config()
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return any((getattr(text, name, None) or 0) > 1 for name in names)
 
 
 def score_head(model: PreTrainedModel) -> nn.Module:

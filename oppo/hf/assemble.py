@@ -8,6 +8,7 @@ schedules can be compared bit for bit.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,9 +21,12 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from oppo.config import Settings, trainer_settings
-from oppo.errors import ConfigError
-from oppo.events import FloatArray
+from oppo.errors import ConfigError, ModelError
+from oppo.events import Drop, FloatArray
+from oppo.hf.anatomy import vocabulary
+from oppo.hf.directory import require_no_code, require_safetensors
 from oppo.hf.load import load_causal, load_scalar, load_tokenizer
+from oppo.hf.memory import ModelThread, attributed
 from oppo.hf.policy import HfPolicy
 from oppo.hf.scorers import ReferenceLogprobs, RewardModel, ValueModel
 from oppo.hf.text import Text
@@ -31,6 +35,16 @@ from oppo.models import Sampling, Scorer
 from oppo.observe import SpanListener
 from oppo.placement import Thread
 from oppo.rewards import FunctionReward, load_function
+
+_SERVING = "lower step.batch, step.extra or sampling.max_new_tokens, or choose models.dtype = 'bfloat16'"
+_TRAINING = "lower trainer.micro_batch_tokens"
+_LOADING = "choose models.dtype = 'bfloat16', or a smaller model"
+
+_AS_FUNCTION = (
+    "A reward of another kind (several labels, another tokenizer, no causal model) is served as a function: set "
+    "models.reward = 'file.py:function', which is given prompts and completions as text "
+    "(oppo.rewards.FunctionReward)."
+)
 
 
 @contextmanager
@@ -57,7 +71,7 @@ class Assembly:
 
     policy: HfPolicy
     reference: Scorer[FloatArray]
-    reward: Scorer[float]
+    reward: Scorer[float | Drop]
     critic: ValueModel
     trainer: HfTrainer
     text: Text
@@ -70,14 +84,29 @@ class Assembly:
         for thread in self.threads:
             thread.listener = listener
 
+    def progress(self) -> int:
+        """Return a number that grows while the actor decodes, whether or not anything is sent."""
+        return self.policy.counters.decode_steps
+
     async def save(self, directory: Path) -> None:
-        """Write actor and critic, each with the tokenizer, so that the directory appears complete or not at all."""
+        """Write actor and critic, each with the tokenizer, so that the directory appears complete or not at all.
+
+        Raises:
+            ModelError: it could not be written; nothing of it is left.
+        """
         aside = directory.with_name(f".{directory.name}.partial")
-        with _quiet():
-            await self.trainer.save(aside)
-        for name in ("actor", "critic"):
-            self.text.tokenizer.save_pretrained(aside / name)
-        aside.rename(directory)
+        try:
+            with _quiet():
+                await self.trainer.save(aside)
+            for name in ("actor", "critic"):
+                self.text.tokenizer.save_pretrained(aside / name)
+            aside.rename(directory)
+        except Exception as error:  # safetensors and tokenizers raise errors of their own when a disk is full
+            raise ModelError(
+                f"what was learned could not be saved in {directory}, and nothing half-written is left there: {error}"
+            ) from error
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
 
     def __enter__(self) -> Self:
         return self
@@ -115,40 +144,103 @@ def assemble(settings: Settings, text: Text, tell: Callable[[str], None]) -> Ass
     """
     models = settings.models
     function = load_function(models.reward) if models.reward_is_function else None
-    tell(f"loading the policy {models.policy}")
-    actor = load_causal(models.policy, dtype=models.dtype, trust_remote_code=models.trust_remote_code)
-    tell(f"loading the reference {models.reference}")
-    reference = load_causal(models.reference, dtype=models.dtype, trust_remote_code=models.trust_remote_code)
-    tell(f"loading the critic {models.critic}")
-    critic = load_scalar(models.critic, dtype=models.dtype, trust_remote_code=models.trust_remote_code, new_head=True)
+    load = _Loader(settings, text, tell)
+    actor = load.causal("policy")
+    reference = load.causal("reference")
+    critic = load.scalar("critic", new_head=True)
     sampling = _sampling(settings, text, actor)
-    for name in ("reference", "critic", *(() if function else ("reward",))):
-        _require_same_tokens(settings, text, name)
     cores = settings.run.cores or available_cores()
     exact = settings.run.exact
     acting = _thread("actor", max(1, cores // 2))
     scoring = _thread("scorers", max(1, cores - cores // 2))
     training = _thread("trainer", cores)
     served = [actor, reference, critic]
-    reward: Scorer[float]
+    reward: Scorer[float | Drop]
     if function is None:
-        tell(f"loading the reward model {models.reward}")
-        scalar = load_scalar(models.reward, dtype=models.dtype, trust_remote_code=models.trust_remote_code)
-        served.append(scalar)
-        reward = RewardModel(scalar, thread=scoring, exact=exact)
+        served.append(load.scalar("reward"))
+        reward = RewardModel(served[-1], thread=ModelThread(scoring, "reward model", _SERVING), exact=exact)
     else:
-        reward = FunctionReward(function, text.decode, prompt_column=settings.data.column)
+        column, on_failure = settings.data.column, models.reward_failure
+        reward = FunctionReward(function, text.decode, prompt_column=column, on_failure=on_failure)
     return Assembly(
-        policy=HfPolicy(actor, sampling=sampling, thread=acting, exact=exact),
-        reference=ReferenceLogprobs(reference, sampling=sampling, thread=scoring, exact=exact),
+        policy=HfPolicy(actor, sampling=sampling, thread=ModelThread(acting, "policy", _SERVING), exact=exact),
+        reference=ReferenceLogprobs(
+            reference, sampling=sampling, thread=ModelThread(scoring, "reference", _SERVING), exact=exact
+        ),
         reward=reward,
-        critic=ValueModel(critic, thread=scoring, exact=exact),
-        trainer=HfTrainer(actor, critic, sampling=sampling, thread=training, settings=trainer_settings(settings)),
+        critic=ValueModel(critic, thread=ModelThread(scoring, "critic", _SERVING), exact=exact),
+        trainer=HfTrainer(
+            actor,
+            critic,
+            sampling=sampling,
+            thread=ModelThread(training, "trainer", _TRAINING),
+            settings=trainer_settings(settings),
+        ),
         text=text,
         sampling=sampling,
         positions=min((limit for model in served if (limit := _positions(model)) is not None), default=None),
         threads=(acting, scoring, training),
     )
+
+
+class _Loader:
+    """Loads the models of ``settings``; an error names the setting that asked for the model, and what to do."""
+
+    def __init__(self, settings: Settings, text: Text, tell: Callable[[str], None]) -> None:
+        self._models = settings.models
+        self._text = text
+        self._tell = tell
+        self._actor: PreTrainedModel | None = None
+
+    def causal(self, name: str) -> PreTrainedModel:
+        """Return the causal language model of ``models.<name>``; the first is the policy."""
+        with self._loading(name) as path:
+            model = load_causal(path, dtype=self._models.dtype, trust_remote_code=self._models.trust_remote_code)
+            self._require_same_tokens(name, model)
+        return model
+
+    def scalar(self, name: str, *, new_head: bool = False) -> PreTrainedModel:
+        """Return the model of ``models.<name>`` as one that gives one number."""
+        with self._loading(name) as path:
+            model = load_scalar(
+                path, dtype=self._models.dtype, trust_remote_code=self._models.trust_remote_code, new_head=new_head
+            )
+            self._require_same_tokens(name, model)
+        return model
+
+    @contextmanager
+    def _loading(self, name: str) -> Iterator[str]:
+        path = str(getattr(self._models, name))
+        self._tell(f"loading the {name} {path}")
+        try:
+            with attributed(name, "it was loaded", _LOADING):
+                require_no_code(path, trusted=self._models.trust_remote_code)
+                require_safetensors(path)
+                yield path
+        except ConfigError as error:
+            advice = [_AS_FUNCTION] if name == "reward" else []
+            raise ConfigError("\n".join([f"models.{name}: {error}", *advice])) from error
+
+    def _require_same_tokens(self, name: str, model: PreTrainedModel) -> None:
+        """Refuse a model that reads the policy's token ids differently: it would score gibberish."""
+        if self._actor is None:
+            self._actor = model
+            return
+        path, policy = str(getattr(self._models, name)), self._models.policy
+        ours, theirs = vocabulary(self._actor), vocabulary(model)
+        if theirs < ours:
+            raise ConfigError(
+                f"{path} knows the token ids below {theirs}, but the policy {policy} may choose any below {ours}: "
+                "expected a model of the same vocabulary"
+            )
+        if path == policy:
+            return
+        try:
+            other = Text(load_tokenizer(path, trust_remote_code=self._models.trust_remote_code))
+        except ConfigError:  # a directory without a tokenizer of its own: nothing to compare
+            return
+        if (difference := self._text.differs(other)) is not None:
+            raise ConfigError(f"{path} does not share the policy's tokenizer: {difference}")
 
 
 def available_cores() -> int:
@@ -174,19 +266,6 @@ def _sampling(settings: Settings, text: Text, actor: PreTrainedModel) -> Samplin
         stop=text.stop(section.stop, generation_stop),
         seed=section.seed,
     )
-
-
-def _require_same_tokens(settings: Settings, text: Text, name: str) -> None:
-    """Refuse a model whose own tokenizer reads the policy's token ids differently: it would score gibberish."""
-    path = str(getattr(settings.models, name))
-    if path == settings.models.policy:
-        return
-    try:
-        other = Text(load_tokenizer(path, trust_remote_code=settings.models.trust_remote_code))
-    except ConfigError:  # a directory without a tokenizer of its own: nothing to compare
-        return
-    if (difference := text.differs(other)) is not None:
-        raise ConfigError(f"models.{name} {path} does not share the policy's tokenizer: {difference}")
 
 
 def _positions(model: PreTrainedModel) -> int | None:

@@ -20,15 +20,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from oppo.errors import ModelError, ProtocolError
+from oppo.hf.anatomy import longest
 from oppo.hf.cache import Aim, SlabCache
 from oppo.hf.masks import Masks
 from oppo.hf.slabs import Site, Slab, index, run_of
 
 SHORTEST_CLASS = 64
 """Sequences up to this length share a slab; the next class is twice as long, and so on."""
-
-UNLIMITED = 1 << 20
-"""``max_length`` of a model whose config names no limit."""
 
 
 class Incremental:
@@ -48,7 +46,7 @@ class Incremental:
             and one pass, they depend on the rows of the step alone, at the price of copying when a row leaves.
 
     Attributes:
-        max_length: the longest sequence a row can hold.
+        max_length: the longest sequence a row can hold, see :func:`~oppo.hf.anatomy.longest`.
 
     Raises:
         ModelRefused: the model attends in a way that cannot be served row by row.
@@ -74,7 +72,7 @@ class Incremental:
         ordered: bool = False,
     ) -> None:
         text = model.config.get_text_config()
-        self.max_length = int(getattr(text, "max_position_embeddings", None) or UNLIMITED)
+        self.max_length = longest(model)
         self._model = model.train(False)
         self._head = head
         self._passes = passes

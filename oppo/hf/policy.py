@@ -13,7 +13,7 @@ import anyio
 import anyio.lowlevel
 import numpy as np
 
-from oppo.errors import ModelError, ModelLost, ProtocolError
+from oppo.errors import ModelError, ModelLost, ProtocolError, leaves
 from oppo.hf.decoding import Counters, Decoder, DecodeStep, Row
 from oppo.hf.weights import adopt
 from oppo.models import Cut, Decode, Piece, PieceState, Sampling, Weights
@@ -241,7 +241,11 @@ class HfPolicy:
             finally:
                 stop.set()
         if errors:
-            raise errors[0]
+            first, *others = errors
+            for other in (leaf for error in others for leaf in leaves(error)):
+                if other is not first:  # readers raise the very error of the decode loop
+                    first.add_note(f"and then {type(other).__name__}: {other}")
+            raise first
 
     async def _decode(
         self, decodes: Sequence[HfDecode], cut: Cut, stop: threading.Event, errors: list[Exception]

@@ -190,8 +190,11 @@ class HfTrainer:
     def _update(self, batch: Batch) -> Trained:
         rate = self._set_learning_rates()
         tally = Tally()
-        for rows in self._minibatches(batch):
-            self._step(batch, rows, tally)
+        try:
+            for rows in self._minibatches(batch):
+                self._step(batch, rows, tally)
+        finally:  # what a failed update has accumulated must not reach the next one
+            self._optimizer.zero_grad()
         self._version += 1
         self._episodes += len(batch)
         return Trained(

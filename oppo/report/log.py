@@ -14,13 +14,18 @@ import structlog
 from structlog.tracebacks import ExceptionDictTransformer
 
 from oppo.events import StepReport
+from oppo.liveness import Stall
 from oppo.observe import Observer, Span
+from oppo.redact import redacted
 
 LIBRARIES = ("oppo", "torch", "transformers", "accelerate", "numpy")
 
 
 class RunLog(Observer):
-    """An observer that keeps the log of a run; a context manager whose last line says how the run ended."""
+    """An observer that keeps the log of a run; a context manager whose last line says how the run ended.
+
+    No secret reaches it (:mod:`oppo.redact`).
+    """
 
     def __init__(self, path: Path, run: str) -> None:
         self._file = path.open("a", encoding="utf-8")
@@ -31,6 +36,7 @@ class RunLog(Observer):
                 structlog.processors.TimeStamper(fmt="iso", utc=True),
                 structlog.processors.ExceptionRenderer(ExceptionDictTransformer(show_locals=False)),
                 structlog.processors.JSONRenderer(),
+                lambda logger, method, text: redacted(str(text)),
             ],
             wrapper_class=structlog.make_filtering_bound_logger("info"),
             run=run,
@@ -58,6 +64,16 @@ class RunLog(Observer):
             deferred=len(result.deferred),
             seconds=round(result.seconds, 4),
         )
+
+    def note(self, event: str, **facts: object) -> None:
+        """Log something that whoever reads the results should know."""
+        self._log.warning(event, **facts)
+
+    def on_stall(self, stall: Stall) -> None:
+        """Log who waits for whom; safe to call from any thread."""
+        snapshot = stall.snapshot
+        waits = {stage: snapshot.doing(stage) for stage in snapshot.running} if snapshot is not None else {}
+        self._log.warning("stalled", seconds=round(stall.seconds, 1), stages=waits, final=stall.final)
 
     def __enter__(self) -> Self:
         self._log.info("begin", python=platform.python_version(), machine=platform.machine(), libraries=installed())

@@ -15,7 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from oppo.events import Batch, Chunk, StepReport
+from oppo.graph import Snapshot
+from oppo.liveness import Stall
 from oppo.observe import Observer, Span, now
+from oppo.redact import redacted
 
 _SAMPLE = 300  # characters of a response that the panel shows
 
@@ -49,6 +52,8 @@ class Panel(Observer):
         self._tokens = 0
         self._began = clock()
         self._sample = Text("")
+        self._snapshot: Callable[[], Snapshot | None] = lambda: None
+        self._stall: str | None = None
         self._stages: dict[str, str] = {}
         self._counts: dict[str, int] = {}
         self._live = Live(console=console, get_renderable=self.render, refresh_per_second=4) if live else None
@@ -56,6 +61,7 @@ class Panel(Observer):
     def on_item(self, step: int, stage: str, item: object, at: float) -> None:
         """Count tokens and items; keep the best response of a batch to show."""
         del step, at
+        self._stall = None
         count = self._counts.get(stage, 0) + 1
         self._counts[stage] = count
         self._stages[stage] = f"working, {count} sent"
@@ -64,7 +70,7 @@ class Panel(Observer):
         elif isinstance(item, Batch) and len(item) and self._decode is not None:
             best = max(range(len(item)), key=lambda row: float(item.scores[row]))
             text = self._decode(item.responses[best].tokens.tolist())
-            self._sample = Text(f"{float(item.scores[best]):+.3f}  {printable(text, _SAMPLE)}")
+            self._sample = Text(f"{float(item.scores[best]):+.3f}  {printable(redacted(text), _SAMPLE)}")
 
     def on_span(self, span: Span) -> None:
         """Say that a stage is done with its part of the step."""
@@ -83,16 +89,31 @@ class Panel(Observer):
         self._tokens = 0
         self._began = self._clock()
 
+    def watch(self, snapshot: Callable[[], Snapshot | None]) -> None:
+        """Show from now on which stage waits for which, as ``snapshot`` says."""
+        self._snapshot = snapshot
+
+    def on_stall(self, stall: Stall) -> None:
+        """Say that nothing moves, and who waits for whom, until something does; safe to call from any thread."""
+        self._stall = stall.sentence()
+        if self._live is None:
+            self._console.out(self._stall, highlight=False)
+
     def render(self) -> Box:
         """Return the panel as it stands."""
         head = "waiting for the first step" if self._report is None else line(self._report, self._done, self._steps)
         rate = self._tokens / max(self._clock() - self._began, 1e-9)
         stages = Table.grid(padding=(0, 2))
+        snapshot = self._snapshot()
         for name, doing in dict(self._stages).items():
-            stages.add_row(Text(name, style="bold"), Text(doing))
+            waits = snapshot is not None and name in snapshot.running and name not in snapshot.working
+            said = f"{snapshot.doing(name)}, {self._counts.get(name, 0)} sent" if snapshot and waits else doing
+            stages.add_row(Text(name, style="bold"), Text(said))
         progress = ProgressBar(total=self._steps, completed=self._done)
         now_line = Text(f"this step: {self._tokens} tokens, {rate:.0f} tokens/s")
-        return Box(Group(Text(head), progress, now_line, stages, self._sample), title="oppo", title_align="left")
+        stall = [Text(self._stall, style="yellow")] if self._stall is not None else []
+        parts = [Text(head), progress, now_line, stages, *stall, self._sample]
+        return Box(Group(*parts), title="oppo", title_align="left")
 
     def __enter__(self) -> Self:
         if self._live is not None:

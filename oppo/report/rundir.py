@@ -1,20 +1,22 @@
 """The run directory: everything about a run in files that other tools can read, written beside the run.
 
-=================  ====================================================================================
-``config.toml``    the resolved settings
-``metrics.jsonl``  one flat object a step, under TRL's PPO names and ours
-``samples.jsonl``  a few rollouts of each step, with text and score
-``journal.jsonl``  what became of every rollout
-``log.jsonl``      how the run began, its steps, what was dropped, how it ended (:mod:`oppo.report.log`)
-``trace.json``     Chrome trace: a track for each stage and model, an arrow for each rollout
-``summary.json``   what the run came to
-``report.html``    charts, summary and samples, self-contained
-=================  ====================================================================================
+====================  ===================================================================================
+``config.toml``       the resolved settings
+``metrics.jsonl``     one flat object a step, under TRL's PPO names and ours
+``samples.jsonl``     a few rollouts of each step, with text and score
+``journal.jsonl``     what became of every rollout
+``log.jsonl``         how the run began, its steps, what was dropped, how it ended (:mod:`oppo.report.log`)
+``trace.json``        Chrome trace: a track for each stage and model, an arrow for each rollout
+``summary.json``      what the run came to
+``report.html``       charts, summary and samples, self-contained
+``hang-report.json``  only where a run was ended because nothing moved (:mod:`oppo.liveness`)
+====================  ===================================================================================
 """
 
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, closing
@@ -25,9 +27,11 @@ from typing import Self, TextIO
 from oppo.errors import ConfigError
 from oppo.events import Batch, StepReport
 from oppo.observe import Observer, Span
+from oppo.redact import redacted
 from oppo.report import journal
 from oppo.report.journal import Record
-from oppo.report.metrics import Metrics, record, summary
+from oppo.report.lock import LOCK, Lock, is_locked, taken
+from oppo.report.metrics import Metrics, finite, record, summary
 from oppo.report.overlap import Role, occupation
 from oppo.report.page import page
 from oppo.report.samples import Decode, samples
@@ -43,6 +47,8 @@ _SHOWN_STEPS = 3  # steps at the start and at the end whose samples the page sho
 class RunDirectory(Observer):
     """An observer that writes a run directory; a context manager that completes it.
 
+    The directory is locked meanwhile, and no secret reaches its files (:mod:`oppo.redact`).
+
     Args:
         path: the directory; made, and must be empty if it exists.
         config: text of ``config.toml``.
@@ -52,9 +58,10 @@ class RunDirectory(Observer):
         threaded: write in a thread; false writes at once, as virtual time needs it.
         roles: what each model track does, for the overlap metrics.
         source: the stage whose items are the rollouts' events.
+        gauges: read at the end of each step and written among its metrics.
 
     Raises:
-        ConfigError: the directory is already used or cannot be written.
+        ConfigError: the directory is already used, by a run that is over or one that goes on, or cannot be written.
     """
 
     def __init__(
@@ -68,12 +75,14 @@ class RunDirectory(Observer):
         threaded: bool = True,
         roles: Mapping[str, Role] = ROLES,
         source: str = "generate",
+        gauges: Mapping[str, Callable[[], float]] | None = None,
     ) -> None:
         self.path = path
         self._decode = decode
         self._keep = keep
         self._roles = roles
         self._source = source
+        self._gauges = dict(gauges or {})
         self._trace = Trace() if trace else None
         self._lock = threading.Lock()
         self._model_spans: list[Span] = []  # guarded by the lock: models report from their own threads
@@ -88,12 +97,17 @@ class RunDirectory(Observer):
         names = ("metrics.jsonl", "samples.jsonl", "journal.jsonl", *(("trace.json",) if trace else ()))
         try:
             path.mkdir(parents=True, exist_ok=True)
-            (path / "config.toml").write_text(config, encoding="utf-8")
+            self._open.callback(Lock(path).release)
+            _require_empty(path)  # again: another run may have come and gone before the lock was had
+            (path / "config.toml").write_text(redacted(config), encoding="utf-8")
             for name in names:
                 self._files[name] = self._open.enter_context((path / name).open("w", encoding="utf-8"))
         except OSError as error:
             self._open.close()
             raise ConfigError(f"the run directory {path} cannot be written: {error.strerror or error}") from error
+        except ConfigError:
+            self._open.close()
+            raise
         self._writer = Writer(threaded=threaded)
         if trace:
             self._write("trace.json", OPENING)
@@ -124,6 +138,7 @@ class RunDirectory(Observer):
         spans = self._take_spans()
         if isinstance(result, StepReport):
             metrics = record(result, channels, occupation(spans, self._roles))
+            metrics |= {name: finite(gauge()) for name, gauge in self._gauges.items()}
             self._records.append(metrics)
             self._write_records("metrics.jsonl", [metrics])
             self._write_records("journal.jsonl", journal.endings(step, result, self._at))
@@ -154,7 +169,12 @@ class RunDirectory(Observer):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
+        try:
+            self.close()
+        except OSError as later:
+            if error is None:
+                raise
+            error.add_note(f"and then the run directory {self.path} could not be completed: {later}")
 
     def _take_spans(self) -> list[Span]:
         with self._lock:
@@ -186,20 +206,32 @@ class RunDirectory(Observer):
             self._writer.submit(file.flush)
 
     def _complete(self, html: str, facts: Mapping[str, object]) -> None:
-        (self.path / "report.html").write_text(html, encoding="utf-8")
-        (self.path / "summary.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        _put(self.path / "report.html", html)
+        _put(self.path / "summary.json", json.dumps(facts, indent=2) + "\n")
 
 
 def require_unused(path: Path) -> None:
-    """Check that ``path`` is empty or does not exist.
+    """Check that a run could write ``path``: nothing is in it, and it can be made if it is not there.
 
     Raises:
-        ConfigError: it is used, is no directory, or cannot be looked into.
+        ConfigError: it is used, is being written by another run, is no directory, or cannot be written.
     """
     try:
-        used = sorted(entry.name for entry in path.iterdir()) if path.exists() else []
+        there = next(each for each in (path, *path.parents) if each.exists())
+        fit = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+        if fit and there == path:
+            if is_locked(path):
+                raise ConfigError(taken(path))
+            _require_empty(path)
     except OSError as error:
         raise ConfigError(f"the run directory {path} cannot be used: {error.strerror or error}") from error
+    if not fit:
+        what = "cannot be written to" if there.is_dir() else "is no directory"
+        raise ConfigError(f"the run directory {path} cannot be used: {there} {what}; choose another run.directory")
+
+
+def _require_empty(path: Path) -> None:
+    used = sorted(entry.name for entry in path.iterdir() if entry.name != LOCK)
     if used:
         raise ConfigError(
             f"the run directory {path} is already used (it holds {', '.join(used[:3])}"
@@ -207,8 +239,19 @@ def require_unused(path: Path) -> None:
         )
 
 
+def _put(path: Path, text: str) -> None:
+    """Write a whole file so that it is there complete or not at all."""
+    aside = path.with_name(f".{path.name}.partial")
+    try:
+        aside.write_text(redacted(text), encoding="utf-8")
+        aside.replace(path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
+
+
 def _writing(file: TextIO, text: str) -> Callable[[], None]:
     def write() -> None:
-        file.write(text)
+        file.write(redacted(text))
 
     return write

@@ -86,6 +86,7 @@ class GAE:
                 rows.append(Row(finish, ref.value, scalar.value, values.value))
         if rows or dropped or deferred:
             rows.sort(key=lambda row: row.finish.rollout)
+            dropped.sort(key=lambda drop: drop.rollout)  # they came in the order of the scores, which is one of time
             await out.send(self.batch(rows, dropped, deferred))
 
     def batch(self, rows: Sequence[Row], dropped: Sequence[Drop] = (), deferred: Sequence[Defer] = ()) -> Batch:

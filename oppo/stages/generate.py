@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -23,6 +24,7 @@ class Flight:
 
     prompt: Prompt
     decode: Decode
+    announced: bool = False
     chunks: list[Chunk] = field(default_factory=list)
     length: int = 0
     reason: FinishReason | None = None
@@ -75,9 +77,10 @@ class Generate:
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
         """Give up every rollout that is still in flight."""
-        for flight in self._flights.values():
-            await flight.decode.aclose()
-        self._flights, self._ledger = {}, Ledger(self.admission)
+        flights, self._flights, self._ledger = self._flights, {}, Ledger(self.admission)
+        async with AsyncExitStack() as closing:
+            for flight in flights.values():
+                closing.push_async_callback(flight.decode.aclose)
 
     def begin(self, step: Step) -> None:
         """Learn how many steps are left, so that nothing is admitted that could not be trained."""
@@ -92,11 +95,11 @@ class Generate:
         """Run one step's generation, up to its cut."""
         groups = await self._take(prompts)
         complete = self._ledger.begin(groups)
-        await self._open([prompt for group in groups for prompt in group], out)
+        await self._open([prompt for group in groups for prompt in group])
         for unit in complete:
             await self._finish(unit, out)
         live = [flight for flight in self._flights.values() if flight.reason is None]
-        if live:
+        if live and not self._ledger.is_cut():
             size = self.chunks.size()
             decoding = self.policy.decoding([flight.decode for flight in live], self._ledger.finished)
             async with decoding, anyio.create_task_group() as readers:
@@ -104,6 +107,7 @@ class Generate:
                     readers.start_soon(self._read, flight, size, out, name=f"read rollout {flight.prompt.rollout}")
         for unit in self._ledger.end():
             for prompt in unit.prompts:
+                await self._announce(self._flights[prompt.rollout], out)
                 await out.send(Defer(prompt.rollout, unit.age))
 
     async def _take(self, prompts: Receiver[Prompt]) -> list[tuple[Prompt, ...]]:
@@ -116,14 +120,18 @@ class Generate:
                     break
         return groups
 
-    async def _open(self, prompts: list[Prompt], out: Sender[RolloutEvent]) -> None:
+    async def _open(self, prompts: list[Prompt]) -> None:
         for prompt, decode in zip(prompts, await self.policy.open(prompts), strict=True):
             self._flights[prompt.rollout] = Flight(prompt, decode)
-        for prompt in prompts:
-            await out.send(prompt)
+
+    async def _announce(self, flight: Flight, out: Sender[RolloutEvent]) -> None:
+        if not flight.announced:
+            flight.announced = True
+            await out.send(flight.prompt)
 
     async def _read(self, flight: Flight, size: int, out: Sender[RolloutEvent]) -> None:
         rollout = flight.prompt.rollout
+        await self._announce(flight, out)  # here, so that decoding does not wait for scorers busy with other prompts
         while True:
             piece = await flight.decode.read(size)
             if len(piece.tokens):

@@ -94,6 +94,10 @@ class Ledger:
             unit.unfinished.remove(rollout)
             if not unit.unfinished:
                 self._place(unit)
+        return self.is_cut()
+
+    def is_cut(self) -> bool:
+        """Return whether the step needs no more decoding; true at its start if what was carried fills the batch."""
         decoding = [unit for unit in self._live if unit.unfinished]
         overdue = sum(self._overdue(unit) for unit in decoding)
         return self.admission.cut(CutView(len(self.placed), len(decoding), overdue))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Generic, Self, TypeVar
@@ -31,13 +32,16 @@ class Score(Generic[T]):
     with other weights than the scorer has now is dropped and replayed once, when its rollout finishes; of a scorer
     that follows the trainer, parked rollouts are forgotten at once, since its weights are about to change.
 
+    A scorer that cannot say anything of a rollout answers with a ``Drop`` in the place of its value: the rollout is
+    then not trained, and everything else goes on.
+
     Example:
         >>> from oppo.testing import FakeScorer, fake_scalar
         >>> Score(FakeScorer(fake_scalar)).scorer.version
         0
     """
 
-    scorer: Scorer[T]
+    scorer: Scorer[T | Drop]
     _sessions: dict[int, Session] = field(default_factory=dict, init=False, repr=False)
 
     async def __aenter__(self) -> Self:
@@ -54,15 +58,24 @@ class Score(Generic[T]):
         while events := await rollout.drain():
             finished = [event for event in events if isinstance(event, Finish)]
             dropped = [event for event in events if isinstance(event, Drop)]
-            await self._forget([event.rollout for event in events if self._ends_session(event)])
+            over = {event.rollout for event in events if self._ends_session(event)}
+            await self._forget(sorted(over))
             urgent = {event.rollout for event in finished}
-            growing = [event for event in events if isinstance(event, Prompt | Chunk | Given)]
+            growing = [
+                event for event in events if isinstance(event, Prompt | Chunk | Given) and event.rollout not in over
+            ]
             await self._extend([event for event in growing if event.rollout in urgent])
             if finished:
                 await self._replay(finished)
-                for event, value in zip(finished, await self.scorer.finish(finished), strict=True):
+                with _scoring(finished):
+                    values = await self.scorer.finish(finished)
+                for event, value in zip(finished, values, strict=True):
                     del self._sessions[event.rollout]
-                    await out.send(Scored(event.rollout, value, self.scorer.version))
+                    await out.send(
+                        Drop(event.rollout, value.reason)
+                        if isinstance(value, Drop)
+                        else Scored(event.rollout, value, self.scorer.version)
+                    )
             for drop in dropped:
                 await out.send(drop)
             await self._extend([event for event in growing if event.rollout not in urgent])
@@ -74,7 +87,8 @@ class Score(Generic[T]):
         for wave in waves(events):
             parts = [event for event in wave if self._accepts(event)]
             if parts:
-                await self.scorer.extend(parts)
+                with _scoring(parts):
+                    await self.scorer.extend(parts)
                 for part in parts:
                     self._sessions[part.rollout].length += len(part.tokens)
 
@@ -105,6 +119,16 @@ class Score(Generic[T]):
         known = [rollout for rollout in rollouts if self._sessions.pop(rollout, None)]
         if known:
             await self.scorer.forget(known)
+
+
+@contextmanager
+def _scoring(events: Sequence[Prompt | Chunk | Given | Finish]) -> Iterator[None]:
+    """Name the rollouts in an error."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"while scoring rollouts {[event.rollout for event in events]}")
+        raise
 
 
 def waves(events: Sequence[Prompt | Chunk | Given]) -> Iterator[list[Prompt | Chunk | Given]]:

@@ -40,14 +40,15 @@ class Update:
             await self.trainer.publish(*self.publish)
             end = anyio.current_time()
             skipped = set(trained.nonfinite)
+            rows = [row for row, rollout in enumerate(batch.rollouts) if rollout not in skipped]
             await out.send(
                 StepReport(
                     index=self._step.index,
                     version=self.trainer.version,
-                    trained=tuple(rollout for rollout in batch.rollouts if rollout not in skipped),
+                    trained=tuple(batch.rollouts[row] for row in rows),
                     dropped=(*batch.dropped, *(Drop(rollout, "nonfinite") for rollout in trained.nonfinite)),
                     deferred=tuple(batch.deferred),
-                    score=float(np.mean(batch.scores)) if len(batch) else float("nan"),
+                    score=float(np.mean(batch.scores[rows])) if rows else float("nan"),
                     seconds=end - self._step.started,
                     metrics={
                         **batch.metrics,

@@ -195,10 +195,11 @@ class FakePolicy:
 
 @dataclass(eq=False)
 class FakeScorer(Generic[T]):
-    """A scorer whose value of a rollout is computed from everything it has read of it.
+    """A scorer whose value of a rollout is computed from everything it has read of it, and when.
 
     Attributes:
-        value: what to say of a finished rollout, given the tokens read (prompt and response) and the version.
+        value: what to say of a finished rollout, given the tokens read (prompt and response) and the oldest version of
+            the weights that read any of them: who believes a stale session gets the numbers of old weights.
         per_token, per_call: seconds.
     """
 
@@ -212,6 +213,7 @@ class FakeScorer(Generic[T]):
     def __post_init__(self) -> None:
         self.sessions: dict[int, list[int]] = {}
         self._prompt: dict[int, int] = {}
+        self._oldest: dict[int, int] = {}
 
     async def extend(self, events: Sequence[Prompt | Chunk | Given]) -> None:
         """Read more of some rollouts.
@@ -230,6 +232,7 @@ class FakeScorer(Generic[T]):
     def _read(self, event: Prompt | Chunk | Given) -> None:
         if isinstance(event, Prompt):
             self.sessions[event.rollout], self._prompt[event.rollout] = [], len(event.tokens)
+            self._oldest[event.rollout] = self.version
         else:
             read = len(self.sessions.get(event.rollout, ())) - self._prompt.get(event.rollout, 0)
             if event.rollout not in self.sessions or event.start != read:
@@ -248,7 +251,7 @@ class FakeScorer(Generic[T]):
                 raise ProtocolError(
                     f"rollout {event.rollout}: read {len(tokens)} tokens, the response says {len(whole)}"
                 )
-        return [self.value(event, tokens, self.version) for event, tokens in read]
+        return [self.value(event, tokens, self._oldest[event.rollout]) for event, tokens in read]
 
     async def forget(self, rollouts: Sequence[int]) -> None:
         """Drop sessions."""

@@ -104,6 +104,20 @@ def test_a_key_that_comes_twice_is_an_error(items: tuple[float, float]) -> None:
     run_virtual(main)
 
 
+def test_a_key_that_comes_again_after_its_row_is_an_error() -> None:
+    async def main() -> None:
+        a, b = channels(2)
+        a.send_nowait(1)
+        b.send_nowait(1)
+        rows = join(a, b, key=number)
+        assert await anext(rows) == (1, 1)
+        b.send_nowait(1)
+        with pytest.raises(ProtocolError, match="input 2 of a join has a second item for 1"):
+            await anext(rows)
+
+    run_virtual(main)
+
+
 def test_items_for_keys_that_the_primary_never_names_are_passed_over() -> None:
     async def main() -> None:
         a, b = channels(2)

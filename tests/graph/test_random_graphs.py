@@ -21,7 +21,9 @@ from tests.graph.stages import Boom
 
 Lane = tuple[str, ...]
 
-SCHEDULES = 5 * settings().max_examples
+pytestmark = pytest.mark.schedules
+
+SCHEDULES = 3 * settings().max_examples
 """The engine is what everything stands on: it gets more than the share of one property."""
 
 
@@ -248,12 +250,4 @@ def test_cancellation_at_any_time_leaves_nothing(plan: Plan) -> None:
 @settings(max_examples=SCHEDULES)
 @given(plans(fails=True, cancelled=True))
 def test_an_error_and_a_cancellation_leave_nothing_together(plan: Plan) -> None:
-    survive(plan)
-
-
-@pytest.mark.deep
-@pytest.mark.timeout(1_800)
-@settings(max_examples=10_000)
-@given(plans(fails=True, cancelled=True))
-def test_ten_thousand_schedules_leave_nothing(plan: Plan) -> None:
     survive(plan)

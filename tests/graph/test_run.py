@@ -170,7 +170,9 @@ def test_an_error_while_closing_does_not_hide_the_error_that_ended_the_run() -> 
     with pytest.raises(Boom, match="bad item 0") as caught:
         run_virtual(results_of, graph, 1)
     assert "in stage 'fail' of graph 'line', step 0" in caught.value.__notes__
-    assert "while closing stage 'second': OSError: the door is locked" in caught.value.__notes__
+    assert (
+        "and then, while closing stage 'second' of graph 'line', OSError: the door is locked" in caught.value.__notes__
+    )
     assert diary.lines[-1] == "exit", "the others are closed all the same"
 
 

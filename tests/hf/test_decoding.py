@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 
 import anyio
 import anyio.lowlevel
@@ -117,6 +118,48 @@ async def test_a_body_that_is_cancelled_leaves_the_thread_free() -> None:
         async with policy.decoding(decodes, lambda _: False):
             piece = await decodes[0].read(120)
         assert (len(piece.tokens), piece.state) == (117, "length")
+
+
+async def test_a_task_that_is_cancelled_while_it_decodes_leaves_the_policy_usable() -> None:
+    """As Ctrl-C does: it cancels a task, not a scope."""
+    with serving(sampling=Sampling(max_new_tokens=120)) as policy:
+        decodes = await policy.open(prompts(3))
+        begun = anyio.Event()
+
+        async def decode_for_ever() -> None:
+            async with policy.decoding(decodes, lambda _: False):
+                await decodes[0].read(3)
+                begun.set()
+                await anyio.sleep_forever()
+
+        async with asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(decode_for_ever())
+            await begun.wait()
+            task.cancel()
+        assert task.cancelled()
+        steps = policy.counters.decode_steps
+        await policy.load(Weights(1))
+        assert policy.counters.decode_steps == steps
+        async with policy.decoding(decodes, lambda _: False):
+            assert (await decodes[0].read(120)).state == "length"
+
+
+async def test_an_error_of_the_body_is_told_with_the_error_of_the_decode_loop() -> None:
+    def failing(finished: Sequence[int]) -> bool:
+        raise LookupError(f"no place for {finished}")
+
+    async def fail_too(policy: HfPolicy, decode: HfDecode) -> None:
+        async with policy.decoding([decode], failing):
+            with suppress(LookupError):
+                while True:
+                    await decode.read(5)
+            raise KeyError("the channel is gone")
+
+    with serving() as policy:
+        (decode,) = await policy.open(prompts(1))
+        with pytest.raises(LookupError, match="no place") as caught:
+            await fail_too(policy, decode)
+        assert caught.value.__notes__ == ["while decoding rollouts [0]", "and then KeyError: 'the channel is gone'"]
 
 
 async def test_an_error_of_the_decode_loop_reaches_every_reader_and_the_context() -> None:

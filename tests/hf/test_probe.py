@@ -14,16 +14,24 @@ from transformers import (
     FalconForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoConfig,
+    GptOssConfig,
+    Lfm2Config,
+    Llama4TextConfig,
     MambaConfig,
     MambaForCausalLM,
+    MiniMaxConfig,
+    MptConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    Qwen3MoeConfig,
     T5Config,
     T5ForConditionalGeneration,
 )
 
 from oppo.errors import ModelRefused
 from oppo.hf.anatomy import backbone
+from oppo.hf.masks import Masks
 from oppo.hf.probe import probe
 from oppo.hf.slabs import Site, Slab
 from tests.hf import tiny
@@ -96,9 +104,46 @@ def bert() -> PreTrainedModel:
     )
 
 
+def gpt_neo() -> PreTrainedModel:
+    # The window is longer than the probe, which therefore could not see the fault.
+    layers = {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 256}
+    return tiny.of(tiny.build(GPTNeoConfig, SIZES, layers))
+
+
+def mpt() -> PreTrainedModel:
+    return tiny.of(tiny.build(MptConfig, vocab_size=96, d_model=32, n_heads=4, n_layers=2, max_seq_len=512))
+
+
+def llama4() -> PreTrainedModel:
+    return tiny.of(
+        tiny.build(
+            Llama4TextConfig,
+            tiny.GROUPED,
+            head_dim=8,
+            attention_chunk_size=24,
+            intermediate_size_mlp=48,
+            num_local_experts=2,
+        )
+    )
+
+
+def minimax() -> PreTrainedModel:
+    layers = ["linear_attention", "full_attention"]
+    return tiny.of(tiny.build(MiniMaxConfig, tiny.GROUPED, head_dim=8, num_local_experts=4, layer_types=layers))
+
+
+def lfm2() -> PreTrainedModel:
+    return tiny.of(tiny.build(Lfm2Config, tiny.GROUPED, layer_types=["conv", "full_attention"]))
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
+        (mpt, "MptForCausalLM .* ALiBi"),
+        (gpt_neo, "GPTNeoForCausalLM .*'gpt_neo'.* local layers"),
+        (llama4, "Llama4ForCausalLM .*'chunked_attention'"),
+        (minimax, "MiniMaxForCausalLM .*'linear_attention'"),
+        (lfm2, "Lfm2ForCausalLM .*'conv'"),
         (bloom, "BloomForCausalLM .*'bloom'.* ALiBi"),
         (alibi_falcon, "FalconForCausalLM .* ALiBi"),
         (t5, "T5ForConditionalGeneration .* encoder-decoder"),
@@ -111,11 +156,49 @@ def test_a_model_that_cannot_be_served_is_refused_by_name(make: Callable[[], Pre
         probe(make())
 
 
-def test_chunked_attention_is_refused() -> None:
-    model = tiny.causal("qwen3")
-    model.config.layer_types = ["chunked_attention", "full_attention"]
-    with pytest.raises(ModelRefused, match="'chunked_attention'"):
+def test_attention_sinks_and_a_router_pass_together() -> None:
+    gpt_oss = tiny.build(GptOssConfig, tiny.GROUPED, head_dim=8, sliding_window=tiny.WINDOW, num_local_experts=4)
+    probe(tiny.of(gpt_oss))
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gptj"])
+def test_a_boolean_mask_under_eager_attention_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Masks, "_written", lambda masks, seen: seen)
+    with pytest.raises(ModelRefused, match="read in pieces"):
+        probe(tiny.causal(name))
+
+
+def mixture(dtype: torch.dtype) -> PreTrainedModel:
+    """Return a deep mixture of experts: in two-byte numbers rounding decides some of its routes."""
+    settings = {"num_hidden_layers": 8, "num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 32}
+    return tiny.of(tiny.build(Qwen3MoeConfig, tiny.GROUPED, settings, hidden_size=64), dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mixture_passes_though_rounding_decides_some_of_its_routes(dtype: torch.dtype) -> None:
+    probe(mixture(dtype))
+
+
+@pytest.mark.parametrize("fault", ["move", "mask", "position"])
+def test_a_fault_is_found_in_a_mixture_though_only_its_median_counts(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = mixture(torch.bfloat16)
+    if fault == "move":
+        adopt = Slab.adopt
+        monkeypatch.setattr(Slab, "adopt", lambda slab, row, source, length: adopt(slab, row, source, length - 1))
+    elif fault == "mask":
+        monkeypatch.setattr(Masks, "_written", lambda masks, seen: seen | seen.roll(1, -1))
+    else:
+        backbone(model).register_forward_pre_hook(lambda _, args, kwargs: (args, _shifted(kwargs)), with_kwargs=True)
+    with pytest.raises(ModelRefused, match="read in pieces"):
         probe(model)
+
+
+def _shifted(kwargs: dict[str, object]) -> dict[str, object]:
+    """Return the inputs with every position but the first one too small."""
+    positions = kwargs.get("position_ids")
+    return {**kwargs, "position_ids": (positions - 1).clamp(min=0)} if isinstance(positions, Tensor) else kwargs
 
 
 def test_a_model_that_ignores_positions_is_refused_with_the_difference() -> None:

@@ -128,23 +128,61 @@ async def test_a_streamed_score_equals_the_librarys_own_call(name: str, exact: b
         assert_close(values[response.prompt.rollout], library_score(model, response))
 
 
-@pytest.mark.parametrize("pad", [2, None])
-async def test_a_response_that_ends_in_padding_is_scored_where_the_library_scores_it(
-    pad: int | None, thread: Thread
-) -> None:
-    model = tiny.scalar("llama", pad=pad)
-    scorer = RewardModel(model, thread=thread)
-    made = [
-        Response.empty(Prompt(0, 0, np.array([5, 6, 7], np.int32))).then(chunk(0, 0, np.array([8, 9, 2], np.int32))),
-        Response.empty(Prompt(1, 1, np.array([2], np.int32))).then(chunk(1, 0, np.array([2, 2], np.int32))),
+SCALARS = [name for name in tiny.CONFIGS if name not in tiny.WITHOUT_SCALAR]
+PADDING, EOS = 0, 2
+
+
+def answered(rollout: int, prompt: list[int], answer: list[int]) -> Response:
+    opened = Response.empty(Prompt(rollout, rollout, np.array(prompt, np.int32)))
+    return opened.then(chunk(rollout, 0, np.array(answer, np.int32)))
+
+
+def endings() -> list[Response]:
+    """Sequences that end, begin or consist of tokens that may stand for padding."""
+    return [
+        answered(0, [5, 6, 7], [8, 9, EOS]),
+        answered(1, [EOS], [EOS, EOS]),
+        answered(2, [5, 6, 7, 8], [9, 10, 11]),
+        answered(3, [PADDING, PADDING, 5, 6], [7, 8, EOS]),
+        answered(4, [EOS, EOS, EOS, 5, 6], [7, EOS, 8]),
+        answered(5, [5, 6], [7, EOS, PADDING, PADDING]),
+        answered(6, [PADDING], [PADDING, PADDING]),
+        answered(7, [5, 6, 7], [EOS, EOS, EOS]),
     ]
-    for response in made:
-        rollout = response.prompt.rollout
-        await scorer.extend([response.prompt])
-        for start in range(len(response)):
-            await scorer.extend([chunk(rollout, start, response.tokens[start : start + 1])])
-        [score] = await scorer.finish([Finish(rollout, response, "eos")])
-        assert_close(score, library_score(model, response))
+
+
+@pytest.mark.parametrize("pad", [PADDING, EOS, None], ids=["padding", "eos", "none"])
+@pytest.mark.parametrize("name", SCALARS)
+async def test_wherever_padding_stands_the_score_is_that_of_the_librarys_own_call(
+    name: str, pad: int | None, thread: Thread
+) -> None:
+    model = tiny.scalar(name, pad=pad)
+    made = endings()
+    for seed, exact in ((3, False), (4, True)):
+        values = await stream(RewardModel(model, thread=thread, exact=exact), made, seed)
+        for response in made:
+            assert_close(values[response.prompt.rollout], library_score(model, response))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "opt"])
+@pytest.mark.parametrize("pad", [PADDING, EOS], ids=["padding", "eos"])
+@pytest.mark.parametrize("side", ["left", "right"])
+async def test_a_streamed_score_is_that_of_the_librarys_batch_padded_on_either_side(
+    name: str, pad: int, side: str, thread: Thread
+) -> None:
+    model = tiny.scalar(name, pad=pad)
+    made = responses()
+    longest = max(len(sequence(response)) for response in made)
+    ids = torch.full((len(made), longest), pad)
+    mask = torch.zeros_like(ids)
+    for row, response in enumerate(made):
+        tokens = sequence(response)
+        at = slice(longest - len(tokens), None) if side == "left" else slice(len(tokens))
+        ids[row, at], mask[row, at] = tokens, 1
+    values = await stream(RewardModel(model, thread=thread), made, seed=5)
+    with torch.no_grad():
+        padded = model(ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits[:, 0]
+    assert_close([values[response.prompt.rollout] for response in made], padded)
 
 
 @pytest.mark.parametrize("exact", [False, True])

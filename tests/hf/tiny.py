@@ -8,17 +8,30 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    CohereConfig,
     FalconConfig,
     Gemma2Config,
     Gemma3TextConfig,
+    GemmaConfig,
     GPT2Config,
+    GPTJConfig,
     GPTNeoXConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
+    OPTConfig,
+    Phi3Config,
+    PhiConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
+    SmolLM3Config,
+    StableLmConfig,
+    Starcoder2Config,
 )
 
 VOCABULARY = 96
@@ -26,84 +39,90 @@ HIDDEN = 32
 LONGEST = 512
 WINDOW = 24
 
-_ROPE = {
+_TOKENS = {
     "vocab_size": VOCABULARY,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": LONGEST,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
     # Ten times the usual: attention of a random model is then peaked enough for a wrong mask to show.
     "initializer_range": 0.2,
 }
+_BODY = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": LONGEST,
+    **_TOKENS,
+}
+GROUPED: Mapping[str, object] = {"num_key_value_heads": 2, **_BODY}
+_HEAD_DIM = {"head_dim": 8, **GROUPED}
+_GPT2 = {"n_embd": HIDDEN, "n_layer": 2, "n_head": 4, "n_positions": LONGEST, **_TOKENS}
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_MIXED = ["sliding_attention", "full_attention"]
+_OPT = {
+    **{name: value for name, value in _BODY.items() if name not in ("intermediate_size", "initializer_range")},
+    "ffn_dim": 48,
+    "word_embed_proj_dim": 16,
+    "init_std": 0.2,
+}
 
 
-def build(kind: Callable[..., PreTrainedConfig], **settings: object) -> PreTrainedConfig:
+def build(kind: Callable[..., PreTrainedConfig], *shared: Mapping[str, object], **settings: object) -> PreTrainedConfig:
     """Return a config; each architecture has its own names for the same sizes."""
-    return kind(**settings)
-
-
-_TOKENS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.2}
-
-
-def _qwen2() -> PreTrainedConfig:
-    rope = {name: value for name, value in _ROPE.items() if name != "head_dim"}
-    return build(Qwen2Config, **rope)
-
-
-def _gpt2() -> PreTrainedConfig:
-    return build(GPT2Config, n_embd=HIDDEN, n_layer=2, n_head=4, n_positions=LONGEST, **_TOKENS)
-
-
-def _neox() -> PreTrainedConfig:
-    return build(
-        GPTNeoXConfig,
-        hidden_size=HIDDEN,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=LONGEST,
-        **_TOKENS,
-    )
-
-
-def _falcon_rotary() -> PreTrainedConfig:
-    return build(FalconConfig, hidden_size=HIDDEN, num_hidden_layers=2, num_attention_heads=4, alibi=False, **_TOKENS)
+    return kind(**{name: value for group in (*shared, settings) for name, value in group.items()})
 
 
 CONFIGS: Mapping[str, Callable[[], PreTrainedConfig]] = {
-    "llama": lambda: build(LlamaConfig, **_ROPE),
-    "qwen2": _qwen2,
-    "qwen3": lambda: build(Qwen3Config, **_ROPE),
-    "gpt2": _gpt2,
-    "neox": _neox,
-    "mistral": lambda: build(MistralConfig, sliding_window=WINDOW, **_ROPE),
-    "gemma2": lambda: build(Gemma2Config, sliding_window=WINDOW, attn_implementation="eager", **_ROPE),
-    "gemma3": lambda: build(
-        Gemma3TextConfig, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"], **_ROPE
+    "llama": lambda: build(LlamaConfig, _HEAD_DIM),
+    "qwen2": lambda: build(Qwen2Config, GROUPED),
+    "qwen2-sliding": lambda: build(
+        Qwen2Config, GROUPED, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
     ),
-    "falcon": _falcon_rotary,
+    "qwen2-moe": lambda: build(Qwen2MoeConfig, GROUPED, _EXPERTS, shared_expert_intermediate_size=16),
+    "qwen3": lambda: build(Qwen3Config, _HEAD_DIM),
+    "qwen3-moe": lambda: build(Qwen3MoeConfig, _HEAD_DIM, _EXPERTS),
+    "mistral": lambda: build(MistralConfig, _HEAD_DIM, sliding_window=WINDOW),
+    "gemma": lambda: build(GemmaConfig, _HEAD_DIM),
+    "gemma2": lambda: build(Gemma2Config, _HEAD_DIM, sliding_window=WINDOW, attn_implementation="eager"),
+    "gemma3": lambda: build(Gemma3TextConfig, _HEAD_DIM, sliding_window=WINDOW, layer_types=_MIXED),
+    "phi": lambda: build(PhiConfig, GROUPED, partial_rotary_factor=0.5),
+    "phi3": lambda: build(Phi3Config, GROUPED, sliding_window=WINDOW),
+    "gpt2": lambda: build(GPT2Config, _GPT2),
+    "neox": lambda: build(GPTNeoXConfig, _BODY),
+    "gptj": lambda: build(GPTJConfig, _GPT2, rotary_dim=4),
+    "opt": lambda: build(OPTConfig, _OPT),
+    "falcon": lambda: build(FalconConfig, _BODY, alibi=False),
+    "starcoder2": lambda: build(Starcoder2Config, GROUPED, sliding_window=WINDOW),
+    "stablelm": lambda: build(StableLmConfig, GROUPED, partial_rotary_factor=0.5, use_parallel_residual=True),
+    "olmo2": lambda: build(Olmo2Config, GROUPED),
+    "cohere": lambda: build(CohereConfig, GROUPED, logit_scale=0.25, use_qk_norm=True),
+    "granite": lambda: build(GraniteConfig, GROUPED, residual_multiplier=0.5, logits_scaling=2.0),
+    "smollm3": lambda: build(SmolLM3Config, GROUPED, no_rope_layers=[1, 0]),
 }
 """The architectures that are served, by a short name."""
 
 PLAIN = ("llama", "qwen2", "qwen3", "gpt2", "neox")
 """Those without a sliding window."""
 
-WINDOWED = ("mistral", "gemma2", "gemma3")
+WINDOWED = ("qwen2-sliding", "mistral", "gemma2", "gemma3", "phi3", "starcoder2")
 """Those with one, of :data:`WINDOW` tokens."""
+
+WITHOUT_SCALAR = ("cohere", "granite")
+"""Those of which transformers has no sequence-classification model, so that critic and reward are of another kind."""
+
+
+def of(config: PreTrainedConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Return the causal LM of ``config`` in training mode with weights drawn from ``seed``."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model
 
 
 def causal(name: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Return a causal LM in training mode with weights drawn from ``seed``."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=dtype)
-    return model
+    return of(CONFIGS[name](), seed=seed, dtype=dtype)
 
 
 def scalar(name: str = "llama", *, seed: int = 0, labels: int = 1, pad: int | None = 0) -> PreTrainedModel:

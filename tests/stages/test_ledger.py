@@ -13,6 +13,8 @@ from oppo.errors import AdmissionError, ProtocolError
 from oppo.events import Prompt, StepReport
 from oppo.stages.ledger import Ledger, Unit
 
+pytestmark = pytest.mark.schedules
+
 
 def group(admission: int, samples: int = 1) -> tuple[Prompt, ...]:
     return Prompt(admission, admission, np.zeros(1, np.int32)).samples(samples)
@@ -118,6 +120,16 @@ def test_a_complete_unit_without_a_place_is_the_first_of_the_next_step() -> None
     assert ledger.finished([0, 1]), "both end in one decode step"
     assert [unit.admission for unit in ledger.end()] == [1]
     assert [unit.admission for unit in ledger.begin([group(2)])] == [1]
+
+
+def test_what_is_carried_stands_oldest_first() -> None:
+    ledger = Ledger(Overcommit(batch=2, extra=2, max_deferrals=3))
+    ledger.begin([group(n) for n in range(4)])
+    ledger.finished([0, 3])
+    ledger.end()
+    ledger.begin([group(4), group(5)])
+    ledger.finished([2, 5])
+    assert [(unit.admission, unit.age) for unit in ledger.end()] == [(1, 2), (4, 1)]
 
 
 def test_a_group_takes_one_place_when_its_last_sample_ends() -> None:

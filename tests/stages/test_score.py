@@ -80,6 +80,49 @@ def test_a_dropped_rollout_does_not_keep_others_from_their_score() -> None:
     assert [(type(item), item.rollout) for item in sent if isinstance(item, Scored | Drop)] == [(Scored, 2), (Drop, 1)]
 
 
+def test_a_session_made_with_other_weights_is_read_again_when_its_rollout_finishes() -> None:
+    scorer = FakeScorer(fake_scalar)
+    stage = Score(scorer)
+    run_virtual(scored, stage, prompt(1), prompt(2), chunk(1), chunk(2), Defer(1, 1), Defer(2, 1))
+    scorer.version = 1
+    late = chunk(1, start=4)
+    ends = [finish(1, chunk(1), late), finish(2, chunk(2))]
+    scores = run_virtual(scored, stage, late, *ends)
+    for end, score in zip(ends, scores, strict=True):
+        tokens = (*end.response.prompt.tokens.tolist(), *end.response.tokens.tolist())
+        assert isinstance(score, Scored)
+        assert (score.value, score.version) == (fake_scalar(end, tokens, 1), 1)
+    assert scorer.tokens == (7 + 7) + (11 + 7), "the late chunk is not read into a session that must be dropped"
+
+
+def test_finished_rollouts_are_scored_before_anything_is_read_of_those_that_go_on() -> None:
+    read: list[int] = []
+
+    class Noting(FakeScorer[float]):
+        async def extend(self, events: Sequence[Prompt | Chunk | Given]) -> None:
+            read.extend(event.rollout for event in events)
+            await super().extend(events)
+
+        async def finish(self, finished: Sequence[Finish]) -> Sequence[float]:
+            assert set(read) == {2}
+            return await super().finish(finished)
+
+    done = chunk(2)
+    run_virtual(scored, Score(Noting(fake_scalar)), prompt(1), prompt(2), chunk(1), done, finish(2, done))
+    assert read == [2, 2, 1, 1]
+
+
+def test_closing_forgets_the_sessions_of_parked_rollouts() -> None:
+    async def main() -> None:
+        scorer = FakeScorer(fake_scalar)
+        async with Score(scorer) as stage:
+            await scored(stage, prompt(1), chunk(1), Defer(1, 1))
+            assert scorer.sessions
+        assert not scorer.sessions
+
+    run_virtual(main)
+
+
 class Broken(FakeScorer[float]):
     """Fails at what it is told to."""
 

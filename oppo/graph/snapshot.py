@@ -1,0 +1,64 @@
+"""A step as it stands, for people: who works, who waits for whom, how full every channel is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+Want: TypeAlias = Literal["an item", "room"]
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A stage that waits for another: for an item from it, or for room in the channel to it."""
+
+    stage: str
+    awaited: str
+    want: Want
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What the stages of one step were doing at one moment; safe to take from any thread.
+
+    Attributes:
+        step: ordinal of the step.
+        running: the stages that have not returned.
+        waits: a stage may wait for several, and wait at one end while it works at another.
+        channels: the counters of each, under ``source->target``.
+        table: the channels as lines for people.
+
+    Example:
+        >>> waits = (Wait("advantage", "reward", "an item"),)
+        >>> print(Snapshot(0, ("reward", "advantage"), waits, {}, "").sentence())
+        advantage waits for reward; reward is at work
+    """
+
+    step: int
+    running: tuple[str, ...]
+    waits: tuple[Wait, ...]
+    channels: Mapping[str, Mapping[str, int]]
+    table: str
+
+    @property
+    def working(self) -> Sequence[str]:
+        """The stages that have not returned and wait for no other: what everybody else waits for."""
+        waiting = {wait.stage for wait in self.waits}
+        return [stage for stage in self.running if stage not in waiting]
+
+    def doing(self, stage: str) -> str:
+        """Return what a stage is doing: ``at work``, ``waits for ...``, or nothing once it has returned."""
+        if stage not in self.running:
+            return ""
+        waits = [wait for wait in self.waits if wait.stage == stage]
+        if not waits:
+            return "at work"
+        items = [wait.awaited for wait in waits if wait.want == "an item"]
+        full = [f"{wait.awaited} to make room" for wait in waits if wait.want == "room"]
+        return f"waits for {', '.join([*items, *full])}"
+
+    def sentence(self) -> str:
+        """Return who waits for whom, and who is at work, on one line."""
+        waiting = [f"{stage} {self.doing(stage)}" for stage in self.running if stage not in self.working]
+        return "; ".join([*waiting, *(f"{stage} is at work" for stage in self.working)])

@@ -1,0 +1,75 @@
+"""Running out of memory, said so that it helps: which model it was, at what, and which setting lowers its need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
+
+import torch
+
+from oppo.errors import ModelError
+from oppo.placement import Thread
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "cannot allocate memory")
+
+
+def ran_out(error: BaseException | None) -> bool:
+    """Return whether an error, or what it came from, says that memory ran out: no two allocators raise the same."""
+    while error is not None:
+        if isinstance(error, MemoryError | torch.OutOfMemoryError):
+            return True
+        if isinstance(error, RuntimeError | OSError) and any(sign in str(error).lower() for sign in _SIGNS):
+            return True
+        error = error.__cause__
+    return False
+
+
+@contextmanager
+def attributed(model: str, doing: str, remedy: str) -> Iterator[None]:
+    """Raise what says that memory ran out as an error that names the model and what lowers its need.
+
+    Raises:
+        ModelError: memory ran out inside.
+    """
+    try:
+        yield
+    except Exception as error:  # any kind: the cause decides
+        if not ran_out(error):
+            raise
+        said = str(error).partition("\n")[0] or type(error).__name__
+        raise ModelError(f"the {model} ran out of memory while {doing}: {remedy} ({said})") from error
+
+
+class ModelThread(Thread):
+    """One model's place in a thread that it may share: running out of memory there names the model.
+
+    Args:
+        thread: does the work.
+        model: the model's name in errors.
+        remedy: what to do about it, settings by name.
+    """
+
+    def __init__(self, thread: Thread, model: str, remedy: str) -> None:
+        # Without super().__init__(): the thread is another's.
+        self.name = thread.name
+        self._thread = thread
+        self._model = model
+        self._remedy = remedy
+
+    async def call(self, label: str, work: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run ``work`` in the thread and return what it returns.
+
+        Raises:
+            ModelError: memory ran out.
+            ModelLost: the thread has been closed.
+        """
+        with attributed(self._model, f"it did {label!r}", self._remedy):
+            return await self._thread.call(label, work, *args, **kwargs)
+
+    def close(self) -> None:
+        """End the thread after the call in progress; idempotent."""
+        self._thread.close()

@@ -1,0 +1,8 @@
+"""Is a run alive? A heartbeat on its event loop, and a watchdog beside it that ends what hangs."""
+
+from __future__ import annotations
+
+from oppo.liveness.heartbeat import Heartbeat
+from oppo.liveness.watchdog import Stall, Watchdog
+
+__all__ = ["Heartbeat", "Stall", "Watchdog"]

@@ -1,0 +1,65 @@
+"""``hang-report.json``: everything that helps to say what a run was waiting for when nothing moved any more."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from types import FrameType
+
+from oppo.graph import Snapshot
+
+
+def hang_report(
+    seconds: float,
+    snapshot: Snapshot | None,
+    rollouts: Mapping[str, list[int]],
+    loop: asyncio.AbstractEventLoop | None,
+) -> dict[str, object]:
+    """Return the report, ready for JSON; may be called from any thread while the others go on or hang.
+
+    Args:
+        seconds: for how long nothing has moved.
+        snapshot: of the step, if one was running.
+        rollouts: ids by what becomes of them: in flight, parked, finished.
+        loop: the run's.
+    """
+    step: dict[str, object] = {}
+    if snapshot is not None:
+        step = {
+            "step": snapshot.step,
+            "summary": snapshot.sentence(),
+            "at_work": list(snapshot.working),
+            "waits": [asdict(wait) for wait in snapshot.waits],
+            "channels": snapshot.channels,
+            "table": snapshot.table.splitlines(),
+        }
+    return {
+        "still_for_seconds": round(seconds, 3),
+        **step,
+        "rollouts": rollouts,
+        "tasks": [
+            {"name": task.get_name(), "stack": list(await_chain(task.get_coro()))}
+            for task in (asyncio.all_tasks(loop) if loop is not None else ())
+        ],
+        "threads": [{"name": name, "stack": traceback.format_stack(frame)} for name, frame in sorted(thread_frames())],
+    }
+
+
+def await_chain(awaited: object) -> Iterator[str]:
+    """Yield where a suspended coroutine stands, from the outermost call to the innermost."""
+    while awaited is not None:
+        frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "ag_frame", None)
+        if isinstance(frame, FrameType):
+            yield f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}"
+        awaited = getattr(awaited, "cr_await", None) or getattr(awaited, "ag_await", None)
+
+
+def thread_frames() -> Iterator[tuple[str, FrameType]]:
+    """Yield the name of each thread and the frame it stands in."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    for identity, frame in sys._current_frames().items():  # noqa: SLF001 - documented, for exactly this
+        yield names.get(identity, str(identity)), frame

@@ -1,0 +1,207 @@
+"""The watchdog: notices from a thread of its own that a run has stopped moving, says so, and at last ends it.
+
+::
+
+    nothing has moved for    notice            2 notice, 4 notice, ...      seconds                 + grace
+                             listeners told    listeners told again         report, cancelled       last resort
+
+It looks from outside because what hangs may be the event loop itself. What moves a run is an item sent, a piece of
+work done by a model, a step, or any change of what ``progress`` returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Protocol, Self, TypeAlias
+
+import anyio
+
+from oppo.errors import HangError
+from oppo.events import Chunk, Defer, Drop, Finish, Given, Prompt, StepReport
+from oppo.graph import Snapshot
+from oppo.liveness.hang import hang_report
+from oppo.observe import Observer, Span, now
+from oppo.redact import redacted
+
+NOTICE_SECONDS = 30.0
+"""After so long without a move it is said who waits for whom, and again whenever the time has doubled."""
+
+GRACE_SECONDS = 30.0
+"""How long a run that has been cancelled may take to save what was learned and come to its end."""
+
+State: TypeAlias = Literal["in flight", "parked", "finished"]
+
+
+class Watched(Protocol):
+    """A run: :class:`oppo.graph.Run` is one."""
+
+    def snapshot(self) -> Snapshot | None:
+        """Return who waits for whom in the step that is running, if one is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """Nothing has moved for ``seconds``; ``final`` when the run is ended for it."""
+
+    seconds: float
+    snapshot: Snapshot | None
+    final: bool = False
+
+    def sentence(self) -> str:
+        """Return it in words."""
+        doing = "between two steps" if self.snapshot is None else self.snapshot.sentence()
+        return f"nothing has moved for {self.seconds:.0f} s: {doing}"
+
+
+class Watchdog(Observer):
+    """An observer that ends a run in which nothing moves; a context manager around everything it may have to end.
+
+    Args:
+        seconds: without a move for so long, the run is ended; 0 never ends it, and only notices are given.
+        report: where ``hang-report.json`` is written.
+        notice: seconds without a move after which the listeners are told.
+        listeners: told of each stall, from the watchdog's thread.
+        progress: whatever changes while work goes on that sends nothing, such as a count of decode steps.
+        last_resort: called from the watchdog's thread when a cancelled run has not ended within ``grace`` seconds: a
+            thread that never returns cannot be ended but with the process.
+        grace: seconds.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        seconds: float,
+        *,
+        report: Path,
+        notice: float = NOTICE_SECONDS,
+        listeners: Sequence[Callable[[Stall], None]] = (),
+        progress: Callable[[], object] = int,
+        last_resort: Callable[[HangError], None] | None = None,
+        grace: float = GRACE_SECONDS,
+        clock: Callable[[], float] = now,
+    ) -> None:
+        self._seconds = seconds
+        self._report = report
+        self._notice = notice
+        self._listeners = listeners
+        self._progress = progress
+        self._last_resort = last_resort
+        self._grace = grace
+        self._clock = clock
+        self._moves = 0
+        self._seen: tuple[int, object] = (0, None)
+        self._since = clock()
+        self._due = notice
+        self._rollouts: dict[int, State] = {}
+        self._run: Watched | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._scope: anyio.CancelScope | None = None
+        self._hang: HangError | None = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="oppo-watchdog", daemon=True)
+
+    def on_item(self, step: int, stage: str, item: object, at: float) -> None:
+        """Take it as a move; note what becomes of a rollout."""
+        del step, stage, at
+        self._moves += 1
+        if isinstance(item, Prompt | Chunk | Given):
+            self._rollouts[item.rollout] = "in flight"
+        elif isinstance(item, Defer):
+            self._rollouts[item.rollout] = "parked"
+        elif isinstance(item, Finish):
+            self._rollouts[item.rollout] = "finished"
+        elif isinstance(item, Drop):
+            self._rollouts.pop(item.rollout, None)
+
+    def on_span(self, span: Span) -> None:
+        """Take it as a move; safe to call from any thread, so that it can listen to models too."""
+        del span
+        self._moves += 1
+
+    def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
+        """Take it as a move; forget the rollouts that ended."""
+        del step, channels
+        self._moves += 1
+        if isinstance(result, StepReport):
+            for rollout in (*result.trained, *(drop.rollout for drop in result.dropped)):
+                self._rollouts.pop(rollout, None)
+
+    @asynccontextmanager
+    async def guarding(self, run: Watched) -> AsyncIterator[None]:
+        """Watch a run while the context is open.
+
+        Raises:
+            HangError: nothing had moved for too long, so what ran inside was cancelled.
+        """
+        self._loop = asyncio.get_running_loop()
+        with anyio.CancelScope() as scope:
+            self._scope = scope
+            self._since, self._due = self._clock(), self._notice
+            self._run = run
+            try:
+                yield
+            finally:
+                self._run = None
+        if self._hang is not None and scope.cancelled_caught:
+            raise self._hang
+
+    def look(self) -> Stall | None:
+        """Return a stall that is to be told of now, if there is one."""
+        run, at = self._run, self._clock()
+        seen = (self._moves, self._progress())
+        if run is None or seen != self._seen:
+            self._seen, self._since, self._due = seen, at, self._notice
+            return None
+        still = at - self._since
+        if self._seconds and still >= self._seconds:
+            return Stall(still, run.snapshot(), final=True)
+        if still >= self._due:
+            self._due *= 2
+            return Stall(still, run.snapshot())
+        return None
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        pause = min(1.0, self._notice / 4, *([self._seconds / 4] if self._seconds else []))
+        while not self._over.wait(pause):
+            stall = self.look()
+            if stall is None:
+                continue
+            for tell in self._listeners:
+                tell(stall)
+            if stall.final:
+                self._end(stall)
+                return
+
+    def _end(self, stall: Stall) -> None:
+        """Write the report, cancel the run, and see to it that it ends."""
+        self._hang = hang = HangError(f"{stall.sentence()} ({self._written(stall)})")
+        if self._loop is not None and self._scope is not None:
+            self._loop.call_soon_threadsafe(self._scope.cancel)
+        if not self._over.wait(self._grace) and self._last_resort is not None:
+            self._last_resort(hang)
+
+    def _written(self, stall: Stall) -> str:
+        rollouts: dict[str, list[int]] = {"in flight": [], "parked": [], "finished": []}
+        for rollout, state in sorted(self._rollouts.copy().items()):
+            rollouts[state].append(rollout)
+        report = hang_report(stall.seconds, stall.snapshot, rollouts, self._loop)
+        try:
+            self._report.write_text(redacted(json.dumps(report, indent=1)) + "\n", encoding="utf-8")
+        except OSError as error:
+            return f"{self._report} could not be written: {error.strerror or error}"
+        return f"see {self._report}; run.watchdog_seconds = {self._seconds:g} is the limit, 0 sets none"

@@ -1,0 +1,85 @@
+"""The demo end to end, in its short form: what it makes, that it learns, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from oppo.cli import main
+from oppo.config import load
+from oppo.demo.exactness import Digests
+from oppo.demo.run import demo
+from oppo.demo.verdict import Verdict
+from oppo.evaluate import Comparison
+from oppo.hf import load_causal
+
+FACTS = {
+    "score_before", "score_after", "score_after_ci95", "kl", "seconds", "hidden_fraction", "deferred_fraction",
+    "tokens_identical_to_serial", "actor", "steps",
+}  # fmt: skip
+
+
+def learned(directory: Path) -> dict[str, object]:
+    """Check that a run's summary says that the policy learned, and return it."""
+    facts: dict[str, object] = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
+    assert set(facts) >= FACTS
+    gain, half_width, kl = (float(str(facts[name])) for name in ("score_gain", "score_after_ci95", "kl"))
+    assert gain - half_width > 0, "the interval of the gain lies above 0"
+    assert kl < 20
+    assert facts["tokens_identical_to_serial"] is True
+    assert 0 < float(str(facts["hidden_fraction"])) <= 1
+    assert 0 < float(str(facts["deferred_fraction"])) < 1
+    return facts
+
+
+def test_a_short_demo_learns_and_leaves_a_run_that_can_be_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OPPO_CACHE", str(tmp_path / "cache"))
+    assert main(["demo", "--short", "--directory", str(tmp_path / "runs")]) == 0
+    directory = tmp_path / "runs" / "demo-1"
+    facts = learned(directory)
+    load_causal(str(facts["actor"]))
+    with safe_open(directory / "checkpoints/final/critic/model.safetensors", framework="np") as tensors:
+        assert "score.weight" in tensors.keys()  # noqa: SIM118 - it is no mapping
+    said = capsys.readouterr().out
+    for finding in ("score", "KL", "length", "overlap", "deferral", "exactness", "outputs", "again", "time"):
+        assert f"\n{finding} " in said
+    again = load(directory / "config.toml", [f"run.name=again-{tmp_path.name}"])
+    assert again.run.steps == facts["steps"]
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_short_demo_learns_whatever_the_seed(seed: int, tmp_path: Path) -> None:
+    learned(demo(tmp_path / "runs", short=True, seed=seed, cache=tmp_path / "cache"))
+
+
+def verdict(length_after: float) -> Verdict:
+    return Verdict(
+        scores=Comparison(before=0.0, after=1.5, spread=1.0, gain=1.5, half_width=0.2),
+        kl=5.0,
+        length_before=30.0,
+        length_after=length_after,
+        hidden_fraction=0.8,
+        deferred_fraction=0.2,
+        deferral_steps={1: 90, 2: 5},
+        digests=Digests("aa", "ab"),
+        directory=Path("runs/demo-1"),
+        actor=Path("runs/demo-1/actor"),
+        steps=3,
+        seconds=100.0,
+    )
+
+
+def test_responses_that_have_become_far_longer_are_called_a_length_hack() -> None:
+    assert "length hack: 2.3 times as long" in "\n".join(verdict(70.0).lines())
+    assert "length hack" not in "\n".join(verdict(59.0).lines())
+
+
+def test_runs_that_made_other_tokens_are_said_to_have_done_so() -> None:
+    assert "made OTHER tokens: aa and ab" in "\n".join(verdict(30.0).lines())
+    assert verdict(30.0).facts()["tokens_identical_to_serial"] is False

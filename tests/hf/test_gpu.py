@@ -1,0 +1,87 @@
+"""The backend on CUDA: the same contracts, with the tolerances that a device's kernels leave."""
+
+from __future__ import annotations
+
+import anyio
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from oppo.admission import Overcommit
+from oppo.chunking import Fixed
+from oppo.events import Prompt, StepReport
+from oppo.hf import HfPolicy, HfTrainer, ReferenceLogprobs, RewardModel, ValueModel, probe
+from oppo.hf.digest import weights_digest
+from oppo.hf.incremental import Incremental
+from oppo.hf.sampling import gumbel
+from oppo.models import Sampling
+from oppo.placement import Thread
+from oppo.recipes import ppo
+from oppo.training import TrainerSettings
+from tests.hf import tiny
+
+pytestmark = pytest.mark.gpu
+
+
+def on_gpu(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    torch.nn.Module.to(model, device="cuda", dtype=dtype)
+    model.train(mode=False)
+    return model
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gpt2", "neox"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_models_pass_the_probe_on_the_device(name: str, dtype: torch.dtype) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    probe(on_gpu(tiny.causal(name, seed=1), dtype))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_streamed_logits_equal_one_forward_pass(name: str) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    model = on_gpu(tiny.causal(name, seed=1))
+    tokens = torch.arange(5, 77, device="cuda") % tiny.VOCABULARY
+    reader = Incremental(model)
+    parts = [reader.extend([0], [part])[0] for part in tokens.split(7)]
+    with torch.inference_mode():
+        whole = model(tokens[None]).logits[0]
+    torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-4, atol=1e-4)
+
+
+def test_the_noise_of_a_token_is_that_of_the_cpu() -> None:
+    admission, sample, position = torch.tensor([0, 1, 7]), torch.tensor([0, 0, 2]), torch.tensor([5, 6, 900])
+    here = gumbel(3, admission, sample, position, 512)
+    there = gumbel(3, admission.cuda(), sample.cuda(), position.cuda(), 512)
+    torch.testing.assert_close(there.cpu(), here, rtol=1e-5, atol=1e-5)
+
+
+async def train() -> tuple[list[StepReport], bool]:
+    actor, reference = on_gpu(tiny.causal("llama", seed=1)), on_gpu(tiny.causal("llama", seed=1))
+    critic, reward = on_gpu(tiny.scalar("llama", seed=2)), on_gpu(tiny.scalar("llama", seed=2))
+    before = weights_digest(actor)
+    sampling = Sampling(max_new_tokens=32, stop=tuple(range(2, 8)), seed=1)
+    prompts = [Prompt(n, n, np.arange(5 + n, 9 + n, dtype=np.int32)) for n in range(24)]
+    with Thread("actor") as acting, Thread("scorers") as scoring, Thread("trainer") as training:
+        graph = ppo(
+            policy=HfPolicy(actor, sampling=sampling, thread=acting),
+            reference=ReferenceLogprobs(reference, sampling=sampling, thread=scoring),
+            reward=RewardModel(reward, thread=scoring),
+            critic=ValueModel(critic, thread=scoring),
+            trainer=HfTrainer(
+                actor, critic, sampling=sampling, thread=training, settings=TrainerSettings(learning_rate=1e-3)
+            ),
+            admission=Overcommit(batch=8, extra=2),
+            chunks=Fixed(8),
+        )
+        async with graph.open(prompts) as run:
+            reports = [report async for report in run.steps(3)]
+    return reports, weights_digest(actor) != before
+
+
+def test_a_streamed_run_trains_on_the_device() -> None:
+    reports, changed = anyio.run(train)
+    assert len(reports) == 3
+    assert changed
+    assert all(np.isfinite(value) for report in reports for value in report.metrics.values())
+    assert abs(reports[0].metrics["val/ratio"] - 1) < 0.5

@@ -1,0 +1,65 @@
+"""GAE as a stage: what becomes of rollouts that somebody dropped, and in which order the others stand."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from oppo.estimators import whiten
+from oppo.events import Batch, Chunk, Defer, Drop, Finish, FloatArray, Prompt, Response, RolloutEvent, Scored
+from oppo.graph.channel import Channel
+from oppo.stages import GAE
+from oppo.stages.advantage import Row
+from oppo.testing import run_virtual
+
+
+def finish(rollout: int) -> Finish:
+    prompt = Prompt(rollout, rollout, np.arange(3, dtype=np.int32), group=rollout)
+    logprobs = np.full(4, -1, np.float32)
+    chunk = Chunk(rollout, 0, np.arange(4, dtype=np.int32), logprobs, np.zeros(4, np.int32))
+    return Finish(rollout, Response.empty(prompt).then(chunk), "eos")
+
+
+def per_token(rollout: int) -> Scored[FloatArray]:
+    return Scored(rollout, np.full(4, -rollout, np.float32), 0)
+
+
+def test_whoever_drops_a_rollout_the_batch_records_it_once_and_stands_in_admission_order() -> None:
+    async def main() -> list[Batch]:
+        sent: list[Batch] = []
+
+        class Out:
+            async def send(self, item: Batch, /) -> None:
+                sent.append(item)
+
+        rollouts = Channel[RolloutEvent]("generate->gae", 9)
+        reference = Channel[Scored[FloatArray] | Drop]("ref_logp->gae", 9)
+        reward = Channel[Scored[float] | Drop]("reward->gae", 9)
+        value = Channel[Scored[FloatArray] | Drop]("value->gae", 9)
+        for event in (finish(4), finish(3), Drop(2, "filtered"), finish(1), Defer(5, 1)):
+            rollouts.send_nowait(event)
+        for rollout in (4, 3, 1):
+            reference.send_nowait(per_token(rollout))
+            value.send_nowait(per_token(rollout))
+        for lane in (reference, value):
+            lane.send_nowait(Drop(2, "filtered"))
+        for said in (Drop(2, "filtered"), Drop(1, "no score"), Scored(4, 0.5, 0), Scored(3, 0.25, 0)):
+            reward.send_nowait(said)
+        for channel in (rollouts, reference, reward, value):
+            channel.close()
+        await GAE().run(rollouts, reference, reward, value, out=Out())
+        return sent
+
+    (batch,) = run_virtual(main)
+    assert batch.rollouts == (3, 4)
+    assert batch.scores.tolist() == [0.25, 0.5]
+    assert batch.dropped == (Drop(1, "no score"), Drop(2, "filtered"))
+    assert batch.deferred == (Defer(5, 1),)
+
+
+def test_advantages_are_whitened_over_the_batch_and_returns_are_not() -> None:
+    rows = [Row(finish(n), per_token(1).value, float(n), per_token(n).value) for n in (1, 2, 3)]
+    plain, white = GAE(whiten_advantages=False).batch(rows), GAE().batch(rows)
+    assert np.array_equal(white.advantages, whiten(plain.advantages, plain.sampled))
+    assert not np.array_equal(white.advantages, plain.advantages)
+    assert np.array_equal(white.returns, plain.returns)
+    assert np.allclose(plain.returns, plain.advantages + plain.values)
