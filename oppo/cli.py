@@ -20,7 +20,7 @@ from rich.console import Console
 
 from oppo.errors import ConfigError, DataError, HangError, OppoError
 from oppo.redact import redacted
-from oppo.report.panel import printable
+from oppo.report.panel import harmless
 
 DONE, FAILED, UNUSABLE, INTERRUPTED = 0, 1, 2, 130
 
@@ -138,11 +138,6 @@ def leave(error: HangError) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(FAILED)
-
-
-def harmless(text: str) -> str:
-    """Return ``text`` without secrets and without anything that a terminal would obey; its lines stay lines."""
-    return "\n".join(printable(line, len(line)) for line in redacted(text).splitlines())
 
 
 def paragraph(error: BaseException) -> str:

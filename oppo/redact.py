@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from html import escape
 
 HIDDEN = "***"
@@ -30,12 +30,26 @@ _SHAPES: tuple[tuple[re.Pattern[str], str], ...] = (
 )
 
 
-def redacted(text: str, environment: Mapping[str, str] | None = None) -> str:
-    """Return ``text`` with every secret replaced by ``***``, be it plain, JSON or HTML.
+def redactor(environment: Mapping[str, str] | None = None) -> Callable[[str], str]:
+    """Return a function that does what :func:`redacted` does, with the environment as it is now.
 
     Args:
-        text: anything that leaves the process.
         environment: variables whose values may be secrets; the process's own unless given.
+    """
+    values = _secrets(os.environ if environment is None else environment)
+
+    def redact(text: str) -> str:
+        for value in values:
+            text = text.replace(value, HIDDEN)
+        for shape, replacement in _SHAPES:
+            text = shape.sub(replacement, text)
+        return text
+
+    return redact
+
+
+def redacted(text: str, environment: Mapping[str, str] | None = None) -> str:
+    """Return ``text`` with every secret replaced by ``***``, be it plain, JSON or HTML.
 
     Example:
         >>> redacted("https://me:pw@host/x?token=abc&n=1", {})
@@ -43,11 +57,7 @@ def redacted(text: str, environment: Mapping[str, str] | None = None) -> str:
         >>> redacted("said hunter2!", {"DB_PASSWORD": "hunter2"})
         'said ***!'
     """
-    for value in _secrets(os.environ if environment is None else environment):
-        text = text.replace(value, HIDDEN)
-    for shape, replacement in _SHAPES:
-        text = shape.sub(replacement, text)
-    return text
+    return redactor(environment)(text)
 
 
 def _secrets(environment: Mapping[str, str]) -> list[str]:

@@ -21,10 +21,11 @@ from oppo.estimators import AdaptiveKL
 from oppo.events import Prompt, StepReport
 from oppo.graph import Graph
 from oppo.liveness import Heartbeat, Watchdog
-from oppo.observe import Observer, Span
+from oppo.observe import Observer
 from oppo.recipes import ppo
 from oppo.report import Panel, RunDirectory, RunLog
 from oppo.report.rundir import require_unused
+from oppo.report.samples import Decode
 
 if TYPE_CHECKING:
     from oppo.hf.assemble import Assembly
@@ -49,6 +50,10 @@ class Session:
     graph: Graph[StepReport]
     prompts: PromptStream
     digest: str
+
+    def prompts_changed(self) -> bool:
+        """Return whether the prompt file is another now than the one that was read."""
+        return digest(Path(self.settings.data.prompts)) != self.digest
 
     def __enter__(self) -> Self:
         return self
@@ -136,8 +141,7 @@ async def run(
         ModelError: what was learned could not be saved.
     """
     settings, assembly = session.settings, session.assembly
-    chosen = settings.run
-    decode = assembly.text.decode
+    chosen, decode = settings.run, assembly.text.decode
     heartbeat = Heartbeat()
     directory = RunDirectory(
         settings.run_directory,
@@ -150,9 +154,7 @@ async def run(
     with ExitStack() as stack:
         stack.enter_context(directory)
         log = stack.enter_context(RunLog(directory.path / "log.jsonl", chosen.name))
-        shown = Console(quiet=True) if chosen.panel == "off" else console
-        live = chosen.panel == "live" or (chosen.panel == "auto" and console.is_terminal)
-        panel = stack.enter_context(Panel(shown, chosen.steps, live=live, decode=decode))
+        panel = stack.enter_context(panel_of(settings, console, decode))
         watchdog = stack.enter_context(
             Watchdog(
                 chosen.watchdog_seconds,
@@ -162,12 +164,7 @@ async def run(
                 last_resort=last_resort,
             )
         )
-
-        def heard(span: Span) -> None:
-            directory.model_span(span)
-            watchdog.on_span(span)
-
-        assembly.listen(heard)
+        assembly.listen(directory.model_span, watchdog.on_span)
         watching = [directory, log, panel, watchdog, *observers]
         async with (
             saving(assembly, directory.path / FINAL),
@@ -178,9 +175,17 @@ async def run(
             panel.watch(running.snapshot)
             async for _ in running.steps(chosen.steps):
                 pass
-        if digest(Path(settings.data.prompts)) != session.digest:
-            log.note("prompts changed", file=settings.data.prompts, used="as it was when the run began")
+        if session.prompts_changed():
+            log.note("prompts changed", file=settings.data.prompts, used="as they were when the run began")
     return directory
+
+
+def panel_of(settings: Settings, console: Console, decode: Decode) -> Panel:
+    """Return the panel as ``run.panel`` asks for it."""
+    chosen = settings.run
+    shown = Console(quiet=True) if chosen.panel == "off" else console
+    live = chosen.panel == "live" or (chosen.panel == "auto" and console.is_terminal)
+    return Panel(shown, chosen.steps, live=live, decode=decode)
 
 
 @asynccontextmanager

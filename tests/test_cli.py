@@ -3,86 +3,44 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
+import threading
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
+import anyio
 import pytest
 import torch
-from tokenizers import Tokenizer as Words, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    PreTrainedTokenizerFast,
-)
+from rich.console import Console
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LlamaModel
 
 from oppo.cli import main
+from oppo.config import load
 from oppo.hf.digest import weights_digest
 from oppo.report import story
+from oppo.train import prepare, run as train
 from tests.hf import tiny
-
-CONFIG = """
-[run]
-name = "first"
-steps = 2
-cores = 1
-panel = "lines"
-[models]
-policy = "actor"
-reward = "reward"
-[data]
-prompts = "prompts.jsonl"
-[sampling]
-max_new_tokens = 12
-[step]
-batch = 4
-extra = 2
-chunk = 4
-[trainer]
-learning_rate = 1e-3
-epochs = 1
-"""
-
-
-def tokenizer(*, shifted: bool = False) -> PreTrainedTokenizerFast:
-    names = ["<pad>", "<s>", "</s>", *(f"w{i + shifted}" for i in range(3, tiny.VOCABULARY))]
-    words = Words(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<pad>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+from tests.loop_guard import forwards_off_the_loop
+from tests.workplace import furnish, oppo, start, tokenizer
 
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a policy, a reward model, a reward function and prompts."""
-    folder = tmp_path_factory.mktemp("workplace")
-    tiny.causal("llama", seed=1).save_pretrained(folder / "actor")
-    tiny.scalar("llama", seed=2).save_pretrained(folder / "reward")
+    folder = furnish(tmp_path_factory.mktemp("workplace"))
     tiny.scalar("llama", seed=2).save_pretrained(folder / "foreign")
-    for name in ("actor", "reward"):
-        tokenizer().save_pretrained(folder / name)
     tokenizer(shifted=True).save_pretrained(folder / "foreign")
-    rows = [{"prompt": " ".join(f"w{3 + (7 * i + k) % 90}" for k in range(2 + i % 5)), "goal": i} for i in range(20)]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "reward.py").write_text(
-        "def short(prompts, completions, goal):\n    return [-len(c.split()) / 10 for c in completions]\n"
-        "def broken(prompts, completions):\n    return [None for _ in completions]\n"
-    )
-    (folder / "config.toml").write_text(CONFIG)
     return folder
 
 
-def oppo(folder: Path, command: str, *overrides: str) -> int:
-    settings = [each for override in overrides for each in ("--set", override)]
-    return main(["train", str(folder / "config.toml"), *command.split(), *settings])
-
-
 @pytest.fixture(autouse=True)
-def _one_thread_here() -> None:
+def _one_thread_here() -> Iterator[None]:
     torch.set_num_threads(1)
+    with forwards_off_the_loop():
+        yield
 
 
 def test_training_leaves_a_run_directory_and_loadable_models(
@@ -156,7 +114,7 @@ def test_exact_runs_learn_the_same_bits_streamed_and_serial(workplace: Path) -> 
         ("step.bathc=3", "error: unknown key 'step.bathc' (did you mean 'batch'?)"),
         ("models.policy=./nowhere", "no tokenizer could be loaded: "),
         ("models.reward=foreign", "does not share the policy's tokenizer: token 'w3' is 3 here and absent there"),
-        ("models.reward=reward.py:shrot", "has no function 'shrot'; the functions there are short, broken"),
+        ("models.reward=reward.py:shrot", "has no function 'shrot'; the functions there are short, broken,"),
         ("models.reward=actor", "a reward from an untrained head would be noise"),
         ("data.prompts=none.jsonl", "there is no prompt file"),
         ("sampling.max_new_tokens=600", "do not fit into the models' 512 positions"),
@@ -186,13 +144,7 @@ def test_a_reward_that_is_no_number_ends_the_run_and_saves_it(
 
 
 def test_ctrl_c_saves_what_was_learned(workplace: Path) -> None:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    program = "import sys; from oppo.cli import main; sys.exit(main())"
-    settings = ["--set", "run.name=stopped", "--set", "run.steps=100000"]
-    command = [sys.executable, "-c", program, "train", str(workplace / "config.toml"), *settings]
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    with start(workplace, "run.name=stopped", "run.steps=100000") as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("step 1/100000")
         process.send_signal(signal.SIGINT)
@@ -204,6 +156,27 @@ def test_ctrl_c_saves_what_was_learned(workplace: Path) -> None:
     actor = AutoModelForCausalLM.from_pretrained(run / "checkpoints" / "final" / "actor")
     assert weights_digest(actor) != weights_digest(tiny.causal("llama", seed=1))
     assert (run / "report.html").exists()
+
+
+def test_each_model_works_in_one_thread_for_life_with_its_own_share_of_the_cores(workplace: Path) -> None:
+    seen: dict[int, set[tuple[str, int]]] = {}
+
+    def note(module: nn.Module, inputs: object) -> None:
+        if isinstance(module, LlamaModel):
+            seen.setdefault(id(module), set()).add((threading.current_thread().name, torch.get_num_threads()))
+
+    settings = load(workplace / "config.toml", ["run.name=threads", "run.cores=3"])
+    with prepare(settings) as session:
+        hook = register_module_forward_pre_hook(note)
+        try:
+            anyio.run(train, session, Console(quiet=True))
+        finally:
+            hook.remove()
+    trained, scored = ("oppo-trainer_0", 3), ("oppo-scorers_0", 2)
+    frozen = {scored}
+    assert sorted(map(sorted, seen.values())) == sorted(
+        map(sorted, [{("oppo-actor_0", 1), trained}, {scored, trained}, frozen, frozen])
+    )
 
 
 @pytest.mark.parametrize("arguments", ["--help", "--version", "train --help"])

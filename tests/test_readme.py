@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.hf import tiny
-from tests.test_cli import tokenizer
+from tests.workplace import tokenizer
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

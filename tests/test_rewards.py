@@ -2,14 +2,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import anyio
+import anyio.to_thread
 import numpy as np
 import pytest
 
+from oppo.admission import Overcommit
 from oppo.errors import RewardError
-from oppo.events import Chunk, Finish, Prompt, Response
-from oppo.rewards import FunctionReward, load_function
+from oppo.events import Batch, Chunk, Drop, Finish, Prompt, Response
+from oppo.recipes import ppo
+from oppo.rewards import FunctionReward, OnFailure, load_function
+from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_per_token, prompts
 from oppo.testing.loop import run_virtual
 
 
@@ -179,3 +185,124 @@ def test_in_virtual_time_a_function_is_called_on_the_loop() -> None:
         return [1.0, 2.0]
 
     assert run_virtual(FunctionReward(reward, decode).finish, TWO) == [1.0, 2.0]
+
+
+async def test_a_failure_is_dropped_for_the_rollouts_it_concerns_and_no_others() -> None:
+    calls: list[int] = []
+
+    def reward(prompts: list[str], completions: list[str]) -> list[float]:
+        calls.append(len(completions))
+        return [1 / (len(completion) - 1) for completion in completions]
+
+    scored = await FunctionReward(reward, decode, on_failure="drop").finish(TWO)
+    assert scored == [
+        0.5,
+        Drop(8, "reward function 'reward' raised ZeroDivisionError: division by zero (rollouts 8)"),
+    ]
+    assert calls == [2, 1, 1], "after a failure each rollout is asked for alone"
+
+
+async def test_what_is_no_score_is_dropped_with_its_reason() -> None:
+    def reward(prompts: list[str], completions: list[str]) -> list[float]:
+        return [float("nan") if completion == "7" else 2.0 for completion in completions]
+
+    good, bad = await FunctionReward(reward, decode, on_failure="drop").finish(TWO)
+    assert good == 2.0
+    assert isinstance(bad, Drop)
+    assert bad.reason.endswith("for rollout 8 it returned nan (float)")
+
+
+@pytest.mark.parametrize("policy", ["drop", "retry"])
+async def test_a_function_that_does_not_fit_the_data_is_a_fault_under_every_policy(policy: OnFailure) -> None:
+    def reward(prompts: list[str], completions: list[str], gold: list[str]) -> list[float]:
+        raise AssertionError
+
+    with pytest.raises(RewardError, match="asks for 'gold', which is no column"):
+        await FunctionReward(reward, decode, on_failure=policy).finish(TWO)
+
+
+def failing(times: int) -> tuple[FunctionReward, list[float]]:
+    """Return a reward that fails so often and is tried three times, and when it is called."""
+    called: list[float] = []
+
+    async def reward(prompts: list[str], completions: list[str]) -> list[float]:
+        called.append(anyio.current_time())
+        if len(called) <= times:
+            raise ConnectionError("the judge is away")
+        return [1.0 for _ in completions]
+
+    return FunctionReward(reward, decode, on_failure="retry", pauses=(1.0, 5.0)), called
+
+
+def test_a_retry_waits_longer_each_time_and_then_goes_on() -> None:
+    reward, called = failing(2)
+    assert run_virtual(reward.finish, TWO) == [1.0, 1.0]
+    assert called == [0.0, 1.0, 6.0]
+
+
+def test_the_last_retry_fails_with_the_number_of_attempts() -> None:
+    reward, called = failing(9)
+    with pytest.raises(RewardError, match="the judge is away") as caught:
+        run_virtual(reward.finish, TWO)
+    assert caught.value.__notes__ == ["it was the last of 3 attempts"]
+    assert len(called) == 3
+
+
+async def test_a_function_that_never_returns_does_not_keep_a_cancelled_run() -> None:
+    entered, release = threading.Event(), threading.Event()
+
+    def reward(prompts: list[str], completions: list[str]) -> list[float]:
+        entered.set()
+        release.wait(60)
+        return [0.0 for _ in completions]
+
+    try:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(FunctionReward(reward, decode).finish, TWO)
+            await anyio.to_thread.run_sync(entered.wait, 60)
+            tasks.cancel_scope.cancel()
+        assert not release.is_set()
+    finally:
+        release.set()
+
+
+def dropping(lengths: tuple[int, ...], on_failure: OnFailure = "drop") -> Sequence[Batch]:
+    """Return the batches of a run whose reward fails for every third prompt."""
+
+    def reward(prompts: list[str], completions: list[str], number: list[int]) -> list[float]:
+        return [float("nan") if each % 3 == 0 else 1.0 for each in number]
+
+    async def main() -> Sequence[Batch]:
+        trainer = FakeTrainer()
+        graph = ppo(
+            policy=FakePolicy(lambda prompt: lengths[prompt.rollout % len(lengths)], 0.5),
+            reference=FakeScorer(fake_per_token, 0.25),
+            reward=FunctionReward(reward, decode, on_failure=on_failure),
+            critic=FakeCritic(per_token=0.125),
+            trainer=trainer,
+            admission=Overcommit(batch=4, extra=2),
+        )
+        numbered = (replace(each, columns={"number": each.admission}) for each in prompts(100))
+        taken: list[int] = []
+        async with graph.open(numbered) as run:
+            async for report in run.steps(6):
+                taken += [*report.trained, *(drop.rollout for drop in report.dropped)]
+        assert sorted(taken) == list(range(24)), "every rollout is trained once or recorded as dropped"
+        return trainer.batches
+
+    return run_virtual(main)
+
+
+@pytest.mark.parametrize("lengths", [(3,), (3, 5, 40, 8, 2, 13)])
+def test_a_batch_is_smaller_by_exactly_the_rollouts_that_are_dropped(lengths: tuple[int, ...]) -> None:
+    batches = dropping(lengths)
+    assert [len(batch) + len(batch.dropped) for batch in batches] == [4] * 6
+    dropped = sorted(drop.rollout for batch in batches for drop in batch.dropped)
+    assert dropped == [number for number in range(24) if number % 3 == 0]
+    assert all("it returned nan" in drop.reason for batch in batches for drop in batch.dropped)
+    assert all(batch.scores.tolist() == [1.0] * len(batch) for batch in batches)
+
+
+def test_a_failure_that_is_not_dropped_ends_the_run() -> None:
+    with pytest.raises(RewardError, match="for rollout 0 it returned nan"):
+        dropping((3,), "fail")

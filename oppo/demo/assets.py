@@ -63,7 +63,7 @@ class Recipe:
     limit: int = 256
     corpus: int = 3000
     samples: int = 128
-    pairs: int = 256
+    pairs: int = 512
     prompts: int = 2000
     held_out: int = 256
 

@@ -10,7 +10,7 @@ import anyio
 
 from oppo.config import Settings
 from oppo.evaluate import respond, score_all
-from oppo.events import Batch
+from oppo.events import Batch, Drop
 from oppo.observe import Span
 from oppo.stages import GAE
 from oppo.stages.advantage import Row
@@ -58,7 +58,8 @@ async def serially(session: Session) -> list[Batch]:
     for _ in range(STEPS):
         finished = await respond(models.policy, [next(session.prompts) for _ in range(step.batch)])
         reference = await score_all(models.reference, finished)
-        scores = await score_all(models.reward, finished)
+        judged = await score_all(models.reward, finished)
+        scores = [score for score in judged if not isinstance(score, Drop)]
         values = await score_all(models.critic, finished)
         rows = [Row(*said) for said in zip(finished, reference, scores, values, strict=True)]
         batches.append(estimator.batch(rows))

@@ -21,6 +21,7 @@ from oppo.demo.verdict import Verdict, hidden_fraction
 from oppo.evaluate import compare
 from oppo.events import Defer, Finish
 from oppo.observe import Span
+from oppo.report.panel import harmless
 from oppo.train import FINAL, prepare, run
 
 SHOWN = 3
@@ -47,7 +48,7 @@ class Plan:
     examined: int
 
 
-FULL = Plan(small=False, steps=36, max_new_tokens=256, examined=128)
+FULL = Plan(small=False, steps=26, max_new_tokens=256, examined=128)
 SHORT = Plan(small=True, steps=16, max_new_tokens=64, examined=32)
 
 
@@ -121,11 +122,11 @@ def settings_of(plan: Plan, assets: Assets, target: Path, seed: int) -> Settings
             "sampling": {"max_new_tokens": plan.max_new_tokens},
             "step": {"batch": 32, "extra": 8, "chunk": 16, "kl": 0.05},
             "trainer": {
-                "learning_rate": 3e-4,
-                "critic_learning_rate": 1e-3,
+                "learning_rate": 2e-4,
+                "critic_learning_rate": 5e-4,
                 "epochs": 2,
                 "minibatches": 2,
-                "micro_batch_tokens": 4096,
+                "micro_batch_tokens": 1024,
             },
         },
         Path.cwd(),
@@ -213,6 +214,6 @@ class Deferrals:
 def show_samples(console: Console, before: Answers, after: Answers) -> None:
     """Show the first held-out prompts with the responses of both policies."""
     for k in range(SHOWN):
-        console.print(Text(f"\n{before.prompts[k]}", style="bold"))
+        console.print(Text(f"\n{harmless(before.prompts[k])}", style="bold"))
         for name, answers in (("before", before), ("after", after)):
-            console.print(Text(f"  {name} {answers.scores[k]:+.2f} {answers.texts[k].strip()}"))
+            console.print(Text(f"  {name} {answers.scores[k]:+.2f} {harmless(answers.texts[k].strip())}"))

@@ -32,7 +32,7 @@ from oppo.hf.scorers import ReferenceLogprobs, RewardModel, ValueModel
 from oppo.hf.text import Text
 from oppo.hf.trainer import HfTrainer
 from oppo.models import Sampling, Scorer
-from oppo.observe import SpanListener
+from oppo.observe import Span, SpanListener
 from oppo.placement import Thread
 from oppo.rewards import FunctionReward, load_function
 
@@ -79,10 +79,15 @@ class Assembly:
     positions: int | None
     threads: tuple[Thread, ...]
 
-    def listen(self, listener: SpanListener) -> None:
-        """Have ``listener`` told of everything the models do."""
+    def listen(self, *listeners: SpanListener) -> None:
+        """Have each of ``listeners`` told of everything the models do."""
+
+        def heard(span: Span) -> None:
+            for listener in listeners:
+                listener(span)
+
         for thread in self.threads:
-            thread.listener = listener
+            thread.listener = heard
 
     def progress(self) -> int:
         """Return a number that grows while the actor decodes, whether or not anything is sent."""
@@ -120,10 +125,14 @@ def load_text(settings: Settings) -> Text:
     """Return the policy's tokenizer.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or it needs code that is not trusted.
     """
     models = settings.models
-    return Text(load_tokenizer(models.policy, trust_remote_code=models.trust_remote_code))
+    try:
+        require_no_code(models.policy, trusted=models.trust_remote_code)
+        return Text(load_tokenizer(models.policy, trust_remote_code=models.trust_remote_code))
+    except ConfigError as error:
+        raise ConfigError(f"models.policy: {error}") from error
 
 
 @_quiet()
@@ -142,26 +151,23 @@ def assemble(settings: Settings, text: Text, tell: Callable[[str], None]) -> Ass
         RewardError: the reward function cannot be loaded.
         ModelRefused: a model cannot be served exactly.
     """
-    models = settings.models
-    function = load_function(models.reward) if models.reward_is_function else None
-    load = _Loader(settings, text, tell)
-    actor = load.causal("policy")
-    reference = load.causal("reference")
-    critic = load.scalar("critic", new_head=True)
-    sampling = _sampling(settings, text, actor)
+    reward: Scorer[float | Drop] | None = _function(settings, text)
     cores = settings.run.cores or available_cores()
     exact = settings.run.exact
     acting = _thread("actor", max(1, cores // 2))
     scoring = _thread("scorers", max(1, cores - cores // 2))
     training = _thread("trainer", cores)
-    served = [actor, reference, critic]
-    reward: Scorer[float | Drop]
-    if function is None:
-        served.append(load.scalar("reward"))
-        reward = RewardModel(served[-1], thread=ModelThread(scoring, "reward model", _SERVING), exact=exact)
-    else:
-        column, on_failure = settings.data.column, models.reward_failure
-        reward = FunctionReward(function, text.decode, prompt_column=column, on_failure=on_failure)
+    load = _Loader(settings, text, tell)
+    actor = load.causal("policy")
+    reference = load.causal("reference")
+    served = [actor, reference]
+    if reward is None:
+        judge = load.scalar("reward")
+        served.append(judge)
+        reward = RewardModel(judge, thread=ModelThread(scoring, "reward model", _SERVING), exact=exact)
+    critic = load.scalar("critic", new_head=True)
+    served.append(critic)
+    sampling = _sampling(settings, text, actor)
     return Assembly(
         policy=HfPolicy(actor, sampling=sampling, thread=ModelThread(acting, "policy", _SERVING), exact=exact),
         reference=ReferenceLogprobs(
@@ -252,6 +258,18 @@ def available_cores() -> int:
 
 def _thread(name: str, cores: int) -> Thread:
     return Thread(name, setup=lambda: torch.set_num_threads(cores))
+
+
+def _function(settings: Settings, text: Text) -> FunctionReward | None:
+    """Return the reward function, where the reward is one."""
+    if not settings.models.reward_is_function:
+        return None
+    return FunctionReward(
+        load_function(settings.models.reward),
+        text.decode,
+        prompt_column=settings.data.column,
+        on_failure=settings.models.reward_failure,
+    )
 
 
 def _sampling(settings: Settings, text: Text, actor: PreTrainedModel) -> Sampling:

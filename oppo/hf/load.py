@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Literal, TypedDict, cast
 
 import torch
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -20,7 +23,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from oppo.errors import ConfigError
+from oppo.errors import ConfigError, ModelRefused
 from oppo.hf.probe import probe
 
 if TYPE_CHECKING:
@@ -51,7 +54,7 @@ def load_causal(path: str | Path, *, dtype: str = "float32", trust_remote_code: 
 
     Raises:
         ConfigError: there is no such model, it has no safetensors, or the dtype is unknown.
-        ModelRefused: the model cannot be served exactly.
+        ModelRefused: there is no such model of its architecture, or it cannot be served exactly.
     """
     model, missing = _load(AutoModelForCausalLM, path, dtype=dtype, trust_remote_code=trust_remote_code)
     if missing:
@@ -76,7 +79,7 @@ def load_scalar(
 
     Raises:
         ConfigError: there is no such model, it has no safetensors or no scalar head, or the dtype is unknown.
-        ModelRefused: the model cannot be served exactly.
+        ModelRefused: there is no such model of its architecture, or it cannot be served exactly.
     """
     model, missing = _load(
         AutoModelForSequenceClassification, path, dtype=dtype, trust_remote_code=trust_remote_code, num_labels=1
@@ -146,6 +149,8 @@ def _load(
                 **({} if num_labels is None else {"num_labels": num_labels}),
             )
     except (OSError, ValueError, RuntimeError) as error:
+        if (lacking := _lacking(kind, path)) is not None:
+            raise ModelRefused(lacking) from error
         raise ConfigError(_not_found("model", path, error)) from error
     model, info = cast("tuple[PreTrainedModel, _Info]", loaded)
     if info["mismatched_keys"]:
@@ -154,6 +159,25 @@ def _load(
             f"the checkpoint at {str(path)!r} does not fit {type(model).__name__}: {', '.join(sorted(wrong)[:3])}"
         )
     return model, sorted(info["missing_keys"])
+
+
+def _lacking(kind: type[AutoModelForCausalLM | AutoModelForSequenceClassification], path: str | Path) -> str | None:
+    """Return a sentence if transformers knows the architecture at ``path``, but not as a model of this kind."""
+    try:
+        with quiet():
+            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError):
+        return None
+    if kind is AutoModelForCausalLM:
+        mapping, wanted = MODEL_FOR_CAUSAL_LM_MAPPING, "causal language model"
+    else:
+        mapping, wanted = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, "sequence classification model"
+    if type(config) in mapping:
+        return None
+    return (
+        f"the model at {str(path)!r} is of type {config.model_type!r}, of which transformers has no {wanted}: "
+        "take one of another architecture"
+    )
 
 
 def _not_found(what: str, path: str | Path, error: Exception) -> str:

@@ -17,6 +17,7 @@ from oppo.hf.anatomy import backbone, score_head, vocabulary
 from oppo.hf.incremental import Incremental
 from oppo.hf.reading import Reader, Session, Stretch
 from oppo.hf.weights import adopt
+from oppo.losses import token_logprobs
 from oppo.models import Sampling, Weights
 from oppo.placement import Thread
 
@@ -24,7 +25,8 @@ from oppo.placement import Thread
 class ReferenceLogprobs:
     """Scores each response token with its log-prob under a frozen causal LM: float32 [n], natural logarithm.
 
-    Of logits z, log-prob of token t = log_softmax(z / temperature)[t], in float32; a temperature of 0 counts as 1.
+    Computed as the trainer does, by :func:`oppo.losses.token_logprobs`: of logits z, the log-prob of token t is
+    (z / temperature)[t] - logsumexp(z / temperature), in float32; a temperature of 0 counts as 1.
     ``Given`` tokens get one too. Between chunks one row of logits is kept for each open rollout.
 
     Args:
@@ -38,7 +40,7 @@ class ReferenceLogprobs:
     """
 
     def __init__(self, model: PreTrainedModel, *, sampling: Sampling, thread: Thread, exact: bool = False) -> None:
-        self._temperature = sampling.temperature or 1.0
+        self._temperature = sampling.temperature
         self._thread = thread
         self._reader = _reader(model, Incremental(model), self._keep, exact=exact, wide=True)
 
@@ -65,9 +67,8 @@ class ReferenceLogprobs:
         if not stretch.in_prompt:
             # The logits at a position are those of the next token: the first of a stretch was predicted before it.
             before = logits[:-1] if session.tail is None else torch.cat((session.tail, logits[:-1]))
-            targets = stretch.tokens[first - stretch.start :, None]
-            scaled = before[len(before) - len(targets) :].float() / self._temperature
-            session.kept.append(scaled.log_softmax(-1).gather(1, targets)[:, 0])
+            targets = stretch.tokens[first - stretch.start :]
+            session.kept.append(token_logprobs(before[len(before) - len(targets) :], targets, self._temperature))
         session.tail = logits[-1:].clone()  # a view would keep the whole chunk's logits alive
 
     def _finish(self, finished: Sequence[Finish]) -> Sequence[FloatArray]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel as Box
 from rich.progress_bar import ProgressBar
@@ -112,7 +112,7 @@ class Panel(Observer):
         progress = ProgressBar(total=self._steps, completed=self._done)
         now_line = Text(f"this step: {self._tokens} tokens, {rate:.0f} tokens/s")
         stall = [Text(self._stall, style="yellow")] if self._stall is not None else []
-        parts = [Text(head), progress, now_line, stages, *stall, self._sample]
+        parts: list[RenderableType] = [Text(head), progress, now_line, stages, *stall, self._sample]
         return Box(Group(*parts), title="oppo", title_align="left")
 
     def __enter__(self) -> Self:
@@ -147,6 +147,11 @@ def printable(text: str, limit: int) -> str:
     shown = text[:limit].replace("\n", " / ").replace("\t", " ")
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in shown)
     return shown + ("..." if len(text) > limit else "")
+
+
+def harmless(text: str) -> str:
+    """Return ``text`` without secrets and without anything that a terminal would obey; its lines stay lines."""
+    return "\n".join(printable(line, len(line)) for line in redacted(text).splitlines())
 
 
 def _short(value: float) -> str:

@@ -27,7 +27,7 @@ from typing import Self, TextIO
 from oppo.errors import ConfigError
 from oppo.events import Batch, StepReport
 from oppo.observe import Observer, Span
-from oppo.redact import redacted
+from oppo.redact import redactor
 from oppo.report import journal
 from oppo.report.journal import Record
 from oppo.report.lock import LOCK, Lock, is_locked, taken
@@ -83,6 +83,7 @@ class RunDirectory(Observer):
         self._roles = roles
         self._source = source
         self._gauges = dict(gauges or {})
+        self._redact = redactor()
         self._trace = Trace() if trace else None
         self._lock = threading.Lock()
         self._model_spans: list[Span] = []  # guarded by the lock: models report from their own threads
@@ -99,7 +100,7 @@ class RunDirectory(Observer):
             path.mkdir(parents=True, exist_ok=True)
             self._open.callback(Lock(path).release)
             _require_empty(path)  # again: another run may have come and gone before the lock was had
-            (path / "config.toml").write_text(redacted(config), encoding="utf-8")
+            (path / "config.toml").write_text(self._redact(config), encoding="utf-8")
             for name in names:
                 self._files[name] = self._open.enter_context((path / name).open("w", encoding="utf-8"))
         except OSError as error:
@@ -197,7 +198,10 @@ class RunDirectory(Observer):
 
     def _write(self, name: str, text: str) -> None:
         if text:
-            self._writer.submit(_writing(self._files[name], text))
+            self._writer.submit(lambda: self._append(self._files[name], text))
+
+    def _append(self, file: TextIO, text: str) -> None:
+        file.write(self._redact(text))
 
     def _flush(self) -> None:
         if self._trace is not None:
@@ -206,8 +210,8 @@ class RunDirectory(Observer):
             self._writer.submit(file.flush)
 
     def _complete(self, html: str, facts: Mapping[str, object]) -> None:
-        _put(self.path / "report.html", html)
-        _put(self.path / "summary.json", json.dumps(facts, indent=2) + "\n")
+        _put(self.path / "report.html", self._redact(html))
+        _put(self.path / "summary.json", self._redact(json.dumps(facts, indent=2)) + "\n")
 
 
 def require_unused(path: Path) -> None:
@@ -243,15 +247,8 @@ def _put(path: Path, text: str) -> None:
     """Write a whole file so that it is there complete or not at all."""
     aside = path.with_name(f".{path.name}.partial")
     try:
-        aside.write_text(redacted(text), encoding="utf-8")
+        aside.write_text(text, encoding="utf-8")
         aside.replace(path)
     except OSError:
         aside.unlink(missing_ok=True)
         raise
-
-
-def _writing(file: TextIO, text: str) -> Callable[[], None]:
-    def write() -> None:
-        file.write(redacted(text))
-
-    return write

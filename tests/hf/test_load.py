@@ -10,7 +10,13 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import BloomConfig, BloomForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from oppo.errors import ConfigError, ModelRefused
 from oppo.hf.load import load_causal, load_scalar, load_tokenizer
@@ -88,6 +94,16 @@ def test_a_model_that_cannot_be_served_is_refused_at_load(tmp_path: Path) -> Non
     BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)).save_pretrained(tmp_path)
     with pytest.raises(ModelRefused, match="Bloom"):
         load_causal(tmp_path)
+
+
+def test_an_architecture_without_a_model_of_the_kind_asked_for_is_refused_by_name(tmp_path: Path) -> None:
+    tiny.causal("cohere").save_pretrained(tmp_path / "cohere")
+    with pytest.raises(ModelRefused, match=r"type 'cohere', of which transformers has no sequence classification"):
+        load_scalar(tmp_path / "cohere", new_head=True)
+    config = T5Config(vocab_size=96, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4)
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path / "t5")
+    with pytest.raises(ModelRefused, match="type 't5', of which transformers has no causal language model"):
+        load_causal(tmp_path / "t5")
 
 
 def test_an_unknown_dtype_is_refused_by_name(causal: Path) -> None:

@@ -80,6 +80,7 @@ def sequence(response: Response) -> torch.Tensor:
     return torch.from_numpy(np.concatenate((response.prompt.tokens, response.tokens)).astype(np.int64))
 
 
+@tiny.apart
 @torch.no_grad()
 def expected_logprobs(model: PreTrainedModel, response: Response) -> FloatArray:
     tokens, prompt = sequence(response), len(response.prompt.tokens)
@@ -88,6 +89,7 @@ def expected_logprobs(model: PreTrainedModel, response: Response) -> FloatArray:
     return result
 
 
+@tiny.apart
 @torch.no_grad()
 def expected_values(model: PreTrainedModel, response: Response) -> FloatArray:
     hidden = backbone(model)(sequence(response)[None]).last_hidden_state
@@ -95,6 +97,7 @@ def expected_values(model: PreTrainedModel, response: Response) -> FloatArray:
     return values
 
 
+@tiny.apart
 @torch.no_grad()
 def library_score(model: PreTrainedModel, response: Response) -> float:
     return float(model(sequence(response)[None]).logits[0, 0])
@@ -180,8 +183,8 @@ async def test_a_streamed_score_is_that_of_the_librarys_batch_padded_on_either_s
         at = slice(longest - len(tokens), None) if side == "left" else slice(len(tokens))
         ids[row, at], mask[row, at] = tokens, 1
     values = await stream(RewardModel(model, thread=thread), made, seed=5)
-    with torch.no_grad():
-        padded = model(ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits[:, 0]
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    padded = tiny.apart(model)(ids, attention_mask=mask, position_ids=positions).logits[:, 0].detach()
     assert_close([values[response.prompt.rollout] for response in made], padded)
 
 
@@ -309,7 +312,7 @@ async def test_dropout_of_a_model_in_training_mode_is_off(thread: Thread) -> Non
 async def test_gradients_stay_possible_for_a_critic_that_is_trained_too(thread: Thread) -> None:
     model = tiny.scalar()
     await stream(ValueModel(model, thread=thread), responses(2), seed=0)
-    model(torch.tensor([[5, 6, 7]])).logits.sum().backward()
+    tiny.apart(model)(torch.tensor([[5, 6, 7]])).logits.sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 

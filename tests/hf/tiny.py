@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
 
 import torch
 from transformers import (
@@ -33,6 +35,9 @@ from transformers import (
     StableLmConfig,
     Starcoder2Config,
 )
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 VOCABULARY = 96
 HIDDEN = 32
@@ -112,6 +117,16 @@ WITHOUT_SCALAR = ("cohere", "granite")
 """Those of which transformers has no sequence-classification model, so that critic and reward are of another kind."""
 
 
+def apart(work: Callable[P, R]) -> Callable[P, R]:
+    """Return ``work``, done in a thread of its own: a forward pass belongs on no event loop's, in tests neither."""
+
+    def done(*args: P.args, **kwargs: P.kwargs) -> R:
+        with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            return pool.submit(work, *args, **kwargs).result()
+
+    return done
+
+
 def of(config: PreTrainedConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Return the causal LM of ``config`` in training mode with weights drawn from ``seed``."""
     with torch.random.fork_rng():
@@ -130,6 +145,11 @@ def scalar(name: str = "llama", *, seed: int = 0, labels: int = 1, pad: int | No
     config = CONFIGS[name]()
     config.num_labels = labels
     config.pad_token_id = pad
+    return scalar_of(config, seed=seed)
+
+
+def scalar_of(config: PreTrainedConfig, *, seed: int = 0) -> PreTrainedModel:
+    """Return the sequence-classification model of ``config`` in training mode with weights drawn from ``seed``."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForSequenceClassification.from_config(config)

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from oppo.events import Drop, StepReport
+from oppo.graph import Snapshot, Wait
+from oppo.liveness import Stall
 from oppo.report import RunLog
 
 
@@ -57,3 +59,22 @@ def test_an_interrupted_run_says_so(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), RunLog(tmp_path / "log.jsonl", "trial"):
         raise KeyboardInterrupt
     assert lines(tmp_path / "log.jsonl")[-1]["event"] == "interrupted"
+
+
+def test_a_stall_is_logged_with_what_each_stage_does(tmp_path: Path) -> None:
+    stuck = Snapshot(0, ("reward", "advantage"), (Wait("advantage", "reward", "an item"),), {}, "")
+    with RunLog(tmp_path / "log.jsonl", "trial") as log:
+        log.on_stall(Stall(61.234, stuck))
+        log.on_stall(Stall(3.0, None, final=True))
+    _, first, second, _ = lines(tmp_path / "log.jsonl")
+    assert (first["event"], first["level"], first["seconds"]) == ("stalled", "warning", 61.2)
+    assert first["stages"] == {"reward": "at work", "advantage": "waits for reward"}
+    assert (second["stages"], second["final"]) == ({}, True)
+
+
+def test_secrets_are_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_TOKEN", "canary-canary")
+    with RunLog(tmp_path / "log.jsonl", "trial") as log:
+        log.note("asked", url="https://me:canary@host/", token="canary-canary")
+    assert lines(tmp_path / "log.jsonl")[1]["url"] == "https://***@host/"
+    assert "canary" not in (tmp_path / "log.jsonl").read_text()

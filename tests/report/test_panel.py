@@ -5,8 +5,10 @@ import io
 from rich.console import Console
 
 from oppo.events import Defer
+from oppo.graph import Snapshot, Wait
+from oppo.liveness import Stall
 from oppo.report import Panel
-from oppo.report.panel import line, printable
+from oppo.report.panel import harmless, line, printable
 from tests.report.synthetic import batch, chunk, decode, finish, play, prompt, report
 
 
@@ -61,5 +63,43 @@ def test_a_line_leaves_out_what_was_not_measured() -> None:
     assert line(bare, 1, 9) == "step 1/9  score -  parked 1  0.50 s"
 
 
+def test_text_of_several_lines_is_made_harmless_line_by_line() -> None:
+    assert harmless("a\x1b[31m\nhttps://me:pw@host\n[bold]") == "a\\x1b[31m\nhttps://***@host\n[bold]"
+
+
 def test_long_text_is_cut() -> None:
     assert printable("abcdef", 3) == "abc..."
+
+
+STUCK = Snapshot(0, ("reward", "advantage"), (Wait("advantage", "reward", "an item"),), {}, "")
+
+
+def test_the_panel_shows_who_waits_for_whom() -> None:
+    where, out = console(terminal=True)
+    panel = Panel(where, 2, live=True)
+    panel.watch(lambda: STUCK)
+    for stage in ("generate", "reward", "advantage"):
+        panel.on_item(0, stage, prompt(0), 0.0)
+    where.print(panel.render())
+    rows = {row.split()[1]: row for row in out.getvalue().splitlines() if " sent" in row}
+    assert "waits for reward, 1 sent" in rows["advantage"]
+    assert "working, 1 sent" in rows["reward"]
+    assert "working, 1 sent" in rows["generate"]
+
+
+def test_a_stall_is_shown_until_something_moves() -> None:
+    where, out = console(terminal=True)
+    panel = Panel(where, 2, live=True)
+    panel.on_stall(Stall(60, STUCK))
+    where.print(panel.render())
+    assert "nothing has moved for 60 s: advantage waits for reward; reward is at work" in out.getvalue()
+    panel.on_item(0, "reward", prompt(0), 0.0)
+    before = len(out.getvalue())
+    where.print(panel.render())
+    assert "nothing has moved" not in out.getvalue()[before:]
+
+
+def test_without_a_terminal_a_stall_is_one_line() -> None:
+    where, out = console(terminal=False)
+    Panel(where, 2, live=False).on_stall(Stall(60, STUCK))
+    assert out.getvalue() == "nothing has moved for 60 s: advantage waits for reward; reward is at work\n"

@@ -129,3 +129,20 @@ def test_a_disk_that_fails_is_not_hidden(tmp_path: Path) -> None:
         play(directory)
     with pytest.raises(OSError, match="No space left on device"):
         directory.close()
+
+
+def test_a_disk_that_fails_at_the_end_does_not_hide_what_ended_the_run(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "x", threaded=False)
+    with Path("/dev/full").open("w") as full:
+        os.dup2(full.fileno(), directory._files["trace.json"].fileno())
+    with pytest.raises(ValueError, match="the first error") as caught, directory:
+        raise ValueError("the first error")
+    assert "could not be completed: [Errno 28] No space left on device" in caught.value.__notes__[0]
+    assert not list((tmp_path / "x").glob("*.partial"))
+
+
+def test_gauges_are_read_at_the_end_of_each_step(tmp_path: Path) -> None:
+    readings = iter([0.25, float("inf")])
+    with RunDirectory(tmp_path / "x", gauges={"loop/worst_gap_s": lambda: next(readings)}) as directory:
+        play(directory)
+    assert [each["loop/worst_gap_s"] for each in lines(tmp_path / "x" / "metrics.jsonl")] == [0.25, None]

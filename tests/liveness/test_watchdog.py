@@ -1,0 +1,234 @@
+"""The watchdog notices what does not move, says who waits for whom, and ends it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from oppo.admission import Overcommit
+from oppo.errors import HangError
+from oppo.events import Finish, StepReport
+from oppo.graph import Graph, Snapshot, Wait
+from oppo.liveness import Stall, Watchdog
+from oppo.observe import Span
+from oppo.recipes import ppo
+from oppo.rewards import FunctionReward
+from oppo.stages import Score
+from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_per_token, prompts
+from tests.report.synthetic import play
+
+STUCK = Snapshot(3, ("reward", "advantage"), (Wait("advantage", "reward", "an item"),), {}, "")
+
+
+class StuckRun:
+    """A run in whose step nothing moves."""
+
+    def snapshot(self) -> Snapshot:
+        return STUCK
+
+
+@dataclass
+class Time:
+    """A clock that the test sets."""
+
+    at: float = 0.0
+
+    def __call__(self) -> float:
+        return self.at
+
+
+@dataclass
+class Scene:
+    """A watchdog that is asked by hand, and what it was asked about."""
+
+    path: Path
+    time: Time = field(default_factory=Time)
+    work: int = 0
+
+    def __post_init__(self) -> None:
+        self.dog = Watchdog(100, report=self.path, notice=10, clock=self.time, progress=lambda: self.work)
+
+    def at(self, seconds: float) -> tuple[float, bool] | None:
+        """Return the stall that is told of at this time."""
+        self.time.at = seconds
+        stall = self.dog.look()
+        return None if stall is None else (stall.seconds, stall.final)
+
+
+async def test_a_stall_is_told_of_ever_more_seldom_and_at_last_is_final(tmp_path: Path) -> None:
+    scene = Scene(tmp_path / "hang-report.json")
+    async with scene.dog.guarding(StuckRun()):
+        assert [scene.at(second) for second in (0, 9, 10, 11, 19, 20, 39, 40, 41, 80)] == [
+            None, None, (10, False), None, None, (20, False), None, (40, False), None, (80, False),
+        ]  # fmt: skip
+        assert scene.at(100) == (100, True)
+
+
+async def test_everything_that_moves_starts_the_wait_anew(tmp_path: Path) -> None:
+    scene = Scene(tmp_path / "hang-report.json")
+    async with scene.dog.guarding(StuckRun()):
+        scene.at(0)
+        scene.at(95)
+        play(scene.dog)
+        assert scene.at(101) is None
+        scene.dog.on_span(Span("actor", "decode", 0, 1))
+        assert scene.at(150) is None
+        scene.work += 1
+        assert scene.at(205) is None
+        assert scene.at(304) == (99, False)
+        assert scene.at(305) == (100, True)
+
+
+async def test_time_outside_of_a_run_does_not_count(tmp_path: Path) -> None:
+    scene = Scene(tmp_path / "hang-report.json")
+    assert scene.at(1000) is None
+    async with scene.dog.guarding(StuckRun()):
+        assert scene.at(1005) is None
+        assert scene.at(1099) == (99, False)
+    assert scene.at(5000) is None
+
+
+def test_a_stall_says_who_waits_for_whom() -> None:
+    assert Stall(61.4, STUCK).sentence() == (
+        "nothing has moved for 61 s: advantage waits for reward; reward is at work"
+    )
+    assert Stall(61.4, None).sentence() == "nothing has moved for 61 s: between two steps"
+
+
+@dataclass
+class Trap:
+    """What a run falls into: whoever enters it does not come out before it is opened."""
+
+    entered: threading.Event = field(default_factory=threading.Event)
+    opened: threading.Event = field(default_factory=threading.Event)
+    at: float = 0.0
+
+    def fall(self) -> None:
+        self.entered.set()
+        self.opened.wait(120)
+
+    def clock(self) -> float:
+        """Seconds that pass, a few at each look, once somebody is in the trap: however slow the machine is."""
+        self.at += 0.005 if self.entered.is_set() else 0.0
+        return self.at
+
+
+def hanging(trap: Trap) -> Graph[StepReport]:
+    """Return a graph whose reward function falls into the trap."""
+
+    def stuck(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
+        trap.fall()
+        return [0.0 for _ in completions]
+
+    return ppo(
+        policy=FakePolicy(lambda prompt: 3 + 40 * (prompt.rollout == 1), 0.0),
+        reference=FakeScorer(fake_per_token),
+        reward=FunctionReward(stuck, str),
+        critic=FakeCritic(),
+        trainer=FakeTrainer(),
+        admission=Overcommit(batch=2, extra=1),
+    )
+
+
+async def play_on(graph: Graph[StepReport], watchdog: Watchdog) -> None:
+    """Run a graph under a watchdog."""
+    async with graph.open(prompts(10), observers=[watchdog]) as run, watchdog.guarding(run):
+        async for _ in run.steps(3):
+            pass
+
+
+async def hang(graph: Graph[StepReport], watchdog: Watchdog, trap: Trap) -> HangError:
+    """Return the error with which a watchdog ends a graph that hangs."""
+    try:
+        with watchdog, pytest.raises(HangError) as caught:
+            await play_on(graph, watchdog)
+    finally:
+        trap.opened.set()
+    return caught.value
+
+
+async def test_a_run_that_hangs_is_ended_and_the_report_names_who_hangs(tmp_path: Path) -> None:
+    trap, told = Trap(), list[Stall]()
+    report = tmp_path / "hang-report.json"
+    watchdog = Watchdog(0.2, report=report, notice=0.05, listeners=[told.append], clock=trap.clock)
+    error = await hang(hanging(trap), watchdog, trap)
+    assert "advantage waits for reward; " in str(error)
+    assert "; reward is at work (see " in str(error)
+    assert str(report) in str(error)
+    assert "run.watchdog_seconds = 0.2" in str(error)
+    assert [stall.final for stall in told][-2:] == [False, True]
+    written = json.loads(report.read_text())
+    assert written["step"] == 0
+    assert written["at_work"] == ["reward"]
+    assert {"stage": "advantage", "awaited": "reward", "want": "an item"} in written["waits"]
+    assert written["channels"]["reward->advantage"]["waiting_receivers"] == 1
+    assert written["rollouts"] == {"in flight": [], "parked": [1], "finished": [0, 2]}
+    tasks = {task["name"]: task["stack"] for task in written["tasks"]}
+    assert any("rewards.py" in line for line in tasks["ppo.reward"])
+    assert any("in stuck" in line for thread in written["threads"] for line in thread["stack"])
+
+
+class Unbearable(FakeScorer[float]):
+    """A scorer that nothing can end: it shields itself, as a model's thread does."""
+
+    def __init__(self, trap: Trap) -> None:
+        super().__init__(lambda finish, tokens, version: 0.0)
+        self._trap = trap
+
+    async def finish(self, finished: Sequence[Finish]) -> Sequence[float]:
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(self._trap.fall)
+        return [0.0 for _ in finished]
+
+
+async def test_what_cannot_be_cancelled_is_left_to_the_last_resort(tmp_path: Path) -> None:
+    trap, errors = Trap(), list[HangError]()
+
+    def end(error: HangError) -> None:
+        errors.append(error)
+        trap.opened.set()  # a command would end the process here
+
+    watchdog = Watchdog(0.1, report=tmp_path / "r.json", last_resort=end, grace=0.05, clock=trap.clock)
+    graph = hanging(trap).replace(reward=Score(Unbearable(trap)))
+    assert errors == [await hang(graph, watchdog, trap)]
+
+
+async def test_a_loop_that_is_blocked_is_reported_from_outside(tmp_path: Path) -> None:
+    trap, errors = Trap(), list[HangError]()
+
+    def end(error: HangError) -> None:
+        errors.append(error)
+        trap.opened.set()
+
+    async def blocking(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
+        trap.fall()
+        return [0.0 for _ in completions]
+
+    watchdog = Watchdog(0.1, report=tmp_path / "r.json", last_resort=end, grace=0.05, clock=trap.clock)
+    await hang(hanging(trap).replace(reward=Score(FunctionReward(blocking, str))), watchdog, trap)
+    assert "reward is at work" in str(errors[0])
+    written = json.loads((tmp_path / "r.json").read_text())
+    threads = {each["name"]: "".join(each["stack"]) for each in written["threads"]}
+    assert "in blocking" in threads["MainThread"]
+
+
+async def test_a_report_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    trap = Trap()
+    watchdog = Watchdog(0.1, report=tmp_path / "nowhere" / "r.json", clock=trap.clock)
+    error = await hang(hanging(trap), watchdog, trap)
+    assert "could not be written: No such file or directory" in str(error)
+
+
+async def test_a_run_that_moves_is_left_alone(tmp_path: Path) -> None:
+    trap = Trap()
+    trap.opened.set()
+    with Watchdog(60, report=tmp_path / "r.json") as watchdog:
+        await play_on(hanging(trap), watchdog)
+    assert not (tmp_path / "r.json").exists()

@@ -1,0 +1,257 @@
+"""Whatever is wrong with what a run is given is a sentence: what was expected, what came, what to do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from oppo.data import read_prompts
+from oppo.hf.packing import MicroBatch
+from oppo.liveness import Watchdog
+from oppo.report.lock import Lock
+from tests.hf import tiny
+from tests.loop_guard import forwards_off_the_loop
+from tests.workplace import furnish, oppo, records, run, tokenizer
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with good models, and with one of each kind of bad one."""
+    folder = furnish(tmp_path_factory.mktemp("workplace"))
+    tiny.scalar("llama", labels=2).save_pretrained(folder / "two-labels")
+    tokenizer().save_pretrained(folder / "two-labels")
+    tiny.scalar("llama").save_pretrained(folder / "foreign")
+    tokenizer(shifted=True).save_pretrained(folder / "foreign")
+    small = tiny.causal("llama")
+    small.resize_token_embeddings(64)
+    small.save_pretrained(folder / "small")
+    shutil.copytree(folder / "actor", folder / "pickled")
+    torch.save(load_file(folder / "actor" / "model.safetensors"), folder / "pickled" / "pytorch_model.bin")
+    (folder / "pickled" / "model.safetensors").unlink()
+    with_code(folder / "actor", folder / "with-code")
+    (folder / "empty.jsonl").write_text('{"prompt": "w3 w4"}\n{"prompt": "  "}\n')
+    (folder / "nothing.jsonl").write_text("\n")
+    (folder / "file").write_text("")
+    return folder
+
+
+def with_code(model: Path, target: Path) -> None:
+    """Copy a model and have it ask for code of its own, which would leave a mark."""
+    shutil.copytree(model, target)
+    config = json.loads((target / "config.json").read_text())
+    config |= {"model_type": "novel", "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}}
+    (target / "config.json").write_text(json.dumps(config))
+    (target / "code.py").write_text(f"from pathlib import Path\nPath({str(target / 'ran')!r}).touch()\n")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_here() -> Iterator[None]:
+    torch.set_num_threads(1)
+    with forwards_off_the_loop():
+        yield
+
+
+@pytest.mark.parametrize(
+    ("override", "sentences"),
+    [
+        ("data.column=question", ["line 1: no column 'question'; the columns there are prompt, goal"]),
+        ("data.prompts=empty.jsonl", ["empty.jsonl, line 2, column 'prompt': the prompt is empty"]),
+        ("data.prompts=nothing.jsonl", ["nothing.jsonl holds no prompt"]),
+        ("data.max_prompt_tokens=1", ["no prompt of ", "is left: all are over-long"]),
+        ("data.prompts=file", ["file: expected a .jsonl or .parquet file"]),
+        ("run.steps=many", ["run.steps: expected a whole number, got 'many'"]),
+        ("models.policy=", ["models.policy: "]),
+        ("models.policy=file", ["models.policy: no tokenizer could be loaded"]),
+        ("models.reference=small", ["models.reference: ", "knows the token ids below 64", "any below 96"]),
+        ("models.reward=two-labels", ["models.reward: ", "score.weight is [2, 32]", "'file.py:function'"]),
+        ("models.reward=foreign", ["models.reward: ", "does not share the policy's tokenizer", "'file.py:function'"]),
+        ("models.policy=pickled", ["models.policy: ", "only as pickles (pytorch_model.bin)", "save_pretrained()"]),
+        ("models.policy=with-code", ["models.policy: ", "its own (code.py)", "models.trust_remote_code = true"]),
+        ("models.reference=with-code", ["models.reference: ", "models.trust_remote_code = true"]),
+        ("run.directory=file", ["file is no directory; choose another run.directory"]),
+        ("run.directory=/proc/1/fdinfo/x", ["the run directory /proc/1/fdinfo/x/refused cannot be"]),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_used_is_refused_before_anything_is_written(
+    workplace: Path, override: str, sentences: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(workplace.rglob("*"))
+    assert oppo(workplace, "", "run.name=refused", override) == 2
+    said = capsys.readouterr().err
+    assert "error: " in said
+    assert "Traceback" not in said
+    for sentence in sentences:
+        assert sentence in said
+    assert sorted(workplace.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "sentence"),
+    [
+        ("filter", 0, "12 of 20 prompts of {file} are longer than 3 tokens: left out"),
+        ("truncate", 0, "12 of 20 prompts of {file} are longer than 3 tokens: their beginnings are cut off"),
+        ("error", 2, "12 of 20 prompts of {file} are longer than 3 tokens, the first at {file}, line 3; filter or"),
+    ],
+)
+def test_over_long_prompts_are_counted(
+    workplace: Path, how: str, code: int, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert oppo(workplace, "--dry-run", "run.name=long", "data.max_prompt_tokens=3", f"data.over_long={how}") == code
+    assert sentence.format(file=workplace / "prompts.jsonl") in capsys.readouterr().err
+
+
+def test_a_second_run_in_the_same_directory_is_told_who_is_there(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (workplace / "runs" / "shared").mkdir(parents=True)
+    first = Lock(workplace / "runs" / "shared")
+    assert oppo(workplace, "", "run.name=shared") == 2
+    said = capsys.readouterr().err
+    assert f"{workplace / 'runs' / 'shared'} is being written by another run (process " in said
+    first.release()
+    assert list((workplace / "runs" / "shared").iterdir()) == [], "the second has touched nothing"
+
+
+def test_a_disk_that_is_full_leaves_nothing_half_written(workplace: Path) -> None:
+    limit = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))"
+    code, _, said = run(workplace, "run.name=full", "run.steps=1", "run.trace=false", before=limit)
+    assert code == 1, said
+    assert "error: what was learned could not be saved in " in said
+    assert "nothing half-written is left there" in said
+    assert "Traceback" not in said
+    directory = workplace / "runs" / "full"
+    assert [path for path in directory.rglob("*") if "partial" in path.name or "safetensors" in path.name] == []
+    assert not (directory / "checkpoints" / "final").exists()
+    assert len(records(workplace, "full", "metrics.jsonl")) == 1
+    assert records(workplace, "full", "log.jsonl")[-1]["event"] == "failed"
+
+
+def test_running_out_of_memory_names_the_model_and_the_setting_that_helps(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def too_much(*_: object) -> MicroBatch:
+        torch.empty(1 << 50, dtype=torch.uint8)
+        raise AssertionError("there is no machine with a pebibyte")
+
+    monkeypatch.setattr("oppo.hf.trainer.pack", too_much)
+    assert oppo(workplace, "", "run.name=memory") == 1
+    said = capsys.readouterr().err
+    assert "error: the trainer ran out of memory while it did 'update': lower trainer.micro_batch_tokens (" in said
+    assert "in stage 'update' of graph 'ppo', step 0" in said
+    assert "Traceback" not in said
+
+
+def test_a_prompt_file_that_changes_meanwhile_changes_nothing_and_is_noted(workplace: Path) -> None:
+    moving = workplace / "moving.jsonl"
+    shutil.copy(workplace / "prompts.jsonl", moving)
+    (workplace / "meddler.py").write_text(
+        "def meddle(prompts, completions):\n"
+        f"    open({str(moving)!r}, 'w').close()\n"
+        "    return [0.0 for _ in prompts]\n"
+    )
+    overrides = ("data.prompts=moving.jsonl", "models.reward=meddler.py:meddle", "run.panel=off")
+    assert oppo(workplace, "", "run.name=moving", *overrides) == 0
+    assert sum(each["event"] == "trained" for each in records(workplace, "moving", "journal.jsonl")) == 8
+    noted = [each for each in records(workplace, "moving", "log.jsonl") if each["event"] == "prompts changed"]
+    assert [each["level"] for each in noted] == ["warning"]
+
+
+def test_a_prompt_file_that_changes_while_it_is_read_is_refused(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    growing = workplace / "growing.jsonl"
+    shutil.copy(workplace / "prompts.jsonl", growing)
+
+    def read(path: Path, *arguments: object, **options: object) -> object:
+        with path.open("a") as file:
+            file.write('{"prompt": "w5"}\n')
+        return read_prompts(path, *arguments, **options)  # type: ignore[arg-type]  # passed on as they came
+
+    monkeypatch.setattr("oppo.train.read_prompts", read)
+    assert oppo(workplace, "", "run.name=growing", "data.prompts=growing.jsonl") == 2
+    assert "growing.jsonl changed while it was read: start again" in capsys.readouterr().err
+
+
+def test_a_reward_that_blocks_is_named_on_the_terminal_and_in_the_log(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = workplace / "runs" / "blocked" / "log.jsonl"
+    (workplace / "blocking.py").write_text(
+        "import time\nfrom pathlib import Path\n"
+        "def block(prompts, completions):\n"
+        f"    while 'stalled' not in Path({str(log)!r}).read_text():\n        time.sleep(0.01)\n"
+        "    return [0.0 for _ in completions]\n"
+    )
+    monkeypatch.setattr("oppo.train.Watchdog", partial(Watchdog, notice=0.2))
+    assert oppo(workplace, "", "run.name=blocked", "run.steps=1", "models.reward=blocking.py:block") == 0
+    stalls = [each for each in records(workplace, "blocked", "log.jsonl") if each["event"] == "stalled"]
+    assert {"advantage": "waits for reward", "reward": "at work"}.items() <= dict(stalls[-1]["stages"]).items()  # type: ignore[call-overload]  # an object of the log
+    assert "advantage waits for reward; " in capsys.readouterr().out
+
+
+def test_a_reward_that_never_returns_ends_the_run_with_a_report_and_saves_it(workplace: Path) -> None:
+    overrides = ("models.reward=reward.py:stuck", "run.name=stuck", "run.watchdog_seconds=4")
+    code, _, said = run(workplace, *overrides)
+    assert code == 1, said
+    directory = workplace / "runs" / "stuck"
+    assert "advantage waits for reward; " in said
+    assert str(directory / "hang-report.json") in said
+    assert "Traceback" not in said
+    report = json.loads((directory / "hang-report.json").read_text())
+    assert report["at_work"] == ["reward"]
+    assert any("in stuck" in line for thread in report["threads"] for line in thread["stack"])
+    assert (directory / "checkpoints" / "final" / "actor" / "model.safetensors").exists()
+    assert records(workplace, "stuck", "log.jsonl")[-1]["event"] == "failed"
+
+
+@pytest.mark.deep
+def test_a_model_that_never_returns_ends_the_process_with_a_report(workplace: Path) -> None:
+    hang = (
+        "import functools, threading\n"
+        "import oppo.hf.trainer, oppo.train\n"
+        "oppo.hf.trainer.pack = lambda *_: threading.Event().wait()\n"
+        "oppo.train.Watchdog = functools.partial(oppo.train.Watchdog, grace=1)\n"
+    )
+    code, _, said = run(workplace, "run.name=model-stuck", "run.watchdog_seconds=4", before=hang)
+    assert code == 1, said
+    assert "update is at work (see " in said
+    report = json.loads((workplace / "runs" / "model-stuck" / "hang-report.json").read_text())
+    assert report["at_work"] == ["update"]
+    assert any(thread["name"] == "oppo-trainer_0" for thread in report["threads"])
+
+
+def test_a_reward_that_fails_for_some_is_trained_on_the_others(workplace: Path) -> None:
+    overrides = ("models.reward=reward.py:picky", "models.reward_failure=drop", "run.panel=off")
+    assert oppo(workplace, "", "run.name=picky", *overrides) == 0
+    for record in records(workplace, "picky", "metrics.jsonl"):
+        assert record["trained"] + record["dropped"] == 4  # type: ignore[operator]  # two numbers of the record
+    dropped = [each for each in records(workplace, "picky", "journal.jsonl") if each["event"] == "dropped"]
+    assert dropped
+    assert all("it returned nan" in str(each["reason"]) for each in dropped)
+
+
+def test_a_step_whose_rollouts_are_all_dropped_trains_nothing_and_goes_on(workplace: Path) -> None:
+    overrides = ("models.reward=reward.py:broken", "models.reward_failure=drop", "run.panel=off")
+    assert oppo(workplace, "", "run.name=nothing", *overrides) == 0
+    steps = records(workplace, "nothing", "metrics.jsonl")
+    assert [(each["trained"], each["dropped"], each["version"]) for each in steps] == [(0, 4, 1), (0, 4, 2)]
+
+
+def test_a_step_measures_how_long_the_loop_was_kept_from_its_work(workplace: Path) -> None:
+    assert oppo(workplace, "", "run.name=measured", "run.steps=1", "run.panel=off") == 0
+    (record,) = records(workplace, "measured", "metrics.jsonl")
+    gap = record["loop/worst_gap_s"]
+    assert isinstance(gap, float)
+    assert gap >= 0
+
+
+async def test_a_forward_pass_on_the_loop_is_caught_by_the_guard() -> None:
+    with pytest.raises(AssertionError, match="Linear runs on the event loop's thread"):
+        torch.nn.Linear(1, 1)(torch.zeros(1))

@@ -1,0 +1,216 @@
+"""What a run writes holds no secret, what it reads can run no code, and what models say commands nothing."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from oppo.cli import main
+from tests.hf import tiny
+from tests.loop_guard import forwards_off_the_loop
+from tests.workplace import furnish, oppo, records, tokenizer_of
+
+ROOT = Path(__file__).parents[1]
+
+CANARIES = {
+    "JUDGE_PASSWORD": "canary-in-password",
+    "HF_TOKEN": "hf_canaryInTokenCanary",
+    "WANDB_API_KEY": "canary-in-api-key",
+    "AWS_SECRET_ACCESS_KEY": "canary/in+secret",
+}
+
+PAYLOADS = (
+    "<script>alert(1)</script>",
+    "\x1b[31mred",
+    "\x1b]0;owned\x07",
+    "[bold]markup[/nonsense]",
+    "\u202eevil",
+    "&lt;",
+)
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return furnish(tmp_path_factory.mktemp("workplace"))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_here() -> Iterator[None]:
+    torch.set_num_threads(1)
+    with forwards_off_the_loop():
+        yield
+
+
+def leaks(folder: Path, *said: str) -> list[str]:
+    """Return where a canary can be found."""
+    files = [path for path in folder.rglob("*") if path.is_file() and b"canary" in path.read_bytes().lower()]
+    return [*map(str, files), *(text for text in said if "canary" in text.lower())]
+
+
+@pytest.fixture
+def canaries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plant secrets in the environment."""
+    for name, value in CANARIES.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("canaries")
+@pytest.mark.parametrize(("policy", "code"), [("fail", 1), ("drop", 0)])
+def test_no_secret_reaches_the_run_directory_or_the_terminal(
+    workplace: Path, policy: str, code: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    overrides = ("models.reward=reward.py:leaky", f"models.reward_failure={policy}", f"run.name=leaky-{policy}")
+    assert oppo(workplace, "", *overrides) == code
+    printed = capfd.readouterr()
+    directory = workplace / "runs" / f"leaky-{policy}"
+    assert "401 for https://***@judge.example/?api_key=***" in (directory / "log.jsonl").read_text()
+    assert (directory / "report.html").exists()
+    assert leaks(directory, printed.out, printed.err) == []
+
+
+@pytest.mark.usefixtures("canaries")
+def test_no_secret_of_the_settings_is_shown(workplace: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    secret = CANARIES["JUDGE_PASSWORD"]
+    shutil.copytree(workplace / "actor", workplace / secret)
+    settings = ("run.name=shown", f"models.policy={secret}", f"models.reference={secret}", "models.reward=reward")
+    assert oppo(workplace, "--dry-run", *settings) == 0
+    assert oppo(workplace, "", *settings) == 0
+    assert oppo(workplace, "", "run.name=other", "models.reference=https://me:canary-in-url@host/model") == 2
+    printed = capfd.readouterr()
+    assert "https://***@host/model" in printed.err
+    assert 'policy = "' in printed.out
+    assert leaks(workplace / "runs" / "shown", printed.out, printed.err) == []
+
+
+class Payload:
+    """Pickles into something that leaves a mark when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, (str(self.mark),)
+
+
+def test_a_poisoned_pickle_is_never_opened(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mark, poisoned = workplace / "mark", workplace / "poisoned"
+    shutil.copytree(workplace / "actor", poisoned)
+    for name in ("pytorch_model.bin", "training_args.bin", "optimizer.pt", "rng_state.pth"):
+        torch.save(Payload(mark), poisoned / name)
+    overrides = ("models.policy=poisoned", "models.reference=actor")
+    assert oppo(workplace, "", "run.name=poisoned", "run.steps=1", "run.panel=off", *overrides) == 0
+    assert not mark.exists()
+    (poisoned / "model.safetensors").unlink()
+    assert oppo(workplace, "", "run.name=poisoned-only", *overrides) == 2
+    assert "only as pickles" in capsys.readouterr().err
+    assert not mark.exists()
+    torch.load(poisoned / "pytorch_model.bin", weights_only=False)
+    assert mark.exists(), "a payload that does nothing would prove nothing"
+
+
+def test_a_run_writes_safetensors_and_text_only(workplace: Path) -> None:
+    assert oppo(workplace, "", "run.name=written", "run.steps=1", "run.panel=off") == 0
+    suffixes = {path.suffix for path in (workplace / "runs" / "written").rglob("*") if path.is_file()}
+    assert suffixes <= {".toml", ".json", ".jsonl", ".html", ".safetensors", ".jinja"}
+
+
+def test_nothing_in_the_package_unpickles_or_imports_by_name() -> None:
+    faults = []
+    for path in sorted((ROOT / "oppo").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+            names += [ast.unparse(node.func)] if isinstance(node, ast.Call) else []
+            faults += [f"{path.relative_to(ROOT)}: {name}" for name in names if FORBIDDEN.search(name)]
+    allowed = "oppo/rewards.py: importlib.util"  # the one place that runs a file, which the user has named
+    assert [fault for fault in faults if not fault.startswith(allowed)] == []
+
+
+FORBIDDEN = re.compile(
+    r"^(?:c?pickle|dill|joblib|cloudpickle|marshal|shelve)\b|^torch\.(?:load|save)$|^np\.load$|__import__"
+    r"|^importlib\.(?!metadata|resources)|^runpy|^subprocess|^os\.system|yaml\.load"
+)
+
+
+def test_reading_a_run_again_imports_and_runs_nothing_of_it(workplace: Path) -> None:
+    overrides = ("models.reward=reward.py:short", "run.steps=1", "run.panel=off")
+    assert oppo(workplace, "", "run.name=again", *overrides) == 0
+    directory = workplace / "runs" / "again"
+    program = (
+        "import sys\nfrom pathlib import Path\nfrom oppo.config import load\nfrom oppo.report import story\n"
+        f"directory = Path({str(directory)!r})\n"
+        "settings = load(directory / 'config.toml')\n"
+        "assert settings.models.reward.endswith('reward.py:short')\n"
+        "assert story(directory / 'journal.jsonl', 0)\n"
+        "assert not {'torch', 'transformers', 'pickle5'} & set(sys.modules)\n"
+        "assert not [name for name in sys.modules if name.startswith('oppo_reward')]\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A workplace whose models say nothing but payloads."""
+    folder = furnish(tmp_path_factory.mktemp("hostile"))
+    names = ["<pad>", "<s>", "</s>", *(f"{PAYLOADS[i % len(PAYLOADS)]}{i}" for i in range(3, tiny.VOCABULARY))]
+    for model in ("actor", "reward"):
+        tokenizer_of(names).save_pretrained(folder / model)
+    rows = [{"prompt": f"{names[3 + i]} {names[9 + i]}"} for i in range(20)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.mark.parametrize("panel", ["live", "lines"])
+def test_what_models_say_commands_neither_the_terminal_nor_the_page(
+    hostile: Path, panel: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    assert oppo(hostile, "", f"run.name={panel}", f"run.panel={panel}") == 0
+    printed = capsys.readouterr()
+    samples = records(hostile, panel, "samples.jsonl")
+    assert any("\x1b[31mred" in str(each["completion"]) for each in samples), "the payload was said"
+    for text in (printed.out, printed.err):
+        assert "\x1b[31mred" not in text
+        assert "\x1b]0;" not in text
+        assert "\x07" not in text
+        assert "\u202e" not in text
+    page = (hostile / "runs" / panel / "report.html").read_text()
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
+    assert "<script" not in page
+    assert "&amp;lt;" in page
+    if panel == "live":
+        assert re.search(r"\\x1b|\\u202e|<script>|\[bold\]", printed.out), "the panel shows a response, escaped"
+
+
+def test_what_a_reward_function_says_commands_nothing_either(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert oppo(workplace, "", "run.name=rude", "models.reward=reward.py:rude") == 1
+    said = capsys.readouterr().err
+    assert r"\x1b]0;owned\x07\x1b[31m[bold]<script>alert(1)</script>" in said
+    assert "\x1b" not in said
+    assert "\x1b" not in (workplace / "runs" / "rude" / "log.jsonl").read_text()
+
+
+def test_a_fault_of_the_program_itself_leaks_nothing(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no way to https://me:canary@host\x1b[31m")
+
+    monkeypatch.setattr("oppo.config.load", fail)
+    assert main(["train", str(workplace / "config.toml")]) == 1
+    said = capsys.readouterr().err
+    assert "Traceback" in said
+    assert r"RuntimeError: no way to https://***@host\x1b[31m" in said
+    assert "canary" not in said.replace('me:canary@host\\x1b[31m")', "")

@@ -1,0 +1,135 @@
+"""A folder in which ``oppo train`` can be run: tiny models made on the spot, a reward function, prompts, settings."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tokenizers import Tokenizer as Words, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from oppo.cli import main
+from tests.hf import tiny
+
+CONFIG = """
+[run]
+name = "first"
+steps = 2
+cores = 1
+panel = "lines"
+[models]
+policy = "actor"
+reward = "reward"
+[data]
+prompts = "prompts.jsonl"
+[sampling]
+max_new_tokens = 12
+[step]
+batch = 4
+extra = 2
+chunk = 4
+[trainer]
+learning_rate = 1e-3
+epochs = 1
+"""
+
+REWARDS = """
+import os, sys, time
+
+def short(prompts, completions, goal):
+    return [-len(c.split()) / 10 for c in completions]
+
+def broken(prompts, completions):
+    return [None for _ in completions]
+
+def picky(prompts, completions, goal):
+    return [float("nan") if g % 3 == 0 else 1.0 for g in goal]
+
+def slow(prompts, completions):
+    time.sleep(0.7)
+    return [0.0 for _ in completions]
+
+def stuck(prompts, completions):
+    time.sleep(3600)
+
+def leaky(prompts, completions):
+    raise OSError(f"401 for https://me:{os.environ['JUDGE_PASSWORD']}@judge.example/?api_key=canary-in-query")
+
+def rude(prompts, completions):
+    raise ValueError("\\x1b]0;owned\\x07\\x1b[31m[bold]<script>alert(1)</script>")
+"""
+
+
+def tokenizer(*, shifted: bool = False, size: int = tiny.VOCABULARY) -> PreTrainedTokenizerFast:
+    """Return one of words ``w3``, ``w4``, ...; a shifted one knows other words."""
+    names = ["<pad>", "<s>", "</s>", *(f"w{i + shifted}" for i in range(3, size))]
+    return tokenizer_of(names)
+
+
+def tokenizer_of(names: list[str]) -> PreTrainedTokenizerFast:
+    """Return one that knows these words; the first three are padding, beginning and end."""
+    words = Words(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token=names[0]))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        pad_token=names[0],
+        bos_token=names[1],
+        eos_token=names[2],
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def furnish(folder: Path) -> Path:
+    """Fill a folder with everything a run needs, and return it."""
+    tiny.causal("llama", seed=1).save_pretrained(folder / "actor")
+    tiny.scalar("llama", seed=2).save_pretrained(folder / "reward")
+    for name in ("actor", "reward"):
+        tokenizer().save_pretrained(folder / name)
+    rows = [{"prompt": " ".join(f"w{3 + (7 * i + k) % 90}" for k in range(2 + i % 5)), "goal": i} for i in range(20)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "reward.py").write_text(REWARDS)
+    (folder / "config.toml").write_text(CONFIG)
+    return folder
+
+
+def oppo(folder: Path, command: str = "", *overrides: str) -> int:
+    """Run ``oppo train`` in this process and return its exit code."""
+    return main(["train", str(folder / "config.toml"), *command.split(), *_set(overrides)])
+
+
+def start(folder: Path, *overrides: str, before: str = "", **environment: str) -> subprocess.Popen[str]:
+    """Start ``oppo train`` in a process of its own.
+
+    Args:
+        folder: the workplace.
+        overrides: settings.
+        before: Python that the process runs first.
+        environment: further variables.
+    """
+    program = f"import sys\n{before}\nfrom oppo.cli import main\nsys.exit(main())"
+    return subprocess.Popen(
+        [sys.executable, "-c", program, "train", str(folder / "config.toml"), *_set(overrides)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(folder: Path, *overrides: str, before: str = "", **environment: str) -> tuple[int, str, str]:
+    """Run ``oppo train`` in a process of its own; return its exit code and what it said on either stream."""
+    with start(folder, *overrides, before=before, **environment) as process:
+        out, said = process.communicate(timeout=240)
+    return process.returncode, out, said
+
+
+def records(folder: Path, run_name: str, file: str) -> list[dict[str, object]]:
+    """Return the lines of a file of a run directory."""
+    return [json.loads(line) for line in (folder / "runs" / run_name / file).read_text(encoding="utf-8").splitlines()]
+
+
+def _set(overrides: tuple[str, ...]) -> list[str]:
+    return [each for override in overrides for each in ("--set", override)]
