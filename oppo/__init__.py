@@ -28,6 +28,7 @@ from oppo.graph import Graph, GraphBuilder, Receiver, Run, Sender, Step, Stream,
 from oppo.models import Decode, Follower, Piece, Policy, Sampling, Scorer, Trained, Trainer, Weights
 from oppo.placement import Thread
 from oppo.recipes import ppo
+from oppo.shaping import ScoreShaping
 from oppo.stages import GAE, Generate, Score, Update
 
 __all__ = [
@@ -60,6 +61,7 @@ __all__ = [
     "Run",
     "Sampling",
     "Score",
+    "ScoreShaping",
     "Scored",
     "Scorer",
     "Sender",

@@ -8,6 +8,7 @@ resolved file means the same wherever it lies.
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
 from oppo.errors import ConfigError
+from oppo.estimators import KLEstimator
 from oppo.training import Schedule, TrainerSettings
 
 if TYPE_CHECKING:
@@ -59,6 +61,9 @@ class RunSection(Section):
     trace: bool = Field(default=True, description="write trace.json for chrome://tracing or Perfetto")
     watchdog_seconds: NonNegative = Field(
         default=600.0, description="end a run in which nothing has moved for so long, with hang-report.json; 0: never"
+    )
+    max_nonfinite: Count = Field(
+        default=3, description="end a run after so many updates in a row that were not finite, with the batch; 0: never"
     )
 
 
@@ -112,7 +117,7 @@ class SamplingSection(Section):
 
 
 class StepSection(Section):
-    """``[step]``: the schedule of a step and the shape of its reward."""
+    """``[step]``: the schedule of a step and the shape of its reward (see :class:`oppo.stages.GAE`)."""
 
     batch: PositiveInt = Field(default=32, description="rollouts trained in a step")
     extra: Count = Field(
@@ -121,9 +126,19 @@ class StepSection(Section):
     max_deferrals: PositiveInt = Field(default=2, description="a rollout carried over this often is waited for")
     chunk: PositiveInt | Literal["whole"] = Field(default=32, description="tokens streamed to the scorers at a time")
     kl: NonNegative = Field(default=0.05, description="coefficient of the KL penalty (its first value when adaptive)")
-    kl_estimator: Literal["k1", "k3"] = Field(default="k1", description="estimator of the KL penalty")
+    kl_in: Literal["reward", "loss"] = Field(
+        default="reward", description="whether the KL penalty is part of the reward, or of the loss"
+    )
+    kl_estimator: KLEstimator = Field(default="k1", description="estimator of the KL penalty; k2 or k3 in the loss")
     kl_target: Positive | None = Field(default=None, description="adapt the coefficient to hold this KL per rollout")
     kl_horizon: PositiveInt | None = Field(default=None, description="rollouts over which the coefficient adapts")
+    score_norm: bool = Field(default=False, description="normalise scores by the mean and spread of all so far")
+    score_clip: Positive | None = Field(default=None, description="bound scores to this on either side of 0")
+    reward_scale: Positive = Field(default=1.0, description="multiplies the scores")
+    missing_eos_penalty: NonNegative = Field(
+        default=0.0, description="taken from the reward of a response that ended at max_new_tokens"
+    )
+    whiten_rewards: bool = Field(default=False, description="scale a batch's rewards to unit variance")
     gamma: Fraction = Field(default=1.0, description="discount")
     lam: Fraction = Field(default=0.95, description="lambda of generalised advantage estimation")
 
@@ -135,26 +150,37 @@ class StepSection(Section):
             )
         if (self.kl_target is None) != (self.kl_horizon is None):
             raise ValueError("kl_target and kl_horizon go together: give both (adaptive KL) or neither (constant)")
+        if self.kl_in == "loss" and self.kl_target is not None:
+            raise ValueError("kl_target adapts the penalty in the reward: leave it out where kl_in = 'loss'")
+        if self.kl_in == "loss" and self.kl_estimator == "k1":
+            raise ValueError(
+                "the gradient of k1 is zero in expectation, so kl_in = 'loss' needs kl_estimator = 'k2' or 'k3'"
+            )
         return self
 
 
 class TrainerSection(Section):
-    """``[trainer]``: the optimiser (see ``oppo.hf.trainer.TrainerSettings``)."""
+    """``[trainer]``: losses and optimiser (see :class:`oppo.training.TrainerSettings`)."""
 
-    learning_rate: Positive = 3e-6
+    learning_rate: Positive = Field(default=3e-6, description="of AdamW, for the actor")
     critic_learning_rate: Positive | None = Field(default=None, description="the actor's when absent")
-    epochs: PositiveInt = 4
-    minibatches: PositiveInt = 1
-    clip: Positive = 0.2
-    value_clip: Positive = 0.2
-    value_coefficient: NonNegative = 0.1
-    max_grad_norm: Positive = 1.0
-    weight_decay: NonNegative = 0.0
+    critic_warmup: Count = Field(default=0, description="updates at the beginning that train the critic only")
+    epochs: PositiveInt = Field(default=4, description="passes over each batch")
+    minibatches: PositiveInt = Field(default=1, description="optimizer steps in each pass")
+    clip: Positive = Field(default=0.2, description="how far the probability ratio may move from 1")
+    value_clip: Positive | Literal["none"] = Field(default=0.2, description="how far a value may move in an update")
+    value_coefficient: NonNegative = Field(default=0.1, description="weight of the value loss")
+    entropy_coefficient: NonNegative = Field(default=0.0, description="weight of the entropy bonus")
+    max_grad_norm: Positive = Field(default=1.0, description="each model's gradient is scaled down to this norm")
+    weight_decay: NonNegative = Field(default=0.0, description="of AdamW, for matrices only")
     schedule: Schedule = Field(
         default="constant", description="a transformers scheduler, such as constant, linear or cosine"
     )
-    warmup_steps: Count = 0
-    micro_batch_tokens: PositiveInt = 4096
+    warmup_steps: Count = Field(default=0, description="updates over which the learning rate grows from 0")
+    gradient_checkpointing: Count = Field(
+        default=0, description="recompute every n-th layer in the backward pass: 1 is all layers, 0 none"
+    )
+    micro_batch_tokens: PositiveInt = Field(default=4096, description="tokens, padding included, in a forward pass")
     seed: Seed = 0
 
 
@@ -235,7 +261,11 @@ def trainer_settings(settings: Settings) -> TrainerSettings:
     Raises:
         ConfigError: the schedule and its warm-up do not go together.
     """
-    section = settings.trainer.model_dump()
+    step, section = settings.step, settings.trainer.model_dump()
+    if section["value_clip"] == "none":
+        section["value_clip"] = math.inf
+    if step.kl_in == "loss":
+        section |= {"kl": step.kl, "kl_estimator": step.kl_estimator}
     return TrainerSettings(**section, total_steps=settings.run.steps)
 
 
@@ -317,7 +347,12 @@ def _expectation(detail: ErrorDetails) -> str:
     index = f"item {detail['loc'][2]} to be " if len(detail["loc"]) > 2 and isinstance(detail["loc"][2], int) else ""
     if text.startswith(("greater", "less")):
         return f"{index}a number {text}"
-    return index + {"integer": "a whole number", "boolean": "true or false", "string": "a string"}.get(text, text)
+    return index + {
+        "integer": "a whole number",
+        "number": "a number",
+        "boolean": "true or false",
+        "string": "a string",
+    }.get(text, text)
 
 
 def _keys(section: str) -> list[str]:

@@ -13,6 +13,7 @@
     ├── RewardError       a reward function failed or returned something that is no score
     └── ModelError
         ├── ModelRefused  a model cannot be served exactly: raised at load, names the reason
+        ├── ModelDiverged updates went on being not finite: names the rollouts and where the batch lies
         └── ModelLost     a model's thread or process is gone
 """
 
@@ -64,6 +65,10 @@ class ModelError(OppoError):
 
 class ModelRefused(ModelError):  # noqa: N818 - it says what happened
     """A model cannot be served exactly; raised at load, before anything is trained."""
+
+
+class ModelDiverged(ModelError):  # noqa: N818 - it says what happened
+    """Loss, gradient or values were not finite for too many updates in a row; raised before the weights go anywhere."""
 
 
 class ModelLost(ModelError):  # noqa: N818 - it says what happened

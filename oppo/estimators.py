@@ -13,7 +13,7 @@ import numpy as np
 
 from oppo.events import BoolArray, FloatArray
 
-KLEstimator: TypeAlias = Literal["k1", "k3"]
+KLEstimator: TypeAlias = Literal["k1", "k2", "k3"]
 
 WHITEN_EPSILON = 1e-8
 """Added to the variance before its root is taken, as in TRL."""
@@ -52,8 +52,9 @@ def gae(rewards: FloatArray, values: FloatArray, gamma: float, lam: float) -> tu
 def kl_estimate(logprobs: FloatArray, reference: FloatArray, estimator: KLEstimator = "k1") -> FloatArray:
     """Return an estimate, per sampled token, of KL(policy || reference): float32 [T], nats.
 
-    With ``r = reference - logprobs``: ``k1 = -r``, unbiased and of either sign; ``k3 = exp(r) - 1 - r``, unbiased and
-    never negative (Schulman 2020, "Approximating KL divergence", joschu.net/blog/kl-approx.html).
+    With ``r = reference - logprobs``: ``k1 = -r``, unbiased and of either sign; ``k2 = r**2 / 2``, biased and never
+    negative; ``k3 = exp(r) - 1 - r``, unbiased and never negative (Schulman 2020, "Approximating KL divergence",
+    joschu.net/blog/kl-approx.html).
 
     Raises:
         ValueError: the arrays differ in shape, or there is no such estimator.
@@ -62,9 +63,11 @@ def kl_estimate(logprobs: FloatArray, reference: FloatArray, estimator: KLEstima
     difference = reference.astype(np.float64) - logprobs
     if estimator == "k1":
         return (-difference).astype(np.float32)
+    if estimator == "k2":
+        return (0.5 * np.square(difference)).astype(np.float32)
     if estimator == "k3":
         return (np.expm1(difference) - difference).astype(np.float32)
-    raise ValueError(f"the KL estimator must be 'k1' or 'k3', not {estimator!r}")
+    raise ValueError(f"the KL estimator must be 'k1', 'k2' or 'k3', not {estimator!r}")
 
 
 def shaped_rewards(score: float, kl: FloatArray, coefficient: float, sampled: BoolArray | None = None) -> FloatArray:

@@ -6,10 +6,12 @@ takes that count as ``total``, and then the parts' results (and their gradients)
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 import torch
 from torch import Tensor
+
+from oppo.estimators import KLEstimator
 
 
 class PolicyLoss(NamedTuple):
@@ -112,7 +114,7 @@ def value_loss(
         old_values: float32 [T], as they were when the advantages were estimated.
         returns: float32 [T].
         mask: bool [T], the tokens that count.
-        clip: how far a value may move from its old one before its gradient ends.
+        clip: how far a value may move from its old one before its gradient ends; ``inf``: as far as it likes.
         total: see :func:`masked_mean`.
     """
     counted = torch.where(mask, values, torch.zeros_like(values))
@@ -121,6 +123,35 @@ def value_loss(
     loss = 0.5 * masked_mean(torch.maximum(plain, clipped), mask, total)
     with torch.no_grad():
         return ValueLoss(loss, clipfrac=masked_mean((clipped > plain).to(values.dtype), mask, total))
+
+
+def kl_loss(
+    logprobs: Tensor, reference: Tensor, mask: Tensor, estimator: KLEstimator, *, total: float | None = None
+) -> Tensor:
+    """Return the mean estimate of KL(policy || reference) as a loss: a float32 scalar, nats per token.
+
+    The estimators are those of :func:`oppo.estimators.kl_estimate`. As a loss it is their gradient that counts: on
+    tokens of the current policy that of ``k2`` is the gradient of the KL in expectation, that of ``k3`` is close to it
+    near the reference, and that of ``k1`` is zero in expectation: it pulls nowhere.
+
+    Args:
+        logprobs: float32 [T], current, with gradient.
+        reference: float32 [T], of the reference model.
+        mask: bool [T], the tokens that count.
+        estimator: ``k1``, ``k2`` or ``k3``.
+        total: see :func:`masked_mean`.
+    """
+    difference = torch.where(mask, reference - logprobs, torch.zeros_like(logprobs))
+    match estimator:
+        case "k1":
+            estimate = -difference
+        case "k2":
+            estimate = 0.5 * difference.square()
+        case "k3":
+            estimate = torch.expm1(difference) - difference
+        case _:
+            assert_never(estimator)
+    return masked_mean(estimate, mask, total)
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:

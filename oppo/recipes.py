@@ -8,8 +8,9 @@ from oppo.estimators import AdaptiveKL, FixedKL, KLEstimator
 from oppo.events import Drop, FloatArray, Prompt, StepReport, merge_chunks, rollout_of
 from oppo.graph import Graph, GraphBuilder
 from oppo.models import Policy, Scorer, Trainer
+from oppo.shaping import ScoreShaping
 from oppo.stages import GAE, Generate, Score, Update
-from oppo.stages.update import followers
+from oppo.stages.update import Dump, followers
 
 
 def ppo(
@@ -25,6 +26,10 @@ def ppo(
     kl_estimator: KLEstimator = "k1",
     gamma: float = 1.0,
     lam: float = 0.95,
+    shaping: ScoreShaping | None = None,
+    whiten_rewards: bool = False,
+    max_nonfinite: int = 3,
+    dump: Dump | None = None,
 ) -> Graph[StepReport]:
     """Return PPO with a learned or rule-based reward and a critic (Ziegler et al. 2019), streamed.
 
@@ -40,6 +45,10 @@ def ppo(
         kl_estimator: how a token's KL to the reference is estimated.
         gamma: discount.
         lam: lambda of generalised advantage estimation.
+        shaping: what is made of the scores before they are rewards; nothing unless given.
+        whiten_rewards: scale the rewards of a batch to unit variance.
+        max_nonfinite: the run ends after so many updates in a row in which something was not finite; 0: never.
+        dump: writes the last batch of such a run.
     """
     capacity = max(16, 4 * admission.batch)  # events of all rollouts in flight: a busy scorer wakes to all of them
     g: GraphBuilder[Prompt] = GraphBuilder("ppo", capacity=capacity, merge=merge_chunks, key=rollout_of)
@@ -47,6 +56,14 @@ def ppo(
     ref = g.add("ref_logp", Score(reference), rollout)
     score = g.add("reward", Score(reward), rollout)
     value = g.add("value", Score(critic), rollout)
-    estimator = GAE(gamma=gamma, lam=lam, kl=kl, kl_estimator=kl_estimator)
+    estimator = GAE(
+        gamma=gamma,
+        lam=lam,
+        kl=kl,
+        kl_estimator=kl_estimator,
+        shaping=shaping or ScoreShaping(),
+        whiten_rewards=whiten_rewards,
+    )
     batch = g.add("advantage", estimator, rollout, ref, score, value)
-    return g.build(g.add("update", Update(trainer, publish=followers(policy, critic)), batch))
+    update = Update(trainer, publish=followers(policy, critic), max_nonfinite=max_nonfinite, dump=dump)
+    return g.build(g.add("update", update, batch))

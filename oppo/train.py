@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -24,8 +26,11 @@ from oppo.liveness import Heartbeat, Watchdog
 from oppo.observe import Observer
 from oppo.recipes import ppo
 from oppo.report import Panel, RunDirectory, RunLog
+from oppo.report.dump import dump_batch
 from oppo.report.rundir import require_unused
 from oppo.report.samples import Decode
+from oppo.shaping import ScoreShaping
+from oppo.stages.advantage import NONFINITE
 
 if TYPE_CHECKING:
     from oppo.hf.assemble import Assembly
@@ -95,14 +100,14 @@ def prepare(settings: Settings, tell: Callable[[str], None] = silent) -> Session
     with ExitStack() as stack:
         stack.enter_context(assembly)
         require_room(prompts, assembly.sampling.max_new_tokens, assembly.positions)
-        graph = compose(settings.step, assembly)
+        graph = compose(settings, assembly)
         stack.pop_all()
     return Session(settings, assembly, graph, PromptStream(prompts, seed=data.seed, epochs=data.epochs), before)
 
 
-def compose(step: StepSection, assembly: Assembly) -> Graph[StepReport]:
+def compose(settings: Settings, assembly: Assembly) -> Graph[StepReport]:
     """Return the graph of a step."""
-    adaptive = step.kl_target is not None and step.kl_horizon is not None
+    step = settings.step
     return ppo(
         policy=assembly.policy,
         reference=assembly.reference,
@@ -111,11 +116,27 @@ def compose(step: StepSection, assembly: Assembly) -> Graph[StepReport]:
         trainer=assembly.trainer,
         admission=Overcommit(batch=step.batch, extra=step.extra, max_deferrals=step.max_deferrals),
         chunks=WholeRollout() if step.chunk == "whole" else Fixed(step.chunk),
-        kl=AdaptiveKL(step.kl, step.kl_target or 0, step.kl_horizon or 0) if adaptive else step.kl,
+        kl=reward_kl(step),
         kl_estimator=step.kl_estimator,
         gamma=step.gamma,
         lam=step.lam,
+        shaping=ScoreShaping(
+            norm=step.score_norm,
+            clip=math.inf if step.score_clip is None else step.score_clip,
+            scale=step.reward_scale,
+            missing_eos_penalty=step.missing_eos_penalty,
+        ),
+        whiten_rewards=step.whiten_rewards,
+        max_nonfinite=settings.run.max_nonfinite,
+        dump=partial(dump_batch, folder=settings.run_directory / NONFINITE),
     )
+
+
+def reward_kl(step: StepSection) -> float | AdaptiveKL:
+    """Return the weight of the KL penalty in the reward: none where it is in the loss."""
+    if step.kl_target is not None and step.kl_horizon is not None:
+        return AdaptiveKL(step.kl, step.kl_target, step.kl_horizon)
+    return step.kl if step.kl_in == "reward" else 0.0
 
 
 async def run(

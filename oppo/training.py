@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 from oppo.errors import ConfigError
+from oppo.estimators import KLEstimator
 
 Schedule: TypeAlias = Literal["constant", "constant_with_warmup", "linear", "cosine"]
 
@@ -21,8 +22,12 @@ class TrainerSettings:
         epochs: passes over each batch.
         minibatches: optimizer steps in each pass.
         clip: how far the probability ratio may move from 1 before its gradient ends.
-        value_clip: how far a value may move from its old one before its gradient ends.
-        value_coefficient: weight of the value loss in the sum of the two losses.
+        value_clip: how far a value may move from its old one before its gradient ends; ``inf``: never.
+        value_coefficient: weight of the value loss in the sum of the losses.
+        entropy_coefficient: weight of the entropy of the next-token distributions, a bonus.
+        kl: weight of the KL to the reference in the loss; 0 where it is in the reward, or nowhere.
+        kl_estimator: estimator of that KL; ``k2`` has the right gradient, see :func:`oppo.losses.kl_loss`.
+        critic_warmup: the first updates, so many, train the critic only.
         max_grad_norm: each model's gradient is scaled down to this norm; ``inf`` leaves it alone. The two models are
             clipped apart, so that the large gradients of an untrained critic do not shrink the actor's step.
         weight_decay: of AdamW, for matrices only.
@@ -30,6 +35,7 @@ class TrainerSettings:
         schedule: shape of the learning rate over the run, as of the same name in ``transformers.get_scheduler``.
         warmup_steps: updates over which the learning rate grows from 0; not with ``constant``.
         total_steps: updates in the run; ``linear`` and ``cosine`` reach 0 there and need it.
+        gradient_checkpointing: recompute every n-th layer in the backward pass, to save memory; 1: all, 0: none.
         micro_batch_tokens: tokens, padding included, in one forward pass; a longer row gets a pass of its own.
         seed: keys, with the number of the update, how rows are shuffled into minibatches.
 
@@ -44,6 +50,10 @@ class TrainerSettings:
     clip: float = 0.2
     value_clip: float = 0.2
     value_coefficient: float = 0.1
+    entropy_coefficient: float = 0.0
+    kl: float = 0.0
+    kl_estimator: KLEstimator = "k2"
+    critic_warmup: int = 0
     max_grad_norm: float = 1.0
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
@@ -51,14 +61,29 @@ class TrainerSettings:
     schedule: Schedule = "constant"
     warmup_steps: int = 0
     total_steps: int | None = None
+    gradient_checkpointing: int = 0
     micro_batch_tokens: int = 4096
     seed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("epochs", "minibatches", "micro_batch_tokens"):
             _require(name, getattr(self, name), at_least=1)
-        for name in ("learning_rate", "value_coefficient", "weight_decay", "warmup_steps", "seed"):
+        for name in (
+            "learning_rate",
+            "value_coefficient",
+            "entropy_coefficient",
+            "kl",
+            "critic_warmup",
+            "gradient_checkpointing",
+            "weight_decay",
+            "warmup_steps",
+            "seed",
+        ):
             _require(name, getattr(self, name), at_least=0)
+        if self.kl_estimator not in get_args(KLEstimator):
+            raise ConfigError(
+                f"kl_estimator must be one of {', '.join(get_args(KLEstimator))}, not {self.kl_estimator!r}"
+            )
         if self.critic_learning_rate is not None:
             _require("critic_learning_rate", self.critic_learning_rate, at_least=0)
         for name in ("clip", "value_clip", "max_grad_norm", "eps"):

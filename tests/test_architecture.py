@@ -17,7 +17,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors"}),
     frozenset({"events", "observe"}),
-    frozenset({"models", "admission", "chunking", "estimators", "placement", "training"}),
+    frozenset({"models", "admission", "chunking", "estimators", "placement", "shaping", "training"}),
     frozenset({"graph"}),
     frozenset({"stages"}),
     frozenset({"recipes"}),

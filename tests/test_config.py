@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import tomllib
 from pathlib import Path
 
@@ -97,6 +98,13 @@ def test_an_unknown_section_names_the_nearest_one(tmp_path: Path) -> None:
         ("[step]\nbatch = 4\nextra = 5\n", "extra must be at most batch (4), so that overdue rollouts fit; got 5"),
         ("[step]\nkl_target = 3.0\n", "kl_target and kl_horizon go together"),
         ("[step]\nkl = nan\n", "step.kl: expected a finite number, got nan"),
+        ('[step]\nkl_in = "loss"\n', "kl_in = 'loss' needs kl_estimator = 'k2' or 'k3'"),
+        (
+            '[step]\nkl_in = "loss"\nkl_target = 3.0\nkl_horizon = 9\n',
+            "kl_target adapts the penalty in the reward: leave it out where kl_in = 'loss'",
+        ),
+        ("[step]\nscore_clip = 0\n", "step.score_clip: expected a number greater than 0, got 0"),
+        ('[trainer]\nvalue_clip = "off"\n', "trainer.value_clip: expected a number or 'none', got 'off'"),
         ("[sampling]\ntop_p = 0.0\n", "sampling.top_p: expected a number greater than 0, got 0.0"),
         (
             "[sampling]\nstop = [1, 2.5]\n",
@@ -130,7 +138,7 @@ def test_a_file_that_is_not_there_or_not_toml_is_a_sentence(tmp_path: Path) -> N
 
 def test_the_sections_mirror_what_they_configure() -> None:
     trainer = {field.name for field in dataclasses.fields(TrainerSettings)}
-    assert set(TrainerSection.model_fields) == trainer - {"betas", "eps", "total_steps"}
+    assert set(TrainerSection.model_fields) == trainer - {"betas", "eps", "total_steps", "kl", "kl_estimator"}
     sampling = {field.name for field in dataclasses.fields(Sampling)}
     annotation = Settings.model_fields["sampling"].default
     assert set(type(annotation).model_fields) == sampling
@@ -143,3 +151,10 @@ def test_a_schedule_spans_the_run(tmp_path: Path) -> None:
     assert trainer_settings(settings).total_steps == 40
     with pytest.raises(ConfigError, match="has no warm-up"):
         trainer_settings(loaded(tmp_path, "[trainer]\nwarmup_steps = 4\n"))
+
+
+def test_a_kl_in_the_loss_and_values_without_a_clip_reach_the_trainer(tmp_path: Path) -> None:
+    text = '[step]\nkl_in = "loss"\nkl = 0.3\nkl_estimator = "k3"\n[trainer]\nvalue_clip = "none"\n'
+    chosen = trainer_settings(loaded(tmp_path, text))
+    assert (chosen.kl, chosen.kl_estimator, chosen.value_clip) == (0.3, "k3", math.inf)
+    assert trainer_settings(loaded(tmp_path)).kl == 0

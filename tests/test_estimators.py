@@ -112,8 +112,8 @@ def test_arrays_of_different_length_are_refused() -> None:
 
 
 def test_an_unknown_kl_estimator_is_refused() -> None:
-    with pytest.raises(ValueError, match="must be 'k1' or 'k3', not 'k2'"):
-        kl_estimate(floats([0]), floats([0]), "k2")  # type: ignore[arg-type] # the point of the test
+    with pytest.raises(ValueError, match="must be 'k1', 'k2' or 'k3', not 'k4'"):
+        kl_estimate(floats([0]), floats([0]), "k4")  # type: ignore[arg-type] # the point of the test
 
 
 @pytest.mark.parametrize(("kl", "factor"), [(6.0, 1.0), (60.0, 1.02), (0.0, 0.98), (6.6, 1.01), (float("nan"), 1.0)])
@@ -145,3 +145,7 @@ def test_impossible_kl_controls_are_refused(build: object) -> None:
     assert callable(build)
     with pytest.raises(ValueError, match="must be"):
         build()
+
+
+def test_k2_is_half_the_squared_difference() -> None:
+    close(kl_estimate(floats([-1, -2]), floats([-3, -2]), "k2"), [2, 0])

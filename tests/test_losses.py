@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from oppo.losses import entropy, masked_mean, policy_loss, token_logprobs, value_loss
+from oppo.estimators import KLEstimator, kl_estimate
+from oppo.losses import entropy, kl_loss, masked_mean, policy_loss, token_logprobs, value_loss
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "ppo.json").read_text(encoding="utf-8"))["loss"]
 CLIP = 0.2
@@ -102,3 +103,43 @@ def test_masked_out_nans_reach_neither_loss_nor_gradient() -> None:
 def test_a_mean_over_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="a mean over no token is undefined"):
         masked_mean(torch.ones(2), torch.zeros(2, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_the_kl_in_the_loss_is_the_one_in_the_reward(estimator: KLEstimator) -> None:
+    logprobs, reference = golden("logprobs")[MASK], golden("old_logprobs")[MASK]
+    mask = torch.ones_like(logprobs, dtype=torch.bool)
+    theirs = kl_estimate(logprobs.numpy(), reference.numpy(), estimator).mean()
+    close(kl_loss(logprobs, reference, mask, estimator), torch.tensor(theirs))
+
+
+def test_only_k2_has_the_gradient_of_the_kl_on_tokens_of_the_policy() -> None:
+    logits = torch.tensor([0.3, -0.7, 0.9, 0.1], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([-0.2, 0.4, 0.3, 0.0], dtype=torch.float64).log_softmax(-1)
+    chosen = logits.log_softmax(-1)
+    mask = torch.ones(4, dtype=torch.bool)
+
+    def gradient(loss: Tensor) -> Tensor:
+        (found,) = torch.autograd.grad(loss, logits, retain_graph=True)
+        return found
+
+    def expected(estimator: KLEstimator) -> Tensor:
+        each = [
+            kl_loss(chosen[at : at + 1], reference[at : at + 1], mask[:1], estimator) * chosen[at].exp().detach()
+            for at in range(4)
+        ]
+        return gradient(torch.stack(each).sum())
+
+    true = gradient((chosen.exp() * (chosen - reference)).sum())
+    torch.testing.assert_close(expected("k2"), true)
+    torch.testing.assert_close(expected("k1"), torch.zeros_like(true), rtol=0, atol=1e-12)
+    assert not torch.allclose(expected("k3"), true, rtol=1e-2)
+
+
+def test_values_without_a_clip_have_the_plain_squared_error() -> None:
+    values = golden("values").requires_grad_()
+    loss = value_loss(values, golden("old_values"), golden("returns"), MASK, float("inf"))
+    plain = 0.5 * masked_mean((values - golden("returns")).square(), MASK)
+    close(loss.loss, plain)
+    assert loss.clipfrac == 0
+    close(torch.autograd.grad(loss.loss, values)[0], torch.autograd.grad(plain, values)[0])

@@ -37,6 +37,7 @@ NAMES = [
     "Run",
     "Sampling",
     "Score",
+    "ScoreShaping",
     "Scored",
     "Scorer",
     "Sender",

@@ -25,7 +25,7 @@ class MicroBatch:
         row, column: int64 [T], where in an [n, K, ...] output each response token was predicted.
         tokens: int64 [T].
         mask: bool [T], true for the tokens that are trained.
-        logprobs, values, advantages, returns: float32 [T], as they came with the batch.
+        logprobs, reference, values, advantages, returns: float32 [T], as they came with the batch.
     """
 
     ids: Tensor
@@ -37,6 +37,7 @@ class MicroBatch:
     tokens: Tensor
     mask: Tensor
     logprobs: Tensor
+    reference: Tensor
     values: Tensor
     advantages: Tensor
     returns: Tensor
@@ -110,6 +111,7 @@ def pack(batch: Batch, rows: Sequence[int], device: torch.device) -> MicroBatch:
         tokens=tensor(batch.tokens[taken].astype(np.int64)),
         mask=tensor(batch.sampled[taken]),
         logprobs=tensor(batch.logprobs[taken]),
+        reference=tensor(batch.reference[taken]),
         values=tensor(batch.values[taken]),
         advantages=tensor(batch.advantages[taken]),
         returns=tensor(batch.returns[taken]),

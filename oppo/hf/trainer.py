@@ -29,7 +29,8 @@ from oppo.errors import ModelRefused
 from oppo.events import Batch
 from oppo.hf.load import quiet
 from oppo.hf.packing import MicroBatch, micro_batches, minibatches, pack, read_lengths, trainable
-from oppo.losses import entropy, policy_loss, token_logprobs, value_loss
+from oppo.hf.recompute import recompute
+from oppo.losses import entropy, kl_loss, policy_loss, token_logprobs, value_loss
 from oppo.models import Follower, Sampling, Trained, Weights
 from oppo.placement import Thread
 from oppo.training import TrainerSettings
@@ -45,10 +46,11 @@ class ActorCritic(nn.Module):
         self.actor = actor
         self.critic = critic
 
-    def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: MicroBatch, *, actor_learns: bool = True) -> tuple[Tensor, Tensor]:
         """Return the logits and the values from which each response token was predicted: [T, V] and float32 [T]."""
         inputs = {"attention_mask": batch.attention, "position_ids": batch.positions, "use_cache": False}
-        logits: Tensor = self.actor(batch.ids, logits_to_keep=batch.keep, **inputs).logits
+        with torch.set_grad_enabled(actor_learns):
+            logits: Tensor = self.actor(batch.ids, logits_to_keep=batch.keep, **inputs).logits
         hidden: Tensor = self.critic.base_model(batch.ids, **inputs).last_hidden_state
         values: Tensor = self.critic.get_submodule("score")(hidden[:, batch.keep]).squeeze(-1)
         return logits[batch.row, batch.column], values[batch.row, batch.column].float()
@@ -64,6 +66,7 @@ class Measured(NamedTuple):
     value_clipfrac: float
     entropy: float
     ratio: float
+    kl: float
 
 
 @dataclass(slots=True)
@@ -95,6 +98,7 @@ class Tally:
             "policy/approxkl_avg": mean.approxkl,
             "policy/clipfrac_avg": mean.clipfrac,
             "policy/entropy_avg": mean.entropy,
+            "policy/kl_avg": mean.kl,
             "val/clipfrac_avg": mean.value_clipfrac,
             "val/ratio": mean.ratio,
             "val/ratio_var": float(np.var(ratios, ddof=1)) if len(ratios) > 1 else 0.0,
@@ -118,7 +122,7 @@ class HfTrainer:
         settings: everything about the optimisation.
 
     Raises:
-        ModelRefused: the critic has no single-label ``score`` head, or a model has nothing to train.
+        ModelRefused: the critic has no single-label ``score`` head, or a model has nothing to train or to recompute.
     """
 
     def __init__(
@@ -138,6 +142,9 @@ class HfTrainer:
         actor.train(mode=False)
         critic.train(mode=False)
         self._actor, self._critic = actor, critic
+        if self.settings.gradient_checkpointing:
+            for model in (actor, critic):
+                recompute(model, self.settings.gradient_checkpointing)
         optimizer = torch.optim.AdamW(
             [*self._groups(actor, "actor"), *self._groups(critic, "critic")],
             betas=self.settings.betas,
@@ -228,14 +235,22 @@ class HfTrainer:
         self._optimizer.zero_grad()
 
     def _backward(self, part: MicroBatch, total: float) -> Tensor:
-        """Add the gradient of a part of ``total`` tokens; return what it adds to :class:`Measured`, float32 [7]."""
+        """Add the gradient of a part of ``total`` tokens; return what it adds to :class:`Measured`, float32 [8]."""
         settings, temperature = self.settings, self._sampling.temperature
-        logits, values = self._models(part)
+        actor_learns = self._version >= settings.critic_warmup
+        logits, values = self._models(part, actor_learns=actor_learns)
         logprobs = token_logprobs(logits, part.tokens, temperature)
         policy = policy_loss(logprobs, part.logprobs, part.advantages, part.mask, settings.clip, total=total)
         value = value_loss(values, part.values, part.returns, part.mask, settings.value_clip, total=total)
-        self._accelerator.backward(policy.loss + settings.value_coefficient * value.loss)
-        spread = entropy(logits.detach(), part.mask, temperature, total=total)
+        bonus = settings.entropy_coefficient
+        spread = entropy(logits if bonus else logits.detach(), part.mask, temperature, total=total)
+        kl = kl_loss(logprobs, part.reference, part.mask, settings.kl_estimator, total=total)
+        loss = settings.value_coefficient * value.loss
+        if actor_learns:
+            loss = policy.loss + loss
+            loss = loss - bonus * spread if bonus else loss
+            loss = loss + settings.kl * kl if settings.kl else loss
+        self._accelerator.backward(loss)
         return torch.stack(
             (
                 policy.loss.detach(),
@@ -243,8 +258,9 @@ class HfTrainer:
                 policy.approxkl,
                 policy.clipfrac,
                 value.clipfrac,
-                spread,
+                spread.detach(),
                 policy.ratio,
+                kl.detach(),
             )
         )
 

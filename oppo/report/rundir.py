@@ -10,6 +10,7 @@
 ``summary.json``      what the run came to
 ``report.html``       charts, summary and samples, self-contained
 ``hang-report.json``  only where a run was ended because nothing moved (:mod:`oppo.liveness`)
+``nonfinite/``        only where a run was ended because it diverged: its last batch (:mod:`oppo.report.dump`)
 ====================  ===================================================================================
 """
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TypeAlias
@@ -12,8 +12,13 @@ import numpy as np
 from oppo.estimators import AdaptiveKL, FixedKL, KLEstimator, gae, kl_estimate, shaped_rewards, whiten
 from oppo.events import Batch, Defer, Drop, Finish, FloatArray, RolloutEvent, Scored
 from oppo.graph import Receiver, Sender, join, where
+from oppo.shaping import ScoreShaping
 
 KLControl: TypeAlias = FixedKL | AdaptiveKL
+
+LARGEST = float(np.finfo(np.float32).max)
+NONFINITE = "nonfinite"
+"""How the reason of a drop begins whose cause is a number that is not finite."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,18 +30,31 @@ class Row:
     score: float
     values: FloatArray
 
+    def fault(self) -> str | None:
+        """Return why the rollout cannot be trained: the first thing said of it that is no finite float32."""
+        said: Mapping[str, float | FloatArray] = {
+            "score": self.score,
+            "reference log-prob": self.reference,
+            "value": self.values,
+        }
+        return next(
+            (f"{NONFINITE} {name}" for name, value in said.items() if not (np.abs(value) <= LARGEST).all()), None
+        )
+
 
 @dataclass(eq=False)
 class GAE:
     """Joins what the scorers said of each finished rollout and estimates advantages (Schulman et al. 2016).
 
-    The reward of a token is ``-kl * (estimate of its KL to the reference)``, plus the score on the last sampled token.
+    The reward of a token is ``-kl * (estimate of its KL to the reference)``, plus the shaped score on the last sampled
+    token. A rollout of which something said is not finite is dropped alone: nothing of it reaches the others.
 
     Attributes:
         gamma: discount.
         lam: bias-variance trade of the estimator.
         kl: coefficient of the KL penalty: a number, or a controller that adapts it to a target.
-        kl_estimator: ``k1`` or ``k3`` (Schulman, "Approximating KL divergence", 2020).
+        kl_estimator: ``k1``, ``k2`` or ``k3`` (Schulman, "Approximating KL divergence", 2020).
+        shaping: what is made of the scores first; replaced by its successor after each batch.
         whiten_rewards: scale the rewards of a batch to unit variance, their mean kept.
         whiten_advantages: scale the advantages of a batch to zero mean and unit variance.
     """
@@ -45,6 +63,7 @@ class GAE:
     lam: float = 0.95
     kl: float | KLControl = 0.05
     kl_estimator: KLEstimator = "k1"
+    shaping: ScoreShaping = field(default_factory=ScoreShaping)
     whiten_rewards: bool = False
     whiten_advantages: bool = True
     _control: KLControl = field(init=False, repr=False)
@@ -83,7 +102,12 @@ class GAE:
                 and isinstance(scalar, Scored)
                 and isinstance(values, Scored)
             ):
-                rows.append(Row(finish, ref.value, scalar.value, values.value))
+                row = Row(finish, ref.value, scalar.value, values.value)
+                fault = row.fault()
+                if fault is None:
+                    rows.append(row)
+                else:
+                    dropped.append(Drop(finish.rollout, fault))
         if rows or dropped or deferred:
             rows.sort(key=lambda row: row.finish.rollout)
             dropped.sort(key=lambda drop: drop.rollout)  # they came in the order of the scores, which is one of time
@@ -100,10 +124,13 @@ class GAE:
         values = flat([row.values for row in rows])
         kl = np.where(sampled, kl_estimate(logprobs, reference, self.kl_estimator), np.float32(0))
         slices = [slice(int(a), int(b)) for a, b in pairwise(offsets)]
+        scores = np.array([row.score for row in rows], np.float32)
+        self.shaping = self.shaping.after(scores)
+        shaped = self.shaping.shaped(scores, np.array([row.finish.reason != "length" for row in rows], np.bool_))
         rewards = flat(
             [
-                shaped_rewards(row.score, kl[s], self._control.coefficient, sampled[s])
-                for row, s in zip(rows, slices, strict=True)
+                shaped_rewards(float(score), kl[s], self._control.coefficient, sampled[s])
+                for score, s in zip(shaped, slices, strict=True)
             ]
         )
         if self.whiten_rewards:
@@ -113,9 +140,8 @@ class GAE:
         returns = flat([total for _, total in estimates])
         if self.whiten_advantages:
             advantages = whiten(advantages, sampled)
-        scores = np.array([row.score for row in rows], np.float32)
         metrics = self._metrics(
-            scores, [float(kl[s].sum()) for s in slices], [float(-logprobs[s].sum()) for s in slices]
+            scores, shaped, [float(kl[s].sum()) for s in slices], [float(-logprobs[s].sum()) for s in slices]
         )
         return Batch(
             responses=tuple(responses),
@@ -136,7 +162,9 @@ class GAE:
             deferred=tuple(deferred),
         )
 
-    def _metrics(self, scores: FloatArray, kl: Sequence[float], surprisal: Sequence[float]) -> dict[str, float]:
+    def _metrics(
+        self, scores: FloatArray, shaped: FloatArray, kl: Sequence[float], surprisal: Sequence[float]
+    ) -> dict[str, float]:
         if not len(scores):
             return {}
         coefficient = self._control.coefficient
@@ -147,9 +175,10 @@ class GAE:
             "objective/kl_coef": coefficient,
             "objective/entropy": float(np.mean(surprisal)),
             "objective/non_score_reward": -coefficient * mean_kl,
-            "objective/rlhf_reward": mean_score - coefficient * mean_kl,
+            "objective/rlhf_reward": float(np.mean(shaped)) - coefficient * mean_kl,
             "objective/scores": mean_score,
             "objective/scores_std": float(np.std(scores)),
+            "objective/shaped_scores": float(np.mean(shaped)),
         }
 
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias
 
 import anyio
 import numpy as np
 
+from oppo.errors import ModelDiverged
 from oppo.events import Batch, Drop, StepReport
 from oppo.graph import Receiver, Sender, Step
-from oppo.models import Follower, Trainer
+from oppo.models import Follower, Trained, Trainer
+from oppo.stages.advantage import NONFINITE
+
+Dump: TypeAlias = Callable[[Batch], Path]
+"""Writes a batch for people to look at; returns where."""
 
 
 @dataclass(eq=False)
@@ -20,10 +27,15 @@ class Update:
     Attributes:
         trainer: owns the weights.
         publish: the served models that follow them; none decodes or scores this step's rollouts any more.
+        max_nonfinite: the run ends after so many updates in a row in which something was not finite; 0: never.
+        dump: writes the last batch of such a run.
     """
 
     trainer: Trainer
     publish: Sequence[Follower] = ()
+    max_nonfinite: int = 3
+    dump: Dump | None = None
+    _nonfinite: int = field(default=0, init=False, repr=False)
     _step: Step = field(default=Step(0, 1, 0.0), init=False, repr=False)
 
     def begin(self, step: Step) -> None:
@@ -31,12 +43,17 @@ class Update:
         self._step = step
 
     async def run(self, batches: Receiver[Batch], /, *, out: Sender[StepReport]) -> None:
-        """Train, publish, report."""
+        """Train, publish, report.
+
+        Raises:
+            ModelDiverged: something was not finite in ``max_nonfinite`` updates in a row.
+        """
         async for batch in batches:
             version = self.trainer.version
             scored = anyio.current_time()
             trained = await self.trainer.update(batch)
             updated = anyio.current_time()
+            self._watch(batch, trained)
             await self.trainer.publish(*self.publish)
             end = anyio.current_time()
             skipped = set(trained.nonfinite)
@@ -46,7 +63,7 @@ class Update:
                     index=self._step.index,
                     version=self.trainer.version,
                     trained=tuple(batch.rollouts[row] for row in rows),
-                    dropped=(*batch.dropped, *(Drop(rollout, "nonfinite") for rollout in trained.nonfinite)),
+                    dropped=(*batch.dropped, *(Drop(rollout, NONFINITE) for rollout in trained.nonfinite)),
                     deferred=tuple(batch.deferred),
                     score=float(np.mean(batch.scores[rows])) if rows else float("nan"),
                     seconds=end - self._step.started,
@@ -60,6 +77,35 @@ class Update:
                     },
                 )
             )
+
+    def _watch(self, batch: Batch, trained: Trained) -> None:
+        """End the run if this was the last of too many updates in a row in which something was not finite."""
+        broken = nonfinite(batch, trained)
+        self._nonfinite = self._nonfinite + 1 if broken else 0
+        if not self.max_nonfinite or self._nonfinite < self.max_nonfinite:
+            return
+        self._nonfinite = 0  # a graph can be run again
+        error = ModelDiverged(
+            f"something was not finite in {self.max_nonfinite} updates in a row, lastly for rollouts {list(broken)}: "
+            "lower the learning rate or max_grad_norm, choose float32, or look at the reward of these rollouts"
+        )
+        if self.dump is not None:
+            try:
+                error.add_note(f"the batch of the last update is in {self.dump(batch)}")
+            except Exception as failure:  # noqa: BLE001 - the boundary that may not hide what ends the run: it becomes a note
+                error.add_note(f"and the batch of the last update could not be written: {failure}")
+        raise error
+
+
+def nonfinite(batch: Batch, trained: Trained) -> tuple[int, ...]:
+    """Return the rollouts that say that training has diverged.
+
+    Those of minibatches that were skipped; or, where nothing was left to train, those that were dropped because a
+    number was not finite. One bad score among good ones does not count.
+    """
+    if trained.nonfinite or len(batch):
+        return trained.nonfinite
+    return tuple(drop.rollout for drop in batch.dropped if drop.reason.startswith(NONFINITE))
 
 
 def composition(batch: Batch, version: int) -> Mapping[str, float]:

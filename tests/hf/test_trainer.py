@@ -311,7 +311,7 @@ async def test_the_metrics_of_an_update_are_trls_and_the_work_done(thread: Threa
     metrics = (await trainer.update(batch)).metrics
     assert set(metrics) == {
         "policy/approxkl_avg", "policy/clipfrac_avg", "policy/entropy_avg", "loss/policy_avg", "loss/value_avg",
-        "val/clipfrac_avg", "val/ratio", "val/ratio_var", "val/num_eos_tokens", "lr", "episode",
+        "policy/kl_avg", "val/clipfrac_avg", "val/ratio", "val/ratio_var", "val/num_eos_tokens", "lr", "episode",
         "train/grad_norm", "train/critic_grad_norm", "train/minibatches", "train/micro_batches",
         "train/padding_fraction", "train/tokens",
     }  # fmt: skip
@@ -321,6 +321,72 @@ async def test_the_metrics_of_an_update_are_trls_and_the_work_done(thread: Threa
     assert metrics["val/num_eos_tokens"] == 1
     assert metrics["episode"] == len(LENGTHS)
     assert metrics["lr"] == 1e-3
+
+
+async def test_the_first_updates_train_the_critic_only(thread: Thread) -> None:
+    trainer = make(thread, critic_warmup=1, entropy_coefficient=0.1, kl=0.1, weight_decay=0.01)
+    batch = rollouts(trainer._actor, trainer._critic)
+    actor, critic = weights_digest(trainer._actor), weights_digest(trainer._critic)
+    trained = await trainer.update(batch)
+    assert weights_digest(trainer._actor) == actor
+    assert weights_digest(trainer._critic) != critic
+    assert trained.metrics["train/grad_norm"] == 0
+    assert trained.metrics["val/ratio"] == pytest.approx(1, abs=1e-5)
+    await trainer.update(batch)
+    assert weights_digest(trainer._actor) != actor
+
+
+async def gradient(thread: Thread, *, moved: float = 0.0, **settings: object) -> dict[str, Tensor]:
+    """Return the actor's gradient on one batch whose reference log-probs are ``moved`` from the actor's own."""
+    trainer = make(thread, name="llama", **settings)
+    batch = rollouts(trainer._actor, trainer._critic)
+    batch.reference[:] += np.float32(moved)
+    rows = list(range(len(batch)))
+    trainer._backward(pack(batch, rows, torch.device("cpu")), float(batch.sampled.sum()))
+    return {name: p.grad for name, p in trainer._actor.named_parameters() if p.grad is not None}
+
+
+async def test_the_entropy_bonus_adds_the_gradient_of_the_mean_entropy(thread: Thread) -> None:
+    plain, with_bonus = await gradient(thread), await gradient(thread, entropy_coefficient=0.5)
+    trainer = make(thread)
+    batch = rollouts(trainer._actor, trainer._critic)
+    entropies = []
+    for row in batch.responses:
+        ids = torch.tensor(np.concatenate((row.prompt.tokens, row.tokens)), dtype=torch.long)[None]
+        logprobs = trainer._actor(ids).logits[0, len(row.prompt.tokens) - 1 : -1].log_softmax(-1)
+        entropies.append(-(logprobs.exp() * logprobs).sum(-1))
+    torch.cat(entropies).mean().backward()
+    for name, parameter in trainer._actor.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(with_bonus[name] - plain[name], -0.5 * parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+async def test_the_kl_in_the_loss_pulls_to_the_reference_and_only_where_it_differs(thread: Thread) -> None:
+    plain = await gradient(thread)
+    at_the_reference = await gradient(thread, kl=0.5)
+    away = await gradient(thread, kl=0.5, moved=0.3)
+    for name, gradients in plain.items():
+        torch.testing.assert_close(at_the_reference[name], gradients, rtol=1e-4, atol=1e-5)
+    assert any(not torch.allclose(away[name], gradients, atol=1e-4) for name, gradients in plain.items())
+    trainer = make(thread, kl=0.5)
+    batch = rollouts(trainer._actor, trainer._critic)
+    batch.reference[:] += np.float32(0.3)
+    assert (await trainer.update(batch)).metrics["policy/kl_avg"] == pytest.approx(0.5 * 0.3**2, rel=1e-3)
+
+
+async def test_values_without_a_clip_are_never_counted_as_clipped(thread: Thread) -> None:
+    async def share(clip: float) -> float:
+        trainer = make(thread, epochs=4, value_clip=clip, critic_learning_rate=1e-2)
+        return (await trainer.update(rollouts(trainer._actor, trainer._critic))).metrics["val/clipfrac_avg"]
+
+    assert await share(0.05) > 0
+    assert await share(math.inf) == 0
+
+
+async def test_recomputing_layers_does_not_change_the_gradient(thread: Thread) -> None:
+    plain, recomputed = await gradient(thread), await gradient(thread, gradient_checkpointing=1)
+    assert plain.keys() == recomputed.keys()
+    assert all(torch.equal(tensor, recomputed[name]) for name, tensor in plain.items())
 
 
 async def test_the_learning_rates_follow_the_schedule_by_version(thread: Thread) -> None:

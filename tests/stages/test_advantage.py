@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from oppo.estimators import whiten
 from oppo.events import Batch, Chunk, Defer, Drop, Finish, FloatArray, Prompt, Response, RolloutEvent, Scored
 from oppo.graph.channel import Channel
+from oppo.shaping import ScoreShaping
 from oppo.stages import GAE
 from oppo.stages.advantage import Row
 from oppo.testing import run_virtual
@@ -63,3 +65,68 @@ def test_advantages_are_whitened_over_the_batch_and_returns_are_not() -> None:
     assert not np.array_equal(white.advantages, plain.advantages)
     assert np.array_equal(white.returns, plain.returns)
     assert np.allclose(plain.returns, plain.advantages + plain.values)
+
+
+@pytest.mark.parametrize(
+    ("score", "reference", "value", "reason"),
+    [
+        (float("nan"), 0.0, 0.0, "nonfinite score"),
+        (1e39, 0.0, 0.0, "nonfinite score"),
+        (1.0, -np.inf, 0.0, "nonfinite reference log-prob"),
+        (1.0, 0.0, np.nan, "nonfinite value"),
+    ],
+)
+def test_a_number_that_is_not_finite_drops_its_rollout_alone(
+    score: float, reference: float, value: float, reason: str
+) -> None:
+    async def main(bad: int | None) -> Batch:
+        sent: list[Batch] = []
+
+        class Out:
+            async def send(self, item: Batch, /) -> None:
+                sent.append(item)
+
+        rollouts = Channel[RolloutEvent]("generate->gae", 9)
+        references = Channel[Scored[FloatArray] | Drop]("ref_logp->gae", 9)
+        scores = Channel[Scored[float] | Drop]("reward->gae", 9)
+        values = Channel[Scored[FloatArray] | Drop]("value->gae", 9)
+        for rollout in (1, 2, 3):
+            if bad is None and rollout == 2:
+                continue
+            spoilt = rollout == bad
+            rollouts.send_nowait(finish(rollout))
+            said = per_token(rollout).value.copy(), per_token(rollout).value.copy()
+            if spoilt:
+                said[0][1] += reference
+                said[1][1] += value
+            references.send_nowait(Scored(rollout, said[0], 0))
+            scores.send_nowait(Scored(rollout, score if spoilt else float(rollout), 0))
+            values.send_nowait(Scored(rollout, said[1], 0))
+        for channel in (rollouts, references, scores, values):
+            channel.close()
+        await GAE(shaping=ScoreShaping(norm=True)).run(rollouts, references, scores, values, out=Out())
+        (batch,) = sent
+        return batch
+
+    spoilt, without = run_virtual(main, 2), run_virtual(main, None)
+    assert spoilt.rollouts == (1, 3)
+    assert spoilt.dropped == (Drop(2, reason),)
+    assert np.array_equal(spoilt.advantages, without.advantages)
+    assert spoilt.metrics == without.metrics
+
+
+def test_the_last_token_earns_the_shaped_score_and_the_batch_keeps_the_raw_one() -> None:
+    rows = [Row(finish(n), per_token(1).value, float(n), per_token(0).value) for n in (1, 2, 3)]
+    stage = GAE(kl=0.0, shaping=ScoreShaping(norm=True, scale=2.0))
+    batch = stage.batch(rows)
+    assert batch.rewards[[3, 7, 11]].tolist() == [-2.0, 0.0, 2.0]
+    assert batch.scores.tolist() == [1.0, 2.0, 3.0]
+    assert (batch.metrics["objective/scores"], batch.metrics["objective/shaped_scores"]) == (2.0, 0.0)
+    assert stage.shaping.moments.count == 3
+
+
+def test_a_response_that_was_cut_off_by_its_length_pays_the_missing_eos_penalty() -> None:
+    ends = [finish(1), Finish(2, finish(2).response, "length"), Finish(3, finish(3).response, "stop")]
+    rows = [Row(end, per_token(1).value, 0.0, per_token(0).value) for end in ends]
+    batch = GAE(kl=0.0, shaping=ScoreShaping(missing_eos_penalty=1.0)).batch(rows)
+    assert batch.rewards[[3, 7, 11]].tolist() == [0.0, -1.0, 0.0]

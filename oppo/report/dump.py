@@ -1,0 +1,48 @@
+"""A batch on disk, for people who want to know what broke a run: numbers as safetensors, the rest as JSON."""
+
+from __future__ import annotations
+
+import json
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from oppo.events import Batch
+
+ARRAYS = (
+    "scores", "offsets", "tokens", "versions", "sampled", "logprobs", "reference", "values", "rewards", "advantages",
+    "returns",
+)  # fmt: skip
+"""The arrays of a batch, under their own names."""
+
+
+def dump_batch(batch: Batch, folder: Path) -> Path:
+    """Write ``batch.safetensors`` and ``batch.json`` into ``folder``, which is made, and return it.
+
+    Row ``r`` owns ``offsets[r] : offsets[r + 1]`` of the per-token arrays and ``prompt_offsets[r] :
+    prompt_offsets[r + 1]`` of ``prompts``. Whatever else the data held for a prompt is not written.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    prompts = [response.prompt.tokens for response in batch.responses]
+    arrays = {name: np.ascontiguousarray(getattr(batch, name)) for name in ARRAYS}
+    arrays["prompts"] = np.concatenate([np.zeros(0, np.int32), *prompts])
+    arrays["prompt_offsets"] = np.array([*accumulate(map(len, prompts), initial=0)], np.int64)
+    rows = [
+        {
+            "rollout": response.prompt.rollout,
+            "admission": response.prompt.admission,
+            "sample": response.prompt.sample,
+            "tokens": len(response),
+            "reason": reason,
+        }
+        for response, reason in zip(batch.responses, batch.reasons, strict=True)
+    ]
+    dropped = [{"rollout": drop.rollout, "reason": drop.reason} for drop in batch.dropped]
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(arrays, folder / "batch.safetensors")
+    (folder / "batch.json").write_text(json.dumps({"rows": rows, "dropped": dropped}, indent=2) + "\n", "utf-8")
+    return folder

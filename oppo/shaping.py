@@ -1,0 +1,97 @@
+"""What is made of a reward model's scores before they are rewards: pure values, so a run's state can be read and kept.
+
+In this order: running normalisation, clip, scale, and the penalty of responses that did not end by themselves. The
+penalty comes last, so it is in the unit of the reward whatever the scores' own unit is.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from oppo.events import BoolArray, FloatArray
+
+
+@dataclass(frozen=True, slots=True)
+class RunningMoments:
+    """Count, mean and spread of all scores so far (Chan, Golub, LeVeque 1979, equation 2.1).
+
+    Attributes:
+        count: scores seen.
+        mean: their mean.
+        squares: the sum of their squared deviations from it.
+
+    Example:
+        >>> RunningMoments().after(np.array([1, 3], np.float32)).after(np.array([5], np.float32))
+        RunningMoments(count=3, mean=3.0, squares=8.0)
+    """
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    @property
+    def std(self) -> float:
+        """The unbiased standard deviation; 1 while there are fewer than two scores, or where all are equal."""
+        deviation = math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
+        return deviation or 1.0
+
+    def after(self, scores: FloatArray) -> RunningMoments:
+        """Return the moments with a batch of scores, float32 [n], taken in."""
+        if not len(scores):
+            return self
+        batch = scores.astype(np.float64)
+        mean, count = float(batch.mean()), self.count + len(batch)
+        shift = mean - self.mean
+        squares = float(np.square(batch - mean).sum()) + shift * shift * self.count * len(batch) / count
+        return RunningMoments(count, self.mean + shift * len(batch) / count, self.squares + squares)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreShaping:
+    """How a score becomes the reward of a response; the defaults change nothing.
+
+    Attributes:
+        norm: subtract the running mean of all scores, this batch's included, and divide by their standard deviation.
+        clip: bound the (normalised) score to ``-clip .. clip``; ``inf`` leaves it alone.
+        scale: multiplies it.
+        missing_eos_penalty: taken from responses that ended because they were long, not by a stop, as in TRL.
+        moments: of the scores seen so far; only kept with ``norm``.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    norm: bool = False
+    clip: float = math.inf
+    scale: float = 1.0
+    missing_eos_penalty: float = 0.0
+    moments: RunningMoments = field(default_factory=RunningMoments)
+
+    def __post_init__(self) -> None:
+        if not self.clip > 0:
+            raise ValueError(f"the score's clip must be more than 0, not {self.clip}")
+        if not 0 < self.scale < math.inf:
+            raise ValueError(f"the scale of the reward must be more than 0 and finite, not {self.scale}")
+        if not 0 <= self.missing_eos_penalty < math.inf:
+            raise ValueError(f"the missing-EOS penalty must be 0 or more and finite, not {self.missing_eos_penalty}")
+
+    def after(self, scores: FloatArray) -> ScoreShaping:
+        """Return this shaping once it has seen a batch's scores, float32 [n]."""
+        return replace(self, moments=self.moments.after(scores)) if self.norm else self
+
+    def shaped(self, scores: FloatArray, stopped: BoolArray) -> FloatArray:
+        """Return the rewards of whole responses: float32 [n].
+
+        Args:
+            scores: float32 [n].
+            stopped: bool [n], whether the response ended by a stop token or text.
+        """
+        rewards: NDArray[np.float64] = scores.astype(np.float64)
+        if self.norm:
+            rewards = (rewards - self.moments.mean) / self.moments.std
+        rewards = rewards.clip(-self.clip, self.clip) * self.scale
+        return np.where(stopped, rewards, rewards - self.missing_eos_penalty).astype(np.float32)

@@ -1,0 +1,86 @@
+"""Update on fakes: when a run that trains on nothing but NaN ends, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from oppo.errors import ModelDiverged
+from oppo.report.dump import dump_batch
+from oppo.stages import GAE, Update
+from oppo.testing import FakeScorer, run_virtual
+from tests.pipelines import Pipeline, Setting
+
+
+def diverging(when: Callable[[int], bool], steps: int = 9, **chosen: object) -> Pipeline:
+    """Return a pipeline whose update is not finite where ``when`` says so of the update's number."""
+    pipeline = Pipeline(Setting(steps=steps, prompts=1_000))
+    trainer = pipeline.trainer
+    trainer.nonfinite = lambda rollout: when(trainer.version) and rollout % 4 == 1
+    graph = pipeline.graph()
+    update = Update(trainer, publish=[pipeline.policy, pipeline.critic], **chosen)  # type: ignore[arg-type] # by keyword
+    pipeline.graph = lambda: graph.replace(update=update)  # type: ignore[method-assign] # the same, but for one stage
+    return pipeline
+
+
+def test_the_run_ends_after_so_many_updates_in_a_row_and_names_the_rollouts() -> None:
+    pipeline = diverging(lambda update: update >= 3, max_nonfinite=2)
+    with pytest.raises(ModelDiverged, match=r"in 2 updates in a row, lastly for rollouts \[13\]: lower"):
+        run_virtual(pipeline.run)
+    assert len(pipeline.reports) == 3
+    assert pipeline.policy.version == 3, "what diverged was not published"
+
+
+def test_a_finite_update_in_between_begins_the_count_again() -> None:
+    pipeline = diverging(lambda update: update % 3 != 0, max_nonfinite=3)
+    run_virtual(pipeline.run)
+    assert len(pipeline.reports) == 9
+
+
+def test_with_zero_the_run_never_ends_early() -> None:
+    pipeline = diverging(lambda update: True, max_nonfinite=0)
+    run_virtual(pipeline.run)
+    assert len(pipeline.reports) == 9
+
+
+def test_steps_of_which_every_score_is_nan_end_the_run_too() -> None:
+    hopeless = FakeScorer(lambda finish, tokens, version: float("nan"))
+    pipeline = Pipeline(Setting(steps=9, prompts=1_000), reward=hopeless)
+    with pytest.raises(ModelDiverged, match="in 3 updates in a row"):
+        run_virtual(pipeline.run)
+    assert [len(report.dropped) for report in pipeline.reports] == [4, 4]
+    assert all(drop.reason == "nonfinite score" for report in pipeline.reports for drop in report.dropped)
+
+
+def test_the_last_batch_is_written_with_everything_that_is_known_of_it(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "nonfinite"
+    pipeline = diverging(lambda update: True, max_nonfinite=1, dump=partial(dump_batch, folder=folder))
+    with pytest.raises(ModelDiverged) as caught:
+        run_virtual(pipeline.run)
+    assert f"the batch of the last update is in {folder}" in caught.value.__notes__
+    (batch,) = pipeline.batches
+    arrays = load_file(folder / "batch.safetensors")
+    for name in ("tokens", "logprobs", "advantages", "offsets", "scores", "sampled"):
+        assert np.array_equal(arrays[name], getattr(batch, name))
+    first = slice(*arrays["prompt_offsets"][:2].tolist())
+    assert np.array_equal(arrays["prompts"][first], batch.responses[0].prompt.tokens)
+    told = json.loads((folder / "batch.json").read_text(encoding="utf-8"))
+    assert [row["rollout"] for row in told["rows"]] == list(batch.rollouts)
+
+
+def test_a_dump_that_fails_does_not_hide_why_the_run_ended(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    dump = partial(dump_batch, folder=tmp_path / "file" / "nonfinite")
+    with pytest.raises(ModelDiverged) as caught:
+        run_virtual(diverging(lambda update: True, max_nonfinite=1, dump=dump).run)
+    assert any("could not be written" in note for note in caught.value.__notes__)
+
+
+def test_a_batch_of_nothing_can_be_written(tmp_path: Path) -> None:
+    assert load_file(dump_batch(GAE().batch([]), tmp_path) / "batch.safetensors")["offsets"].tolist() == [0]
