@@ -113,7 +113,17 @@ class SamplingSection(Section):
         default=(),
         description="token ids, or texts that are one token each; the tokenizer's end of sequence when empty",
     )
+    min_new_tokens: Count = Field(default=0, description="no token of `stop` is drawn before a response is so long")
+    stop_strings: Annotated[tuple[Filled, ...], Field(strict=False)] = Field(
+        default=(), description="texts that end a response with the token that completes them"
+    )
     seed: Seed = 0
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SamplingSection:
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(f"min_new_tokens must be at most max_new_tokens; got {self.min_new_tokens}")
+        return self
 
 
 class StepSection(Section):

@@ -36,6 +36,8 @@ class Sampling:
         top_p: keep the smallest set of tokens whose probability reaches this; 1 keeps all.
         stop: token ids that end a response (reason ``eos`` for the first, ``stop`` for the others); each is part of
             the response.
+        min_new_tokens: none of ``stop`` is drawn before a response has this many tokens.
+        stop_strings: texts that end a response with the token that completes them (reason ``stop``).
         seed: keys the noise together with (admission, sample, position).
     """
 
@@ -44,6 +46,8 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     stop: tuple[int, ...] = ()
+    min_new_tokens: int = 0
+    stop_strings: tuple[str, ...] = ()
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -55,6 +59,12 @@ class Sampling:
             raise ValueError(f"top_k must be 0 (off) or more, not {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must lie in (0, 1], not {self.top_p}")
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens must lie in 0 .. max_new_tokens ({self.max_new_tokens}), not {self.min_new_tokens}"
+            )
+        if not all(self.stop_strings):
+            raise ValueError(f"a stop string must have at least one character; got {self.stop_strings}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -105,6 +105,8 @@ def test_an_unknown_section_names_the_nearest_one(tmp_path: Path) -> None:
         ),
         ("[step]\nscore_clip = 0\n", "step.score_clip: expected a number greater than 0, got 0"),
         ('[trainer]\nvalue_clip = "off"\n', "trainer.value_clip: expected a number or 'none', got 'off'"),
+        ("[sampling]\nmin_new_tokens = 200\n", "min_new_tokens must be at most max_new_tokens; got 200"),
+        ('[sampling]\nstop_strings = [""]\n', "sampling.stop_strings: expected"),
         ("[sampling]\ntop_p = 0.0\n", "sampling.top_p: expected a number greater than 0, got 0.0"),
         (
             "[sampling]\nstop = [1, 2.5]\n",

@@ -169,7 +169,13 @@ def assemble(settings: Settings, text: Text, tell: Callable[[str], None]) -> Ass
     served.append(critic)
     sampling = _sampling(settings, text, actor)
     return Assembly(
-        policy=HfPolicy(actor, sampling=sampling, thread=ModelThread(acting, "policy", _SERVING), exact=exact),
+        policy=HfPolicy(
+            actor,
+            sampling=sampling,
+            thread=ModelThread(acting, "policy", _SERVING),
+            exact=exact,
+            decode=text.decode,
+        ),
         reference=ReferenceLogprobs(
             reference, sampling=sampling, thread=ModelThread(scoring, "reference", _SERVING), exact=exact
         ),
@@ -282,6 +288,8 @@ def _sampling(settings: Settings, text: Text, actor: PreTrainedModel) -> Samplin
         top_k=section.top_k,
         top_p=section.top_p,
         stop=text.stop(section.stop, generation_stop),
+        min_new_tokens=section.min_new_tokens,
+        stop_strings=section.stop_strings,
         seed=section.seed,
     )
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from oppo.errors import ModelError
+from oppo.hf.ending import Decode, Ending
 from oppo.hf.incremental import Incremental
 from oppo.hf.sampling import draw, gumbel
 
@@ -100,13 +101,23 @@ class Decoder:
         model: a causal LM.
         exact: read prompts so that no row's bits depend on another row, and keep rows in admission order.
         prefill_tokens: how many tokens, padding included, are read in one forward pass.
+        decode: gives the text of tokens, for stop texts.
     """
 
-    def __init__(self, model: PreTrainedModel, *, sampling: Sampling, exact: bool, prefill_tokens: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        sampling: Sampling,
+        exact: bool,
+        prefill_tokens: int,
+        decode: Decode | None = None,
+    ) -> None:
         self.counters = Counters()
         self.reader = Incremental(model, ordered=exact)
         self.version = 0
         self._sampling = sampling
+        self._ending = Ending(sampling, decode)
         self._exact = exact
         self._budget = prefill_tokens
         self._current: set[int] = set()  # keys of rows of which all but the last token has been read
@@ -195,7 +206,7 @@ class Decoder:
             places = torch.tensor([(*row.order, len(row.tokens)) for row in live], device=logits.device)
             admission, sample, position = places.unbind(1)
             noise = gumbel(self._sampling.seed, admission, sample, position, logits.shape[-1])
-        tokens, logprobs = draw(logits, noise, self._sampling)
+        tokens, logprobs = draw(logits, noise, self._sampling, self._young(live, logits.device))
         host = torch.stack((tokens.double(), logprobs.double())).cpu().numpy()  # both exact in float64: one transfer
         if not np.isfinite(host[1]).all():
             broken = [row.prompt.rollout for row, fine in zip(live, np.isfinite(host[1]), strict=True) if not fine]
@@ -204,17 +215,17 @@ class Decoder:
                 "the weights have diverged or overflow their dtype"
             )
         ids = host[0].astype(np.int32)
-        reasons = tuple(self._append(row, token) for row, token in zip(live, ids.tolist(), strict=True))
+        for row, token in zip(live, ids.tolist(), strict=True):
+            row.tokens.append(token)
+        reasons = tuple(self._ending.reason(row.tokens, row.limit) for row in live)
         self.counters.decode_steps += 1
         self.counters.tokens += len(live)
         return DecodeStep(tuple(live), ids, host[1].astype(np.float32), self.version, reasons), tokens
 
-    def _append(self, row: Row, token: int) -> FinishReason | None:
-        """Append a token to a row; return why the row ends with it, if it does."""
-        row.tokens.append(token)
-        if token in self._sampling.stop:
-            return "eos" if token == self._sampling.stop[0] else "stop"
-        return "length" if len(row.tokens) >= row.limit else None
+    def _young(self, live: Sequence[Row], device: torch.device) -> Tensor | None:
+        """Return which rows have fewer tokens than a response may end with, bool [n]; ``None`` if there is none."""
+        young = [len(row.tokens) < self._sampling.min_new_tokens for row in live]
+        return torch.tensor(young, device=device) if any(young) else None
 
     def _without_ended(
         self, live: list[Row], tokens: Tensor, reasons: Sequence[FinishReason | None]

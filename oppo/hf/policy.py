@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Literal
 
@@ -145,6 +145,7 @@ class HfPolicy:
         exact: read prompts row by row on a fixed grid; then runs in which the same rollouts are decoded together
             agree bit for bit (float32 on a CPU).
         prefill_tokens: how many tokens, padding included, are read in one forward pass.
+        decode: gives the text of tokens; needed for ``sampling.stop_strings``, and called from the model's thread.
 
     Example:
         >>> from oppo.placement import Thread
@@ -166,6 +167,7 @@ class HfPolicy:
         on_publish: Literal["recompute", "keep"] = "recompute",
         exact: bool = False,
         prefill_tokens: int = 2048,
+        decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         if prefill_tokens < 1:
             raise ValueError(f"prefill_tokens must be at least 1, not {prefill_tokens}")
@@ -173,7 +175,7 @@ class HfPolicy:
         self._sampling = sampling
         self._thread = thread
         self._recompute = on_publish == "recompute"
-        self._decoder = Decoder(model, sampling=sampling, exact=exact, prefill_tokens=prefill_tokens)
+        self._decoder = Decoder(model, sampling=sampling, exact=exact, prefill_tokens=prefill_tokens, decode=decode)
         self._vocabulary = next(model.get_input_embeddings().parameters()).shape[0]
         self._keys = itertools.count()
         self._decoding = False

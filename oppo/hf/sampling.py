@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from oppo.models import Sampling
 
 
@@ -53,31 +55,44 @@ def gumbel(seed: int, admission: Tensor, sample: Tensor, position: Tensor, vocab
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
 
-def draw(logits: Tensor, noise: Tensor | None, sampling: Sampling) -> tuple[Tensor, Tensor]:
+def draw(
+    logits: Tensor, noise: Tensor | None, sampling: Sampling, young: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the tokens, int64 [n], drawn from ``logits`` with ``noise``, and their log-probs, float32 [n].
 
     The log-prob is that of the whole distribution at the sampling temperature (1 when greedy), which a trainer
-    computes again from the tokens alone. So with ``top_k`` or ``top_p`` the tokens come from a truncated, renormalised
-    distribution, but the log-probs do not: they are too low by the logarithm of the mass that was kept.
+    computes again from the tokens alone. So with ``top_k`` or ``top_p``, and in ``young`` rows, the tokens come from a
+    truncated, renormalised distribution, but the log-probs do not: they are too low by the logarithm of the mass that
+    was kept.
 
     Args:
         logits: [n, V], of any floating type; the arithmetic is float32.
         noise: float32 [n, V], standard Gumbel; ``None`` only when the temperature is 0.
         sampling: temperature, then ``top_k``, then ``top_p``, as in transformers' ``generate``.
+        young: bool [n], the rows that must not end yet: none of ``sampling.stop`` is drawn; ``None``: no row.
 
     Raises:
         ValueError: the temperature is above 0 and there is no noise.
     """
     logits = logits.float()
+    if sampling.temperature > 0:
+        logits = logits / sampling.temperature
+    allowed = logits if young is None else _unending(logits, young, sampling.stop)
     if sampling.temperature == 0:
-        tokens = logits.argmax(-1)
+        tokens = allowed.argmax(-1)
     elif noise is None:
         raise ValueError(f"sampling at temperature {sampling.temperature} needs noise; only greedy decoding has none")
     else:
-        logits = logits / sampling.temperature
-        tokens = _perturbed_argmax(logits, noise, sampling)
+        tokens = _perturbed_argmax(allowed, noise, sampling)
     chosen = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
     return tokens, (chosen - logits.logsumexp(-1)).clamp_(max=0)  # rounding can leave it above 0
+
+
+def _unending(logits: Tensor, young: Tensor, stop: Sequence[int]) -> Tensor:
+    """Return ``logits``, those of stop tokens at minus infinity in the rows that must not end yet."""
+    ends = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
+    ends[[token for token in stop if token < logits.shape[-1]]] = True
+    return logits.masked_fill(young.unsqueeze(1) & ends, -torch.inf)
 
 
 def _perturbed_argmax(logits: Tensor, noise: Tensor, sampling: Sampling) -> Tensor:
