@@ -55,7 +55,7 @@ class RunSection(Section):
     exact: bool = Field(default=False, description="make every bit independent of timing (slower; float32, CPU)")
     cores: Count = Field(default=0, description="cores to work with; 0: all that the process may use")
     panel: Literal["auto", "live", "lines", "off"] = Field(
-        default="auto", description="auto: live on a terminal, else lines"
+        default="auto", description="how progress is shown; auto: live on a terminal, else lines"
     )
     samples: Count = Field(default=4, description="rollouts a step written to samples.jsonl with their text")
     trace: bool = Field(default=True, description="write trace.json for chrome://tracing or Perfetto")

@@ -1,0 +1,169 @@
+"""Writes ``docs/settings.md`` from the settings' own models: ``python -m docs.make_settings``."""  # noqa: INP001 - a script beside its page
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from oppo.config import Section, Settings
+
+PAGE = Path(__file__).with_name("settings.md")
+
+NAMES: Mapping[str, tuple[str, str]] = {
+    "run.name": ("run name", "run_name"),
+    "run.directory": ("output directory", "output_dir"),
+    "run.steps": ("updates, iterations", "`total_episodes` / `batch_size`"),
+    "run.seed": ("random seed", "seed"),
+    "run.exact": ("deterministic mode", ""),
+    "run.cores": ("CPU threads", ""),
+    "run.panel": ("progress display", "disable_tqdm"),
+    "run.samples": ("logged samples", "num_sample_generations"),
+    "run.trace": ("timeline", ""),
+    "run.watchdog_seconds": ("hang timeout", ""),
+    "run.max_nonfinite": ("NaN guard", ""),
+    "models.policy": ("actor, policy", "sft_model_path"),
+    "models.reward": ("reward model, reward function", "reward_model_path"),
+    "models.reference": ("reference model", "ref_model"),
+    "models.critic": ("critic, value model", "value_model"),
+    "models.dtype": ("precision of the weights", "dtype"),
+    "models.trust_remote_code": ("custom code", "trust_remote_code"),
+    "models.reward_failure": ("reward error policy", ""),
+    "data.prompts": ("prompt dataset", "train_dataset"),
+    "data.column": ("prompt field", ""),
+    "data.max_prompt_tokens": ("maximum prompt length", ""),
+    "data.over_long": ("truncation, filtering", ""),
+    "data.epochs": ("passes over the data", "num_train_epochs"),
+    "data.seed": ("data seed", "seed"),
+    "sampling.max_new_tokens": ("response length", "response_length"),
+    "sampling.temperature": ("temperature", "temperature"),
+    "sampling.top_k": ("top-k", ""),
+    "sampling.top_p": ("nucleus, top-p", ""),
+    "sampling.stop": ("EOS and stop tokens", "`stop_token`, `stop_token_id`"),
+    "sampling.min_new_tokens": ("minimum response length", ""),
+    "sampling.stop_strings": ("stop sequences", ""),
+    "sampling.seed": ("generation seed", "seed"),
+    "step.batch": ("rollout batch size, B", "batch_size"),
+    "step.extra": ("overcommit, Delta", ""),
+    "step.max_deferrals": ("staleness bound", ""),
+    "step.chunk": ("chunk size", ""),
+    "step.kl": ("KL coefficient, beta", "kl_coef"),
+    "step.kl_in": ("KL as reward or as loss", ""),
+    "step.kl_estimator": ("KL estimator", "kl_estimator"),
+    "step.kl_target": ("adaptive KL target", "`target` (until 0.11)"),
+    "step.kl_horizon": ("adaptive KL horizon", "`horizon` (until 0.11)"),
+    "step.score_norm": ("reward normalisation, running", "`use_score_scaling`, `use_score_norm` (until 0.11)"),
+    "step.score_clip": ("reward clip", "`score_clip` (until 0.11)"),
+    "step.reward_scale": ("reward scale", ""),
+    "step.missing_eos_penalty": ("missing-EOS penalty", "missing_eos_penalty"),
+    "step.whiten_rewards": ("reward whitening", "whiten_rewards"),
+    "step.gamma": ("discount, gamma", "gamma"),
+    "step.lam": ("GAE lambda", "lam"),
+    "trainer.learning_rate": ("learning rate", "learning_rate"),
+    "trainer.critic_learning_rate": ("critic learning rate", ""),
+    "trainer.critic_warmup": ("critic warm-up", ""),
+    "trainer.epochs": ("PPO epochs, K", "num_ppo_epochs"),
+    "trainer.minibatches": ("minibatches", "num_mini_batches"),
+    "trainer.clip": ("clip range, epsilon", "cliprange"),
+    "trainer.value_clip": ("value clip range", "cliprange_value"),
+    "trainer.value_coefficient": ("value coefficient, c1", "vf_coef"),
+    "trainer.entropy_coefficient": ("entropy coefficient, c2", ""),
+    "trainer.max_grad_norm": ("gradient clipping", "max_grad_norm"),
+    "trainer.weight_decay": ("weight decay", "weight_decay"),
+    "trainer.schedule": ("learning-rate schedule", "lr_scheduler_type"),
+    "trainer.warmup_steps": ("learning-rate warm-up", "warmup_steps"),
+    "trainer.gradient_checkpointing": ("activation checkpointing", "gradient_checkpointing"),
+    "trainer.micro_batch_tokens": ("micro-batch size, in tokens", "`per_device_train_batch_size`, in rows"),
+    "trainer.seed": ("training seed", "seed"),
+}
+"""For each key, what the field calls it and what TRL's PPO calls it (1.12 unless said; empty: it has no such thing)."""
+
+WORDS: Mapping[object, str] = {int: "whole number", float: "number", str: "text", bool: "`true` or `false`"}
+BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+
+PREFACE = """\
+# Settings
+
+Every key of the file that `oppo train` reads, made from the models that check it: change those, then run
+`python -m docs.make_settings`. A key without a default must be given. *Known as* is the field's common name, *in TRL*
+the name in TRL's `PPOConfig`, `PPOTrainer` or `ModelConfig`.
+"""
+
+
+def page() -> str:
+    """Return the page."""
+    return "\n".join([PREFACE, *(line for name in Settings.model_fields for line in _section(name))])
+
+
+def _section(name: str) -> Iterator[str]:
+    """Yield the lines of one table of the file."""
+    model = Settings.model_fields[name].annotation
+    if not (isinstance(model, type) and issubclass(model, Section)):
+        raise TypeError(f"expected a section for {name}, got {model!r}")
+    _, _, about = (model.__doc__ or "").strip().partition(": ")
+    about = about.split(" (see ")[0].rstrip(".").replace("``", "`")
+    yield f"## `[{name}]`\n\n{_first_up(about)}.\n"
+    yield "| key | values | default | what it does | known as | in TRL |\n|---|---|---|---|---|---|"
+    for key, field in model.model_fields.items():
+        known, trl = NAMES[f"{name}.{key}"]
+        told = field.description or ""
+        theirs = f"`{trl}`" if trl.isidentifier() else trl or "-"
+        cells = (f"`{key}`", _values(field), _default(field), _first_up(told), known, theirs)
+        yield f"| {' | '.join(cells)} |"
+    yield ""
+
+
+def _default(field: FieldInfo) -> str:
+    if field.default is PydanticUndefined:
+        return "**required**"
+    match field.default:
+        case None:
+            return "absent"
+        case bool():
+            return f"`{str(field.default).lower()}`"
+        case tuple():
+            return f"`{list(field.default)}`"
+        case str():
+            return f'`"{field.default}"`'
+        case _:
+            return f"`{field.default}`"
+
+
+def _values(field: FieldInfo) -> str:
+    """Return what may be given: ``number > 0``, ``"a"`` or ``"b"``."""
+    return " ".join([" or ".join(_kinds(field.annotation)), *_limits(field.metadata)])
+
+
+def _kinds(annotation: object) -> list[str]:
+    """Return the kinds of values of a type, in the words of the file; nothing for what stands for an absent key."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        inner, *rules = arguments
+        every = [rule for each in rules for rule in (each.metadata if isinstance(each, FieldInfo) else [each])]
+        return [" ".join([*_kinds(inner), *_limits(every)])]
+    if origin is Literal:
+        return [f'`"{choice}"`' for choice in arguments]
+    if origin in (Union, types.UnionType):
+        return [kind for argument in arguments for kind in _kinds(argument)]
+    if origin is tuple:
+        return [f"list of {' or '.join(_kinds(arguments[0]))}"]
+    return [WORDS[annotation]] if annotation in WORDS else []
+
+
+def _limits(rules: Iterable[object]) -> list[str]:
+    """Return the bounds that a value keeps: ``> 0``."""
+    found = [(sign, getattr(rule, name, None)) for rule in rules for name, sign in BOUNDS.items()]
+    limits = [f"{sign} {limit}" for sign, limit in found if limit is not None and limit != 2**63]
+    return [", ".join(limits)] if limits else []
+
+
+def _first_up(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
