@@ -58,7 +58,7 @@ class Recipe:
 
     seed: int = 0
     shape: Shape = field(default_factory=Shape)
-    policy: Schedule = field(default_factory=lambda: Schedule(steps=440, rows=2, learning_rate=2.5e-3))
+    policy: Schedule = field(default_factory=lambda: Schedule(steps=410, rows=2, learning_rate=2.5e-3))
     reward: Schedule = field(default_factory=lambda: Schedule(steps=100, rows=8, learning_rate=8e-4))
     limit: int = 256
     corpus: int = 3000

@@ -48,7 +48,7 @@ class Plan:
     examined: int
 
 
-FULL = Plan(small=False, steps=26, max_new_tokens=256, examined=128)
+FULL = Plan(small=False, steps=24, max_new_tokens=256, examined=128)
 SHORT = Plan(small=True, steps=16, max_new_tokens=64, examined=32)
 
 
