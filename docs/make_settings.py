@@ -31,6 +31,8 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "models.reference": ("reference model", "ref_model"),
     "models.critic": ("critic, value model", "value_model"),
     "models.dtype": ("precision of the weights", "dtype"),
+    "models.lora_rank": ("LoRA rank, r", "lora_r"),
+    "models.lora_alpha": ("LoRA alpha", "lora_alpha"),
     "models.trust_remote_code": ("custom code", "trust_remote_code"),
     "models.reward_failure": ("reward error policy", ""),
     "data.prompts": ("prompt dataset", "train_dataset"),

@@ -75,8 +75,12 @@ class ModelsSection(Section):
     reference: str = Field(default="", description="directory or hub name; the policy when empty")
     critic: str = Field(default="", description="directory or hub name; the reward model, or the policy, when empty")
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field(
-        default="float32", description="type of the weights"
+        default="float32", description="type of the weights; 16 bits lose small updates, except in adapters"
     )
+    lora_rank: Count = Field(
+        default=0, description="train adapters of this rank instead of the policy's weights; 0: all weights"
+    )
+    lora_alpha: Positive = Field(default=32.0, description="adapters are scaled by lora_alpha / lora_rank")
     trust_remote_code: bool = Field(default=False, description="run code that comes with a model")
     reward_failure: Literal["fail", "drop", "retry"] = Field(
         default="fail",

@@ -26,6 +26,7 @@ from oppo.events import Drop, FloatArray
 from oppo.hf.anatomy import vocabulary
 from oppo.hf.directory import require_no_code, require_safetensors
 from oppo.hf.load import load_causal, load_scalar, load_tokenizer
+from oppo.hf.lora import add_lora, twin
 from oppo.hf.memory import ModelThread, attributed
 from oppo.hf.policy import HfPolicy
 from oppo.hf.scorers import ReferenceLogprobs, RewardModel, ValueModel
@@ -139,7 +140,8 @@ def load_text(settings: Settings) -> Text:
 def assemble(settings: Settings, text: Text, tell: Callable[[str], None]) -> Assembly:
     """Return the models of ``settings``, loaded and probed.
 
-    The actor is served and trained as one module, and so is the critic; the reference is a module of its own.
+    The actor is served and trained as one module, and so is the critic; the reference is a module of its own, over the
+    actor's base weights where only adapters are trained.
 
     Args:
         settings: of the run.
@@ -158,8 +160,7 @@ def assemble(settings: Settings, text: Text, tell: Callable[[str], None]) -> Ass
     scoring = _thread("scorers", max(1, cores - cores // 2))
     training = _thread("trainer", cores)
     load = _Loader(settings, text, tell)
-    actor = load.causal("policy")
-    reference = load.causal("reference")
+    actor, reference = _actor_and_reference(settings, load)
     served = [actor, reference]
     if reward is None:
         judge = load.scalar("reward")
@@ -193,6 +194,17 @@ def assemble(settings: Settings, text: Text, tell: Callable[[str], None]) -> Ass
         positions=min((limit for model in served if (limit := _positions(model)) is not None), default=None),
         threads=(acting, scoring, training),
     )
+
+
+def _actor_and_reference(settings: Settings, load: _Loader) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """Return what is trained and what it is compared with; with adapters, both over the same base in memory."""
+    models = settings.models
+    actor = load.causal("policy")
+    shared = models.lora_rank > 0 and models.reference == models.policy
+    reference = twin(actor) if shared else load.causal("reference")
+    if models.lora_rank:
+        add_lora(actor, models.lora_rank, models.lora_alpha, seed=settings.trainer.seed)
+    return actor, reference
 
 
 class _Loader:

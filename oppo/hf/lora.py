@@ -1,0 +1,62 @@
+"""Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) through PEFT, put into the actor once and never switched.
+
+The reference is then a second module over the same base parameters, so both can be served at once and the base is in
+memory once.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from oppo.errors import ConfigError, ModelRefused
+from oppo.hf.anatomy import routed
+
+
+def twin(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a second model over the same parameters: its modules and buffers are its own, its weights are not.
+
+    What is put into one of them later, adapters for instance, the other does not have.
+    """
+    shared = {id(parameter): parameter for parameter in model.parameters()}
+    return copy.deepcopy(model, shared)
+
+
+def add_lora(model: PreTrainedModel, rank: int, alpha: float, *, seed: int = 0) -> None:
+    """Put an adapter beside every linear layer but the last; from now on only the adapters require a gradient.
+
+    A fresh adapter changes no output: one of its two matrices is zero. With a base in a 16-bit type the adapters are
+    float32. ``save_pretrained`` writes adapters only, and ``from_pretrained`` loads them with their base.
+
+    Args:
+        model: changed in place, for good.
+        rank: of each adapter.
+        alpha: adapters are scaled by ``alpha / rank``.
+        seed: of the matrices that are not zero.
+
+    Raises:
+        ConfigError: PEFT is not installed.
+        ModelRefused: the model is a mixture of experts, whose linear layers PEFT does not find.
+    """
+    if routed(model):
+        raise ModelRefused(
+            f"{type(model).__name__} is a mixture of experts, to which no adapters are added: set models.lora_rank = 0"
+        )
+    try:
+        from peft import LoraConfig  # noqa: PLC0415 - an extra: whoever trains all weights does not need it
+    except ImportError as error:
+        raise ConfigError("models.lora_rank needs PEFT: pip install 'oppo[lora]'") from error
+    transposed = any(isinstance(module, Conv1D) for module in model.modules())
+    adapter = LoraConfig(
+        r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules="all-linear", fan_in_fan_out=transposed
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model.add_adapter(adapter)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()  # steps too small for 16 bits must not be lost
+    model.train(mode=False)

@@ -1,0 +1,149 @@
+"""Adapters on the actor: the reference stays what it was, streaming stays exact, and what was learned can be loaded."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import anyio
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from oppo.chunking import Fixed
+from oppo.errors import ConfigError, ModelRefused
+from oppo.hf.digest import weights_digest
+from oppo.hf.lora import add_lora, twin
+from oppo.hf.probe import probe
+from oppo.hf.trainer import HfTrainer
+from oppo.placement import Thread
+from oppo.training import TrainerSettings
+from tests import test_equivalence as equivalence
+from tests.hf import tiny
+from tests.hf.test_trainer import SAMPLING, rollouts
+
+IDS = torch.arange(3, 23).reshape(2, 10)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def adapted(name: str = "llama", *, fresh: bool = False) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """Return an actor whose adapters change its outputs, unless ``fresh``, and its reference."""
+    actor = tiny.causal(name, seed=1).train(mode=False)
+    reference = twin(actor)
+    add_lora(actor, 4, 8.0, seed=3)
+    if not fresh:
+        with torch.no_grad():
+            for parameter in trained(actor).values():
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    return actor, reference
+
+
+def trained(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel) -> torch.Tensor:
+    out: torch.Tensor = model(IDS).logits
+    return out
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "neox", "gemma2", "opt"])
+def test_the_reference_is_the_base_in_the_same_memory(name: str) -> None:
+    plain = logits(tiny.causal(name, seed=1).train(mode=False))
+    actor, reference = adapted(name, fresh=True)
+    assert torch.equal(logits(actor), plain), "a fresh adapter changes nothing"
+    actor, reference = adapted(name)
+    assert not torch.allclose(logits(actor), plain, atol=1e-3)
+    assert torch.equal(logits(reference), plain)
+    base = {p.data_ptr() for n, p in actor.named_parameters() if not p.requires_grad}
+    assert {p.data_ptr() for p in reference.parameters()} == base
+    assert trained(actor)
+    assert all("lora_" in n for n in trained(actor))
+    probe(actor)
+
+
+def test_adapters_of_a_16_bit_model_have_32_bits_and_serve_as_they_train() -> None:
+    actor = tiny.causal("llama", seed=1, dtype=torch.bfloat16).train(mode=False)
+    plain = logits(actor)
+    add_lora(actor, 4, 8.0)
+    assert {parameter.dtype for parameter in trained(actor).values()} == {torch.float32}
+    assert torch.equal(logits(actor), plain)
+    actor(IDS).logits.float().logsumexp(-1).mean().backward()
+    assert any(p.grad is not None and p.grad.dtype == torch.float32 and p.grad.any() for p in trained(actor).values())
+    probe(actor)
+
+
+def test_a_mixture_of_experts_is_refused() -> None:
+    with pytest.raises(ModelRefused, match=r"Qwen3MoeForCausalLM is a mixture of experts.*set models.lora_rank = 0"):
+        add_lora(tiny.causal("qwen3-moe"), 4, 8.0)
+
+
+def test_without_peft_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ConfigError, match=r"models.lora_rank needs PEFT: pip install 'oppo\[lora\]'"):
+        add_lora(tiny.causal("llama"), 4, 8.0)
+
+
+def test_adapters_depend_on_their_seed_only() -> None:
+    def digest(seed: int) -> str:
+        actor = tiny.causal("llama", seed=1)
+        add_lora(actor, 4, 8.0, seed=seed)
+        return weights_digest(actor)
+
+    before = torch.get_rng_state()
+    assert digest(1) == digest(1) != digest(2)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def equivalence_models() -> dict[str, PreTrainedModel]:
+    models: dict[str, PreTrainedModel] = equivalence.oracle().tiny_models()
+    models["reference"] = twin(models["actor"])
+    add_lora(models["actor"], 4, 64.0)
+    return models
+
+
+def test_streamed_and_serial_runs_with_adapters_agree_bit_for_bit() -> None:
+    ours, theirs = equivalence_models(), equivalence_models()
+    base = weights_digest(theirs["reference"])
+    serial = anyio.run(
+        equivalence.oracle().serial_ppo,
+        theirs,
+        equivalence.prompts(),
+        equivalence.BATCH,
+        equivalence.SAMPLING,
+        equivalence.SETTINGS,
+    )
+    equivalence.assert_same(serial, anyio.run(equivalence.streamed, ours, Fixed(7)))
+    assert (
+        weights_digest(ours["actor"])
+        == weights_digest(theirs["actor"])
+        != weights_digest(equivalence_models()["actor"])
+    )
+    assert weights_digest(ours["reference"]) == weights_digest(theirs["reference"]) == base
+    assert abs(serial[2].logprobs - serial[2].reference).max() > 1e-3, "the adapters have learned something"
+
+
+async def test_what_was_learned_is_saved_as_adapters_and_loads(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    tiny.causal("llama", seed=1).save_pretrained(base)
+    actor = AutoModelForCausalLM.from_pretrained(base)
+    add_lora(actor, 4, 8.0)
+    critic = tiny.scalar("llama", seed=2)
+    with Thread("train", setup=lambda: torch.set_num_threads(1)) as thread:
+        settings = TrainerSettings(learning_rate=1e-2, epochs=1, gradient_checkpointing=1)
+        trainer = HfTrainer(actor, critic, sampling=SAMPLING, thread=thread, settings=settings)
+        await trainer.update(rollouts(actor, critic))
+        await trainer.save(tmp_path / "final")
+    written = tmp_path / "final" / "actor"
+    assert {each.name for each in written.glob("*.safetensors")} == {"adapter_model.safetensors"}
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(written).train(mode=False)), logits(actor))
+    assert not torch.allclose(logits(actor), logits(AutoModelForCausalLM.from_pretrained(base)), atol=1e-4)
