@@ -80,7 +80,7 @@ class ModelsSection(Section):
     lora_rank: Count = Field(
         default=0, description="train adapters of this rank instead of the policy's weights; 0: all weights"
     )
-    lora_alpha: Positive = Field(default=32.0, description="adapters are scaled by lora_alpha / lora_rank")
+    lora_alpha: PositiveInt = Field(default=32, description="adapters are scaled by lora_alpha / lora_rank")
     trust_remote_code: bool = Field(default=False, description="run code that comes with a model")
     reward_failure: Literal["fail", "drop", "retry"] = Field(
         default="fail",

@@ -25,7 +25,7 @@ def twin(model: PreTrainedModel) -> PreTrainedModel:
     return copy.deepcopy(model, shared)
 
 
-def add_lora(model: PreTrainedModel, rank: int, alpha: float, *, seed: int = 0) -> None:
+def add_lora(model: PreTrainedModel, rank: int, alpha: int, *, seed: int = 0) -> None:
     """Put an adapter beside every linear layer but the last; from now on only the adapters require a gradient.
 
     A fresh adapter changes no output: one of its two matrices is zero. With a base in a 16-bit type the adapters are

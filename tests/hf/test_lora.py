@@ -38,7 +38,7 @@ def adapted(name: str = "llama", *, fresh: bool = False) -> tuple[PreTrainedMode
     """Return an actor whose adapters change its outputs, unless ``fresh``, and its reference."""
     actor = tiny.causal(name, seed=1).train(mode=False)
     reference = twin(actor)
-    add_lora(actor, 4, 8.0, seed=3)
+    add_lora(actor, 4, 8, seed=3)
     if not fresh:
         with torch.no_grad():
             for parameter in trained(actor).values():
@@ -74,7 +74,7 @@ def test_the_reference_is_the_base_in_the_same_memory(name: str) -> None:
 def test_adapters_of_a_16_bit_model_have_32_bits_and_serve_as_they_train() -> None:
     actor = tiny.causal("llama", seed=1, dtype=torch.bfloat16).train(mode=False)
     plain = logits(actor)
-    add_lora(actor, 4, 8.0)
+    add_lora(actor, 4, 8)
     assert {parameter.dtype for parameter in trained(actor).values()} == {torch.float32}
     assert torch.equal(logits(actor), plain)
     actor(IDS).logits.float().logsumexp(-1).mean().backward()
@@ -84,19 +84,19 @@ def test_adapters_of_a_16_bit_model_have_32_bits_and_serve_as_they_train() -> No
 
 def test_a_mixture_of_experts_is_refused() -> None:
     with pytest.raises(ModelRefused, match=r"Qwen3MoeForCausalLM is a mixture of experts.*set models.lora_rank = 0"):
-        add_lora(tiny.causal("qwen3-moe"), 4, 8.0)
+        add_lora(tiny.causal("qwen3-moe"), 4, 8)
 
 
 def test_without_peft_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ConfigError, match=r"models.lora_rank needs PEFT: pip install 'oppo\[lora\]'"):
-        add_lora(tiny.causal("llama"), 4, 8.0)
+        add_lora(tiny.causal("llama"), 4, 8)
 
 
 def test_adapters_depend_on_their_seed_only() -> None:
     def digest(seed: int) -> str:
         actor = tiny.causal("llama", seed=1)
-        add_lora(actor, 4, 8.0, seed=seed)
+        add_lora(actor, 4, 8, seed=seed)
         return weights_digest(actor)
 
     before = torch.get_rng_state()
@@ -107,7 +107,7 @@ def test_adapters_depend_on_their_seed_only() -> None:
 def equivalence_models() -> dict[str, PreTrainedModel]:
     models: dict[str, PreTrainedModel] = equivalence.oracle().tiny_models()
     models["reference"] = twin(models["actor"])
-    add_lora(models["actor"], 4, 64.0)
+    add_lora(models["actor"], 4, 64)
     return models
 
 
@@ -136,7 +136,7 @@ async def test_what_was_learned_is_saved_as_adapters_and_loads(tmp_path: Path) -
     base = tmp_path / "base"
     tiny.causal("llama", seed=1).save_pretrained(base)
     actor = AutoModelForCausalLM.from_pretrained(base)
-    add_lora(actor, 4, 8.0)
+    add_lora(actor, 4, 8)
     critic = tiny.scalar("llama", seed=2)
     with Thread("train", setup=lambda: torch.set_num_threads(1)) as thread:
         settings = TrainerSettings(learning_rate=1e-2, epochs=1, gradient_checkpointing=1)
