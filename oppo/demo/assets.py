@@ -80,7 +80,7 @@ class Recipe:
             samples=64,
             pairs=128,
             prompts=64,
-            held_out=32,
+            held_out=64,
         )
 
     def digest(self) -> str:
