@@ -7,23 +7,20 @@ resolved file means the same wherever it lies.
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
 from oppo.errors import ConfigError
 from oppo.estimators import KLEstimator
+from oppo.faults import Faults
 from oppo.training import Schedule, TrainerSettings
-
-if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
 
 Fraction: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 NonNegative: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -250,7 +247,7 @@ def resolve(document: Mapping[str, object], folder: Path) -> Settings:
     try:
         settings = Settings.model_validate(_seeded(document))
     except ValidationError as error:
-        raise ConfigError(_sentences(error)) from error
+        raise ConfigError(Faults(Settings).told(error)) from error
     models = settings.models
     reward = _model(models.reward, folder)
     policy = _model(models.policy, folder)
@@ -328,68 +325,3 @@ def _model(text: str, folder: Path) -> str:
         return f"{_path(function['file'], folder)}:{function['function']}"
     spelt_as_path = text.startswith((".", "/", "~"))
     return _path(text, folder) if text and (spelt_as_path or (folder / text).exists()) else text
-
-
-def _sentences(error: ValidationError) -> str:
-    """Return one line for each setting that is wrong."""
-    grouped: dict[tuple[str, ...], list[ErrorDetails]] = {}
-    for detail in error.errors(include_url=False):
-        grouped.setdefault(tuple(str(part) for part in detail["loc"][:2]), []).append(detail)
-    lines = [_sentence(place, details) for place, details in grouped.items()]
-    return lines[0] if len(lines) == 1 else "\n".join([f"{len(lines)} settings are wrong:", *(f"  {x}" for x in lines)])
-
-
-def _sentence(place: tuple[str, ...], details: Sequence[ErrorDetails]) -> str:
-    detail = details[0]
-    where = f"[{place[0]}]" if len(place) == 1 else ".".join(place)
-    if detail["type"] == "extra_forbidden":
-        return _unknown(place)
-    if detail["type"] == "missing":
-        return f"{where} is missing: {_wanted(place)}"
-    if detail["type"] == "value_error":
-        return f"{where}: {detail['msg'].removeprefix('Value error, ')}"
-    if detail["type"] in {"model_type", "model_attributes_type"}:
-        return f"{where}: expected a section with the keys {_listed(_keys(place[0]))}, got {detail['input']!r}"
-    expected = " or ".join(dict.fromkeys(_expectation(each) for each in details))
-    return f"{where}: expected {expected}, got {detail['input']!r}"
-
-
-def _expectation(detail: ErrorDetails) -> str:
-    if detail["type"] == "string_pattern_mismatch":
-        return "letters, digits, '.', '_' and '-' only, beginning with a letter or a digit"
-    text = detail["msg"].removeprefix("Input should be ").removeprefix("a valid ")
-    index = f"item {detail['loc'][2]} to be " if len(detail["loc"]) > 2 and isinstance(detail["loc"][2], int) else ""
-    if text.startswith(("greater", "less")):
-        return f"{index}a number {text}"
-    return index + {
-        "integer": "a whole number",
-        "number": "a number",
-        "boolean": "true or false",
-        "string": "a string",
-    }.get(text, text)
-
-
-def _keys(section: str) -> list[str]:
-    annotation = Settings.model_fields[section].annotation
-    return list(annotation.model_fields) if isinstance(annotation, type) and issubclass(annotation, Section) else []
-
-
-def _wanted(place: tuple[str, ...]) -> str:
-    if len(place) == 1:
-        return f"a section with the keys {_listed(_keys(place[0]))}"
-    annotation = Settings.model_fields[place[0]].annotation
-    if not (isinstance(annotation, type) and issubclass(annotation, Section)):
-        return "a value"
-    return annotation.model_fields[place[1]].description or "a value"
-
-
-def _unknown(place: tuple[str, ...]) -> str:
-    known, kind = (list(Settings.model_fields), "sections") if len(place) == 1 else (_keys(place[0]), "keys")
-    home = "a configuration" if len(place) == 1 else f"[{place[0]}]"
-    near = difflib.get_close_matches(place[-1], known, n=1, cutoff=0.5)
-    guess = f" (did you mean {near[0]!r}?)" if near else ""
-    return f"unknown {kind[:-1]} {'.'.join(place)!r}{guess}; the {kind} of {home} are {_listed(known)}"
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names)

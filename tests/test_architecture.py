@@ -35,6 +35,7 @@ LEAVES = frozenset(
         "demo",
         "cli",
         "config",
+        "faults",
         "data",
         "rewards",
         "train",
