@@ -102,7 +102,8 @@ class Facts:
         policy_loss: nats per response token, smoothed, at the end of training.
         pair_accuracy: share of held-out pairs, labelled with noise, that the reward model orders as labelled.
         fluency: share of clauses of the base policy's complete responses that the language knows.
-        response_tokens: percentiles of the base policy's responses: ``p50``, ``p99``, ``mean``.
+        language_tokens: percentiles of the reviews of the language itself: ``p50``, ``p99``, ``mean``.
+        response_tokens: the same of the base policy's responses, of which there are fewer.
         capped: share of the base policy's responses that the limit cut off.
         base_score: ``mean`` and ``sd`` of the reward model's scores of these responses.
     """
@@ -113,6 +114,7 @@ class Facts:
     policy_loss: float
     pair_accuracy: float
     fluency: float
+    language_tokens: Mapping[str, float]
     response_tokens: Mapping[str, float]
     capped: float
     base_score: Mapping[str, float]
@@ -221,9 +223,9 @@ def _build(directory: Path, recipe: Recipe, threads: int, progress: Progress) ->
     began = observe.now()
     progress("learning a vocabulary", 0.0)
     rng = Random(f"corpus {recipe.seed}")  # noqa: S311 - a corpus, not a secret
-    corpus = [
-        ask.text + language.review(ask.topic, rng) for ask in language.training_prompts(recipe.corpus, recipe.seed)
-    ]
+    read = language.training_prompts(recipe.corpus, recipe.seed)
+    reviews = [language.review(ask.topic, rng) for ask in read]
+    corpus = [ask.text + review for ask, review in zip(read, reviews, strict=True)]
     tokenizer = train_tokenizer(corpus, vocabulary=recipe.shape.vocabulary, longest=recipe.shape.positions)
     actor, loss = train_policy(
         tokenizer, recipe.shape, recipe.policy, seed=recipe.seed, threads=threads, progress=_part(progress, 0.02, 0.65)
@@ -246,11 +248,8 @@ def _build(directory: Path, recipe: Recipe, threads: int, progress: Progress) ->
         policy_loss=loss,
         pair_accuracy=pair_accuracy(reward, tokenizer, count=recipe.pairs, seed=recipe.seed),
         fluency=preference.fluency(texts),
-        response_tokens={
-            "p50": float(np.percentile(lengths, 50)),
-            "p99": float(np.percentile(lengths, 99)),
-            "mean": float(np.mean(lengths)),
-        },
+        language_tokens=percentiles([len(tokenizer.encode(text)) + 1 for text in reviews]),
+        response_tokens=percentiles(lengths),
         capped=sum(not text.ended for text in texts) / len(texts),
         base_score={"mean": float(np.mean(scores)), "sd": float(np.std(scores))},
         seconds=observe.now() - began,
@@ -262,6 +261,15 @@ def _build(directory: Path, recipe: Recipe, threads: int, progress: Progress) ->
     _write_prompts(directory / "held_out.jsonl", language.held_out_prompts(recipe.held_out, recipe.seed + 2))
     (directory / "facts.json").write_text(json.dumps(asdict(facts), indent=2) + "\n", encoding="utf-8")
     (directory / COMPLETE).write_text(directory.name + "\n", encoding="utf-8")
+
+
+def percentiles(lengths: Sequence[int]) -> dict[str, float]:
+    """Return median, 99th percentile and mean."""
+    return {
+        "p50": float(np.percentile(lengths, 50)),
+        "p99": float(np.percentile(lengths, 99)),
+        "mean": float(np.mean(lengths)),
+    }
 
 
 def _sample(

@@ -50,7 +50,7 @@ class Plan:
     examined: int
 
 
-FULL = Plan(small=False, steps=24, max_new_tokens=256, learning_rate=2e-4, examined=128)
+FULL = Plan(small=False, steps=24, max_new_tokens=256, learning_rate=2.5e-4, examined=128)
 SHORT = Plan(small=True, steps=20, max_new_tokens=64, learning_rate=1e-3, examined=64)
 
 
@@ -171,8 +171,9 @@ def introduce(console: Console, assets: Assets) -> None:
     """Say what the run starts from."""
     facts = assets.facts
     console.out(
-        f"base policy: {facts.parameters['actor']:,} parameters, vocabulary {facts.vocabulary}; responses of "
-        f"{facts.response_tokens['p50']:.0f} tokens in the median, {facts.response_tokens['p99']:.0f} at p99\n"
+        f"base policy: {facts.parameters['actor']:,} parameters, vocabulary {facts.vocabulary}\n"
+        f"language: reviews of {facts.language_tokens['p50']:.0f} tokens in the median, "
+        f"{facts.language_tokens['p99']:.0f} at p99; {facts.capped:.1%} of the policy's responses are cut off\n"
         f"reward model: orders {facts.pair_accuracy:.0%} of held-out preference pairs as their labels do\n"
         f"both are kept in {assets.directory}",
         highlight=False,
