@@ -64,7 +64,7 @@ def test_prompt_files_hold_disjoint_prompts(assets: Assets) -> None:
         [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         for path in (assets.prompts, assets.held_out)
     )
-    assert (len(training), len(held_out)) == (64, 32)
+    assert (len(training), len(held_out)) == (64, 64)
     for column in ("prompt", "adjective", "noun", "place"):
         assert not {row[column] for row in training} & {row[column] for row in held_out}
     assert {row["topic"] for row in training + held_out} <= {topic.name for topic in language.TOPICS}
