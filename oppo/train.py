@@ -225,14 +225,14 @@ async def saving(assembly: Assembly, path: Path) -> AsyncIterator[None]:
         await assembly.save(path)
 
 
-def require_room(prompts: Sequence[Prompt], max_new_tokens: int, positions: int | None) -> None:
+def require_room(prompts: Sequence[Prompt], max_new_tokens: int, positions: int) -> None:
     """Check that the longest prompt and the longest response fit together into every model.
 
     Raises:
         ConfigError: they do not.
     """
     longest = max(len(prompt.tokens) for prompt in prompts)
-    if positions is not None and longest + max_new_tokens > positions:
+    if longest + max_new_tokens > positions:
         raise ConfigError(
             f"a prompt of {longest} tokens and a response of sampling.max_new_tokens = {max_new_tokens} do not fit "
             f"into the models' {positions} positions: lower sampling.max_new_tokens or data.max_prompt_tokens"

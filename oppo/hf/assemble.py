@@ -23,7 +23,7 @@ from transformers.utils import logging
 from oppo.config import Settings, trainer_settings
 from oppo.errors import ConfigError, ModelError
 from oppo.events import Drop, FloatArray
-from oppo.hf.anatomy import vocabulary
+from oppo.hf.anatomy import longest, vocabulary
 from oppo.hf.directory import require_no_code, require_safetensors
 from oppo.hf.load import load_causal, load_scalar, load_tokenizer
 from oppo.hf.lora import add_lora, twin
@@ -67,7 +67,7 @@ class Assembly:
     """The models of a run and the threads they work in; a context manager that ends the threads.
 
     Attributes:
-        positions: tokens that every model can read, ``None`` where no model says so.
+        positions: tokens that every model can read.
     """
 
     policy: HfPolicy
@@ -77,7 +77,7 @@ class Assembly:
     trainer: HfTrainer
     text: Text
     sampling: Sampling
-    positions: int | None
+    positions: int
     threads: tuple[Thread, ...]
 
     def listen(self, *listeners: SpanListener) -> None:
@@ -191,7 +191,7 @@ def assemble(settings: Settings, text: Text, tell: Callable[[str], None]) -> Ass
         ),
         text=text,
         sampling=sampling,
-        positions=min((limit for model in served if (limit := _positions(model)) is not None), default=None),
+        positions=min(longest(model) for model in served),
         threads=(acting, scoring, training),
     )
 
@@ -304,8 +304,3 @@ def _sampling(settings: Settings, text: Text, actor: PreTrainedModel) -> Samplin
         stop_strings=section.stop_strings,
         seed=section.seed,
     )
-
-
-def _positions(model: PreTrainedModel) -> int | None:
-    limit = getattr(model.config, "max_position_embeddings", None)
-    return limit if isinstance(limit, int) and limit > 0 else None
