@@ -54,22 +54,30 @@ class Thread:
         Raises:
             ModelLost: the thread has been closed.
         """
+        return await self.call_for(self.name, label, work, *args, **kwargs)
+
+    async def call_for(self, track: str, label: str, work: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Do the same for one of several models that share the thread: its span is on a track of its own.
+
+        Raises:
+            ModelLost: the thread has been closed.
+        """
         if not self._open:
             raise ModelLost(f"the thread of {self.name!r} is closed, so it cannot do {label!r}")
         future = asyncio.get_running_loop().run_in_executor(
-            self._pool, self._timed, label, lambda: work(*args, **kwargs)
+            self._pool, self._timed, track, label, lambda: work(*args, **kwargs)
         )
         with anyio.CancelScope(shield=True):
             result = await _outlasting(future)
         await anyio.lowlevel.checkpoint_if_cancelled()
         return result
 
-    def _timed(self, label: str, work: Callable[[], R]) -> R:
+    def _timed(self, track: str, label: str, work: Callable[[], R]) -> R:
         start = observe.now()
         try:
             return work()
         finally:
-            self.listener(observe.Span(self.name, label, start, observe.now()))
+            self.listener(observe.Span(track, label, start, observe.now()))
 
     def close(self) -> None:
         """End the thread after the call in progress; idempotent."""

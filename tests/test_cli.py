@@ -58,6 +58,9 @@ def test_training_leaves_a_run_directory_and_loadable_models(
     carried = next(entry["rollout"] for entry in trained if entry["event"] == "deferred")
     assert story(run / "journal.jsonl", carried)[0]["event"] == "admitted"
     assert tomllib.loads((run / "config.toml").read_text())["models"]["reference"] == str(workplace / "actor")
+    events = json.loads((run / "trace.json").read_text())
+    tracks = {event["args"]["name"] for event in events if event.get("name") == "thread_name"}
+    assert {"policy", "reference", "reward model", "critic", "trainer", "generate", "update"} <= tracks
     final = run / "checkpoints" / "final"
     actor = AutoModelForCausalLM.from_pretrained(final / "actor")
     AutoModelForSequenceClassification.from_pretrained(final / "critic")

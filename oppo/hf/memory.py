@@ -45,11 +45,11 @@ def attributed(model: str, doing: str, remedy: str) -> Iterator[None]:
 
 
 class ModelThread(Thread):
-    """One model's place in a thread that it may share: running out of memory there names the model.
+    """One model's place in a thread that it may share: running out of memory there names the model, and so do spans.
 
     Args:
         thread: does the work.
-        model: the model's name in errors.
+        model: the model's name in errors, and its track in traces.
         remedy: what to do about it, settings by name.
     """
 
@@ -68,7 +68,7 @@ class ModelThread(Thread):
             ModelLost: the thread has been closed.
         """
         with attributed(self._model, f"it did {label!r}", self._remedy):
-            return await self._thread.call(label, work, *args, **kwargs)
+            return await self._thread.call_for(self._model, label, work, *args, **kwargs)
 
     def close(self) -> None:
         """End the thread after the call in progress; idempotent."""

@@ -39,8 +39,14 @@ from oppo.report.samples import Decode, samples
 from oppo.report.trace import CLOSING, OPENING, Trace
 from oppo.report.writer import Writer
 
-ROLES: Mapping[str, Role] = {"actor": "decode", "scorers": "score", "trainer": "update"}
-"""What the threads of ``oppo train`` do, by the names of their tracks."""
+ROLES: Mapping[str, Role] = {
+    "policy": "decode",
+    "reference": "score",
+    "reward model": "score",
+    "critic": "score",
+    "trainer": "update",
+}
+"""What the models of ``oppo train`` do, by the names of their tracks."""
 
 _SHOWN_STEPS = 3  # steps at the start and at the end whose samples the page shows
 

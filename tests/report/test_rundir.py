@@ -15,8 +15,8 @@ from tests.report.synthetic import decode, play
 
 def written(folder: Path, *, threaded: bool = True) -> Path:
     with RunDirectory(folder / "runs" / "x", config="a = 1\n", decode=decode, threaded=threaded) as directory:
-        directory.model_span(Span("actor", "decode", 0.0, 1.0))
-        directory.model_span(Span("scorers", "extend", 0.5, 1.5))
+        directory.model_span(Span("policy", "decode", 0.0, 1.0))
+        directory.model_span(Span("reward model", "extend", 0.5, 1.5))
         play(directory)
     return directory.path
 
@@ -80,7 +80,7 @@ def test_samples_hold_text_score_and_kl_from_the_worst_to_the_best(tmp_path: Pat
 def test_the_trace_has_a_track_for_each_worker_and_an_arrow_for_each_rollout(tmp_path: Path) -> None:
     events = json.loads((written(tmp_path) / "trace.json").read_text())
     tracks = {event["args"]["name"] for event in events if event.get("name") == "thread_name"}
-    assert tracks == {"generate", "actor", "scorers"}
+    assert tracks == {"generate", "policy", "reward model"}
     slices = [event for event in events if event["ph"] == "X"]
     assert {event["name"] for event in slices} == {"step 0", "step 1", "decode", "extend"}
     carried = [(event["ph"], event["ts"]) for event in events if event.get("id") == 2]
