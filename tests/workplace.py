@@ -109,7 +109,9 @@ def start(folder: Path, *overrides: str, before: str = "", **environment: str) -
         before: Python that the process runs first.
         environment: further variables.
     """
-    program = f"import sys\n{before}\nfrom oppo.cli import main\nsys.exit(main())"
+    # A shell that runs this in the background has SIGINT ignored, and children inherit that.
+    signals = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)"
+    program = f"import sys\n{signals}\n{before}\nfrom oppo.cli import main\nsys.exit(main())"
     return subprocess.Popen(
         [sys.executable, "-c", program, "train", str(folder / "config.toml"), *_set(overrides)],
         env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | environment,
