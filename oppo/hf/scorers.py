@@ -22,7 +22,28 @@ from oppo.models import Sampling, Weights
 from oppo.placement import Thread
 
 
-class ReferenceLogprobs:
+class Streamed:
+    """What every scorer here does: it reads rollouts as they grow, in its model's thread."""
+
+    def __init__(self, thread: Thread, reader: Reader) -> None:
+        self._thread = thread
+        self._reader = reader
+
+    @property
+    def version(self) -> int:
+        """0: a frozen model."""
+        return 0
+
+    async def extend(self, events: Sequence[Prompt | Chunk | Given]) -> None:
+        """Read more of some rollouts."""
+        await self._thread.call("extend", self._reader.extend, events)
+
+    async def forget(self, rollouts: Sequence[int]) -> None:
+        """Drop sessions; unknown rollouts are fine."""
+        await self._thread.call("forget", self._reader.forget, rollouts)
+
+
+class ReferenceLogprobs(Streamed):
     """Scores each response token with its log-prob under a frozen causal LM: float32 [n], natural logarithm.
 
     Computed as the trainer does, by :func:`oppo.losses.token_logprobs`: of logits z, the log-prob of token t is
@@ -41,25 +62,11 @@ class ReferenceLogprobs:
 
     def __init__(self, model: PreTrainedModel, *, sampling: Sampling, thread: Thread, exact: bool = False) -> None:
         self._temperature = sampling.temperature
-        self._thread = thread
-        self._reader = _reader(model, Incremental(model), self._keep, exact=exact, wide=True)
-
-    @property
-    def version(self) -> int:
-        """0: the reference is frozen."""
-        return 0
-
-    async def extend(self, events: Sequence[Prompt | Chunk | Given]) -> None:
-        """Read more of some rollouts."""
-        await self._thread.call("extend", self._reader.extend, events)
+        super().__init__(thread, _reader(model, Incremental(model), self._keep, exact=exact, wide=True))
 
     async def finish(self, finished: Sequence[Finish]) -> Sequence[FloatArray]:
         """Return the log-probs of each response, and forget it."""
         return await self._thread.call("finish", self._finish, finished)
-
-    async def forget(self, rollouts: Sequence[int]) -> None:
-        """Drop sessions; unknown rollouts are fine."""
-        await self._thread.call("forget", self._reader.forget, rollouts)
 
     @torch.inference_mode()
     def _keep(self, stretch: Stretch, logits: Tensor) -> None:
@@ -75,7 +82,7 @@ class ReferenceLogprobs:
         return [_floats(session) for session in self._reader.finish(finished)]
 
 
-class RewardModel:
+class RewardModel(Streamed):
     """Scores each rollout with one number: a sequence-classification model's, at the end of prompt + response.
 
     The number is that of the library's own call on this one sequence. In particular the library looks at the last
@@ -91,26 +98,12 @@ class RewardModel:
     """
 
     def __init__(self, model: PreTrainedModel, *, thread: Thread, exact: bool = False) -> None:
-        self._thread = thread
+        super().__init__(thread, _reader(model, _scalar(model), self._keep, exact=exact))
         self._padding = model.config.get_text_config().pad_token_id
-        self._reader = _reader(model, _scalar(model), self._keep, exact=exact)
-
-    @property
-    def version(self) -> int:
-        """0: a reward model is frozen."""
-        return 0
-
-    async def extend(self, events: Sequence[Prompt | Chunk | Given]) -> None:
-        """Read more of some rollouts."""
-        await self._thread.call("extend", self._reader.extend, events)
 
     async def finish(self, finished: Sequence[Finish]) -> Sequence[float]:
         """Return each rollout's score, and forget it."""
         return await self._thread.call("finish", self._finish, finished)
-
-    async def forget(self, rollouts: Sequence[int]) -> None:
-        """Drop sessions; unknown rollouts are fine."""
-        await self._thread.call("forget", self._reader.forget, rollouts)
 
     def _keep(self, stretch: Stretch, scores: Tensor) -> None:
         if self._padding is None:
@@ -126,7 +119,7 @@ class RewardModel:
         return [float(session.kept[0]) for session in self._reader.finish(finished)]
 
 
-class ValueModel:
+class ValueModel(Streamed):
     """Scores each response token with the critic's value of the state before it: float32 [n].
 
     The critic is a sequence-classification model with one label; the value of the state before response token ``i``
@@ -145,10 +138,9 @@ class ValueModel:
     """
 
     def __init__(self, model: PreTrainedModel, *, thread: Thread, exact: bool = False) -> None:
+        super().__init__(thread, _reader(model, _scalar(model), self._keep, exact=exact))
         self._model = model
-        self._thread = thread
         self._version = 0
-        self._reader = _reader(model, _scalar(model), self._keep, exact=exact)
 
     @property
     def version(self) -> int:
@@ -163,17 +155,9 @@ class ValueModel:
         """
         await self._thread.call("load", self._load, weights)
 
-    async def extend(self, events: Sequence[Prompt | Chunk | Given]) -> None:
-        """Read more of some rollouts."""
-        await self._thread.call("extend", self._reader.extend, events)
-
     async def finish(self, finished: Sequence[Finish]) -> Sequence[FloatArray]:
         """Return the values along each response, and forget it."""
         return await self._thread.call("finish", self._finish, finished)
-
-    async def forget(self, rollouts: Sequence[int]) -> None:
-        """Drop sessions; unknown rollouts are fine."""
-        await self._thread.call("forget", self._reader.forget, rollouts)
 
     def _load(self, weights: Weights) -> None:
         adopt(self._model, weights.critic)
