@@ -21,7 +21,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedModel
 
 from oppo.estimators import gae, kl_estimate, shaped_rewards, whiten
-from oppo.events import Batch, Chunk, Finish, FinishReason, Prompt, Response
+from oppo.events import Batch, Finish, FinishReason, Prompt, Response
 from oppo.hf.digest import weights_digest
 from oppo.hf.policy import HfPolicy
 from oppo.hf.scorers import ReferenceLogprobs, RewardModel, ValueModel
@@ -40,9 +40,7 @@ async def generate(policy: HfPolicy, prompts: Sequence[Prompt]) -> list[Finish]:
     async with policy.decoding(decodes, lambda _ended: False):
         for prompt, decode in zip(prompts, decodes, strict=True):
             piece = await decode.read(sys.maxsize)
-            response = Response.empty(prompt).then(
-                Chunk(prompt.rollout, 0, piece.tokens, piece.logprobs, piece.versions)
-            )
+            response = Response.empty(prompt).then(piece.chunk(prompt.rollout, 0))
             finished.append(Finish(prompt.rollout, response, cast("FinishReason", piece.state)))
     for decode in decodes:
         await decode.aclose()
@@ -52,12 +50,7 @@ async def generate(policy: HfPolicy, prompts: Sequence[Prompt]) -> list[Finish]:
 async def score(scorer: ReferenceLogprobs | RewardModel | ValueModel, finished: Sequence[Finish]) -> Sequence[object]:
     """Read every rollout from its beginning and return what the scorer says of each."""
     await scorer.extend([event.response.prompt for event in finished])
-    await scorer.extend(
-        [
-            Chunk(event.rollout, 0, event.response.tokens, event.response.logprobs, event.response.versions)
-            for event in finished
-        ]
-    )
+    await scorer.extend([event.response.chunk() for event in finished])
     return await scorer.finish(finished)
 
 

@@ -30,6 +30,7 @@ from oppo.placement import Thread
 from oppo.recipes import ppo
 from oppo.shaping import ScoreShaping
 from oppo.stages import GAE, Generate, Score, Update
+from oppo.support import Support
 
 __all__ = [
     "GAE",
@@ -68,6 +69,7 @@ __all__ = [
     "Step",
     "StepReport",
     "Stream",
+    "Support",
     "Synchronous",
     "Thread",
     "Trained",

@@ -108,13 +108,22 @@ class SamplingSection(Section):
 
     max_new_tokens: PositiveInt = Field(default=128, description="a response ends at this length")
     temperature: NonNegative = Field(default=1.0, description="divides the logits; 0 is greedy")
-    top_k: Count = Field(default=0, description="0 keeps every token")
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(default=1.0, description="1 keeps every token")
+    top_k: Count = Field(
+        default=0, description="only the k most likely tokens are drawn, and log-probs are among them; 0 keeps all"
+    )
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=1.0,
+        description="only the most likely tokens that reach this probability are drawn, and log-probs are among them; "
+        "their ids are stored (4 bytes each, for each token), which `top_k` bounds; 1 keeps all",
+    )
     stop: Annotated[tuple[int | str, ...], Field(strict=False)] = Field(
         default=(),
         description="token ids, or texts that are one token each; the tokenizer's end of sequence when empty",
     )
-    min_new_tokens: Count = Field(default=0, description="no token of `stop` is drawn before a response is so long")
+    min_new_tokens: Count = Field(
+        default=0,
+        description="no token of `stop` is drawn before a response is so long, and log-probs are among the others",
+    )
     stop_strings: Annotated[tuple[Filled, ...], Field(strict=False)] = Field(
         default=(), description="texts that end a response with the token that completes them"
     )

@@ -12,7 +12,7 @@ import anyio
 import numpy as np
 
 from oppo.errors import ProtocolError
-from oppo.events import Chunk, Finish, FloatArray, Prompt, Response
+from oppo.events import Finish, FloatArray, Prompt, Response
 from oppo.models import Decode, Policy, Scorer
 
 T = TypeVar("T")
@@ -25,7 +25,7 @@ async def respond(policy: Policy, prompts: Sequence[Prompt]) -> list[Finish]:
 
     async def read(k: int, prompt: Prompt, decode: Decode) -> None:
         piece = await decode.read(sys.maxsize)
-        chunk = Chunk(prompt.rollout, 0, piece.tokens, piece.logprobs, piece.versions)
+        chunk = piece.chunk(prompt.rollout, 0)
         match piece.state:
             case "eos" | "stop" | "length" as reason:
                 finished[k] = Finish(prompt.rollout, Response.empty(prompt).then(chunk), reason)
@@ -42,14 +42,8 @@ async def respond(policy: Policy, prompts: Sequence[Prompt]) -> list[Finish]:
 async def score_all(scorer: Scorer[T], finished: Sequence[Finish]) -> Sequence[T]:
     """Return what the scorer says of each finished rollout, read in one piece."""
     await scorer.extend([event.response.prompt for event in finished])
-    await scorer.extend([whole(event) for event in finished])
+    await scorer.extend([event.response.chunk() for event in finished])
     return await scorer.finish(finished)
-
-
-def whole(event: Finish) -> Chunk:
-    """Return the response of a finished rollout as one chunk."""
-    response = event.response
-    return Chunk(event.rollout, 0, response.tokens, response.logprobs, response.versions)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,14 @@ yet is another type here, never an ``Optional`` field.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, Literal, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+from oppo.support import Support
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -62,8 +64,9 @@ class Chunk:
 
     Attributes:
         tokens: int32 [n].
-        logprobs: float32 [n], natural logarithm, of each token under the policy that sampled it.
+        logprobs: float32 [n], natural logarithm, of each token under the policy that sampled it, over its support.
         versions: int32 [n], the version of the weights that made each token.
+        support: of the n tokens: the ids that each was drawn from.
     """
 
     rollout: int
@@ -71,6 +74,7 @@ class Chunk:
     tokens: IntArray
     logprobs: FloatArray
     versions: IntArray
+    support: Support = field(default_factory=Support)
 
     def merge(self, later: Chunk) -> Chunk:
         """Return this chunk and the one that follows it without a gap as one.
@@ -89,6 +93,7 @@ class Chunk:
             np.concatenate((self.tokens, later.tokens)),
             np.concatenate((self.logprobs, later.logprobs)),
             np.concatenate((self.versions, later.versions)),
+            Support.concatenate([(self.support, len(self.tokens)), (later.support, len(later.tokens))]),
         )
 
 
@@ -110,6 +115,7 @@ class Response:
         logprobs: float32 [n]; 0 where ``sampled`` is false.
         versions: int32 [n].
         sampled: bool [n], false for ``Given`` tokens: the loss mask.
+        support: of the n tokens: the ids that each was drawn from; all of them for ``Given`` tokens.
     """
 
     prompt: Prompt
@@ -117,6 +123,7 @@ class Response:
     logprobs: FloatArray
     versions: IntArray
     sampled: BoolArray
+    support: Support = field(default_factory=Support)
 
     @classmethod
     def empty(cls, prompt: Prompt) -> Response:
@@ -135,6 +142,22 @@ class Response:
             np.concatenate((self.logprobs, piece.logprobs if isinstance(piece, Chunk) else np.zeros(n, np.float32))),
             np.concatenate((self.versions, piece.versions if isinstance(piece, Chunk) else np.repeat(last, n))),
             np.concatenate((self.sampled, np.full(n, sampled, np.bool_))),
+            Support.concatenate(
+                [(self.support, len(self)), (piece.support if isinstance(piece, Chunk) else Support(), n)]
+            ),
+        )
+
+    def chunk(self, start: int = 0, stop: int | None = None) -> Chunk:
+        """Return tokens ``start .. stop``, all of them by default, as one chunk."""
+        stop = len(self) if stop is None else stop
+        s = slice(start, stop)
+        return Chunk(
+            self.prompt.rollout,
+            start,
+            self.tokens[s],
+            self.logprobs[s],
+            self.versions[s],
+            self.support.slice(start, stop),
         )
 
     def __len__(self) -> int:
@@ -215,8 +238,8 @@ class Batch:
         offsets: int64 [N + 1].
         tokens, versions: int32 [T].
         sampled: bool [T], the loss mask.
-        logprobs: float32 [T], behaviour log-probs.
-        reference: float32 [T], reference log-probs.
+        logprobs: float32 [T], behaviour log-probs, each over the token's support.
+        reference: float32 [T], reference log-probs, over the same supports.
         values: float32 [T], the critic's value of the state *before* each token.
         rewards: float32 [T], per token, after the KL penalty.
         advantages, returns: float32 [T].
@@ -249,6 +272,10 @@ class Batch:
     def rollouts(self) -> tuple[int, ...]:
         """The rollouts of this batch, in admission order."""
         return tuple(response.prompt.rollout for response in self.responses)
+
+    def support(self, rows: Iterable[int]) -> Support:
+        """Return the support of the tokens of ``rows``, end to end; joined anew, for only the responses keep it."""
+        return Support.concatenate((self.responses[r].support, len(self.responses[r])) for r in rows)
 
     def rows(self) -> Sequence[slice]:
         """Return the slice of the per-token arrays that belongs to each row."""

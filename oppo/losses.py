@@ -6,12 +6,16 @@ takes that count as ``total``, and then the parts' results (and their gradients)
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple, assert_never
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from oppo.estimators import KLEstimator
+from oppo.support import Support
 
 
 class PolicyLoss(NamedTuple):
@@ -154,33 +158,104 @@ def kl_loss(
     return masked_mean(estimate, mask, total)
 
 
-def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
+@dataclass(frozen=True, slots=True, eq=False)
+class SupportIndex:
+    """Where the supports of T tokens lie in their logits [T, V]; int64, on the device of the logits.
+
+    Attributes:
+        narrow: [A], the tokens that were one of exactly their ids, with ``width`` the most that one of them has.
+        kept: [3, S], for each of those ids its row among ``narrow``, its place in that row and the id.
+        wide: [T - A], the other tokens.
+        barred: [2, S'], for each id that one of them could not be, its row among ``wide`` and the id.
+    """
+
+    narrow: Tensor
+    kept: Tensor
+    width: int
+    wide: Tensor
+    barred: Tensor
+
+    @classmethod
+    def of(cls, support: Support, device: torch.device) -> SupportIndex | None:
+        """Return where the support of some tokens lies; ``None`` where nothing was left out."""
+        if support.whole:
+            return None
+        sizes, exact = np.abs(support.counts.astype(np.int64)), support.counts > 0
+        row = np.where(exact, exact.cumsum(), (~exact).cumsum()) - 1
+        owner = np.repeat(np.arange(len(sizes)), sizes)
+        place = np.arange(len(support.ids)) - np.repeat(sizes.cumsum() - sizes, sizes)
+        listed, kept = np.stack((row[owner], place, support.ids)), exact[owner]
+        narrow, three, wide, two = (
+            torch.from_numpy(array).to(device)
+            for array in (exact.nonzero()[0], listed[:, kept], (~exact).nonzero()[0], listed[::2, ~kept])
+        )
+        return cls(narrow, three, int(sizes[exact].max(initial=0)), wide, two)
+
+    def each(self, logits: Tensor, measure: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return ``measure`` of each token's distribution, float [T], given that of rows of logits, [n, m] to [n].
+
+        At most a copy of the logits is made, and where a token was one of few ids, only of these. What is outside of a
+        support is at the lowest float32, not at minus infinity: its probability is 0 all the same, and 0 times it too.
+        """
+        lowest, measured = torch.finfo(logits.dtype).min, logits.new_zeros(len(logits))
+        if len(self.narrow):
+            row, place, ids = self.kept
+            table = logits.new_full((len(self.narrow), self.width), lowest)
+            table = table.index_put((row, place), logits[self.narrow[row], ids])
+            measured = measured.index_put((self.narrow,), measure(table))
+        if len(self.wide):
+            row, ids = self.barred
+            table = logits[self.wide].index_put((row, ids), logits.new_tensor(lowest))
+            measured = measured.index_put((self.wide,), measure(table))
+        return measured
+
+
+def token_logprobs(
+    logits: Tensor, tokens: Tensor, temperature: float = 1.0, support: SupportIndex | None = None
+) -> Tensor:
     """Return the log-prob of each token: float32 [...], nats.
 
     ``logsumexp`` and one gather: no second tensor of the logits' size is kept for the forward pass in float32.
 
     Args:
-        logits: float [..., V].
+        logits: float [..., V]; [T, V] with a support.
         tokens: int64 [...].
         temperature: divides the logits; 0, which is greedy decoding, counts as 1.
+        support: normalise over what each token was drawn from; ``None``: over the vocabulary.
     """
     scaled = _scaled(logits, temperature)
     chosen = scaled.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-    return chosen - scaled.logsumexp(-1)
+    return chosen - (_normaliser(scaled) if support is None else support.each(scaled, _normaliser))
 
 
-def entropy(logits: Tensor, mask: Tensor, temperature: float = 1.0, *, total: float | None = None) -> Tensor:
+def entropy(
+    logits: Tensor,
+    mask: Tensor,
+    temperature: float = 1.0,
+    support: SupportIndex | None = None,
+    *,
+    total: float | None = None,
+) -> Tensor:
     """Return the mean entropy of the next-token distributions: a float32 scalar, nats.
 
     Args:
         logits: float [T, V].
         mask: bool [T], the positions that count.
         temperature: divides the logits; 0 counts as 1.
+        support: what is outside has probability 0, as in :func:`token_logprobs`.
         total: see :func:`masked_mean`.
     """
     scaled = _scaled(logits, temperature)
-    expected = (scaled.softmax(-1) * scaled).sum(-1)
-    return masked_mean(scaled.logsumexp(-1) - expected, mask, total)
+    each = _entropies(scaled) if support is None else support.each(scaled, _entropies)
+    return masked_mean(each, mask, total)
+
+
+def _normaliser(scaled: Tensor) -> Tensor:
+    return scaled.logsumexp(-1)
+
+
+def _entropies(scaled: Tensor) -> Tensor:
+    return scaled.logsumexp(-1) - (scaled.softmax(-1) * scaled).sum(-1)
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:

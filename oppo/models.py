@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from oppo.events import Batch, Chunk, Finish, FloatArray, Given, IntArray, Prompt
+from oppo.support import Support
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -27,11 +28,19 @@ answered true.
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the policy draws tokens; the trainer and the reference apply the same temperature.
+    """How the policy draws tokens; the trainer and the reference apply the same temperature and truncation.
+
+    Where ``top_k``, ``top_p`` or ``min_new_tokens`` leaves ids out, a token comes from those that stay, renormalised,
+    and every log-prob, entropy and KL of it is one over these: they travel with the token, as its
+    :class:`~oppo.support.Support`, to the reference and the trainer. What was left out is, at that position, neither
+    learnt from nor held to the reference. In host memory an id costs 4 bytes: 80 for a token with ``top_k=20``; with
+    ``top_p`` as many as its nucleus has, which is tens of thousands where the policy is unsure and the vocabulary large
+    (``top_k`` beside it bounds that). For ``min_new_tokens`` alone the few ids left out are listed instead.
 
     Attributes:
         max_new_tokens: a response of this many tokens ends with reason ``length``.
-        temperature: divides the logits; 0 is greedy decoding (and the scorers then use 1).
+        temperature: divides the logits; 0 is greedy decoding (``top_k`` and ``top_p`` then change nothing, and
+            log-probs are those at 1).
         top_k: keep only the k most likely tokens; 0 keeps all.
         top_p: keep the smallest set of tokens whose probability reaches this; 1 keeps all.
         stop: token ids that end a response (reason ``eos`` for the first, ``stop`` for the others); each is part of
@@ -72,6 +81,8 @@ class Piece:
     """Tokens read from a decode: int32 [n], float32 [n], int32 [n], and what comes after them.
 
     Attributes:
+        logprobs: natural logarithms, under the policy that sampled the tokens, over their support.
+        support: of the n tokens: the ids that each was drawn from.
         state: ``live``: there is more to read now. ``cut``: decoding stopped; read on in a later step. ``eos``,
             ``stop``, ``length``: this was the last piece. Only a ``cut`` piece may hold no token.
     """
@@ -80,6 +91,11 @@ class Piece:
     logprobs: FloatArray
     versions: IntArray
     state: PieceState
+    support: Support = field(default_factory=Support)
+
+    def chunk(self, rollout: int, start: int) -> Chunk:
+        """Return its tokens as those of ``rollout`` from ``start`` on."""
+        return Chunk(rollout, start, self.tokens, self.logprobs, self.versions, self.support)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -51,6 +51,7 @@ class Setting:
     critic: float = 0.0
     per_call: float = 0.0
     update: float = 0.0
+    kept: int = 2
 
     def length(self, prompt: Prompt) -> int:
         return self.lengths[prompt.rollout % len(self.lengths)]
@@ -96,7 +97,7 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         s = self.setting
-        self.policy = FakePolicy(s.length, 0.01, s.style, vary=s.vary)
+        self.policy = FakePolicy(s.length, 0.01, s.style, vary=s.vary, kept=s.kept)
         self.critic = FakeCritic(per_token=s.critic, per_call=s.per_call)
         self.trainer = FakeTrainer(s.update)
         self.reward = self.reward or FakeScorer(fake_scalar, s.reward, s.per_call)
@@ -148,6 +149,7 @@ def settings(draw: st.DrawFn, prompts: tuple[int, ...] = (0, 3, 7, 1_000)) -> Se
         critic=draw(seconds),
         per_call=draw(seconds),
         update=draw(st.sampled_from([0.0, 0.5])),
+        kept=draw(st.sampled_from([0, 2])),
     )
 
 

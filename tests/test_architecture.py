@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors"}),
-    frozenset({"events", "observe"}),
+    frozenset({"events", "observe", "support"}),
     frozenset({"models", "admission", "chunking", "estimators", "placement", "shaping", "training"}),
     frozenset({"graph"}),
     frozenset({"stages"}),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -46,19 +48,21 @@ def prompts() -> list[Prompt]:
     return [Prompt(n, n, np.arange(10 + n, 13 + n + n % 5, dtype=np.int32), group=n) for n in range(3 * BATCH)]
 
 
-async def streamed(models: dict[str, PreTrainedModel], chunks: ChunkSize, *, extra: int = 0) -> list[Batch]:
+async def streamed(
+    models: dict[str, PreTrainedModel], chunks: ChunkSize, *, extra: int = 0, sampling: Sampling = SAMPLING
+) -> list[Batch]:
     def one_core() -> None:
         torch.set_num_threads(1)
 
     with Thread("decode", setup=one_core) as decoding, Thread("score", setup=one_core) as scoring:
-        policy = HfPolicy(models["actor"], sampling=SAMPLING, thread=decoding, exact=True)
+        policy = HfPolicy(models["actor"], sampling=sampling, thread=decoding, exact=True)
         critic = ValueModel(models["critic"], thread=scoring, exact=True)
         graph = ppo(
             policy=policy,
-            reference=ReferenceLogprobs(models["reference"], sampling=SAMPLING, thread=scoring, exact=True),
+            reference=ReferenceLogprobs(models["reference"], sampling=sampling, thread=scoring, exact=True),
             reward=RewardModel(models["reward"], thread=scoring, exact=True),
             critic=critic,
-            trainer=HfTrainer(models["actor"], models["critic"], sampling=SAMPLING, thread=decoding, settings=SETTINGS),
+            trainer=HfTrainer(models["actor"], models["critic"], sampling=sampling, thread=decoding, settings=SETTINGS),
             admission=Overcommit(batch=BATCH, extra=extra),
             chunks=chunks,
         )
@@ -87,6 +91,23 @@ def test_streamed_and_serial_runs_agree_bit_for_bit(chunks: ChunkSize) -> None:
     for name in ("actor", "critic"):
         assert weights_digest(ours[name]) == weights_digest(theirs[name]), name
         assert weights_digest(ours[name]) != weights_digest(example.tiny_models()[name]), f"{name} was not trained"
+
+
+TRUNCATED = (
+    replace(SAMPLING, top_p=0.8),
+    replace(SAMPLING, top_k=20, min_new_tokens=5),
+)
+
+
+@pytest.mark.parametrize("sampling", TRUNCATED, ids=["top_p", "top_k"])
+def test_streamed_and_serial_runs_agree_bit_for_bit_where_sampling_truncates(sampling: Sampling) -> None:
+    torch.set_num_threads(1)
+    example = oracle()
+    ours, theirs = example.tiny_models(), example.tiny_models()
+    serial = anyio.run(example.serial_ppo, theirs, prompts(), BATCH, sampling, SETTINGS)
+    assert not any(batch.support(range(len(batch))).whole for batch in serial)
+    assert_same(serial, anyio.run(functools.partial(streamed, ours, Fixed(7), sampling=sampling)))
+    assert weights_digest(ours["actor"]) == weights_digest(theirs["actor"])
 
 
 def test_a_run_with_deferral_is_the_same_twice() -> None:

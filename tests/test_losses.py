@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from oppo.estimators import KLEstimator, kl_estimate
-from oppo.losses import entropy, kl_loss, masked_mean, policy_loss, token_logprobs, value_loss
+from oppo.losses import SupportIndex, entropy, kl_loss, masked_mean, policy_loss, token_logprobs, value_loss
+from oppo.support import Support
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "ppo.json").read_text(encoding="utf-8"))["loss"]
 CLIP = 0.2
@@ -65,6 +67,40 @@ def test_the_temperature_divides_the_logits_and_zero_counts_as_one() -> None:
     close(token_logprobs(logits, tokens, 0.5), token_logprobs(2 * logits, tokens))
     close(token_logprobs(logits, tokens, 0.0), token_logprobs(logits, tokens))
     close(entropy(logits, MASK, 0.5), entropy(2 * logits, MASK))
+
+
+@pytest.mark.parametrize("counts", [[3, 0, -2, 1, 4], [3, 1, 2], [-1, 0, -3], [0, 2]])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_over_a_support_log_probs_entropy_and_gradients_are_those_of_masked_logits(
+    counts: list[int], temperature: float
+) -> None:
+    dice = np.random.default_rng(len(counts))
+    ids = [dice.permutation(12)[: abs(count)].astype(np.int32) for count in counts]
+    support = SupportIndex.of(Support(np.concatenate(ids), np.array(counts, np.int32)), torch.device("cpu"))
+    outside = torch.zeros(len(counts), 12, dtype=torch.bool)
+    for row, count, own in zip(outside, counts, ids, strict=True):
+        row[:] = count > 0
+        row[torch.from_numpy(own).long()] = count < 0
+    tokens = (~outside).float().argmax(-1)
+    values = torch.randn(len(counts), 12, generator=torch.Generator().manual_seed(0)) * 5
+    ours, theirs = values.clone().requires_grad_(), values.clone().requires_grad_()
+    masked = (theirs / temperature).masked_fill(outside, -torch.inf).log_softmax(-1)
+    expected = masked.gather(1, tokens[:, None])[:, 0]
+    spread = -(masked.exp() * masked.masked_fill(outside, 0)).sum(-1).mean()
+    logprobs = token_logprobs(ours, tokens, temperature, support)
+    close(logprobs, expected)
+    mean = entropy(ours, torch.ones(len(counts), dtype=torch.bool), temperature, support)
+    close(mean, spread)
+    (logprobs.sum() + mean).backward()
+    (expected.sum() + spread).backward()
+    assert ours.grad is not None
+    assert theirs.grad is not None
+    close(ours.grad, theirs.grad)
+
+
+def test_a_support_of_everything_is_none() -> None:
+    assert SupportIndex.of(Support(), torch.device("cpu")) is None
+    assert SupportIndex.of(Support(counts=np.zeros(3, np.int32)), torch.device("cpu")) is None
 
 
 def test_bfloat16_logits_are_read_in_float32() -> None:

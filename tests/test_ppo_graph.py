@@ -60,6 +60,9 @@ def test_a_cut_neither_loses_nor_doubles_a_token(setting: Setting) -> None:
         for response in batch.responses:
             made = FakeDecode(pipeline.policy, response.prompt, setting.length(response.prompt))
             assert response.tokens.tolist() == [made._token(position) for position in range(made.length)]
+            support = pipeline.policy.support(response.tokens)
+            assert response.support.ids.tolist() == support.ids.tolist()
+            assert response.support.counts.tolist() == support.counts.tolist()
 
 
 @given(settings())

@@ -44,6 +44,7 @@ NAMES = [
     "Step",
     "StepReport",
     "Stream",
+    "Support",
     "Synchronous",
     "Thread",
     "Trained",

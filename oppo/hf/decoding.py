@@ -22,7 +22,8 @@ from torch import Tensor
 from oppo.errors import ModelError
 from oppo.hf.ending import Decode, Ending
 from oppo.hf.incremental import Incremental
-from oppo.hf.sampling import draw, gumbel
+from oppo.hf.sampling import DeviceSupport, draw, gumbel
+from oppo.support import Support
 
 if TYPE_CHECKING:
     import threading
@@ -72,6 +73,7 @@ class DecodeStep:
         logprobs: float32 [n].
         version: version of the weights that made them.
         reasons: why a row ended with its token; ``None`` while it is live.
+        support: of the n tokens: the ids that each was drawn from.
     """
 
     rows: tuple[Row, ...]
@@ -79,6 +81,7 @@ class DecodeStep:
     logprobs: FloatArray
     version: int
     reasons: tuple[FinishReason | None, ...]
+    support: Support = field(default_factory=Support)
 
 
 Deliver: TypeAlias = Callable[[DecodeStep], None]
@@ -206,7 +209,7 @@ class Decoder:
             places = torch.tensor([(*row.order, len(row.tokens)) for row in live], device=logits.device)
             admission, sample, position = places.unbind(1)
             noise = gumbel(self._sampling.seed, admission, sample, position, logits.shape[-1])
-        tokens, logprobs = draw(logits, noise, self._sampling, self._young(live, logits.device))
+        tokens, logprobs, support = draw(logits, noise, self._sampling, self._young(live, logits.device))
         host = torch.stack((tokens.double(), logprobs.double())).cpu().numpy()  # both exact in float64: one transfer
         if not np.isfinite(host[1]).all():
             broken = [row.prompt.rollout for row, fine in zip(live, np.isfinite(host[1]), strict=True) if not fine]
@@ -220,7 +223,8 @@ class Decoder:
         reasons = tuple(self._ending.reason(row.tokens, row.limit) for row in live)
         self.counters.decode_steps += 1
         self.counters.tokens += len(live)
-        return DecodeStep(tuple(live), ids, host[1].astype(np.float32), self.version, reasons), tokens
+        made = DecodeStep(tuple(live), ids, host[1].astype(np.float32), self.version, reasons, _on_host(support))
+        return made, tokens
 
     def _young(self, live: Sequence[Row], device: torch.device) -> Tensor | None:
         """Return which rows have fewer tokens than a response may end with, bool [n]; ``None`` if there is none."""
@@ -237,3 +241,7 @@ class Decoder:
         self.forget(row for row, stay in zip(live, stays, strict=True) if not stay)
         kept = torch.tensor([at for at, stay in enumerate(stays) if stay], dtype=torch.int64, device=tokens.device)
         return [row for row, stay in zip(live, stays, strict=True) if stay], tokens[kept]
+
+
+def _on_host(support: DeviceSupport | None) -> Support:
+    return Support(*(tensor.cpu().numpy() for tensor in support)) if support is not None else Support()

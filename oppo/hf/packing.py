@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from oppo.events import Batch
+from oppo.losses import SupportIndex
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,6 +27,7 @@ class MicroBatch:
         tokens: int64 [T].
         mask: bool [T], true for the tokens that are trained.
         logprobs, reference, values, advantages, returns: float32 [T], as they came with the batch.
+        support: where the ids lie from which the T tokens were drawn; ``None`` if that was the whole vocabulary.
     """
 
     ids: Tensor
@@ -41,6 +43,7 @@ class MicroBatch:
     values: Tensor
     advantages: Tensor
     returns: Tensor
+    support: SupportIndex | None
 
     @property
     def padding(self) -> int:
@@ -115,4 +118,5 @@ def pack(batch: Batch, rows: Sequence[int], device: torch.device) -> MicroBatch:
         values=tensor(batch.values[taken]),
         advantages=tensor(batch.advantages[taken]),
         returns=tensor(batch.returns[taken]),
+        support=SupportIndex.of(batch.support(rows), device),
     )

@@ -17,6 +17,7 @@ from oppo.errors import ModelError, ModelLost, ProtocolError, leaves
 from oppo.hf.decoding import Counters, Decoder, DecodeStep, Row
 from oppo.hf.weights import adopt
 from oppo.models import Cut, Decode, Piece, PieceState, Sampling, Weights
+from oppo.support import Support
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,7 +35,7 @@ class HfDecode:
     def __init__(self, policy: HfPolicy, row: Row) -> None:
         self.row = row
         self._policy = policy
-        self._unread: list[tuple[int, float, int]] = []
+        self._unread: list[tuple[int, float, int, Support]] = []
         self._state: PieceState = "cut"
         self._failure: Exception | None = None
         self._wanted = 0
@@ -90,9 +91,9 @@ class HfDecode:
         """Take note that decoding (re)starts."""
         self._state = "live"
 
-    def put(self, token: int, logprob: float, version: int, state: PieceState) -> None:
+    def put(self, token: int, logprob: float, version: int, support: Support, state: PieceState) -> None:
         """Append a token to what can be read."""
-        self._unread.append((token, logprob, version))
+        self._unread.append((token, logprob, version, support))
         self._state = state
         if self._readable():
             self._wake()
@@ -119,13 +120,14 @@ class HfDecode:
         if not self._unread and self.ended:
             raise ProtocolError(f"the last piece of rollout {rollout} has been read; expected no further read")
         taken, self._unread = self._unread[:limit], self._unread[limit:]
-        tokens, logprobs, versions = zip(*taken, strict=True) if taken else ((), (), ())
+        tokens, logprobs, versions, supports = zip(*taken, strict=True) if taken else ((), (), (), ())
         more = bool(self._unread) or self._failure is not None
         return Piece(
             np.array(tokens, np.int32),
             np.array(logprobs, np.float32),
             np.array(versions, np.int32),
             "live" if more else self._state,
+            Support.concatenate((support, 1) for support in supports),
         )
 
 
@@ -259,9 +261,10 @@ class HfPolicy:
         failure: Exception | None = None
 
         def show(made: DecodeStep) -> None:
-            news = zip(made.rows, made.tokens.tolist(), made.logprobs.tolist(), made.reasons, strict=True)
-            for row, token, logprob, reason in news:
-                by_key[row.key].put(token, logprob, made.version, reason or "live")
+            supports = made.support.split(len(made.rows))
+            news = zip(made.rows, made.tokens.tolist(), made.logprobs.tolist(), supports, made.reasons, strict=True)
+            for row, token, logprob, support, reason in news:
+                by_key[row.key].put(token, logprob, made.version, support, reason or "live")
 
         def deliver(made: DecodeStep) -> None:
             loop.call_soon_threadsafe(show, made)

@@ -21,6 +21,7 @@ from torch import Tensor
 from oppo.errors import ModelError, ProtocolError
 from oppo.events import Chunk, Finish, Given, IntArray, Prompt
 from oppo.hf.incremental import Incremental
+from oppo.support import Support
 
 GRID = 32
 """Tokens in a block of the exact mode."""
@@ -38,6 +39,7 @@ class Session:
         received: tokens received, prompt and response together.
         read: tokens that the model has read.
         unread: int64 [received - read].
+        support: of the unread tokens, where outputs are logits: the ids that each was drawn from.
         kept: what the scorer noted of each stretch.
         tail: [1, D], the output at the last position read, where the scorer needs it for the next token.
     """
@@ -47,17 +49,19 @@ class Session:
     received: int = 0
     read: int = 0
     unread: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    support: Support = field(default_factory=Support)
     kept: list[Tensor] = field(default_factory=list)
     tail: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stretch:
-    """Tokens ``start .. end`` of one rollout's sequence, int64 on the model's device."""
+    """Tokens ``start .. end`` of one rollout's sequence, int64 on the model's device, and their support."""
 
     session: Session
     start: int
     tokens: Tensor
+    support: Support
 
     @property
     def end(self) -> int:
@@ -81,7 +85,7 @@ class Reader:
         keep: called with each stretch and the outputs [k, D] at its last k positions: all of them, or one where
             ``wide`` is set and the stretch lies in the prompt.
         exact: each rollout alone, on the grid.
-        wide: outputs are logits, worth computing only where they are needed.
+        wide: outputs are logits, worth computing only where they are needed; the supports of tokens are kept for them.
     """
 
     def __init__(
@@ -159,24 +163,27 @@ class Reader:
                     f"rollout {event.rollout}: {self._name} expected tokens from {expected} of the response on, but "
                     f"{type(event).__name__} starts at {event.start}"
                 )
-        self._check(event.rollout, event.tokens, session.received)
+        support = event.support if self._wide and isinstance(event, Chunk) else Support()
+        self._check(event.rollout, event.tokens, support, session.received)
+        session.support = Support.concatenate([(session.support, len(session.unread)), (support, len(event.tokens))])
         session.unread = np.concatenate((session.unread, event.tokens.astype(np.int64)))
         session.received += len(event.tokens)
         self._sessions[event.rollout] = session
         return session
 
-    def _check(self, rollout: int, tokens: IntArray, received: int) -> None:
+    def _check(self, rollout: int, tokens: IntArray, support: Support, received: int) -> None:
         length, limit = received + len(tokens), self._incremental.max_length
         if length > limit:
             raise ModelError(
                 f"rollout {rollout} has {length} tokens, prompt included, but {self._name} reads at most {limit}: "
                 "shorten the prompts or lower max_new_tokens"
             )
-        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self._vocabulary:
-            raise ModelError(
-                f"rollout {rollout} has token ids from {int(tokens.min())} to {int(tokens.max())}, but the vocabulary "
-                f"of {self._name} has {self._vocabulary}: policy and scorers must share a tokenizer"
-            )
+        for ids in (tokens, support.ids):
+            if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self._vocabulary:
+                raise ModelError(
+                    f"rollout {rollout} has token ids from {int(ids.min())} to {int(ids.max())}, but the vocabulary "
+                    f"of {self._name} has {self._vocabulary}: policy and scorers must share a tokenizer"
+                )
 
     def _advance(self, sessions: Sequence[Session], *, final: bool) -> None:
         for batch in self._alone(sessions, final=final) if self._exact else self._together(sessions):
@@ -202,7 +209,9 @@ class Reader:
 
     def _taken(self, session: Session, limit: int) -> Stretch:
         tokens, session.unread = session.unread[:limit], session.unread[limit:]
-        stretch = Stretch(session, session.read, torch.from_numpy(tokens).to(self._device))
+        support = session.support.slice(0, limit)
+        session.support = session.support.slice(limit, len(session.support.counts))
+        stretch = Stretch(session, session.read, torch.from_numpy(tokens).to(self._device), support)
         session.read += len(tokens)
         return stretch
 

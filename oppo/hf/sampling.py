@@ -8,7 +8,7 @@ another batch shape, chunking or device.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,15 +55,48 @@ def gumbel(seed: int, admission: Tensor, sample: Tensor, position: Tensor, vocab
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
 
-def draw(
-    logits: Tensor, noise: Tensor | None, sampling: Sampling, young: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return the tokens, int64 [n], drawn from ``logits`` with ``noise``, and their log-probs, float32 [n].
+class DeviceSupport(NamedTuple):
+    """What tokens were drawn from, as an :class:`oppo.support.Support` has it, but where their logits are.
 
-    The log-prob is that of the whole distribution at the sampling temperature (1 when greedy), which a trainer
-    computes again from the tokens alone. So with ``top_k`` or ``top_p``, and in ``young`` rows, the tokens come from a
-    truncated, renormalised distribution, but the log-probs do not: they are too low by the logarithm of the mass that
-    was kept.
+    Attributes:
+        ids: int32 [S].
+        counts: int32 [n], above 0: one of exactly so many ids; below 0: any but so many; 0: any.
+    """
+
+    ids: Tensor
+    counts: Tensor
+
+
+class Drawn(NamedTuple):
+    """Tokens, int64 [n], their log-probs, float32 [n], and their support: ``None`` where nothing was left out."""
+
+    tokens: Tensor
+    logprobs: Tensor
+    support: DeviceSupport | None
+
+
+class _Kept(NamedTuple):
+    """The best logits of each row, from the best, float32 [n, k]; minus infinity outside of what was kept.
+
+    Attributes:
+        ids: int64 [n, k].
+        normaliser: float32 [n, 1], the logsumexp of what was kept.
+    """
+
+    logits: Tensor
+    ids: Tensor
+    normaliser: Tensor
+
+    def support(self) -> DeviceSupport:
+        kept = self.logits > -torch.inf
+        return DeviceSupport(self.ids[kept].int(), kept.sum(-1, dtype=torch.int32))
+
+
+def draw(logits: Tensor, noise: Tensor | None, sampling: Sampling, young: Tensor | None = None) -> Drawn:
+    """Return the tokens drawn from ``logits`` with ``noise``, with their log-probs.
+
+    A log-prob is that of the distribution that the token was drawn from: at the sampling temperature (1 when greedy),
+    truncated and renormalised.
 
     Args:
         logits: [n, V], of any floating type; the arithmetic is float32.
@@ -75,55 +108,66 @@ def draw(
         ValueError: the temperature is above 0 and there is no noise.
     """
     logits = logits.float()
-    if sampling.temperature > 0:
-        logits = logits / sampling.temperature
-    allowed = logits if young is None else _unending(logits, young, sampling.stop)
     if sampling.temperature == 0:
-        tokens = allowed.argmax(-1)
+        noise = None
     elif noise is None:
         raise ValueError(f"sampling at temperature {sampling.temperature} needs noise; only greedy decoding has none")
     else:
-        tokens = _perturbed_argmax(allowed, noise, sampling)
-    chosen = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
-    return tokens, (chosen - logits.logsumexp(-1)).clamp_(max=0)  # rounding can leave it above 0
+        logits = logits / sampling.temperature
+    support = None
+    if young is not None:
+        logits, support = _unending(logits, young, sampling.stop)
+    kept = _kept(logits, sampling)
+    if noise is None or kept is None:
+        tokens = (logits if noise is None else logits + noise).argmax(-1, keepdim=True)
+        normaliser = logits.logsumexp(-1, keepdim=True)
+    else:
+        choice = (kept.logits + noise.gather(1, kept.ids)).argmax(-1, keepdim=True)
+        tokens, normaliser, support = kept.ids.gather(1, choice), kept.normaliser, kept.support()
+    logprobs = (logits.gather(1, tokens) - normaliser).clamp_(max=0)  # rounding can leave it above 0
+    return Drawn(tokens.squeeze(1), logprobs.squeeze(1), support)
 
 
-def _unending(logits: Tensor, young: Tensor, stop: Sequence[int]) -> Tensor:
-    """Return ``logits``, those of stop tokens at minus infinity in the rows that must not end yet."""
-    ends = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
-    ends[[token for token in stop if token < logits.shape[-1]]] = True
-    return logits.masked_fill(young.unsqueeze(1) & ends, -torch.inf)
+def _unending(logits: Tensor, young: Tensor, stop: Sequence[int]) -> tuple[Tensor, DeviceSupport]:
+    """Return ``logits``, those of stop tokens at minus infinity in the rows that must not end yet, and what is left."""
+    within = sorted({token for token in stop if token < logits.shape[-1]})
+    ends = torch.tensor(within, dtype=torch.int32, device=logits.device)
+    barred = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
+    barred[ends.long()] = True
+    allowed = logits.masked_fill(young.unsqueeze(1) & barred, -torch.inf)
+    return allowed, DeviceSupport(ends.repeat(int(young.sum())), young.int().mul_(-len(ends)))
 
 
-def _perturbed_argmax(logits: Tensor, noise: Tensor, sampling: Sampling) -> Tensor:
-    if not sampling.top_k and sampling.top_p == 1:
-        return (logits + noise).argmax(-1)
-    kept, ids = _nucleus(logits, sampling.top_p) if not sampling.top_k else _most_likely(logits, sampling)
-    choice = (kept + noise.gather(1, ids)).argmax(-1, keepdim=True)
-    return ids.gather(1, choice).squeeze(1)
+def _kept(logits: Tensor, sampling: Sampling) -> _Kept | None:
+    """Return what ``top_k`` and ``top_p`` keep; ``None`` if that is everything, as it is for greedy decoding."""
+    if sampling.temperature == 0 or (not 0 < sampling.top_k < logits.shape[-1] and sampling.top_p == 1):
+        return None
+    return _most_likely(logits, sampling) if sampling.top_k else _nucleus(logits, sampling.top_p)
 
 
-def _most_likely(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Return the ``top_k`` best logits of each row, those outside of ``top_p`` at minus infinity, and their ids."""
-    kept, ids = logits.topk(min(sampling.top_k, logits.shape[-1]), dim=-1)
-    return _until(kept, kept.softmax(-1), sampling.top_p), ids
+def _most_likely(logits: Tensor, sampling: Sampling) -> _Kept:
+    best, ids = logits.topk(min(sampling.top_k, logits.shape[-1]), dim=-1)
+    if sampling.top_p < 1:
+        best = _until(best, best.softmax(-1), sampling.top_p)[0]
+    return _Kept(best, ids, best.logsumexp(-1, keepdim=True))
 
 
-def _nucleus(logits: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """Return the best logits of each row, those outside of ``top_p`` at minus infinity, and their ids."""
+def _nucleus(logits: Tensor, top_p: float) -> _Kept:
     vocabulary, total = logits.shape[-1], logits.logsumexp(-1, keepdim=True)
     width = min(_NUCLEUS, vocabulary)
-    kept, ids = logits.topk(width, dim=-1)
-    if width < vocabulary and bool(((kept - total).exp().sum(-1) < top_p).any()):
-        kept, ids = logits.sort(-1, descending=True)
-    return _until(kept, (kept - total).exp(), top_p), ids
+    best, ids = logits.topk(width, dim=-1)
+    if width < vocabulary and bool(((best - total).exp().sum(-1) < top_p).any()):
+        best, ids = logits.sort(-1, descending=True)
+    best, mass = _until(best, (best - total).exp(), top_p)
+    # Not a logsumexp of the best: its last bit would depend on their number, and so on the other rows.
+    return _Kept(best, ids, total + mass.log())
 
 
-def _until(kept: Tensor, probabilities: Tensor, top_p: float) -> Tensor:
-    """Return ``kept``, sorted from the best, at minus infinity where better ones already have ``top_p`` of the mass."""
-    if top_p == 1:
-        return kept
-    return kept.masked_fill(probabilities.cumsum(-1) - probabilities >= top_p, -torch.inf)
+def _until(best: Tensor, probabilities: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
+    """Return ``best``, at minus infinity where better ones already have ``top_p`` of the mass, and the mass kept."""
+    mass = probabilities.cumsum(-1)
+    stays = mass - probabilities < top_p
+    return best.masked_fill(~stays, -torch.inf), mass.gather(1, (stays.sum(-1, keepdim=True) - 1).clamp_(min=0))
 
 
 def _shifted(word: Tensor, by: int, bits: int) -> Tensor:

@@ -17,7 +17,7 @@ from oppo.hf.anatomy import backbone, score_head, vocabulary
 from oppo.hf.incremental import Incremental
 from oppo.hf.reading import Reader, Session, Stretch
 from oppo.hf.weights import adopt
-from oppo.losses import token_logprobs
+from oppo.losses import SupportIndex, token_logprobs
 from oppo.models import Sampling, Weights
 from oppo.placement import Thread
 
@@ -47,7 +47,8 @@ class ReferenceLogprobs(Streamed):
     """Scores each response token with its log-prob under a frozen causal LM: float32 [n], natural logarithm.
 
     Computed as the trainer does, by :func:`oppo.losses.token_logprobs`: of logits z, the log-prob of token t is
-    (z / temperature)[t] - logsumexp(z / temperature), in float32; a temperature of 0 counts as 1.
+    (z / temperature)[t] - logsumexp(z / temperature), in float32; a temperature of 0 counts as 1. Where the policy's
+    sampling left ids out, the logsumexp is over the others: the KL then is between two distributions over one support.
     ``Given`` tokens get one too. Between chunks one row of logits is kept for each open rollout.
 
     Args:
@@ -74,8 +75,11 @@ class ReferenceLogprobs(Streamed):
         if not stretch.in_prompt:
             # The logits at a position are those of the next token: the first of a stretch was predicted before it.
             before = logits[:-1] if session.tail is None else torch.cat((session.tail, logits[:-1]))
-            targets = stretch.tokens[first - stretch.start :]
-            session.kept.append(token_logprobs(before[len(before) - len(targets) :], targets, self._temperature))
+            skipped = first - stretch.start
+            targets = stretch.tokens[skipped:]
+            support = SupportIndex.of(stretch.support.slice(skipped, len(stretch.tokens)), logits.device)
+            before = before[len(before) - len(targets) :]
+            session.kept.append(token_logprobs(before, targets, self._temperature, support))
         session.tail = logits[-1:].clone()  # a view would keep the whole chunk's logits alive
 
     def _finish(self, finished: Sequence[Finish]) -> Sequence[FloatArray]:

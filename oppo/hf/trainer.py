@@ -117,7 +117,8 @@ class HfTrainer:
         actor: a causal language model; the parameters that require a gradient are trained.
         critic: a sequence-classification model with one label: its head's output at the position before a response
             token is the value of the state in which that token was chosen.
-        sampling: how the policy draws tokens: its temperature divides the logits here too.
+        sampling: how the policy draws tokens: its temperature divides the logits here too. (What it left out comes with
+            the tokens, as their support.)
         thread: where updates run.
         settings: everything about the optimisation.
 
@@ -239,11 +240,11 @@ class HfTrainer:
         settings, temperature = self.settings, self._sampling.temperature
         actor_learns = self._version >= settings.critic_warmup
         logits, values = self._models(part, actor_learns=actor_learns)
-        logprobs = token_logprobs(logits, part.tokens, temperature)
+        logprobs = token_logprobs(logits, part.tokens, temperature, part.support)
         policy = policy_loss(logprobs, part.logprobs, part.advantages, part.mask, settings.clip, total=total)
         value = value_loss(values, part.values, part.returns, part.mask, settings.value_clip, total=total)
         bonus = settings.entropy_coefficient
-        spread = entropy(logits if bonus else logits.detach(), part.mask, temperature, total=total)
+        spread = entropy(logits if bonus else logits.detach(), part.mask, temperature, part.support, total=total)
         kl = kl_loss(logprobs, part.reference, part.mask, settings.kl_estimator, total=total)
         loss = settings.value_coefficient * value.loss
         if actor_learns:

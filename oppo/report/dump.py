@@ -22,7 +22,9 @@ def dump_batch(batch: Batch, folder: Path) -> Path:
     """Write ``batch.safetensors`` and ``batch.json`` into ``folder``, which is made, and return it.
 
     Row ``r`` owns ``offsets[r] : offsets[r + 1]`` of the per-token arrays and ``prompt_offsets[r] :
-    prompt_offsets[r + 1]`` of ``prompts``. Whatever else the data held for a prompt is not written.
+    prompt_offsets[r + 1]`` of ``prompts``. ``support_ids`` and ``support_counts`` are the ids that each token was drawn
+    from (see :class:`oppo.support.Support`), empty where nothing was left out. Whatever else the data held for a prompt
+    is not written.
 
     Raises:
         OSError: it cannot be written.
@@ -31,6 +33,8 @@ def dump_batch(batch: Batch, folder: Path) -> Path:
     arrays = {name: np.ascontiguousarray(getattr(batch, name)) for name in ARRAYS}
     arrays["prompts"] = np.concatenate([np.zeros(0, np.int32), *prompts])
     arrays["prompt_offsets"] = np.array([*accumulate(map(len, prompts), initial=0)], np.int64)
+    support = batch.support(range(len(batch)))
+    arrays["support_ids"], arrays["support_counts"] = support.ids, support.counts
     rows = [
         {
             "rollout": response.prompt.rollout,

@@ -135,7 +135,7 @@ class Generate:
         while True:
             piece = await flight.decode.read(size)
             if len(piece.tokens):
-                chunk = Chunk(rollout, flight.length, piece.tokens, piece.logprobs, piece.versions)
+                chunk = piece.chunk(rollout, flight.length)
                 flight.chunks.append(chunk)
                 flight.length += len(piece.tokens)
                 await out.send(chunk)

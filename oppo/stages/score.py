@@ -103,12 +103,7 @@ class Score(Generic[T]):
         stale = [event.response for event in finished if not self._valid(event)]
         await self._forget([response.prompt.rollout for response in stale])
         await self._extend([response.prompt for response in stale])
-        await self._extend(
-            [
-                Chunk(response.prompt.rollout, 0, response.tokens, response.logprobs, response.versions)
-                for response in stale
-            ]
-        )
+        await self._extend([response.chunk() for response in stale])
 
     def _valid(self, event: Finish) -> bool:
         session = self._sessions.get(event.rollout)

@@ -95,6 +95,10 @@ class _Session:
             require(n > 0 or piece.state == "cut", f"rollout {rollout}: an empty piece with state {piece.state!r}")
             require(piece.state != "live" or n == limit, f"rollout {rollout}: a live piece holds {n} of {limit} tokens")
             require(bool(np.all(piece.logprobs <= 0)), f"rollout {rollout}: a log-prob is above 0")
+            require(
+                piece.support.describes(n) and bool(piece.support.holds(piece.tokens).all()),
+                f"rollout {rollout}: a token of a piece is outside of its own support",
+            )
             if piece.state in {"eos", "stop", "length"}:
                 require(
                     rollout in self.reported, f"rollout {rollout}: its last piece was readable before cut() was told"
@@ -226,9 +230,7 @@ async def _check_gap(make: Make[Scorer[T]], event: Finish) -> None:
 
 def part(event: Finish, start: int, stop: int) -> Chunk | Given:
     """Return tokens ``start : stop`` of a finished rollout as a chunk."""
-    response = event.response
-    s = slice(start, stop)
-    return Chunk(event.rollout, start, response.tokens[s], response.logprobs[s], response.versions[s])
+    return event.response.chunk(start, stop)
 
 
 async def check_trainer(make: Make[Trainer], batch: Batch, followers: Sequence[Follower]) -> None:

@@ -16,8 +16,9 @@ import anyio
 import numpy as np
 
 from oppo.errors import ModelError, ProtocolError, as_itself
-from oppo.events import Batch, Chunk, Finish, FloatArray, Given, Prompt
+from oppo.events import Batch, Chunk, Finish, FloatArray, Given, IntArray, Prompt
 from oppo.models import Cut, Decode, Follower, Piece, PieceState, Trained, Weights
+from oppo.support import Support
 
 T = TypeVar("T")
 
@@ -67,11 +68,13 @@ class FakeDecode:
                 await self._grown.wait()
         start, stop = self.taken, min(self.made, self.taken + limit)
         self.taken = stop
+        tokens = np.array([self._token(p) for p in range(start, stop)], np.int32)
         return Piece(
-            np.array([self._token(p) for p in range(start, stop)], np.int32),
+            tokens,
             np.array([self._logprob(p) for p in range(start, stop)], np.float32),
             np.array(self.versions[start:stop], np.int32),
             self._state(),
+            self.policy.support(tokens),
         )
 
     def _state(self) -> PieceState:
@@ -103,6 +106,7 @@ class FakePolicy:
             ``push``: each rollout is decoded by a task of its own, at its own pace.
         cap: a response of this many tokens ends with reason ``length``.
         vary: the pace of a rollout in ``push`` style, as a factor.
+        kept: how many ids each token is drawn from, as it were; 0: from all.
     """
 
     length: Length = lambda prompt: 5 + prompt.admission % 7
@@ -111,6 +115,7 @@ class FakePolicy:
     cap: int = 1_000_000
     seed: int = 0
     vary: Callable[[Prompt], float] = lambda prompt: 1.0
+    kept: int = 0
     version: int = 0
     decode_steps: int = 0
 
@@ -156,6 +161,13 @@ class FakePolicy:
                         pumps.cancel_scope.cancel()
         finally:
             self._live, self._cut = [], None
+
+    def support(self, tokens: IntArray) -> Support:
+        """Return the support of tokens: each and the ``kept - 1`` ids after it."""
+        if not self.kept:
+            return Support()
+        ids = np.add.outer(tokens, np.arange(self.kept, dtype=np.int32)).ravel()
+        return Support(ids, np.full(len(tokens), self.kept, np.int32))
 
     def is_decoding(self, decode: FakeDecode) -> bool:
         """Return whether more tokens of this decode will come in this step."""

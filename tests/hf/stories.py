@@ -19,6 +19,7 @@ from oppo.hf.policy import HfDecode, HfPolicy
 from oppo.hf.sampling import draw, gumbel
 from oppo.models import Piece, Sampling
 from oppo.placement import Thread
+from oppo.support import Support
 from tests.hf import tiny
 
 SAMPLING = Sampling(max_new_tokens=32, stop=(2, 3, 4, 5), seed=11)
@@ -94,6 +95,9 @@ class Story:
     def versions(self) -> list[list[int]]:
         return [np.concatenate([piece.versions for piece in row]).tolist() for row in self.pieces]
 
+    def supports(self) -> list[Support]:
+        return [Support.concatenate((piece.support, len(piece.tokens)) for piece in row) for row in self.pieces]
+
     def states(self) -> list[str]:
         return [row[-1].state for row in self.pieces]
 
@@ -113,20 +117,33 @@ def reference(model: PreTrainedModel, prompt: Prompt, sampling: Sampling) -> tup
         logits = model(torch.tensor([sequence])).logits[:, -1]
         admission, sample, at = (torch.tensor([n]) for n in (prompt.admission, prompt.sample, position))
         noise = gumbel(sampling.seed, admission, sample, at, logits.shape[-1]) if sampling.temperature else None
-        token, logprob = draw(logits, noise, sampling)
-        sequence.append(int(token))
-        logprobs.append(float(logprob))
+        drawn = draw(logits, noise, sampling)
+        sequence.append(int(drawn.tokens))
+        logprobs.append(float(drawn.logprobs))
         if sequence[-1] in sampling.stop or len(sequence) == tiny.LONGEST:
             break
     return sequence[len(prompt.tokens) :], logprobs
 
 
 @torch.inference_mode()
-def full_logprobs(model: PreTrainedModel, prompt: Prompt, tokens: list[int]) -> Tensor:
-    """Log-probs of a response from one forward pass."""
+def full_logprobs(
+    model: PreTrainedModel, prompt: Prompt, tokens: list[int], support: Support | None = None, temperature: float = 1.0
+) -> Tensor:
+    """Log-probs of a response from one forward pass, over the ids that each token was drawn from."""
     sequence = torch.tensor([[*prompt.tokens.tolist(), *tokens]])
-    logits: Tensor = model(sequence).logits[0, len(prompt.tokens) - 1 : -1]
+    logits: Tensor = model(sequence).logits[0, len(prompt.tokens) - 1 : -1] / temperature
+    logits = logits.masked_fill(~allowed(support or Support(), len(tokens), logits.shape[-1]), -torch.inf)
     return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+def allowed(support: Support, count: int, vocabulary: int) -> Tensor:
+    """Which ids each of ``count`` tokens was drawn from, one token at a time: bool [count, vocabulary]."""
+    rows = torch.ones(count, vocabulary, dtype=torch.bool)
+    for row, alone in zip(rows, support.split(count), strict=True):
+        if alone.counts.sum() > 0:
+            row[:] = False
+        row[torch.from_numpy(alone.ids).long()] = bool(alone.counts.sum() > 0)
+    return rows
 
 
 def assert_close(one: Sequence[float] | Tensor, other: Sequence[float] | Tensor) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from oppo.events import Batch, Prompt, Response
 from oppo.hf.packing import micro_batches, minibatches, pack, trainable
+from oppo.support import Support
 
 LENGTHS = ((3, 5), (9, 1), (1, 4))
 """Tokens of each row's prompt and response."""
@@ -54,6 +57,22 @@ def test_what_belongs_to_a_token_travels_with_it() -> None:
     assert torch.equal(packed.advantages, packed.logprobs + 200)
     assert torch.equal(packed.returns, packed.logprobs + 300)
     assert packed.mask.all()
+
+
+def test_what_tokens_were_drawn_from_travels_with_them() -> None:
+    made = batch()
+    plain = pack(made, [2, 0], torch.device("cpu"))
+    assert plain.support is None
+    first = Support(np.array([103, 7, 104, 8, 9, 105, 107], np.int32), np.array([2, 3, 1, 0, 1], np.int32))
+    second = Support(np.array([1, 2, 303], np.int32), np.array([0, -2, 1, 0], np.int32))
+    rows = replace(made.responses[0], support=first), made.responses[1], replace(made.responses[2], support=second)
+    support = pack(replace(made, responses=rows), [2, 0, 1], torch.device("cpu")).support
+    assert support is not None
+    assert support.narrow.tolist() == [2, 4, 5, 6, 8]
+    assert support.kept.tolist() == [[0, 1, 1, 2, 2, 2, 3, 4], [0, 0, 1, 0, 1, 2, 0, 0], [303, *first.ids.tolist()]]
+    assert support.width == 3
+    assert support.wide.tolist() == [0, 1, 3, 7, 9]
+    assert support.barred.tolist() == [[1, 1], [1, 2]]
 
 
 def test_padding_is_on_the_right_and_masked() -> None:

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from oppo.hf.sampling import draw, gumbel
 from oppo.models import Sampling
+from oppo.support import Support
+from tests.hf.stories import allowed
 
 WORDS = st.integers(min_value=0, max_value=2**40)
 
@@ -29,7 +31,7 @@ def noise_of(seed: int, places: Tensor, vocabulary: int) -> Tensor:
 
 
 def frequencies(logits: Tensor, noise: Tensor, sampling: Sampling) -> Tensor:
-    tokens, _ = draw(logits.expand(len(noise), -1), noise, sampling)
+    tokens = draw(logits.expand(len(noise), -1), noise, sampling).tokens
     return torch.bincount(tokens, minlength=len(logits)).double() / len(noise)
 
 
@@ -123,7 +125,7 @@ def test_pairs_of_successive_tokens_are_independent() -> None:
     draws = 40_000
     positions = torch.arange(draws)
     noise = noise_at(torch.zeros(draws, dtype=torch.int64), position=positions, vocabulary=8)
-    tokens, _ = draw(torch.zeros(draws, 8), noise, Sampling())
+    tokens = draw(torch.zeros(draws, 8), noise, Sampling()).tokens
     pairs = torch.bincount(tokens[:-1] * 8 + tokens[1:], minlength=64).double() / (draws - 1)
     assert chi_square(pairs, torch.full((64,), 1 / 64, dtype=torch.float64), draws) < 1.8
 
@@ -153,21 +155,60 @@ def test_top_p_of_a_large_vocabulary_needs_no_sorted_vocabulary(peak: float) -> 
     mass = ranked.softmax(-1)
     ranked = ranked.masked_fill(mass.cumsum(-1) - mass >= 0.9, -torch.inf)
     expected = ids.gather(1, (ranked + noise.gather(1, ids)).argmax(-1, keepdim=True))[:, 0]
-    assert torch.equal(draw(logits, noise, Sampling(top_p=0.9))[0], expected)
+    assert torch.equal(draw(logits, noise, Sampling(top_p=0.9)).tokens, expected)
 
 
 @given(temperature=st.floats(0.05, 5), top_k=st.integers(0, 20), top_p=st.floats(0.05, 1))
-def test_log_probs_are_those_of_the_whole_distribution(temperature: float, top_k: int, top_p: float) -> None:
+def test_log_probs_are_those_of_the_ids_that_were_kept(temperature: float, top_k: int, top_p: float) -> None:
     logits = torch.randn(6, 20, generator=torch.Generator().manual_seed(0))
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-    tokens, logprobs = draw(logits, noise_at(torch.arange(6), vocabulary=20), sampling)
-    expected = (logits.double() / temperature).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
-    torch.testing.assert_close(logprobs.double(), expected, atol=1e-5, rtol=1e-5)
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, stop=(3, 99))
+    noise, young = noise_at(torch.arange(6), vocabulary=20), torch.arange(6) % 2 == 0
+    for tokens, logprobs, support in (draw(logits, noise, sampling), draw(logits, noise, sampling, young)):
+        kept = Support() if support is None else Support(support.ids.numpy(), support.counts.numpy())
+        inside = allowed(kept, 6, 20)
+        expected = (logits.double() / temperature).masked_fill(~inside, -torch.inf).log_softmax(-1)
+        torch.testing.assert_close(logprobs.double(), expected.gather(1, tokens[:, None])[:, 0], atol=1e-5, rtol=1e-5)
+        assert inside.sum(-1).max() <= (top_k or 20)
+
+
+def test_where_nothing_is_left_out_no_support_is_kept() -> None:
+    noise = noise_at(torch.arange(6), vocabulary=20)
+    for sampling in (Sampling(), Sampling(top_k=20), Sampling(temperature=0.5, stop=(3,))):
+        assert draw(torch.zeros(6, 20), noise, sampling).support is None
+
+
+def test_of_a_response_that_may_not_end_yet_only_the_ends_are_listed() -> None:
+    noise, young = noise_at(torch.arange(3), vocabulary=50_000), torch.tensor([True, False, True])
+    support = draw(torch.zeros(3, 50_000), noise, Sampling(stop=(7, 3, 7, 60_000)), young).support
+    assert support is not None
+    assert support.ids.tolist() == [3, 7, 3, 7]
+    assert support.counts.tolist() == [-2, 0, -2]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(top_p=0.9), Sampling(top_p=0.9, temperature=0.3), Sampling(top_k=7)])
+def test_a_log_prob_does_not_depend_on_the_other_rows_to_the_bit(sampling: Sampling) -> None:
+    logits = torch.randn(40, 3000, generator=torch.Generator().manual_seed(2)) * torch.linspace(0.01, 9, 40)[:, None]
+    noise = noise_at(torch.arange(40), vocabulary=3000)
+    together = draw(logits, noise, sampling)
+    assert together.support is not None
+    alone = [draw(logits[n : n + 1], noise[n : n + 1], sampling) for n in range(40)]
+    assert torch.equal(together.tokens, torch.cat([drawn.tokens for drawn in alone]))
+    assert torch.equal(together.logprobs, torch.cat([drawn.logprobs for drawn in alone]))
+    assert torch.equal(together.support.ids, torch.cat([drawn.support.ids for drawn in alone if drawn.support]))
+
+
+@pytest.mark.parametrize("sampling", [Sampling(top_p=0.9), Sampling(top_k=3), Sampling(top_k=3, top_p=0.9)])
+def test_logits_that_are_no_numbers_have_a_log_prob_that_is_none(sampling: Sampling) -> None:
+    logits = torch.zeros(2, 9)
+    logits[1] = torch.nan
+    logprobs = draw(logits, noise_at(torch.arange(2), vocabulary=9), sampling).logprobs
+    assert logprobs.isfinite().tolist() == [True, False]
 
 
 def test_greedy_takes_the_best_token_and_its_log_prob_at_temperature_one() -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0]], dtype=torch.bfloat16)
-    tokens, logprobs = draw(logits, None, Sampling(temperature=0))
+    tokens, logprobs, support = draw(logits, None, Sampling(temperature=0, top_k=1, top_p=0.1))
+    assert support is None
     assert tokens.tolist() == [1]
     assert logprobs.dtype == torch.float32
     torch.testing.assert_close(logprobs, logits.float().log_softmax(-1)[:, 1])
@@ -183,4 +224,4 @@ def test_a_small_error_in_the_logits_changes_no_token() -> None:
     logits = torch.randn(2000, 512, generator=generator)
     noise = noise_at(torch.arange(2000), vocabulary=512)
     wrong = logits + 1e-6 * torch.randn(2000, 512, generator=generator)
-    assert torch.equal(draw(logits, noise, Sampling())[0], draw(wrong, noise, Sampling())[0])
+    assert torch.equal(draw(logits, noise, Sampling()).tokens, draw(wrong, noise, Sampling()).tokens)

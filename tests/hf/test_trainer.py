@@ -27,14 +27,12 @@ from oppo.hf.packing import MicroBatch, micro_batches, pack
 from oppo.hf.policy import HfPolicy
 from oppo.hf.scorers import ValueModel
 from oppo.hf.trainer import HfTrainer
-from oppo.losses import token_logprobs
 from oppo.models import Sampling, Weights
 from oppo.placement import Thread
 from oppo.testing import check_trainer
 from oppo.training import TrainerSettings
 from tests.golden import fixed
 from tests.hf import tiny
-from tests.hf.stories import prompts, told
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 SAMPLING = Sampling(max_new_tokens=16, stop=(2,))
@@ -181,34 +179,6 @@ async def test_before_the_first_step_the_ratio_is_one(name: str, thread: Thread)
     assert trained.metrics["policy/clipfrac_avg"] == 0
     assert not trainer._actor.training
     assert not trainer._critic.training
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-async def test_what_the_policy_said_of_its_tokens_is_what_the_trainer_says(name: str, thread: Thread) -> None:
-    sampling = Sampling(max_new_tokens=24, temperature=0.7, top_k=20, stop=(2, 3, 4), min_new_tokens=4, seed=5)
-    actor, critic = tiny.causal(name, seed=1), tiny.scalar(name, seed=2)
-    policy = HfPolicy(actor, sampling=sampling, thread=thread)
-    asked = prompts(6)
-    story = await told(policy, asked)
-    floats = [np.zeros(len(tokens), np.float32) for tokens in story.tokens()]
-    batch = batch_of(
-        [prompt.tokens for prompt in asked],
-        [np.array(tokens, np.int32) for tokens in story.tokens()],
-        [np.array(logprobs, np.float32) for logprobs in story.logprobs()],
-        scores=[0.0] * len(asked),
-        values=floats,
-        estimates=[(array + k, array) for k, array in enumerate(floats)],
-    )
-    settings = TrainerSettings(epochs=1, micro_batch_tokens=100)
-    trainer = HfTrainer(actor, critic, sampling=sampling, thread=thread, settings=settings)
-    ratios = []
-    for group in micro_batches([len(r.prompt.tokens) + len(r) - 1 for r in batch.responses], range(len(batch)), 100):
-        part = pack(batch, group, torch.device("cpu"))
-        with torch.no_grad():
-            logits, _ = trainer._models(part)
-            ratios.append((token_logprobs(logits, part.tokens, sampling.temperature) - part.logprobs).exp())
-    assert (torch.cat(ratios) - 1).abs().max() <= 1e-5
-    assert (await trainer.update(batch)).metrics["val/ratio"] == pytest.approx(1, abs=1e-5)
 
 
 async def test_micro_batching_does_not_change_the_gradient(thread: Thread) -> None:

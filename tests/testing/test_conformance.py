@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from oppo.errors import ProtocolError
-from oppo.events import Chunk, Finish, Given, Prompt
+from oppo.events import Chunk, Finish, Given, IntArray, Prompt
 from oppo.models import Follower, Piece
 from oppo.stages import GAE
 from oppo.stages.advantage import Row
+from oppo.support import Support
 from oppo.testing import (
     FakeCritic,
     FakePolicy,
@@ -93,9 +94,25 @@ class Restless(FakePolicy):
         await super().advance(reader)
 
 
+class Elsewhere(FakePolicy):
+    """Says that its tokens were drawn from other ids than they are."""
+
+    def support(self, tokens: IntArray) -> Support:
+        return Support(tokens + 1, np.ones(len(tokens), np.int32))
+
+
+class Short(FakePolicy):
+    """Says of its last token nothing."""
+
+    def support(self, tokens: IntArray) -> Support:
+        return Support(tokens[1:], np.ones(len(tokens) - 1, np.int32))
+
+
 @pytest.mark.parametrize(
     ("policy", "sentence"),
     [
+        (Elsewhere, "outside of its own support"),
+        (Short, "outside of its own support"),
         (ForgetfulPolicy, "a live piece holds 2 of 3 tokens"),
         (Deaf, "readable before cut"),
         (Restless, "gives other tokens"),

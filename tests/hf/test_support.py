@@ -1,0 +1,172 @@
+"""Truncated sampling, from the policy through the reference to the trainer: one support, one distribution."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from oppo.errors import ModelError
+from oppo.evaluate import respond, score_all
+from oppo.events import Batch, Chunk, Finish, FloatArray, Prompt, Response
+from oppo.hf.digest import weights_digest
+from oppo.hf.packing import micro_batches, pack, read_lengths
+from oppo.hf.policy import HfPolicy
+from oppo.hf.scorers import ReferenceLogprobs
+from oppo.hf.trainer import HfTrainer
+from oppo.losses import token_logprobs
+from oppo.models import Sampling
+from oppo.placement import Thread
+from oppo.stages import GAE
+from oppo.stages.advantage import Row
+from oppo.support import Support
+from oppo.training import TrainerSettings
+from tests.hf import tiny
+from tests.hf.stories import Story, allowed, full_logprobs, prompts, serving, told
+
+torch.set_num_threads(1)
+
+STOP = (2, 3, 4)
+TRUNCATED = {
+    "top_k": Sampling(max_new_tokens=24, top_k=20, stop=STOP, seed=5),
+    "top_p": Sampling(max_new_tokens=24, top_p=0.9, stop=STOP, seed=5),
+    "young": Sampling(max_new_tokens=24, min_new_tokens=6, stop=STOP, seed=5),
+    "cooler": Sampling(max_new_tokens=24, temperature=0.7, top_k=20, top_p=0.9, min_new_tokens=4, stop=STOP, seed=5),
+}
+
+
+@pytest.fixture
+def thread() -> Iterator[Thread]:
+    with Thread("all", setup=lambda: torch.set_num_threads(1)) as thread:
+        yield thread
+
+
+@pytest.fixture(params=TRUNCATED.values(), ids=TRUNCATED.keys())
+def sampling(request: pytest.FixtureRequest) -> Sampling:
+    made = request.param
+    assert isinstance(made, Sampling)
+    return made
+
+
+def batch_of(finished: Sequence[Finish], reference: Sequence[FloatArray], *, kl: float = 0.05) -> Batch:
+    rows = [
+        Row(event, logprobs, float(k % 3), np.zeros(len(event.response), np.float32))
+        for k, (event, logprobs) in enumerate(zip(finished, reference, strict=True))
+    ]
+    return GAE(kl=kl).batch(rows)
+
+
+async def rolled_out(model: PreTrainedModel, sampling: Sampling, thread: Thread, count: int = 6) -> list[Finish]:
+    return await respond(HfPolicy(model, sampling=sampling, thread=thread), prompts(count))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+async def test_before_the_first_step_the_ratio_of_every_token_is_one(
+    name: str, sampling: Sampling, thread: Thread
+) -> None:
+    actor, critic = tiny.causal(name, seed=1), tiny.scalar(name, seed=2)
+    finished = await rolled_out(actor, sampling, thread)
+    batch = batch_of(finished, [event.response.logprobs for event in finished])
+    assert batch.support(range(len(batch))).holds(batch.tokens).all()
+    settings = TrainerSettings(epochs=1, micro_batch_tokens=100)
+    trainer = HfTrainer(actor, critic, sampling=sampling, thread=thread, settings=settings)
+    for group in micro_batches(read_lengths(batch), range(len(batch)), 100):
+        part = pack(batch, group, torch.device("cpu"))
+        with torch.no_grad():
+            logits, _ = trainer._models(part)
+        ours = token_logprobs(logits, part.tokens, sampling.temperature, part.support)
+        assert ((ours - part.logprobs).exp() - 1).abs().max() <= 1e-5
+        full = token_logprobs(logits, part.tokens, sampling.temperature)
+        assert (full - part.logprobs).min() < -1e-3, "nothing was left out, so this shows nothing"
+    metrics = (await trainer.update(batch)).metrics
+    assert metrics["val/ratio"] == pytest.approx(1, abs=1e-5)
+    assert metrics["policy/approxkl_avg"] == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+async def test_of_a_reference_equal_to_the_policy_the_kl_is_zero(
+    name: str, exact: bool, sampling: Sampling, thread: Thread
+) -> None:
+    finished = await rolled_out(tiny.causal(name, seed=1), sampling, thread)
+    scorer = ReferenceLogprobs(tiny.causal(name, seed=1), sampling=sampling, thread=thread, exact=exact)
+    reference = await score_all(scorer, finished)
+    for event, logprobs in zip(finished, reference, strict=True):
+        np.testing.assert_allclose(logprobs, event.response.logprobs, atol=1e-5)
+    batch = batch_of(finished, reference)
+    assert batch.metrics["objective/kl"] == pytest.approx(0, abs=1e-4)  # nats a response, of up to 24 tokens
+
+
+@pytest.mark.parametrize("exact", [False, True])
+async def test_reference_log_probs_are_over_the_support_however_the_tokens_come(
+    exact: bool, sampling: Sampling, thread: Thread
+) -> None:
+    finished = await rolled_out(tiny.causal(seed=1), sampling, thread)
+    model, dice = tiny.causal(seed=7), random.Random(3)
+    scorer = ReferenceLogprobs(model, sampling=sampling, thread=thread, exact=exact)
+    await scorer.extend([event.response.prompt for event in finished])
+    for event in finished:
+        start = 0
+        while start < len(event.response):
+            stop = min(len(event.response), start + dice.choice([1, 2, 9]))
+            await scorer.extend([event.response.chunk(start, stop)])
+            start = stop
+    for event, logprobs in zip(finished, await scorer.finish(finished), strict=True):
+        response = event.response
+        expected = tiny.apart(full_logprobs)(
+            model, response.prompt, response.tokens.tolist(), response.support, sampling.temperature
+        )
+        np.testing.assert_allclose(logprobs, expected, rtol=1e-5, atol=1e-5)
+
+
+async def test_a_support_outside_of_the_references_vocabulary_is_refused(thread: Thread) -> None:
+    scorer = ReferenceLogprobs(tiny.causal(), sampling=Sampling(), thread=thread)
+    prompt = Prompt(0, 0, np.array([5], np.int32))
+    support = Support(np.array([6, tiny.VOCABULARY], np.int32), np.array([2], np.int32))
+    one = np.zeros(1, np.float32)
+    chunk = Chunk(0, 0, np.array([6], np.int32), one, np.zeros(1, np.int32), support)
+    await scorer.extend([prompt])
+    with pytest.raises(ModelError, match=f"token ids from 6 to {tiny.VOCABULARY}"):
+        await scorer.extend([chunk])
+
+
+async def test_what_is_learnt_does_not_depend_on_how_a_support_is_written(thread: Thread) -> None:
+    sampling = TRUNCATED["young"]
+    finished = await rolled_out(tiny.causal(seed=1), sampling, thread)
+    digests = set()
+    for kept in (False, True):
+        events = [Finish(e.rollout, listed(e.response) if kept else e.response, e.reason) for e in finished]
+        actor, critic = tiny.causal(seed=1), tiny.scalar(seed=2)
+        settings = TrainerSettings(epochs=1, learning_rate=1e-3, entropy_coefficient=0.1)
+        trainer = HfTrainer(actor, critic, sampling=sampling, thread=thread, settings=settings)
+        before = weights_digest(actor)
+        batch = batch_of(events, [event.response.logprobs - 0.1 for event in events])
+        metrics = (await trainer.update(batch)).metrics
+        assert weights_digest(actor) != before
+        digests.add(tuple(round(metrics[name], 4) for name in ("policy/entropy_avg", "train/grad_norm", "val/ratio")))
+    assert len(digests) == 1
+
+
+def listed(response: Response) -> Response:
+    """The same, each token's support written as the ids that were kept."""
+    rows = [row.nonzero()[:, 0].int().numpy() for row in allowed(response.support, len(response), tiny.VOCABULARY)]
+    counts = np.array([len(row) for row in rows], np.int32)
+    support = Support(np.concatenate(rows), counts)
+    return Response(response.prompt, response.tokens, response.logprobs, response.versions, response.sampled, support)
+
+
+async def test_parked_rollouts_keep_their_supports(sampling: Sampling) -> None:
+    with serving(sampling=sampling) as policy:
+        whole = await told(policy, prompts(6))
+        cut = Story(await policy.open(prompts(6)), cut_after=2)
+        await cut.step(policy, limit=3)
+        cut.cut_after = 1_000_000
+        await cut.step(policy, limit=3)
+    assert cut.tokens() == whole.tokens()
+    for ours, theirs in zip(cut.supports(), whole.supports(), strict=True):
+        assert ours.counts.tolist() == theirs.counts.tolist()
+        assert ours.ids.tolist() == theirs.ids.tolist()

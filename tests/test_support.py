@@ -1,0 +1,78 @@
+"""Supports: whatever is cut out of them and put together again, each token keeps its own ids."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from oppo.events import Chunk, Given, Prompt, Response, merge_chunks
+from oppo.support import Support
+
+Listed = list[tuple[bool, set[int]]]
+"""Of each token, whether it was one of the ids or any but them, and the ids."""
+
+LISTED = st.lists(st.tuples(st.booleans(), st.sets(st.integers(0, 30), max_size=5)), max_size=12)
+
+
+def support_of(listed: Listed) -> Support:
+    ids = [token for _, kept in listed for token in sorted(kept)]
+    return Support(
+        np.array(ids, np.int32), np.array([len(kept) * (1 if exact else -1) for exact, kept in listed], np.int32)
+    )
+
+
+def written(support: Support, count: int) -> list[tuple[int, list[int]]]:
+    return [(int(alone.counts.sum()), alone.ids.tolist()) for alone in support.split(count)]
+
+
+@given(LISTED, st.lists(st.integers(0, 12), max_size=3))
+def test_a_support_in_parts_is_the_support_again(listed: Listed, cuts: list[int]) -> None:
+    whole = support_of(listed)
+    bounds = [0, *sorted(min(cut, len(listed)) for cut in cuts), len(listed)]
+    parts = [(whole.slice(a, b), b - a) for a, b in pairwise(bounds)]
+    assert written(Support.concatenate(parts), len(listed)) == written(whole, len(listed))
+    assert [row for part, n in parts for row in written(part, n)] == written(whole, len(listed))
+
+
+@given(LISTED, st.data())
+def test_a_token_is_held_if_it_is_listed_or_not_left_out(listed: Listed, data: st.DataObject) -> None:
+    tokens = data.draw(st.lists(st.integers(0, 30), min_size=len(listed), max_size=len(listed)))
+    expected = [not kept or (token in kept) == exact for token, (exact, kept) in zip(tokens, listed, strict=True)]
+    assert support_of(listed).holds(np.array(tokens, np.int32)).tolist() == expected
+
+
+def test_where_nothing_was_left_out_nothing_is_kept() -> None:
+    many = Support.concatenate([(Support(), 1_000_000), (support_of([(False, set())] * 3), 3), (Support(), 7)])
+    assert many.whole
+    assert len(many.counts) == 0
+    assert many.slice(5, 900).whole
+    assert many.describes(17)
+    assert many.holds(np.arange(4, dtype=np.int32)).all()
+
+
+def test_counts_that_do_not_add_up_are_refused() -> None:
+    with pytest.raises(ValueError, match="of 2 tokens counts 5 ids, but holds 1"):
+        Support(np.array([4], np.int32), np.array([2, -3], np.int32))
+
+
+def chunk(start: int, listed: Listed) -> Chunk:
+    n = len(listed)
+    ints, floats = np.arange(n, dtype=np.int32), np.zeros(n, np.float32)
+    return Chunk(0, start, ints, floats, ints, support_of(listed))
+
+
+@given(LISTED, LISTED)
+def test_merged_chunks_and_grown_responses_keep_what_each_token_was_drawn_from(one: Listed, two: Listed) -> None:
+    first, second, n = chunk(0, one), chunk(len(one), two), len(one) + len(two)
+    merged = merge_chunks(first, second)
+    assert isinstance(merged, Chunk)
+    assert written(merged.support, n) == written(support_of([*one, *two]), n)
+    answer = Given(0, len(one), np.zeros(2, np.int32))
+    grown = Response.empty(Prompt(0, 0, np.zeros(1, np.int32))).then(first).then(answer).then(chunk(n + 2, two))
+    assert written(grown.support, n + 2) == written(support_of([*one, (True, set()), (True, set()), *two]), n + 2)
+    tail = grown.chunk(len(one) + 1)
+    assert (tail.start, len(tail.tokens)) == (len(one) + 1, 1 + len(two))
+    assert written(tail.support, 1 + len(two)) == written(support_of([(True, set()), *two]), 1 + len(two))
