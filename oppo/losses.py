@@ -165,8 +165,9 @@ class SupportIndex:
     Attributes:
         narrow: [A], the tokens that were one of exactly their ids, with ``width`` the most that one of them has.
         kept: [3, S], for each of those ids its row among ``narrow``, its place in that row and the id.
-        wide: [T - A], the other tokens.
-        barred: [2, S'], for each id that one of them could not be, its row among ``wide`` and the id.
+        wide: [B], the tokens that were any but their ids.
+        barred: [2, S'], for each of those ids its row among ``wide`` and the id.
+        free: whether there are others: tokens that were any.
     """
 
     narrow: Tensor
@@ -174,30 +175,32 @@ class SupportIndex:
     width: int
     wide: Tensor
     barred: Tensor
+    free: bool
 
     @classmethod
     def of(cls, support: Support, device: torch.device) -> SupportIndex | None:
         """Return where the support of some tokens lies; ``None`` where nothing was left out."""
         if support.whole:
             return None
-        sizes, exact = np.abs(support.counts.astype(np.int64)), support.counts > 0
-        row = np.where(exact, exact.cumsum(), (~exact).cumsum()) - 1
+        sizes, exact, lacking = np.abs(support.counts.astype(np.int64)), support.counts > 0, support.counts < 0
+        row = np.where(exact, exact.cumsum(), lacking.cumsum()) - 1
         owner = np.repeat(np.arange(len(sizes)), sizes)
         place = np.arange(len(support.ids)) - np.repeat(sizes.cumsum() - sizes, sizes)
         listed, kept = np.stack((row[owner], place, support.ids)), exact[owner]
         narrow, three, wide, two = (
             torch.from_numpy(array).to(device)
-            for array in (exact.nonzero()[0], listed[:, kept], (~exact).nonzero()[0], listed[::2, ~kept])
+            for array in (exact.nonzero()[0], listed[:, kept], lacking.nonzero()[0], listed[::2, ~kept])
         )
-        return cls(narrow, three, int(sizes[exact].max(initial=0)), wide, two)
+        return cls(narrow, three, int(sizes[exact].max(initial=0)), wide, two, free=not (exact | lacking).all())
 
     def each(self, logits: Tensor, measure: Callable[[Tensor], Tensor]) -> Tensor:
         """Return ``measure`` of each token's distribution, float [T], given that of rows of logits, [n, m] to [n].
 
-        At most a copy of the logits is made, and where a token was one of few ids, only of these. What is outside of a
-        support is at the lowest float32, not at minus infinity: its probability is 0 all the same, and 0 times it too.
+        What is outside of a support is at the lowest float32, not at minus infinity: its probability is 0 all the same,
+        and 0 times it too. Of the logits only the ids of ``narrow`` and the rows of ``wide`` are copied.
         """
-        lowest, measured = torch.finfo(logits.dtype).min, logits.new_zeros(len(logits))
+        lowest = torch.finfo(logits.dtype).min
+        measured = measure(logits) if self.free else logits.new_zeros(len(logits))
         if len(self.narrow):
             row, place, ids = self.kept
             table = logits.new_full((len(self.narrow), self.width), lowest)

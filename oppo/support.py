@@ -84,4 +84,5 @@ class Support:
         owner = np.repeat(np.arange(len(tokens)), np.abs(self.counts))
         listed = np.zeros(len(tokens), np.bool_)
         listed[owner[self.ids == tokens[owner]]] = True
-        return listed == (self.counts > 0)
+        held: NDArray[np.bool_] = listed == (self.counts > 0)
+        return held

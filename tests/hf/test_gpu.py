@@ -14,10 +14,12 @@ from oppo.events import Prompt, StepReport
 from oppo.hf import HfPolicy, HfTrainer, ReferenceLogprobs, RewardModel, ValueModel, probe
 from oppo.hf.digest import weights_digest
 from oppo.hf.incremental import Incremental
-from oppo.hf.sampling import gumbel
+from oppo.hf.sampling import draw, gumbel
+from oppo.losses import SupportIndex, token_logprobs
 from oppo.models import Sampling
 from oppo.placement import Thread
 from oppo.recipes import ppo
+from oppo.support import Support
 from oppo.training import TrainerSettings
 from tests.hf import tiny
 
@@ -54,6 +56,19 @@ def test_the_noise_of_a_token_is_that_of_the_cpu() -> None:
     here = gumbel(3, admission, sample, position, 512)
     there = gumbel(3, admission.cuda(), sample.cuda(), position.cuda(), 512)
     torch.testing.assert_close(there.cpu(), here, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(top_k=20), Sampling(top_p=0.9), Sampling(stop=(3, 7))])
+def test_what_truncated_sampling_keeps_is_what_the_trainer_normalises_over(sampling: Sampling) -> None:
+    logits = torch.randn(64, 5000, generator=torch.Generator().manual_seed(0)).cuda() * 3
+    places = torch.arange(64, device="cuda")
+    noise = gumbel(0, places, places, places, 5000)
+    tokens, logprobs, kept = draw(logits, noise, sampling, places % 2 == 0)
+    assert kept is not None
+    support = Support(kept.ids.cpu().numpy(), kept.counts.cpu().numpy())
+    assert support.holds(tokens.int().cpu().numpy()).all()
+    again = token_logprobs(logits, tokens, support=SupportIndex.of(support, logits.device))
+    torch.testing.assert_close(again, logprobs, rtol=0, atol=1e-5)
 
 
 async def train() -> tuple[list[StepReport], bool]:

@@ -71,8 +71,9 @@ def test_what_tokens_were_drawn_from_travels_with_them() -> None:
     assert support.narrow.tolist() == [2, 4, 5, 6, 8]
     assert support.kept.tolist() == [[0, 1, 1, 2, 2, 2, 3, 4], [0, 0, 1, 0, 1, 2, 0, 0], [303, *first.ids.tolist()]]
     assert support.width == 3
-    assert support.wide.tolist() == [0, 1, 3, 7, 9]
-    assert support.barred.tolist() == [[1, 1], [1, 2]]
+    assert support.wide.tolist() == [1]
+    assert support.barred.tolist() == [[0, 0], [1, 2]]
+    assert support.free
 
 
 def test_padding_is_on_the_right_and_masked() -> None:

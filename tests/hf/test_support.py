@@ -45,7 +45,7 @@ def thread() -> Iterator[Thread]:
         yield thread
 
 
-@pytest.fixture(params=TRUNCATED.values(), ids=TRUNCATED.keys())
+@pytest.fixture(params=list(TRUNCATED.values()), ids=list(TRUNCATED))
 def sampling(request: pytest.FixtureRequest) -> Sampling:
     made = request.param
     assert isinstance(made, Sampling)
