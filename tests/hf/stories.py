@@ -125,6 +125,7 @@ def reference(model: PreTrainedModel, prompt: Prompt, sampling: Sampling) -> tup
     return sequence[len(prompt.tokens) :], logprobs
 
 
+@tiny.apart
 @torch.inference_mode()
 def full_logprobs(
     model: PreTrainedModel, prompt: Prompt, tokens: list[int], support: Support | None = None, temperature: float = 1.0
