@@ -11,6 +11,7 @@
     ├── ConfigError       a setting is unknown, missing or out of range
     ├── DataError         a prompt file or a prompt cannot be used
     ├── RewardError       a reward function failed or returned something that is no score
+    ├── CheckpointError   a checkpoint cannot be written, is damaged, or does not fit the run
     └── ModelError
         ├── ModelRefused  a model cannot be served exactly: raised at load, names the reason
         ├── ModelDiverged updates went on being not finite: names the rollouts and where the batch lies
@@ -57,6 +58,10 @@ class DataError(OppoError):
 
 class RewardError(OppoError):
     """A reward function failed, or returned something that is no score."""
+
+
+class CheckpointError(OppoError):
+    """A checkpoint cannot be written, is damaged, or is of another run."""
 
 
 class ModelError(OppoError):

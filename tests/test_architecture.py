@@ -40,6 +40,7 @@ LEAVES = frozenset(
         "rewards",
         "train",
         "evaluate",
+        "checkpoint",
     }
 )
 """Nothing in a layer imports these."""
