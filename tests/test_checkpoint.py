@@ -8,10 +8,12 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
+from numpy.typing import NDArray
 
 from oppo.checkpoint import COMPLETE, Checkpoints, State, read_state, verified, write_state
 from oppo.errors import CheckpointError
@@ -49,7 +51,7 @@ def test_every_plain_state_comes_back(state: State, tmp_path_factory: pytest.Tem
 
 
 def test_arrays_come_back_with_type_shape_and_bits_wherever_they_were(tmp_path: Path) -> None:
-    arrays = [
+    arrays: list[NDArray[Any]] = [
         np.arange(3, dtype=np.int32),
         np.array([np.nan, -0.0, np.inf], np.float32),
         np.zeros((0, 4), np.float64),

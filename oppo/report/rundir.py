@@ -21,9 +21,11 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, closing
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TextIO
+from typing import Self, TextIO, cast
 
 from oppo.errors import ConfigError
 from oppo.events import Batch, StepReport
@@ -35,6 +37,8 @@ from oppo.report.lock import LOCK, Lock, is_locked, taken
 from oppo.report.metrics import Metrics, finite, record, summary
 from oppo.report.overlap import Role, occupation
 from oppo.report.page import page
+from oppo.report.put import put
+from oppo.report.rewind import rewind
 from oppo.report.samples import Decode, samples
 from oppo.report.trace import CLOSING, OPENING, Trace
 from oppo.report.writer import Writer
@@ -47,6 +51,9 @@ ROLES: Mapping[str, Role] = {
     "trainer": "update",
 }
 """What the models of ``oppo train`` do, by the names of their tracks."""
+
+RECORDS = ("metrics.jsonl", "samples.jsonl", "journal.jsonl")
+"""Files of one object a line, each with its ``step``; :mod:`oppo.report.journal` reads the last of them."""
 
 _SHOWN_STEPS = 3  # steps at the start and at the end whose samples the page shows
 
@@ -66,6 +73,8 @@ class RunDirectory(Observer):
         roles: what each model track does, for the overlap metrics.
         source: the stage whose items are the rollouts' events.
         gauges: read at the end of each step and written among its metrics.
+        resumed_at: steps that a run in this directory has behind it: what it wrote of later ones is taken back, and
+            the records go on from there; the trace goes on in ``trace-<steps>.json``. ``None``: a new run.
 
     Raises:
         ConfigError: the directory is already used, by a run that is over or one that goes on, or cannot be written.
@@ -83,6 +92,7 @@ class RunDirectory(Observer):
         roles: Mapping[str, Role] = ROLES,
         source: str = "generate",
         gauges: Mapping[str, Callable[[], float]] | None = None,
+        resumed_at: int | None = None,
     ) -> None:
         self.path = path
         self._decode = decode
@@ -101,15 +111,22 @@ class RunDirectory(Observer):
         self._files: dict[str, TextIO] = {}
         self._open = ExitStack()
         self._closed = False
-        require_unused(path)
-        names = ("metrics.jsonl", "samples.jsonl", "journal.jsonl", *(("trace.json",) if trace else ()))
+        if resumed_at is None:
+            require_unused(path)
+        self._trace_file = "trace.json" if resumed_at is None else f"trace-{resumed_at:06d}.json"
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._open.callback(Lock(path).release)
-            _require_empty(path)  # again: another run may have come and gone before the lock was had
-            (path / "config.toml").write_text(self._redact(config), encoding="utf-8")
-            for name in names:
-                self._files[name] = self._open.enter_context((path / name).open("w", encoding="utf-8"))
+            if resumed_at is None:
+                _require_empty(path)  # again: another run may have come and gone before the lock was had
+            else:
+                self._rewind(resumed_at)
+            put(path / "config.toml", self._redact(config))
+            for name in RECORDS:
+                self._files[name] = self._open.enter_context((path / name).open("a", encoding="utf-8"))
+            if trace:
+                traced = (path / self._trace_file).open("w", encoding="utf-8")
+                self._files[self._trace_file] = self._open.enter_context(traced)
         except OSError as error:
             self._open.close()
             raise ConfigError(f"the run directory {path} cannot be written: {error.strerror or error}") from error
@@ -118,7 +135,7 @@ class RunDirectory(Observer):
             raise
         self._writer = Writer(threaded=threaded)
         if trace:
-            self._write("trace.json", OPENING)
+            self._write(self._trace_file, OPENING)
 
     def model_span(self, span: Span) -> None:
         """Take note of a model's work; the listener for model threads, safe to call from any of them."""
@@ -169,7 +186,7 @@ class RunDirectory(Observer):
             self._take_spans()
             self._flush()
             if self._trace is not None:
-                self._write("trace.json", CLOSING)
+                self._write(self._trace_file, CLOSING)
             shown = [*self._first_samples, *(each for step in self._last_samples for each in step)]
             self._writer.submit(lambda: self._complete(page(self.path.name, self._records, shown), self.summary()))
 
@@ -183,6 +200,14 @@ class RunDirectory(Observer):
             if error is None:
                 raise
             error.add_note(f"and then the run directory {self.path} could not be completed: {later}")
+
+    def _rewind(self, steps: int) -> None:
+        """Take the records back to the first ``steps`` steps, and know of them what their writer knew."""
+        records = {name: rewind(self.path / name, steps) for name in RECORDS}
+        self._records = [cast("Metrics", each) for each in records["metrics.jsonl"]]
+        of_step = [list(group) for _, group in groupby(records["samples.jsonl"], key=itemgetter("step"))]
+        self._first_samples = of_step[0] if of_step else []
+        self._last_samples = of_step[1:][-_SHOWN_STEPS:]
 
     def _take_spans(self) -> list[Span]:
         with self._lock:
@@ -212,13 +237,13 @@ class RunDirectory(Observer):
 
     def _flush(self) -> None:
         if self._trace is not None:
-            self._write("trace.json", self._trace.take())
+            self._write(self._trace_file, self._trace.take())
         for file in self._files.values():
             self._writer.submit(file.flush)
 
     def _complete(self, html: str, facts: Mapping[str, object]) -> None:
-        _put(self.path / "report.html", self._redact(html))
-        _put(self.path / "summary.json", self._redact(json.dumps(facts, indent=2)) + "\n")
+        put(self.path / "report.html", self._redact(html))
+        put(self.path / "summary.json", self._redact(json.dumps(facts, indent=2)) + "\n")
 
 
 def require_unused(path: Path) -> None:
@@ -248,14 +273,3 @@ def _require_empty(path: Path) -> None:
             f"the run directory {path} is already used (it holds {', '.join(used[:3])}"
             f"{', ...' if len(used) > 3 else ''}): choose another run.name, or remove it"
         )
-
-
-def _put(path: Path, text: str) -> None:
-    """Write a whole file so that it is there complete or not at all."""
-    aside = path.with_name(f".{path.name}.partial")
-    try:
-        aside.write_text(text, encoding="utf-8")
-        aside.replace(path)
-    except OSError:
-        aside.unlink(missing_ok=True)
-        raise

@@ -64,12 +64,20 @@ CHANNELS = {"generate->reward": {"sent": 9, "peak": 3, "merged": 1, "capacity": 
 
 def play(observer: Observer) -> None:
     """Show both steps to an observer, at 2 seconds each."""
+    play_first(observer)
+    play_second(observer)
+
+
+def play_first(observer: Observer) -> None:
     first = finish(0, 1, 3)
     for at, item in enumerate((prompt(0), prompt(2), chunk(0, 0, 1, 3), chunk(2, 0, 1), first, Defer(2, 1))):
         observer.on_item(0, "generate", item, at / 4)
     observer.on_item(0, "advantage", batch([first], [0.5]), 1.5)
     observer.on_span(Span("generate", "step 0", 0.0, 1.4))
     observer.on_step(0, report(0, (0,), 0.5, (Defer(2, 1),)), CHANNELS)
+
+
+def play_second(observer: Observer) -> None:
     second = [finish(1, 5), finish(2, 1, 4, 5)]
     for at, item in enumerate((prompt(1), chunk(1, 0, 5), chunk(2, 1, 4, 5), *second)):
         observer.on_item(1, "generate", item, 2 + at / 4)

@@ -10,7 +10,8 @@ import pytest
 from oppo.errors import ConfigError
 from oppo.observe import Span
 from oppo.report import RunDirectory, story
-from tests.report.synthetic import decode, play
+from oppo.report.rundir import RECORDS
+from tests.report.synthetic import decode, play, play_second
 
 
 def written(folder: Path, *, threaded: bool = True) -> Path:
@@ -146,3 +147,21 @@ def test_gauges_are_read_at_the_end_of_each_step(tmp_path: Path) -> None:
     with RunDirectory(tmp_path / "x", gauges={"loop/worst_gap_s": lambda: next(readings)}) as directory:
         play(directory)
     assert [each["loop/worst_gap_s"] for each in lines(tmp_path / "x" / "metrics.jsonl")] == [0.25, None]
+
+
+def test_a_resumed_run_leaves_the_records_of_one_that_was_never_killed(tmp_path: Path) -> None:
+    whole, path = written(tmp_path / "a", threaded=False), written(tmp_path / "b", threaded=False)
+    for name in RECORDS:
+        with (path / name).open("a") as file:
+            file.write('{"step": 2, "event": "a step that the kill ca')
+    with RunDirectory(path, config="a = 1\n", decode=decode, threaded=False, resumed_at=1) as directory:
+        assert [each["step"] for each in lines(path / "metrics.jsonl")] == [0]
+        play_second(directory)
+    for name in (*RECORDS, "summary.json", "trace.json"):
+        assert (path / name).read_bytes() == (whole / name).read_bytes(), name
+    assert (path / "trace-000001.json").exists()
+
+
+def test_a_run_in_progress_cannot_be_resumed(tmp_path: Path) -> None:
+    with RunDirectory(tmp_path / "x"), pytest.raises(ConfigError, match="is being written by another run"):
+        RunDirectory(tmp_path / "x", resumed_at=0)
