@@ -110,7 +110,7 @@ class Checkpoints:
         """
         path = self._directory / f"step-{step:06d}"
         if path.exists():
-            raise CheckpointError(f"there is a checkpoint {path} already: each step has one at most")
+            self._discard_damaged(path)
         self.sweep()
         aside = path.with_name(f".{path.name}.partial")
         try:
@@ -141,6 +141,15 @@ class Checkpoints:
         """Delete what killed runs have left half-written."""
         for leftover in self._directory.glob(".step-*.partial"):
             shutil.rmtree(leftover, ignore_errors=True)
+
+    def _discard_damaged(self, path: Path) -> None:
+        """Delete a checkpoint that is in the way of a new one, unless it is whole."""
+        try:
+            verified(path)
+        except CheckpointError:
+            shutil.rmtree(path)
+        else:
+            raise CheckpointError(f"there is a checkpoint {path} already: each step has one at most")
 
     def _paths(self) -> list[Path]:
         """Return the named checkpoints, whole or not, oldest first."""

@@ -1,4 +1,4 @@
-"""The command line: ``oppo train``, ``oppo demo``, ``oppo --version``.
+"""The command line: ``oppo train``, ``oppo resume``, ``oppo demo``, ``oppo --version``.
 
 Exit codes: 0, done; 1, a run failed; 2, settings, data or models cannot be used; 130, ended by Ctrl-C.
 """
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import anyio
 from cyclopts import App, CycloptsError, Parameter
@@ -21,6 +21,9 @@ from rich.console import Console
 from oppo.errors import ConfigError, DataError, HangError, OppoError
 from oppo.redact import redacted
 from oppo.report.panel import harmless
+
+if TYPE_CHECKING:
+    from oppo.config import Settings
 
 DONE, FAILED, UNUSABLE, INTERRUPTED = 0, 1, 2, 130
 
@@ -37,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result_action="return_value",
     )
     app.command(train)
+    app.command(resume)
     app.command(demo)
     try:
         code = app(list(sys.argv[1:] if arguments is None else arguments))
@@ -73,11 +77,35 @@ def train(
     """
     from oppo.config import load  # noqa: PLC0415 - `oppo --help` should be quick
 
-    settings = load(config, override)
-    from oppo.train import FINAL, prepare, run  # noqa: PLC0415
+    return carry_out(load(config, override), dry_run=dry_run)
+
+
+def resume(
+    run: Path,
+    /,
+    *,
+    override: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), show_default=False)] = (),
+) -> int:
+    """Go on with a run from its newest checkpoint, half-written responses included.
+
+    Parameters
+    ----------
+    run
+        The run directory.
+    override
+        Change one setting of those that may change: section.key=value. Can be repeated.
+    """
+    from oppo.resume import settings_of  # noqa: PLC0415 - `oppo --help` should be quick
+
+    return carry_out(settings_of(run, override), resume=True)
+
+
+def carry_out(settings: Settings, *, resume: bool = False, dry_run: bool = False) -> int:
+    """Prepare and run what the settings say; return the command's exit code."""
+    from oppo.train import FINAL, prepare, run  # noqa: PLC0415 - `oppo --help` should be quick
 
     try:
-        session = prepare(settings, note)
+        session = prepare(settings, note, resume=resume)
     except OppoError as error:
         return complain(paragraph(error), UNUSABLE)
     console = Console()
@@ -90,7 +118,8 @@ def train(
         except KeyboardInterrupt:
             final = settings.run_directory / FINAL
             saved = f"what was learned is in {final}" if final.exists() else "nothing was saved"
-            return complain(f"interrupted; {saved}", INTERRUPTED)
+            advice = f"go on with `oppo resume {settings.run_directory}`" if session.checkpoints.newest() else ""
+            return complain("; ".join(filter(None, ("interrupted", saved, advice))), INTERRUPTED)
         except HangError as error:
             leave(error)
     console.out(f"done: {settings.run_directory / 'report.html'}", highlight=False)

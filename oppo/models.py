@@ -11,7 +11,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
 
-from oppo.events import Batch, Chunk, Finish, FloatArray, Given, IntArray, Prompt
+from oppo.events import Batch, Chunk, Finish, FloatArray, Given, IntArray, Prompt, Response
 from oppo.support import Support
 
 T_co = TypeVar("T_co", covariant=True)
@@ -135,8 +135,11 @@ class Decode(Protocol):
 class Policy(Follower, Protocol):
     """The actor, as the engine that decodes with it."""
 
-    async def open(self, prompts: Sequence[Prompt]) -> Sequence[Decode]:
-        """Make a decode for each prompt; nothing is decoded yet."""
+    async def open(self, rollouts: Sequence[Prompt | Response]) -> Sequence[Decode]:
+        """Make a decode for each; nothing is decoded yet.
+
+        A response, of a run that is resumed, goes on after its tokens, which are not read from the decode again.
+        """
 
     def decoding(self, live: Sequence[Decode], cut: Cut) -> AbstractAsyncContextManager[None]:
         """Decode ``live`` while the context is open, until each has ended or ``cut`` answers true.

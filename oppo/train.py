@@ -15,13 +15,15 @@ import anyio
 from rich.console import Console
 
 from oppo.admission import Overcommit
+from oppo.checkpoint import Checkpoint, Checkpoints
 from oppo.chunking import Fixed, WholeRollout
 from oppo.config import Settings, StepSection, trainer_settings
 from oppo.data import PromptStream, digest, read_prompts, silent
 from oppo.errors import ConfigError, DataError, HangError
 from oppo.estimators import AdaptiveKL
 from oppo.events import Prompt, StepReport
-from oppo.graph import Graph
+from oppo.graph import Graph, Run
+from oppo.interrupt import interruptible
 from oppo.liveness import Heartbeat, Watchdog
 from oppo.observe import Observer
 from oppo.recipes import ppo
@@ -29,13 +31,14 @@ from oppo.report import Panel, RunDirectory, RunLog
 from oppo.report.dump import dump_batch
 from oppo.report.rundir import require_unused
 from oppo.report.samples import Decode
+from oppo.resume import CHECKPOINTS, newest
 from oppo.shaping import ScoreShaping
 from oppo.stages.advantage import NONFINITE
 
 if TYPE_CHECKING:
     from oppo.hf.assemble import Assembly
 
-FINAL = Path("checkpoints", "final")
+FINAL = Path(CHECKPOINTS, "final")
 """Where a run directory holds what was learned: ``actor`` and ``critic``, each with its tokenizer."""
 
 HANG_REPORT = "hang-report.json"
@@ -48,6 +51,8 @@ class Session:
 
     Attributes:
         digest: of the prompt file as it was read.
+        checkpoints: of the run.
+        checkpoint: where the run goes on; ``None``: it begins.
     """
 
     settings: Settings
@@ -55,6 +60,31 @@ class Session:
     graph: Graph[StepReport]
     prompts: PromptStream
     digest: str
+    checkpoints: Checkpoints
+    checkpoint: Checkpoint | None = None
+
+    @property
+    def done(self) -> int:
+        """Steps that are behind the run when it begins or goes on."""
+        return 0 if self.checkpoint is None else self.checkpoint.step
+
+    async def restore(self, running: Run[StepReport]) -> None:
+        """Take the run, the models and the prompts to where the checkpoint is."""
+        if self.checkpoint is None:
+            return
+        state = self.checkpoint.state()
+        running.load_state_dict(state["run"])
+        self.prompts.load_state_dict(state["prompts"])
+        await self.assembly.restore(self.checkpoint.path)
+
+    async def keep(self, running: Run[StepReport], report: StepReport) -> None:
+        """Write a checkpoint after a step.
+
+        Raises:
+            CheckpointError: it could not be written; nothing half-written stays.
+        """
+        state = {"run": running.state_dict(), "prompts": self.prompts.state_dict(), "digest": self.digest}
+        await self.assembly.checkpoint(self.checkpoints, report.index + 1, report.score, state)
 
     def prompts_changed(self) -> bool:
         """Return whether the prompt file is another now than the one that was read."""
@@ -67,17 +97,24 @@ class Session:
         self.assembly.__exit__(kind, error, tb)
 
 
-def prepare(settings: Settings, tell: Callable[[str], None] = silent) -> Session:
+def prepare(settings: Settings, tell: Callable[[str], None] = silent, *, resume: bool = False) -> Session:
     """Return a session with everything loaded and checked; nothing is written.
 
     Args:
         settings: of the run.
         tell: told, in a sentence, what is being done.
+        resume: go on from the newest checkpoint of the run directory, instead of beginning in an unused one.
 
     Raises:
         OppoError: a setting, the data, the reward or a model cannot be used.
     """
-    require_unused(settings.run_directory)
+    chosen = settings.run
+    checkpoints = Checkpoints(
+        settings.run_directory / CHECKPOINTS, keep_last=chosen.keep_last, keep_best=chosen.keep_best, tell=tell
+    )
+    checkpoint = newest(settings, checkpoints) if resume else None
+    if checkpoint is None:
+        require_unused(settings.run_directory)
     trainer_settings(settings)
     from oppo.hf.assemble import assemble, load_text  # noqa: PLC0415 - torch takes seconds to import
 
@@ -96,13 +133,16 @@ def prepare(settings: Settings, tell: Callable[[str], None] = silent) -> Session
     )
     if digest(file) != before:
         raise DataError(f"{file} changed while it was read: start again when nobody writes it any more")
+    if checkpoint is not None and checkpoint.state()["digest"] != before:
+        raise DataError(f"{file} is not what it was when the run began, so its prompts cannot be taken up again")
     assembly = assemble(settings, text, tell)
     with ExitStack() as stack:
         stack.enter_context(assembly)
         require_room(prompts, assembly.sampling.max_new_tokens, assembly.positions)
         graph = compose(settings, assembly)
         stack.pop_all()
-    return Session(settings, assembly, graph, PromptStream(prompts, seed=data.seed, epochs=data.epochs), before)
+    stream = PromptStream(prompts, seed=data.seed, epochs=data.epochs)
+    return Session(settings, assembly, graph, stream, before, checkpoints, checkpoint)
 
 
 def compose(settings: Settings, assembly: Assembly) -> Graph[StepReport]:
@@ -148,7 +188,8 @@ async def run(
 ) -> RunDirectory:
     """Run every step, write the run directory, and save actor and critic under ``checkpoints/final``.
 
-    They are saved however the run ends, Ctrl-C included: an update in progress is waited for, then saved.
+    They are saved however the run ends. Ctrl-C ends it after the step in progress, with a checkpoint; a second one at
+    once, but for an update in progress.
 
     Args:
         session: what to run.
@@ -160,6 +201,8 @@ async def run(
         ConfigError: the run directory cannot be written.
         HangError: nothing had moved for ``run.watchdog_seconds``.
         ModelError: what was learned could not be saved.
+        CheckpointError: a checkpoint could not be written.
+        KeyboardInterrupt: Ctrl-C was pressed.
     """
     settings, assembly = session.settings, session.assembly
     chosen, decode = settings.run, assembly.text.decode
@@ -171,6 +214,7 @@ async def run(
         keep=chosen.samples,
         trace=chosen.trace,
         gauges={"loop/worst_gap_s": heartbeat.take},
+        resumed_at=None if session.checkpoint is None else session.done,
     )
     with ExitStack() as stack:
         stack.enter_context(directory)
@@ -192,10 +236,16 @@ async def run(
             heartbeat.beating(),
             session.graph.open(session.prompts, observers=watching) as running,
             watchdog.guarding(running),
+            interruptible(log.on_interrupt) as interrupt,
         ):
             panel.watch(running.snapshot)
-            async for _ in running.steps(chosen.steps):
-                pass
+            await session.restore(running)
+            async for report in running.steps(chosen.steps - session.done):
+                over = report.index + 1
+                if interrupt.asked or (chosen.checkpoint_every and over % chosen.checkpoint_every == 0):
+                    await session.keep(running, report)
+                if interrupt.asked:
+                    raise KeyboardInterrupt
         if session.prompts_changed():
             log.note("prompts changed", file=settings.data.prompts, used="as they were when the run began")
     return directory

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 from hypothesis import strategies as st
 
 from oppo.admission import Overcommit
+from oppo.checkpoint import read_state, write_state
 from oppo.chunking import ChunkSize, Fixed, WholeRollout
+from oppo.data import PromptStream
 from oppo.events import (
     Batch,
     Chunk,
@@ -120,6 +123,24 @@ class Pipeline:
             async for report in run.steps(self.setting.steps):
                 self.reports.append(report)
                 self.tasks_between_steps.append(len(asyncio.all_tasks()))
+
+    def prompts(self) -> PromptStream:
+        return PromptStream(prompts(self.setting.prompts), epochs=1)
+
+    async def run_part(self, first: int, last: int, directory: Path) -> None:
+        """Run steps ``first .. last`` of the whole run; what came before is in ``directory``, and so is what comes."""
+        source = self.prompts()
+        async with self.graph().open(source, observers=[self.tap]) as run:
+            if first:
+                state = read_state(directory)
+                run.load_state_dict(state["run"])
+                source.load_state_dict(state["prompts"])
+                self.trainer.version = first
+                await self.trainer.publish(self.policy, self.critic)
+            steps = run.steps(self.setting.steps - first)
+            for _ in range(first, last):
+                self.reports.append(await anext(steps))
+            write_state(directory, {"run": run.state_dict(), "prompts": source.state_dict()})
 
     @property
     def batches(self) -> Sequence[Batch]:

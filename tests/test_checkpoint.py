@@ -144,6 +144,16 @@ def test_a_step_has_one_checkpoint(tmp_path: Path) -> None:
         pass
 
 
+def test_a_damaged_checkpoint_makes_room_for_another_of_its_step(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    written(checkpoints, 1)
+    flip(tmp_path / "step-000001" / "state.json")
+    written(checkpoints, 1)
+    newest = checkpoints.newest()
+    assert newest is not None
+    assert newest.state() == {"step": 1}
+
+
 def test_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep_last=2, keep_best=True)
     for step, score in enumerate([0.1, 0.9, math.nan, 0.9, 0.3, 0.2], 1):

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, strategies as st
 
 from oppo.chunking import WholeRollout
-from oppo.events import Chunk, Defer, Finish, Prompt, RolloutEvent, rollout_of
+from oppo.events import Chunk, Defer, Finish, Prompt, Response, RolloutEvent, rollout_of
 from oppo.models import Cut, Decode
 from oppo.testing import FakePolicy, FakeScorer, fake_per_token, fake_scalar, prompts, run_virtual
 from oppo.testing.fakes import FakeDecode
@@ -233,8 +233,8 @@ def test_decoding_does_not_wait_until_the_scorers_have_read_the_prompts() -> Non
 
 def test_closing_gives_up_every_rollout_though_one_of_them_cannot_be() -> None:
     class Clinging(FakePolicy):
-        async def open(self, prompts: Sequence[Prompt]) -> Sequence[FakeDecode]:
-            self.opened = await super().open(prompts)
+        async def open(self, rollouts: Sequence[Prompt | Response]) -> Sequence[FakeDecode]:
+            self.opened = await super().open(rollouts)
             self.opened[0].aclose = refuse  # type: ignore[method-assign]  # the one that cannot be given up
             return self.opened
 

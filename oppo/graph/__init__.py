@@ -26,6 +26,7 @@ from oppo.graph.ports import (
     Stage3,
     Stage4,
     Stage5,
+    Stateful,
     Step,
     Stepwise,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "Stage3",
     "Stage4",
     "Stage5",
+    "Stateful",
     "Step",
     "Stepwise",
     "Stream",

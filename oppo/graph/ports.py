@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import types
 import typing
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
@@ -119,6 +119,17 @@ class Observing(Protocol[R_contra]):
 
     def observe(self, result: R_contra) -> None:
         """Take note of the result of the step that has just run."""
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A stage that holds, between two steps, what another process would need to go on in its place."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return plain values and arrays, asked between two steps."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what another stage of this class was at; called before the first step."""
 
 
 @runtime_checkable

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from types import TracebackType
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import anyio
 from anyio.lowlevel import RunVar
 
 from oppo.errors import GraphError
 from oppo.graph.executor import Execution, tell
-from oppo.graph.ports import Observing, Opened, Step, Stepwise
+from oppo.graph.ports import Observing, Opened, Stateful, Step, Stepwise
 from oppo.graph.snapshot import Snapshot
 from oppo.graph.source import Source
 from oppo.graph.topology import Node, Topology
@@ -65,8 +65,7 @@ class Run(Generic[O]):
         Raises:
             Exception: as :meth:`step` does.
         """
-        if self._state != "ready":
-            raise GraphError(f"graph {self._topology.name!r} cannot run step {self._index}: {self._state}")
+        self._require_ready(f"run step {self._index}")
         self._state = "a step is running"
         step = Step(self._index, remaining, anyio.current_time())
         try:
@@ -112,6 +111,43 @@ class Run(Generic[O]):
         except Exception as error:
             error.add_note(f"in {hook}() of stage {stage!r} of graph {self._topology.name!r}, step {step.index}")
             raise
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the run stands: how many steps are over, and what each stage holds between them.
+
+        Raises:
+            GraphError: a step is running, has failed or was cancelled, or the run is closed.
+        """
+        self._require_ready("give its state")
+        return {"steps": self._index, "stages": {name: stage.state_dict() for name, stage in self._stateful()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from where another run of this graph stood.
+
+        Raises:
+            GraphError: this run has made a step, or the state is of a graph with other stages.
+        """
+        self._require_ready("take a state")
+        if self._index:
+            raise GraphError(
+                f"graph {self._topology.name!r} has made {self._index} steps: a state comes before the first"
+            )
+        stages, theirs = dict(self._stateful()), state["stages"]
+        if stages.keys() != theirs.keys():
+            raise GraphError(
+                f"the state is of a graph whose stages {sorted(theirs)} hold something between steps; in "
+                f"{self._topology.name!r} these are {sorted(stages)}"
+            )
+        for name, stage in stages.items():
+            stage.load_state_dict(theirs[name])
+        self._index = int(state["steps"])
+
+    def _stateful(self) -> list[tuple[str, Stateful]]:
+        return [(node.name, node.stage) for node in self._topology.nodes if isinstance(node.stage, Stateful)]
+
+    def _require_ready(self, what: str) -> None:
+        if self._state != "ready":
+            raise GraphError(f"graph {self._topology.name!r} cannot {what}: {self._state}")
 
     def snapshot(self) -> Snapshot | None:
         """Return who waits for whom in the step that is running, if one is; may be called from any thread."""

@@ -20,6 +20,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from oppo.checkpoint import Checkpoints, State, write_state
 from oppo.config import Settings, trainer_settings
 from oppo.errors import ConfigError, ModelError
 from oppo.events import Drop, FloatArray
@@ -94,6 +95,34 @@ class Assembly:
         """Return a number that grows while the actor decodes, whether or not anything is sent."""
         return self.policy.counters.decode_steps
 
+    async def checkpoint(self, checkpoints: Checkpoints, step: int, score: float, state: State) -> None:
+        """Write a checkpoint: the state given, the trainer's, and both models, each with the tokenizer.
+
+        Raises:
+            CheckpointError: it could not be written; nothing half-written stays.
+        """
+
+        def write() -> None:
+            with checkpoints.writing(step, score) as path, _quiet():
+                write_state(path, state)
+                self.trainer.write(path)
+                self._write_tokenizers(path)
+
+        await self.trainer.call("checkpoint", write)
+
+    async def restore(self, path: Path) -> None:
+        """Go on with the models and the optimizer as they were when the checkpoint at ``path`` was written.
+
+        Raises:
+            CheckpointError: it is of other models.
+        """
+        await self.trainer.restore(path)
+        await self.trainer.publish(self.policy, self.critic)
+
+    def _write_tokenizers(self, directory: Path) -> None:
+        for name in ("actor", "critic"):
+            self.text.tokenizer.save_pretrained(directory / name)
+
     async def save(self, directory: Path) -> None:
         """Write actor and critic, each with the tokenizer, so that the directory appears complete or not at all.
 
@@ -104,8 +133,8 @@ class Assembly:
         try:
             with _quiet():
                 await self.trainer.save(aside)
-            for name in ("actor", "critic"):
-                self.text.tokenizer.save_pretrained(aside / name)
+            self._write_tokenizers(aside)
+            shutil.rmtree(directory, ignore_errors=True)
             aside.rename(directory)
         except Exception as error:  # safetensors and tokenizers raise errors of their own when a disk is full
             raise ModelError(

@@ -14,6 +14,7 @@ import anyio.lowlevel
 import numpy as np
 
 from oppo.errors import ModelError, ModelLost, ProtocolError, leaves
+from oppo.events import Prompt, Response
 from oppo.hf.decoding import Counters, Decoder, DecodeStep, Row
 from oppo.hf.weights import adopt
 from oppo.models import Cut, Decode, Piece, PieceState, Sampling, Weights
@@ -22,7 +23,6 @@ from oppo.support import Support
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from oppo.events import Prompt
     from oppo.placement import Thread
 
 
@@ -214,13 +214,15 @@ class HfPolicy:
             self._decoder.expire()
         self._decoder.version = weights.version
 
-    async def open(self, prompts: Sequence[Prompt]) -> list[HfDecode]:
-        """Make a decode for each prompt; nothing is decoded, and no memory taken, before :meth:`decoding`.
+    async def open(self, rollouts: Sequence[Prompt | Response]) -> list[HfDecode]:
+        """Make a decode for each; nothing is decoded, and no memory taken, before :meth:`decoding`.
+
+        A response goes on after its tokens, which are read by the model but not from the decode.
 
         Raises:
             ModelError: a prompt is empty, leaves no room for a response, or holds an id outside of the vocabulary.
         """
-        return [HfDecode(self, self._row(prompt)) for prompt in prompts]
+        return [HfDecode(self, self._row(rollout)) for rollout in rollouts]
 
     @asynccontextmanager
     async def decoding(self, live: Sequence[Decode], cut: Cut) -> AsyncIterator[None]:
@@ -309,8 +311,10 @@ class HfPolicy:
         self._decoding = bool(decodes)
         return decodes
 
-    def _row(self, prompt: Prompt) -> Row:
-        """Return a fresh row for a prompt that the model can read."""
+    def _row(self, rollout: Prompt | Response) -> Row:
+        """Return a row for a prompt that the model can read, with what there is of its response."""
+        response = rollout if isinstance(rollout, Response) else Response.empty(rollout)
+        prompt = response.prompt
         length, limit = len(prompt.tokens), self._decoder.reader.max_length
         if not length:
             raise ModelError(f"the prompt of rollout {prompt.rollout} is empty; expected at least one token")
@@ -325,4 +329,5 @@ class HfPolicy:
                 f"the prompt of rollout {prompt.rollout} holds token id {low if low < 0 else high}, but the vocabulary "
                 f"of {type(self._model).__name__} is 0 .. {self._vocabulary - 1}: is it of another tokenizer?"
             )
-        return Row(next(self._keys), prompt, min(self._sampling.max_new_tokens, limit - length))
+        longest = min(self._sampling.max_new_tokens, limit - length)
+        return Row(next(self._keys), prompt, longest, response.tokens.tolist())

@@ -12,10 +12,10 @@ gradient. Dropout is off for the models' whole life: they may be serving rollout
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import anyio
 import numpy as np
@@ -30,12 +30,16 @@ from oppo.events import Batch
 from oppo.hf.load import quiet
 from oppo.hf.packing import MicroBatch, micro_batches, minibatches, pack, read_lengths, trainable
 from oppo.hf.recompute import recompute
+from oppo.hf.training_state import read_training, write_training
 from oppo.losses import entropy, kl_loss, policy_loss, token_logprobs, value_loss
 from oppo.models import Follower, Sampling, Trained, Weights
 from oppo.placement import Thread
 from oppo.training import TrainerSettings
 
 __all__ = ["HfTrainer", "TrainerSettings"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class ActorCritic(nn.Module):
@@ -189,6 +193,25 @@ class HfTrainer:
     async def save(self, directory: Path) -> None:
         """Write both models, loadable by ``from_pretrained``, as ``directory/actor`` and ``directory/critic``."""
         await self._thread.call("save", self._save, directory)
+
+    def write(self, directory: Path) -> None:
+        """Write all that :meth:`restore` needs, and both models; to be called in the trainer's thread."""
+        counts = {"version": self._version, "episodes": self._episodes}
+        write_training(directory, self._models, self._optimizer, counts)
+        self._save(directory)
+
+    async def restore(self, directory: Path) -> None:
+        """Go on where the trainer that wrote ``directory`` was; followers know when :meth:`publish` tells them.
+
+        Raises:
+            CheckpointError: it was written of other models.
+        """
+        counts = await self.call("restore", read_training, directory, self._models, self._optimizer)
+        self._version, self._episodes = counts["version"], counts["episodes"]
+
+    async def call(self, label: str, work: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run ``work`` between two updates, in the trainer's thread."""
+        return await self._thread.call(label, work, *args, **kwargs)
 
     def _save(self, directory: Path) -> None:
         with quiet():

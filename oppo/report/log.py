@@ -69,6 +69,10 @@ class RunLog(Observer):
         """Log something that whoever reads the results should know."""
         self._log.warning(event, **facts)
 
+    def on_interrupt(self) -> None:
+        """Log that the run was asked to end."""
+        self._log.warning("interrupted", then="the step in progress ends, a checkpoint is written")
+
     def on_stall(self, stall: Stall) -> None:
         """Log who waits for whom; safe to call from any thread."""
         snapshot = stall.snapshot

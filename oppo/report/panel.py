@@ -79,8 +79,8 @@ class Panel(Observer):
 
     def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
         """Show what the step came to."""
-        del step, channels
-        self._done += 1
+        del channels
+        self._done = step + 1
         if isinstance(result, StepReport):
             self._report = result
             if self._live is None:

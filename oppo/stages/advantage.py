@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from oppo.estimators import AdaptiveKL, FixedKL, KLEstimator, gae, kl_estimate, shaped_rewards, whiten
 from oppo.events import Batch, Defer, Drop, Finish, FloatArray, RolloutEvent, Scored
 from oppo.graph import Receiver, Sender, join, where
-from oppo.shaping import ScoreShaping
+from oppo.shaping import RunningMoments, ScoreShaping
 
 KLControl: TypeAlias = FixedKL | AdaptiveKL
 
@@ -70,6 +70,16 @@ class GAE:
 
     def __post_init__(self) -> None:
         self._control = FixedKL(self.kl) if isinstance(self.kl, float | int) else self.kl
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return what was learned of KL and scores so far."""
+        return {"kl": self._control.coefficient, "moments": asdict(self.shaping.moments)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with what another estimator had learned."""
+        if isinstance(self._control, AdaptiveKL):
+            self._control = replace(self._control, initial=float(state["kl"]))
+        self.shaping = replace(self.shaping, moments=RunningMoments(**state["moments"]))
 
     async def run(
         self,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import anyio
 
@@ -13,9 +14,10 @@ from oppo.admission import Admission
 from oppo.chunking import ChunkSize, Fixed
 from oppo.errors import ProtocolError
 from oppo.events import Chunk, Defer, Finish, FinishReason, Prompt, Response, RolloutEvent, StepReport
-from oppo.graph import Receiver, Sender, Step
+from oppo.graph import Receiver, Sender, Stateful, Step
 from oppo.models import Decode, Policy
 from oppo.stages.ledger import Ledger, Unit
+from oppo.stages.parked import Parked
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +30,10 @@ class Flight:
     chunks: list[Chunk] = field(default_factory=list)
     length: int = 0
     reason: FinishReason | None = None
+
+    def parked(self) -> Parked:
+        """Return it as it stands between two steps."""
+        return Parked(self.response(), self.reason)
 
     def response(self) -> Response:
         """Return everything read so far as one response."""
@@ -68,6 +74,7 @@ class Generate:
     def __post_init__(self) -> None:
         self._ledger = Ledger(self.admission)
         self._flights: dict[int, Flight] = {}
+        self._restored: list[Parked] = []
         self._remaining = 1
 
     async def __aenter__(self) -> Self:
@@ -82,6 +89,37 @@ class Generate:
             for flight in flights.values():
                 closing.push_async_callback(flight.decode.aclose)
 
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return what is carried into the next step, with every token of it, and what the controllers learned."""
+        units = [
+            {
+                "age": unit.age,
+                "rollouts": [self._flights[prompt.rollout].parked().state_dict() for prompt in unit.prompts],
+            }
+            for unit in self._ledger.carried
+        ]
+        controllers = {name: each.state_dict() for name, each in self._controllers().items()}
+        return {"units": units, "controllers": controllers}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Carry what another stage carried; its rollouts are opened at the start of the first step."""
+        units = [(unit["age"], [Parked.of(each) for each in unit["rollouts"]]) for unit in state["units"]]
+        self._restored = [parked for _, rollouts in units for parked in rollouts]
+        self._ledger.restore(
+            (
+                tuple(parked.response.prompt for parked in rollouts),
+                age,
+                {parked.response.prompt.rollout for parked in rollouts if parked.reason is None},
+            )
+            for age, rollouts in units
+        )
+        for name, controller in self._controllers().items():
+            controller.load_state_dict(state["controllers"][name])
+
+    def _controllers(self) -> dict[str, Stateful]:
+        both = {"admission": self.admission, "chunks": self.chunks}
+        return {name: each for name, each in both.items() if isinstance(each, Stateful)}
+
     def begin(self, step: Step) -> None:
         """Learn how many steps are left, so that nothing is admitted that could not be trained."""
         self._remaining = step.remaining
@@ -93,6 +131,7 @@ class Generate:
 
     async def run(self, prompts: Receiver[Prompt], /, *, out: Sender[RolloutEvent]) -> None:
         """Run one step's generation, up to its cut."""
+        await self._reopen()
         groups = await self._take(prompts)
         complete = self._ledger.begin(groups)
         await self._open([prompt for group in groups for prompt in group])
@@ -123,6 +162,15 @@ class Generate:
     async def _open(self, prompts: list[Prompt]) -> None:
         for prompt, decode in zip(prompts, await self.policy.open(prompts), strict=True):
             self._flights[prompt.rollout] = Flight(prompt, decode)
+
+    async def _reopen(self) -> None:
+        """Open what was restored. Scorers read it whole when it finishes, from its ``Finish``."""
+        restored, self._restored = self._restored, []
+        decodes = await self.policy.open([parked.response for parked in restored])
+        for parked, decode in zip(restored, decodes, strict=True):
+            prompt, length = parked.response.prompt, len(parked.response)
+            so_far = [parked.response.chunk()] if length else []
+            self._flights[prompt.rollout] = Flight(prompt, decode, True, so_far, length, parked.reason)
 
     async def _announce(self, flight: Flight, out: Sender[RolloutEvent]) -> None:
         if not flight.announced:

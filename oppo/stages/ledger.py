@@ -116,6 +116,10 @@ class Ledger:
         self._live = []
         return self.carried
 
+    def restore(self, units: Iterable[tuple[tuple[Prompt, ...], int, set[int]]]) -> None:
+        """Carry units of a run that is resumed, oldest first: their prompts, their age, and who is unfinished."""
+        self.carried = [Unit(prompts, age, unfinished) for prompts, age, unfinished in units]
+
     def _overdue(self, unit: Unit) -> bool:
         return unit.age >= self.admission.max_deferrals
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import anyio
 import numpy as np
@@ -41,6 +41,14 @@ class Update:
     def begin(self, step: Step) -> None:
         """Learn the step's number and when it started."""
         self._step = step
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return how many of the last updates in a row were not finite."""
+        return {"nonfinite": self._nonfinite}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on counting."""
+        self._nonfinite = int(state["nonfinite"])
 
     async def run(self, batches: Receiver[Batch], /, *, out: Sender[StepReport]) -> None:
         """Train, publish, report.

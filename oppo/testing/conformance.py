@@ -13,7 +13,7 @@ import anyio
 import numpy as np
 
 from oppo.errors import ProtocolError, as_itself
-from oppo.events import Batch, Chunk, Finish, Given, Prompt
+from oppo.events import Batch, Chunk, Finish, Given, Prompt, Response
 from oppo.models import Decode, Follower, Piece, Policy, Scorer, Trainer, Weights
 
 T = TypeVar("T")
@@ -139,6 +139,7 @@ async def check_policy(make: Make[Policy], prompts: Sequence[Prompt]) -> None:
     require([t.tokens for t in cancelled.transcripts] == expected, "a cancelled read lost or doubled tokens")
     await _check_cut(make, prompts, expected)
     await _check_leaving(make, prompts)
+    await _check_resuming(make, whole)
 
 
 async def _check_cut(make: Make[Policy], prompts: Sequence[Prompt], expected: list[list[int]]) -> None:
@@ -162,6 +163,23 @@ async def _check_cut(make: Make[Policy], prompts: Sequence[Prompt], expected: li
     for transcript in session.transcripts:
         versions = np.concatenate([piece.versions for piece in transcript.pieces])
         require(bool(np.all(np.diff(versions) >= 0)), "the versions of a rollout decrease")
+
+
+async def _check_resuming(make: Make[Policy], whole: _Session) -> None:
+    halves = []
+    for prompt, transcript in zip(whole.prompts, whole.transcripts, strict=True):
+        tokens = np.array(transcript.tokens[: len(transcript.tokens) // 2], np.int32)
+        zeros = np.zeros(len(tokens), np.int32)
+        half = Chunk(prompt.rollout, 0, tokens, zeros.astype(np.float32), zeros)
+        halves.append(Response.empty(prompt).then(half))
+    policy = await make()
+    session = _Session(policy, whole.prompts, await policy.open(halves), [Transcript() for _ in halves])
+    await session.decode(limit=4)
+    require(
+        [[*half.tokens.tolist(), *t.tokens] for half, t in zip(halves, session.transcripts, strict=True)]
+        == [t.tokens for t in whole.transcripts],
+        "responses that were opened half-written did not go on as they were written",
+    )
 
 
 async def _check_leaving(make: Make[Policy], prompts: Sequence[Prompt]) -> None:

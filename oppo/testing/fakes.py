@@ -16,7 +16,7 @@ import anyio
 import numpy as np
 
 from oppo.errors import ModelError, ProtocolError, as_itself
-from oppo.events import Batch, Chunk, Finish, FloatArray, Given, IntArray, Prompt
+from oppo.events import Batch, Chunk, Finish, FloatArray, Given, IntArray, Prompt, Response
 from oppo.models import Cut, Decode, Follower, Piece, PieceState, Trained, Weights
 from oppo.support import Support
 
@@ -124,9 +124,15 @@ class FakePolicy:
         self._cut: Cut | None = None
         self._turn = anyio.Lock()
 
-    async def open(self, prompts: Sequence[Prompt]) -> Sequence[FakeDecode]:
-        """Make a decode for each prompt."""
-        return [FakeDecode(self, prompt, min(self.cap, self.length(prompt))) for prompt in prompts]
+    async def open(self, rollouts: Sequence[Prompt | Response]) -> Sequence[FakeDecode]:
+        """Make a decode for each, which goes on after the tokens of a response."""
+        return [self._decode(rollout) for rollout in rollouts]
+
+    def _decode(self, rollout: Prompt | Response) -> FakeDecode:
+        response = Response.empty(rollout) if isinstance(rollout, Prompt) else rollout
+        prompt, made = response.prompt, len(response)
+        length = min(self.cap, self.length(prompt))
+        return FakeDecode(self, prompt, length, made, made, versions=response.versions.tolist())
 
     async def load(self, weights: Weights) -> None:
         """Follow the trainer.

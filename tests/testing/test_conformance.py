@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from oppo.errors import ProtocolError
-from oppo.events import Chunk, Finish, Given, IntArray, Prompt
+from oppo.events import Chunk, Finish, Given, IntArray, Prompt, Response
 from oppo.models import Follower, Piece
 from oppo.stages import GAE
 from oppo.stages.advantage import Row
@@ -75,8 +75,8 @@ class Forgetful(FakeDecode):
 
 
 class ForgetfulPolicy(FakePolicy):
-    async def open(self, prompts: Sequence[Prompt]) -> Sequence[FakeDecode]:
-        return [Forgetful(self, decode.prompt, decode.length) for decode in await super().open(prompts)]
+    async def open(self, rollouts: Sequence[Prompt | Response]) -> Sequence[FakeDecode]:
+        return [Forgetful(self, decode.prompt, decode.length) for decode in await super().open(rollouts)]
 
 
 class Deaf(FakePolicy):

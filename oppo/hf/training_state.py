@@ -1,0 +1,72 @@
+"""What training needs to go on elsewhere, as one safetensors file: trained parameters and the optimizer's moments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from oppo.errors import CheckpointError
+
+FILE = "trainer.safetensors"
+PARAMETER = "parameter"
+
+
+def write_training(
+    directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, counts: Mapping[str, int]
+) -> None:
+    """Write every trained parameter, what the optimizer knows of it, and counts that belong to both.
+
+    Raises:
+        SafetensorError: it cannot be written.
+    """
+    tensors = {
+        f"{kind}/{name}": tensor.detach().contiguous()
+        for name, parameter in _trained(model).items()
+        for kind, tensor in {PARAMETER: parameter, **optimizer.state[parameter]}.items()
+    }
+    save_file(tensors, directory / FILE, metadata={name: str(count) for name, count in counts.items()})
+
+
+@torch.no_grad()
+def read_training(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Put what was written into the model and the optimizer, in place; return the counts.
+
+    Raises:
+        CheckpointError: it was written of other parameters; nothing has changed then.
+    """
+    trained, stored = _trained(model), dict[str, dict[str, Tensor]]()
+    with safe_open(directory / FILE, framework="pt") as file:
+        for key in file.keys():  # noqa: SIM118 - it is no mapping
+            kind, name = key.split("/", 1)
+            stored.setdefault(name, {})[kind] = file.get_tensor(key)
+        counts: dict[str, str] = file.metadata() or {}
+    _require_alike(directory / FILE, trained, {name: kinds[PARAMETER] for name, kinds in stored.items()})
+    for name, parameter in trained.items():
+        parameter.copy_(stored[name].pop(PARAMETER))
+        optimizer.state[parameter] = {
+            kind: tensor if tensor.ndim == 0 else tensor.to(parameter.device) for kind, tensor in stored[name].items()
+        }
+    return {name: int(count) for name, count in counts.items() if count.isdecimal()}
+
+
+def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def _require_alike(file: Path, ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
+    for name in sorted(ours.keys() | theirs.keys()):
+        mine, stored = (_shape(tensors.get(name)) for tensors in (ours, theirs))
+        if mine != stored:
+            raise CheckpointError(
+                f"{file} was written of other models: it has {stored} as {name!r}, this run trains {mine}; resume with "
+                "the models and adapters that were trained"
+            )
+
+
+def _shape(tensor: Tensor | None) -> str:
+    return "nothing" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"

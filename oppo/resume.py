@@ -1,0 +1,87 @@
+"""Going on with a run from its directory: which settings it has, which may change, and where it stands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from oppo.checkpoint import Checkpoint, Checkpoints
+from oppo.config import Settings, load
+from oppo.errors import CheckpointError, ConfigError
+
+CHECKPOINTS = "checkpoints"
+"""Where a run directory holds its checkpoints."""
+
+MAY_CHANGE = frozenset(
+    {
+        "run.steps",
+        "run.panel",
+        "run.samples",
+        "run.trace",
+        "run.watchdog_seconds",
+        "run.max_nonfinite",
+        "run.checkpoint_every",
+        "run.keep_last",
+        "run.keep_best",
+    }
+)
+"""Settings that may be others when a run goes on: none of them changes what a step does.
+
+``run.steps`` may change where the learning rate does not depend on it, that is, under a constant schedule.
+"""
+
+
+def settings_of(directory: Path, overrides: Sequence[str] = ()) -> Settings:
+    """Return the settings of the run in ``directory``, with ``section.key=value`` overrides.
+
+    Raises:
+        ConfigError: there is no run, or an override changes what may not change.
+    """
+    file = directory / "config.toml"
+    if not file.is_file():
+        raise ConfigError(f"there is no run to resume in {directory}: expected the file {file}")
+    before, settings = load(file), load(file, overrides)
+    refused = sorted({key for key, _ in _flat(before).items() ^ _flat(settings).items()} - MAY_CHANGE)
+    if refused:
+        raise ConfigError(
+            f"{', '.join(refused)} cannot change when a run is resumed: start a new run for that; what may change is "
+            f"{', '.join(sorted(MAY_CHANGE))}"
+        )
+    if settings.run.steps != before.run.steps and not settings.trainer.schedule.startswith("constant"):
+        raise ConfigError(
+            f"run.steps cannot change from {before.run.steps} to {settings.run.steps}: the {settings.trainer.schedule} "
+            "schedule of the learning rate is laid out over the steps of the run"
+        )
+    if settings.run_directory.resolve() != directory.resolve():
+        raise ConfigError(
+            f"{file} is of the run in {settings.run_directory}: a run is resumed where it was, so move it back there"
+        )
+    return settings
+
+
+def newest(settings: Settings, checkpoints: Checkpoints) -> Checkpoint:
+    """Return where the run goes on.
+
+    Raises:
+        CheckpointError: no checkpoint is whole, or all steps have been made.
+    """
+    found = checkpoints.newest()
+    if found is None:
+        raise CheckpointError(
+            f"no checkpoint in {settings.run_directory / CHECKPOINTS} can be used: a run is resumed from one, and "
+            "writes them if run.checkpoint_every is set"
+        )
+    if found.step >= settings.run.steps:
+        raise CheckpointError(
+            f"the run has made all of its {settings.run.steps} steps: raise run.steps (--set run.steps=...) to go on"
+        )
+    return found
+
+
+def _flat(settings: Settings) -> dict[str, str]:
+    """Return every setting as text under ``section.key``."""
+    return {
+        f"{section}.{key}": repr(value)
+        for section, values in settings.model_dump().items()
+        for key, value in values.items()
+    }

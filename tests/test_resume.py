@@ -1,0 +1,101 @@
+"""A run that ends and is resumed elsewhere trains on what an uninterrupted one trains on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+
+from oppo.errors import GraphError
+from oppo.estimators import AdaptiveKL
+from oppo.events import Batch
+from oppo.shaping import ScoreShaping
+from oppo.stages import GAE, Update
+from oppo.testing import FakeTrainer, run_virtual
+from tests.pipelines import Pipeline, Setting, same_batches, settings
+
+CARRIED = Setting(lengths=(5, 9, 3, 30, 21), extra=2, steps=4)
+
+
+def interrupted(setting: Setting, directory: Path) -> list[Pipeline]:
+    """Return a run as so many processes as it has steps."""
+    parts = [Pipeline(setting) for _ in range(setting.steps)]
+    for step, part in enumerate(parts):
+        run_virtual(part.run_part, step, step + 1, directory)
+    return parts
+
+
+def batches(parts: list[Pipeline]) -> list[Batch]:
+    return [batch for part in parts for batch in part.batches]
+
+
+@pytest.mark.schedules
+@given(settings(prompts=(1_000,)))
+@example(CARRIED)
+@example(replace(CARRIED, samples=2))
+@example(replace(CARRIED, lengths=(1,), extra=4))
+def test_a_run_interrupted_after_every_step_equals_an_uninterrupted_one(
+    tmp_path_factory: pytest.TempPathFactory, setting: Setting
+) -> None:
+    setting = replace(setting, style="pull")  # where the order of what finishes is the decode loop's alone
+    directory, uninterrupted = tmp_path_factory.mktemp("state"), Pipeline(setting)
+    run_virtual(uninterrupted.run_part, 0, setting.steps, directory)
+    parts = interrupted(setting, directory)
+    assert same_batches(batches(parts), uninterrupted.batches)
+    reports = [report for part in parts for report in part.reports]
+    assert [report.index for report in reports] == list(range(setting.steps))
+    assert [report.deferred for report in reports] == [report.deferred for report in uninterrupted.reports]
+
+
+@pytest.mark.schedules
+@given(settings(prompts=(1_000,)))
+def test_an_interruption_neither_loses_nor_doubles_a_prompt_or_a_token(
+    tmp_path_factory: pytest.TempPathFactory, setting: Setting
+) -> None:
+    trained = batches(interrupted(setting, tmp_path_factory.mktemp("state")))
+    rollouts = sorted(rollout for batch in trained for rollout in batch.rollouts)
+    assert rollouts == list(range(setting.steps * setting.batch * setting.samples))
+    for response in (response for batch in trained for response in batch.responses):
+        assert len(response) == setting.length(response.prompt)
+        assert np.all(np.diff(response.versions) >= 0)
+
+
+def test_controllers_of_kl_and_scores_go_on_where_they_were() -> None:
+    learned = GAE(kl=AdaptiveKL(0.2, target=1.0, horizon=10), shaping=ScoreShaping(norm=True))
+    learned._control = learned._control.after(5.0, 4)
+    learned.shaping = learned.shaping.after(np.array([1, 2, 5], np.float32))
+    fresh = GAE(kl=AdaptiveKL(0.2, target=1.0, horizon=10), shaping=ScoreShaping(norm=True))
+    fresh.load_state_dict(learned.state_dict())
+    assert (fresh._control, fresh.shaping) == (learned._control, learned.shaping)
+
+
+def test_a_state_of_other_stages_is_refused_by_name() -> None:
+    async def main() -> None:
+        pipeline = Pipeline(CARRIED)
+        async with pipeline.graph().open(()) as run:
+            state = run.state_dict()
+            del state["stages"]["advantage"]
+            with pytest.raises(GraphError, match=r"whose stages \['generate', 'update'\] hold something"):
+                run.load_state_dict(state)
+
+    run_virtual(main)
+
+
+def test_a_state_comes_before_the_first_step() -> None:
+    async def main() -> None:
+        pipeline = Pipeline(CARRIED)
+        async with pipeline.graph().open(pipeline.prompts()) as run:
+            await run.step()
+            with pytest.raises(GraphError, match="has made 1 steps: a state comes before the first"):
+                run.load_state_dict(run.state_dict())
+
+    run_virtual(main)
+
+
+def test_updates_that_were_not_finite_go_on_being_counted() -> None:
+    counting = Update(FakeTrainer(), max_nonfinite=3)
+    counting.load_state_dict({"nonfinite": 2})
+    assert counting.state_dict() == {"nonfinite": 2}
