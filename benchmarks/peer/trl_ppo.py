@@ -1,0 +1,300 @@
+"""TRL's PPOTrainer as a contestant: it trains when a line asks it to, and blocks on standard input in between.
+
+Runs in the peer's own environment (requirements.txt), never in oppo's::
+
+    .venv-peer/bin/python benchmarks/peer/trl_ppo.py WORKLOAD_DIR --rollout-batch R --minibatches M --threads T
+
+====================  ============================================================================================
+written once, loaded  {"ready": {"versions": {...}, "threads": T, "rollout_batch": R, "minibatches": M}}
+read                  {"run": n}
+written               {"steps": [{"seconds", "tokens", "announced", "samples", "mean_length", "capped"}, ...]}
+                      with "error" beside the steps where they are not the work that the workload asks for
+end of input          ends the program
+====================  ============================================================================================
+
+A step's seconds are wall-clock seconds over the whole of it: rollout, scores, epochs. Nothing of TRL is changed; what
+is chosen for it is said where it is chosen, and in benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TextIO
+
+import torch
+import transformers
+import trl
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+)
+from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
+from workload import Prompt, Spec, announced_tokens, batches, complaint, read_prompts, read_spec
+
+STEPS_WITHOUT_END = 10**9
+"""TRL wants to know how long it trains; the ruler decides that while it runs."""
+
+
+class InputEnded(Exception):  # noqa: N818 - it says what happened
+    """There are no more requests: the only way out of TRL's training loop."""
+
+
+class Batches:
+    """The workload's prompts in the file's order, left-padded as TRL's own collator does it."""
+
+    def __init__(self, prompts: Sequence[Prompt], size: int, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._batches = batches(prompts, size)
+        self._collate = transformers.DataCollatorWithPadding(tokenizer)
+        self.taken: list[Prompt] = []
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        for self.taken in self._batches:
+            yield self._collate([{"input_ids": list(prompt.tokens)} for prompt in self.taken])
+
+
+class Trained:
+    """The responses a step trains on, noted where TRL cuts them after their first EOS."""
+
+    def __init__(self) -> None:
+        self._cut = ppo_trainer.truncate_response
+        self._parts: list[Tensor] = []
+        ppo_trainer.truncate_response = self._note
+
+    def _note(self, stop: int, pad: int, responses: Tensor) -> Tensor:
+        kept = self._cut(stop, pad, responses)
+        self._parts.append(kept)
+        return kept
+
+    def take(self, spec: Spec) -> tuple[list[int], int]:
+        """Return the length of each response since the last call, and how many of them have no EOS."""
+        lengths: list[int] = []
+        capped = 0
+        for kept in self._parts:
+            # TRL's own rule: what is before the first padding counts, and the whole row where there is none.
+            lengths += ((kept == spec.pad).cumsum(1) == 0).sum(1).tolist()
+            capped += int((kept != spec.eos).all(1).sum())
+        self._parts.clear()
+        return lengths, capped
+
+
+class Requests(TrainerCallback):
+    """Lets the training loop go on for as many steps as are asked for, and clocks each."""
+
+    def __init__(self, spec: Spec, trained: Trained, requests: TextIO, answers: TextIO) -> None:
+        self._spec = spec
+        self._trained = trained
+        self._requests = requests
+        self._answers = answers
+        self._wanted = 0
+        self._steps: list[dict[str, float]] = []
+        self._updates = 0
+        self._started = 0.0
+        self.batches: Batches
+
+    def say(self, answer: dict[str, object]) -> None:
+        """Write one line for the ruler."""
+        print(json.dumps(answer), file=self._answers, flush=True)
+
+    def on_optimizer_step(self, *_: object, **__: object) -> None:
+        """Count an optimizer step that was taken, not merely accumulated for (a hook of torch's optimizers)."""
+        self._updates += 1
+
+    def on_train_begin(self, *_: object, **__: object) -> None:
+        """Wait for the first request."""
+        self._wait()
+
+    def on_step_end(self, *_: object, **__: object) -> None:
+        """Note the step; answer and wait when it is the last one asked for."""
+        seconds = time.monotonic() - self._started
+        lengths, capped = self._trained.take(self._spec)
+        self._steps.append(
+            {
+                "seconds": seconds,
+                "tokens": sum(lengths),
+                "announced": announced_tokens(self.batches.taken, self._spec.max_new_tokens),
+                "samples": len(lengths),
+                "mean_length": sum(lengths) / len(lengths),
+                "capped": capped,
+            }
+        )
+        if len(self._steps) == self._wanted:
+            self._answer()
+            self._wait()
+        self._started = time.monotonic()
+
+    def _answer(self) -> None:
+        steps = self._steps
+        faults = [complaint(int(sum(s["tokens"] for s in steps)), int(sum(s["announced"] for s in steps)))]
+        expected = len(steps) * self._spec.epochs * self._spec.minibatches
+        if self._updates != expected:
+            faults.append(f"took {self._updates} optimizer steps where the workload asks for {expected}")
+        error = "; ".join(filter(None, faults))
+        self.say({"steps": steps} | ({"error": error} if error else {}))
+
+    def _wait(self) -> None:
+        line = self._requests.readline()
+        if not line:
+            raise InputEnded
+        self._wanted = json.loads(line)["run"]
+        if self._wanted < 1:
+            raise ValueError(f"asked to run {self._wanted} steps: expected one or more")
+        self._steps = []
+        self._updates = 0
+        self._started = time.monotonic()
+
+
+class TokenIds(nn.Module):
+    """A backbone whose last hidden state is the input itself: as good as free."""
+
+    def forward(self, input_ids: Tensor, **_: object) -> SimpleNamespace:
+        """Return ``input_ids`` [B, T] as hidden states [B, T, 1]."""
+        return SimpleNamespace(hidden_states=(input_ids.unsqueeze(-1),))
+
+
+class Rule(nn.Module):
+    """A reward function in the shape in which TRL takes a reward: a backbone, and a score of each position.
+
+    The score of a response is the one at its last token: 1 if it ended with EOS, else 0. It costs one comparison of
+    the padded batch, the least that TRL's interface lets a rule cost.
+    """
+
+    base_model_prefix = "backbone"
+
+    def __init__(self, eos: int) -> None:
+        super().__init__()
+        self.backbone = TokenIds()
+        self._eos = eos
+
+    def score(self, hidden: Tensor) -> Tensor:
+        """Return float32 [B, T, 1] for token ids [B, T, 1]."""
+        return (hidden == self._eos).float()
+
+
+def settings(spec: Spec, rollout_batch: int, minibatches: int, output: str) -> PPOConfig:
+    """Return TRL's settings for this workload, with everything off that is neither rollout, scores nor update."""
+    if minibatches % spec.minibatches or spec.batch % minibatches:
+        raise ValueError(
+            f"--minibatches {minibatches} must be a multiple of the {spec.minibatches} optimizer steps an epoch "
+            f"and divide the batch of {spec.batch}"
+        )
+    return PPOConfig(
+        output_dir=output,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=spec.batch // minibatches,
+        gradient_accumulation_steps=minibatches,
+        num_mini_batches=spec.minibatches,
+        num_ppo_epochs=spec.epochs,
+        total_episodes=spec.batch * STEPS_WITHOUT_END,
+        local_rollout_forward_batch_size=rollout_batch,
+        response_length=spec.max_new_tokens,
+        stop_token_id=spec.eos,
+        temperature=spec.temperature,
+        learning_rate=spec.learning_rate,
+        kl_coef=spec.kl,
+        gamma=spec.gamma,
+        lam=spec.lam,
+        seed=spec.seed,
+        num_sample_generations=0,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+
+
+def build(directory: Path, spec: Spec, args: PPOConfig, requests: Requests) -> PPOTrainer:
+    """Return a trainer over the workload's checkpoints, about to take the file's first prompts."""
+    # What says local_files_only is never looked for anywhere else.
+    tokenizer = AutoTokenizer.from_pretrained(directory / "actor", padding_side="left", local_files_only=True)
+    tokenizer.pad_token_id, tokenizer.eos_token_id = spec.pad, spec.eos
+
+    def load(kind: type, name: str) -> nn.Module:
+        return kind.from_pretrained(directory / name, dtype=torch.float32, local_files_only=True)
+
+    actor, reference = load(AutoModelForCausalLM, "actor"), load(AutoModelForCausalLM, "actor")
+    critic = load(AutoModelForSequenceClassification, "critic")
+    reward = Rule(spec.eos) if spec.reward == "rule" else load(AutoModelForSequenceClassification, "reward")
+    actor.generation_config.pad_token_id = spec.pad
+
+    # The optimizer that TRL would choose, with a learning rate for each model and no decay over the endless run.
+    chosen, options = Trainer.get_optimizer_cls_and_kwargs(args, actor)
+    optimizer = chosen(
+        [{"params": actor.parameters()}, {"params": critic.parameters(), "lr": spec.critic_learning_rate}], **options
+    )
+    optimizer.register_step_post_hook(requests.on_optimizer_step)
+    constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+
+    prompts = read_prompts(directory)
+    trainer = PPOTrainer(
+        args=args,
+        processing_class=tokenizer,
+        model=actor,
+        ref_model=reference,
+        reward_model=reward,
+        value_model=critic,
+        train_dataset=[{"input_ids": list(prompt.tokens)} for prompt in prompts],
+        optimizers=(optimizer, constant),
+        callbacks=[requests],
+    )
+    trainer.remove_callback(PrinterCallback)
+    requests.batches = Batches(prompts, spec.batch, tokenizer)
+    trainer.dataloader = requests.batches
+    # TRL sets this to the micro-batches of a whole epoch and would then step once an epoch, whatever num_mini_batches.
+    trainer.accelerator.gradient_accumulation_steps = args.gradient_accumulation_steps // spec.minibatches
+    return trainer
+
+
+def main() -> None:
+    """Load, say that it is ready, then do as asked until the input ends."""
+    parser = argparse.ArgumentParser(description="TRL's PPOTrainer as a contestant of oppo bench")
+    parser.add_argument("workload", type=Path, help="directory with actor/ reward/ critic/ prompts.jsonl spec.json")
+    parser.add_argument("--rollout-batch", type=int, required=True, help="rows that generate and are scored at a time")
+    parser.add_argument("--minibatches", type=int, required=True, help="forward and backward passes an epoch")
+    parser.add_argument("--threads", type=int, required=True, help="intra-op threads")
+    given = parser.parse_args()
+
+    # From here on whatever prints to standard output prints to standard error; the ruler's lines have their own file.
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers, tempfile.TemporaryDirectory() as output:
+        os.dup2(2, 1)
+        torch.set_num_threads(given.threads)
+        spec = read_spec(given.workload)
+        transformers.set_seed(spec.seed)
+        requests = Requests(spec, Trained(), sys.stdin, answers)
+        trainer = build(
+            given.workload, spec, settings(spec, given.rollout_batch, given.minibatches, output), requests
+        )
+        versions = {module.__name__: module.__version__ for module in (trl, transformers, torch)}
+        requests.say(
+            {
+                "ready": {
+                    "versions": versions | {"python": platform.python_version()},
+                    "threads": torch.get_num_threads(),
+                    "rollout_batch": given.rollout_batch,
+                    "minibatches": given.minibatches,
+                }
+            }
+        )
+        try:
+            trainer.train()
+        except InputEnded:
+            return
+
+
+if __name__ == "__main__":
+    main()
