@@ -63,8 +63,9 @@ class Batches:
         self.taken: list[Prompt] = []
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        for self.taken in self._batches:
-            yield self._collate([{"input_ids": list(prompt.tokens)} for prompt in self.taken])
+        for taken in self._batches:
+            self.taken = taken
+            yield self._collate([{"input_ids": list(prompt.tokens)} for prompt in taken])
 
 
 class Trained:
@@ -276,9 +277,7 @@ def main() -> None:
         spec = read_spec(given.workload)
         transformers.set_seed(spec.seed)
         requests = Requests(spec, Trained(), sys.stdin, answers)
-        trainer = build(
-            given.workload, spec, settings(spec, given.rollout_batch, given.minibatches, output), requests
-        )
+        trainer = build(given.workload, spec, settings(spec, given.rollout_batch, given.minibatches, output), requests)
         versions = {module.__name__: module.__version__ for module in (trl, transformers, torch)}
         requests.say(
             {

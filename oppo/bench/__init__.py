@@ -1,0 +1,1 @@
+"""Measurements of oppo itself: what overlap gains, and what the engine costs."""
