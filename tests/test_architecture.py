@@ -33,6 +33,7 @@ LEAVES = frozenset(
         "liveness",
         "redact",
         "demo",
+        "bench",
         "cli",
         "config",
         "faults",
@@ -45,7 +46,7 @@ LEAVES = frozenset(
 )
 """Nothing in a layer imports these."""
 
-TORCH = frozenset({"losses", "hf", "demo"})
+TORCH = frozenset({"losses", "hf", "demo", "bench"})
 """The only places that know torch."""
 
 BANNED = {

@@ -91,12 +91,12 @@ def run(program: Sequence[str], steps: int) -> Report:
     return Report(ready["ready"]["versions"], tuple(step["seconds"] for step in answer["steps"]))
 
 
-def swept(directory: Path, steps: int) -> Swept:
+def swept(directory: Path, steps: int, checkout: Path = CHECKOUT) -> Swept:
     """Return every cell measured for the workload in ``directory``, telling of each on standard error."""
     spec, cores = read_spec(directory), len(os.sched_getaffinity(0))
 
     def measure(cell: Cell) -> Report:
-        report = run(command(directory, cell), steps)
+        report = run(command(directory, cell, checkout), steps)
         seconds = "  ".join(f"{each:.2f}" for each in report.seconds_per_step)
         print(f"{spec.workload}  {cell}: {seconds} s", file=sys.stderr, flush=True)
         return report

@@ -4,31 +4,21 @@ Runs in the peer's own environment (requirements.txt), never in oppo's::
 
     .venv-peer/bin/python benchmarks/peer/trl_ppo.py WORKLOAD_DIR --rollout-batch R --minibatches M --threads T
 
-====================  ============================================================================================
-written once, loaded  {"ready": {"versions": {...}, "threads": T, "rollout_batch": R, "minibatches": M}}
-read                  {"run": n}
-written               {"steps": [{"seconds", "tokens", "announced", "samples", "mean_length", "capped"}, ...]}
-                      with "error" beside the steps where they are not the work that the workload asks for
-end of input          ends the program
-====================  ============================================================================================
-
-A step's seconds are wall-clock seconds over the whole of it: rollout, scores, epochs. Nothing of TRL is changed; what
-is chosen for it is said where it is chosen, and in benchmarks/README.md.
+What it reads and writes is told in service.py. A step's seconds are wall-clock seconds over the whole of it: rollout,
+scores, epochs. Nothing of TRL is changed; what is chosen for it is said where it is chosen, and in
+benchmarks/README.md.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TextIO
 
 import torch
 import transformers
@@ -44,14 +34,13 @@ from transformers import (
     TrainerCallback,
 )
 from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
-from workload import Prompt, Spec, announced_tokens, batches, complaint, read_prompts, read_spec
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # of a checkout: nothing is installed in the peer's environment
+from benchmarks.peer.service import InputEnded, Service
+from benchmarks.peer.workload import Prompt, Spec, batches, read_prompts, read_spec
 
 STEPS_WITHOUT_END = 10**9
 """TRL wants to know how long it trains; the ruler decides that while it runs."""
-
-
-class InputEnded(Exception):  # noqa: N818 - it says what happened
-    """There are no more requests: the only way out of TRL's training loop."""
 
 
 class Batches:
@@ -60,11 +49,11 @@ class Batches:
     def __init__(self, prompts: Sequence[Prompt], size: int, tokenizer: PreTrainedTokenizerBase) -> None:
         self._batches = batches(prompts, size)
         self._collate = transformers.DataCollatorWithPadding(tokenizer)
-        self.taken: list[Prompt] = []
+        self.last: list[Prompt] = []
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         for taken in self._batches:
-            self.taken = taken
+            self.last = taken
             yield self._collate([{"input_ids": list(prompt.tokens)} for prompt in taken])
 
 
@@ -81,82 +70,30 @@ class Trained:
         self._parts.append(kept)
         return kept
 
-    def take(self, spec: Spec) -> tuple[list[int], int]:
-        """Return the length of each response since the last call, and how many of them have no EOS."""
-        lengths: list[int] = []
-        capped = 0
-        for kept in self._parts:
-            # TRL's own rule: what is before the first padding counts, and the whole row where there is none.
-            lengths += ((kept == spec.pad).cumsum(1) == 0).sum(1).tolist()
-            capped += int((kept != spec.eos).all(1).sum())
+    def take(self, pad: int) -> list[int]:
+        """Return the length of each response since the last call: what is before the first padding is trained."""
+        lengths = [int(n) for kept in self._parts for n in ((kept == pad).cumsum(1) == 0).sum(1)]
         self._parts.clear()
-        return lengths, capped
+        return lengths
 
 
-class Requests(TrainerCallback):
-    """Lets the training loop go on for as many steps as are asked for, and clocks each."""
+class Paced(TrainerCallback):
+    """Lets the training loop go on for as many steps as the service is asked for."""
 
-    def __init__(self, spec: Spec, trained: Trained, requests: TextIO, answers: TextIO) -> None:
-        self._spec = spec
+    def __init__(self, service: Service, taken: Batches, trained: Trained, pad: int) -> None:
+        self._service = service
+        self._taken = taken
         self._trained = trained
-        self._requests = requests
-        self._answers = answers
-        self._wanted = 0
-        self._steps: list[dict[str, float]] = []
-        self._updates = 0
-        self._started = 0.0
-        self.batches: Batches
-
-    def say(self, answer: dict[str, object]) -> None:
-        """Write one line for the ruler."""
-        print(json.dumps(answer), file=self._answers, flush=True)
-
-    def on_optimizer_step(self, *_: object, **__: object) -> None:
-        """Count an optimizer step that was taken, not merely accumulated for (a hook of torch's optimizers)."""
-        self._updates += 1
+        self._pad = pad
 
     def on_train_begin(self, *_: object, **__: object) -> None:
         """Wait for the first request."""
-        self._wait()
+        self._service.wait()
 
     def on_step_end(self, *_: object, **__: object) -> None:
         """Note the step; answer and wait when it is the last one asked for."""
-        seconds = time.monotonic() - self._started
-        lengths, capped = self._trained.take(self._spec)
-        self._steps.append(
-            {
-                "seconds": seconds,
-                "tokens": sum(lengths),
-                "announced": announced_tokens(self.batches.taken, self._spec.max_new_tokens),
-                "samples": len(lengths),
-                "mean_length": sum(lengths) / len(lengths),
-                "capped": capped,
-            }
-        )
-        if len(self._steps) == self._wanted:
-            self._answer()
-            self._wait()
-        self._started = time.monotonic()
-
-    def _answer(self) -> None:
-        steps = self._steps
-        faults = [complaint(int(sum(s["tokens"] for s in steps)), int(sum(s["announced"] for s in steps)))]
-        expected = len(steps) * self._spec.epochs * self._spec.minibatches
-        if self._updates != expected:
-            faults.append(f"took {self._updates} optimizer steps where the workload asks for {expected}")
-        error = "; ".join(filter(None, faults))
-        self.say({"steps": steps} | ({"error": error} if error else {}))
-
-    def _wait(self) -> None:
-        line = self._requests.readline()
-        if not line:
-            raise InputEnded
-        self._wanted = json.loads(line)["run"]
-        if self._wanted < 1:
-            raise ValueError(f"asked to run {self._wanted} steps: expected one or more")
-        self._steps = []
-        self._updates = 0
-        self._started = time.monotonic()
+        seconds = self._service.lap()
+        self._service.done(seconds, self._trained.take(self._pad), self._taken.last)
 
 
 class TokenIds(nn.Module):
@@ -170,8 +107,8 @@ class TokenIds(nn.Module):
 class Rule(nn.Module):
     """A reward function in the shape in which TRL takes a reward: a backbone, and a score of each position.
 
-    The score of a response is the one at its last token: 1 if it ended with EOS, else 0. It costs one comparison of
-    the padded batch, the least that TRL's interface lets a rule cost.
+    The score of a response is the one at its last token: 1 if that is EOS, else 0. It costs one comparison of the
+    padded batch, the least that TRL's interface lets a rule cost.
     """
 
     base_model_prefix = "backbone"
@@ -219,7 +156,19 @@ def settings(spec: Spec, rollout_batch: int, minibatches: int, output: str) -> P
     )
 
 
-def build(directory: Path, spec: Spec, args: PPOConfig, requests: Requests) -> PPOTrainer:
+def optimizers(
+    args: PPOConfig, spec: Spec, actor: nn.Module, critic: nn.Module, service: Service
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
+    """Return the optimizer that TRL would choose, with a learning rate for each model and no decay; it is counted."""
+    chosen, options = Trainer.get_optimizer_cls_and_kwargs(args, actor)
+    optimizer = chosen(
+        [{"params": actor.parameters()}, {"params": critic.parameters(), "lr": spec.critic_learning_rate}], **options
+    )
+    optimizer.register_step_post_hook(lambda *_: service.updated())
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+
+
+def build(directory: Path, spec: Spec, args: PPOConfig, service: Service) -> PPOTrainer:
     """Return a trainer over the workload's checkpoints, about to take the file's first prompts."""
     # What says local_files_only is never looked for anywhere else.
     tokenizer = AutoTokenizer.from_pretrained(directory / "actor", padding_side="left", local_files_only=True)
@@ -233,15 +182,8 @@ def build(directory: Path, spec: Spec, args: PPOConfig, requests: Requests) -> P
     reward = Rule(spec.eos) if spec.reward == "rule" else load(AutoModelForSequenceClassification, "reward")
     actor.generation_config.pad_token_id = spec.pad
 
-    # The optimizer that TRL would choose, with a learning rate for each model and no decay over the endless run.
-    chosen, options = Trainer.get_optimizer_cls_and_kwargs(args, actor)
-    optimizer = chosen(
-        [{"params": actor.parameters()}, {"params": critic.parameters(), "lr": spec.critic_learning_rate}], **options
-    )
-    optimizer.register_step_post_hook(requests.on_optimizer_step)
-    constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-
     prompts = read_prompts(directory)
+    taken = Batches(prompts, spec.batch, tokenizer)
     trainer = PPOTrainer(
         args=args,
         processing_class=tokenizer,
@@ -250,12 +192,11 @@ def build(directory: Path, spec: Spec, args: PPOConfig, requests: Requests) -> P
         reward_model=reward,
         value_model=critic,
         train_dataset=[{"input_ids": list(prompt.tokens)} for prompt in prompts],
-        optimizers=(optimizer, constant),
-        callbacks=[requests],
+        optimizers=optimizers(args, spec, actor, critic, service),
+        callbacks=[Paced(service, taken, Trained(), spec.pad)],
     )
     trainer.remove_callback(PrinterCallback)
-    requests.batches = Batches(prompts, spec.batch, tokenizer)
-    trainer.dataloader = requests.batches
+    trainer.dataloader = taken  # TRL's own would shuffle
     # TRL sets this to the micro-batches of a whole epoch and would then step once an epoch, whatever num_mini_batches.
     trainer.accelerator.gradient_accumulation_steps = args.gradient_accumulation_steps // spec.minibatches
     return trainer
@@ -270,23 +211,21 @@ def main() -> None:
     parser.add_argument("--threads", type=int, required=True, help="intra-op threads")
     given = parser.parse_args()
 
-    # From here on whatever prints to standard output prints to standard error; the ruler's lines have their own file.
+    # From here on whatever prints to standard output prints to standard error; the answers have a file of their own.
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers, tempfile.TemporaryDirectory() as output:
         os.dup2(2, 1)
         torch.set_num_threads(given.threads)
         spec = read_spec(given.workload)
         transformers.set_seed(spec.seed)
-        requests = Requests(spec, Trained(), sys.stdin, answers)
-        trainer = build(given.workload, spec, settings(spec, given.rollout_batch, given.minibatches, output), requests)
+        service = Service(spec, sys.stdin, answers)
+        trainer = build(given.workload, spec, settings(spec, given.rollout_batch, given.minibatches, output), service)
         versions = {module.__name__: module.__version__ for module in (trl, transformers, torch)}
-        requests.say(
+        service.ready(
             {
-                "ready": {
-                    "versions": versions | {"python": platform.python_version()},
-                    "threads": torch.get_num_threads(),
-                    "rollout_batch": given.rollout_batch,
-                    "minibatches": given.minibatches,
-                }
+                "versions": versions | {"python": platform.python_version()},
+                "threads": torch.get_num_threads(),
+                "rollout_batch": given.rollout_batch,
+                "minibatches": given.minibatches,
             }
         )
         try:

@@ -61,13 +61,15 @@ def read_spec(directory: Path) -> Spec:
     """Return what ``directory/spec.json`` says.
 
     Raises:
-        ValueError: a key is missing, or the reward is neither a model nor a rule.
+        ValueError: a key is missing, lengths are scripted, or the reward is neither a model nor a rule.
     """
     path = directory / "spec.json"
     said = json.loads(path.read_text(encoding="utf-8"))
     if missing := [name for name in Spec.__dataclass_fields__ if name not in said]:
         raise ValueError(f"{path} has no {', '.join(missing)}: it was made for another version of the ruler")
     spec = Spec(**{name: said[name] for name in Spec.__dataclass_fields__})
+    if said.get("lengths") == "scripted":
+        raise ValueError(f"{path} scripts its lengths, and a peer's responses end where its actor ends them")
     if spec.reward not in {"model", "rule"}:
         raise ValueError(f"{path} asks for the reward {spec.reward!r}: expected 'model' or 'rule'")
     return spec
