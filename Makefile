@@ -4,8 +4,9 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+PEER   := .venv-peer
 
-.PHONY: demo test test-deep test-gpu lint types clean
+.PHONY: demo test test-deep test-gpu lint types bench-peer bench-peer-sweep clean
 
 demo: $(STAMP)
 	@$(BIN)/oppo demo $(DEMO)
@@ -27,6 +28,19 @@ test-deep: $(STAMP)
 test-gpu:
 	PYTHONPATH=. $(PYTHON) -m pytest -m gpu
 
+# TRL's PPO trainer, in an environment of its own, beside ours: benchmarks/README.md.
+bench-peer: $(STAMP) $(PEER)/.installed
+	$(BIN)/oppo bench --layout shared --modes serial,chunk --peer trl $(BENCH)
+
+# The settings under which it is fastest, for the comparison: make bench-peer-sweep WORKLOADS="DIR ..."
+bench-peer-sweep: $(STAMP) $(PEER)/.installed
+	$(BIN)/python -m benchmarks.peer.sweep $(WORKLOADS)
+
+$(PEER)/.installed: benchmarks/peer/requirements.txt
+	test -x $(PEER)/bin/python || $(PYTHON) -m venv $(PEER)
+	$(PEER)/bin/pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
 # A torch that is already there and in range stays; otherwise the constraints decide.
 HAS_TORCH := import importlib.metadata as m; v = m.version("torch").split("."); raise SystemExit(not ("2", 9) <= (v[0], int(v[1])) < ("3", 0))
 $(STAMP): pyproject.toml constraints.txt
@@ -38,4 +52,4 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEER) .mypy_cache .pytest_cache .ruff_cache .hypothesis

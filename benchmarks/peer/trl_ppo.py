@@ -12,6 +12,7 @@ benchmarks/README.md.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import platform
 import sys
@@ -219,6 +220,8 @@ def main() -> None:
         transformers.set_seed(spec.seed)
         service = Service(spec, sys.stdin, answers)
         trainer = build(given.workload, spec, settings(spec, given.rollout_batch, given.minibatches, output), service)
+        # TRL collects garbage twice a step, and would look through everything that was loaded each time.
+        gc.freeze()
         versions = {module.__name__: module.__version__ for module in (trl, transformers, torch)}
         service.ready(
             {
