@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Generic, Literal, TypeAlias, TypeVar
 
 import numpy as np
@@ -76,24 +77,26 @@ class Chunk:
     versions: IntArray
     support: Support = field(default_factory=Support)
 
-    def merge(self, later: Chunk) -> Chunk:
-        """Return this chunk and the one that follows it without a gap as one.
+    def merge(self, *later: Chunk) -> Chunk:
+        """Return this chunk and those that follow it, each without a gap, as one.
 
         Raises:
-            ValueError: ``later`` is of another rollout or does not begin where this one ends.
+            ValueError: one of ``later`` is of another rollout or does not begin where the one before it ends.
         """
-        if later.rollout != self.rollout or later.start != self.start + len(self.tokens):
-            raise ValueError(
-                f"chunk of rollout {later.rollout} at {later.start} does not follow the chunk of rollout "
-                f"{self.rollout} at {self.start} with {len(self.tokens)} tokens"
-            )
+        chunks = (self, *later)
+        for chunk, following in pairwise(chunks):
+            if following.rollout != chunk.rollout or following.start != chunk.start + len(chunk.tokens):
+                raise ValueError(
+                    f"chunk of rollout {following.rollout} at {following.start} does not follow the chunk of rollout "
+                    f"{chunk.rollout} at {chunk.start} with {len(chunk.tokens)} tokens"
+                )
         return Chunk(
             self.rollout,
             self.start,
-            np.concatenate((self.tokens, later.tokens)),
-            np.concatenate((self.logprobs, later.logprobs)),
-            np.concatenate((self.versions, later.versions)),
-            Support.concatenate([(self.support, len(self.tokens)), (later.support, len(later.tokens))]),
+            np.concatenate([chunk.tokens for chunk in chunks]),
+            np.concatenate([chunk.logprobs for chunk in chunks]),
+            np.concatenate([chunk.versions for chunk in chunks]),
+            Support.concatenate([(chunk.support, len(chunk.tokens)) for chunk in chunks]),
         )
 
 
@@ -213,9 +216,12 @@ class Scored(Generic[T_co]):
 RolloutEvent: TypeAlias = Prompt | Chunk | Given | Defer | Finish | Drop
 
 
+_OF_A_ROLLOUT = (Chunk, Prompt, Finish, Given, Defer, Drop, Scored)
+
+
 def rollout_of(event: object) -> int | None:
     """Return the rollout an event belongs to; events of one rollout keep their order on every channel."""
-    return event.rollout if isinstance(event, Prompt | Chunk | Given | Defer | Finish | Drop | Scored) else None
+    return event.rollout if isinstance(event, _OF_A_ROLLOUT) else None
 
 
 def merge_chunks(queued: RolloutEvent, new: RolloutEvent) -> RolloutEvent | None:

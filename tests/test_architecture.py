@@ -42,6 +42,7 @@ LEAVES = frozenset(
         "train",
         "evaluate",
         "checkpoint",
+        "bench",
     }
 )
 """Nothing in a layer imports these."""

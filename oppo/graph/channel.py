@@ -6,10 +6,9 @@ items mean: a ``merge`` function, given by whoever builds the graph, says which 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import anyio
@@ -96,16 +95,6 @@ class Sender(Protocol[T_contra]):
         """
 
 
-class _Waiting:
-    """A sender in line: its item, and the event that says a place is kept for it."""
-
-    __slots__ = ("admitted", "item")
-
-    def __init__(self, item: object) -> None:
-        self.item = item
-        self.admitted = anyio.Event()
-
-
 class Channel(Generic[T]):
     """A bounded queue between one stage and one reader that never loses, doubles or reorders an item.
 
@@ -135,19 +124,35 @@ class Channel(Generic[T]):
         self._merge = merge
         self._key = key
         self._queue: deque[T] = deque()
-        self._line: deque[_Waiting] = deque()
+        self._newest: dict[Hashable, int] | None = None
+        self._line: OrderedDict[anyio.Event, None] = OrderedDict()
+        self._kept = 0
+        self._waiting_keys: Counter[Hashable] = Counter()
         self._watchers: list[anyio.Event] = []
         self._closed = False
         self._abandoned = False
         self._sent = self._received = self._merged = self._peak = 0
 
     # Sending. While somebody stands in line nobody overtakes: at most as many are admitted as there are free places,
-    # and each of them takes its place itself when its task runs again, so that a cancelled one has sent nothing.
+    # and each of them takes the place kept for it itself when its task runs again, so that a cancelled one has sent
+    # nothing. No operation looks at every item or every sender, so that its cost does not grow with their number.
 
     @property
     def has_room(self) -> bool:
         """Whether a send would neither merge nor wait."""
-        return not self._line and len(self._queue) < self.capacity
+        return not self._line and not self._kept and len(self._queue) < self.capacity
+
+    def offer(self, item: T, /) -> bool:
+        """Queue ``item`` if there is room, neither merging nor waiting; return whether it was queued.
+
+        Raises:
+            ProtocolError: the channel is closed, or its reader has returned.
+        """
+        self._require_open()
+        if not self.has_room:
+            return False
+        self._append(item)
+        return True
 
     def send_nowait(self, item: T, /) -> None:
         """Queue ``item``, or merge it into a queued one.
@@ -156,10 +161,7 @@ class Channel(Generic[T]):
             anyio.WouldBlock: the channel is full.
             ProtocolError: the channel is closed, or its reader has returned.
         """
-        self._require_open()
-        if self.has_room:
-            self._append(item)
-        elif not self._absorb(item):
+        if not self.offer(item) and not self._absorb(item):
             raise anyio.WouldBlock
 
     async def send(self, item: T, /) -> None:
@@ -170,32 +172,45 @@ class Channel(Generic[T]):
         Raises:
             ProtocolError: the channel is closed, or its reader has returned.
         """
-        self._require_open()
-        if self.has_room:
-            self._append(item)
-        elif self._absorb(item):
+        if self.offer(item):
+            return
+        if self._absorb(item):
             # A sender that never has to wait would otherwise keep the reader from running.
             await anyio.lowlevel.cancel_shielded_checkpoint()
         else:
             await self._stand_in_line(item)
 
     async def _stand_in_line(self, item: T) -> None:
-        waiting = _Waiting(item)
-        self._line.append(waiting)
+        admitted = anyio.Event()
+        key = None if self._key is None else self._key(item)
+        self._line[admitted] = None
+        self._waiting_keys[key] += 1
         try:
-            await waiting.admitted.wait()
+            await admitted.wait()
             self._require_open()
         except BaseException:
-            self._line.remove(waiting)
+            self._leave_line(admitted, key)
             self._admit()  # whoever does not take its place passes it on
             raise
-        self._line.remove(waiting)
+        self._leave_line(admitted, key)
         self._append(item)
 
+    def _leave_line(self, admitted: anyio.Event, key: Hashable | None) -> None:
+        if admitted.is_set():
+            self._kept -= 1
+        else:
+            del self._line[admitted]
+        self._waiting_keys[key] -= 1
+        if not self._waiting_keys[key]:
+            del self._waiting_keys[key]
+
     def _append(self, item: T) -> None:
+        if self._newest is not None and self._key is not None:
+            self._newest[self._key(item)] = self._received + len(self._queue)
         self._queue.append(item)
         self._sent += 1
-        self._peak = max(self._peak, len(self._queue))
+        if len(self._queue) > self._peak:
+            self._peak = len(self._queue)
         if self._watchers:
             self._wake()
 
@@ -203,7 +218,7 @@ class Channel(Generic[T]):
         """Merge ``item`` into the newest queued item of its key, if that is possible."""
         if self._merge is None:
             return False
-        position = self._newest(item)
+        position = self._mate(item)
         if position is None:
             return False
         merged = self._merge(self._queue[position], item)
@@ -214,17 +229,23 @@ class Channel(Generic[T]):
         self._merged += 1
         return True
 
-    def _newest(self, item: T) -> int | None:
+    def _mate(self, item: T) -> int | None:
+        """Return the place in the queue of the one item that ``item`` may be merged with."""
         if self._key is None:
-            return len(self._queue) - 1 if self._queue and not self._line else None
+            return len(self._queue) - 1 if self._queue and not self._line and not self._kept else None
         key = self._key(item)
-        if key is None or any(self._key(waiting.item) == key for waiting in self._line):
+        if key is None or key in self._waiting_keys:
             return None
-        return next((n for n in range(len(self._queue) - 1, -1, -1) if self._key(self._queue[n]) == key), None)
+        if self._newest is None:  # kept from the first time it is needed until the queue is drained
+            self._newest = {self._key(queued): n for n, queued in enumerate(self._queue, self._received)}
+        ordinal = self._newest.get(key)
+        return None if ordinal is None else ordinal - self._received
 
     def _admit(self) -> None:
-        for waiting in islice(self._line, self.capacity - len(self._queue)):
-            waiting.admitted.set()
+        while self._line and len(self._queue) + self._kept < self.capacity:
+            admitted, _ = self._line.popitem(last=False)
+            self._kept += 1
+            admitted.set()
 
     def _require_open(self) -> None:
         if self._closed:
@@ -238,8 +259,9 @@ class Channel(Generic[T]):
     def close(self) -> None:
         """End the channel: what is queued can still be read, nothing more can be sent; idempotent."""
         self._closed = True
-        for waiting in self._line:
-            waiting.admitted.set()
+        self._kept += len(self._line)
+        while self._line:
+            self._line.popitem(last=False)[0].set()
         self._wake()
 
     # Reading.
@@ -251,7 +273,7 @@ class Channel(Generic[T]):
             ProtocolError: it left items unread.
         """
         self._abandoned = True
-        left = len(self._queue) + len(self._line)
+        left = len(self._queue) + len(self._line) + self._kept
         if left:
             raise ProtocolError(
                 f"the reader of {self.name!r} returned and left {left} item{'s' * (left > 1)} unread; a stage reads "
@@ -260,8 +282,11 @@ class Channel(Generic[T]):
 
     def drain_nowait(self) -> Sequence[T]:
         """Return everything queued, which may be nothing."""
+        if not self._queue:
+            return []
         items = list(self._queue)
         self._queue.clear()
+        self._newest = None
         self._received += len(items)
         self._admit()
         return items
@@ -280,6 +305,10 @@ class Channel(Generic[T]):
             if not self._queue:
                 raise StopAsyncIteration
         item = self._queue.popleft()
+        if self._newest is not None and self._key is not None:
+            key = self._key(item)
+            if self._newest.get(key) == self._received:
+                del self._newest[key]
         self._received += 1
         if self._line:
             self._admit()
@@ -315,7 +344,8 @@ class Channel(Generic[T]):
             self._watchers.remove(event)
 
     def _wake(self) -> None:
-        for event in self._watchers:
+        watchers, self._watchers = self._watchers, []
+        for event in watchers:
             event.set()
 
     def statistics(self) -> ChannelStatistics:
@@ -327,7 +357,7 @@ class Channel(Generic[T]):
             queued=len(self._queue),
             peak=self._peak,
             capacity=self.capacity,
-            waiting_senders=len(self._line),
+            waiting_senders=len(self._line) + self._kept,
             waiting_receivers=len(self._watchers),
         )
 

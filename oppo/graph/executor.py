@@ -33,14 +33,12 @@ class ReportsDeadlocks(Protocol):
 class Result(Generic[T]):
     """Takes the one item a step results in."""
 
-    has_room = True
-
     def __init__(self, stage: str) -> None:
         self._stage = stage
         self._items: list[T] = []
 
-    async def send(self, item: T, /) -> None:
-        """Keep ``item``.
+    def offer(self, item: T, /) -> bool:
+        """Keep ``item``; there is always room.
 
         Raises:
             ProtocolError: there is one already.
@@ -48,6 +46,15 @@ class Result(Generic[T]):
         if self._items:
             raise ProtocolError(f"{self._stage!r} sent a second result; a step results in exactly one item")
         self._items.append(item)
+        return True
+
+    async def send(self, item: T, /) -> None:
+        """Keep ``item``.
+
+        Raises:
+            ProtocolError: there is one already.
+        """
+        self.offer(item)
 
     def items(self) -> Sequence[T]:
         """Return the result, or nothing."""

@@ -12,9 +12,8 @@ T_contra = TypeVar("T_contra", contravariant=True)
 class Target(Protocol[T_contra]):
     """What a fan-out delivers to: a channel, or whatever else takes items one by one."""
 
-    @property
-    def has_room(self) -> bool:
-        """Whether ``send`` would return without waiting."""
+    def offer(self, item: T_contra, /) -> bool:
+        """Take ``item`` if that needs neither waiting nor merging; return whether it was taken."""
 
     async def send(self, item: T_contra, /) -> None:
         """Take ``item``, when there is room for it."""
@@ -33,13 +32,7 @@ class FanOut(Generic[T]):
 
     async def send(self, item: T, /) -> None:
         """Deliver ``item`` to every target; see :meth:`Sender.send` for what a cancellation means."""
-        full = []
-        for target in self._targets:
-            if target.has_room:
-                await target.send(item)
-            else:
-                full.append(target)
-        for target in full:
+        for target in [target for target in self._targets if not target.offer(item)]:
             await target.send(item)
         if self._told is not None:
             self._told(item)

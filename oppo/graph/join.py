@@ -93,6 +93,7 @@ class _Join:
         self._key = key
         self._aside = aside
         self._held: list[dict[Hashable, object]] = [{} for _ in lanes]
+        self._missing = [0 for _ in lanes]
         self._matched: set[Hashable] = set()
         self._rows: deque[tuple[object, ...]] = deque()
 
@@ -120,18 +121,20 @@ class _Join:
         if key in self._held[number] or key in self._matched:
             raise ProtocolError(f"input {number + 1} of a join has a second item for {key!r}; each key comes once")
         self._held[number][key] = item
+        if number == 0:
+            self._missing = [count + (key not in held) for count, held in zip(self._missing, self._held, strict=True)]
+        elif key in self._held[0]:
+            self._missing[number] -= 1
         if all(key in held for held in self._held):
             self._rows.append(tuple(held.pop(key) for held in self._held))
             self._matched.add(key)
 
     def _require_complete(self) -> None:
         """Raise where an input has ended and can never match a key of the primary."""
-        for number, (lane, held) in enumerate(zip(self._lanes, self._held, strict=True)):
-            if lane.ended:
-                missing = [key for key in self._held[0] if key not in held]
-                if missing:
-                    keys = ", ".join(map(repr, missing))
-                    raise ProtocolError(f"input {number + 1} of a join ended without an item for {keys}")
+        for number, lane in enumerate(self._lanes):
+            if self._missing[number] and lane.ended:
+                keys = ", ".join(repr(key) for key in self._held[0] if key not in self._held[number])
+                raise ProtocolError(f"input {number + 1} of a join ended without an item for {keys}")
 
     async def _change(self) -> None:
         """Wait until an input has an item or ends."""

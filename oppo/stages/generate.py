@@ -38,15 +38,7 @@ class Flight:
     def response(self) -> Response:
         """Return everything read so far as one response."""
         response = Response.empty(self.prompt)
-        return response.then(merged(self.chunks)) if self.chunks else response
-
-
-def merged(chunks: list[Chunk]) -> Chunk:
-    """Return contiguous chunks of one rollout as one."""
-    whole = chunks[0]
-    for chunk in chunks[1:]:
-        whole = whole.merge(chunk)
-    return whole
+        return response.then(self.chunks[0].merge(*self.chunks[1:])) if self.chunks else response
 
 
 @dataclass(eq=False)

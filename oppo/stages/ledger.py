@@ -12,6 +12,7 @@ part in it. Everything here is synchronous; :meth:`Ledger.finished` may be calle
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -28,11 +29,13 @@ class Unit:
         prompts: the rollouts, by their prompts, in sample order.
         age: steps since admission.
         unfinished: those whose response is not complete.
+        placed: whether it has a place in the batch of the step in progress.
     """
 
     prompts: tuple[Prompt, ...]
     age: int = 0
     unfinished: set[int] = field(default_factory=set)
+    placed: bool = False
 
     @property
     def admission(self) -> int:
@@ -54,6 +57,8 @@ class Ledger:
     placed: list[Unit] = field(default_factory=list)
     _live: list[Unit] = field(default_factory=list)
     _unit_of: dict[int, Unit] = field(default_factory=dict)
+    _decoding: Counter[int] = field(default_factory=Counter)
+    """How many units of each age are still being decoded: asked at every finish, so it is not counted anew."""
 
     def wanted(self, remaining: int) -> int:
         """Return how many new units enter a step: what admission asks, but no more than can still be trained.
@@ -75,6 +80,7 @@ class Ledger:
         new = [Unit(prompts, 0, {prompt.rollout for prompt in prompts}) for prompts in groups]
         self._live = self.carried + new
         self._unit_of = {prompt.rollout: unit for unit in self._live for prompt in unit.prompts}
+        self._decoding = Counter(unit.age for unit in self._live if unit.unfinished)
         self.carried, self.placed = [], []
         for unit in self._live:
             if not unit.unfinished:
@@ -93,24 +99,22 @@ class Ledger:
                 raise ProtocolError(f"the policy reports that rollout {rollout} finished, but it was not being decoded")
             unit.unfinished.remove(rollout)
             if not unit.unfinished:
+                self._decoding[unit.age] -= 1
                 self._place(unit)
         return self.is_cut()
 
     def is_cut(self) -> bool:
         """Return whether the step needs no more decoding; true at its start if what was carried fills the batch."""
-        decoding = [unit for unit in self._live if unit.unfinished]
-        overdue = sum(self._overdue(unit) for unit in decoding)
-        return self.admission.cut(CutView(len(self.placed), len(decoding), overdue))
+        return self.admission.cut(CutView(len(self.placed), self._decoding.total(), self._overdue()))
 
     def place_of(self, rollout: int) -> Unit | None:
         """Return the rollout's unit if it has a place in this step's batch."""
         unit = self._unit_of[rollout]
-        return unit if unit in self.placed else None
+        return unit if unit.placed else None
 
     def end(self) -> list[Unit]:
         """End the step; return the units that are carried, a step older now, oldest first."""
-        placed = set(map(id, self.placed))
-        self.carried = [unit for unit in self._live if id(unit) not in placed]
+        self.carried = [unit for unit in self._live if not unit.placed]
         for unit in self.carried:
             unit.age += 1
         self._live = []
@@ -120,10 +124,12 @@ class Ledger:
         """Carry units of a run that is resumed, oldest first: their prompts, their age, and who is unfinished."""
         self.carried = [Unit(prompts, age, unfinished) for prompts, age, unfinished in units]
 
-    def _overdue(self, unit: Unit) -> bool:
-        return unit.age >= self.admission.max_deferrals
+    def _overdue(self) -> int:
+        """Return how many units that may not be deferred once more are still being decoded."""
+        return sum(count for age, count in self._decoding.items() if age >= self.admission.max_deferrals)
 
     def _place(self, unit: Unit) -> None:
-        kept_free = sum(self._overdue(other) for other in self._live if other.unfinished)
-        if self._overdue(unit) or len(self.placed) + kept_free < self.admission.batch:
+        kept_free = self._overdue()
+        if unit.age >= self.admission.max_deferrals or len(self.placed) + kept_free < self.admission.batch:
+            unit.placed = True
             self.placed.append(unit)

@@ -14,6 +14,9 @@ from oppo.models import Follower, Scorer
 
 T = TypeVar("T")
 
+GROWING = (Chunk, Prompt, Given)
+"""What a scorer reads."""
+
 
 @dataclass(slots=True)
 class Session:
@@ -61,9 +64,7 @@ class Score(Generic[T]):
             over = {event.rollout for event in events if self._ends_session(event)}
             await self._forget(sorted(over))
             urgent = {event.rollout for event in finished}
-            growing = [
-                event for event in events if isinstance(event, Prompt | Chunk | Given) and event.rollout not in over
-            ]
+            growing = [event for event in events if isinstance(event, GROWING) and event.rollout not in over]
             await self._extend([event for event in growing if event.rollout in urgent])
             if finished:
                 await self._replay(finished)
@@ -128,14 +129,36 @@ def _scoring(events: Sequence[Prompt | Chunk | Given | Finish]) -> Iterator[None
 
 def waves(events: Sequence[Prompt | Chunk | Given]) -> Iterator[list[Prompt | Chunk | Given]]:
     """Yield the events in order, in lists that hold at most one event of each rollout; contiguous chunks are merged."""
-    queues: dict[int, list[Prompt | Chunk | Given]] = {}
+    wave: dict[int, Prompt | Chunk | Given] = {}
+    longer: dict[int, list[Prompt | Chunk | Given]] = {}
     for event in events:
-        queue = queues.setdefault(event.rollout, [])
-        last = queue[-1] if queue else None
-        if isinstance(last, Chunk) and isinstance(event, Chunk):
-            queue[-1] = last.merge(event)
+        first = wave.setdefault(event.rollout, event)
+        if first is not event:
+            longer.setdefault(event.rollout, [first]).append(event)
+    stories = [shortened(story) for story in longer.values()]
+    wave.update((story[0].rollout, story[0]) for story in stories)
+    if wave:
+        yield list(wave.values())
+    place = 1
+    while stories := [story for story in stories if len(story) > place]:
+        yield [story[place] for story in stories]
+        place += 1
+
+
+def shortened(story: Sequence[Prompt | Chunk | Given]) -> list[Prompt | Chunk | Given]:
+    """Return the events of one rollout in order; chunks that follow one another are one."""
+    events: list[Prompt | Chunk | Given] = []
+    run: list[Chunk] = []
+    for event in story:
+        if isinstance(event, Chunk):
+            run.append(event)
         else:
-            queue.append(event)
-    while queues:
-        yield [queue.pop(0) for queue in queues.values()]
-        queues = {rollout: queue for rollout, queue in queues.items() if queue}
+            events += whole(run)
+            events.append(event)
+            run.clear()
+    return events + whole(run)
+
+
+def whole(run: Sequence[Chunk]) -> list[Prompt | Chunk | Given]:
+    """Return chunks that follow one another as one, if there are any."""
+    return [run[0].merge(*run[1:]) if len(run) > 1 else run[0]] if run else []

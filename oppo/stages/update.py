@@ -65,12 +65,13 @@ class Update:
             await self.trainer.publish(*self.publish)
             end = anyio.current_time()
             skipped = set(trained.nonfinite)
-            rows = [row for row, rollout in enumerate(batch.rollouts) if rollout not in skipped]
+            rollouts = batch.rollouts
+            rows = [row for row, rollout in enumerate(rollouts) if rollout not in skipped]
             await out.send(
                 StepReport(
                     index=self._step.index,
                     version=self.trainer.version,
-                    trained=tuple(batch.rollouts[row] for row in rows),
+                    trained=tuple(rollouts[row] for row in rows),
                     dropped=(*batch.dropped, *(Drop(rollout, NONFINITE) for rollout in trained.nonfinite)),
                     deferred=tuple(batch.deferred),
                     score=float(np.mean(batch.scores[rows])) if rows else float("nan"),
