@@ -1,9 +1,9 @@
 """The engine's own cost: CPU time per chunk, from ten rollouts in flight to ten thousand, with models that take none.
 
 Costs are CPU seconds of the one thread in which the event loop runs (``time.thread_time``): the engine computes in no
-other and these loads never wait, so that is all it costs, and other programs on the machine are not counted. The garbage
-collector stays on, as in a run, and is asked to finish before each repetition; its part of the cost is shown, since
-it grows with the number of objects alive whoever made them. Repetitions of all loads and sizes are interleaved.
+other and these loads never wait, so that is all it costs, and other programs on the machine are not counted. The
+garbage collector stays on, as in a run, and is asked to finish before each repetition; its part of the cost is shown,
+since it grows with the number of objects alive, whoever made them. Repetitions of all loads and sizes are interleaved.
 """
 
 from __future__ import annotations

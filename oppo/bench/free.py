@@ -18,6 +18,8 @@ T = TypeVar("T")
 
 TOKEN: Final = (np.ones(1, np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32))
 """A token, its log-prob and its version, made once."""
+NOTHING: Final = Piece(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), "cut")
+"""What is read at the cut."""
 
 
 def chunks_of(rollout: int, mean: int) -> int:
@@ -53,9 +55,9 @@ class FreeDecode:
             await self.news.wait()
             self.news = None
         if not self.ready:
-            return Piece(*(part[:0] for part in TOKEN), state="cut")
+            return NOTHING
         self.ready -= 1
-        return Piece(*TOKEN, state="live" if self.ready or self.left else "eos")
+        return Piece(*TOKEN, "live" if self.ready or self.left else "eos")
 
     async def aclose(self) -> None:
         """Give the rollout up."""

@@ -1,4 +1,4 @@
-"""What the engine is given to carry when its own cost is measured: each load yields 0 once all is ready, then goes on."""
+"""What the engine is given to carry when its own cost is measured. Each load yields 0 once all is ready to begin."""
 
 from __future__ import annotations
 

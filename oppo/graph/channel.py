@@ -209,8 +209,7 @@ class Channel(Generic[T]):
             self._newest[self._key(item)] = self._received + len(self._queue)
         self._queue.append(item)
         self._sent += 1
-        if len(self._queue) > self._peak:
-            self._peak = len(self._queue)
+        self._peak = max(self._peak, len(self._queue))
         if self._watchers:
             self._wake()
 

@@ -181,3 +181,28 @@ class Greedy:
 def test_a_negative_admission_is_refused_by_name() -> None:
     with pytest.raises(AdmissionError, match=r"admit\(\) must return 0 or more, not -1 \(Greedy\)"):
         Ledger(Greedy()).wanted(1)
+
+
+class Counting(Overcommit):
+    """Counts how often the oldest allowed age is asked for: as often as something is counted by it."""
+
+    asked = 0
+
+    def __getattribute__(self, name: str) -> object:
+        if name == "max_deferrals":
+            Counting.asked += 1
+        return super().__getattribute__(name)
+
+
+def asked_per_rollout(rollouts: int) -> float:
+    ledger = Ledger(Counting(batch=rollouts))
+    ledger.begin([group(admission) for admission in range(rollouts)])
+    Counting.asked = 0
+    for rollout in range(rollouts):
+        assert ledger.finished([rollout]) == (rollout == rollouts - 1)
+        assert ledger.place_of(rollout) is not None
+    return Counting.asked / rollouts
+
+
+def test_a_finish_costs_the_same_however_many_rollouts_are_in_flight() -> None:
+    assert asked_per_rollout(500) == asked_per_rollout(20)
