@@ -125,9 +125,13 @@ class Channel(Generic[T]):
         self._key = key
         self._queue: deque[T] = deque()
         self._newest: dict[Hashable, int] | None = None
+        """Ordinal of the newest queued item of each key; kept from the first time it is needed to the next drain."""
         self._line: OrderedDict[anyio.Event, None] = OrderedDict()
+        """Senders for which there is no place yet."""
         self._kept = 0
+        """Places kept for senders whose task has still to run."""
         self._waiting_keys: Counter[Hashable] = Counter()
+        """How many senders of both kinds have an item of a key."""
         self._watchers: list[anyio.Event] = []
         self._closed = False
         self._abandoned = False
@@ -235,7 +239,7 @@ class Channel(Generic[T]):
         key = self._key(item)
         if key is None or key in self._waiting_keys:
             return None
-        if self._newest is None:  # kept from the first time it is needed until the queue is drained
+        if self._newest is None:
             self._newest = {self._key(queued): n for n, queued in enumerate(self._queue, self._received)}
         ordinal = self._newest.get(key)
         return None if ordinal is None else ordinal - self._received

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import anyio
@@ -41,6 +41,13 @@ def lane_of(item: Stretch | Mark) -> str:
 
 def stretches(capacity: int) -> Channel[Stretch | Mark]:
     return Channel("a->b", capacity, merge, lane_of)
+
+
+async def one_of(channel: Channel[Stretch | Mark]) -> Sequence[Stretch | Mark]:
+    """Return the next item, or nothing when there are no more."""
+    async for item in channel:
+        return [item]
+    return []
 
 
 def test_a_channel_keeps_order_and_ends() -> None:
@@ -108,6 +115,40 @@ def test_merging_never_jumps_over_an_item_of_the_same_key() -> None:
     channel.send_nowait(Mark("x"))
     with pytest.raises(anyio.WouldBlock):
         channel.send_nowait(Stretch("x", 2, 5))
+
+
+def test_an_item_that_has_been_read_is_not_merged_with() -> None:
+    async def main() -> None:
+        channel = stretches(2)
+        for item in (Stretch("x", 0, 1), Stretch("y", 0, 1), Stretch("y", 1, 2)):
+            channel.send_nowait(item)
+        assert await one_of(channel) == [Stretch("x", 0, 1)]
+        channel.send_nowait(Stretch("x", 1, 2))
+        channel.send_nowait(Stretch("x", 2, 3))
+        assert channel.drain_nowait() == [Stretch("y", 0, 2), Stretch("x", 1, 3)]
+
+    run_virtual(main)
+
+
+def test_many_cancelled_senders_pass_their_places_on() -> None:
+    async def main() -> None:
+        channel = Channel[int]("a->b", 2)
+        channel.send_nowait(0)
+        channel.send_nowait(1)
+        async with anyio.create_task_group() as others:
+            async with anyio.create_task_group() as cancelled:
+                for item in range(2, 6):
+                    cancelled.start_soon(channel.send, item)
+                await anyio.wait_all_tasks_blocked()
+                others.start_soon(channel.send, 6)
+                await anyio.wait_all_tasks_blocked()
+                assert channel.drain_nowait() == [0, 1]  # keeps places for two of those that are cancelled now
+                cancelled.cancel_scope.cancel()
+            assert await channel.drain() == [6]
+        assert channel.statistics().waiting_senders == 0
+        assert channel.has_room
+
+    run_virtual(main)
 
 
 def test_without_a_key_only_the_newest_item_is_merged_with() -> None:
@@ -302,8 +343,15 @@ def test_the_channel_table_says_who_waits() -> None:
     run_virtual(main)
 
 
-@given(st.lists(st.sampled_from("xyz"), max_size=60), st.integers(1, 5), st.lists(st.floats(0, 1), min_size=1))
-def test_nothing_is_lost_doubled_or_reordered_within_a_key(lanes: list[str], capacity: int, pace: list[float]) -> None:
+@given(
+    st.lists(st.sampled_from("xyz"), max_size=60),
+    st.integers(1, 5),
+    st.lists(st.floats(0, 1), min_size=1),
+    st.booleans(),
+)
+def test_nothing_is_lost_doubled_or_reordered_within_a_key(
+    lanes: list[str], capacity: int, pace: list[float], drained: bool
+) -> None:
     async def main() -> None:
         channel = stretches(capacity)
         reached = dict.fromkeys("xyz", 0)
@@ -321,7 +369,7 @@ def test_nothing_is_lost_doubled_or_reordered_within_a_key(lanes: list[str], cap
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(send_all)
-            while items := await channel.drain():
+            while items := await (channel.drain() if drained else one_of(channel)):
                 for item in items:
                     assert isinstance(item, Stretch)
                     assert item.start == reached[item.lane]

@@ -11,6 +11,7 @@ import pytest
 from oppo.events import Chunk, Defer, Drop, Finish, FloatArray, Given, Prompt, Response, RolloutEvent, Scored
 from oppo.graph.channel import Channel
 from oppo.stages import Score
+from oppo.stages.score import waves
 from oppo.testing import FakeCritic, FakeScorer, fake_scalar, run_virtual
 
 
@@ -146,3 +147,19 @@ def test_an_error_of_the_model_names_the_rollouts(at: str) -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         run_virtual(scored, Score(Broken(at)), prompt(4), chunk(4), finish(4, chunk(4)))
     assert caught.value.__notes__ == ["while scoring rollouts [4]"]
+
+
+def test_a_wave_holds_one_event_of_a_rollout_and_chunks_that_follow_one_another_are_one() -> None:
+    def chunk(rollout: int, start: int, length: int) -> Chunk:
+        ints = np.arange(start, start + length, dtype=np.int32)
+        return Chunk(rollout, start, ints, np.zeros(length, np.float32), ints)
+
+    prompts = [Prompt(n, n, np.zeros(1, np.int32)) for n in range(2)]
+    tool = Given(1, 3, np.zeros(2, np.int32))
+    events = [prompts[0], prompts[1], chunk(1, 0, 1), chunk(2, 4, 3), chunk(1, 1, 2), tool, chunk(1, 5, 1)]
+    first, second, third, fourth = waves(events)
+    assert first == [prompts[0], prompts[1], events[3]]
+    assert [(part.start, part.tokens.tolist()) for part in second if isinstance(part, Chunk)] == [(0, [0, 1, 2])]
+    assert third == [tool]
+    assert fourth == [events[-1]]
+    assert not list(waves([]))
