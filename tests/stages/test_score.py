@@ -156,6 +156,7 @@ def test_a_wave_holds_one_event_of_a_rollout_and_chunks_that_follow_one_another_
 
     prompts = [Prompt(n, n, np.zeros(1, np.int32)) for n in range(2)]
     tool = Given(1, 3, np.zeros(2, np.int32))
+    events: list[Prompt | Chunk | Given]
     events = [prompts[0], prompts[1], chunk(1, 0, 1), chunk(2, 4, 3), chunk(1, 1, 2), tool, chunk(1, 5, 1)]
     first, second, third, fourth = waves(events)
     assert first == [prompts[0], prompts[1], events[3]]
