@@ -23,7 +23,7 @@ from oppo.errors import ConfigError, DataError, HangError
 from oppo.estimators import AdaptiveKL
 from oppo.events import Prompt, StepReport
 from oppo.graph import Graph, Run
-from oppo.interrupt import interruptible
+from oppo.interrupt import Interrupt, interruptible
 from oppo.liveness import Heartbeat, Watchdog
 from oppo.observe import Observer
 from oppo.recipes import ppo
@@ -207,15 +207,7 @@ async def run(
     settings, assembly = session.settings, session.assembly
     chosen, decode = settings.run, assembly.text.decode
     heartbeat = Heartbeat()
-    directory = RunDirectory(
-        settings.run_directory,
-        config=settings.toml(),
-        decode=decode,
-        keep=chosen.samples,
-        trace=chosen.trace,
-        gauges={"loop/worst_gap_s": heartbeat.take},
-        resumed_at=None if session.checkpoint is None else session.done,
-    )
+    directory = directory_of(session, heartbeat)
     with ExitStack() as stack:
         stack.enter_context(directory)
         log = stack.enter_context(RunLog(directory.path / "log.jsonl", chosen.name))
@@ -239,16 +231,44 @@ async def run(
             interruptible(log.on_interrupt) as interrupt,
         ):
             panel.watch(running.snapshot)
-            await session.restore(running)
-            async for report in running.steps(chosen.steps - session.done):
-                over = report.index + 1
-                if interrupt.asked or (chosen.checkpoint_every and over % chosen.checkpoint_every == 0):
-                    await session.keep(running, report)
-                if interrupt.asked:
-                    raise KeyboardInterrupt
+            await make_steps(session, running, interrupt)
         if session.prompts_changed():
             log.note("prompts changed", file=settings.data.prompts, used="as they were when the run began")
     return directory
+
+
+def directory_of(session: Session, heartbeat: Heartbeat) -> RunDirectory:
+    """Return the run directory, taken back to where the run goes on if it is resumed.
+
+    Raises:
+        ConfigError: it cannot be written, or another run writes it.
+    """
+    settings = session.settings
+    return RunDirectory(
+        settings.run_directory,
+        config=settings.toml(),
+        decode=session.assembly.text.decode,
+        keep=settings.run.samples,
+        trace=settings.run.trace,
+        gauges={"loop/worst_gap_s": heartbeat.take},
+        resumed_at=None if session.checkpoint is None else session.done,
+    )
+
+
+async def make_steps(session: Session, running: Run[StepReport], interrupt: Interrupt) -> None:
+    """Make the steps that are left, with a checkpoint after every so many, and one when the run is asked to end.
+
+    Raises:
+        KeyboardInterrupt: it was asked to.
+    """
+    chosen = session.settings.run
+    await session.restore(running)
+    async for report in running.steps(chosen.steps - session.done):
+        due = chosen.checkpoint_every and (report.index + 1) % chosen.checkpoint_every == 0
+        if due or interrupt.asked:
+            await session.keep(running, report)
+        if interrupt.asked:
+            raise KeyboardInterrupt
 
 
 def panel_of(settings: Settings, console: Console, decode: Decode) -> Panel:

@@ -42,7 +42,8 @@ LEAVES = frozenset(
         "train",
         "evaluate",
         "checkpoint",
-        "bench",
+        "resume",
+        "interrupt",
     }
 )
 """Nothing in a layer imports these."""
