@@ -76,18 +76,36 @@ class ModelsSection(Section):
     reward: Filled = Field(description="directory or hub name of a reward model, or file.py:function")
     reference: str = Field(default="", description="directory or hub name; the policy when empty")
     critic: str = Field(default="", description="directory or hub name; the reward model, or the policy, when empty")
+    shared_trunk: bool = Field(
+        default=False,
+        description="make the critic a value head on the policy's own trunk, read and trained once for both",
+    )
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field(
-        default="float32", description="type of the weights; 16 bits lose small updates, except in adapters"
+        default="float32",
+        description="type of the weights; what is trained in 16 bits has float32 copies; no float16 on a CPU",
     )
     lora_rank: Count = Field(
         default=0, description="train adapters of this rank instead of the policy's weights; 0: all weights"
     )
     lora_alpha: PositiveInt = Field(default=32, description="adapters are scaled by lora_alpha / lora_rank")
     trust_remote_code: bool = Field(default=False, description="run code that comes with a model")
+    allow_pickle: bool = Field(
+        default=False,
+        description="read weights that come as pickles only: tensors and nothing else of them (`weights_only`)",
+    )
     reward_failure: Literal["fail", "drop", "retry"] = Field(
         default="fail",
         description="when a reward function fails: stop the run, drop the rollout, or call again, then stop",
     )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ModelsSection:
+        if self.shared_trunk and self.critic:
+            raise ValueError(
+                "shared_trunk = true makes the critic a head on the policy's trunk: leave critic out; got "
+                f"{self.critic!r}"
+            )
+        return self
 
     @property
     def reward_is_function(self) -> bool:
@@ -188,8 +206,12 @@ class TrainerSection(Section):
     """``[trainer]``: losses and optimiser (see :class:`oppo.training.TrainerSettings`)."""
 
     learning_rate: Positive = Field(default=3e-6, description="of AdamW, for the actor")
-    critic_learning_rate: Positive | None = Field(default=None, description="the actor's when absent")
-    critic_warmup: Count = Field(default=0, description="updates at the beginning that train the critic only")
+    critic_learning_rate: Positive | None = Field(
+        default=None, description="the actor's when absent; a shared trunk has the actor's"
+    )
+    critic_warmup: Count = Field(
+        default=0, description="updates at the beginning that train the critic only (on a shared trunk: its head)"
+    )
     epochs: PositiveInt = Field(default=4, description="passes over each batch")
     minibatches: PositiveInt = Field(default=1, description="optimizer steps in each pass")
     clip: Positive = Field(default=0.2, description="how far the probability ratio may move from 1")
@@ -265,11 +287,12 @@ def resolve(document: Mapping[str, object], folder: Path) -> Settings:
     models = settings.models
     reward = _model(models.reward, folder)
     policy = _model(models.policy, folder)
+    own_critic = "" if models.shared_trunk else policy if models.reward_is_function else reward
     resolved = {
         "policy": policy,
         "reward": reward,
         "reference": _model(models.reference, folder) or policy,
-        "critic": _model(models.critic, folder) or (policy if models.reward_is_function else reward),
+        "critic": _model(models.critic, folder) or own_critic,
     }
     return settings.model_copy(
         update={

@@ -18,7 +18,7 @@ class TrainerSettings:
 
     Attributes:
         learning_rate: of AdamW, for the actor.
-        critic_learning_rate: for the critic; the actor's when ``None``.
+        critic_learning_rate: for the critic; the actor's when ``None``. A shared trunk has the actor's.
         epochs: passes over each batch.
         minibatches: optimizer steps in each pass.
         clip: how far the probability ratio may move from 1 before its gradient ends.
@@ -27,9 +27,11 @@ class TrainerSettings:
         entropy_coefficient: weight of the entropy of the next-token distributions, a bonus.
         kl: weight of the KL to the reference in the loss; 0 where it is in the reward, or nowhere.
         kl_estimator: estimator of that KL; ``k2`` has the right gradient, see :func:`oppo.losses.kl_loss`.
-        critic_warmup: the first updates, so many, train the critic only.
+        critic_warmup: the first updates, so many, train the critic only; of one that shares the actor's trunk, its
+            head only.
         max_grad_norm: each model's gradient is scaled down to this norm; ``inf`` leaves it alone. The two models are
-            clipped apart, so that the large gradients of an untrained critic do not shrink the actor's step.
+            clipped apart, so that the large gradients of an untrained critic do not shrink the actor's step. A shared
+            trunk is clipped as a part of the actor.
         weight_decay: of AdamW, for matrices only.
         betas, eps: of AdamW.
         schedule: shape of the learning rate over the run, as of the same name in ``transformers.get_scheduler``.

@@ -72,7 +72,9 @@ def _one_thread_here() -> Iterator[None]:
         ("models.reference=small", ["models.reference: ", "knows the token ids below 64", "any below 96"]),
         ("models.reward=two-labels", ["models.reward: ", "score.weight is [2, 32]", "'file.py:function'"]),
         ("models.reward=foreign", ["models.reward: ", "does not share the policy's tokenizer", "'file.py:function'"]),
-        ("models.policy=pickled", ["models.policy: ", "only as pickles (pytorch_model.bin)", "save_pretrained()"]),
+        ("models.policy=pickled", ["models.policy: ", "as pickles (pytorch_model.bin)", "models.allow_pickle = true"]),
+        ("models.dtype=float16", ["models.policy: float16 is not for a CPU", "'float32' or 'bfloat16'"]),
+        ("models.shared_trunk=true models.critic=reward", ["[models]: shared_trunk = true makes the critic a head on"]),
         ("models.policy=with-code", ["models.policy: ", "its own (code.py)", "models.trust_remote_code = true"]),
         ("models.reference=with-code", ["models.reference: ", "models.trust_remote_code = true"]),
         ("run.directory=file", ["file is no directory; choose another run.directory"]),
@@ -83,7 +85,7 @@ def test_what_cannot_be_used_is_refused_before_anything_is_written(
     workplace: Path, override: str, sentences: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = sorted(workplace.rglob("*"))
-    assert oppo(workplace, "", "run.name=refused", override) == 2
+    assert oppo(workplace, "", "run.name=refused", *override.split(" ")) == 2
     said = capsys.readouterr().err
     assert "error: " in said
     assert "Traceback" not in said

@@ -14,8 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from oppo.cli import main
+from oppo.hf.digest import weights_digest
+from oppo.hf.load import load_causal
 from tests.hf import tiny
 from tests.loop_guard import forwards_off_the_loop
 from tests.workplace import furnish, oppo, records, tokenizer_of
@@ -113,9 +116,22 @@ def test_a_poisoned_pickle_is_never_opened(workplace: Path, capsys: pytest.Captu
     (poisoned / "model.safetensors").unlink()
     assert oppo(workplace, "", "run.name=poisoned-only", *overrides) == 2
     assert "only as pickles" in capsys.readouterr().err
+    assert oppo(workplace, "", "run.name=poisoned-only", *overrides, "models.allow_pickle=true") == 2
+    assert "hold more than tensors, and nothing else is built from them" in capsys.readouterr().err
     assert not mark.exists()
     torch.load(poisoned / "pytorch_model.bin", weights_only=False)
     assert mark.exists(), "a payload that does nothing would prove nothing"
+
+
+def test_tensors_in_pickles_are_read_where_that_is_asked_for(workplace: Path) -> None:
+    pickled = workplace / "pickled"
+    shutil.copytree(workplace / "actor", pickled)
+    torch.save(load_file(pickled / "model.safetensors"), pickled / "pytorch_model.bin")
+    (pickled / "model.safetensors").unlink()
+    overrides = ("models.policy=pickled", "models.allow_pickle=true", "run.steps=1", "run.panel=off")
+    assert oppo(workplace, "", "run.name=pickled", *overrides) == 0
+    read = load_causal(pickled, allow_pickle=True)
+    assert weights_digest(read) == weights_digest(load_causal(workplace / "actor"))
 
 
 def test_a_run_writes_safetensors_and_text_only(workplace: Path) -> None:

@@ -30,9 +30,11 @@ from oppo.hf.load import load_causal, load_scalar, load_tokenizer
 from oppo.hf.lora import add_lora, twin
 from oppo.hf.memory import ModelThread, attributed
 from oppo.hf.policy import HfPolicy
+from oppo.hf.precision import require_supported
 from oppo.hf.scorers import ReferenceLogprobs, RewardModel, ValueModel
 from oppo.hf.text import Text
 from oppo.hf.trainer import HfTrainer
+from oppo.hf.trunk import value_model_on
 from oppo.models import Sampling, Scorer
 from oppo.observe import Span, SpanListener
 from oppo.placement import Thread
@@ -169,8 +171,8 @@ def load_text(settings: Settings) -> Text:
 def assemble(settings: Settings, text: Text, tell: Callable[[str], None]) -> Assembly:
     """Return the models of ``settings``, loaded and probed.
 
-    The actor is served and trained as one module, and so is the critic; the reference is a module of its own, over the
-    actor's base weights where only adapters are trained.
+    The actor is served and trained as one module, and so is the critic, which may be a head on the actor's trunk; the
+    reference is a module of its own, over the actor's base weights where only adapters are trained.
 
     Args:
         settings: of the run.
@@ -195,7 +197,7 @@ def assemble(settings: Settings, text: Text, tell: Callable[[str], None]) -> Ass
         judge = load.scalar("reward")
         served.append(judge)
         reward = RewardModel(judge, thread=ModelThread(scoring, "reward model", _SERVING), exact=exact)
-    critic = load.scalar("critic", new_head=True)
+    critic = value_model_on(actor) if settings.models.shared_trunk else load.scalar("critic", new_head=True)
     served.append(critic)
     sampling = _sampling(settings, text, actor)
     return Assembly(
@@ -248,7 +250,13 @@ class _Loader:
     def causal(self, name: str) -> PreTrainedModel:
         """Return the causal language model of ``models.<name>``; the first is the policy."""
         with self._loading(name) as path:
-            model = load_causal(path, dtype=self._models.dtype, trust_remote_code=self._models.trust_remote_code)
+            model = load_causal(
+                path,
+                dtype=self._models.dtype,
+                trust_remote_code=self._models.trust_remote_code,
+                allow_pickle=self._models.allow_pickle,
+            )
+            require_supported(model.dtype, model.device)
             self._require_same_tokens(name, model)
         return model
 
@@ -256,8 +264,13 @@ class _Loader:
         """Return the model of ``models.<name>`` as one that gives one number."""
         with self._loading(name) as path:
             model = load_scalar(
-                path, dtype=self._models.dtype, trust_remote_code=self._models.trust_remote_code, new_head=new_head
+                path,
+                dtype=self._models.dtype,
+                trust_remote_code=self._models.trust_remote_code,
+                allow_pickle=self._models.allow_pickle,
+                new_head=new_head,
             )
+            require_supported(model.dtype, model.device)
             self._require_same_tokens(name, model)
         return model
 
@@ -268,7 +281,7 @@ class _Loader:
         try:
             with attributed(name, "it was loaded", _LOADING):
                 require_no_code(path, trusted=self._models.trust_remote_code)
-                require_safetensors(path)
+                require_safetensors(path, allow_pickle=self._models.allow_pickle)
                 yield path
         except ConfigError as error:
             advice = [_AS_FUNCTION] if name == "reward" else []

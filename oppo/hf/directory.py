@@ -34,17 +34,19 @@ def require_no_code(path: str, *, trusted: bool) -> None:
         )
 
 
-def require_safetensors(path: str) -> None:
-    """Refuse a directory that holds weights as pickles only: reading a pickle can run any code.
+def require_safetensors(path: str, *, allow_pickle: bool) -> None:
+    """Refuse a directory that holds weights as pickles only, unless those are allowed: a pickle can hold any code.
 
     Raises:
         ConfigError: it does.
     """
+    if allow_pickle:
+        return
     directory = Path(path)
     pickles = sorted(each.name for suffix in PICKLES for each in directory.glob(f"*.{suffix}"))
     if pickles and not any(directory.glob("*.safetensors")):
         raise ConfigError(
             f"{path} holds its weights only as pickles ({', '.join(pickles[:3])}), which can run any code when they "
-            "are read: expected *.safetensors. If you trust them, load the model once with transformers yourself and "
-            "write it with save_pretrained(), which makes safetensors"
+            "are read: expected *.safetensors. If you trust them, set models.allow_pickle = true, which reads tensors "
+            "and builds nothing else, or write the model once with save_pretrained(), which makes safetensors"
         )

@@ -1,4 +1,6 @@
-"""Models and tokenizers by directory or hub name, from safetensors only, probed before anybody relies on them.
+"""Models and tokenizers by directory or hub name, from safetensors, probed before anybody relies on them.
+
+Weights that come as pickles are refused unless they are asked for; then tensors are read, and nothing else is built.
 
 The attention implementation is transformers' own choice: SDPA where a model supports it, eager otherwise.
 """
@@ -44,19 +46,24 @@ class _Info(TypedDict):
     mismatched_keys: Collection[tuple[str, Collection[int], Collection[int]]]
 
 
-def load_causal(path: str | Path, *, dtype: str = "float32", trust_remote_code: bool = False) -> PreTrainedModel:
+def load_causal(
+    path: str | Path, *, dtype: str = "float32", trust_remote_code: bool = False, allow_pickle: bool = False
+) -> PreTrainedModel:
     """Return the causal language model at a directory or hub name, in evaluation mode, probed.
 
     Args:
         path: a directory with ``config.json`` and safetensors, or a hub name.
         dtype: ``float32``, ``bfloat16``, ``float16`` or ``auto`` (the checkpoint's).
         trust_remote_code: run code that comes with the model.
+        allow_pickle: where there are no safetensors, read tensors from pickles (``weights_only``).
 
     Raises:
         ConfigError: there is no such model, it has no safetensors, or the dtype is unknown.
         ModelRefused: there is no such model of its architecture, or it cannot be served exactly.
     """
-    model, missing = _load(AutoModelForCausalLM, path, dtype=dtype, trust_remote_code=trust_remote_code)
+    model, missing = _load(
+        AutoModelForCausalLM, path, dtype=dtype, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle
+    )
     if missing:
         raise ConfigError(
             f"the checkpoint at {str(path)!r} has no {', '.join(missing)}: expected that of a causal language model, "
@@ -67,7 +74,12 @@ def load_causal(path: str | Path, *, dtype: str = "float32", trust_remote_code: 
 
 
 def load_scalar(
-    path: str | Path, *, dtype: str = "float32", trust_remote_code: bool = False, new_head: bool = False
+    path: str | Path,
+    *,
+    dtype: str = "float32",
+    trust_remote_code: bool = False,
+    allow_pickle: bool = False,
+    new_head: bool = False,
 ) -> PreTrainedModel:
     """Return the model at a directory or hub name as one that gives one number, in evaluation mode, probed.
 
@@ -75,6 +87,7 @@ def load_scalar(
         path: a directory with ``config.json`` and safetensors, or a hub name.
         dtype: ``float32``, ``bfloat16``, ``float16`` or ``auto`` (the checkpoint's).
         trust_remote_code: run code that comes with the model.
+        allow_pickle: where there are no safetensors, read tensors from pickles (``weights_only``).
         new_head: let the checkpoint lack a scalar head and begin with one of zeros: for a critic, never for a reward.
 
     Raises:
@@ -82,7 +95,12 @@ def load_scalar(
         ModelRefused: there is no such model of its architecture, or it cannot be served exactly.
     """
     model, missing = _load(
-        AutoModelForSequenceClassification, path, dtype=dtype, trust_remote_code=trust_remote_code, num_labels=1
+        AutoModelForSequenceClassification,
+        path,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        allow_pickle=allow_pickle,
+        num_labels=1,
     )
     backbone = [name for name in missing if name.startswith(f"{model.base_model_prefix}.")]
     if backbone:
@@ -132,6 +150,7 @@ def _load(
     *,
     dtype: str,
     trust_remote_code: bool,
+    allow_pickle: bool,
     num_labels: int | None = None,
 ) -> tuple[PreTrainedModel, list[str]]:
     """Return a model and the names of its parameters that the checkpoint does not have."""
@@ -143,12 +162,20 @@ def _load(
                 path,
                 dtype=_DTYPES[dtype],
                 trust_remote_code=trust_remote_code,
-                use_safetensors=True,
+                use_safetensors=None if allow_pickle else True,
+                weights_only=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # said below, in one sentence
                 **({} if num_labels is None else {"num_labels": num_labels}),
             )
-    except (OSError, ValueError, RuntimeError) as error:
+    except Exception as error:  # what is no safetensors, config or pickle of tensors is refused by many kinds of error
+        if type(error).__name__ == "UnpicklingError":  # by its name, since nothing here imports pickle
+            raise ConfigError(
+                f"the pickles at {str(path)!r} are damaged, or hold more than tensors, and nothing else is built from "
+                "them: expected weights as save_pretrained() writes them"
+            ) from None  # torch would advise to build whatever they hold
+        if not isinstance(error, OSError | ValueError | RuntimeError):
+            raise
         if (lacking := _lacking(kind, path)) is not None:
             raise ModelRefused(lacking) from error
         raise ConfigError(_not_found("model", path, error)) from error

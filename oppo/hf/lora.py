@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 
 import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -60,3 +61,20 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: int, *, seed: int = 0) ->
         if parameter.requires_grad:
             parameter.data = parameter.data.float()  # steps too small for 16 bits must not be lost
     model.train(mode=False)
+
+
+@torch.no_grad()
+def merged(model: nn.Module) -> dict[str, Tensor]:
+    """Return the ``state_dict`` of the same model without adapters, what they have learnt added to its weights."""
+    state: dict[str, Tensor] = model.state_dict()
+    if not any(".base_layer." in name for name in state):
+        return state
+    from peft.tuners.lora import LoraLayer  # noqa: PLC0415 - an extra, here already where there are adapters
+
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    plain = {name.replace(".base_layer.", "."): tensor for name, tensor in state.items() if ".lora_" not in name}
+    for name, layer in layers.items():
+        weight = plain[f"{name}.weight"]
+        learnt = torch.stack([layer.get_delta_weight(adapter) for adapter in layer.active_adapters]).sum(0)
+        plain[f"{name}.weight"] = (weight.float() + learnt.float()).to(weight.dtype)
+    return plain

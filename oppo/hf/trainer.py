@@ -27,10 +27,15 @@ from transformers import PreTrainedModel
 
 from oppo.errors import ModelRefused
 from oppo.events import Batch
+from oppo.hf.anatomy import backbone
 from oppo.hf.load import quiet
+from oppo.hf.lora import merged
+from oppo.hf.master import MasterWeights
 from oppo.hf.packing import MicroBatch, micro_batches, minibatches, pack, read_lengths, trainable
+from oppo.hf.precision import require_trainable
 from oppo.hf.recompute import recompute
 from oppo.hf.training_state import read_training, write_training
+from oppo.hf.trunk import OwnHead, shares_trunk
 from oppo.losses import entropy, kl_loss, policy_loss, token_logprobs, value_loss
 from oppo.models import Follower, Sampling, Trained, Weights
 from oppo.placement import Thread
@@ -43,20 +48,29 @@ R = TypeVar("R")
 
 
 class ActorCritic(nn.Module):
-    """The two trained models as one module, so that one call prepares, and would shard, both."""
+    """The two trained models as one module, so that one call prepares, and would shard, both.
+
+    A trunk that they share is read once.
+    """
 
     def __init__(self, actor: PreTrainedModel, critic: PreTrainedModel) -> None:
         super().__init__()
         self.actor = actor
         self.critic = critic
+        self._own_head = OwnHead(actor) if shares_trunk(actor, critic) else None
 
     def forward(self, batch: MicroBatch, *, actor_learns: bool = True) -> tuple[Tensor, Tensor]:
         """Return the logits and the values from which each response token was predicted: [T, V] and float32 [T]."""
         inputs = {"attention_mask": batch.attention, "position_ids": batch.positions, "use_cache": False}
         with torch.set_grad_enabled(actor_learns):
-            logits: Tensor = self.actor(batch.ids, logits_to_keep=batch.keep, **inputs).logits
-        hidden: Tensor = self.critic.base_model(batch.ids, **inputs).last_hidden_state
-        values: Tensor = self.critic.get_submodule("score")(hidden[:, batch.keep]).squeeze(-1)
+            if self._own_head is None:
+                logits: Tensor = self.actor(batch.ids, logits_to_keep=batch.keep, **inputs).logits
+            else:
+                hidden: Tensor = backbone(self.actor)(batch.ids, **inputs).last_hidden_state[:, batch.keep]
+                logits = self._own_head(hidden)
+        if self._own_head is None:
+            hidden = self.critic.base_model(batch.ids, **inputs).last_hidden_state[:, batch.keep]
+        values: Tensor = self.critic.get_submodule("score")(hidden).squeeze(-1)
         return logits[batch.row, batch.column], values[batch.row, batch.column].float()
 
 
@@ -117,6 +131,12 @@ class HfTrainer:
     The metrics carry TRL's names, with two differences in meaning: means are over sampled tokens only, and
     ``val/ratio_var``, the variance of the minibatches' mean ratios, is 0 where there is one minibatch.
 
+    Weights of fewer bits than float32 are trained through float32 copies, see :mod:`oppo.hf.master`.
+
+    Where the two models share their trunk (:func:`oppo.hf.trunk.value_model_on`) it is read once, and gets the gradient
+    of the sum of all losses. It counts as the actor's: it has the actor's learning rate, its gradient is clipped with
+    the actor's, and while the critic is warmed up it rests, so that only the value head learns then.
+
     Args:
         actor: a causal language model; the parameters that require a gradient are trained.
         critic: a sequence-classification model with one label: its head's output at the position before a response
@@ -127,7 +147,8 @@ class HfTrainer:
         settings: everything about the optimisation.
 
     Raises:
-        ModelRefused: the critic has no single-label ``score`` head, or a model has nothing to train or to recompute.
+        ModelRefused: the critic has no single-label ``score`` head, a model has nothing to train or to recompute or is
+            in float16, or the actor's trunk cannot be shared.
     """
 
     def __init__(
@@ -140,6 +161,8 @@ class HfTrainer:
         settings: TrainerSettings | None = None,
     ) -> None:
         _require_head(critic)
+        for model in (actor, critic):
+            require_trainable(model)
         self.settings = settings or TrainerSettings()
         self._sampling = sampling
         self._thread = thread
@@ -150,8 +173,15 @@ class HfTrainer:
         if self.settings.gradient_checkpointing:
             for model in (actor, critic):
                 recompute(model, self.settings.gradient_checkpointing)
+        learnt = _trained(actor, "actor"), _trained(critic, "critic", but=actor)
+        self._masters = MasterWeights(parameter for part in learnt for parameter in part)
+        self._actor_weights, self._critic_weights = ([self._masters.of(p) for p in part] for part in learnt)
+        rate, critic_rate = self.settings.learning_rate, self.settings.critic_learning_rate
         optimizer = torch.optim.AdamW(
-            [*self._groups(actor, "actor"), *self._groups(critic, "critic")],
+            [
+                *self._groups(self._actor_weights, rate),
+                *self._groups(self._critic_weights, rate if critic_rate is None else critic_rate),
+            ],
             betas=self.settings.betas,
             eps=self.settings.eps,
         )
@@ -216,7 +246,7 @@ class HfTrainer:
     def _save(self, directory: Path) -> None:
         with quiet():
             self._actor.save_pretrained(directory / "actor")
-            self._critic.save_pretrained(directory / "critic")
+            self._critic.save_pretrained(directory / "critic", state_dict=merged(self._critic))
 
     def _update(self, batch: Batch) -> Trained:
         rate = self._set_learning_rates()
@@ -225,7 +255,7 @@ class HfTrainer:
             for rows in self._minibatches(batch):
                 self._step(batch, rows, tally)
         finally:  # what a failed update has accumulated must not reach the next one
-            self._optimizer.zero_grad()
+            self._clear_gradients()
         self._version += 1
         self._episodes += len(batch)
         return Trained(
@@ -249,14 +279,15 @@ class HfTrainer:
             tally.padding += part.padding
             tally.read += part.ids.numel()
         measured = Measured(*torch.stack(parts).sum(0).tolist())
-        norms = self._clip(self._actor), self._clip(self._critic)
+        norms = self._clip(self._actor_weights), self._clip(self._critic_weights)
         if np.isfinite((measured.policy, measured.value, *norms)).all():
             self._optimizer.step()
+            self._masters.write_back()
             tally.measured.append(measured)
             tally.norms.append(norms)
         else:
             tally.nonfinite.update(batch.rollouts[r] for r in rows)
-        self._optimizer.zero_grad()
+        self._clear_gradients()
 
     def _backward(self, part: MicroBatch, total: float) -> Tensor:
         """Add the gradient of a part of ``total`` tokens; return what it adds to :class:`Measured`, float32 [8]."""
@@ -275,6 +306,7 @@ class HfTrainer:
             loss = loss - bonus * spread if bonus else loss
             loss = loss + settings.kl * kl if settings.kl else loss
         self._accelerator.backward(loss)
+        self._masters.collect()
         return torch.stack(
             (
                 policy.loss.detach(),
@@ -288,17 +320,16 @@ class HfTrainer:
             )
         )
 
-    def _clip(self, model: PreTrainedModel) -> float:
-        return float(self._accelerator.clip_grad_norm_(model.parameters(), self.settings.max_grad_norm))
+    def _clip(self, weights: list[nn.Parameter]) -> float:
+        return float(self._accelerator.clip_grad_norm_(weights, self.settings.max_grad_norm))
 
-    def _groups(self, model: PreTrainedModel, name: str) -> list[dict[str, object]]:
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if not trained:
-            raise ModelRefused(f"no parameter of the {name} requires a gradient, so there is nothing to train")
-        critic_rate = self.settings.critic_learning_rate
-        rate = critic_rate if name == "critic" and critic_rate is not None else self.settings.learning_rate
-        matrices = [parameter for parameter in trained if parameter.ndim >= 2]
-        vectors = [parameter for parameter in trained if parameter.ndim < 2]
+    def _clear_gradients(self) -> None:
+        self._optimizer.zero_grad()
+        self._masters.clear()
+
+    def _groups(self, weights: list[nn.Parameter], rate: float) -> list[dict[str, object]]:
+        matrices = [parameter for parameter in weights if parameter.ndim >= 2]
+        vectors = [parameter for parameter in weights if parameter.ndim < 2]
         return [
             {"params": parameters, "lr": rate, "peak": rate, "weight_decay": decay}
             for parameters, decay in ((matrices, self.settings.weight_decay), (vectors, 0.0))
@@ -317,6 +348,15 @@ class HfTrainer:
             "val/num_eos_tokens": float(np.isin(batch.tokens, end).sum()),
             "train/tokens": float(batch.sampled.sum()),
         }
+
+
+def _trained(model: PreTrainedModel, name: str, *, but: PreTrainedModel | None = None) -> list[nn.Parameter]:
+    """Return the parameters of ``model`` that are trained, without those that are another model's."""
+    others = set() if but is None else set(but.parameters())
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter not in others]
+    if not trained:
+        raise ModelRefused(f"no parameter of the {name} requires a gradient, so there is nothing to train")
+    return trained
 
 
 def _require_head(critic: PreTrainedModel) -> None:

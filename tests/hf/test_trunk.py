@@ -1,0 +1,302 @@
+"""A trunk that actor and critic share: read once, trained by the sum of the losses, served and saved as two models."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+
+import anyio
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    CohereModel,
+    CoherePreTrainedModel,
+    PreTrainedModel,
+)
+
+from oppo.chunking import Fixed
+from oppo.errors import ModelRefused
+from oppo.hf.anatomy import score_head
+from oppo.hf.digest import weights_digest
+from oppo.hf.lora import add_lora, twin
+from oppo.hf.packing import MicroBatch, pack
+from oppo.hf.policy import HfPolicy
+from oppo.hf.scorers import ValueModel
+from oppo.hf.trainer import ActorCritic, HfTrainer
+from oppo.hf.trunk import OwnHead, shares_trunk, value_model_on
+from oppo.losses import policy_loss, token_logprobs, value_loss
+from oppo.placement import Thread
+from oppo.testing import check_trainer
+from oppo.training import TrainerSettings
+from tests import test_equivalence as equivalence
+from tests.hf import tiny
+from tests.hf.test_trainer import SAMPLING, Served, rollouts
+
+SCALAR = [name for name in tiny.CONFIGS if name not in tiny.WITHOUT_SCALAR]
+
+
+@pytest.fixture
+def thread() -> Iterator[Thread]:
+    torch.set_num_threads(1)
+    with Thread("train", setup=lambda: torch.set_num_threads(1)) as thread:
+        yield thread
+
+
+def over(actor: PreTrainedModel) -> PreTrainedModel:
+    """Return a critic on the actor's trunk whose head says something."""
+    critic = value_model_on(actor)
+    with torch.no_grad():
+        score_head(critic).weight.normal_(0, 0.3, generator=torch.Generator().manual_seed(7))
+    return critic
+
+
+def one_trunk(name: str = "llama", *, lora: bool = False) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """Return an actor, with adapters that change its outputs if so wished, and a critic on its trunk."""
+    actor = tiny.causal(name, seed=1).train(mode=False)
+    if lora:
+        add_lora(actor, 4, 8, seed=3)
+        with torch.no_grad():
+            for parameter in actor.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    return actor, over(actor)
+
+
+def make(thread: Thread, actor: PreTrainedModel, critic: PreTrainedModel, **settings: object) -> HfTrainer:
+    chosen = TrainerSettings(**{"learning_rate": 1e-3, "epochs": 1} | settings)  # type: ignore[arg-type] # by keyword
+    return HfTrainer(actor, critic, sampling=SAMPLING, thread=thread, settings=chosen)
+
+
+def packed(actor: PreTrainedModel, critic: PreTrainedModel) -> MicroBatch:
+    batch = tiny.apart(rollouts)(actor, critic, shift=0.1, given=True)
+    return pack(batch, range(len(batch)), torch.device("cpu"))
+
+
+def two_passes(actor: PreTrainedModel, critic: PreTrainedModel, part: MicroBatch) -> tuple[Tensor, Tensor]:
+    """Return logits and values of a micro-batch from each model's own forward pass over it."""
+    inputs = {"attention_mask": part.attention, "position_ids": part.positions, "use_cache": False}
+    logits = actor(part.ids, **inputs).logits[:, part.keep]
+    values = score_head(critic)(critic.base_model(part.ids, **inputs).last_hidden_state[:, part.keep])
+    return logits[part.row, part.column], values.squeeze(-1)[part.row, part.column]
+
+
+@pytest.mark.parametrize(("name", "lora"), [*((name, False) for name in SCALAR), ("llama", True), ("gpt2", True)])
+def test_one_pass_says_what_two_passes_say(name: str, lora: bool) -> None:
+    actor, critic = one_trunk(name, lora=lora)
+    part, both, reads = packed(actor, critic), ActorCritic(actor, critic), 0
+
+    def count(*_: object) -> None:
+        nonlocal reads
+        reads += 1
+
+    counted = actor.base_model.register_forward_pre_hook(count)
+    with torch.no_grad():
+        logits, values = both(part)
+        counted.remove()
+        assert reads == 1
+        want_logits, want_values = two_passes(actor, critic, part)
+    assert values.abs().max() > 0
+    torch.testing.assert_close(logits, want_logits, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(values, want_values, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", tiny.CONFIGS)
+def test_the_head_alone_says_what_the_model_says(name: str) -> None:
+    model, ids = tiny.causal(name, seed=1).train(mode=False), torch.arange(3, 23).reshape(2, 10)
+    whole = torch.ones_like(ids)
+    with torch.no_grad():
+        hidden = model.base_model(ids, attention_mask=whole, use_cache=False).last_hidden_state
+        assert torch.equal(OwnHead(model)(hidden), model(ids, attention_mask=whole, use_cache=False).logits)
+
+
+class CohereValues(CoherePreTrainedModel):  # type: ignore[misc]  # transformers' bases are untyped
+    """What transformers does not have: a Cohere whose logits are scaled, with a score layer."""
+
+    def __init__(self, actor: PreTrainedModel) -> None:
+        super().__init__(actor.config)
+        self.model: CohereModel = actor.base_model
+        self.score = nn.Linear(tiny.HIDDEN, 1, bias=False)
+        self.config.num_labels = 1
+
+
+def test_logits_that_a_model_scales_are_scaled() -> None:
+    actor = tiny.causal("cohere", seed=1).train(mode=False)
+    critic = CohereValues(actor)
+    part = packed(actor, critic)
+    with torch.no_grad():
+        logits, values = ActorCritic(actor, critic)(part)
+        want_logits, want_values = two_passes(actor, critic, part)
+    torch.testing.assert_close(logits, want_logits, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(values, want_values, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "lora"), [("llama", False), ("gemma2", False), ("gpt2", False), ("llama", True)])
+def test_the_gradient_is_that_of_the_sum_of_the_two_losses(thread: Thread, name: str, lora: bool) -> None:
+    actor, critic = one_trunk(name, lora=lora)
+    part, total = packed(actor, critic), 31.0
+    trainer = make(thread, actor, critic, value_coefficient=0.3)
+    trainer._backward(part, total)
+    learnt = {**dict(critic.named_parameters()), **dict(actor.named_parameters())}
+    got = {name: p.grad.clone() for name, p in learnt.items() if p.grad is not None}
+    for parameter in learnt.values():
+        parameter.grad = None
+    settings = trainer.settings
+    logits, values = two_passes(actor, critic, part)
+    logprobs = token_logprobs(logits, part.tokens, SAMPLING.temperature)
+    policy = policy_loss(logprobs, part.logprobs, part.advantages, part.mask, settings.clip, total=total)
+    value = value_loss(values, part.values, part.returns, part.mask, settings.value_clip, total=total)
+    (policy.loss + 0.3 * value.loss).backward()
+    assert any("score" in name for name in got)
+    assert got.keys() == {name for name, p in learnt.items() if p.grad is not None}
+    for name, gradient in got.items():
+        torch.testing.assert_close(gradient, learnt[name].grad, rtol=1e-5, atol=1e-6)
+
+
+def test_every_parameter_is_optimized_once_and_the_trunk_as_the_actors(thread: Thread) -> None:
+    actor, critic = one_trunk("gpt2")
+    trainer = make(thread, actor, critic, critic_learning_rate=4e-3)
+    rates = {p: group["lr"] for group in trainer._optimizer.param_groups for p in group["params"]}
+    assert sum(len(group["params"]) for group in trainer._optimizer.param_groups) == len(rates)
+    assert {p: 1e-3 for p in actor.parameters()} | {p: 4e-3 for p in score_head(critic).parameters()} == rates
+
+
+def test_while_the_critic_is_warmed_up_only_its_head_learns(thread: Thread) -> None:
+    actor, critic = one_trunk()
+    trainer = make(thread, actor, critic, critic_warmup=1, entropy_coefficient=0.1, weight_decay=0.1)
+    batch, before = rollouts(actor, critic), weights_digest(actor)
+    head = score_head(critic).state_dict()["weight"].clone()
+    trained = anyio.run(trainer.update, batch)
+    assert weights_digest(actor) == before
+    assert not torch.equal(score_head(critic).state_dict()["weight"], head)
+    assert trained.metrics["train/grad_norm"] == 0
+    anyio.run(trainer.update, batch)
+    assert weights_digest(actor) != before
+
+
+def test_trunk_and_head_are_clipped_apart(thread: Thread) -> None:
+    actor, critic = one_trunk()
+    trainer = make(thread, actor, critic, max_grad_norm=1e-3)
+    norms = {}
+
+    def note(*_: object) -> None:
+        for name, model in (("actor", actor), ("head", score_head(critic))):
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
+            norms[name] = float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads])))
+
+    trainer._optimizer.optimizer.register_step_pre_hook(note)
+    anyio.run(trainer.update, rollouts(actor, critic))
+    assert norms == pytest.approx({"actor": 1e-3, "head": 1e-3}, rel=1e-2)
+
+
+async def test_followers_in_shared_and_in_own_memory_get_both_heads_and_the_trunk(thread: Thread) -> None:
+    actor, critic = one_trunk()
+    trainer = make(thread, actor, critic)
+    batch = tiny.apart(rollouts)(actor, critic)
+    mine = HfPolicy(actor, sampling=SAMPLING, thread=thread), ValueModel(critic, thread=thread)
+    copied = copy.deepcopy(actor), copy.deepcopy(critic)
+    theirs = HfPolicy(copied[0], sampling=SAMPLING, thread=thread), ValueModel(copied[1], thread=thread)
+
+    async def made() -> HfTrainer:
+        return trainer
+
+    await check_trainer(made, batch, (*mine, *theirs))
+    assert [follower.version for follower in (*mine, *theirs)] == [trainer.version] * 4
+    assert [weights_digest(model) for model in copied] == [weights_digest(actor), weights_digest(critic)]
+    served = Served()
+    await trainer.publish(served)
+    trunk = {name: tensor for name, tensor in served.weights.actor.items() if name.startswith("model.")}
+    for name, tensor in trunk.items():
+        other = served.weights.critic[name]
+        assert isinstance(tensor, Tensor)
+        assert isinstance(other, Tensor)
+        assert tensor.data_ptr() == other.data_ptr()
+
+
+def equivalence_models(*, lora: bool) -> dict[str, PreTrainedModel]:
+    models: dict[str, PreTrainedModel] = equivalence.oracle().tiny_models()
+    if lora:
+        models["reference"] = twin(models["actor"])
+        add_lora(models["actor"], 4, 64)
+    return models | {"critic": over(models["actor"])}
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["weights", "adapters"])
+def test_streamed_and_serial_runs_over_one_trunk_agree_bit_for_bit(lora: bool) -> None:
+    torch.set_num_threads(1)
+    ours, theirs = equivalence_models(lora=lora), equivalence_models(lora=lora)
+    reference = weights_digest(ours["reference"])
+    serial = anyio.run(
+        equivalence.oracle().serial_ppo,
+        theirs,
+        equivalence.prompts(),
+        equivalence.BATCH,
+        equivalence.SAMPLING,
+        equivalence.SETTINGS,
+    )
+    equivalence.assert_same(serial, anyio.run(equivalence.streamed, ours, Fixed(7)))
+    fresh = equivalence_models(lora=lora)
+    for name in ("actor", "critic"):
+        assert weights_digest(ours[name]) == weights_digest(theirs[name]) != weights_digest(fresh[name])
+    assert weights_digest(ours["reference"]) == weights_digest(theirs["reference"]) == reference
+    assert np.abs(serial[2].values).max() > 0
+
+
+@pytest.mark.parametrize(("name", "lora"), [("llama", False), ("gpt2", False), ("llama", True), ("gpt2", True)])
+def test_what_was_learned_loads_as_two_models(thread: Thread, tmp_path: Path, name: str, lora: bool) -> None:
+    tiny.causal(name, seed=1).save_pretrained(tmp_path / "base")
+    actor = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    if lora:
+        add_lora(actor, 4, 8, seed=3)
+    critic = over(actor)
+    trainer = make(thread, actor, critic, learning_rate=1e-2, gradient_checkpointing=1)
+    anyio.run(trainer.update, rollouts(actor, critic))
+    anyio.run(trainer.save, tmp_path / "final")
+    ids = torch.arange(3, 23).reshape(2, 10)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final" / "actor")
+    values = AutoModelForSequenceClassification.from_pretrained(tmp_path / "final" / "critic")
+    assert values.config.num_labels == 1
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(ids).logits, actor(ids).logits, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(values(ids).logits, critic(ids).logits, rtol=1e-5, atol=1e-5)
+        assert values(ids).logits.abs().max() > 0
+
+
+def test_a_new_value_head_says_zero_and_takes_no_second_trunk() -> None:
+    actor = tiny.causal("llama", seed=1, dtype=torch.bfloat16)
+    critic = value_model_on(actor)
+    assert shares_trunk(actor, critic)
+    own = [(name, p.dtype) for name, p in critic.named_parameters() if p not in set(actor.parameters())]
+    assert own == [("score.weight", torch.bfloat16)]
+    assert not score_head(critic).weight.any()
+    assert not shares_trunk(actor, tiny.scalar("llama"))
+
+
+@pytest.mark.parametrize("name", tiny.WITHOUT_SCALAR)
+def test_an_architecture_without_a_value_model_is_refused(name: str) -> None:
+    with pytest.raises(ModelRefused, match=rf"type '{name}' to put a value head.*models\.shared_trunk = false"):
+        value_model_on(tiny.causal(name))
+
+
+class Twisted(CoherePreTrainedModel):  # type: ignore[misc]  # transformers' bases are untyped
+    """A causal model whose logits depend on more than the hidden states of its trunk."""
+
+    def __init__(self, other: PreTrainedModel) -> None:
+        super().__init__(other.config)
+        self.model = other.base_model
+        self.other = other
+
+    def forward(self, ids: Tensor | None = None, **options: object) -> object:
+        if ids is None:
+            return self.other(**options)
+        return self.other(ids + 1, **options)
+
+
+def test_a_head_that_cannot_be_told_from_its_trunk_is_refused() -> None:
+    twisted = Twisted(tiny.causal("cohere", seed=1).train(mode=False))
+    with pytest.raises(ModelRefused, match=r"the head of Twisted.*set models\.shared_trunk = false"):
+        OwnHead(twisted)
