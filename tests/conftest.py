@@ -1,9 +1,11 @@
-"""Settings of every test: schedules by one number, one torch thread each, no network."""
+"""Settings of every test: schedules by one number, one torch thread each, no network, no model on an event loop."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tests share few cores
@@ -23,3 +25,12 @@ settings.register_profile(
     print_blob=True,
 )
 settings.load_profile("oppo")
+
+
+@pytest.fixture(autouse=True)
+def _forwards_off_the_loop() -> Iterator[None]:
+    """Raise out of any forward pass on an event loop's thread, wherever in the suite one is made."""
+    from tests.loop_guard import forwards_off_the_loop  # after the settings above: it imports torch
+
+    with forwards_off_the_loop():
+        yield

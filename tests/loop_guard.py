@@ -1,4 +1,8 @@
-"""A guard for tests: a model's forward pass on the event loop's thread, which would stop everything else, raises."""
+"""A guard for tests: a model's forward pass on the event loop's thread, which would stop everything else, raises.
+
+It holds in every test, for the oracles in the tests too (:func:`tests.hf.tiny.apart` takes one off the loop). Fakes
+that work inline under virtual time are no modules, and stay as they are.
+"""
 
 from __future__ import annotations
 

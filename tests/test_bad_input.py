@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import LlamaConfig
 
 from oppo.data import read_prompts
 from oppo.hf.packing import MicroBatch
 from oppo.liveness import Watchdog
 from oppo.report.lock import Lock
 from tests.hf import tiny
-from tests.loop_guard import forwards_off_the_loop
 from tests.workplace import furnish, oppo, records, run, tokenizer
 
 
@@ -52,10 +52,8 @@ def with_code(model: Path, target: Path) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _one_thread_here() -> Iterator[None]:
+def _one_thread_here() -> None:
     torch.set_num_threads(1)
-    with forwards_off_the_loop():
-        yield
 
 
 @pytest.mark.parametrize(
@@ -148,6 +146,68 @@ def test_running_out_of_memory_names_the_model_and_the_setting_that_helps(
     assert "error: the trainer ran out of memory while it did 'update': lower trainer.micro_batch_tokens (" in said
     assert "in stage 'update' of graph 'ppo', step 0" in said
     assert "Traceback" not in said
+
+
+LIMITED = """
+import resource
+import oppo.train
+
+loading = oppo.train.prepare
+
+def prepare(*arguments):
+    session = loading(*arguments)
+    with open("/proc/self/statm") as file:
+        size = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + ROOM, size + ROOM))
+    return session
+
+oppo.train.prepare = prepare
+"""
+"""Leaves a process ``ROOM`` more bytes of address space than it has when everything is loaded."""
+
+WIDE = 1 << 17
+"""Of a layer that takes half a mebibyte for each token it reads."""
+
+
+def wide(folder: Path, role: str) -> None:
+    """Add such a model to a workplace, and prompts that are long for it."""
+    config = tiny.build(LlamaConfig, tiny.GROUPED, intermediate_size=WIDE, num_hidden_layers=1, num_labels=1)
+    (tiny.of if role == "actor" else tiny.scalar_of)(config, seed=1).save_pretrained(folder / "wide")
+    tokenizer().save_pretrained(folder / "wide")
+    rows = [{"prompt": " ".join(f"w{3 + (7 * i + k) % 90}" for k in range(480))} for i in range(8)]
+    (folder / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="address space is limited, and its use told, on Linux")
+@pytest.mark.parametrize(
+    ("role", "overrides", "sentence"),
+    [
+        (
+            "reward",
+            "models.reward=wide models.critic=reward data.prompts=long.jsonl",
+            "error: the reward model ran out of memory while it did 'extend': lower step.batch, step.extra or",
+        ),
+        pytest.param(
+            "actor",
+            "models.policy=wide models.reference=actor models.reward=reward.py:short models.critic=reward "
+            "sampling.max_new_tokens=160 sampling.min_new_tokens=160",
+            "error: the trainer ran out of memory while it did 'update': lower trainer.micro_batch_tokens (",
+            marks=pytest.mark.deep,
+        ),
+    ],
+    ids=["serving", "training"],
+)
+def test_a_process_that_may_have_no_more_memory_says_which_model_wanted_it(
+    tmp_path: Path, role: str, overrides: str, sentence: str
+) -> None:
+    furnish(tmp_path)
+    wide(tmp_path, role)
+    limit = LIMITED.replace("ROOM", str(200 << 20))  # the least that is asked for at once is 240 MiB
+    code, _, said = run(tmp_path, *overrides.split(), before=limit, MALLOC_ARENA_MAX="1")
+    assert code == 1, said
+    assert sentence in said
+    assert "Traceback" not in said
+    assert records(tmp_path, "first", "log.jsonl")[-1]["event"] == "failed"
 
 
 def test_a_prompt_file_that_changes_meanwhile_changes_nothing_and_is_noted(workplace: Path) -> None:

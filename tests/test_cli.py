@@ -6,7 +6,6 @@ import json
 import signal
 import threading
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import anyio
@@ -23,7 +22,6 @@ from oppo.hf.digest import weights_digest
 from oppo.report import story
 from oppo.train import prepare, run as train
 from tests.hf import tiny
-from tests.loop_guard import forwards_off_the_loop
 from tests.workplace import furnish, oppo, start, tokenizer
 
 
@@ -37,10 +35,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _one_thread_here() -> Iterator[None]:
+def _one_thread_here() -> None:
     torch.set_num_threads(1)
-    with forwards_off_the_loop():
-        yield
 
 
 def test_training_leaves_a_run_directory_and_loadable_models(

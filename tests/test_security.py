@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,6 @@ from oppo.cli import main
 from oppo.hf.digest import weights_digest
 from oppo.hf.load import load_causal
 from tests.hf import tiny
-from tests.loop_guard import forwards_off_the_loop
 from tests.workplace import furnish, oppo, records, tokenizer_of
 
 ROOT = Path(__file__).parents[1]
@@ -48,10 +46,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _one_thread_here() -> Iterator[None]:
+def _one_thread_here() -> None:
     torch.set_num_threads(1)
-    with forwards_off_the_loop():
-        yield
 
 
 def leaks(folder: Path, *said: str) -> list[str]:
