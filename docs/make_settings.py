@@ -86,6 +86,18 @@ NAMES: Mapping[str, tuple[str, str]] = {
 }
 """For each key, what the field calls it and what TRL's PPO calls it (1.12 unless said; empty: it has no such thing)."""
 
+DEMO: Mapping[str, str] = {
+    "sampling.max_new_tokens": "the longest reviews of its language have about 230 tokens, and none should be cut off",
+    "step.extra": "there is something to carry over; by default nothing is, unless it is asked for",
+    "step.chunk": "its responses have 30 to 40 tokens, so that the default would hardly divide them",
+    "trainer.learning_rate": "a model of 2 million parameters can, and in so few steps must, move faster",
+    "trainer.critic_learning_rate": "a critic whose head begins at 0 has further to go than the policy",
+    "trainer.epochs": "half of the passes over a batch, with two steps in each: as many steps as by default",
+    "trainer.minibatches": "see `epochs`",
+    "trainer.micro_batch_tokens": "short passes hold little padding, and two cores are busy with them as it is",
+}
+"""Where ``make demo`` is not at the default, and why."""
+
 WORDS: Mapping[object, str] = {int: "whole number", float: "number", str: "text", bool: "`true` or `false`"}
 BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
@@ -97,10 +109,19 @@ Every key of the file that `oppo train` reads, made from the models that check i
 the name in TRL's `PPOConfig`, `PPOTrainer` or `ModelConfig`.
 """
 
+POSTFACE = """## Where the demo differs
+
+`make demo` names its models and prompts, and leaves every other key at its default but these:
+
+| key | why |
+|---|---|
+"""
+
 
 def page() -> str:
     """Return the page."""
-    return "\n".join([PREFACE, *(line for name in Settings.model_fields for line in _section(name))])
+    sections = [line for name in Settings.model_fields for line in _section(name)]
+    return "\n".join([PREFACE, *sections, POSTFACE + "".join(_because(key, why) for key, why in DEMO.items())])
 
 
 def _section(name: str) -> Iterator[str]:
@@ -119,6 +140,11 @@ def _section(name: str) -> Iterator[str]:
         cells = (f"`{key}`", _values(field), _default(field), _first_up(told), known, theirs)
         yield f"| {' | '.join(cells)} |"
     yield ""
+
+
+def _because(key: str, why: str) -> str:
+    section, _, name = key.partition(".")
+    return f"| `[{section}] {name}` | {_first_up(why)} |\n"
 
 
 def _default(field: FieldInfo) -> str:

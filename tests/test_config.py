@@ -55,6 +55,16 @@ def test_the_critic_of_a_reward_function_defaults_to_the_policy(tmp_path: Path) 
     assert models.critic == models.policy
 
 
+def test_a_critic_on_the_policys_trunk_is_no_model_of_its_own(tmp_path: Path) -> None:
+    settings = loaded(tmp_path, "", "models.shared_trunk=true")
+    assert settings.models.critic == ""
+    assert resolve(tomllib.loads(settings.toml()), Path("/elsewhere")) == settings
+    said = refused(tmp_path, "", "models.shared_trunk=true", "models.critic=./other")
+    assert said == (
+        "[models]: shared_trunk = true makes the critic a head on the policy's trunk: leave critic out; got './other'"
+    )
+
+
 def test_the_runs_seed_reaches_every_section_that_names_none(tmp_path: Path) -> None:
     settings = loaded(tmp_path, "[run]\nseed = 7\n[sampling]\nseed = 3\n")
     assert (settings.data.seed, settings.sampling.seed, settings.trainer.seed) == (7, 3, 7)

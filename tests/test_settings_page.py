@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from docs.make_settings import NAMES, PAGE, page
-from oppo.config import Section, Settings
+from pathlib import Path
+
+import pytest
+
+from docs.make_settings import DEMO, NAMES, PAGE, page
+from oppo.config import Section, Settings, resolve
+from oppo.demo.assets import Assets, Facts
+from oppo.demo.run import FULL, SHORT, Plan, settings_of
 
 
 def keys() -> list[str]:
@@ -25,6 +31,20 @@ def test_every_key_has_its_names_and_nothing_else_has() -> None:
 
 
 def test_every_key_says_what_it_does() -> None:
-    rows = [line.split(" | ") for line in page().splitlines() if line.startswith("| `")]
+    rows = [line.split(" | ") for line in page().splitlines() if line.startswith("| `") and not line.startswith("| `[")]
     assert len(rows) == len(keys())
     assert all(len(row) == 6 and all(cell.strip() for cell in row) for row in rows)
+
+
+@pytest.mark.parametrize("plan", [FULL, SHORT], ids=["full", "short"])
+def test_the_demo_is_at_the_defaults_but_where_the_page_says_why(plan: Plan) -> None:
+    facts = Facts(0, {}, 0, 0, 0, 0, {}, {}, 0, {})
+    ours = settings_of(plan, Assets(Path("/made"), facts), Path("/runs/demo-1"), seed=0)
+    models = ours.models.model_dump(include={"policy", "reward", "critic"})
+    plain = resolve({"models": models, "data": {"prompts": ours.data.prompts}}, Path("/"))
+    named = {"run.name", "run.directory", "run.steps"}
+    differing = {
+        key for key in keys() for section, _, name in [key.partition(".")]
+        if getattr(getattr(ours, section), name) != getattr(getattr(plain, section), name)
+    }  # fmt: skip
+    assert differing - named == set(DEMO)

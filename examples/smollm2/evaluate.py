@@ -74,7 +74,8 @@ async def answers(directory: str, options: argparse.Namespace) -> list[Answer]:
     )
     found: list[Answer] = []
     with Thread("policy", setup=lambda: torch.set_num_threads(options.threads)) as thread:
-        policy = HfPolicy(load_causal(directory), sampling=sampling, thread=thread)
+        model = await thread.call("load", load_causal, directory)
+        policy = HfPolicy(model, sampling=sampling, thread=thread)
         for first in range(0, len(prompts), options.batch):
             finished = await respond(policy, prompts[first : first + options.batch])
             found += [_answer(each, text) for each in finished]

@@ -191,7 +191,8 @@ async def answer(directory: Path, question: str) -> str:
     prompt = Prompt(0, 0, np.array(text.encode_chat([{"role": "user", "content": question}]), np.int32))
     sampling = Sampling(max_new_tokens=32, temperature=0, stop=text.stop((), ()))
     with Thread("policy") as thread:
-        policy = HfPolicy(load_causal(directory), sampling=sampling, thread=thread)
+        model = await thread.call("load", load_causal, directory)
+        policy = HfPolicy(model, sampling=sampling, thread=thread)
         (finished,) = await respond(policy, [prompt])
     return f"{text.decode(finished.response.tokens.tolist())} ({finished.reason})"
 

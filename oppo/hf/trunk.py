@@ -30,10 +30,12 @@ def value_model_on(actor: PreTrainedModel) -> PreTrainedModel:
     """Return a critic whose trunk is the ``actor``'s own module, with a value head of zeros, in evaluation mode.
 
     Raises:
-        ModelRefused: transformers has no sequence-classification model of this architecture, or none with one head.
+        ModelRefused: transformers has no sequence-classification model of this architecture, or none with one head; or
+            the actor's head cannot be told from its trunk.
     """
     trunk, config = backbone(actor), copy.deepcopy(actor.config)
     config.num_labels = 1
+    require_own_head(actor)
     try:
         with torch.device("meta"):  # a second trunk that takes no memory, and is thrown away
             critic = cast("PreTrainedModel", AutoModelForSequenceClassification.from_config(config, dtype=actor.dtype))
@@ -66,42 +68,45 @@ class OwnHead:
     """What a causal language model does with the hidden states of its trunk, as a function of them: its logits.
 
     It runs the model's own forward pass over a trunk that gives back what it is given, so that whatever the
-    architecture does on the way from hidden states to logits (scaling, softcapping) is done here too.
-
-    Raises:
-        ModelRefused: the model reads its trunk in a way that this cannot follow; found out on a few tokens.
+    architecture does on the way from hidden states to logits (scaling, softcapping) is done here too. Whether it can
+    be told from the trunk, :func:`require_own_head` finds out.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         shell = copy.copy(model)
         shell._modules = {**model._modules, model.base_model_prefix: _Echo()}  # noqa: SLF001 - the model keeps its own
         self._shell = shell
-        self._require_agreement(model)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return the logits [n, q, V] of hidden states [n, q, D]."""
         logits: Tensor = self._shell(inputs_embeds=hidden, use_cache=False).logits
         return logits
 
-    @torch.no_grad()
-    def _require_agreement(self, model: PreTrainedModel) -> None:
-        ids = torch.arange(4, device=model.device)[None]
-        mask = torch.ones_like(ids)
-        try:
-            got = self(backbone(model)(ids, attention_mask=mask, use_cache=False).last_hidden_state).float()
-        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-            raise ModelRefused(
-                f"the head of {type(model).__name__} cannot be told from its trunk, so it shares it with no critic: "
-                f"set models.shared_trunk = false ({error!r})"
-            ) from error
-        want = model(ids, attention_mask=mask, use_cache=False).logits.float()
-        difference = float((got - want).abs().max() / want.abs().max().clamp(min=1e-30))
-        if not difference <= AGREEMENT:
-            raise ModelRefused(
-                f"the head of {type(model).__name__}, put on the hidden states of its trunk, differs from the model's "
-                f"own logits by {difference:.1e} of the largest; at most {AGREEMENT:.0e} is allowed: set "
-                "models.shared_trunk = false"
-            )
+
+@torch.no_grad()
+def require_own_head(model: PreTrainedModel) -> None:
+    """Return only if :class:`OwnHead` of ``model``, tried on a few tokens, says what the model says.
+
+    Raises:
+        ModelRefused: it does not, because the model reads its trunk in a way that cannot be followed.
+    """
+    ids = torch.arange(4, device=model.device)[None]
+    mask = torch.ones_like(ids)
+    try:
+        got = OwnHead(model)(backbone(model)(ids, attention_mask=mask, use_cache=False).last_hidden_state).float()
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        raise ModelRefused(
+            f"the head of {type(model).__name__} cannot be told from its trunk, so it shares it with no critic: "
+            f"set models.shared_trunk = false ({error!r})"
+        ) from error
+    want = model(ids, attention_mask=mask, use_cache=False).logits.float()
+    difference = float((got - want).abs().max() / want.abs().max().clamp(min=1e-30))
+    if not difference <= AGREEMENT:
+        raise ModelRefused(
+            f"the head of {type(model).__name__}, put on the hidden states of its trunk, differs from the model's own "
+            f"logits by {difference:.1e} of the largest; at most {AGREEMENT:.0e} is allowed: set "
+            "models.shared_trunk = false"
+        )
 
 
 class _Read(BaseModelOutputWithPastAndCrossAttentions):  # type: ignore[misc]  # transformers' decorator is untyped

@@ -109,6 +109,7 @@ async def told(policy: HfPolicy, asked: Sequence[Prompt], limit: int = 7) -> Sto
     return story
 
 
+@tiny.apart
 @torch.inference_mode()
 def reference(model: PreTrainedModel, prompt: Prompt, sampling: Sampling) -> tuple[list[int], list[float]]:
     """The same with one full forward for each token."""

@@ -50,6 +50,7 @@ def trained(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
+@tiny.apart
 @torch.no_grad()
 def logits(model: PreTrainedModel) -> torch.Tensor:
     out: torch.Tensor = model(IDS).logits

@@ -81,6 +81,7 @@ def batch_of(
     )
 
 
+@tiny.apart
 @torch.no_grad()
 def one_row(
     actor: PreTrainedModel, critic: PreTrainedModel, prompt: IntArray, tokens: IntArray
@@ -188,7 +189,7 @@ async def test_micro_batching_does_not_change_the_gradient(thread: Thread) -> No
         rows = list(range(len(batch)))
         groups = micro_batches([len(r.prompt.tokens) + len(r) - 1 for r in batch.responses], rows, budget)
         for group in groups:
-            trainer._backward(pack(batch, group, torch.device("cpu")), float(batch.sampled.sum()))
+            tiny.apart(trainer._backward)(pack(batch, group, torch.device("cpu")), float(batch.sampled.sum()))
         return {n: p.grad for n, p in trainer._models.named_parameters() if p.grad is not None}, len(groups)
 
     whole, one = gradients(10_000)
@@ -342,7 +343,7 @@ async def gradient(thread: Thread, *, moved: float = 0.0, **settings: object) ->
     batch = rollouts(trainer._actor, trainer._critic)
     batch.reference[:] += np.float32(moved)
     rows = list(range(len(batch)))
-    trainer._backward(pack(batch, rows, torch.device("cpu")), float(batch.sampled.sum()))
+    tiny.apart(trainer._backward)(pack(batch, rows, torch.device("cpu")), float(batch.sampled.sum()))
     return {name: p.grad for name, p in trainer._actor.named_parameters() if p.grad is not None}
 
 
@@ -353,7 +354,7 @@ async def test_the_entropy_bonus_adds_the_gradient_of_the_mean_entropy(thread: T
     entropies = []
     for row in batch.responses:
         ids = torch.tensor(np.concatenate((row.prompt.tokens, row.tokens)), dtype=torch.long)[None]
-        logprobs = trainer._actor(ids).logits[0, len(row.prompt.tokens) - 1 : -1].log_softmax(-1)
+        logprobs = tiny.apart(trainer._actor)(ids).logits[0, len(row.prompt.tokens) - 1 : -1].log_softmax(-1)
         entropies.append(-(logprobs.exp() * logprobs).sum(-1))
     torch.cat(entropies).mean().backward()
     for name, parameter in trainer._actor.named_parameters():

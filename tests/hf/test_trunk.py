@@ -28,7 +28,7 @@ from oppo.hf.packing import MicroBatch, pack
 from oppo.hf.policy import HfPolicy
 from oppo.hf.scorers import ValueModel
 from oppo.hf.trainer import ActorCritic, HfTrainer
-from oppo.hf.trunk import OwnHead, shares_trunk, value_model_on
+from oppo.hf.trunk import OwnHead, require_own_head, shares_trunk, value_model_on
 from oppo.losses import policy_loss, token_logprobs, value_loss
 from oppo.placement import Thread
 from oppo.testing import check_trainer
@@ -73,7 +73,7 @@ def make(thread: Thread, actor: PreTrainedModel, critic: PreTrainedModel, **sett
 
 
 def packed(actor: PreTrainedModel, critic: PreTrainedModel) -> MicroBatch:
-    batch = tiny.apart(rollouts)(actor, critic, shift=0.1, given=True)
+    batch = rollouts(actor, critic, shift=0.1, given=True)
     return pack(batch, range(len(batch)), torch.device("cpu"))
 
 
@@ -194,9 +194,9 @@ def test_trunk_and_head_are_clipped_apart(thread: Thread) -> None:
 
 
 async def test_followers_in_shared_and_in_own_memory_get_both_heads_and_the_trunk(thread: Thread) -> None:
-    actor, critic = one_trunk()
+    actor, critic = tiny.apart(one_trunk)()
     trainer = make(thread, actor, critic)
-    batch = tiny.apart(rollouts)(actor, critic)
+    batch = rollouts(actor, critic)
     mine = HfPolicy(actor, sampling=SAMPLING, thread=thread), ValueModel(critic, thread=thread)
     copied = copy.deepcopy(actor), copy.deepcopy(critic)
     theirs = HfPolicy(copied[0], sampling=SAMPLING, thread=thread), ValueModel(copied[1], thread=thread)
@@ -299,4 +299,4 @@ class Twisted(CoherePreTrainedModel):  # type: ignore[misc]  # transformers' bas
 def test_a_head_that_cannot_be_told_from_its_trunk_is_refused() -> None:
     twisted = Twisted(tiny.causal("cohere", seed=1).train(mode=False))
     with pytest.raises(ModelRefused, match=r"the head of Twisted.*set models\.shared_trunk = false"):
-        OwnHead(twisted)
+        require_own_head(twisted)
