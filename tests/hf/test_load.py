@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from transformers import (
 )
 
 from oppo.errors import ConfigError, ModelRefused
+from oppo.hf.digest import weights_digest
 from oppo.hf.load import load_causal, load_scalar, load_tokenizer
 from tests.hf import tiny
 
@@ -88,6 +91,45 @@ def test_pickled_weights_are_not_read(causal: Path, tmp_path: Path) -> None:
     torch.save(load_file(causal / "model.safetensors"), tmp_path / "pytorch_model.bin")
     with pytest.raises(ConfigError, match=r"pytorch_model\.bin; looked for config\.json and \*\.safetensors"):
         load_causal(tmp_path)
+
+
+def test_tensors_are_read_from_pickles_where_that_is_asked_for(causal: Path, tmp_path: Path) -> None:
+    shutil.copy(causal / "config.json", tmp_path)
+    torch.save(load_file(causal / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    assert weights_digest(load_causal(tmp_path, allow_pickle=True)) == weights_digest(load_causal(causal))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"no pickle")
+    with pytest.raises(ConfigError, match="damaged, or hold more than tensors"):
+        load_causal(tmp_path, allow_pickle=True)
+
+
+NOVEL = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class NovelConfig(LlamaConfig):
+    model_type = "novel"
+
+class NovelForCausalLM(LlamaForCausalLM):
+    config_class = NovelConfig
+"""
+
+
+def test_code_that_comes_with_a_model_runs_only_where_it_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    novel = tmp_path / "novel"
+    tiny.causal("llama", seed=1).save_pretrained(novel)
+    config = json.loads((novel / "config.json").read_text())
+    code = {"AutoConfig": "code_of_novel.NovelConfig", "AutoModelForCausalLM": "code_of_novel.NovelForCausalLM"}
+    (novel / "config.json").write_text(json.dumps(config | {"model_type": "novel", "auto_map": code}))
+    (novel / "code_of_novel.py").write_text(NOVEL)
+    with pytest.raises(ConfigError, match="no model could be loaded"):
+        load_causal(novel)
+    assert not (tmp_path / "modules").exists()
+    model = load_causal(novel, trust_remote_code=True)
+    assert type(model).__name__ == "NovelForCausalLM"
+    assert weights_digest(model) == weights_digest(tiny.causal("llama", seed=1))
 
 
 def test_a_model_that_cannot_be_served_is_refused_at_load(tmp_path: Path) -> None:
