@@ -6,6 +6,7 @@ from oppo.hf.probe import probe
 from oppo.hf.scorers import ReferenceLogprobs, RewardModel, ValueModel
 from oppo.hf.text import Text
 from oppo.hf.trainer import HfTrainer
+from oppo.hf.trunk import value_model_on
 
 __all__ = [
     "HfPolicy",
@@ -18,4 +19,5 @@ __all__ = [
     "load_scalar",
     "load_tokenizer",
     "probe",
+    "value_model_on",
 ]

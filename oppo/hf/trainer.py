@@ -27,7 +27,6 @@ from transformers import PreTrainedModel
 
 from oppo.errors import ModelRefused
 from oppo.events import Batch
-from oppo.hf.anatomy import backbone
 from oppo.hf.load import quiet
 from oppo.hf.lora import merged
 from oppo.hf.master import MasterWeights
@@ -62,14 +61,14 @@ class ActorCritic(nn.Module):
     def forward(self, batch: MicroBatch, *, actor_learns: bool = True) -> tuple[Tensor, Tensor]:
         """Return the logits and the values from which each response token was predicted: [T, V] and float32 [T]."""
         inputs = {"attention_mask": batch.attention, "position_ids": batch.positions, "use_cache": False}
-        with torch.set_grad_enabled(actor_learns):
-            if self._own_head is None:
-                logits: Tensor = self.actor(batch.ids, logits_to_keep=batch.keep, **inputs).logits
-            else:
-                hidden: Tensor = backbone(self.actor)(batch.ids, **inputs).last_hidden_state[:, batch.keep]
-                logits = self._own_head(hidden)
         if self._own_head is None:
-            hidden = self.critic.base_model(batch.ids, **inputs).last_hidden_state[:, batch.keep]
+            with torch.set_grad_enabled(actor_learns):
+                logits: Tensor = self.actor(batch.ids, logits_to_keep=batch.keep, **inputs).logits
+            hidden: Tensor = self.critic.base_model(batch.ids, **inputs).last_hidden_state[:, batch.keep]
+        else:
+            with torch.set_grad_enabled(actor_learns):
+                hidden = self.critic.base_model(batch.ids, **inputs).last_hidden_state[:, batch.keep]
+                logits = self._own_head(hidden)
         values: Tensor = self.critic.get_submodule("score")(hidden).squeeze(-1)
         return logits[batch.row, batch.column], values[batch.row, batch.column].float()
 
@@ -148,7 +147,7 @@ class HfTrainer:
 
     Raises:
         ModelRefused: the critic has no single-label ``score`` head, a model has nothing to train or to recompute or is
-            in float16, or the actor's trunk cannot be shared.
+            in float16.
     """
 
     def __init__(
