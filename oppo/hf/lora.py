@@ -69,9 +69,9 @@ def merged(model: nn.Module) -> dict[str, Tensor]:
     state: dict[str, Tensor] = model.state_dict()
     if not any(".base_layer." in name for name in state):
         return state
-    from peft.tuners.lora import LoraLayer  # noqa: PLC0415 - an extra, here already where there are adapters
+    from peft.tuners.lora import Linear  # noqa: PLC0415 - an extra, here already where there are adapters
 
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
     plain = {name.replace(".base_layer.", "."): tensor for name, tensor in state.items() if ".lora_" not in name}
     for name, layer in layers.items():
         weight = plain[f"{name}.weight"]

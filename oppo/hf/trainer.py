@@ -226,7 +226,7 @@ class HfTrainer:
     def write(self, directory: Path) -> None:
         """Write all that :meth:`restore` needs, and both models; to be called in the trainer's thread."""
         counts = {"version": self._version, "episodes": self._episodes}
-        write_training(directory, self._models, self._optimizer, counts)
+        write_training(directory, self._stepped_on(), self._optimizer, counts)
         self._save(directory)
 
     async def restore(self, directory: Path) -> None:
@@ -235,12 +235,22 @@ class HfTrainer:
         Raises:
             CheckpointError: it was written of other models.
         """
-        counts = await self.call("restore", read_training, directory, self._models, self._optimizer)
+        counts = await self.call("restore", self._restore, directory)
         self._version, self._episodes = counts["version"], counts["episodes"]
 
     async def call(self, label: str, work: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run ``work`` between two updates, in the trainer's thread."""
         return await self._thread.call(label, work, *args, **kwargs)
+
+    def _restore(self, directory: Path) -> dict[str, int]:
+        counts = read_training(directory, self._stepped_on(), self._optimizer)
+        self._masters.write_back()
+        return counts
+
+    def _stepped_on(self) -> dict[str, nn.Parameter]:
+        """Return what the optimizer steps on, float32 copies among it, by the names of the models' parameters."""
+        named = self._models.named_parameters()
+        return {name: self._masters.of(parameter) for name, parameter in named if parameter.requires_grad}
 
     def _save(self, directory: Path) -> None:
         with quiet():

@@ -17,29 +17,40 @@ PARAMETER = "parameter"
 
 
 def write_training(
-    directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, counts: Mapping[str, int]
+    directory: Path,
+    trained: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    counts: Mapping[str, int],
 ) -> None:
     """Write every trained parameter, what the optimizer knows of it, and counts that belong to both.
+
+    Args:
+        directory: gets the file.
+        trained: what the optimizer steps on, by the names of the parameters it stands for.
+        optimizer: their moments.
+        counts: of updates, for example.
 
     Raises:
         SafetensorError: it cannot be written.
     """
     tensors = {
         f"{kind}/{name}": tensor.detach().contiguous()
-        for name, parameter in _trained(model).items()
+        for name, parameter in trained.items()
         for kind, tensor in {PARAMETER: parameter, **optimizer.state[parameter]}.items()
     }
     save_file(tensors, directory / FILE, metadata={name: str(count) for name, count in counts.items()})
 
 
 @torch.no_grad()
-def read_training(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Put what was written into the model and the optimizer, in place; return the counts.
+def read_training(
+    directory: Path, trained: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+) -> dict[str, int]:
+    """Put what was written into the parameters and the optimizer, in place; return the counts.
 
     Raises:
         CheckpointError: it was written of other parameters; nothing has changed then.
     """
-    trained, stored = _trained(model), dict[str, dict[str, Tensor]]()
+    stored = dict[str, dict[str, Tensor]]()
     with safe_open(directory / FILE, framework="pt") as file:
         for key in file.keys():  # noqa: SIM118 - it is no mapping
             kind, name = key.split("/", 1)
@@ -52,10 +63,6 @@ def read_training(directory: Path, model: nn.Module, optimizer: torch.optim.Opti
             kind: tensor if tensor.ndim == 0 else tensor.to(parameter.device) for kind, tensor in stored[name].items()
         }
     return {name: int(count) for name, count in counts.items() if count.isdecimal()}
-
-
-def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def _require_alike(file: Path, ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:

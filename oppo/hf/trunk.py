@@ -56,7 +56,8 @@ def value_model_on(actor: PreTrainedModel) -> PreTrainedModel:
             f"{type(critic).__name__} has {', '.join(strange)} between trunk and score: expected a head that is one "
             "layer; set models.shared_trunk = false"
         )
-    return critic.train(mode=False)
+    critic.train(mode=False)
+    return critic
 
 
 def shares_trunk(actor: PreTrainedModel, critic: PreTrainedModel) -> bool:
@@ -109,7 +110,7 @@ def require_own_head(model: PreTrainedModel) -> None:
         )
 
 
-class _Read(BaseModelOutputWithPastAndCrossAttentions):  # type: ignore[misc]  # transformers' decorator is untyped
+class _Read(BaseModelOutputWithPastAndCrossAttentions):
     """What any kind of trunk returns, with nothing but hidden states in it."""
 
     router_logits: None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import anyio
 import pytest
@@ -112,6 +113,23 @@ def test_an_update_that_is_not_finite_leaves_copies_and_weights_alone(thread: Th
     assert weights_digest(trainer._actor) == digest
     assert all(torch.equal(master, old) for master, old in zip(trainer._actor_weights, before, strict=True))
     assert all(master.grad is None for master in trainer._actor_weights)
+
+
+def test_a_restored_trainer_goes_on_from_the_copies(thread: Thread, tmp_path: Path) -> None:
+    batch = rollouts(tiny.causal("llama", seed=1), tiny.scalar("llama", seed=2))
+    first, second = (trainer_in(torch.bfloat16, thread, learning_rate=1e-5) for _ in range(2))
+    anyio.run(first.update, batch)
+    first.write(tmp_path)
+    anyio.run(second.restore, tmp_path)
+    for _ in range(2):
+        for trainer in (first, second):
+            anyio.run(trainer.update, batch)
+    assert first.version == second.version == 3
+    for ours, theirs in zip(
+        first._actor_weights + first._critic_weights, second._actor_weights + second._critic_weights, strict=True
+    ):
+        assert torch.equal(ours, theirs)
+    assert weights_digest(first._actor) == weights_digest(second._actor)
 
 
 def test_float16_is_not_trained(thread: Thread) -> None:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    CohereModel,
     CoherePreTrainedModel,
     PreTrainedModel,
 )
@@ -51,7 +50,7 @@ def over(actor: PreTrainedModel) -> PreTrainedModel:
     """Return a critic on the actor's trunk whose head says something."""
     critic = value_model_on(actor)
     with torch.no_grad():
-        score_head(critic).weight.normal_(0, 0.3, generator=torch.Generator().manual_seed(7))
+        score_head(critic).get_parameter("weight").normal_(0, 0.3, generator=torch.Generator().manual_seed(7))
     return critic
 
 
@@ -114,12 +113,12 @@ def test_the_head_alone_says_what_the_model_says(name: str) -> None:
         assert torch.equal(OwnHead(model)(hidden), model(ids, attention_mask=whole, use_cache=False).logits)
 
 
-class CohereValues(CoherePreTrainedModel):  # type: ignore[misc]  # transformers' bases are untyped
+class CohereValues(CoherePreTrainedModel):
     """What transformers does not have: a Cohere whose logits are scaled, with a score layer."""
 
     def __init__(self, actor: PreTrainedModel) -> None:
         super().__init__(actor.config)
-        self.model: CohereModel = actor.base_model
+        self.model = actor.base_model
         self.score = nn.Linear(tiny.HIDDEN, 1, bias=False)
         self.config.num_labels = 1
 
@@ -153,14 +152,14 @@ def test_the_gradient_is_that_of_the_sum_of_the_two_losses(thread: Thread, name:
     (policy.loss + 0.3 * value.loss).backward()
     assert any("score" in name for name in got)
     assert got.keys() == {name for name, p in learnt.items() if p.grad is not None}
-    for parameter, gradient in got.items():
-        torch.testing.assert_close(gradient, learnt[parameter].grad, rtol=1e-5, atol=1e-6)
+    for weight, gradient in got.items():
+        torch.testing.assert_close(gradient, learnt[weight].grad, rtol=1e-5, atol=1e-6)
 
 
 def test_every_parameter_is_optimized_once_and_the_trunk_as_the_actors(thread: Thread) -> None:
     actor, critic = one_trunk("gpt2")
     trainer = make(thread, actor, critic, critic_learning_rate=4e-3)
-    rates = {p: group["lr"] for group in trainer._optimizer.param_groups for p in group["params"]}
+    rates: dict[object, float] = {p: group["lr"] for group in trainer._optimizer.param_groups for p in group["params"]}
     assert sum(len(group["params"]) for group in trainer._optimizer.param_groups) == len(rates)
     assert dict.fromkeys(actor.parameters(), 0.001) | dict.fromkeys(score_head(critic).parameters(), 0.004) == rates
 
@@ -266,13 +265,26 @@ def test_what_was_learned_loads_as_two_models(thread: Thread, tmp_path: Path, na
         assert values(ids).logits.abs().max() > 0
 
 
+def test_a_restored_trainer_goes_on_as_the_one_that_was_saved(thread: Thread, tmp_path: Path) -> None:
+    first, second = make(thread, *one_trunk()), make(thread, *one_trunk())
+    batch = rollouts(first._actor, first._critic)
+    anyio.run(first.update, batch)
+    first.write(tmp_path)
+    anyio.run(second.restore, tmp_path)
+    for trainer in (first, second):
+        anyio.run(trainer.update, batch)
+    assert shares_trunk(second._actor, second._critic)
+    assert weights_digest(first._actor) == weights_digest(second._actor)
+    assert weights_digest(first._critic) == weights_digest(second._critic)
+
+
 def test_a_new_value_head_says_zero_and_takes_no_second_trunk() -> None:
     actor = tiny.causal("llama", seed=1, dtype=torch.bfloat16)
     critic = value_model_on(actor)
     assert shares_trunk(actor, critic)
     own = [(name, p.dtype) for name, p in critic.named_parameters() if p not in set(actor.parameters())]
     assert own == [("score.weight", torch.bfloat16)]
-    assert not score_head(critic).weight.any()
+    assert not score_head(critic).get_parameter("weight").any()
     assert not shares_trunk(actor, tiny.scalar("llama"))
 
 
@@ -282,7 +294,7 @@ def test_an_architecture_without_a_value_model_is_refused(name: str) -> None:
         value_model_on(tiny.causal(name))
 
 
-class Twisted(CoherePreTrainedModel):  # type: ignore[misc]  # transformers' bases are untyped
+class Twisted(CoherePreTrainedModel):
     """A causal model whose logits depend on more than the hidden states of its trunk."""
 
     def __init__(self, other: PreTrainedModel) -> None:
