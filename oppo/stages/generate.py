@@ -158,7 +158,7 @@ class Generate:
     async def _reopen(self) -> None:
         """Open what was restored. Scorers read it whole when it finishes, from its ``Finish``."""
         restored, self._restored = self._restored, []
-        decodes = await self.policy.open([parked.response for parked in restored])
+        decodes = await self.policy.open([parked.response for parked in restored]) if restored else []
         for parked, decode in zip(restored, decodes, strict=True):
             prompt, length = parked.response.prompt, len(parked.response)
             so_far = [parked.response.chunk()] if length else []
