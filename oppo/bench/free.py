@@ -11,7 +11,7 @@ import anyio
 import anyio.lowlevel
 import numpy as np
 
-from oppo.events import Batch, Chunk, Finish, FloatArray, Given, Prompt
+from oppo.events import Batch, Chunk, Finish, FloatArray, Given, Prompt, Response
 from oppo.models import Cut, Decode, Follower, Piece, Trained, Weights
 
 T = TypeVar("T")
@@ -76,9 +76,13 @@ class FreePolicy:
     made: int = 0
     version: int = 0
 
-    async def open(self, prompts: Sequence[Prompt]) -> Sequence[FreeDecode]:
-        """Make a decode for each prompt."""
-        return [FreeDecode(prompt.rollout, chunks_of(prompt.rollout, self.mean)) for prompt in prompts]
+    async def open(self, rollouts: Sequence[Prompt | Response]) -> Sequence[FreeDecode]:
+        """Make a decode for each rollout; one that goes on from a response has as many chunks less to make."""
+        decodes = []
+        for rollout in rollouts:
+            prompt, made = (rollout.prompt, len(rollout)) if isinstance(rollout, Response) else (rollout, 0)
+            decodes.append(FreeDecode(prompt.rollout, chunks_of(prompt.rollout, self.mean) - made))
+        return decodes
 
     async def load(self, weights: Weights) -> None:
         """Follow the trainer."""
