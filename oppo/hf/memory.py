@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import ParamSpec, TypeVar
+from typing import Concatenate, Generic, ParamSpec, TypeVar
 
 import torch
 
 from oppo.errors import ModelError
-from oppo.placement import Thread
+from oppo.placement import Hosted, Hosting, Journal, Thread
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 _SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "cannot allocate memory")
 
@@ -73,3 +74,43 @@ class ModelThread(Thread):
     def close(self) -> None:
         """End the thread after the call in progress; idempotent."""
         self._thread.close()
+
+
+class ModelPlace:
+    """One model's home in a place that it may share: running out of memory there names the model, and so do spans.
+
+    Args:
+        place: hosts it.
+        model: the model's name in errors, and its track in traces.
+        remedy: what to do about it, settings by name.
+    """
+
+    def __init__(self, place: Hosting, model: str, remedy: str) -> None:
+        self._place = place
+        self._model = model
+        self._remedy = remedy
+
+    def host(self, resident: T, *, track: str = "", journal: Journal | None = None) -> Hosted[T]:
+        """Give ``resident`` a home there.
+
+        Raises:
+            ModelError: it cannot live there, or memory ran out.
+        """
+        with attributed(self._model, "it was given a home", self._remedy):
+            hosted = self._place.host(resident, track=track or self._model, journal=journal)
+        return _Attributed(hosted, self._model, self._remedy)
+
+
+class _Attributed(Generic[T]):
+    def __init__(self, hosted: Hosted[T], model: str, remedy: str) -> None:
+        self._hosted = hosted
+        self._model = model
+        self._remedy = remedy
+
+    async def call(self, label: str, work: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with attributed(self._model, f"it did {label!r}", self._remedy):
+            return await self._hosted.call(label, work, *args, **kwargs)
+
+    async def here(self, label: str, work: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with attributed(self._model, f"it did {label!r}", self._remedy):
+            return await self._hosted.here(label, work, *args, **kwargs)

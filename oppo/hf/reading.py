@@ -10,7 +10,7 @@ so that neither the arrival pattern nor other rollouts can change a bit of the o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from oppo.errors import ModelError, ProtocolError
-from oppo.events import Chunk, Finish, Given, IntArray, Prompt
+from oppo.events import Chunk, Given, IntArray, Prompt
 from oppo.hf.incremental import Incremental
 from oppo.support import Support
 
@@ -117,19 +117,22 @@ class Reader:
         """
         self._advance([self._received(event) for event in events], final=False)
 
-    def finish(self, finished: Sequence[Finish]) -> list[Session]:
-        """Read what is left of ``finished``; return their sessions, in order, which are forgotten here.
+    def finish(self, lengths: Mapping[int, int]) -> list[Session]:
+        """Read what is left of finished rollouts; return their sessions, in order, which are forgotten here.
+
+        Args:
+            lengths: how many tokens each response has, by rollout.
 
         Raises:
             ProtocolError: the tokens received are not the whole response.
         """
         sessions = []
-        for finish in finished:
-            session = self._known(finish.rollout)
-            expected = session.prompt + len(finish.response)
+        for rollout, length in lengths.items():
+            session = self._known(rollout)
+            expected = session.prompt + length
             if session.received != expected:
                 raise ProtocolError(
-                    f"rollout {finish.rollout} finished with {expected} tokens, prompt included, but {self._name} was "
+                    f"rollout {rollout} finished with {expected} tokens, prompt included, but {self._name} was "
                     f"given {session.received}: extend it by the rest first"
                 )
             sessions.append(session)

@@ -1,33 +1,31 @@
 """The three scorers of PPO on transformers: reference log-probs, the reward model's scalar, the critic's values.
 
-Each reads rollouts while they grow, in the thread it is given; several may share one, and then take turns.
+Each reads rollouts while they grow, in the place it is given; several may share one, and then take turns. What a scorer
+does there is in its core (:mod:`oppo.hf.cores`); token ids go in, floats come out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Generic, TypeVar
 
-import numpy as np
-import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from oppo.events import Chunk, Finish, FloatArray, Given, Prompt
-from oppo.hf.anatomy import backbone, score_head, vocabulary
-from oppo.hf.incremental import Incremental
-from oppo.hf.reading import Reader, Session, Stretch
-from oppo.hf.weights import adopt
-from oppo.losses import SupportIndex, token_logprobs
+from oppo.hf.cores import Core, ReferenceCore, RewardCore, ValueCore
+from oppo.hf.fed import Fed
 from oppo.models import Sampling, Weights
-from oppo.placement import Thread
+from oppo.placement import Hosting
+
+C = TypeVar("C", bound=Core)
 
 
-class Streamed:
-    """What every scorer here does: it reads rollouts as they grow, in its model's thread."""
+class Streamed(Generic[C]):
+    """What every scorer here does: it reads rollouts as they grow, where its core lives."""
 
-    def __init__(self, thread: Thread, reader: Reader) -> None:
-        self._thread = thread
-        self._reader = reader
+    def __init__(self, core: C, place: Hosting) -> None:
+        self._core = place.host(core, journal=Fed(Core.extend))
 
     @property
     def version(self) -> int:
@@ -36,54 +34,36 @@ class Streamed:
 
     async def extend(self, events: Sequence[Prompt | Chunk | Given]) -> None:
         """Read more of some rollouts."""
-        await self._thread.call("extend", self._reader.extend, events)
+        await self._core.call("extend", Core.extend, [_bare(event) for event in events])
 
     async def forget(self, rollouts: Sequence[int]) -> None:
         """Drop sessions; unknown rollouts are fine."""
-        await self._thread.call("forget", self._reader.forget, rollouts)
+        await self._core.call("forget", Core.forget, list(rollouts))
 
 
 class ReferenceLogprobs(Streamed):
     """Scores each response token with its log-prob under a frozen causal LM: float32 [n], natural logarithm.
 
     Computed as the trainer does, by :func:`oppo.losses.token_logprobs`: of logits z, the log-prob of token t is
-    (z / temperature)[t] - logsumexp(z / temperature), in float32; a temperature of 0 counts as 1. Where the policy's
-    sampling left ids out, the logsumexp is over the others: the KL then is between two distributions over one support.
+    (z / temperature)[t] - logsumexp(z / temperature), in float32; a temperature of 0 counts as 1.
     ``Given`` tokens get one too. Between chunks one row of logits is kept for each open rollout.
 
     Args:
         model: a causal LM; the policy's tokenizer.
         sampling: its temperature is the policy's.
-        thread: where the model lives.
+        thread: where the model lives: any place.
         exact: the results do not depend, to the bit, on arrival patterns and other rollouts; slower.
 
     Raises:
         ModelRefused: the model cannot be served row by row.
     """
 
-    def __init__(self, model: PreTrainedModel, *, sampling: Sampling, thread: Thread, exact: bool = False) -> None:
-        self._temperature = sampling.temperature
-        super().__init__(thread, _reader(model, Incremental(model), self._keep, exact=exact, wide=True))
+    def __init__(self, model: PreTrainedModel, *, sampling: Sampling, thread: Hosting, exact: bool = False) -> None:
+        super().__init__(ReferenceCore(model, exact, sampling.temperature), thread)
 
     async def finish(self, finished: Sequence[Finish]) -> Sequence[FloatArray]:
         """Return the log-probs of each response, and forget it."""
-        return await self._thread.call("finish", self._finish, finished)
-
-    @torch.inference_mode()
-    def _keep(self, stretch: Stretch, logits: Tensor) -> None:
-        session, first = stretch.session, max(stretch.session.prompt, stretch.start)
-        if not stretch.in_prompt:
-            # The logits at a position are those of the next token: the first of a stretch was predicted before it.
-            before = logits[:-1] if session.tail is None else torch.cat((session.tail, logits[:-1]))
-            skipped = first - stretch.start
-            targets = stretch.tokens[skipped:]
-            support = SupportIndex.of(stretch.support.slice(skipped, len(stretch.tokens)), logits.device)
-            before = before[len(before) - len(targets) :]
-            session.kept.append(token_logprobs(before, targets, self._temperature, support))
-        session.tail = logits[-1:].clone()  # a view would keep the whole chunk's logits alive
-
-    def _finish(self, finished: Sequence[Finish]) -> Sequence[FloatArray]:
-        return [_floats(session) for session in self._reader.finish(finished)]
+        return await self._core.call("finish", ReferenceCore.finish, _lengths(finished))
 
 
 class RewardModel(Streamed):
@@ -94,33 +74,19 @@ class RewardModel(Streamed):
 
     Args:
         model: ``AutoModelForSequenceClassification`` with ``num_labels == 1``.
-        thread: where the model lives.
+        thread: where the model lives: any place.
         exact: the results do not depend, to the bit, on arrival patterns and other rollouts; slower.
 
     Raises:
         ModelRefused: the model has several labels, no ``score`` layer, or cannot be served row by row.
     """
 
-    def __init__(self, model: PreTrainedModel, *, thread: Thread, exact: bool = False) -> None:
-        super().__init__(thread, _reader(model, _scalar(model), self._keep, exact=exact))
-        self._padding = model.config.get_text_config().pad_token_id
+    def __init__(self, model: PreTrainedModel, *, thread: Hosting, exact: bool = False) -> None:
+        super().__init__(RewardCore(model, exact), thread)
 
     async def finish(self, finished: Sequence[Finish]) -> Sequence[float]:
         """Return each rollout's score, and forget it."""
-        return await self._thread.call("finish", self._finish, finished)
-
-    def _keep(self, stretch: Stretch, scores: Tensor) -> None:
-        if self._padding is None:
-            stretch.session.kept = [scores[-1]]
-            return
-        real = (stretch.tokens != self._padding).nonzero()
-        if len(real):
-            stretch.session.kept = [scores[int(real[-1])]]
-        elif stretch.start == 0:
-            stretch.session.kept = [scores[0]]  # the library's choice when there is nothing but padding
-
-    def _finish(self, finished: Sequence[Finish]) -> Sequence[float]:
-        return [float(session.kept[0]) for session in self._reader.finish(finished)]
+        return await self._core.call("finish", RewardCore.finish, _lengths(finished))
 
 
 class ValueModel(Streamed):
@@ -134,16 +100,15 @@ class ValueModel(Streamed):
 
     Args:
         model: ``AutoModelForSequenceClassification`` with ``num_labels == 1``.
-        thread: where the model lives.
+        thread: where the model lives: any place.
         exact: the results do not depend, to the bit, on arrival patterns and other rollouts; slower.
 
     Raises:
         ModelRefused: the model has several labels, no ``score`` layer, or cannot be served row by row.
     """
 
-    def __init__(self, model: PreTrainedModel, *, thread: Thread, exact: bool = False) -> None:
-        super().__init__(thread, _reader(model, _scalar(model), self._keep, exact=exact))
-        self._model = model
+    def __init__(self, model: PreTrainedModel, *, thread: Hosting, exact: bool = False) -> None:
+        super().__init__(ValueCore(model, exact), thread)
         self._version = 0
 
     @property
@@ -154,58 +119,28 @@ class ValueModel(Streamed):
     async def load(self, weights: Weights) -> None:
         """Serve ``weights.critic`` from the next call on; shared memory is not copied.
 
+        Tensors cross to no other process: this one sees the memory from which the model is served there, so what is
+        the trainer's own model costs nothing, and anything else is copied into it, in the scorer's turn.
+
         Raises:
             ModelError: a name is missing or unknown, or a shape differs; the old weights are then still served.
         """
-        await self._thread.call("load", self._load, weights)
+        await self._core.here("load", self._load, weights)
 
     async def finish(self, finished: Sequence[Finish]) -> Sequence[FloatArray]:
         """Return the values along each response, and forget it."""
-        return await self._thread.call("finish", self._finish, finished)
+        return await self._core.call("finish", ValueCore.finish, _lengths(finished))
 
-    def _load(self, weights: Weights) -> None:
-        adopt(self._model, weights.critic)
+    def _load(self, core: ValueCore, weights: Weights) -> None:
+        core.load(weights.critic)
         self._version = weights.version
 
-    @torch.inference_mode()
-    def _keep(self, stretch: Stretch, values: Tensor) -> None:
-        skipped = max(stretch.session.prompt - 1 - stretch.start, 0)
-        stretch.session.kept.append(values[skipped:, 0].float())
 
-    def _finish(self, finished: Sequence[Finish]) -> Sequence[FloatArray]:
-        # The last value is that of the state after the last token.
-        return [_floats(session)[:-1] for session in self._reader.finish(finished)]
+def _bare(event: Prompt | Chunk | Given) -> Prompt | Chunk | Given:
+    """Return the event without what no model reads, and what may be anything: the other columns of the data."""
+    return replace(event, columns={}) if isinstance(event, Prompt) and event.columns else event
 
 
-def _scalar(model: PreTrainedModel) -> Incremental:
-    """Return a reader of a sequence-classification model's backbone that puts its score layer on every position."""
-    head = score_head(model)
-    model.train(mode=False)
-    return Incremental(backbone(model), head=head)
-
-
-def _reader(
-    model: PreTrainedModel,
-    incremental: Incremental,
-    keep: Callable[[Stretch, Tensor], None],
-    *,
-    exact: bool,
-    wide: bool = False,
-) -> Reader:
-    return Reader(
-        incremental,
-        name=type(model).__name__,
-        vocabulary=vocabulary(model),
-        device=model.device,
-        keep=keep,
-        exact=exact,
-        wide=wide,
-    )
-
-
-def _floats(session: Session) -> FloatArray:
-    """Return what was kept as one float32 array."""
-    if not session.kept:
-        return np.zeros(0, np.float32)
-    joined: FloatArray = torch.cat(session.kept).cpu().numpy()
-    return joined
+def _lengths(finished: Sequence[Finish]) -> dict[int, int]:
+    """Return, by rollout, how many tokens the response has."""
+    return {finish.rollout: len(finish.response) for finish in finished}

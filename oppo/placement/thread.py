@@ -1,4 +1,4 @@
-"""Where a model's work is done: one thread for life, so that its intra-op settings and its state are its own."""
+"""Work done in one thread for life, so that a model's intra-op settings and its state are its own."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import ParamSpec, Self, TypeVar
+from typing import Concatenate, Generic, ParamSpec, Self, TypeVar
 
 import anyio
 
 from oppo import observe
 from oppo.errors import ModelLost
+from oppo.placement.place import Hosted, Journal, reported
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 class Thread:
@@ -73,11 +75,13 @@ class Thread:
         return result
 
     def _timed(self, track: str, label: str, work: Callable[[], R]) -> R:
-        start = observe.now()
-        try:
+        with reported(self, track, label):
             return work()
-        finally:
-            self.listener(observe.Span(track, label, start, observe.now()))
+
+    def host(self, resident: T, *, track: str = "", journal: Journal | None = None) -> Hosted[T]:
+        """Give ``resident`` a home; a thread is lost with its process only, so nothing is noted in a journal."""
+        del journal
+        return _ThreadResident(self, resident, track)
 
     def close(self) -> None:
         """End the thread after the call in progress; idempotent."""
@@ -89,6 +93,20 @@ class Thread:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+class _ThreadResident(Generic[T]):
+    def __init__(self, thread: Thread, resident: T, track: str) -> None:
+        self._thread = thread
+        self._resident = resident
+        self._track = track
+
+    async def call(self, label: str, work: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        if self._track:
+            return await self._thread.call_for(self._track, label, work, self._resident, *args, **kwargs)
+        return await self._thread.call(label, work, self._resident, *args, **kwargs)
+
+    here = call
 
 
 async def _outlasting(future: asyncio.Future[R]) -> R:

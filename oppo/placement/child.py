@@ -1,0 +1,118 @@
+"""A child process and the socket to it: started, asked, and told from a dead one at once."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from typing import cast
+
+from oppo.placement import worker
+from oppo.placement.wire import Answer, Call, Failure, Packet, pack, receive, send, unpack
+
+_PROGRAM = "import sys; name, fd, *sys.path = sys.argv[1:]; from oppo.placement.worker import serve; serve(int(fd))"
+"""A program of its own, and not the parent's over again: nobody's script or notebook is run a second time."""
+
+_GRACE = 5.0
+"""Seconds in which a child that has closed its socket, or lost the other end of it, is expected to be gone."""
+
+
+class Gone(Exception):  # noqa: N818 - it says what happened; caught in this package, never seen outside
+    """The child is dead; says of what."""
+
+
+class Child:
+    """A process that answers orders, and in which residents live.
+
+    It is started here and not waited for: what it is given to do first, it does while the parent goes on.
+
+    Args:
+        name: shown in the list of processes.
+        setup: called once in the child before anything else.
+    """
+
+    def __init__(self, name: str, setup: Callable[[], object] | None) -> None:
+        first = [Call(None, worker.search, ([str(folder) for folder in sys.path],))]
+        first += [] if setup is None else [Call(None, setup)]
+        packets = [pack(order) for order in first]
+        ours, theirs = socket.socketpair()
+        with theirs, _interrupts_blocked():
+            # The program is this package's own; the interpreter is the one that runs.
+            self._process = subprocess.Popen(  # noqa: S603
+                [sys.executable, "-c", _PROGRAM, name, str(theirs.fileno()), *map(str, sys.path)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+            )
+        self._connection: Connection[bytes, bytes] = Connection(ours.detach())
+        self._unanswered = 0
+        self.settled: set[int] = set()
+        with suppress(Gone):  # the first to ask is told
+            for packet in packets:
+                self._send(packet)
+                self._unanswered += 1
+
+    @property
+    def pid(self) -> int:
+        """The number of the process."""
+        return self._process.pid
+
+    def ask(self, packet: Packet) -> Answer | Failure:
+        """Send an order and wait for what it comes to; a failure of what was to be done first comes first.
+
+        Raises:
+            Gone: the child is dead, or dies meanwhile.
+        """
+        while self._unanswered:
+            answer = self._receive()
+            self._unanswered -= 1
+            if isinstance(answer, Failure):
+                return answer
+        self._send(packet)
+        return self._receive()
+
+    def end(self) -> None:
+        """Let the child end, or make it; idempotent."""
+        self._connection.close()
+        self._reap()
+
+    def _send(self, packet: Packet) -> None:
+        try:
+            send(self._connection, packet)
+        except OSError:
+            raise Gone(self._death()) from None
+
+    def _receive(self) -> Answer | Failure:
+        try:
+            packet = receive(self._connection)
+        except (EOFError, OSError):
+            raise Gone(self._death()) from None
+        return cast("Answer | Failure", unpack(packet))
+
+    def _reap(self) -> int:
+        try:
+            return self._process.wait(_GRACE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
+    def _death(self) -> str:
+        code = self._reap()
+        if code >= 0:
+            return f"ended with exit code {code}"
+        name = signal.Signals(-code).name
+        hint = " (as the system does when memory runs out)" if -code == signal.SIGKILL else ""
+        return f"was killed by {name}{hint}"
+
+
+@contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Block Ctrl-C for this thread and what it starts meanwhile: a child is deaf to it from its first moment."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

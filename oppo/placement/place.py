@@ -1,0 +1,92 @@
+"""What every place promises, whatever it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+from oppo import observe
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Hosted(Protocol[T_co]):
+    """A resident, as seen from the event loop: ``await hosted.call("extend", Reader.extend, events)``."""
+
+    async def call(
+        self, label: str, work: Callable[Concatenate[T_co, P], R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        """Return ``work(resident, *args, **kwargs)``, done where the resident lives.
+
+        A call that has begun is always waited for, even when the caller is cancelled: the resident's state is never
+        left half-changed behind the caller's back.
+
+        Args:
+            label: what is done, in traces and errors.
+            work: a method of the resident's class, or another function of it.
+            args: what it is given besides.
+            kwargs: the same, by name.
+
+        Raises:
+            ModelLost: the place is closed, or gone.
+            Exception: whatever ``work`` raised.
+        """
+
+    async def here(
+        self, label: str, work: Callable[Concatenate[T_co, P], R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        """Return the same, done to the resident that :meth:`Hosting.host` was given, in this process, in its turn.
+
+        While it is done nobody works in the place. Where the resident lives in another process, this is how arguments
+        stay here: what is changed in memory that both share is changed for both.
+        """
+
+
+class Journal(Protocol):
+    """Remembers, of the calls that a resident has answered, what one that takes its place must be told."""
+
+    def note(self, work: Callable[..., object], args: tuple[object, ...]) -> None:
+        """A call has been answered; called in the order of the calls, from one thread at a time."""
+
+    def replay(self) -> Iterable[tuple[Callable[..., object], tuple[object, ...]]]:
+        """Return the calls that bring a resident as it was when it was hosted to where the lost one was."""
+
+
+class Hosting(Protocol):
+    """Something in which residents can live."""
+
+    def host(self, resident: T, *, track: str = "", journal: Journal | None = None) -> Hosted[T]:
+        """Give ``resident`` a home for good; from now on it is used through what is returned, and only so.
+
+        Args:
+            resident: synchronous; it need not be safe for threads, as it does one thing at a time.
+            track: of its spans; the name of the place when empty.
+            journal: for places that can be lost and begin again.
+
+        Raises:
+            ModelError: it cannot live there.
+        """
+
+
+class Place(Hosting, Protocol):
+    """A home that somebody owns: it has a name, tells what is done in it, and is closed in the end."""
+
+    name: str
+    listener: observe.SpanListener
+
+    def close(self) -> None:
+        """End the place after the call in progress; idempotent."""
+
+
+@contextmanager
+def reported(place: Place, track: str, label: str) -> Iterator[None]:
+    """Tell the listener of ``place`` how long the body took, on ``track`` or, when empty, on its own."""
+    start = observe.now()
+    try:
+        yield
+    finally:
+        place.listener(observe.Span(track or place.name, label, start, observe.now()))

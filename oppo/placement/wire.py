@@ -1,0 +1,171 @@
+"""What goes over the socket between a process and the child it has started, and how.
+
+Each order is answered once, in order. Orders and answers are pickled, which is safe here and nowhere else: the
+socket has no name, its other end is held by nobody but the child, and nothing pickled is ever written down or read from
+a file. Blocks of shared memory go beside the pickle, as file descriptors.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
+from pickle import HIGHEST_PROTOCOL, Pickler, PicklingError, Unpickler
+from types import FunctionType
+from typing import NamedTuple
+
+from oppo.errors import ModelError, OppoError
+from oppo.placement.block import Block
+
+_COUNT = 2
+"""Bytes at the head of a message that say how many blocks follow it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Settle:
+    """The order to take a resident in under a number."""
+
+    number: int
+    resident: object
+
+    def carry_out(self, residents: dict[int, object]) -> None:
+        """Take it in."""
+        residents[self.number] = self.resident
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """The order to call a function with a resident, or with none, and arguments."""
+
+    resident: int | None
+    work: Callable[..., object]
+    args: tuple[object, ...] = ()
+    kwargs: Mapping[str, object] = field(default_factory=dict)
+
+    def carry_out(self, residents: dict[int, object]) -> object:
+        """Return what the function returns."""
+        first = () if self.resident is None else (residents[self.resident],)
+        return self.work(*first, *self.args, **self.kwargs)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answer:
+    """What an order came to, and when the child was at it, by :data:`oppo.observe.now`."""
+
+    start: float
+    end: float
+    value: object
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Failure:
+    """The error that an order came to, with its traceback in words."""
+
+    start: float
+    end: float
+    error: Exception
+    report: str
+
+    def told_of(self, place: str) -> Exception:
+        """Return the error; one that was not raised on purpose says in a note where in the child it arose."""
+        if not isinstance(self.error, OppoError):
+            self.error.add_note(f"in the process of {place!r}:\n{self.report}".rstrip())
+        return self.error
+
+
+class Packet(NamedTuple):
+    """A message, pickled, and the blocks that it mentions."""
+
+    data: bytes
+    blocks: Sequence[Block] = ()
+
+
+class _Packer(Pickler):
+    def __init__(self, file: io.BytesIO, aside: Callable[[object], int | None]) -> None:
+        super().__init__(file, HIGHEST_PROTOCOL)
+        self._aside = aside
+
+    def persistent_id(self, obj: object) -> int | None:
+        if isinstance(obj, type | FunctionType) and obj.__module__ == "__main__":
+            raise ModelError(
+                f"{obj.__qualname__} is defined in the program itself, which another process does not run again: put "
+                "it into a module that can be imported, or choose a Thread instead of a Process"
+            )
+        return self._aside(obj)
+
+
+class _Unpacker(Unpickler):
+    def __init__(self, file: io.BytesIO, fetch: Callable[[int], object]) -> None:
+        super().__init__(file)
+        self._fetch = fetch
+
+    def persistent_load(self, pid: int) -> object:
+        return self._fetch(pid)
+
+
+def packed(message: object, aside: Callable[[object], int | None]) -> bytes:
+    """Return ``message`` pickled, without the objects for which ``aside`` gives a number: only that goes in.
+
+    Raises:
+        ModelError: something in it cannot go to another process.
+    """
+    file = io.BytesIO()
+    try:
+        _Packer(file, aside).dump(message)
+    except (PicklingError, TypeError, AttributeError) as error:
+        raise ModelError(
+            f"this cannot go to another process: {error}; functions and classes must be importable by name"
+        ) from error
+    return file.getvalue()
+
+
+def unpacked(data: bytes, fetch: Callable[[int], object]) -> object:
+    """Return what was :func:`packed`; ``fetch`` gives what was set aside under a number."""
+    return _Unpacker(io.BytesIO(data), fetch).load()
+
+
+def pack(message: object) -> Packet:
+    """Return ``message`` ready to be sent.
+
+    Raises:
+        ModelError: something in it cannot go to another process.
+    """
+    blocks: list[Block] = []
+
+    def aside(part: object) -> int | None:
+        if not isinstance(part, Block):
+            return None
+        blocks.append(part)
+        return len(blocks) - 1
+
+    return Packet(packed(message, aside), blocks)
+
+
+def unpack(packet: Packet) -> object:
+    """Return the message of ``packet``."""
+    return unpacked(packet.data, packet.blocks.__getitem__)
+
+
+def send(connection: Connection[bytes, bytes], packet: Packet) -> None:
+    """Send a packet.
+
+    Raises:
+        OSError: nobody is at the other end.
+    """
+    connection.send_bytes(len(packet.blocks).to_bytes(_COUNT, sys.byteorder) + packet.data)
+    for block in packet.blocks:
+        send_handle(connection, block.fileno(), 0)
+
+
+def receive(connection: Connection[bytes, bytes]) -> Packet:
+    """Return the next packet; its blocks are mapped in this process.
+
+    Raises:
+        EOFError, OSError: nobody is at the other end.
+    """
+    data = connection.recv_bytes()
+    count = int.from_bytes(data[:_COUNT], sys.byteorder)
+    return Packet(data[_COUNT:], [Block(recv_handle(connection)) for _ in range(count)])

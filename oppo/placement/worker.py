@@ -1,0 +1,68 @@
+"""The child's side of a process place: take an order, carry it out, answer, until the other end is closed."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+
+from oppo import observe
+from oppo.errors import ModelError
+from oppo.placement.wire import Answer, Call, Failure, Packet, Settle, pack, receive, send, unpack
+
+
+def serve(fd: int) -> None:
+    """Answer the orders that come over the socket ``fd``, in this thread; return when its other end is closed.
+
+    Ctrl-C is the parent's business. A parent that dies takes this process with it, whatever is being done here.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.set_inheritable(fd, False)
+    threading.Thread(target=_end_with_the_parent, args=(fd,), name="oppo-lifeline", daemon=True).start()
+    connection: Connection[bytes, bytes] = Connection(fd)
+    residents: dict[int, object] = {}
+    with suppress(EOFError, ConnectionError):
+        while True:
+            send(connection, _answered(receive(connection), residents))
+
+
+def search(path: Sequence[str]) -> None:
+    """Look for modules where the parent does."""
+    sys.path[:] = path
+
+
+def _end_with_the_parent(fd: int) -> None:
+    lifeline = select.poll()
+    lifeline.register(fd, 0)  # of nothing but a hang-up is told
+    lifeline.poll()
+    os._exit(0)
+
+
+def _answered(packet: Packet, residents: dict[int, object]) -> Packet:
+    start = observe.now()
+    try:
+        order = unpack(packet)
+        if not isinstance(order, Call | Settle):
+            raise ModelError(f"expected an order, but {type(order).__name__} came")  # noqa: TRY301 - it is answered too
+        value = order.carry_out(residents)
+        return pack(Answer(start, observe.now(), value))
+    except Exception as error:  # noqa: BLE001 - the boundary to the parent, which raises it
+        return _failed(error, start)
+
+
+def _failed(error: Exception, start: float) -> Packet:
+    """Return the error as an answer; as a :class:`ModelError` with its words where it cannot cross as itself."""
+    report = "".join(traceback.format_exception(error))
+    end = observe.now()
+    try:
+        packet = pack(Failure(start, end, error, report))
+        unpack(packet)
+    except Exception:  # noqa: BLE001 - errors of other libraries pickle and unpickle as they please
+        return pack(Failure(start, end, ModelError(f"{type(error).__name__}: {error}\n{report}".rstrip()), report))
+    return packet

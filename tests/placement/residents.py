@@ -1,0 +1,89 @@
+"""Residents for tests of places: importable by name, so that they can live in another process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NoReturn
+
+from oppo.errors import ProtocolError
+from oppo.placement.block import Block
+
+
+class Total:
+    """Adds numbers up."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.sum = start
+
+    def add(self, number: int, *, times: int = 1) -> int:
+        self.sum += number * times
+        return self.sum
+
+    def add_or_die(self, number: int, mark: Path, signum: int = signal.SIGKILL) -> int:
+        """Add half of the number, then kill this process, unless that has been done before."""
+        self.add(number // 2)
+        if not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signum)
+            time.sleep(60)
+        return self.add(number - number // 2)
+
+    def leave(self, code: int) -> NoReturn:
+        raise SystemExit(code)
+
+    def fail(self) -> NoReturn:
+        _divide()
+
+    def refuse(self) -> NoReturn:
+        raise ProtocolError("not like this")
+
+    def fail_oddly(self) -> NoReturn:
+        raise OddError(1, 2)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def what_is_no_value(self) -> Callable[[], None]:
+        return lambda: None
+
+
+class OddError(Exception):
+    """Cannot be unpickled: it takes two arguments and tells of one."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+class Additions:
+    """Remembers the sum of what a :class:`Total` has added."""
+
+    def __init__(self) -> None:
+        self.sum = 0
+
+    def note(self, work: Callable[..., object], args: tuple[object, ...]) -> None:
+        if isinstance(args[0], int):
+            self.sum += args[0]
+
+    def replay(self) -> Iterator[tuple[Callable[..., object], tuple[object, ...]]]:
+        yield Total.add, (self.sum,)
+
+
+class Slate:
+    """Something written in shared memory."""
+
+    def __init__(self, block: Block) -> None:
+        self.block = block
+
+    def write(self, text: bytes) -> None:
+        self.block.bytes[: len(text)] = text
+
+    def read(self) -> bytes:
+        return self.block.bytes[:].rstrip(b"\0")
+
+
+def _divide() -> NoReturn:
+    raise ZeroDivisionError("no result")
