@@ -51,6 +51,11 @@ class RunSection(Section):
     )
     exact: bool = Field(default=False, description="make every bit independent of timing (slower; float32, CPU)")
     cores: Count = Field(default=0, description="cores to work with; 0: all that the process may use")
+    scorers: Literal["thread", "process"] = Field(
+        default="thread",
+        description="where reward, reference and critic work: in a thread beside the actor's, or in a process of their "
+        "own, which is started again if it dies",
+    )
     panel: Literal["auto", "live", "lines", "off"] = Field(
         default="auto", description="how progress is shown; auto: live on a terminal, else lines"
     )

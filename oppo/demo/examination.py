@@ -13,8 +13,8 @@ import torch
 from oppo.data import read_prompts
 from oppo.evaluate import respond, score_all
 from oppo.events import FloatArray, Prompt
-from oppo.hf.assemble import available_cores
 from oppo.hf.load import load_causal, load_scalar, load_tokenizer
+from oppo.hf.places import available_cores
 from oppo.hf.policy import HfPolicy
 from oppo.hf.scorers import ReferenceLogprobs, RewardModel
 from oppo.hf.text import Text

@@ -1,22 +1,15 @@
-"""From settings to served models: what ``oppo train`` loads, and on which cores each part works.
-
-The actor decodes in a thread of its own with half of the cores; reward, reference and critic take turns in another
-with the rest; the update, which nothing runs beside, has them all. The counts are the same whatever the schedule, so
-schedules can be compared bit for bit.
-"""
+"""From settings to served models: what ``oppo train`` loads, and where each part works."""
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -28,7 +21,8 @@ from oppo.hf.anatomy import longest, vocabulary
 from oppo.hf.directory import require_no_code, require_safetensors
 from oppo.hf.load import load_causal, load_scalar, load_tokenizer
 from oppo.hf.lora import add_lora, twin
-from oppo.hf.memory import ModelThread, attributed
+from oppo.hf.memory import ModelPlace, ModelThread, attributed
+from oppo.hf.places import Places, available_cores
 from oppo.hf.policy import HfPolicy
 from oppo.hf.precision import require_supported
 from oppo.hf.scorers import ReferenceLogprobs, RewardModel, ValueModel
@@ -37,7 +31,6 @@ from oppo.hf.trainer import HfTrainer
 from oppo.hf.trunk import value_model_on
 from oppo.models import Sampling, Scorer
 from oppo.observe import Span, SpanListener
-from oppo.placement import Thread
 from oppo.rewards import FunctionReward, load_function
 
 _SERVING = "lower step.batch, step.extra or sampling.max_new_tokens, or choose models.dtype = 'bfloat16'"
@@ -67,7 +60,7 @@ def _quiet() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Assembly:
-    """The models of a run and the threads they work in; a context manager that ends the threads.
+    """The models of a run and the places they work in; a context manager that closes the places.
 
     Attributes:
         positions: tokens that every model can read.
@@ -81,7 +74,7 @@ class Assembly:
     text: Text
     sampling: Sampling
     positions: int
-    threads: tuple[Thread, ...]
+    places: Places
 
     def listen(self, *listeners: SpanListener) -> None:
         """Have each of ``listeners`` told of everything the models do."""
@@ -90,8 +83,8 @@ class Assembly:
             for listener in listeners:
                 listener(span)
 
-        for thread in self.threads:
-            thread.listener = heard
+        for place in self.places:
+            place.listener = heard
 
     def progress(self) -> int:
         """Return a number that grows while the actor decodes, whether or not anything is sent."""
@@ -149,8 +142,7 @@ class Assembly:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        for thread in self.threads:
-            thread.close()
+        self.places.close()
 
 
 def load_text(settings: Settings) -> Text:
@@ -184,19 +176,27 @@ def assemble(settings: Settings, text: Text, tell: Callable[[str], None]) -> Ass
         RewardError: the reward function cannot be loaded.
         ModelRefused: a model cannot be served exactly.
     """
-    reward: Scorer[float | Drop] | None = _function(settings, text)
-    cores = settings.run.cores or available_cores()
+    reward = _function(settings, text)
+    run = settings.run
+    places = Places.of(run.cores or available_cores(), run.scorers, tell)
+    with ExitStack() as stack:
+        stack.callback(places.close)
+        assembly = _assembled(settings, text, places, reward, _Loader(settings, text, tell))
+        places.settle()
+        stack.pop_all()
+    return assembly
+
+
+def _assembled(
+    settings: Settings, text: Text, places: Places, reward: Scorer[float | Drop] | None, load: _Loader
+) -> Assembly:
     exact = settings.run.exact
-    acting = _thread("actor", max(1, cores // 2))
-    scoring = _thread("scorers", max(1, cores - cores // 2))
-    training = _thread("trainer", cores)
-    load = _Loader(settings, text, tell)
     actor, reference = _actor_and_reference(settings, load)
     served = [actor, reference]
     if reward is None:
         judge = load.scalar("reward")
         served.append(judge)
-        reward = RewardModel(judge, thread=ModelThread(scoring, "reward model", _SERVING), exact=exact)
+        reward = RewardModel(judge, thread=ModelPlace(places.scoring, "reward model", _SERVING), exact=exact)
     critic = value_model_on(actor) if settings.models.shared_trunk else load.scalar("critic", new_head=True)
     served.append(critic)
     sampling = _sampling(settings, text, actor)
@@ -204,26 +204,26 @@ def assemble(settings: Settings, text: Text, tell: Callable[[str], None]) -> Ass
         policy=HfPolicy(
             actor,
             sampling=sampling,
-            thread=ModelThread(acting, "policy", _SERVING),
+            thread=ModelThread(places.acting, "policy", _SERVING),
             exact=exact,
             decode=text.decode,
         ),
         reference=ReferenceLogprobs(
-            reference, sampling=sampling, thread=ModelThread(scoring, "reference", _SERVING), exact=exact
+            reference, sampling=sampling, thread=ModelPlace(places.scoring, "reference", _SERVING), exact=exact
         ),
         reward=reward,
-        critic=ValueModel(critic, thread=ModelThread(scoring, "critic", _SERVING), exact=exact),
+        critic=ValueModel(critic, thread=ModelPlace(places.scoring, "critic", _SERVING), exact=exact),
         trainer=HfTrainer(
             actor,
             critic,
             sampling=sampling,
-            thread=ModelThread(training, "trainer", _TRAINING),
+            thread=ModelThread(places.training, "trainer", _TRAINING),
             settings=trainer_settings(settings),
         ),
         text=text,
         sampling=sampling,
         positions=min(longest(model) for model in served),
-        threads=(acting, scoring, training),
+        places=places,
     )
 
 
@@ -307,17 +307,6 @@ class _Loader:
             return
         if (difference := self._text.differs(other)) is not None:
             raise ConfigError(f"{path} does not share the policy's tokenizer: {difference}")
-
-
-def available_cores() -> int:
-    """Return how many cores this process may use: those it is bound to, no more than ``OMP_NUM_THREADS`` says."""
-    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    wanted = os.environ.get("OMP_NUM_THREADS", "")
-    return min(bound, int(wanted)) if wanted.isdecimal() and int(wanted) else bound
-
-
-def _thread(name: str, cores: int) -> Thread:
-    return Thread(name, setup=lambda: torch.set_num_threads(cores))
 
 
 def _function(settings: Settings, text: Text) -> FunctionReward | None:

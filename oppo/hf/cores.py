@@ -6,15 +6,16 @@ A core can live in another process (:class:`oppo.placement.Process`): there it i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from oppo.events import Chunk, FloatArray, Given, Prompt
+from oppo.events import FloatArray
 from oppo.hf.anatomy import backbone, score_head, vocabulary
+from oppo.hf.feeding import Feed
 from oppo.hf.incremental import Incremental
 from oppo.hf.reading import Reader, Session, Stretch
 from oppo.hf.sharing import SharedModel
@@ -49,9 +50,9 @@ class Core(ABC):
         """Cross to another process as what it is made of; open sessions stay behind."""
         return type(self), (SharedModel(self._model), self._exact)
 
-    def extend(self, events: Sequence[Prompt | Chunk | Given]) -> None:
+    def extend(self, feed: Feed) -> None:
         """Read more of some rollouts."""
-        self._reader.extend(events)
+        self._reader.extend(feed.events)
 
     def forget(self, rollouts: Iterable[int]) -> None:
         """Drop sessions; unknown rollouts are fine."""

@@ -7,14 +7,13 @@ does there is in its core (:mod:`oppo.hf.cores`); token ids go in, floats come o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Generic, TypeVar
 
 from transformers import PreTrainedModel
 
 from oppo.events import Chunk, Finish, FloatArray, Given, Prompt
 from oppo.hf.cores import Core, ReferenceCore, RewardCore, ValueCore
-from oppo.hf.fed import Fed
+from oppo.hf.feeding import Fed, Feed
 from oppo.models import Sampling, Weights
 from oppo.placement import Hosting
 
@@ -34,7 +33,7 @@ class Streamed(Generic[C]):
 
     async def extend(self, events: Sequence[Prompt | Chunk | Given]) -> None:
         """Read more of some rollouts."""
-        await self._core.call("extend", Core.extend, [_bare(event) for event in events])
+        await self._core.call("extend", Core.extend, Feed(events))
 
     async def forget(self, rollouts: Sequence[int]) -> None:
         """Drop sessions; unknown rollouts are fine."""
@@ -134,11 +133,6 @@ class ValueModel(Streamed):
     def _load(self, core: ValueCore, weights: Weights) -> None:
         core.load(weights.critic)
         self._version = weights.version
-
-
-def _bare(event: Prompt | Chunk | Given) -> Prompt | Chunk | Given:
-    """Return the event without what no model reads, and what may be anything: the other columns of the data."""
-    return replace(event, columns={}) if isinstance(event, Prompt) and event.columns else event
 
 
 def _lengths(finished: Sequence[Finish]) -> dict[int, int]:

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from typing import cast
 
 from oppo.placement import worker
-from oppo.placement.wire import Answer, Call, Failure, Packet, pack, receive, send, unpack
+from oppo.placement.wire import Answer, Call, Failure, Packet, pack_with_blocks, receive, send, unpack
 
 _PROGRAM = "import sys; name, fd, *sys.path = sys.argv[1:]; from oppo.placement.worker import serve; serve(int(fd))"
 """A program of its own, and not the parent's over again: nobody's script or notebook is run a second time."""
@@ -38,7 +38,7 @@ class Child:
     def __init__(self, name: str, setup: Callable[[], object] | None) -> None:
         first = [Call(None, worker.search, ([str(folder) for folder in sys.path],))]
         first += [] if setup is None else [Call(None, setup)]
-        packets = [pack(order) for order in first]
+        packets = [pack_with_blocks(order) for order in first]
         ours, theirs = socket.socketpair()
         with theirs, _interrupts_blocked():
             # The program is this package's own; the interpreter is the one that runs.

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Concatenate, Generic, ParamSpec, Self, TypeVar, cast
 
 from oppo import observe
 from oppo.errors import ModelLost
-from oppo.placement.child import Child, Gone
+from oppo.placement.lodgings import Lodger, Lodgings
 from oppo.placement.place import Hosted, Journal, reported
 from oppo.placement.thread import Thread
-from oppo.placement.wire import Answer, Call, Failure, Packet, Settle, pack
+from oppo.placement.wire import Call, Failure, pack
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -21,16 +20,6 @@ T = TypeVar("T")
 
 def _silent(sentence: str) -> None:
     del sentence
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Lodger:
-    """What the parent keeps of one resident: all that is needed to make it again."""
-
-    number: int
-    track: str
-    settle: Packet
-    journal: Journal | None
 
 
 class Process:
@@ -74,19 +63,14 @@ class Process:
     ) -> None:
         self.name = name
         self.listener = listener
-        self._setup = setup
-        self._restarts = restarts
-        self._restarted = 0
-        self._tell = tell
-        self._hosted = 0
         self._open = True
-        self._child = Child(name, setup)
-        self._thread = Thread(name)
+        self._lodgings = Lodgings(name, setup=setup, restarts=restarts, tell=tell)
+        self._thread = Thread(name)  # waits for answers
 
     @property
     def pid(self) -> int:
         """The number of the child process."""
-        return self._child.pid
+        return self._lodgings.pid
 
     def host(self, resident: T, *, track: str = "", journal: Journal | None = None) -> Hosted[T]:
         """Give ``resident`` a home in the child.
@@ -99,44 +83,58 @@ class Process:
         Raises:
             ModelError: it cannot go to another process.
         """
-        number = self._hosted
-        lodger = _Lodger(number, track or self.name, pack(Settle(number, resident)), journal)
-        self._hosted += 1
-        return _ProcessResident(self, lodger, resident)
+        return _ProcessResident(self, self._lodgings.admit(resident, track or self.name, journal), resident)
 
-    async def ask(self, lodger: _Lodger, label: str, order: Call) -> object:
+    def settle(self) -> None:
+        """Return when every resident is made in the child; without this, each is at its first call.
+
+        Raises:
+            ModelLost: the child died once too often.
+            Exception: ``setup`` or the making of a resident failed.
+        """
+        self._lodgings.settle()
+
+    async def ask(self, lodger: Lodger, label: str, order: Call) -> object:
         """Return what an order to a resident comes to.
 
         Raises:
             ModelLost: the place is closed, or its child died once too often.
             Exception: whatever the order came to.
         """
-        self._require_open(label)
-        packet = pack(order)
-        answer = await self._thread.call(label, self._answer, lodger, label, order, packet)
-        if isinstance(answer, Failure):
-            raise answer.told_of(self.name)
-        return answer.value
 
-    async def work_here(self, lodger: _Lodger, label: str, work: Callable[[], R]) -> R:
+        def answer() -> object:
+            answer = self._lodgings.answer(lodger, label, order, packet)
+            self.listener(observe.Span(lodger.track, label, answer.start, answer.end))
+            if isinstance(answer, Failure):
+                raise answer.told_of(self.name)
+            return answer.value
+
+        packet = pack(order)
+        return await self._waited_for(label, answer)
+
+    async def work_here(self, lodger: Lodger, label: str, work: Callable[[], R]) -> R:
         """Return what ``work`` returns, done in this process while the child rests.
 
         Raises:
             ModelLost: the place is closed.
         """
-        self._require_open(label)
 
         def reporting() -> R:
             with reported(self, lodger.track, label):
                 return work()
 
-        return await self._thread.call(label, reporting)
+        return await self._waited_for(label, reporting)
+
+    async def _waited_for(self, label: str, work: Callable[[], R]) -> R:
+        if not self._open:
+            raise ModelLost(f"the process of {self.name!r} is closed, so it cannot do {label!r}")
+        return await self._thread.call(label, work)
 
     def close(self) -> None:
         """End the child after the call in progress; idempotent."""
         self._open = False
         self._thread.close()
-        self._child.end()
+        self._lodgings.close()
 
     def __enter__(self) -> Self:
         return self
@@ -144,57 +142,9 @@ class Process:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def _require_open(self, label: str) -> None:
-        if not self._open:
-            raise ModelLost(f"the process of {self.name!r} is closed, so it cannot do {label!r}")
-
-    # From here on: in the thread that talks to the child.
-
-    def _answer(self, lodger: _Lodger, label: str, order: Call, packet: Packet) -> Answer | Failure:
-        """Return what an order comes to, in this child or in one that takes its place."""
-        while True:
-            try:
-                answer = self._settled(lodger) or self._child.ask(packet)
-            except Gone as gone:
-                self._replace(gone, f"{label!r} for {lodger.track!r}")
-                continue
-            self.listener(observe.Span(lodger.track, label, answer.start, answer.end))
-            if isinstance(answer, Answer) and lodger.journal is not None and self._restarts:
-                lodger.journal.note(order.work, order.args)
-            return answer
-
-    def _settled(self, lodger: _Lodger) -> Failure | None:
-        """Make the resident in this child unless it is there, and tell it what its journal holds."""
-        if lodger.number in self._child.settled:
-            return None
-        packets = [lodger.settle]
-        if lodger.journal is not None:
-            packets += [pack(Call(lodger.number, work, args)) for work, args in lodger.journal.replay()]
-        for packet in packets:
-            answer = self._child.ask(packet)
-            if isinstance(answer, Failure):
-                return answer
-        self._child.settled.add(lodger.number)
-        return None
-
-    def _replace(self, gone: Gone, doing: str) -> None:
-        """Start a child in the place of one that is dead.
-
-        Raises:
-            ModelLost: that has been done as often as it may.
-        """
-        lost = f"the process of {self.name!r} (pid {self.pid}) {gone} while it did {doing}"
-        if self._restarted == self._restarts:
-            again = f", and had been started again {self._restarted} times" if self._restarted else ""
-            raise ModelLost(lost + again) from None
-        self._restarted += 1
-        self._child.end()
-        self._tell(f"{lost}: starting it again, {self._restarts - self._restarted} more times at most")
-        self._child = Child(self.name, self._setup)
-
 
 class _ProcessResident(Generic[T]):
-    def __init__(self, process: Process, lodger: _Lodger, resident: T) -> None:
+    def __init__(self, process: Process, lodger: Lodger, resident: T) -> None:
         self._process = process
         self._lodger = lodger
         self._resident = resident

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
-from pickle import HIGHEST_PROTOCOL, Pickler, PicklingError, Unpickler
+from pickle import HIGHEST_PROTOCOL, Pickler, PicklingError, Unpickler, dumps
 from types import FunctionType
 from typing import NamedTuple
 
@@ -98,8 +99,8 @@ class _Packer(Pickler):
 
 
 class _Unpacker(Unpickler):
-    def __init__(self, file: io.BytesIO, fetch: Callable[[int], object]) -> None:
-        super().__init__(file)
+    def __init__(self, data: bytes, fetch: Callable[[int], object]) -> None:
+        super().__init__(io.BytesIO(data))
         self._fetch = fetch
 
     def persistent_load(self, pid: int) -> object:
@@ -113,22 +114,28 @@ def packed(message: object, aside: Callable[[object], int | None]) -> bytes:
         ModelError: something in it cannot go to another process.
     """
     file = io.BytesIO()
-    try:
+    with _crossing():
         _Packer(file, aside).dump(message)
-    except (PicklingError, TypeError, AttributeError) as error:
-        raise ModelError(
-            f"this cannot go to another process: {error}; functions and classes must be importable by name"
-        ) from error
     return file.getvalue()
 
 
 def unpacked(data: bytes, fetch: Callable[[int], object]) -> object:
     """Return what was :func:`packed`; ``fetch`` gives what was set aside under a number."""
-    return _Unpacker(io.BytesIO(data), fetch).load()
+    return _Unpacker(data, fetch).load()
 
 
 def pack(message: object) -> Packet:
-    """Return ``message`` ready to be sent.
+    """Return ``message``, which mentions no blocks, ready to be sent; quick, as calls and answers are many.
+
+    Raises:
+        ModelError: something in it cannot go to another process.
+    """
+    with _crossing():
+        return Packet(dumps(message, HIGHEST_PROTOCOL))
+
+
+def pack_with_blocks(message: object) -> Packet:
+    """Return ``message`` ready to be sent, and with it the blocks that it mentions.
 
     Raises:
         ModelError: something in it cannot go to another process.
@@ -147,6 +154,16 @@ def pack(message: object) -> Packet:
 def unpack(packet: Packet) -> object:
     """Return the message of ``packet``."""
     return unpacked(packet.data, packet.blocks.__getitem__)
+
+
+@contextmanager
+def _crossing() -> Iterator[None]:
+    try:
+        yield
+    except (PicklingError, TypeError, AttributeError) as error:
+        raise ModelError(
+            f"this cannot go to another process: {error}; functions and classes must be importable by name"
+        ) from error
 
 
 def send(connection: Connection[bytes, bytes], packet: Packet) -> None:

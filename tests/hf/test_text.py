@@ -5,7 +5,7 @@ from tokenizers import Tokenizer as Words, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from oppo.errors import ConfigError
-from oppo.hf.assemble import available_cores
+from oppo.hf.places import available_cores
 from oppo.hf.text import Text
 
 VOCABULARY = {"<unk>": 0, "<s>": 1, "</s>": 2, "a": 3, "b": 4}

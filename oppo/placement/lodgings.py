@@ -1,0 +1,146 @@
+"""The residents of a child process, in this child and in those that take its place; synchronous."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from oppo.errors import ModelLost
+from oppo.placement.child import Child, Gone
+from oppo.placement.place import Journal
+from oppo.placement.wire import Answer, Call, Failure, Packet, Settle, pack, pack_with_blocks
+
+A = TypeVar("A")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lodger:
+    """A resident, and all that is needed to make it again.
+
+    Attributes:
+        number: by which orders name it.
+        track: of its spans, and its name in errors.
+        settle: makes it.
+        journal: what it is told then.
+    """
+
+    number: int
+    track: str
+    settle: Packet
+    journal: Journal | None
+
+
+class Lodgings:
+    """A child process with residents; one that dies is replaced, its residents are made again and told what they knew.
+
+    A resident is made in a child when it is first needed there, so that nobody is told anything at a time at which
+    nothing is asked of it.
+
+    Args:
+        name: of the place.
+        setup: called once in each child before anything else.
+        restarts: how many dead children are replaced.
+        tell: told, in a sentence, of each.
+    """
+
+    def __init__(
+        self, name: str, *, setup: Callable[[], object] | None, restarts: int, tell: Callable[[str], None]
+    ) -> None:
+        self._name = name
+        self._setup = setup
+        self._restarts = restarts
+        self._restarted = 0
+        self._tell = tell
+        self._lodgers: list[Lodger] = []
+        self._child = Child(name, setup)
+        self._turn = threading.Lock()
+
+    @property
+    def pid(self) -> int:
+        """The number of the child process."""
+        return self._child.pid
+
+    def admit(self, resident: object, track: str, journal: Journal | None) -> Lodger:
+        """Return a lodger for ``resident``, pickled as it is now.
+
+        Raises:
+            ModelError: it cannot go to another process.
+        """
+        number = len(self._lodgers)
+        lodger = Lodger(number, track, pack_with_blocks(Settle(number, resident)), journal)
+        self._lodgers.append(lodger)
+        return lodger
+
+    def settle(self) -> None:
+        """Return when every resident is made in the child.
+
+        Raises:
+            ModelLost: the child died once too often.
+            Exception: ``setup`` or the making of a resident failed.
+        """
+        for lodger in self._lodgers:
+            with self._turn:
+                failure = self._lasting(partial(self._settled, lodger), f"'settle' for {lodger.track!r}")
+            if failure is not None:
+                raise failure.told_of(self._name)
+
+    def answer(self, lodger: Lodger, label: str, order: Call, packet: Packet) -> Answer | Failure:
+        """Return what an order, and the packet it is in, comes to: in this child or in one that takes its place.
+
+        Raises:
+            ModelLost: the child died once too often.
+        """
+        with self._turn:
+            answer = self._lasting(
+                lambda: self._settled(lodger) or self._child.ask(packet), f"{label!r} for {lodger.track!r}"
+            )
+        if isinstance(answer, Answer) and lodger.journal is not None and self._restarts:
+            lodger.journal.note(order.work, order.args)
+        return answer
+
+    def close(self) -> None:
+        """End the child; idempotent."""
+        self._child.end()
+
+    def _lasting(self, talk: Callable[[], A], doing: str) -> A:
+        """Return what ``talk`` returns, begun again with a new child whenever one dies, as often as that may be.
+
+        Raises:
+            ModelLost: it may not be any more.
+        """
+        while True:
+            try:
+                return talk()
+            except Gone as gone:
+                self._replace(f"the process of {self._name!r} (pid {self.pid}) {gone} while it did {doing}")
+
+    def _settled(self, lodger: Lodger) -> Failure | None:
+        """Make the resident in this child unless it is there, and tell it what its journal holds."""
+        if lodger.number in self._child.settled:
+            return None
+        packets = [lodger.settle]
+        if lodger.journal is not None:
+            packets += [pack(Call(lodger.number, work, args)) for work, args in lodger.journal.replay()]
+        for packet in packets:
+            answer = self._child.ask(packet)
+            if isinstance(answer, Failure):
+                return answer
+        self._child.settled.add(lodger.number)
+        return None
+
+    def _replace(self, lost: str) -> None:
+        """Start a child in the place of one that is dead.
+
+        Raises:
+            ModelLost: that has been done as often as it may.
+        """
+        if self._restarted == self._restarts:
+            often = f"; no more than restarts={self._restarts} dead processes are replaced" if self._restarts else ""
+            raise ModelLost(lost + often) from None
+        self._restarted += 1
+        self._child.end()
+        self._tell(f"{lost}: it is started again ({self._restarted} of {self._restarts})")
+        self._child = Child(self._name, self._setup)
