@@ -57,7 +57,7 @@ class Lying:
 
     def tensor(self, blocks: Sequence[Block]) -> Tensor:
         """Return the tensor, over the memory of the block."""
-        flat = torch.frombuffer(blocks[self.block].bytes, dtype=self.dtype)
+        flat = torch.frombuffer(blocks[self.block], dtype=self.dtype)
         found = flat.as_strided(self.shape, self.stride, self.offset)
         return nn.Parameter(found, self.requires_grad) if self.parameter else found
 
@@ -110,7 +110,7 @@ def share(tensors: Sequence[Tensor]) -> tuple[list[Block], list[Lying]]:
         if base in moved:
             block, start = moved[base]
             offset = start // tensor.element_size() + tensor.storage_offset()
-            flat = torch.frombuffer(block.bytes, dtype=tensor.dtype)
+            flat = torch.frombuffer(block, dtype=tensor.dtype)
             tensor.data = flat.as_strided(tensor.shape, tensor.stride(), offset)
     blocks: dict[int, Block] = {}
     lying = []
@@ -140,8 +140,8 @@ def _moved(storages: dict[int, torch.UntypedStorage]) -> dict[int, tuple[Block, 
     for address, storage in private.items():
         starts[address] = size
         size += -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
-    block = Block.of(size)
-    flat = torch.frombuffer(block.bytes, dtype=torch.uint8)
+    block = Block.new(size)
+    flat = torch.frombuffer(block, dtype=torch.uint8)
     _blocks[flat.data_ptr()] = block
     for address, storage in private.items():
         start = starts[address]

@@ -6,28 +6,31 @@ import mmap
 import os
 import tempfile
 import weakref
+from typing import Self
 
 
-class Block:
+class Block(mmap.mmap):
     """Bytes that every process that is sent this block sees, and may change, at the same time.
 
     They have no name and lie in no directory: nothing is left behind when their processes end, however they do, and
-    the small ``/dev/shm`` of a container is no limit. A block takes one file descriptor, or two.
+    the small ``/dev/shm`` of a container is no limit. Whatever lies in a block keeps it alive, as it does any buffer. A
+    block takes two file descriptors.
 
     Args:
         fd: of the memory; the block's own from now on.
-
-    Attributes:
-        bytes: the memory, writable.
     """
 
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        weakref.finalize(self, os.close, fd)
-        self.bytes = mmap.mmap(fd, 0)
+    _fd: int
+
+    def __new__(cls, fd: int) -> Self:
+        """Return the block behind a file descriptor."""
+        block = super().__new__(cls, fd, 0)
+        block._fd = fd
+        weakref.finalize(block, os.close, fd)
+        return block
 
     @classmethod
-    def of(cls, size: int) -> Block:
+    def new(cls, size: int) -> Block:
         """Return a new block of ``size`` bytes, at least 1, all of them 0.
 
         The memory is there then: a lack of it is an error here, not a fault at the first touch.
@@ -40,10 +43,10 @@ class Block:
             os.ftruncate(fd, size)
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(fd, 0, size)
+            return cls(fd)
         except BaseException:
             os.close(fd)
             raise
-        return cls(fd)
 
     def fileno(self) -> int:
         """Return the file descriptor: sending it sends the block."""

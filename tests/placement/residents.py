@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
@@ -29,8 +28,13 @@ class Total:
         if not mark.exists():
             mark.touch()
             os.kill(os.getpid(), signum)
-            time.sleep(60)
         return self.add(number - number // 2)
+
+    def add_when_told(self, number: int, begun: Path, go_on: Path) -> int:
+        """Say on one named pipe that this has begun, and wait for the other to be written before going on."""
+        begun.write_text("begun")
+        go_on.read_text()
+        return self.add(number)
 
     def leave(self, code: int) -> NoReturn:
         raise SystemExit(code)
@@ -44,11 +48,11 @@ class Total:
     def fail_oddly(self) -> NoReturn:
         raise OddError(1, 2)
 
+    def answer_oddly(self) -> Callable[[], None]:
+        return lambda: None
+
     def pid(self) -> int:
         return os.getpid()
-
-    def what_is_no_value(self) -> Callable[[], None]:
-        return lambda: None
 
 
 class OddError(Exception):
@@ -59,7 +63,7 @@ class OddError(Exception):
 
 
 class Additions:
-    """Remembers the sum of what a :class:`Total` has added."""
+    """The journal of a :class:`Total`: remembers the sum of what it has added."""
 
     def __init__(self) -> None:
         self.sum = 0
@@ -79,17 +83,22 @@ class Slate:
         self.block = block
 
     def write(self, text: bytes) -> None:
-        self.block.bytes[: len(text)] = text
+        self.block[: len(text)] = text
 
     def read(self) -> bytes:
-        return self.block.bytes[:].rstrip(b"\0")
+        return self.block[:].rstrip(b"\0")
+
+
+class Unmakeable:
+    """Cannot be made again."""
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return _divide, ()
 
 
 def _divide() -> NoReturn:
     raise ZeroDivisionError("no result")
 
 
-def measure(resident: object, told: list[object]) -> int:
-    """Take something and say how much it is."""
-    del resident
-    return len(repr(type(told)))
+def fail_to_set_up() -> NoReturn:
+    raise OSError("no such core")

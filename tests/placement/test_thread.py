@@ -1,4 +1,4 @@
-"""A model's thread: what it promises to callers that are cancelled, and what it says when it cannot work."""
+"""A thread as a place: what it promises to callers that are cancelled, and what it says when it cannot work."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from oppo.errors import ModelLost
 from oppo.observe import Span
 from oppo.placement import Thread
+from tests.placement.residents import Total
 
 
 class Work:
@@ -105,3 +106,13 @@ async def test_a_closed_thread_says_what_it_cannot_do() -> None:
     thread.close()
     with pytest.raises(ModelLost, match="the thread of 'reward' is closed, so it cannot do 'extend'"):
         await thread.call("extend", int)
+
+
+async def test_a_resident_is_worked_on_in_the_thread_on_its_own_track() -> None:
+    spans: list[Span] = []
+    with Thread("scorers", listener=spans.append) as thread:
+        total, plain = thread.host(Total(1), track="critic"), thread.host(None)
+        assert await total.call("add", Total.add, 2, times=3) == 7
+        assert await total.here("add", Total.add, 1) == 8
+        assert await plain.call("look", lambda _: threading.get_ident()) != threading.get_ident()
+    assert [(span.track, span.label) for span in spans] == [("critic", "add"), ("critic", "add"), ("scorers", "look")]

@@ -1,0 +1,46 @@
+"""The place that is no other place: work on the caller, for virtual time."""
+
+from __future__ import annotations
+
+import threading
+
+import anyio
+import pytest
+
+from oppo.errors import ModelLost
+from oppo.observe import Span
+from oppo.placement import Inline
+from oppo.testing import run_virtual
+from tests.placement.residents import Total
+
+
+async def test_work_is_done_on_the_caller_in_order_and_reported() -> None:
+    spans: list[Span] = []
+    with Inline("total", listener=spans.append) as place:
+        total = place.host(Total(1), track="sum")
+        assert await total.call("add", Total.add, 2, times=3) == 7
+        assert await total.here("add", Total.add, 1) == 8
+        thread = place.host(None)
+        assert await thread.call("look", lambda _: threading.get_ident()) == threading.get_ident()
+    assert [(span.track, span.label) for span in spans] == [("sum", "add"), ("sum", "add"), ("total", "look")]
+
+
+def test_virtual_time_goes_on_around_it() -> None:
+    async def main() -> tuple[int, float]:
+        total = Inline("total").host(Total())
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(anyio.sleep, 5)
+            for number in range(4):
+                tasks.start_soon(total.call, "add", Total.add, number)
+        return await total.call("add", Total.add, 0), anyio.current_time()
+
+    assert run_virtual(main) == (6, 5.0)
+
+
+async def test_a_closed_place_says_what_it_cannot_do() -> None:
+    place = Inline("reward")
+    total = place.host(Total())
+    place.close()
+    place.close()
+    with pytest.raises(ModelLost, match="the place 'reward' is closed, so it cannot do 'extend'"):
+        await total.call("extend", Total.add, 1)

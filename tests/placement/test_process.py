@@ -1,0 +1,259 @@
+"""A process as a place: what crosses, what comes back, and what happens when the child, or the parent, dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import anyio
+import pytest
+
+from oppo.errors import ModelError, ModelLost, ProtocolError
+from oppo.observe import Span, now
+from oppo.placement import Process
+from oppo.placement.block import Block
+from tests.placement.residents import Additions, Slate, Total, Unmakeable, fail_to_set_up
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[Process]:
+    """A process for tests that leave it alive."""
+    with Process("shared") as process:
+        yield process
+
+
+async def test_residents_live_in_one_other_process_and_keep_their_state(process: Process) -> None:
+    one, two = process.host(Total(1)), process.host(Total(10))
+    assert [await one.call("add", Total.add, 1), await two.call("add", Total.add, 1)] == [2, 11]
+    assert await one.call("add", Total.add, 2, times=4) == 10
+    assert {await one.call("look", Total.pid), await two.call("look", Total.pid)} == {process.pid}
+    assert process.pid != os.getpid()
+
+
+async def test_calls_are_answered_in_order(process: Process) -> None:
+    total, answers = process.host(Total()), list[int]()
+
+    async def add(number: int) -> None:
+        answers.append(await total.call("add", Total.add, number))
+
+    async with anyio.create_task_group() as tasks:
+        for number in (1, 10, 100):
+            tasks.start_soon(add, number)
+    assert answers == [1, 11, 111]
+
+
+async def test_spans_are_the_childs_own_time_on_the_track_of_the_resident(process: Process) -> None:
+    spans: list[Span] = []
+    process.listener = spans.append
+    total = process.host(Total(), track="critic")
+    begun = now()
+    await total.call("extend", Total.add, 1)
+    await total.here("load", Total.add, 1)
+    with pytest.raises(ZeroDivisionError):
+        await process.host(Total()).call("fail", Total.fail)
+    assert [(span.track, span.label) for span in spans] == [
+        ("critic", "extend"),
+        ("critic", "load"),
+        ("shared", "fail"),
+    ]
+    times = [at for span in spans for at in (span.start, span.end)]
+    assert times == sorted(times)
+    assert begun <= times[0] <= times[-1] <= now()
+
+
+async def test_work_here_is_done_to_the_resident_that_stayed(process: Process) -> None:
+    resident = Total()
+    total = process.host(resident)
+    assert await total.here("add", Total.add, 5) == 5
+    assert resident.sum == 5
+    assert await total.call("add", Total.add, 1) == 1
+
+
+async def test_errors_come_back_as_themselves(process: Process) -> None:
+    total = process.host(Total())
+    with pytest.raises(ZeroDivisionError, match="no result") as raised:
+        await total.call("fail", Total.fail)
+    (note,) = raised.value.__notes__
+    assert note.startswith("in the process of 'shared':\nTraceback")
+    assert "in _divide" in note
+    with pytest.raises(ProtocolError, match=r"^not like this$") as refused:
+        await total.call("refuse", Total.refuse)
+    assert not hasattr(refused.value, "__notes__"), "what is raised on purpose says all there is to say"
+    with pytest.raises(ModelError, match=r"OddError: 1 and 2\nTraceback"):
+        await total.call("fail", Total.fail_oddly)
+    with pytest.raises(ModelError, match="cannot go to another process"):
+        await total.call("answer", Total.answer_oddly)
+    assert await total.call("add", Total.add, 1) == 1, "the child goes on"
+
+
+async def test_what_cannot_cross_is_refused_in_a_sentence(process: Process) -> None:
+    with pytest.raises(ModelError, match=r"cannot go to another process: .*importable by name"):
+        process.host(lambda: None)
+    with pytest.raises(ModelError, match=r"cannot go to another process: .*importable by name"):
+        await process.host(Total()).call("add", lambda total: total.sum)
+    with pytest.raises(ModelError, match="cannot go to another process"):
+        Process("never", setup=lambda: None)
+    with pytest.raises(ZeroDivisionError, match="no result"):
+        await process.host(Unmakeable()).call("exist", repr)
+
+
+async def test_a_block_is_the_same_memory_on_both_sides(process: Process) -> None:
+    block = Block.new(1000)
+    here, there, third = Slate(block), process.host(Slate(block)), process.host(Slate(block))
+    await there.call("write", Slate.write, b"from there")
+    assert here.read() == b"from there"
+    here.write(b"and back  ")
+    assert await third.call("read", Slate.read) == b"and back  "
+
+
+async def test_ctrl_c_is_the_parents_business(process: Process) -> None:
+    total = process.host(Total())
+    assert await total.call("add", Total.add, 1) == 1
+    os.kill(process.pid, signal.SIGINT)
+    assert await total.call("add", Total.add, 1) == 2
+
+
+async def test_a_call_that_has_begun_is_waited_for_when_its_task_is_cancelled(process: Process, tmp_path: Path) -> None:
+    begun, go_on = tmp_path / "begun", tmp_path / "go-on"
+    os.mkfifo(begun)
+    os.mkfifo(go_on)
+    total = process.host(Total())
+    async with asyncio.TaskGroup() as tasks:
+        caller = tasks.create_task(total.call("add", Total.add_when_told, 7, begun, go_on))
+        assert await asyncio.to_thread(begun.read_text) == "begun"
+        caller.cancel()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        still_waiting = not caller.done()
+        await asyncio.to_thread(go_on.write_text, "go on")
+    assert still_waiting, "the caller went on though its model was still at work"
+    assert caller.cancelled()
+    assert await total.call("add", Total.add, 0) == 7
+
+
+async def test_a_closed_process_says_what_it_cannot_do() -> None:
+    process = Process("reward")
+    total = process.host(Total())
+    process.close()
+    process.close()
+    with pytest.raises(ModelLost, match="the process of 'reward' is closed, so it cannot do 'extend'"):
+        await total.call("extend", Total.add, 1)
+
+
+async def test_a_setup_that_fails_is_the_error_of_the_first_call() -> None:
+    with Process("reward", setup=fail_to_set_up) as process:
+        process.host(Total())
+        with pytest.raises(OSError, match="no such core"):
+            process.settle()
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
+async def test_a_child_killed_in_a_call_is_lost_at_once_and_for_good(name: str, tmp_path: Path) -> None:
+    with Process("scorers") as process:
+        total = process.host(Total(), track="critic")
+        lost = rf"the process of 'scorers' \(pid {process.pid}\) was killed by {name}.* while it did '%s' for 'critic'"
+        with pytest.raises(ModelLost, match=lost % "extend"):
+            await total.call("extend", Total.add_or_die, 4, tmp_path / "mark", signal.Signals[name])
+        with pytest.raises(ModelLost, match=lost % "finish"):
+            await total.call("finish", Total.add, 1)
+
+
+async def test_a_child_that_leaves_is_lost_with_its_exit_code() -> None:
+    with Process("scorers") as process:
+        total = process.host(Total())
+        with pytest.raises(ModelLost, match="ended with exit code 3 while it did 'extend'"):
+            await total.call("extend", Total.leave, 3)
+
+
+async def test_a_child_that_dies_is_replaced_and_its_residents_are_told_what_they_knew(tmp_path: Path) -> None:
+    told: list[str] = []
+    with Process("scorers", restarts=2, tell=told.append) as process:
+        one, two, forgetful = (
+            process.host(Total(), journal=Additions()),
+            process.host(Total(100), journal=Additions()),
+            process.host(Total(5)),
+        )
+        assert await one.call("add", Total.add, 1) == 1
+        assert await two.call("add", Total.add, 2) == 102
+        assert await forgetful.call("add", Total.add, 3) == 8
+        first = process.pid
+        assert await one.call("add", Total.add_or_die, 10, tmp_path / "mark") == 11, "half of a call leaves no trace"
+        assert process.pid != first
+        assert await two.call("add", Total.add, 2) == 104
+        assert await forgetful.call("add", Total.add, 1) == 6, "what keeps no journal begins anew"
+        os.kill(process.pid, signal.SIGKILL)
+        assert await two.call("add", Total.add, 1) == 105
+        assert await one.call("add", Total.add, 1) == 12
+        os.kill(process.pid, signal.SIGKILL)
+        with pytest.raises(ModelLost, match=r"SIGKILL.*; no more than restarts=2 dead processes are replaced"):
+            await one.call("add", Total.add, 1)
+    assert [sentence.rpartition("started again ")[2] for sentence in told] == ["(1 of 2)", "(2 of 2)"]
+
+
+PROGRAM = """
+import anyio
+from oppo.placement import Process
+from tests.placement.residents import Total
+
+class Mine:
+    def look(self):
+        return 1
+
+async def main():
+    with Process("total") as process:
+        print("pid", process.pid, flush=True)
+        print(await process.host(Total()).call("add", Total.add, 41), flush=True)
+        try:
+            process.host(Mine())
+        except Exception as error:
+            print(error)
+        {more}
+
+anyio.run(main)
+"""
+SAID = (
+    "41\nMine is defined in the program itself, which another process does not run again: put it into a module that "
+    "can be imported, or choose a Thread instead of a Process\n"
+)
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT)}
+
+
+@pytest.mark.parametrize("how", ["script", "command", "input"])
+def test_the_program_of_the_parent_is_not_run_again(how: str, tmp_path: Path) -> None:
+    """Neither a script without a guard nor what was typed in."""
+    program = PROGRAM.format(more="")
+    (tmp_path / "script.py").write_text(program)
+    command = {"script": [str(tmp_path / "script.py")], "command": ["-c", program], "input": ["-"]}[how]
+    ran = subprocess.run(
+        [sys.executable, *command], input=program, capture_output=True, text=True, check=True, env=environment()
+    )
+    assert ran.stdout.partition("\n")[2] == SAID
+    assert ran.stderr == ""
+
+
+def test_a_child_in_the_middle_of_its_work_dies_with_its_parent(tmp_path: Path) -> None:
+    begun, go_on = tmp_path / "begun", tmp_path / "go-on"
+    os.mkfifo(begun)
+    os.mkfifo(go_on)
+    more = (
+        "from pathlib import Path; total = process.host(Total())\n"
+        f"        await total.call('add', Total.add_when_told, 1, Path({str(begun)!r}), Path({str(go_on)!r}))"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM.format(more=more)], stdout=subprocess.PIPE, text=True, env=environment()
+    )
+    with parent:
+        assert parent.stdout is not None
+        assert begun.read_text() == "begun"
+        parent.kill()
+        assert parent.stdout.read().endswith(SAID), "the output ends when nobody holds it any more, the child neither"
