@@ -1,0 +1,163 @@
+"""Scorers in a process of their own: the same values as in a thread, whatever happens to the process."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from oppo.admission import Overcommit
+from oppo.chunking import Fixed
+from oppo.errors import ModelError, ModelLost, ProtocolError
+from oppo.events import Finish, FloatArray, Prompt
+from oppo.hf.digest import weights_digest
+from oppo.hf.memory import ModelPlace
+from oppo.hf.places import use_cores
+from oppo.hf.policy import HfPolicy
+from oppo.hf.scorers import ReferenceLogprobs, RewardModel, ValueModel
+from oppo.hf.trainer import HfTrainer
+from oppo.models import Sampling, Scorer, Weights
+from oppo.placement import Place, Process, Thread
+from oppo.recipes import ppo
+from oppo.testing import check_scorer
+from oppo.training import TrainerSettings
+from tests.hf import tiny
+from tests.hf.deadly import AT, deadly
+from tests.hf.test_scorers import chunk, responses, stream
+
+ONE = partial(use_cores, 1)
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[Process]:
+    with Process("scorers", setup=ONE) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def thread() -> Iterator[Thread]:
+    with Thread("scorers", setup=ONE) as thread:
+        yield thread
+
+
+async def test_every_scorer_keeps_the_contract(process: Process) -> None:
+    finished = [Finish(response.prompt.rollout, response, "eos") for response in responses(3, seed=4)]
+
+    async def reference() -> ReferenceLogprobs:
+        return ReferenceLogprobs(tiny.causal(), sampling=Sampling(), thread=process)
+
+    async def reward() -> RewardModel:
+        return RewardModel(tiny.scalar(), thread=process)
+
+    async def critic() -> ValueModel:
+        return ValueModel(tiny.scalar(), thread=process)
+
+    def close(a: FloatArray, b: FloatArray) -> bool:
+        return np.allclose(a, b, rtol=1e-5, atol=1e-5)
+
+    await check_scorer(reference, finished, close)
+    await check_scorer(critic, finished, close)
+    await check_scorer(reward, finished, lambda a, b: abs(a - b) <= 1e-5 * (1 + abs(b)))
+
+
+async def assert_same(one: Scorer[object], other: Scorer[object]) -> None:
+    made = responses()
+    a, b = await stream(one, made, seed=1), await stream(other, made, seed=2)
+    for rollout, value in a.items():
+        assert np.array_equal(np.asarray(value), np.asarray(b[rollout]))
+
+
+async def test_in_exact_mode_the_values_are_a_threads_to_the_bit(process: Process, thread: Thread) -> None:
+    causal, scalar, sampling = tiny.causal("qwen2"), tiny.scalar("gpt2"), Sampling(temperature=0.7)
+    one, other = (ReferenceLogprobs(causal, sampling=sampling, thread=place, exact=True) for place in (thread, process))
+    await assert_same(one, other)
+    await assert_same(*(RewardModel(scalar, thread=place, exact=True) for place in (thread, process)))
+
+
+async def test_the_critic_follows_shared_and_other_weights(process: Process, thread: Thread) -> None:
+    model, other = tiny.scalar(seed=0), tiny.scalar(seed=1)
+    critic, expected = (ValueModel(model, thread=place, exact=True) for place in (process, thread))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    versions = [parameter._version for parameter in model.parameters()]
+    await critic.load(Weights(1, critic=model.state_dict()))
+    assert versions == [parameter._version for parameter in model.parameters()], "nothing was copied"
+    await assert_same(critic, expected)
+    await critic.load(Weights(2, critic=other.state_dict()))
+    assert critic.version == 2
+    await assert_same(critic, ValueModel(other, thread=thread, exact=True))
+    with pytest.raises(ModelError, match="cannot take these weights"):
+        await critic.load(Weights(3))
+    assert critic.version == 2
+
+
+async def test_errors_name_what_was_wrong_and_the_process_goes_on(process: Process) -> None:
+    scorer = RewardModel(tiny.scalar(), thread=ModelPlace(process, "reward model", "lower step.batch"))
+    prompt = Prompt(7, 7, np.array([5, 6], np.int32), columns={"judge": lambda: "cannot be pickled"})
+    await scorer.extend([prompt])
+    with pytest.raises(ProtocolError, match=r"rollout 7: .* expected tokens from 0 .* starts at 2"):
+        await scorer.extend([chunk(7, 2, prompt.tokens)])
+    with pytest.raises(ModelError, match=r"rollout 8 has token ids from 5 to 96"):
+        await scorer.extend([Prompt(8, 8, np.array([5, 96], np.int32))])
+    hosted = ModelPlace(process, "critic", "lower step.batch").host(torch.Size([1 << 50]))
+    said = r"the critic ran out of memory while it did 'extend': lower step.batch \("
+    with pytest.raises(ModelError, match=said):
+        await hosted.call("extend", torch.empty)
+
+
+def models() -> dict[str, PreTrainedModel]:
+    made = {"actor": tiny.causal("llama", seed=1), "reference": tiny.causal("llama", seed=1)}
+    return made | {"reward": tiny.scalar("llama", seed=2), "critic": tiny.scalar("llama", seed=3)}
+
+
+async def trained(scoring: Place, *, kill_between_steps: bool = False) -> tuple[str, str]:
+    """Make three steps of PPO in exact mode, with rollouts carried over; return what actor and critic have become."""
+    ours, sampling = models(), Sampling(max_new_tokens=40, temperature=0.9, stop=tuple(range(3, 9)), seed=3)
+    settings = TrainerSettings(learning_rate=1e-3, epochs=2, minibatches=2)
+    prompts = [Prompt(n, n, np.arange(10 + n, 13 + n + n % 5, dtype=np.int32), group=n) for n in range(14)]
+    with Thread("decode", setup=ONE) as decoding:
+        graph = ppo(
+            policy=HfPolicy(ours["actor"], sampling=sampling, thread=decoding, exact=True),
+            reference=ReferenceLogprobs(ours["reference"], sampling=sampling, thread=scoring, exact=True),
+            reward=RewardModel(ours["reward"], thread=scoring, exact=True),
+            critic=ValueModel(ours["critic"], thread=scoring, exact=True),
+            trainer=HfTrainer(ours["actor"], ours["critic"], sampling=sampling, thread=decoding, settings=settings),
+            admission=Overcommit(batch=4, extra=2),
+            chunks=Fixed(5),
+        )
+        async with graph.open(prompts) as run:
+            carried = 0
+            async for step in run.steps(3):
+                carried += len(step.deferred)
+                if kill_between_steps and step.index == 1 and isinstance(scoring, Process):
+                    os.kill(scoring.pid, signal.SIGKILL)
+    assert carried, "this run is meant to carry rollouts over"
+    return weights_digest(ours["actor"]), weights_digest(ours["critic"])
+
+
+async def test_a_run_is_the_same_though_its_scorers_die_in_extend_in_finish_and_between_steps(
+    thread: Thread, tmp_path: Path
+) -> None:
+    undisturbed = await trained(thread)
+    told: list[str] = []
+    with Process("scorers", setup=partial(deadly, tmp_path), restarts=3, tell=told.append) as process:
+        assert await trained(process, kill_between_steps=True) == undisturbed
+    assert len(told) == 3, told
+    assert all((tmp_path / kind).exists() for kind in AT)
+    assert [any(f"did '{kind}'" in sentence for sentence in told) for kind in AT] == [True, True]
+
+
+async def test_a_run_whose_scorers_are_lost_says_which_rollouts_they_were_at(tmp_path: Path) -> None:
+    with Process("scorers", setup=partial(deadly, tmp_path)) as process:
+        with pytest.raises(ModelLost, match=r"the process of 'scorers' \(pid \d+\) was killed by SIGKILL") as lost:
+            await trained(process)
+        (rollouts,) = [note for note in lost.value.__notes__ if "rollouts" in note]
+        assert rollouts.startswith("while scoring rollouts [")
