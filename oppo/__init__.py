@@ -26,7 +26,7 @@ from oppo.events import (
 )
 from oppo.graph import Graph, GraphBuilder, Receiver, Run, Sender, Step, Stream, join, where
 from oppo.models import Decode, Follower, Piece, Policy, Sampling, Scorer, Trained, Trainer, Weights
-from oppo.placement import Thread
+from oppo.placement import Process, Thread
 from oppo.recipes import ppo
 from oppo.shaping import ScoreShaping
 from oppo.stages import GAE, Generate, Score, Update
@@ -56,6 +56,7 @@ __all__ = [
     "Overcommit",
     "Piece",
     "Policy",
+    "Process",
     "Prompt",
     "Receiver",
     "Response",

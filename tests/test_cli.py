@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import threading
 import tomllib
@@ -62,6 +63,23 @@ def test_training_leaves_a_run_directory_and_loadable_models(
     AutoModelForSequenceClassification.from_pretrained(final / "critic")
     assert AutoTokenizer.from_pretrained(final / "actor").get_vocab() == tokenizer().get_vocab()
     assert weights_digest(actor) != weights_digest(tiny.causal("llama", seed=1))
+
+
+def test_scorers_in_a_process_make_the_same_run(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    final = {}
+    for scorers in ("thread", "process"):
+        settings = (f"run.name=in-a-{scorers}", f"run.scorers={scorers}", "run.exact=true")
+        assert oppo(workplace, "", *settings) == 0, capsys.readouterr().err
+        directory = workplace / "runs" / f"in-a-{scorers}"
+        events = json.loads((directory / "trace.json").read_text())
+        tracks = {event["args"]["name"] for event in events if event.get("name") == "thread_name"}
+        assert {"reference", "reward model", "critic"} <= tracks
+        final[scorers] = [
+            (directory / "checkpoints" / "final" / model / "model.safetensors").read_bytes()
+            for model in ("actor", "critic")
+        ]
+    assert final["thread"] == final["process"]
+    assert "starting the scorers' process" in capsys.readouterr().err
 
 
 def test_a_used_run_directory_is_not_written_again(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,13 +160,18 @@ def test_a_reward_that_is_no_number_ends_the_run_and_saves_it(
     assert (workplace / "runs" / "broken" / "report.html").exists()
 
 
-def test_ctrl_c_saves_what_was_learned(workplace: Path) -> None:
-    with start(workplace, "run.name=stopped", "run.steps=100000") as process:
+@pytest.mark.parametrize("scorers", ["thread", pytest.param("process", marks=pytest.mark.deep)])
+def test_ctrl_c_saves_what_was_learned(workplace: Path, scorers: str) -> None:
+    name = f"stopped-{scorers}"
+    with start(workplace, f"run.name={name}", "run.steps=100000", f"run.scorers={scorers}") as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("step 1/100000")
-        process.send_signal(signal.SIGINT)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        assert len(children) == (scorers == "process")
+        for pid in (*map(int, children), process.pid):  # as the terminal does
+            os.kill(pid, signal.SIGINT)
         _, said = process.communicate(timeout=120)
-    run = workplace / "runs" / "stopped"
+    run = workplace / "runs" / name
     assert process.returncode == 130, said
     assert f"interrupted; what was learned is in {run / 'checkpoints' / 'final'}" in said
     assert "Traceback" not in said

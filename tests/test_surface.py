@@ -31,6 +31,7 @@ NAMES = [
     "Overcommit",
     "Piece",
     "Policy",
+    "Process",
     "Prompt",
     "Receiver",
     "Response",

@@ -40,7 +40,7 @@ class Streamed(Generic[C]):
         await self._core.call("forget", Core.forget, list(rollouts))
 
 
-class ReferenceLogprobs(Streamed):
+class ReferenceLogprobs(Streamed[ReferenceCore]):
     """Scores each response token with its log-prob under a frozen causal LM: float32 [n], natural logarithm.
 
     Computed as the trainer does, by :func:`oppo.losses.token_logprobs`: of logits z, the log-prob of token t is
@@ -65,7 +65,7 @@ class ReferenceLogprobs(Streamed):
         return await self._core.call("finish", ReferenceCore.finish, _lengths(finished))
 
 
-class RewardModel(Streamed):
+class RewardModel(Streamed[RewardCore]):
     """Scores each rollout with one number: a sequence-classification model's, at the end of prompt + response.
 
     The number is that of the library's own call on this one sequence. In particular the library looks at the last
@@ -88,7 +88,7 @@ class RewardModel(Streamed):
         return await self._core.call("finish", RewardCore.finish, _lengths(finished))
 
 
-class ValueModel(Streamed):
+class ValueModel(Streamed[ValueCore]):
     """Scores each response token with the critic's value of the state before it: float32 [n].
 
     The critic is a sequence-classification model with one label; the value of the state before response token ``i``

@@ -120,7 +120,7 @@ def share(tensors: Sequence[Tensor]) -> tuple[list[Block], list[Lying]]:
         lying.append(
             Lying(
                 block=list(blocks).index(base),
-                offset=tensor.storage_offset(),
+                offset=int(tensor.storage_offset()),
                 dtype=tensor.dtype,
                 shape=tuple(tensor.shape),
                 stride=tensor.stride(),

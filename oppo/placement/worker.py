@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from typing import NoReturn
 
 from oppo import observe
 from oppo.errors import ModelError
@@ -18,7 +19,7 @@ from oppo.placement.wire import Answer, Call, Failure, Packet, Settle, pack, rec
 
 
 def serve(fd: int) -> None:
-    """Answer the orders that come over the socket ``fd``, in this thread; return when its other end is closed.
+    """Answer the orders that come over the socket ``fd``, in this thread; when its other end is closed, leave.
 
     Ctrl-C is the parent's business. A parent that dies takes this process with it, whatever is being done here.
     """
@@ -29,7 +30,10 @@ def serve(fd: int) -> None:
     residents: dict[int, object] = {}
     with suppress(EOFError, ConnectionError):
         while True:
-            send(connection, _answered(receive(connection), residents))
+            answer = _answered(receive(connection), residents)
+            sys.stdout.flush()
+            send(connection, answer)
+    _leave()
 
 
 def search(path: Sequence[str]) -> None:
@@ -41,6 +45,11 @@ def _end_with_the_parent(fd: int) -> None:
     lifeline = select.poll()
     lifeline.register(fd, 0)  # of nothing but a hang-up is told
     lifeline.poll()
+    _leave()
+
+
+def _leave() -> NoReturn:
+    """End at once: there is nothing to save, and taking an interpreter with torch down in good order takes seconds."""
     os._exit(0)
 
 
