@@ -20,7 +20,7 @@ from oppo.hf.incremental import Incremental
 from oppo.hf.reading import Reader, Session, Stretch
 from oppo.hf.sharing import SharedModel
 from oppo.hf.weights import adopt
-from oppo.losses import token_logprobs
+from oppo.losses import SupportIndex, token_logprobs
 
 
 class Core(ABC):
@@ -84,8 +84,11 @@ class ReferenceCore(Core):
         if not stretch.in_prompt:
             # The logits at a position are those of the next token: the first of a stretch was predicted before it.
             before = outputs[:-1] if session.tail is None else torch.cat((session.tail, outputs[:-1]))
-            targets = stretch.tokens[first - stretch.start :]
-            session.kept.append(token_logprobs(before[len(before) - len(targets) :], targets, self._temperature))
+            skipped = first - stretch.start
+            targets = stretch.tokens[skipped:]
+            support = SupportIndex.of(stretch.support.slice(skipped, len(stretch.tokens)), outputs.device)
+            before = before[len(before) - len(targets) :]
+            session.kept.append(token_logprobs(before, targets, self._temperature, support))
         session.tail = outputs[-1:].clone()  # a view would keep the whole chunk's logits alive
 
 

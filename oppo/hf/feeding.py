@@ -4,42 +4,69 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import numpy as np
 
 from oppo.events import Chunk, Given, IntArray, Prompt
+from oppo.support import Support
 
-_PROMPT = -1
-"""In the place of a start: this is no part of a response."""
+Kind: TypeAlias = Literal["prompt", "chunk", "given"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Feed:
     """Events for a scorer, at most one for each rollout.
 
-    Pickled they are what a scorer reads of them: token ids, in one array. An event is then ``Prompt`` or ``Given``,
-    and of its rollout's data no other column is left.
+    Pickled they are what a scorer reads of them: token ids, in one array. Other columns of the data do not cross, and
+    the log-probs and versions of a chunk are 0 then.
+
+    Attributes:
+        supports: whether the supports of tokens cross.
     """
 
     events: Sequence[Prompt | Chunk | Given]
+    supports: bool = False
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        heads = [
-            (event.rollout, _PROMPT if isinstance(event, Prompt) else event.start, len(event.tokens))
+        support = Support.concatenate(
+            (event.support if self.supports and isinstance(event, Chunk) else Support(), len(event.tokens))
             for event in self.events
-        ]
-        tokens = np.concatenate([event.tokens for event in self.events]) if heads else np.zeros(0, np.int32)
-        return _unfolded, (heads, tokens.astype(np.int32, copy=False).tobytes())
+        )
+        tokens = [event.tokens for event in self.events]
+        flat = [np.concatenate(tokens) if tokens else np.zeros(0, np.int32), support.ids, support.counts]
+        heads = [_head(event) for event in self.events]
+        return _unfolded, (heads, *(array.astype(np.int32, copy=False).tobytes() for array in flat))
 
 
-def _unfolded(heads: Sequence[tuple[int, int, int]], tokens: bytes) -> Feed:
+def _head(event: Prompt | Chunk | Given) -> tuple[Kind, int, int, int]:
+    """Return kind, rollout, start and number of tokens."""
+    if isinstance(event, Prompt):
+        return "prompt", event.rollout, 0, len(event.tokens)
+    kind: Kind = "chunk" if isinstance(event, Chunk) else "given"
+    return kind, event.rollout, event.start, len(event.tokens)
+
+
+def _unfolded(heads: Sequence[tuple[Kind, int, int, int]], tokens: bytes, ids: bytes, counts: bytes) -> Feed:
     flat: IntArray = np.frombuffer(tokens, np.int32)
-    events: list[Prompt | Given] = []
+    support = Support(np.frombuffer(ids, np.int32), np.frombuffer(counts, np.int32))
+    events: list[Prompt | Chunk | Given] = []
     end = 0
-    for rollout, start, count in heads:
-        piece, end = flat[end : end + count], end + count
-        events.append(Prompt(rollout, rollout, piece) if start == _PROMPT else Given(rollout, start, piece))
+    for kind, rollout, start, count in heads:
+        begin, end = end, end + count
+        piece = flat[begin:end]
+        if kind == "prompt":
+            events.append(Prompt(rollout, rollout, piece))
+        elif kind == "given":
+            events.append(Given(rollout, start, piece))
+        else:
+            events.append(_chunk(rollout, start, piece, support.slice(begin, end)))
     return Feed(events)
+
+
+def _chunk(rollout: int, start: int, tokens: IntArray, support: Support) -> Chunk:
+    n = len(tokens)
+    return Chunk(rollout, start, tokens, np.zeros(n, np.float32), np.zeros(n, np.int32), support)
 
 
 class Fed:
@@ -50,12 +77,14 @@ class Fed:
 
     Args:
         extend: feeds a core; what is replayed are calls of it.
+        supports: whether it needs the supports of tokens.
     """
 
-    def __init__(self, extend: Callable[..., None]) -> None:
+    def __init__(self, extend: Callable[..., None], *, supports: bool = False) -> None:
         self._extend = extend
+        self._supports = supports
         self._prompts: dict[int, Prompt] = {}
-        self._tokens: dict[int, list[IntArray]] = {}
+        self._pieces: dict[int, list[Chunk | Given]] = {}
 
     def note(self, work: Callable[..., object], args: tuple[object, ...]) -> None:
         """Keep what the rollouts named in ``args`` have come to."""
@@ -69,19 +98,26 @@ class Fed:
     def replay(self) -> Iterator[tuple[Callable[..., object], tuple[object, ...]]]:
         """Return a call with every open prompt, and one with the tokens that followed."""
         yield self._extend, (Feed(list(self._prompts.values())),)
-        followed = [Given(rollout, 0, np.concatenate(pieces)) for rollout, pieces in self._tokens.items() if pieces]
-        yield self._extend, (Feed(followed),)
+        followed = [_joined(rollout, pieces) for rollout, pieces in self._pieces.items() if pieces]
+        yield self._extend, (Feed(followed, supports=self._supports),)
 
     def _add(self, feed: Feed) -> None:
         for event in feed.events:
             if isinstance(event, Prompt):
                 self._prompts[event.rollout] = event
-                self._tokens[event.rollout] = []
+                self._pieces[event.rollout] = []
             else:
-                self._tokens[event.rollout].append(event.tokens)
+                self._pieces[event.rollout].append(event)
 
     def _close(self, rollouts: Iterable[object]) -> None:
         for rollout in rollouts:
             if isinstance(rollout, int):
                 self._prompts.pop(rollout, None)
-                self._tokens.pop(rollout, None)
+                self._pieces.pop(rollout, None)
+
+
+def _joined(rollout: int, pieces: Sequence[Chunk | Given]) -> Chunk:
+    support = Support.concatenate(
+        (piece.support if isinstance(piece, Chunk) else Support(), len(piece.tokens)) for piece in pieces
+    )
+    return _chunk(rollout, 0, np.concatenate([piece.tokens for piece in pieces]), support)

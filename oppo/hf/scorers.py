@@ -21,10 +21,17 @@ C = TypeVar("C", bound=Core)
 
 
 class Streamed(Generic[C]):
-    """What every scorer here does: it reads rollouts as they grow, where its core lives."""
+    """What every scorer here does: it reads rollouts as they grow, where its core lives.
 
-    def __init__(self, core: C, place: Hosting) -> None:
-        self._core = place.host(core, journal=Fed(Core.extend))
+    Args:
+        core: does the work.
+        place: where it lives from now on.
+        supports: whether it needs the supports of tokens.
+    """
+
+    def __init__(self, core: C, place: Hosting, *, supports: bool = False) -> None:
+        self._core = place.host(core, journal=Fed(Core.extend, supports=supports))
+        self._supports = supports
 
     @property
     def version(self) -> int:
@@ -33,7 +40,7 @@ class Streamed(Generic[C]):
 
     async def extend(self, events: Sequence[Prompt | Chunk | Given]) -> None:
         """Read more of some rollouts."""
-        await self._core.call("extend", Core.extend, Feed(events))
+        await self._core.call("extend", Core.extend, Feed(events, supports=self._supports))
 
     async def forget(self, rollouts: Sequence[int]) -> None:
         """Drop sessions; unknown rollouts are fine."""
@@ -44,7 +51,8 @@ class ReferenceLogprobs(Streamed[ReferenceCore]):
     """Scores each response token with its log-prob under a frozen causal LM: float32 [n], natural logarithm.
 
     Computed as the trainer does, by :func:`oppo.losses.token_logprobs`: of logits z, the log-prob of token t is
-    (z / temperature)[t] - logsumexp(z / temperature), in float32; a temperature of 0 counts as 1.
+    (z / temperature)[t] - logsumexp(z / temperature), in float32; a temperature of 0 counts as 1. Where the policy's
+    sampling left ids out, the logsumexp is over the others: the KL then is between two distributions over one support.
     ``Given`` tokens get one too. Between chunks one row of logits is kept for each open rollout.
 
     Args:
@@ -58,7 +66,7 @@ class ReferenceLogprobs(Streamed[ReferenceCore]):
     """
 
     def __init__(self, model: PreTrainedModel, *, sampling: Sampling, thread: Hosting, exact: bool = False) -> None:
-        super().__init__(ReferenceCore(model, exact, sampling.temperature), thread)
+        super().__init__(ReferenceCore(model, exact, sampling.temperature), thread, supports=True)
 
     async def finish(self, finished: Sequence[Finish]) -> Sequence[FloatArray]:
         """Return the log-probs of each response, and forget it."""
