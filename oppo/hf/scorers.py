@@ -7,10 +7,12 @@ does there is in its core (:mod:`oppo.hf.cores`); token ids go in, floats come o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 from transformers import PreTrainedModel
 
+from oppo.errors import ModelLost
 from oppo.events import Chunk, Finish, FloatArray, Given, Prompt
 from oppo.hf.cores import Core, ReferenceCore, RewardCore, ValueCore
 from oppo.hf.feeding import Fed, Feed
@@ -44,7 +46,8 @@ class Streamed(Generic[C]):
 
     async def forget(self, rollouts: Sequence[int]) -> None:
         """Drop sessions; unknown rollouts are fine."""
-        await self._core.call("forget", Core.forget, list(rollouts))
+        with suppress(ModelLost):  # sessions are lost with the place they were in
+            await self._core.call("forget", Core.forget, list(rollouts))
 
 
 class ReferenceLogprobs(Streamed[ReferenceCore]):

@@ -161,3 +161,4 @@ async def test_a_run_whose_scorers_are_lost_says_which_rollouts_they_were_at(tmp
             await trained(process)
         (rollouts,) = [note for note in lost.value.__notes__ if "rollouts" in note]
         assert rollouts.startswith("while scoring rollouts [")
+        assert not any("while closing" in note for note in lost.value.__notes__)
