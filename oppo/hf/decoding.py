@@ -2,16 +2,19 @@
 
 ::
 
-    enter:  rows whose keys and values are missing or stale read prompt + tokens so far;
-            parked rows read their last token, which nobody has read yet
-    loop:   draw one token for each live row -> tell the cut who ended -> deliver -> read the new tokens
+    live rows read the last token of each, in one forward pass
+    rows whose keys and values are missing or stale read one portion of their prompts and tokens so far
+    those read to their end join the live rows
+    draw one token for each live row -> tell the cut who ended -> deliver -> again
+
+So a long prompt is read between decode steps, and no row waits for it. In exact mode all rows enter together.
 
 Everything here is synchronous, knows no event loop and runs in one thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -22,6 +25,7 @@ from torch import Tensor
 from oppo.errors import ModelError
 from oppo.hf.ending import Decode, Ending
 from oppo.hf.incremental import Incremental
+from oppo.hf.prefill import Prefill
 from oppo.hf.sampling import DeviceSupport, draw, gumbel
 from oppo.support import Support
 
@@ -32,9 +36,6 @@ if TYPE_CHECKING:
 
     from oppo.events import FinishReason, FloatArray, IntArray, Prompt
     from oppo.models import Cut, Sampling
-
-GRID = 32
-"""In exact mode a row is read alone, in blocks that begin at multiples of this: bits then depend on that row only."""
 
 
 @dataclass(slots=True, eq=False)
@@ -123,7 +124,6 @@ class Decoder:
         self._ending = Ending(sampling, decode)
         self._exact = exact
         self._budget = prefill_tokens
-        self._current: set[int] = set()  # keys of rows of which all but the last token has been read
 
     @torch.inference_mode()
     def run(self, rows: Iterable[Row], cut: Cut, stop: threading.Event, deliver: Deliver) -> None:
@@ -132,75 +132,63 @@ class Decoder:
         Raises:
             ModelError: logits were not finite.
         """
-        live = sorted(rows, key=lambda row: row.order)
+        rows = sorted(rows, key=lambda row: row.order)
         try:
-            logits = self._enter(live, stop)
-            while logits is not None:
+            self._decode(rows, cut, stop, deliver)
+        except BaseException:
+            self.forget(rows)  # what they have read is unknown now
+            raise
+
+    def _decode(self, rows: Sequence[Row], cut: Cut, stop: threading.Event, deliver: Deliver) -> None:
+        live = [row for row in rows if self._is_parked(row)]
+        tokens = torch.tensor([row.tokens[-1] for row in live], dtype=torch.int64)
+        others = [row for row in rows if not self._is_parked(row)]
+        prefill = Prefill(self.reader, others, budget=self._budget, exact=self._exact)
+        while live or prefill:
+            live, logits = self._advance(live, tokens, prefill, stop)
+            if logits is not None:
                 made, tokens = self._draw(live, logits)
                 ended = [row.prompt.rollout for row, reason in zip(live, made.reasons, strict=True) if reason]
                 cutting = bool(ended) and cut(ended)
                 deliver(made)
                 live, tokens = self._without_ended(live, tokens, made.reasons)
-                if cutting or stop.is_set() or not live:
+                if cutting:
                     return
-                logits = self.reader.step([row.key for row in live], tokens)
-        except BaseException:
-            self.forget(live)  # what they have read is unknown now
-            raise
+            if stop.is_set():
+                return
+
+    def _is_parked(self, row: Row) -> bool:
+        """Return whether only the last token of ``row`` has not been read yet."""
+        return bool(row.tokens) and self.reader.length(row.key) == len(row.prompt.tokens) + len(row.tokens) - 1
+
+    def _advance(
+        self, live: list[Row], tokens: Tensor, prefill: Prefill[Row], stop: threading.Event
+    ) -> tuple[list[Row], Tensor | None]:
+        """Read the last token of each live row and a portion of what waits; return who can go on, and the logits.
+
+        Both in admission order; the logits [n, V] are ``None`` when nobody can.
+        """
+        if not prefill:
+            return live, self.reader.step([row.key for row in live], tokens)
+        before = prefill.tokens
+        joining = prefill.read(stop)
+        self.counters.prefilled += prefill.tokens - before
+        if not joining:
+            return live, self.reader.step([row.key for row in live], tokens) if live else None
+        outputs = [last for _, last in joining]
+        if live:
+            outputs.insert(0, self.reader.step([row.key for row in live], tokens))
+        together = [*live, *(row for row, _ in joining)]
+        order = sorted(range(len(together)), key=lambda at: together[at].order)
+        return [together[at] for at in order], torch.cat(outputs)[order]
 
     def forget(self, rows: Iterable[Row]) -> None:
         """Free the memory of rows."""
-        keys = [row.key for row in rows]
-        self._current.difference_update(keys)
-        self.reader.forget(keys)
+        self.reader.forget([row.key for row in rows])
 
     def expire(self) -> None:
         """Free all keys and values: parked rows will read their tokens again, with the weights of that time."""
-        self._current.clear()
         self.reader.clear()
-
-    def _enter(self, live: Sequence[Row], stop: threading.Event) -> Tensor | None:
-        """Bring every row up to its last token; return the logits after it, [n, V], or None if stopped before."""
-        behind = [row for row in live if row.key not in self._current]
-        self.forget(behind)
-        last: dict[int, Tensor] = {}
-        for portion in self._portions(behind):
-            if stop.is_set():
-                self.forget(behind)
-                return None
-            keys = [row.key for row, _ in portion]
-            outputs = self.reader.extend(keys, [tokens for _, tokens in portion], last_only=True)
-            last.update(zip(keys, outputs, strict=True))
-            self.counters.prefilled += sum(len(tokens) for _, tokens in portion)
-        parked = [row for row in live if row.key in self._current]
-        if parked:
-            keys = [row.key for row in parked]
-            stepped = self.reader.step(keys, torch.tensor([row.tokens[-1] for row in parked]))
-            last.update(zip(keys, stepped.split(1), strict=True))
-        self._current.update(last)
-        return torch.cat([last[row.key] for row in live]) if live else None
-
-    def _portions(self, rows: Sequence[Row]) -> Iterator[list[tuple[Row, Tensor]]]:
-        """Yield what is read in each forward pass: together all tokens of all rows."""
-        if self._exact:
-            for row in rows:
-                for block in row.sequence().split(GRID):
-                    yield [(row, block)]
-            return
-        tails = []
-        for row in rows:
-            *heads, tail = row.sequence().split(self._budget)
-            for head in heads:
-                yield [(row, head)]
-            tails.append((row, tail))
-        portion: list[tuple[Row, Tensor]] = []
-        for row, tail in sorted(tails, key=lambda pair: len(pair[1])):  # like lengths together: little padding
-            if (len(portion) + 1) * len(tail) > self._budget and portion:
-                yield portion
-                portion = []
-            portion.append((row, tail))
-        if portion:
-            yield portion
 
     def _draw(self, live: Sequence[Row], logits: Tensor) -> tuple[DecodeStep, Tensor]:
         """Append one token to each row; return the step and its tokens, int64 [n] on the model's device."""

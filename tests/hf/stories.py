@@ -38,7 +38,12 @@ def prompts(count: int, *, longest: int = 40, first: int = 0) -> list[Prompt]:
 
 @contextmanager
 def serving(
-    model: PreTrainedModel | None = None, *, sampling: Sampling = SAMPLING, exact: bool = False, keep: bool = False
+    model: PreTrainedModel | None = None,
+    *,
+    sampling: Sampling = SAMPLING,
+    exact: bool = False,
+    keep: bool = False,
+    portion: int = 8192,
 ) -> Iterator[HfPolicy]:
     """A policy in a thread of its own."""
     with Thread("actor", setup=functools.partial(torch.set_num_threads, 1)) as thread:
@@ -48,7 +53,7 @@ def serving(
             thread=thread,
             exact=exact,
             on_publish="keep" if keep else "recompute",
-            prefill_tokens=128,
+            prefill_tokens=portion,
         )
 
 
