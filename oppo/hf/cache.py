@@ -51,7 +51,7 @@ class SlabLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         """Return the longest sequence that the slab can hold."""
-        return self._aim.slab.columns
+        return self._aim.slab.longest
 
 
 class SlabCache(Cache):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from itertools import takewhile
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,11 +22,38 @@ from transformers import PreTrainedModel
 from oppo.errors import ModelError, ProtocolError
 from oppo.hf.anatomy import longest
 from oppo.hf.cache import Aim, SlabCache
-from oppo.hf.masks import Masks
+from oppo.hf.masks import Mask, Masks
 from oppo.hf.slabs import Site, Slab, index, run_of
 
 SHORTEST_CLASS = 64
 """Sequences up to this length share a slab; the next class is twice as long, and so on."""
+
+
+@dataclass(slots=True)
+class Lockstep:
+    """Rows that take a token each, again and again, where they are in their slab; ends when anything else is read.
+
+    Attributes:
+        rows: in the order in which tokens come and outputs go.
+        picks: int64 [n], that order's index of each row in the slab; ``None`` when the orders agree.
+        room: no row may have more tokens.
+        level: whether all rows are of one length.
+    """
+
+    rows: list[int]
+    slab: Slab
+    site: Site
+    picks: Tensor | None
+    room: int
+    level: bool
+
+    def goes_on(self, rows: Sequence[int]) -> bool:
+        """Return whether ``rows`` are these, and have room for another token."""
+        return self.rows == rows and self.site.end <= self.room
+
+    def advance(self) -> None:
+        """Take note that each row has a token more."""
+        self.site.advance()
 
 
 class Incremental:
@@ -36,7 +63,8 @@ class Incremental:
 
     Args:
         model: a causal LM (its outputs are then logits) or a backbone (last hidden states).
-        classes: the shortest length classes; longer ones follow by doubling, up to ``max_length``.
+        classes: the shortest length classes; longer ones follow by doubling, up to ``max_length``. With one class as
+            long as that, all rows share a slab.
         head: applied to the outputs [n, q, D], for example a reward model's score layer.
         passes: forward passes that a step may take, one for each class. A pass over few rows costs nearly what one
             over many does, since all weights are read for one token of each; so by default rows stepped together are
@@ -85,6 +113,7 @@ class Incremental:
         self._cache = SlabCache(int(text.num_hidden_layers), aim)
         self._homes: dict[int, Slab] = {}
         self._lengths: dict[int, int] = {}
+        self._lockstep: Lockstep | None = None
 
     def length(self, row: int) -> int:
         """Return the number of tokens that ``row`` has read; 0 for an unknown row."""
@@ -109,6 +138,7 @@ class Incremental:
             ModelError: a row would grow beyond ``max_length``; nothing has been read then.
             ProtocolError: a row is named twice, or has no tokens.
         """
+        self._lockstep = None
         sizes = [len(piece) for piece in tokens]
         if min(sizes, default=1) < 1:
             raise ProtocolError(f"row {rows[sizes.index(0)]} was extended by no tokens; expected at least one")
@@ -135,30 +165,42 @@ class Incremental:
             ModelError: a row would grow beyond ``max_length``; nothing has been read then.
             ProtocolError: a row is named twice.
         """
-        groups = self._admitted(rows, [1] * len(rows), self._passes)
+        lockstep, groups = self._lockstep, list[tuple[Slab, list[int]]]()
+        if lockstep is None or not lockstep.goes_on(rows):
+            groups = self._admitted(rows, [1] * len(rows), self._passes)
+            lockstep = self._in_step(groups[0][0], rows) if len(groups) == 1 else None
+        out = self._step_by_class(groups, rows, tokens) if lockstep is None else self._pass(lockstep, tokens)
+        for row in rows:
+            self._lengths[row] = self.length(row) + 1
+        if lockstep is not None:
+            lockstep.advance()
+        self._lockstep = lockstep
+        return out
+
+    def _step_by_class(self, groups: Sequence[tuple[Slab, list[int]]], rows: Sequence[int], tokens: Tensor) -> Tensor:
+        """Do the same where rows of several classes are stepped, in a forward pass for each."""
         place = {row: at for at, row in enumerate(rows)}
-        order, outs = [], []
+        order, outs = list[int](), list[Tensor]()
         for slab, members in groups:
-            slab.bring_forward(sorted(members, key=place.__getitem__), ordered=self._ordered)
-            front = slab.rows[: len(members)]
-            picks = [place[row] for row in front]
+            members.sort(key=place.__getitem__)
+            picks = [place[row] for row in members]
+            outs.append(self._pass(self._in_step(slab, members), tokens[picks]))
             order += picks
-            outs.append(self._step(slab, front, tokens if picks == list(range(len(tokens))) else tokens[picks]))
-            for row in front:
-                self._lengths[row] = self.length(row) + 1
-        joined = torch.cat(outs) if len(outs) > 1 else outs[0]
-        if order == list(range(len(rows))):
-            return joined
-        return joined[index(sorted(range(len(order)), key=order.__getitem__), joined.device)]
+        return torch.cat(outs)[sorted(range(len(order)), key=order.__getitem__)]
 
     @torch.inference_mode()
     def forget(self, rows: Iterable[int]) -> None:
         """Free the memory of ``rows``; unknown rows are fine."""
+        freed: dict[Slab, list[int]] = {}
         for row in rows:
             self._lengths.pop(row, None)
             home = self._homes.pop(row, None)
             if home is not None:
-                home.remove(row)
+                freed.setdefault(home, []).append(row)
+        for slab, gone in freed.items():
+            self._lockstep = None
+            slab.remove(gone)
+            slab.trim(self._longest(slab))
 
     def clear(self) -> None:
         """Forget every row."""
@@ -172,22 +214,27 @@ class Incremental:
     def _admitted(self, rows: Sequence[int], more: Sequence[int], passes: int) -> list[tuple[Slab, list[int]]]:
         """Give each row a slot in which it can grow by ``more[i]`` tokens; return the rows of each slab."""
         groups: dict[Slab, list[int]] = {}
-        for row, length in self._grown(rows, more).items():
+        grown = self._grown(rows, more)
+        for row, length in grown.items():
             home = self._homes.get(row)
-            if home is None or length > home.columns:
-                home = next(slab for slab in self._slabs if slab.columns >= length)
+            if home is None or length > home.longest:
+                home = next(slab for slab in self._slabs if slab.longest >= length)
             groups.setdefault(home, []).append(row)
         groups = _merged(groups, passes)
         for slab, members in groups.items():
             incoming = [row for row in members if self._homes.get(row) is not slab]
-            slab.reserve(len(incoming))
-            for row in incoming:
-                if row in self._homes:
-                    slab.adopt(row, self._homes[row], self.length(row))
-                else:
-                    slab.add([row])
-                self._homes[row] = slab
+            slab.reserve(len(incoming), max(grown[row] for row in members))
+            for home in {self._homes[row] for row in incoming if row in self._homes}:
+                moving = {row: self.length(row) for row in incoming if self._homes.get(row) is home}
+                slab.adopt(moving, home)
+                if home not in groups:  # else it has been given room for what it will hold, or will be
+                    home.trim(self._longest(home))
+            slab.add(row for row in incoming if row not in self._homes)
+            self._homes.update(dict.fromkeys(incoming, slab))
         return list(groups.items())
+
+    def _longest(self, slab: Slab) -> int:
+        return max(map(self.length, slab.rows), default=0)
 
     def _grown(self, rows: Sequence[int], more: Sequence[int]) -> dict[int, int]:
         """Return the length that each row will have, after checking that it may."""
@@ -223,22 +270,34 @@ class Incremental:
             to_columns=positions[real],
             chosen=chosen,
         )
-        return self._forward(slab, site, ids, positions, keep)
+        return self._forward(slab, site, ids, positions, self._masks(positions, site.end), keep=keep)
 
-    def _step(self, slab: Slab, rows: Sequence[int], tokens: Tensor) -> Tensor:
-        """Read one token for each of the first rows of a slab; return the outputs [n, D]."""
-        lengths = [self.length(row) for row in rows]
-        positions = index(lengths, self._model.device)
-        slots = torch.arange(len(rows), device=positions.device)
-        site = Site(slice(0, len(rows)), max(lengths) + 1, slots, positions, None)
-        ids = tokens.to(positions.device)[:, None]
-        return self._forward(slab, site, ids, positions[:, None], 1)[:, 0]
+    def _in_step(self, slab: Slab, rows: Sequence[int]) -> Lockstep:
+        """Bring ``rows``, of one slab and with room for a token, to its front, where they can be stepped."""
+        slab.bring_forward(rows, ordered=self._ordered)
+        front, device = slab.rows[: len(rows)], self._model.device
+        lengths = [self.length(row) for row in front]
+        slots = torch.arange(len(front), device=device)
+        site = Site(slice(0, len(front)), max(lengths) + 1, slots, index(lengths, device), None)
+        place = {row: at for at, row in enumerate(rows)}
+        picks = index([place[row] for row in front], device) if front != list(rows) else None
+        return Lockstep(list(rows), slab, site, picks, min(slab.columns, self.max_length), len(set(lengths)) == 1)
 
-    def _forward(self, slab: Slab, site: Site, ids: Tensor, positions: Tensor, keep: int) -> Tensor:
+    def _pass(self, lockstep: Lockstep, tokens: Tensor) -> Tensor:
+        """Read one token for each row; return the outputs [n, D]."""
+        site, picks = lockstep.site, lockstep.picks
+        ids = tokens.to(site.to_columns.device)
+        ids = ids if picks is None else ids[picks]
+        positions = site.to_columns[:, None]
+        mask = self._masks.of_step(positions, site.end, level=lockstep.level)
+        out = self._forward(lockstep.slab, site, ids[:, None], positions, mask, keep=1)[:, 0]
+        return out if picks is None else out.index_copy(0, picks, out)
+
+    def _forward(self, slab: Slab, site: Site, ids: Tensor, positions: Tensor, mask: Mask, *, keep: int) -> Tensor:
         kept = {"logits_to_keep": keep} if self._keeps else {}
         output = self._model(
             input_ids=ids,
-            attention_mask=self._masks(positions, site.end),
+            attention_mask=mask,
             position_ids=positions,
             past_key_values=self._cache.at(slab, site),
             use_cache=True,
@@ -251,17 +310,17 @@ class Incremental:
 
 def _merged(groups: dict[Slab, list[int]], most: int) -> dict[Slab, list[int]]:
     """Return at most ``most`` groups: again and again the rows that gain fewest columns join the next longer class."""
-    merged = {slab: groups[slab] for slab in sorted(groups, key=lambda slab: slab.columns)}
+    merged = {slab: groups[slab] for slab in sorted(groups, key=lambda slab: slab.longest)}
     while len(merged) > max(most, 1):
         pairs = zip(merged, list(merged)[1:], strict=False)
-        short, long = min(pairs, key=lambda pair: (pair[1].columns - pair[0].columns) * len(merged[pair[0]]))
+        short, long = min(pairs, key=lambda pair: (pair[1].longest - pair[0].longest) * len(merged[pair[0]]))
         merged[long] = merged[long] + merged.pop(short)
     return merged
 
 
 def _class_lengths(shortest: Sequence[int], longest: int) -> list[int]:
-    """Return ascending class lengths: those given below ``longest``, then doubled up to it."""
-    lengths = sorted(set(takewhile(lambda length: length < longest, sorted(shortest))))
+    """Return ascending class lengths: those given, at most ``longest``, then doubled up to it."""
+    lengths = sorted({min(length, longest) for length in shortest})
     while not lengths or lengths[-1] < longest:
         lengths.append(min(lengths[-1] * 2 if lengths else SHORTEST_CLASS, longest))
     return lengths

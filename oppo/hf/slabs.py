@@ -1,7 +1,7 @@
 """Where keys and values live: one slab for each length class, live sequences contiguous at its front.
 
 A slab is one pair of tensors ``[capacity, heads, columns, head_dim]`` for each layer; slot ``i`` holds one sequence.
-Three invariants make a slice of it safe to attend to:
+Both capacity and columns follow what is held. Three invariants make a slice of it safe to attend to:
 
 - slots ``0 .. len(slab)`` are live, in the order of :attr:`Slab.rows`; a freed slot is filled with the last one;
 - whatever no live sequence has written is zero: a masked NaN left behind by another sequence would still be a NaN;
@@ -10,8 +10,8 @@ Three invariants make a slice of it safe to attend to:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,10 +20,16 @@ ALIGNMENT = 16
 """Columns come in multiples of this: 64 bytes even for two-byte numbers and two of them in a head."""
 
 SLACK = 8
-"""A slab that must grow gets one spare slot for every so many live ones; one a quarter empty shrinks to that."""
+"""A slab that must grow gets one spare slot for every so many live ones."""
+
+HEADROOM = 4
+"""A slab that must grow gets room for sequences longer by one part in so many; it is copied once for all of them."""
+
+SPARE = 1.25
+"""A slab larger by this factor than one made for what it holds gives memory back when a row leaves."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Site:
     """Where one forward pass reads and writes in a slab.
 
@@ -39,18 +45,40 @@ class Site:
     to_slots: Tensor
     to_columns: Tensor
     chosen: Tensor | None
+    _places: dict[int, Tensor] = field(default_factory=dict)
+
+    def places(self, heads: int, columns: int) -> Tensor:
+        """Return where new tokens are in a slab [capacity * heads * columns, ...], int64 [m * heads]; made once."""
+        places = self._places.get(heads)
+        if places is None:
+            first = self.to_slots * (heads * columns) + self.to_columns
+            places = (first[:, None] + torch.arange(heads, device=first.device) * columns).flatten()
+            self._places[heads] = places
+        return places
+
+    def advance(self) -> None:
+        """Move on by one token: the same slots, one column further."""
+        self.end += 1
+        self.to_columns += 1
+        for places in self._places.values():
+            places.add_(1)
 
 
 class Slab:
     """The keys and values of all sequences of one length class.
 
+    Args:
+        longest: the longest sequence of the class.
+
     Attributes:
-        columns: the longest sequence a slot can hold.
+        longest: the same, rounded up to whole :data:`ALIGNMENT`.
+        columns: the longest sequence that a slot has room for now.
         rows: the sequence in each live slot.
     """
 
-    def __init__(self, columns: int) -> None:
-        self.columns = -(-columns // ALIGNMENT) * ALIGNMENT
+    def __init__(self, longest: int) -> None:
+        self.longest = _aligned(longest)
+        self.columns = 0
         self.rows: list[int] = []
         self._slots: dict[int, int] = {}
         self._capacity = 0
@@ -65,50 +93,60 @@ class Slab:
 
     def store(self, layer: int, keys: Tensor, values: Tensor, site: Site) -> tuple[Tensor, Tensor]:
         """Write a layer's new keys and values [n, heads, q, head_dim]; return all that the rows attend to."""
-        if layer not in self._layers:
-            self._layers[layer] = self._empty(keys), self._empty(values)
-        stores = self._layers[layer]
+        stores = self._layers.get(layer)
+        if stores is None:
+            stores = self._layers[layer] = self._empty(keys), self._empty(values)
         for store, new in zip(stores, (keys, values), strict=True):
-            flat = new.transpose(1, 2).flatten(0, 1)
-            store[site.to_slots, :, site.to_columns] = flat if site.chosen is None else flat[site.chosen]
+            flat = new.transpose(1, 2)  # [n, q, heads, head_dim]
+            if site.chosen is not None:
+                flat = flat.flatten(0, 1)[site.chosen]
+            size = new.shape[-1]
+            store.view(-1, size).index_copy_(0, site.places(new.shape[1], self.columns), flat.reshape(-1, size))
         return stores[0][site.slots, :, : site.end], stores[1][site.slots, :, : site.end]
 
-    def add(self, rows: Sequence[int]) -> None:
-        """Give each of ``rows`` a slot behind the live ones."""
-        self.reserve(len(rows))
+    def reserve(self, count: int, columns: int) -> None:
+        """Make room for ``count`` more rows, and for sequences of ``columns`` tokens, at once."""
+        rows = len(self.rows) + count
+        capacity = self._capacity if rows <= self._capacity else rows + rows // SLACK
+        self._resize(capacity, self.columns if columns <= self.columns else self._roomy(columns))
+
+    def trim(self, columns: int) -> None:
+        """Give memory back if much is spare, now that the longest sequence has ``columns`` tokens."""
+        rows, roomy = len(self.rows), self._roomy(columns)
+        if self._capacity * self.columns > SPARE * rows * roomy:
+            self._resize(rows, roomy)
+
+    def add(self, rows: Iterable[int]) -> None:
+        """Give each of ``rows`` a slot behind the live ones; room has been reserved."""
         for row in rows:
             self._slots[row] = len(self.rows)
             self.rows.append(row)
 
-    def reserve(self, count: int) -> None:
-        """Make room for ``count`` more rows at once, so that they can be added without growing again."""
-        needed = len(self.rows) + count
-        if needed > self._capacity:
-            self._resize(needed + needed // SLACK)
-
-    def adopt(self, row: int, source: Slab, length: int) -> None:
-        """Take over the first ``length`` columns of ``row`` from ``source``, where it has outgrown its class."""
-        self.add([row])
-        theirs, ours = source.slot(row), self.slot(row)
-        for layer, (keys, values) in source._layers.items():
+    def adopt(self, rows: Mapping[int, int], source: Slab) -> None:
+        """Take over ``rows``, and so many columns of each, from ``source``, which has no room for what they become."""
+        self.add(rows)
+        for layer, olds in source._layers.items():
             if layer not in self._layers:
-                self._layers[layer] = self._empty(keys), self._empty(values)
-            for store, old in zip(self._layers[layer], (keys, values), strict=True):
-                store[ours, :, :length] = old[theirs, :, :length]
-        source.remove(row)
+                self._layers[layer] = self._empty(olds[0]), self._empty(olds[1])
+            for store, old in zip(self._layers[layer], olds, strict=True):
+                for row, length in rows.items():
+                    store[self._slots[row], :, :length] = old[source._slots[row], :, :length]
+        source.remove(rows)
 
-    def remove(self, row: int) -> None:
-        """Free the slot of ``row``: the last live sequence moves into it."""
-        slot, last = self._slots.pop(row), len(self.rows) - 1
-        mover = self.rows.pop()
-        if slot != last:
-            self.rows[slot], self._slots[mover] = mover, slot
+    def remove(self, rows: Iterable[int]) -> None:
+        """Free the slots of ``rows``: the last live sequences move into them."""
+        gone = {self._slots.pop(row) for row in rows}
+        before, live = len(self.rows), len(self.rows) - len(gone)
+        holes = sorted(slot for slot in gone if slot < live)
+        movers = [slot for slot in range(live, before) if slot not in gone]
         for store in self._tensors():
-            if slot != last:
-                store[slot] = store[last]
-            store[last].zero_()
-        if 4 * len(self.rows) <= 3 * self._capacity:
-            self._resize(len(self.rows) + len(self.rows) // SLACK)
+            if holes:
+                store[holes] = store[movers]
+            store[live:before].zero_()
+        for hole, mover in zip(holes, movers, strict=True):
+            self.rows[hole] = self.rows[mover]
+            self._slots[self.rows[hole]] = hole
+        del self.rows[live:]
 
     def bring_forward(self, rows: Sequence[int], *, ordered: bool) -> None:
         """Permute so that ``rows`` hold the first slots, if ``ordered`` in this order; free when they do already."""
@@ -142,14 +180,27 @@ class Slab:
     def _empty(self, like: Tensor) -> Tensor:
         return like.new_zeros(self._capacity, like.shape[1], self.columns, like.shape[3])
 
-    def _resize(self, capacity: int) -> None:
-        self._capacity = capacity
-        live = min(len(self.rows), capacity)
-        for layer, stores in list(self._layers.items()):
-            grown = [self._empty(store) for store in stores]
-            for new, old in zip(grown, stores, strict=True):
-                new[:live] = old[:live]
-            self._layers[layer] = grown[0], grown[1]
+    def _roomy(self, columns: int) -> int:
+        return min(_aligned(columns + columns // HEADROOM), self.longest)
+
+    def _resize(self, capacity: int, columns: int) -> None:
+        if (capacity, columns) == (self._capacity, self.columns):
+            return
+        self._capacity, self.columns = capacity, columns
+        live = len(self.rows)
+        for layer in self._layers:  # one after the other, so that little is held twice
+            keys, values = self._layers[layer]
+            self._layers[layer] = self._resized(keys, live), self._resized(values, live)
+
+    def _resized(self, store: Tensor, live: int) -> Tensor:
+        kept = min(self.columns, store.shape[2])
+        new = self._empty(store)
+        new[:live, :, :kept] = store[:live, :, :kept]
+        return new
+
+
+def _aligned(columns: int) -> int:
+    return -(-columns // ALIGNMENT) * ALIGNMENT
 
 
 def run_of(slots: Sequence[int]) -> slice | None:

@@ -265,6 +265,7 @@ def test_unknown_rows_are_forgotten_without_complaint() -> None:
 
 def slab_with(rows: list[int]) -> Slab:
     slab = Slab(16)
+    slab.reserve(len(rows) + 3, 1)
     slab.add(rows)
     everywhere = Site(
         slice(0, len(rows)),
@@ -287,7 +288,7 @@ def first_keys(slab: Slab) -> list[float]:
 
 def test_live_rows_stay_at_the_front_of_a_slab() -> None:
     slab = slab_with([1, 2, 3, 4, 5])
-    slab.remove(2)
+    slab.remove([2])
     assert (slab.rows, first_keys(slab)) == ([1, 5, 3, 4], [1, 5, 3, 4])
     slab.bring_forward([4, 3], ordered=False)
     assert set(slab.rows[:2]) == {3, 4}
@@ -299,7 +300,7 @@ def test_live_rows_stay_at_the_front_of_a_slab() -> None:
 
 def test_a_row_that_outgrows_its_slab_takes_its_tokens_along() -> None:
     small, large = slab_with([1, 2, 3]), slab_with([7, 8])
-    large.adopt(2, small, 1)
+    large.adopt({2: 1}, small)
     assert (small.rows, first_keys(small)) == ([1, 3], [1, 3])
     assert (large.rows, first_keys(large)) == ([7, 8, 2], [7, 8, 2])
 
@@ -308,7 +309,7 @@ def test_a_nan_does_not_outlive_its_row() -> None:
     slab = slab_with([1, 2, 3])
     (keys, values) = slab._layers[0]
     keys[2], values[2] = torch.nan, torch.nan
-    slab.remove(3)
+    slab.remove([3])
     slab.add([4])
     assert first_keys(slab) == [1, 2, 0]
     assert slab._layers[0][1].isfinite().all()
