@@ -26,8 +26,9 @@ from oppo.errors import ModelError
 from oppo.hf.anatomy import longest
 from oppo.hf.ending import Decode, Ending
 from oppo.hf.incremental import Incremental
+from oppo.hf.noise import Noise
 from oppo.hf.prefill import Prefill
-from oppo.hf.sampling import DeviceSupport, draw, gumbel
+from oppo.hf.sampling import DeviceSupport, draw
 from oppo.support import Support
 
 if TYPE_CHECKING:
@@ -122,6 +123,7 @@ class Decoder:
         self.reader = Incremental(model, classes=(longest(model),), ordered=exact)  # all rows are stepped together
         self.version = 0
         self._sampling = sampling
+        self._noise = Noise(sampling.seed)
         self._ending = Ending(sampling, decode)
         self._exact = exact
         self._budget = prefill_tokens
@@ -195,9 +197,8 @@ class Decoder:
         """Append one token to each row; return the step and its tokens, int64 [n] on the model's device."""
         noise = None
         if self._sampling.temperature > 0:
-            places = torch.tensor([(*row.order, len(row.tokens)) for row in live], device=logits.device)
-            admission, sample, position = places.unbind(1)
-            noise = gumbel(self._sampling.seed, admission, sample, position, logits.shape[-1])
+            orders, positions = [row.order for row in live], [len(row.tokens) for row in live]
+            noise = self._noise(orders, positions, logits.shape[-1], logits.device)
         tokens, logprobs, support = draw(logits, noise, self._sampling, self._young(live, logits.device))
         host = torch.stack((tokens.double(), logprobs.double())).cpu().numpy()  # both exact in float64: one transfer
         if not np.isfinite(host[1]).all():

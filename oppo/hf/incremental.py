@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from oppo.errors import ModelError, ProtocolError
 from oppo.hf.anatomy import longest
 from oppo.hf.cache import Aim, SlabCache
-from oppo.hf.masks import Mask, Masks
+from oppo.hf.masks import Masks
 from oppo.hf.slabs import Site, Slab, index, run_of
 
 SHORTEST_CLASS = 64
@@ -37,7 +37,6 @@ class Lockstep:
         rows: in the order in which tokens come and outputs go.
         picks: int64 [n], that order's index of each row in the slab; ``None`` when the orders agree.
         room: no row may have more tokens.
-        level: whether all rows are of one length.
     """
 
     rows: list[int]
@@ -45,7 +44,6 @@ class Lockstep:
     site: Site
     picks: Tensor | None
     room: int
-    level: bool
 
     def goes_on(self, rows: Sequence[int]) -> bool:
         """Return whether ``rows`` are these, and have room for another token."""
@@ -166,6 +164,7 @@ class Incremental:
             ProtocolError: a row is named twice.
         """
         lockstep, groups = self._lockstep, list[tuple[Slab, list[int]]]()
+        self._lockstep = None
         if lockstep is None or not lockstep.goes_on(rows):
             groups = self._admitted(rows, [1] * len(rows), self._passes)
             lockstep = self._in_step(groups[0][0], rows) if len(groups) == 1 else None
@@ -270,7 +269,7 @@ class Incremental:
             to_columns=positions[real],
             chosen=chosen,
         )
-        return self._forward(slab, site, ids, positions, self._masks(positions, site.end), keep=keep)
+        return self._forward(slab, site, ids, positions, keep=keep)
 
     def _in_step(self, slab: Slab, rows: Sequence[int]) -> Lockstep:
         """Bring ``rows``, of one slab and with room for a token, to its front, where they can be stepped."""
@@ -281,7 +280,7 @@ class Incremental:
         site = Site(slice(0, len(front)), max(lengths) + 1, slots, index(lengths, device), None)
         place = {row: at for at, row in enumerate(rows)}
         picks = index([place[row] for row in front], device) if front != list(rows) else None
-        return Lockstep(list(rows), slab, site, picks, min(slab.columns, self.max_length), len(set(lengths)) == 1)
+        return Lockstep(list(rows), slab, site, picks, min(slab.columns, self.max_length))
 
     def _pass(self, lockstep: Lockstep, tokens: Tensor) -> Tensor:
         """Read one token for each row; return the outputs [n, D]."""
@@ -289,15 +288,14 @@ class Incremental:
         ids = tokens.to(site.to_columns.device)
         ids = ids if picks is None else ids[picks]
         positions = site.to_columns[:, None]
-        mask = self._masks.of_step(positions, site.end, level=lockstep.level)
-        out = self._forward(lockstep.slab, site, ids[:, None], positions, mask, keep=1)[:, 0]
+        out = self._forward(lockstep.slab, site, ids[:, None], positions, keep=1)[:, 0]
         return out if picks is None else out.index_copy(0, picks, out)
 
-    def _forward(self, slab: Slab, site: Site, ids: Tensor, positions: Tensor, mask: Mask, *, keep: int) -> Tensor:
+    def _forward(self, slab: Slab, site: Site, ids: Tensor, positions: Tensor, *, keep: int) -> Tensor:
         kept = {"logits_to_keep": keep} if self._keeps else {}
         output = self._model(
             input_ids=ids,
-            attention_mask=mask,
+            attention_mask=self._masks(positions, site.end),
             position_ids=positions,
             past_key_values=self._cache.at(slab, site),
             use_cache=True,

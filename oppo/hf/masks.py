@@ -16,8 +16,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 from oppo.errors import ModelRefused
 
 Attention: TypeAlias = Literal["sdpa", "eager"]
-Mask: TypeAlias = "Tensor | dict[str, Tensor] | None"
-"""For all layers, or for each kind of them; ``None``: every query may attend to every key."""
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
@@ -70,15 +68,6 @@ class Masks:
             )
         if not declared and getattr(text, "attention_chunk_size", None) is not None:
             raise ModelRefused(f"{type(model).__name__} attends in chunks, which cannot be served row by row")
-
-    def of_step(self, positions: Tensor, end: int, *, level: bool) -> Mask:
-        """Return the mask of one query for each row, at ``positions`` [n, 1]; none if they are ``level`` and see all.
-
-        Without a mask transformers attends to all keys when there is one query, under SDPA only, and only where no
-        window is near; kernels are then faster.
-        """
-        seen = level and not self._additive and (self._window is None or end < self._window)
-        return None if seen else self(positions, end)
 
     def __call__(self, positions: Tensor, end: int) -> Tensor | dict[str, Tensor]:
         """Return the mask [n, 1, q, end] of queries at ``positions`` (int64 [n, q]) over keys ``0 .. end``.

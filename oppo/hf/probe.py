@@ -44,18 +44,16 @@ PAST_WINDOW = 40
 LONG, MIDDLE, SHORT = 1, 2, 3
 READING: tuple[tuple[str, dict[int, int]], ...] = (
     ("extend", {MIDDLE: 9}),
-    ("extend", {SHORT: 4, LONG: 12}),
+    ("extend", {SHORT: 5, LONG: 12}),
     ("step", {SHORT: 1, LONG: 1, MIDDLE: 1}),
     ("step", {SHORT: 1, LONG: 1, MIDDLE: 1}),
     ("extend", {MIDDLE: 14, LONG: 9}),
     ("step", {MIDDLE: 1, SHORT: 1, LONG: 1}),
-    ("step", {SHORT: 1}),
     ("forget", {SHORT: 0}),
-    ("extend", {LONG: 22, MIDDLE: 15}),
-    ("step", {LONG: 1}),
-    ("step", {LONG: 1}),
+    ("extend", {LONG: 24, MIDDLE: 15}),
+    ("step", {MIDDLE: 1, LONG: 1}),
 )
-"""How the rows are read: ragged chunks, steps between them and alone, moves to longer classes, a row that leaves."""
+"""How the rows are read: ragged chunks, steps between them, moves to longer classes, a row that leaves."""
 
 
 def probe(model: PreTrainedModel, *, tolerance: float | None = None) -> None:
