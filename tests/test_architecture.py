@@ -41,6 +41,7 @@ LEAVES = frozenset(
         "rewards",
         "train",
         "evaluate",
+        "bench",
         "checkpoint",
         "resume",
         "interrupt",

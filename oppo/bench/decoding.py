@@ -1,0 +1,172 @@
+"""Our decoder beside ``model.generate``: the same prompts, lengths and weights, in turns, in one thread.
+
+Both make ``lengths[i]`` tokens for prompt ``i``, drawn from the whole distribution at temperature 1; ours with their
+log-probs. ``generate`` cannot let a row leave: it decodes all of them until the longest has ended, and what it makes
+beyond a row's length is not counted. So with equal lengths the figures compare decode steps, and with ragged ones whole
+batches of rollouts.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from oppo import observe
+from oppo.events import Prompt
+from oppo.hf.decoding import Decoder, DecodeStep, Row
+from oppo.models import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Occupancy:
+    """What the cache held over a run; looked at after each decode step.
+
+    Attributes:
+        allocated: the most bytes that keys and values ever took.
+        needed: the most bytes that the tokens read by then ever needed.
+        worst: the largest ratio of the two at any moment at which at least half of the peak was needed.
+    """
+
+    allocated: int
+    needed: int
+    worst: float
+
+
+@dataclass(frozen=True, slots=True)
+class DecodingComparison:
+    """What :func:`compare_decoding` found; figures in rounds' order, each round with one run of both.
+
+    Attributes:
+        batch: rows decoded together.
+        tokens: made by each of the two in each round.
+        ours: tokens a second of the decoder.
+        generate: tokens a second of ``model.generate``.
+        cache: what the decoder's cache took.
+    """
+
+    batch: int
+    tokens: int
+    ours: tuple[float, ...]
+    generate: tuple[float, ...]
+    cache: Occupancy
+
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        """How many times faster the decoder was, in each round."""
+        return tuple(a / b for a, b in zip(self.ours, self.generate, strict=True))
+
+    @property
+    def ratio(self) -> tuple[float, float, float]:
+        """Median, least and greatest of the ratios."""
+        return median(self.ratios), min(self.ratios), max(self.ratios)
+
+
+def lognormal_lengths(count: int, *, middle: int = 48, sigma: float = 1.0, cap: int = 384, seed: int = 0) -> list[int]:
+    """Return ``count`` lengths in 1 .. ``cap``, lognormal about the median ``middle``: as responses are."""
+    drawn = np.random.default_rng(seed).lognormal(np.log(middle), sigma, count)
+    return [int(length) for length in drawn.round().clip(1, cap)]
+
+
+def compare_decoding(
+    model: PreTrainedModel,
+    *,
+    lengths: Sequence[int],
+    prompts: Sequence[int],
+    rounds: int = 5,
+    threads: int = 1,
+    clock: Callable[[], float] = observe.now,
+) -> DecodingComparison:
+    """Return how fast ``model`` decodes here and in ``generate``, over rounds in which they take turns.
+
+    One more round before the first is not counted. The calling thread's intra-op thread count is restored.
+
+    Args:
+        model: a causal LM.
+        lengths: of the responses, one for each row of the batch.
+        prompts: their lengths; ``generate`` is given them padded on the left.
+        rounds: how often both run.
+        threads: intra-op threads of both.
+        clock: seconds. Beside other work on the same cores, ``time.thread_time`` with one thread tells more.
+
+    Raises:
+        ValueError: there are not as many prompts as lengths, or a prompt or length is below 1.
+    """
+    if len(prompts) != len(lengths) or min((*lengths, *prompts), default=0) < 1:
+        raise ValueError(
+            f"expected as many prompts as lengths, each of at least 1 token; got lengths {list(lengths)} and prompts "
+            f"{list(prompts)}"
+        )
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        contest = _Contest(model, lengths, prompts)
+        contest.ours()
+        contest.generate()
+        ours, generate = list[float](), list[float]()
+        for _ in range(rounds):
+            for run, seconds in ((contest.ours, ours), (contest.generate, generate)):
+                start = clock()
+                run()
+                seconds.append(clock() - start)
+    finally:
+        torch.set_num_threads(before)
+    total = sum(lengths)
+    speeds = [tuple(total / second for second in seconds) for seconds in (ours, generate)]
+    return DecodingComparison(len(lengths), total, speeds[0], speeds[1], contest.occupancy())
+
+
+class _Contest:
+    """The two ways to decode the same rows."""
+
+    def __init__(self, model: PreTrainedModel, lengths: Sequence[int], prompts: Sequence[int]) -> None:
+        generator = np.random.default_rng(0)
+        vocabulary = int(model.config.get_text_config().vocab_size)
+        self._lengths = lengths
+        self._prompts = [generator.integers(0, vocabulary, length).astype(np.int32) for length in prompts]
+        self._model = model
+        self._decoder = Decoder(model, sampling=Sampling(max_new_tokens=max(lengths)), exact=False, prefill_tokens=2048)
+        width = max(prompts)
+        self._ids = torch.zeros(len(prompts), width, dtype=torch.int64, device=model.device)
+        self._mask = torch.zeros_like(self._ids)
+        for row, tokens in enumerate(self._prompts):
+            self._ids[row, width - len(tokens) :] = torch.from_numpy(tokens)
+            self._mask[row, width - len(tokens) :] = 1
+
+    def ours(self, watch: Callable[[DecodeStep], None] = lambda made: None) -> None:
+        """Decode all rows to their lengths, each of which leaves then."""
+        rows = [
+            Row(number, Prompt(number, number, tokens), length)
+            for number, (tokens, length) in enumerate(zip(self._prompts, self._lengths, strict=True))
+        ]
+        self._decoder.run(rows, lambda ended: False, threading.Event(), watch)
+
+    def generate(self) -> None:
+        """Let transformers decode all rows to the longest length."""
+        longest = max(self._lengths)
+        generate: Callable[..., object] = self._model.generate
+        generate(
+            self._ids,
+            attention_mask=self._mask,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=longest,
+            min_new_tokens=longest,
+            pad_token_id=0,
+            eos_token_id=None,
+        )
+
+    def occupancy(self) -> Occupancy:
+        """Decode once more, and look at the cache after each decode step."""
+        seen = list[tuple[int, int]]()
+        self.ours(lambda made: seen.append(self._decoder.reader.memory()))
+        peak = max(needed for _, needed in seen)
+        worst = max(allocated / needed for allocated, needed in seen if 2 * needed >= peak)
+        return Occupancy(max(allocated for allocated, _ in seen), peak, worst)
