@@ -41,7 +41,6 @@ LEAVES = frozenset(
         "rewards",
         "train",
         "evaluate",
-        "bench",
         "checkpoint",
         "resume",
         "interrupt",
