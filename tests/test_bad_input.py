@@ -154,8 +154,8 @@ import oppo.train
 
 loading = oppo.train.prepare
 
-def prepare(*arguments):
-    session = loading(*arguments)
+def prepare(*arguments, **options):
+    session = loading(*arguments, **options)
     with open("/proc/self/statm") as file:
         size = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + ROOM, size + ROOM))
