@@ -6,7 +6,16 @@ Everything here is importable without torch; the models live in :mod:`oppo.hf`, 
 :mod:`oppo.testing`.
 """
 
-from oppo.admission import Admission, AdmitView, CutView, Overcommit, Synchronous
+from oppo.admission import (
+    Admission,
+    AdmitView,
+    CutView,
+    Observation,
+    Overcommit,
+    SlopeAdaptive,
+    Synchronous,
+    TailAdaptive,
+)
 from oppo.chunking import ChunkSize, Fixed, WholeRollout
 from oppo.errors import OppoError
 from oppo.estimators import AdaptiveKL, FixedKL
@@ -52,6 +61,7 @@ __all__ = [
     "Given",
     "Graph",
     "GraphBuilder",
+    "Observation",
     "OppoError",
     "Overcommit",
     "Piece",
@@ -67,11 +77,13 @@ __all__ = [
     "Scored",
     "Scorer",
     "Sender",
+    "SlopeAdaptive",
     "Step",
     "StepReport",
     "Stream",
     "Support",
     "Synchronous",
+    "TailAdaptive",
     "Thread",
     "Trained",
     "Trainer",

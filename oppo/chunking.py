@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import Protocol
 
-from oppo.events import StepReport
+from oppo.admission.observation import Observation
 
 
 class ChunkSize(Protocol):
@@ -15,7 +15,7 @@ class ChunkSize(Protocol):
     def size(self) -> int:
         """Tokens in a chunk, at least 1; asked at the start of a step."""
 
-    def observe(self, report: StepReport) -> None:
+    def observe(self, seen: Observation) -> None:
         """Learn from a step that is over."""
 
 
@@ -33,7 +33,7 @@ class Fixed:
         """Return the fixed size."""
         return self.tokens
 
-    def observe(self, report: StepReport) -> None:
+    def observe(self, seen: Observation) -> None:
         """Learn nothing."""
 
 
@@ -45,5 +45,5 @@ class WholeRollout:
         """Return more tokens than any response has."""
         return sys.maxsize
 
-    def observe(self, report: StepReport) -> None:
+    def observe(self, seen: Observation) -> None:
         """Learn nothing."""

@@ -11,11 +11,12 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from oppo.errors import GraphError
 from oppo.graph.channel import Receiver, Sender
+from oppo.observe import Span
 
 A_contra = TypeVar("A_contra", contravariant=True)
 B_contra = TypeVar("B_contra", contravariant=True)
@@ -92,17 +93,26 @@ class AnyStage(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One execution of a graph.
+    """One execution of a graph, as one of its stages is told of it.
+
+    ``spans`` and ``measures`` are one board that the stages of an execution share: whoever measures something puts it
+    there, and whoever makes the result or is told of it may read there. It is complete when ``observe`` is called.
 
     Attributes:
         index: ordinal in the run, from 0.
         remaining: how many executions were asked for, this one and those after it.
         started: loop time, in seconds.
+        stage: name of the stage that is told.
+        spans: when the stages worked, on the loop's clock; each names its stage as its track.
+        measures: numbers worth reporting, by name.
     """
 
     index: int
     remaining: int
     started: float
+    stage: str = ""
+    spans: list[Span] = field(default_factory=list)
+    measures: dict[str, float] = field(default_factory=dict)
 
 
 @runtime_checkable

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -82,7 +83,7 @@ class Run(Generic[O]):
         for node in self._topology.nodes:
             if isinstance(node.stage, Stepwise):
                 with self._hook("begin", node.name, step):
-                    node.stage.begin(step)
+                    node.stage.begin(replace(step, stage=node.name))
         self._execution = execution
         try:
             results = await execution.run()

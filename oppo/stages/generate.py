@@ -10,13 +10,15 @@ from typing import Any, Self
 
 import anyio
 
-from oppo.admission import Admission
+from oppo.admission import Admission, Telling
 from oppo.chunking import ChunkSize, Fixed
 from oppo.errors import ProtocolError
 from oppo.events import Chunk, Defer, Finish, FinishReason, Prompt, Response, RolloutEvent, StepReport
 from oppo.graph import Receiver, Sender, Stateful, Step
 from oppo.models import Decode, Policy
+from oppo.observe import Span
 from oppo.stages.ledger import Ledger, Unit
+from oppo.stages.measure import DECODE, Decoding, Progress, observation
 from oppo.stages.parked import Parked
 
 
@@ -67,7 +69,8 @@ class Generate:
         self._ledger = Ledger(self.admission)
         self._flights: dict[int, Flight] = {}
         self._restored: list[Parked] = []
-        self._remaining = 1
+        self._step = Step(0, 1, 0.0)
+        self._progress = Progress()
 
     async def __aenter__(self) -> Self:
         return self
@@ -114,12 +117,13 @@ class Generate:
 
     def begin(self, step: Step) -> None:
         """Learn how many steps are left, so that nothing is admitted that could not be trained."""
-        self._remaining = step.remaining
+        self._step, self._progress = step, Progress()
 
     def observe(self, report: StepReport) -> None:
-        """Pass a finished step on to the controllers."""
-        self.admission.observe(report)
-        self.chunks.observe(report)
+        """Tell the controllers what a finished step showed."""
+        seen = observation(report, self._progress, self._step.spans)
+        self.admission.observe(seen)
+        self.chunks.observe(seen)
 
     async def run(self, prompts: Receiver[Prompt], /, *, out: Sender[RolloutEvent]) -> None:
         """Run one step's generation, up to its cut."""
@@ -132,17 +136,22 @@ class Generate:
         live = [flight for flight in self._flights.values() if flight.reason is None]
         if live and not self._ledger.is_cut():
             size = self.chunks.size()
+            measured, start = Decoding(self._flights.values()), anyio.current_time()
             decoding = self.policy.decoding([flight.decode for flight in live], self._ledger.finished)
             async with decoding, anyio.create_task_group() as readers:
                 for flight in live:
                     readers.start_soon(self._read, flight, size, out, name=f"read rollout {flight.prompt.rollout}")
+            self._step.spans.append(Span(self._step.stage, DECODE, start, anyio.current_time()))
+            self._progress = measured.progress()
         for unit in self._ledger.end():
             for prompt in unit.prompts:
                 await self._announce(self._flights[prompt.rollout], out)
                 await out.send(Defer(prompt.rollout, unit.age))
 
     async def _take(self, prompts: Receiver[Prompt]) -> list[tuple[Prompt, ...]]:
-        wanted = self._ledger.wanted(self._remaining)
+        wanted = self._ledger.wanted(self._step.remaining)
+        if isinstance(self.admission, Telling):
+            self._step.measures.update(self.admission.figures())
         groups: list[tuple[Prompt, ...]] = []
         if wanted:
             async for prompt in prompts:

@@ -8,9 +8,12 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
+import anyio
+
 from oppo.events import Chunk, Defer, Drop, Finish, Given, Prompt, RolloutEvent, Scored
-from oppo.graph import Receiver, Sender
+from oppo.graph import Receiver, Sender, Step
 from oppo.models import Follower, Scorer
+from oppo.observe import Span
 
 T = TypeVar("T")
 
@@ -46,6 +49,7 @@ class Score(Generic[T]):
 
     scorer: Scorer[T | Drop]
     _sessions: dict[int, Session] = field(default_factory=dict, init=False, repr=False)
+    _step: Step = field(default=Step(0, 1, 0.0), init=False, repr=False)
 
     async def __aenter__(self) -> Self:
         return self
@@ -55,6 +59,10 @@ class Score(Generic[T]):
     ) -> None:
         """Forget every session."""
         await self._forget(list(self._sessions))
+
+    def begin(self, step: Step) -> None:
+        """Learn where to note when the scorer worked."""
+        self._step = step
 
     async def run(self, rollout: Receiver[RolloutEvent], /, *, out: Sender[Scored[T] | Drop]) -> None:
         """Score one step's finished rollouts."""
@@ -68,7 +76,7 @@ class Score(Generic[T]):
             await self._extend([event for event in growing if event.rollout in urgent])
             if finished:
                 await self._replay(finished)
-                with _scoring(finished):
+                with self._scoring("finish", finished):
                     values = await self.scorer.finish(finished)
                 for event, value in zip(finished, values, strict=True):
                     del self._sessions[event.rollout]
@@ -88,7 +96,7 @@ class Score(Generic[T]):
         for wave in waves(events):
             parts = [event for event in wave if self._accepts(event)]
             if parts:
-                with _scoring(parts):
+                with self._scoring("extend", parts):
                     await self.scorer.extend(parts)
                 for part in parts:
                     self._sessions[part.rollout].length += len(part.tokens)
@@ -116,15 +124,16 @@ class Score(Generic[T]):
         if known:
             await self.scorer.forget(known)
 
-
-@contextmanager
-def _scoring(events: Sequence[Prompt | Chunk | Given | Finish]) -> Iterator[None]:
-    """Name the rollouts in an error."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(f"while scoring rollouts {[event.rollout for event in events]}")
-        raise
+    @contextmanager
+    def _scoring(self, label: str, events: Sequence[Prompt | Chunk | Given | Finish]) -> Iterator[None]:
+        """Note when the scorer worked; name the rollouts in an error."""
+        start = anyio.current_time()
+        try:
+            yield
+        except Exception as error:
+            error.add_note(f"while scoring rollouts {[event.rollout for event in events]}")
+            raise
+        self._step.spans.append(Span(self._step.stage, label, start, anyio.current_time()))
 
 
 def waves(events: Sequence[Prompt | Chunk | Given]) -> Iterator[list[Prompt | Chunk | Given]]:

@@ -80,6 +80,7 @@ class Update:
                         **batch.metrics,
                         **composition(batch, version),
                         **trained.metrics,
+                        **self._step.measures,
                         "timing_s/rollouts": scored - self._step.started,
                         "timing_s/update": updated - scored,
                         "timing_s/publish": end - updated,

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from oppo.admission import AdmitView, CutView, Overcommit, Synchronous
+from oppo.admission import AdmitView, CutView, Observation, Overcommit, Synchronous
 from oppo.errors import AdmissionError, ProtocolError
-from oppo.events import Prompt, StepReport
+from oppo.events import Prompt
 from oppo.stages.ledger import Ledger, Unit
 
 pytestmark = pytest.mark.schedules
@@ -174,7 +174,7 @@ class Greedy:
     def cut(self, view: CutView) -> bool:
         return False
 
-    def observe(self, report: StepReport) -> None:
+    def observe(self, seen: Observation) -> None:
         pass
 
 

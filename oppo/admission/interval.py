@@ -1,0 +1,80 @@
+"""How many decode steps lie between two cuts, for any number of extra units: the law behind overcommit.
+
+With B units in a batch, S the probability that a response is longer than x tokens, N decode steps between two cuts and
+M = ``max_deferrals``, the units admitted k steps ago are at k N + x tokens after x decode steps. Then there remain
+
+    parked(x)  = B * sum over k = 0 .. M-1 of S(k N + x)      that may be carried once more
+    overdue(x) = B * S(M N + x)                               that may not
+
+in the mean. Units end independently of one another, so the numbers that remain are nearly Poisson distributed. A step
+lasts until at most Delta units remain and nobody overdue does; so its expected length is
+
+    N(Delta) = integral over x >= 0 of  1 - P[Poisson(parked(x)) <= Delta] * P[Poisson(overdue(x)) = 0]
+
+which is solved for N. At Delta = 0 it is the expected longest of a batch. Without a bound on deferrals and without the
+spread of the Poisson distribution it is the law ``B * sum over k >= 1 of S(k N) = Delta``.
+
+By Little's law B new units a step and Delta carried ones make a mean lag of Delta / B steps.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from oppo.admission.survival import FloatVector, Survival
+
+GRID = 256
+"""Points at which a step's end is looked for."""
+
+TABLE = 4096
+"""Points at which the survival function is tabulated."""
+
+ROUNDS = 16
+"""Halvings of the bracket of N: its error is below ``longest / 2**16``."""
+
+
+def cut_intervals(survival: Survival, batch: int, most: int, max_deferrals: int) -> FloatVector:
+    """Return the expected decode steps between two cuts for ``extra`` = 0 .. ``most``, float64 [most + 1].
+
+    Args:
+        survival: of the length of a unit.
+        batch: units in a full batch.
+        most: the largest ``extra`` of interest.
+        max_deferrals: the cut waits for units of this age.
+    """
+    longest = survival.longest
+    table = np.append(survival(np.linspace(0.0, longest, TABLE, endpoint=False, dtype=np.float64)), 0.0)
+    width = longest / GRID
+    after = (np.arange(GRID) + 0.5) * width
+
+    def remaining(tokens: FloatVector) -> FloatVector:
+        """Return the units of one step's admission that are longer than so many tokens."""
+        places = np.minimum(tokens * (TABLE / longest), TABLE).astype(np.int64)
+        left: FloatVector = batch * table[places]
+        return left
+
+    def expected(interval: FloatVector) -> FloatVector:
+        """Return how long a step lasts whose forerunners lasted ``interval``, for each ``extra``."""
+        ages = np.arange(max_deferrals)[:, None, None] * interval[:, None]
+        parked = remaining(ages + after).sum(0)
+        overdue = remaining(max_deferrals * interval[:, None] + after)
+        lasts: FloatVector = (1 - _at_most(parked) * np.exp(-overdue)).sum(1) * width
+        return lasts
+
+    low, high = np.zeros(most + 1), np.full(most + 1, longest)
+    for _ in range(ROUNDS):  # a longer interval leaves less to do: where the two meet there is one solution
+        middle = (low + high) / 2
+        longer = expected(middle) > middle
+        low, high = np.where(longer, middle, low), np.where(longer, high, middle)
+    intervals: FloatVector = np.maximum(1.0, (low + high) / 2)
+    return intervals
+
+
+def _at_most(means: FloatVector) -> FloatVector:
+    """Return the probability that a Poisson variable is at most r, for row r of its means, in their shape."""
+    probability = np.exp(-means)
+    total = probability.copy()
+    for count in range(1, len(means)):
+        probability = probability * means / count
+        total[count:] += probability[count:]
+    return total

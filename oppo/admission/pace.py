@@ -1,0 +1,101 @@
+"""What a step's time consists of, learned from a few steps: decoding, scoring, the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from oppo.admission.observation import Observation
+from oppo.admission.survival import FloatVector
+
+RIDGE = 1e-3
+"""How strongly the two costs of decoding are drawn to their prior, in parts of the mean square of the data."""
+
+PER_STEP = 0.8
+"""Prior: the part of decoding that is paid for each decode step; the other part is paid for each token."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScorerPace:
+    """What one scorer needs for a step's batch, in seconds.
+
+    Attributes:
+        busy: all its work; a step is no shorter, however short its decoding is.
+        tail: what is left to do when decoding ends, however long it was.
+    """
+
+    busy: float
+    tail: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Predicts the seconds of a step: ``max(decode + tail, busy) + rest`` with the slowest scorer's tail and busy.
+
+    Attributes:
+        step: seconds for each decode step.
+        token: seconds for each token of a unit, with a whole batch of them.
+        scorers: of each scorer.
+        rest: seconds of everything else: advantages, update, publishing.
+    """
+
+    step: float
+    token: float
+    scorers: tuple[ScorerPace, ...]
+    rest: float
+
+    def seconds(self, decode_steps: FloatVector, mean_length: float) -> FloatVector:
+        """Return the predicted seconds of steps of so many decode steps each, in their shape."""
+        decode = self.step * decode_steps + self.token * mean_length
+        ready = decode
+        for scorer in self.scorers:
+            ready = np.maximum(ready, np.maximum(decode + scorer.tail, scorer.busy))
+        return ready + self.rest
+
+
+def pace(window: Sequence[Observation], batch: int) -> Pace:
+    """Return what the steps in the window say; they have all decoded something.
+
+    Args:
+        window: observations, in any order.
+        batch: units in a full batch.
+    """
+    step, token = decode_costs(window, batch)
+    return Pace(step, token, scorer_paces(window), float(np.mean([seen.rest_seconds for seen in window])))
+
+
+def decode_costs(window: Sequence[Observation], batch: int) -> tuple[float, float]:
+    """Return the seconds for each decode step, and for each token of a unit: a ridge regression, neither negative."""
+    steps = np.array([seen.decode_steps for seen in window], np.float64)
+    tokens = np.array([seen.tokens for seen in window], np.float64) / batch
+    seconds = np.array([seen.decode_seconds for seen in window], np.float64)
+    inputs = np.stack((steps, tokens), axis=1)
+    a_step = float(seconds.sum() / steps.sum())
+    prior = np.array([PER_STEP * a_step, (1 - PER_STEP) * a_step * steps.mean() / tokens.mean()])
+    pull = RIDGE * np.square(inputs).sum(0).mean() * np.eye(2)
+    fitted = prior + np.linalg.solve(inputs.T @ inputs + pull, inputs.T @ (seconds - inputs @ prior))
+    if fitted[0] < 0:
+        return 0.0, float(seconds.sum() / tokens.sum())
+    if fitted[1] < 0:
+        return a_step, 0.0
+    return float(fitted[0]), float(fitted[1])
+
+
+def scorer_paces(window: Sequence[Observation]) -> tuple[ScorerPace, ...]:
+    """Return what each scorer needs, in the mean.
+
+    Work after the end of decoding has one of two causes. The scorer had more to do than decoding lasted, and was busy
+    all along: a longer step would have hidden that. Or it was not yet possible, although the scorer was idle before:
+    that will be the same at any length of a step. So the tail is what was done afterwards, times the part of the
+    decoding time in which the scorer was idle.
+    """
+    busy: dict[str, list[float]] = {}
+    tail: dict[str, list[float]] = {}
+    for seen in window:
+        for scoring in seen.scoring:
+            idle = max(0.0, 1 - scoring.before / seen.decode_seconds) if seen.decode_seconds > 0 else 1.0
+            busy.setdefault(scoring.stage, []).append(scoring.busy)
+            tail.setdefault(scoring.stage, []).append(scoring.after * idle)
+    return tuple(ScorerPace(float(np.mean(busy[stage])), float(np.mean(tail[stage]))) for stage in busy)

@@ -1,0 +1,114 @@
+"""What controllers are told: from the flights of a step and the spans on its board to one observation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Protocol
+
+from oppo.admission import Observation, Scoring
+from oppo.events import FinishReason, Prompt, StepReport
+from oppo.observe import Span
+
+DECODE = "decode"
+"""Label of the span in which rollouts are decoded."""
+
+LAST = "finish"
+"""Label of the spans at whose end values are known."""
+
+
+class Growing(Protocol):
+    """A rollout in flight, as far as it is measured."""
+
+    @property
+    def prompt(self) -> Prompt:
+        """Says which unit it belongs to."""
+
+    @property
+    def length(self) -> int:
+        """Tokens so far."""
+
+    @property
+    def reason(self) -> FinishReason | None:
+        """Why it ended, if it has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What was decoded in a step; the fields are those of :class:`oppo.Observation`."""
+
+    decode_steps: int = 0
+    tokens: int = 0
+    finished: tuple[int, ...] = ()
+    capped: int = 0
+    parked: tuple[int, ...] = ()
+
+
+class Decoding:
+    """Measures a step's decoding: made when it begins, asked when it has ended.
+
+    Args:
+        flights: every rollout in flight, units together; rollouts that are complete only count as part of their unit.
+    """
+
+    def __init__(self, flights: Iterable[Growing]) -> None:
+        ordered = sorted(flights, key=lambda flight: flight.prompt.rollout)
+        units = [list(unit) for _, unit in groupby(ordered, key=lambda flight: flight.prompt.admission)]
+        self._units: list[list[Growing]] = [unit for unit in units if any(flight.reason is None for flight in unit)]
+        self._before = {flight.prompt.rollout: flight.length for unit in self._units for flight in unit}
+
+    def progress(self) -> Progress:
+        """Return what has come of the rollouts since."""
+        gains = [flight.length - self._before[flight.prompt.rollout] for unit in self._units for flight in unit]
+        longest = [max(unit, key=lambda flight: flight.length) for unit in self._units]
+        done = [all(flight.reason is not None for flight in unit) for unit in self._units]
+        ended = [flight for flight, complete in zip(longest, done, strict=True) if complete]
+        return Progress(
+            decode_steps=max(gains, default=0),
+            tokens=sum(gains),
+            finished=tuple(flight.length for flight in ended),
+            capped=sum(flight.reason == "length" for flight in ended),
+            parked=tuple(flight.length for flight, complete in zip(longest, done, strict=True) if not complete),
+        )
+
+
+def observation(report: StepReport, progress: Progress, spans: Sequence[Span]) -> Observation:
+    """Return what a step that is over showed.
+
+    Args:
+        report: of the step.
+        progress: of its decoding.
+        spans: when its decoder and its scorers worked; what a scorer did after its last value is not counted, since
+            nobody waited for it.
+    """
+    decoding = next((span for span in spans if span.label == DECODE), None)
+    scored = [span for span in spans if span.label != DECODE]
+    ends = {span.track: span.end for span in scored if span.label == LAST}
+    begin = decoding.start if decoding else min((span.start for span in scored), default=0.0)
+    cut = decoding.end if decoding else begin
+    ready = max([cut, *ends.values()])
+    return Observation(
+        step=report.index,
+        seconds=report.seconds,
+        decode_seconds=cut - begin,
+        decode_steps=progress.decode_steps,
+        tokens=progress.tokens,
+        finished=progress.finished,
+        capped=progress.capped,
+        parked=progress.parked,
+        scoring=tuple(_scoring(scored, stage, cut, end) for stage, end in sorted(ends.items())),
+        rest_seconds=max(0.0, report.seconds - (ready - begin)),
+        score=report.score,
+        mismatch_kl=report.metrics.get("mismatch/kl"),
+        effective_samples=report.metrics.get("mismatch/effective_samples"),
+    )
+
+
+def _scoring(spans: Iterable[Span], stage: str, cut: float, end: float) -> Scoring:
+    mine = [span for span in spans if span.track == stage and span.end <= end]
+    return Scoring(
+        stage,
+        before=sum(max(0.0, min(span.end, cut) - span.start) for span in mine),
+        after=sum(max(0.0, span.end - max(span.start, cut)) for span in mine),
+    )

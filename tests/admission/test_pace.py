@@ -1,0 +1,61 @@
+"""What a step's time consists of, found again from steps whose parts are known."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from oppo.admission import Observation, Scoring
+from oppo.admission.pace import Pace, ScorerPace, decode_costs, pace, scorer_paces
+
+
+def seen(decode_steps: int, tokens: int, *scoring: Scoring, decode: float = 10.0, rest: float = 1.0) -> Observation:
+    return Observation(
+        0, decode_steps=decode_steps, tokens=tokens, decode_seconds=decode, scoring=scoring, rest_seconds=rest
+    )
+
+
+def test_the_costs_of_steps_and_of_tokens_are_told_apart() -> None:
+    random = np.random.default_rng(0)
+    window = [
+        seen(steps, tokens, decode=0.02 * steps + 0.01 * tokens / 64)
+        for steps, tokens in zip(
+            random.integers(300, 900, 8).tolist(), random.integers(9_000, 14_000, 8).tolist(), strict=True
+        )
+    ]
+    assert decode_costs(window, batch=64) == pytest.approx((0.02, 0.01), rel=0.05)
+
+
+def test_like_steps_leave_the_prior_as_it_is_and_the_sum_as_measured() -> None:
+    window = [seen(500, 6_400, decode=10.0)] * 4
+    step, token = decode_costs(window, batch=64)
+    assert step * 500 + token * 100 == pytest.approx(10.0, rel=0.001)
+    assert step * 500 == pytest.approx(8.0, rel=0.05)
+
+
+def test_neither_cost_is_negative() -> None:
+    falling = [seen(100, 2_000, decode=1.0), seen(100, 1_000, decode=2.0), seen(100, 500, decode=3.0)]
+    assert decode_costs(falling, batch=10) == pytest.approx((0.02, 0.0))
+    rising = [seen(300, 1_000, decode=0.5), seen(200, 2_000, decode=2.0), seen(100, 3_000, decode=3.5)]
+    assert decode_costs(rising, batch=10) == pytest.approx((0.0, 0.01))
+
+
+def test_a_scorer_that_waits_for_the_cut_has_a_tail_that_stays() -> None:
+    assert scorer_paces([seen(9, 9, Scoring("ref_logp", 0.0, 3.0))]) == (ScorerPace(3.0, 3.0),)
+
+
+def test_a_scorer_that_is_busy_all_along_has_a_floor_and_no_tail() -> None:
+    (reward,) = scorer_paces([seen(9, 9, Scoring("reward", 10.0, 25.0))])
+    assert reward == ScorerPace(35.0, 0.0)
+
+
+def test_a_step_is_as_long_as_its_slowest_scorer() -> None:
+    parts = Pace(step=0.01, token=0.0, scorers=(ScorerPace(4.0, 0.5), ScorerPace(2.0, 2.0)), rest=1.0)
+    decode_steps = np.array([1_000.0, 300.0, 100.0])
+    assert parts.seconds(decode_steps, mean_length=50.0) == pytest.approx([10 + 2 + 1, 3 + 2 + 1, 4 + 1])
+
+
+def test_without_scorers_there_is_decoding_and_the_rest() -> None:
+    parts = pace([seen(500, 640, decode=10.0, rest=3.0)] * 3, batch=64)
+    assert parts.scorers == ()
+    assert parts.seconds(np.array([500.0]), 10.0) == pytest.approx([13.0], rel=0.01)

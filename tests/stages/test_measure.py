@@ -1,0 +1,125 @@
+"""What controllers are told of a step: from spans and flights, and through a whole graph in virtual time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from oppo.admission import AdmitView, CutView, Observation, Overcommit, Scoring
+from oppo.events import FinishReason, Prompt, StepReport
+from oppo.observe import Span
+from oppo.stages.measure import Decoding, Progress, observation
+from oppo.testing import run_virtual
+from tests.pipelines import Pipeline, Setting
+
+
+@dataclass
+class Flying:
+    """A rollout in flight."""
+
+    prompt: Prompt
+    length: int = 0
+    reason: FinishReason | None = None
+
+
+def flying(rollout: int, unit: int, length: int = 0, reason: FinishReason | None = None) -> Flying:
+    return Flying(Prompt(rollout, unit, np.zeros(1, np.int32), group=unit), length, reason)
+
+
+def report(seconds: float, **metrics: float) -> StepReport:
+    named = {name.replace("_per_", "/"): value for name, value in metrics.items()}
+    return StepReport(4, 5, (), (), (), 0.25, seconds, named)
+
+
+def test_lengths_are_those_of_units_and_gains_those_of_rollouts() -> None:
+    flights = [flying(0, 0, 30), flying(1, 0, 90, "eos"), flying(2, 1), flying(3, 1), flying(4, 2, 7, "eos")]
+    decoding = Decoding(flights)
+    for flight, length, reason in ((0, 50, "stop"), (2, 20, "length"), (3, 15, None)):
+        flights[flight].length, flights[flight].reason = length, reason  # type: ignore[assignment]  # one of the reasons
+    assert decoding.progress() == Progress(decode_steps=20, tokens=55, finished=(90,), capped=0, parked=(20,))
+
+
+def test_seconds_are_told_apart_by_the_cut_and_by_what_was_waited_for() -> None:
+    spans = [
+        Span("reward", "extend", 1.0, 3.0),
+        Span("generate", "decode", 2.0, 10.0),
+        Span("reward", "extend", 9.0, 11.0),
+        Span("reward", "finish", 11.0, 12.0),
+        Span("reward", "extend", 12.0, 40.0),  # parked rollouts, while the update runs: nobody waits for it
+        Span("ref_logp", "finish", 10.0, 15.0),
+    ]
+    seen = observation(report(20.0, mismatch_per_kl=0.5), Progress(decode_steps=9), spans)
+    assert seen == Observation(
+        step=4,
+        seconds=20.0,
+        decode_seconds=8.0,
+        decode_steps=9,
+        scoring=(Scoring("ref_logp", 0.0, 5.0), Scoring("reward", 3.0, 2.0)),
+        rest_seconds=7.0,
+        score=0.25,
+        mismatch_kl=0.5,
+    )
+
+
+@dataclass
+class Watching:
+    """Overcommit that keeps what it is told."""
+
+    batch: int
+    extra: int
+    max_deferrals: int = 2
+    seen: list[Observation] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._rule = Overcommit(self.batch, self.extra, self.max_deferrals)
+
+    def admit(self, view: AdmitView) -> int:
+        return self._rule.admit(view)
+
+    def cut(self, view: CutView) -> bool:
+        return self._rule.cut(view)
+
+    def observe(self, seen: Observation) -> None:
+        self.seen.append(seen)
+
+
+def watched(setting: Setting) -> tuple[Pipeline, list[Observation]]:
+    pipeline = Pipeline(setting)
+    watching = Watching(setting.batch, setting.extra)
+    pipeline.generate.admission = watching
+    pipeline.generate.__post_init__()
+    run_virtual(pipeline.run)
+    return pipeline, watching.seen
+
+
+def test_a_run_tells_what_happened_to_the_second() -> None:
+    setting = Setting(lengths=(5, 9, 3, 30, 8), batch=4, extra=1, steps=2, reward=0.002, per_call=0.001, update=0.5)
+    pipeline, (first, second) = watched(setting)
+    assert (first.decode_steps, first.tokens) == (9, 5 + 9 + 3 + 9 + 8)
+    assert first.finished == (5, 9, 3, 8)
+    assert first.parked == (9,)
+    assert first.decode_seconds == pytest.approx(0.09)
+    assert second.tokens == sum(second.finished) + sum(second.parked) - 9
+    for seen, step in zip((first, second), pipeline.reports, strict=True):
+        assert [each.stage for each in seen.scoring] == ["ref_logp", "reward", "value"]
+        assert seen.seconds == step.seconds
+        assert seen.rest_seconds == pytest.approx(0.5)
+        assert seen.score == step.score
+        slowest = max(each.after for each in seen.scoring)
+        assert seen.seconds == pytest.approx(seen.decode_seconds + slowest + seen.rest_seconds)
+
+
+def test_what_overcommit_decided_is_among_the_metrics() -> None:
+    pipeline = Pipeline(Setting(extra=2))
+    run_virtual(pipeline.run)
+    assert [step.metrics["deferral/extra"] for step in pipeline.reports] == [2.0, 2.0, 2.0]
+
+
+def test_what_was_seen_survives_as_json() -> None:
+    for seen in watched(Setting(extra=2))[1]:
+        assert Observation.from_json(seen.as_json()) == seen
+    nothing = Observation.from_json(Observation(3).as_json())
+    assert nothing.step == 3
+    assert np.isnan(nothing.score)
