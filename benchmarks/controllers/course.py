@@ -1,0 +1,148 @@
+"""One run of one controller in one regime: the real graph of stages, from prompts to updates."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import anyio
+import numpy as np
+
+from benchmarks.controllers.models import PacedPolicy, PacedScorer, PacedTrainer
+from benchmarks.controllers.regimes import Costs, Engine, Regime
+from oppo.admission import Admission
+from oppo.chunking import Fixed
+from oppo.events import Finish, FloatArray, Prompt, RolloutEvent, StepReport, merge_chunks, rollout_of
+from oppo.graph import Graph, GraphBuilder, Receiver, Sender
+from oppo.stages import GAE, Generate, Score, Update
+from oppo.testing import run_virtual
+
+GRAIN = 8
+"""Tokens that a fake token stands for: the lengths are eighths, each decode step takes eight times as long."""
+
+CHUNK = 256
+"""Tokens in a chunk."""
+
+
+@dataclass(eq=False)
+class Held:
+    """Passes a step's events on when decoding is over: for models that share the actor's devices."""
+
+    async def run(self, rollout: Receiver[RolloutEvent], /, *, out: Sender[RolloutEvent]) -> None:
+        """Wait for the end, then send everything."""
+        for event in [event async for event in rollout]:
+            await out.send(event)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run came to, its first steps left out.
+
+    Attributes:
+        seconds: of a step, in the mean, until the next could begin.
+        lag: versions between a rollout's first token and its update, in the mean.
+        longest_lag: the largest.
+        extra: the controller's choice, in the mean.
+        predicted: what it predicted for the step, over what the step took, both in the mean; NaN without prediction.
+        spread: root mean square of single predictions' relative errors.
+        extras: the choices, step by step.
+    """
+
+    seconds: float
+    lag: float
+    longest_lag: int
+    extra: float
+    predicted: float
+    spread: float
+    extras: tuple[int, ...]
+
+
+@dataclass(eq=False)
+class Course:
+    """A graph of paced models.
+
+    Attributes:
+        steps: of the run.
+        skipped: of those, the first ones that do not count.
+    """
+
+    regime: Regime
+    engine: Engine
+    admission: Admission
+    steps: int = 120
+    skipped: int = 20
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        costs, regime = Costs(self.regime, self.engine), self.regime
+        tokens = regime.lengths((self.steps + 1) * regime.batch, self.seed)
+        self._lengths = np.maximum(1, np.round(tokens / GRAIN)).astype(np.int64).tolist()
+        self._noise = np.random.default_rng(self.seed + 999).standard_normal(self.steps + 1) * 0.1
+        prompt = regime.prompt
+
+        def reading(start: int, stop: int) -> float:
+            first = 0 if start == 0 else prompt + GRAIN * start  # the prompt is read with the first chunk
+            return costs.reading(first, prompt + GRAIN * stop) if stop else 0.0
+
+        self.policy = PacedPolicy(
+            lambda prompt_: self._lengths[prompt_.admission],
+            lambda rows, context, steps: costs.decoding(rows, GRAIN * context + rows * prompt, GRAIN * steps),
+            stride=CHUNK // GRAIN,
+            cap=regime.cap // GRAIN,
+        )
+        self.trainer = PacedTrainer(lambda lengths: costs.training(GRAIN * lengths), self.engine.publish)
+        self.reward = PacedScorer(
+            lambda event: self._score(), reading if regime.reward else None, call=self.engine.call
+        )
+        self.reference = PacedScorer(_zeros, finishing=lambda lengths: costs.forward(GRAIN * lengths))
+        self.critic = PacedScorer(_zeros)
+
+    def graph(self) -> Graph[StepReport]:
+        """Return the graph: the reward model reads along, the reference and the critic wait for the cut."""
+        capacity = 4 * self.regime.batch
+        g: GraphBuilder[Prompt] = GraphBuilder("ppo", capacity=capacity, merge=merge_chunks, key=rollout_of)
+        rollout = g.add("generate", Generate(self.policy, self.admission, Fixed(CHUNK // GRAIN)), g.prompts)
+        held = g.add("held", Held(), rollout)
+        ref = g.add("ref_logp", Score(self.reference), held)
+        score = g.add("reward", Score(self.reward), rollout)
+        value = g.add("value", Score(self.critic), held)
+        batch = g.add("advantage", GAE(), rollout, ref, score, value)
+        return g.build(g.add("update", Update(self.trainer, publish=[self.policy]), batch))
+
+    def run(self) -> Outcome:
+        """Run it in virtual time."""
+        return run_virtual(self._run)
+
+    async def _run(self) -> Outcome:
+        reports: list[StepReport] = []
+        ends: list[float] = []
+        prompts = [Prompt(n, n, np.zeros(1, np.int32), group=n) for n in range(len(self._lengths))]
+        async with self.graph().open(prompts) as run:
+            async for report in run.steps(self.steps):
+                reports.append(report)
+                ends.append(anyio.current_time())
+        # The last steps admit no more than can be trained: they are no steps like the others.
+        last = self.steps - 1 - self.admission.max_deferrals
+        counted = reports[self.skipped : last]
+        lags = [lag for step in self.trainer.lags[self.skipped : last] for lag in step]
+        seconds = np.diff(ends)[self.skipped - 1 : last - 1]
+        predicted = np.array([report.metrics.get("deferral/predicted_seconds", math.nan) for report in counted])
+        extras = tuple(int(report.metrics["deferral/extra"]) for report in reports)
+        return Outcome(
+            seconds=float(seconds.mean()),
+            lag=float(np.mean(lags)),
+            longest_lag=max(lags),
+            extra=float(np.mean(extras[self.skipped : last])),
+            predicted=float(predicted.mean() / seconds.mean()),
+            spread=float(np.sqrt(np.mean((predicted / seconds - 1) ** 2))),
+            extras=extras,
+        )
+
+    def _score(self) -> float:
+        """Return a score that rises to a plateau; the noise is of the step's mean."""
+        step = self.trainer.version
+        return 4.1 * (1 - math.exp(-step / 100)) + float(self._noise[min(step, self.steps)])
+
+
+def _zeros(event: Finish) -> FloatArray:
+    return np.zeros(len(event.response), np.float32)
