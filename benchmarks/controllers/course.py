@@ -26,11 +26,11 @@ CHUNK = 256
 
 @dataclass(eq=False)
 class Held:
-    """Passes a step's events on when decoding is over: for models that share the actor's devices."""
+    """Passes a step's finished rollouts on when decoding is over: for models that share the actor's devices."""
 
     async def run(self, rollout: Receiver[RolloutEvent], /, *, out: Sender[RolloutEvent]) -> None:
-        """Wait for the end, then send everything."""
-        for event in [event async for event in rollout]:
+        """Wait for the end, then send every ``Finish``: it holds all that a scorer needs."""
+        for event in [event async for event in rollout if isinstance(event, Finish)]:
             await out.send(event)
 
 

@@ -19,8 +19,8 @@ from oppo.errors import AdmissionError
 WARMUP = 3
 """Steps that are only watched, with nothing deferred."""
 
-MARGIN = 0.01
-"""Part of the priced time that a move must gain: the estimates are not better than that."""
+MARGIN = 0.015
+"""Costs within this part of the lowest count as equal: the estimates are not better than that."""
 
 RISE = 4
 """``extra`` at most doubles in a step, but may always rise by this many units."""
@@ -28,7 +28,7 @@ RISE = 4
 
 @dataclass
 class TailAdaptive:
-    """Chooses ``extra`` from a prediction of the step's time for each of its values (see SIMULATION in the docs).
+    """Chooses ``extra`` from a prediction of the step's time for each of its values (``docs/controllers.md``).
 
     From the last ``window`` steps it estimates the survival function of the lengths (Kaplan-Meier: parked responses
     are censored), the seconds for each decode step and each token, what every scorer needs, and the rest. From these
@@ -38,9 +38,9 @@ class TailAdaptive:
         cost(Delta) = seconds(Delta) * (1 + price * brake * Delta / B)
         brake       = max(1, mismatch KL / kl_target, ess_target / effective sample size)
 
-    and the cheapest Delta is taken: at once if it is lower, at most doubling if it is higher. Because all of the curve
-    is looked at, a plateau before a gain (many responses at the cap) does not stop it, and where a scorer or the
-    update takes the time it defers nothing, since nothing would be gained.
+    and the least Delta is taken whose cost is within 1.5 % of the lowest: at once if it is less than the present one, at
+    most doubling if it is more. Because all of the curve is looked at, a plateau before a gain (many responses at the
+    cap) does not stop it, and where a scorer or the update takes the time it defers nothing, since nothing is gained.
 
     Attributes:
         batch: units in a full batch.
@@ -152,10 +152,9 @@ class TailAdaptive:
         return brake
 
     def _chosen(self, cost: FloatVector) -> int:
-        best = int(np.argmin(cost))
-        if not cost[best] < (1 - MARGIN) * cost[self.extra]:
-            return self.extra
-        return min(best, self.extra + max(RISE, self.extra))
+        """Return the least ``extra`` that is as good as the best, but not too far above the present one."""
+        equal = np.flatnonzero(cost <= (1 + MARGIN) * cost.min())
+        return min(int(equal[0]), self.extra + max(RISE, self.extra))
 
 
 def _mean(measured: Sequence[float | None]) -> float | None:

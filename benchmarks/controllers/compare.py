@@ -1,0 +1,132 @@
+"""Which controllers run in which regimes, and what of it is kept: one file of results that a later run adds to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.controllers.course import Course, Outcome
+from benchmarks.controllers.regimes import ENGINES, REGIMES, Regime
+from oppo.admission import Admission, Overcommit, SlopeAdaptive, TailAdaptive
+
+RESULTS = Path(__file__).with_name("results.json")
+
+FIXED = (0, 4, 8, 16)
+"""Values of Delta on the frontier."""
+
+STEPS, SKIPPED = 80, 15
+
+CONTROLLERS: dict[str, Callable[[int], Admission]] = {
+    "tail": TailAdaptive,
+    "text": lambda batch: SlopeAdaptive(batch, rule="text"),
+    "algorithm 1": lambda batch: SlopeAdaptive(batch, rule="algorithm1"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One run.
+
+    Attributes:
+        controller: a name of :data:`CONTROLLERS`, or ``fixed N``.
+    """
+
+    engine: str
+    regime: str
+    controller: str
+
+    def admission(self, batch: int) -> Admission:
+        """Return a new controller."""
+        if self.controller.startswith("fixed "):
+            return Overcommit(batch, int(self.controller.removeprefix("fixed ")))
+        return CONTROLLERS[self.controller](batch)
+
+    def run(self) -> Outcome:
+        """Return what came of it."""
+        regime = regime_named(self.regime)
+        return Course(regime, ENGINES[self.engine], self.admission(regime.batch), STEPS, SKIPPED).run()
+
+
+def regime_named(name: str) -> Regime:
+    """Return the regime of that name."""
+    return next(regime for regime in REGIMES if regime.name == name)
+
+
+def cells(engine: str) -> Iterator[Cell]:
+    """Yield what there is to run, what matters most first."""
+    for controller in (*(f"fixed {extra}" for extra in FIXED), *CONTROLLERS):
+        for regime in REGIMES:
+            yield Cell(engine, regime.name, controller)
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How a controller fares in one regime, against fixed Delta.
+
+    Attributes:
+        speed: seconds of a step with Delta = 0, over its own.
+        frontier: the speed of a fixed Delta of the same lag, interpolated between those that were run.
+    """
+
+    regime: str
+    speed: float
+    lag: float
+    frontier: float
+    outcome: Outcome
+
+
+class Results:
+    """All outcomes so far, by cell."""
+
+    def __init__(self, outcomes: dict[Cell, Outcome]) -> None:
+        self.outcomes = outcomes
+
+    @classmethod
+    def load(cls, path: Path = RESULTS) -> Results:
+        """Return what the file holds; nothing if there is none."""
+        if not path.exists():
+            return cls({})
+        records = json.loads(path.read_text(encoding="utf-8"))
+        return cls({Cell(**record["cell"]): outcome_of(record["outcome"]) for record in records})
+
+    def save(self, path: Path = RESULTS) -> None:
+        """Write the file."""
+        records = [{"cell": asdict(cell), "outcome": asdict(outcome)} for cell, outcome in self.outcomes.items()]
+        path.write_text("[\n" + ",\n".join(json.dumps(record) for record in records) + "\n]\n", encoding="utf-8")
+
+    def frontier(self, engine: str, regime: str) -> list[tuple[float, float]]:
+        """Return lag and speed of each fixed Delta, by rising lag."""
+        fixed = [self.outcomes[Cell(engine, regime, f"fixed {extra}")] for extra in FIXED]
+        return sorted((outcome.lag, fixed[0].seconds / outcome.seconds) for outcome in fixed)
+
+    def standings(self, engine: str, controller: str) -> list[Standing]:
+        """Return how a controller fares in every regime it was run in."""
+        found = []
+        for regime in REGIMES:
+            outcome = self.outcomes.get(Cell(engine, regime.name, controller))
+            if outcome is None:
+                continue
+            frontier = self.frontier(engine, regime.name)
+            speed = self.outcomes[Cell(engine, regime.name, "fixed 0")].seconds / outcome.seconds
+            at_its_lag = float(np.interp(outcome.lag, *zip(*frontier, strict=True)))
+            found.append(Standing(regime.name, speed, outcome.lag, at_its_lag, outcome))
+        return found
+
+
+def outcome_of(record: dict[str, object]) -> Outcome:
+    """Return the outcome that a record of the file holds."""
+    return Outcome(**{**record, "extras": tuple(record["extras"])})  # type: ignore[arg-type]  # as it was written
+
+
+def mean_speed(standings: Sequence[Standing]) -> float:
+    """Return the geometric mean of the speeds."""
+    return float(np.exp(np.mean([np.log(each.speed) for each in standings])))
+
+
+def mean_lag(standings: Sequence[Standing]) -> float:
+    """Return the arithmetic mean of the lags; the geometric one would be 0 as soon as one of them is."""
+    return float(np.mean([each.lag for each in standings]))

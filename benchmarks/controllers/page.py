@@ -1,0 +1,3 @@
+"""x"""
+from benchmarks.controllers.compare import Results
+def write(results: Results, engines: list[str]) -> None: ...
