@@ -58,6 +58,8 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "step.batch": ("rollout batch size, B", "batch_size"),
     "step.extra": ("overcommit, Delta", ""),
     "step.max_deferrals": ("staleness bound", ""),
+    "step.admission": ("overcommit controller", ""),
+    "step.lag_price": ("price of staleness", ""),
     "step.chunk": ("chunk size", ""),
     "step.kl": ("KL coefficient, beta", "kl_coef"),
     "step.kl_in": ("KL as reward or as loss", ""),

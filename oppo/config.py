@@ -28,6 +28,7 @@ Positive: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count: TypeAlias = Annotated[int, Field(ge=0)]
 Seed: TypeAlias = Annotated[int, Field(ge=0, lt=2**63, description="whole number; the run's own when absent")]
 Name: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+AdmissionName: TypeAlias = Literal["overcommit", "adaptive", "slope", "slope-algorithm1"]
 Filled: TypeAlias = Annotated[str, Field(min_length=1)]
 
 _FUNCTION = re.compile(r"^(?P<file>.+\.py):(?P<function>[^:/\\]+)$")
@@ -168,10 +169,20 @@ class StepSection(Section):
     """``[step]``: the schedule of a step and the shape of its reward (see :class:`oppo.stages.GAE`)."""
 
     batch: PositiveInt = Field(default=32, description="rollouts trained in a step")
-    extra: Count = Field(
-        default=0, description="rollouts kept in flight beyond the batch; 0: no rollout is ever carried over"
+    extra: Count | None = Field(
+        default=None,
+        description="rollouts kept in flight beyond the batch, or the most of them where `admission` adapts their "
+        "number; when absent 0 (no rollout is ever carried over), or a quarter of the batch",
     )
     max_deferrals: PositiveInt = Field(default=2, description="a rollout carried over this often is waited for")
+    admission: AdmissionName = Field(
+        default="overcommit",
+        description="how many are kept in flight: `overcommit` always `extra`; `adaptive` as many as save time at the "
+        "price of their lag; `slope` and `slope-algorithm1` more while the score rises (the paper's two rules)",
+    )
+    lag_price: NonNegative = Field(
+        default=1.0, description="what a mean lag of one step costs `adaptive`, in parts of a step's time"
+    )
     chunk: PositiveInt | Literal["whole"] = Field(default=32, description="tokens streamed to the scorers at a time")
     kl: NonNegative = Field(default=0.05, description="coefficient of the KL penalty (its first value when adaptive)")
     kl_in: Literal["reward", "loss"] = Field(
@@ -192,7 +203,7 @@ class StepSection(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> StepSection:
-        if self.extra > self.batch:
+        if self.extra is not None and self.extra > self.batch:
             raise ValueError(
                 f"extra must be at most batch ({self.batch}), so that overdue rollouts fit; got {self.extra}"
             )

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Self
 import anyio
 from rich.console import Console
 
-from oppo.admission import Overcommit
+from oppo.admission import Admission, Overcommit, SlopeAdaptive, TailAdaptive
+from oppo.admission.slope import SlopeRule
 from oppo.checkpoint import Checkpoint, Checkpoints
 from oppo.chunking import Fixed, WholeRollout
 from oppo.config import Settings, StepSection, trainer_settings
@@ -154,7 +155,7 @@ def compose(settings: Settings, assembly: Assembly) -> Graph[StepReport]:
         reward=assembly.reward,
         critic=assembly.critic,
         trainer=assembly.trainer,
-        admission=Overcommit(batch=step.batch, extra=step.extra, max_deferrals=step.max_deferrals),
+        admission=admission_of(step),
         chunks=WholeRollout() if step.chunk == "whole" else Fixed(step.chunk),
         kl=reward_kl(step),
         kl_estimator=step.kl_estimator,
@@ -170,6 +171,17 @@ def compose(settings: Settings, assembly: Assembly) -> Graph[StepReport]:
         max_nonfinite=settings.run.max_nonfinite,
         dump=partial(dump_batch, folder=settings.run_directory / NONFINITE),
     )
+
+
+def admission_of(step: StepSection) -> Admission:
+    """Return the policy that ``step.admission`` names."""
+    if step.admission == "overcommit":
+        return Overcommit(step.batch, step.extra or 0, step.max_deferrals)
+    most = step.batch // 4 if step.extra is None else step.extra
+    if step.admission == "adaptive":
+        return TailAdaptive(step.batch, price=step.lag_price, max_deferrals=step.max_deferrals, most=most)
+    rule: SlopeRule = "text" if step.admission == "slope" else "algorithm1"
+    return SlopeAdaptive(step.batch, rule=rule, most=most, max_deferrals=step.max_deferrals)
 
 
 def reward_kl(step: StepSection) -> float | AdaptiveKL:

@@ -16,7 +16,10 @@ def main(engines: list[str]) -> None:
             if cell not in results.outcomes:
                 results.outcomes[cell] = outcome = cell.run()
                 results.save()
-                print(f"{cell}: {outcome.seconds:.2f} s, lag {outcome.lag:.3f}, predicted {outcome.predicted:.3f}", flush=True)
+                print(
+                    f"{cell}: {outcome.seconds:.2f} s, lag {outcome.lag:.3f}, predicted {outcome.predicted:.3f}",
+                    flush=True,
+                )
     write(results, engines)
 
 

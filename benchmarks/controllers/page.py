@@ -1,3 +1,165 @@
-"""x"""
-from benchmarks.controllers.compare import Results
-def write(results: Results, engines: list[str]) -> None: ...
+"""``docs/controllers.md`` and its figure, from the results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+from pathlib import Path
+
+from benchmarks.controllers.compare import CONTROLLERS, FIXED, Results, Standing, mean_lag, mean_speed
+from benchmarks.controllers.regimes import REGIMES
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+COLOURS = {"tail": "#dc2626", "text": "#2563eb", "algorithm 1": "#7c3aed"}
+_WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 190, 130, 44, 40, 62
+
+PREFACE = """\
+# Controllers of overcommit, compared
+
+Made by `python -m benchmarks.controllers` from `benchmarks/controllers/results.json`: do not edit. Every figure comes
+from the real graph of stages (`Generate`, `Score`, `GAE`, `Update`) with models of cost in virtual time. **Nothing was
+measured on a device**; the costs are in `benchmarks/controllers/regimes.py`, and the lengths are assumptions. Ratios
+within one engine are meant, not seconds.
+
+*Speed* is against the same run with nothing deferred, which streams already. *Lag* is the mean number of versions
+between a rollout's first token and its update; it comes out as Delta / B (Little's law). Deferrals are bounded by 2 for
+all. *Frontier* is the speed over that of a fixed Delta with the same lag, interpolated: more than 1 means that no fixed
+Delta in between does as well.
+
+![speed against lag](controllers.svg)
+"""
+
+AFTERWORD = """\
+## How `TailAdaptive` decides
+
+It estimates the survival function S of the lengths from the last 8 steps (Kaplan and Meier; what is parked is
+censored), and the seconds for each decode step and token, each scorer's work, and the rest. For each Delta from 0 to
+B / 4 the decode steps N between two cuts solve
+
+    N(Delta) = integral over x >= 0 of  1 - P[Poisson(parked(x)) <= Delta] * P[Poisson(overdue(x)) = 0]
+    parked(x) = B * sum over k < max_deferrals of S(k N + x),    overdue(x) = B * S(max_deferrals * N + x)
+
+and the predicted step is `max(decode + tail, busy)` of the slowest scorer, plus the rest. The least Delta is taken
+whose `seconds * (1 + price * Delta / B)` is within 1.5 % of the lowest.
+
+## How `SlopeAdaptive` decides
+
+As the OPPO paper writes it, once in its text and once, differently, in its Algorithm 1: by the sign of the score's
+slope over 10 steps. The sum of the differences telescopes, so that two noisy scores decide. On a plateau `extra`
+wanders around the middle of its range and does not decay; where scoring, the update or the cap takes the time it pays
+lag for nothing.
+
+## Where `TailAdaptive` does not win
+
+"""
+
+ALWAYS = """\
+- In one stationary regime with a Delta that somebody has tuned already it ties: no rule that varies Delta beats the
+  best constant.
+- The window is 8 steps: lengths that change faster are met too late. Small batches (B = 32) make single predictions
+  noisy.
+"""
+
+
+def write(results: Results, engines: Sequence[str]) -> None:
+    """Write the page and its figure, which is of the first engine."""
+    (DOCS / "controllers.svg").write_text(figure(results, engines[0]), encoding="utf-8")
+    (DOCS / "controllers.md").write_text(page(results, engines), encoding="utf-8")
+
+
+def page(results: Results, engines: Sequence[str]) -> str:
+    """Return the page."""
+    shown = [part for engine in engines for part in tables(results, engine)]
+    return "\n".join([PREFACE, *shown, AFTERWORD + losses(results, engines[0])])
+
+
+def tables(results: Results, engine: str) -> Iterator[str]:
+    """Yield the tables of one engine."""
+    names = [*(f"fixed {extra}" for extra in FIXED), *CONTROLLERS]
+    standings = {name: results.standings(engine, name) for name in names}
+    yield f"## In the mean of the eight regimes, engine `{engine}`\n"
+    yield "| controller | speed (geometric mean) | lag (mean) | largest lag |\n|---|---|---|---|"
+    for name, each in standings.items():
+        worst = max(one.outcome.longest_lag for one in each)
+        yield f"| {name} | {mean_speed(each):.3f} | {mean_lag(each):.3f} | {worst} |"
+    yield f"\n## `TailAdaptive` by regime, engine `{engine}`\n"
+    yield (
+        "| regime | speed, fixed 8 | lag, fixed 8 | speed | lag | mean Delta | frontier | predicted / realised | "
+        "error of one prediction |\n|---|---|---|---|---|---|---|---|---|"
+    )
+    for fixed, tail in zip(standings["fixed 8"], standings["tail"], strict=True):
+        out = tail.outcome
+        yield (
+            f"| {tail.regime} | {fixed.speed:.3f} | {fixed.lag:.3f} | {tail.speed:.3f} | {tail.lag:.3f} "
+            f"| {out.extra:.1f} | {tail.speed / tail.frontier:.3f} | {out.predicted:.3f} | {out.spread:.0%} |"
+        )
+    yield ""
+
+
+def losses(results: Results, engine: str) -> str:
+    """Return, line by line, where it is slower than a fixed Delta of 8 or behind the frontier."""
+    lines = []
+    for fixed, tail in zip(results.standings(engine, "fixed 8"), results.standings(engine, "tail"), strict=True):
+        lines += list(_lost(fixed, tail))
+    return "\n".join([*lines, ALWAYS])
+
+
+def _lost(fixed: Standing, tail: Standing) -> Iterator[str]:
+    if tail.speed < 0.995 * fixed.speed:
+        yield (
+            f"- {tail.regime}: {1 - tail.speed / fixed.speed:.1%} slower than fixed 8, at lag {tail.lag:.3f} instead "
+            f"of {fixed.lag:.3f}: the price declines it."
+        )
+    if tail.speed < 0.995 * tail.frontier:
+        yield f"- {tail.regime}: {1 - tail.speed / tail.frontier:.1%} behind a fixed Delta of the same lag."
+
+
+def figure(results: Results, engine: str) -> str:
+    """Return a panel for each regime as SVG: the frontier of fixed Delta, and where the controllers lie."""
+    panels = [
+        f'<g transform="translate({_LEFT + k % 4 * (_WIDTH + _GAP)} {_TOP + k // 4 * (_HEIGHT + _GAP)})">'
+        f"{panel(results, engine, regime.name)}</g>"
+        for k, regime in enumerate(REGIMES)
+    ]
+    width, height = 4 * (_WIDTH + _GAP), 2 * (_HEIGHT + _GAP) + _TOP
+    legend = [f'<text x="{_LEFT}" y="14" fill="#555">-- fixed Delta {", ".join(map(str, FIXED))}</text>']
+    for k, name in enumerate(CONTROLLERS):
+        x = _LEFT + 190 + 110 * k
+        legend.append(f'<circle cx="{x}" cy="10" r="4" fill="{COLOURS[name]}"/><text x="{x + 9}" y="14">{name}</text>')
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
+        f'font-size="11"><rect width="100%" height="100%" fill="white"/>{"".join(legend)}{"".join(panels)}</svg>\n'
+    )
+
+
+def panel(results: Results, engine: str, regime: str) -> str:
+    """Return one panel: lag to the right, speed upwards."""
+    fixed = results.frontier(engine, regime)
+    points = {
+        name: (each.lag, each.speed)
+        for name in CONTROLLERS
+        for each in results.standings(engine, name)
+        if each.regime == regime
+    }
+    right = max(lag for lag, _ in [*fixed, *points.values()]) * 1.05
+    top = max(1.1, *(speed for _, speed in [*fixed, *points.values()]))
+
+    def at(lag: float, speed: float) -> str:
+        return f"{lag / right * _WIDTH:.1f} {_HEIGHT - (speed - 0.95) / (top - 0.95) * _HEIGHT:.1f}"
+
+    line = "L".join(at(*point) for point in fixed)
+    marks = "".join(_dot(at(*point), "#555", 2.5) for point in fixed)
+    marks += "".join(_dot(at(*point), COLOURS[name], 4) for name, point in points.items())
+    return (
+        f'<text y="-8" font-weight="600">{escape(regime)}</text><rect width="{_WIDTH}" height="{_HEIGHT}" fill="none" '
+        f'stroke="#ccc"/><path d="M{line}" fill="none" stroke="#555" stroke-dasharray="4 3"/>{marks}'
+        f'<text x="-4" y="8" text-anchor="end">{top:.2f}</text><text x="-4" y="{_HEIGHT}" text-anchor="end">0.95</text>'
+        f'<text y="{_HEIGHT + 14}">0</text><text x="{_WIDTH}" y="{_HEIGHT + 14}" text-anchor="end">{right:.2f}</text>'
+        f'<text x="{_WIDTH / 2}" y="{_HEIGHT + 14}" text-anchor="middle">mean lag</text>'
+    )
+
+
+def _dot(place: str, colour: str, radius: float) -> str:
+    x, y = place.split()
+    return f'<circle cx="{x}" cy="{y}" r="{radius}" fill="{colour}"/>'
