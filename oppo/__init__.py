@@ -16,7 +16,7 @@ from oppo.admission import (
     Synchronous,
     TailAdaptive,
 )
-from oppo.chunking import ChunkSize, Fixed, WholeRollout
+from oppo.chunking import ChunkSize, Fixed, Tuned, WholeRollout
 from oppo.errors import OppoError
 from oppo.estimators import AdaptiveKL, FixedKL
 from oppo.events import (
@@ -87,6 +87,7 @@ __all__ = [
     "Thread",
     "Trained",
     "Trainer",
+    "Tuned",
     "Update",
     "Weights",
     "WholeRollout",

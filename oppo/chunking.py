@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol, cast
 
-from oppo.admission.observation import Observation
+from oppo.admission.observation import Json, Observation
+
+FIRST_PROBE = 2
+"""Steps before the first probe: the first ones of a run are slow for reasons of their own."""
 
 
 class ChunkSize(Protocol):
@@ -47,3 +51,93 @@ class WholeRollout:
 
     def observe(self, seen: Observation) -> None:
         """Learn nothing."""
+
+
+@dataclass
+class Tuned:
+    """Tries some sizes now and then and keeps the fastest until the next time (OPPO, arXiv 2509.25762).
+
+    In every probe each candidate has ``trials`` steps, in turns, so that none of them is measured in one stretch. They
+    are compared by seconds for each generated token, over all of a candidate's steps: the seconds of a step alone would
+    follow the lengths of its responses. Candidates are parts of the length cap, since a chunk is long or short beside
+    the responses it cuts up. With a cut between tokens and a cheap reward model they hardly differ: this pays where
+    scoring is slow or each chunk costs much.
+
+    Attributes:
+        cap: the longest response, in tokens.
+        parts: the candidates, as parts of the cap; their middle one is used until the first probe.
+        every: steps from the beginning of one probe to that of the next.
+        trials: steps for each candidate in a probe.
+
+    Raises:
+        ValueError: there is no candidate, a part lies outside of 0 .. 1, or a probe does not fit into ``every``.
+
+    Example:
+        >>> Tuned(cap=2048).candidates
+        (128, 256, 512)
+    """
+
+    cap: int
+    parts: tuple[float, ...] = (1 / 16, 1 / 8, 1 / 4)
+    every: int = 50
+    trials: int = 3
+    _size: int = field(init=False, repr=False)
+    _step: int = field(default=-FIRST_PROBE, init=False, repr=False)
+    _seconds: dict[int, float] = field(default_factory=dict, init=False, repr=False)
+    _tokens: dict[int, int] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.cap < 1 or self.trials < 1:
+            raise ValueError(f"cap and trials must be at least 1, not {self.cap} and {self.trials}")
+        if not self.parts or not all(0 < part <= 1 for part in self.parts):
+            raise ValueError(f"parts must be some numbers above 0 and up to 1, not {self.parts}")
+        if self.every < self.trials * len(self.candidates):
+            raise ValueError(
+                f"a probe takes {self.trials} steps for each of {len(self.candidates)} candidates, so every must be at "
+                f"least {self.trials * len(self.candidates)}, not {self.every}"
+            )
+        self._size = self.candidates[len(self.candidates) // 2]
+
+    @property
+    def candidates(self) -> tuple[int, ...]:
+        """The sizes that are tried, ascending."""
+        return tuple(sorted({max(1, round(part * self.cap)) for part in self.parts}))
+
+    def size(self) -> int:
+        """Return the candidate whose turn it is in a probe, else the fastest of the last one."""
+        return self._size if self._trial is None else self.candidates[self._trial % len(self.candidates)]
+
+    def observe(self, seen: Observation) -> None:
+        """Take a step into account; one that decoded nothing says nothing of chunks, and is not counted."""
+        if not seen.tokens:
+            return
+        if self._trial is not None:
+            size = self.size()
+            self._seconds[size] = self._seconds.get(size, 0.0) + seen.seconds
+            self._tokens[size] = self._tokens.get(size, 0) + seen.tokens
+        self._step += 1
+        if self._trial is None and self._tokens:
+            self._size = min(self._tokens, key=lambda size: self._seconds[size] / self._tokens[size])
+            self._seconds, self._tokens = {}, {}
+
+    def figures(self) -> Mapping[str, float]:
+        """Return the size of the step at hand."""
+        return {"overlap/chunk": float(self.size())}
+
+    def state_dict(self) -> dict[str, Json]:
+        """Return the size that was kept, and how far a probe has come."""
+        seconds: dict[str, Json] = {str(size): value for size, value in self._seconds.items()}
+        tokens: dict[str, Json] = {str(size): value for size, value in self._tokens.items()}
+        return {"size": self._size, "step": self._step, "seconds": seconds, "tokens": tokens}
+
+    def load_state_dict(self, state: Mapping[str, Json]) -> None:
+        """Go on from what :meth:`state_dict` returned."""
+        self._size, self._step = cast("int", state["size"]), cast("int", state["step"])
+        self._seconds = {int(size): value for size, value in cast("dict[str, float]", state["seconds"]).items()}
+        self._tokens = {int(size): value for size, value in cast("dict[str, int]", state["tokens"]).items()}
+
+    @property
+    def _trial(self) -> int | None:
+        """Ordinal of the step in the probe at hand, if one is under way."""
+        at = self._step % self.every
+        return at if self._step >= 0 and at < self.trials * len(self.candidates) else None

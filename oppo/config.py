@@ -183,7 +183,11 @@ class StepSection(Section):
     lag_price: NonNegative = Field(
         default=1.0, description="what a mean lag of one step costs `adaptive`, in parts of a step's time"
     )
-    chunk: PositiveInt | Literal["whole"] = Field(default=32, description="tokens streamed to the scorers at a time")
+    chunk: PositiveInt | Literal["whole", "tuned"] = Field(
+        default=32,
+        description="tokens streamed to the scorers at a time; `whole`: each response when it has ended; `tuned`: a "
+        "part of `max_new_tokens` that is tried out every 50 steps",
+    )
     kl: NonNegative = Field(default=0.05, description="coefficient of the KL penalty (its first value when adaptive)")
     kl_in: Literal["reward", "loss"] = Field(
         default="reward", description="whether the KL penalty is part of the reward, or of the loss"

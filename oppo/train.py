@@ -17,7 +17,7 @@ from rich.console import Console
 from oppo.admission import Admission, Overcommit, SlopeAdaptive, TailAdaptive
 from oppo.admission.slope import SlopeRule
 from oppo.checkpoint import Checkpoint, Checkpoints
-from oppo.chunking import Fixed, WholeRollout
+from oppo.chunking import ChunkSize, Fixed, Tuned, WholeRollout
 from oppo.config import Settings, StepSection, trainer_settings
 from oppo.data import PromptStream, digest, read_prompts, silent
 from oppo.errors import ConfigError, DataError, HangError
@@ -156,7 +156,7 @@ def compose(settings: Settings, assembly: Assembly) -> Graph[StepReport]:
         critic=assembly.critic,
         trainer=assembly.trainer,
         admission=admission_of(step),
-        chunks=WholeRollout() if step.chunk == "whole" else Fixed(step.chunk),
+        chunks=chunks_of(step, settings.sampling.max_new_tokens),
         kl=reward_kl(step),
         kl_estimator=step.kl_estimator,
         gamma=step.gamma,
@@ -182,6 +182,13 @@ def admission_of(step: StepSection) -> Admission:
         return TailAdaptive(step.batch, price=step.lag_price, max_deferrals=step.max_deferrals, most=most)
     rule: SlopeRule = "text" if step.admission == "slope" else "algorithm1"
     return SlopeAdaptive(step.batch, rule=rule, most=most, max_deferrals=step.max_deferrals)
+
+
+def chunks_of(step: StepSection, cap: int) -> ChunkSize:
+    """Return the chunk size that ``step.chunk`` names, for responses of up to ``cap`` tokens."""
+    if step.chunk == "whole":
+        return WholeRollout()
+    return Tuned(cap) if step.chunk == "tuned" else Fixed(step.chunk)
 
 
 def reward_kl(step: StepSection) -> float | AdaptiveKL:

@@ -104,7 +104,7 @@ def test_an_unknown_section_names_the_nearest_one(tmp_path: Path) -> None:
         ("[run]\nsteps = true\n", "run.steps: expected a whole number, got True"),
         ('[run]\nexact = "yes"\n', "run.exact: expected true or false, got 'yes'"),
         ('[run]\nname = "a/b"\n', "run.name: expected letters, digits"),
-        ('[step]\nchunk = "half"\n', "step.chunk: expected a whole number or 'whole', got 'half'"),
+        ('[step]\nchunk = "half"\n', "step.chunk: expected a whole number or 'whole' or 'tuned', got 'half'"),
         ("[step]\nbatch = 4\nextra = 5\n", "extra must be at most batch (4), so that overdue rollouts fit; got 5"),
         ("[step]\nkl_target = 3.0\n", "kl_target and kl_horizon go together"),
         ("[step]\nkl = nan\n", "step.kl: expected a finite number, got nan"),

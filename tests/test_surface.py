@@ -53,6 +53,7 @@ NAMES = [
     "Thread",
     "Trained",
     "Trainer",
+    "Tuned",
     "Update",
     "Weights",
     "WholeRollout",

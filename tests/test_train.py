@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from oppo.admission import Admission, Overcommit, SlopeAdaptive, TailAdaptive
+from oppo.chunking import ChunkSize, Fixed, Tuned, WholeRollout
 from oppo.config import StepSection
-from oppo.train import admission_of
+from oppo.train import admission_of, chunks_of
 
 
 @pytest.mark.parametrize(
@@ -25,3 +26,15 @@ from oppo.train import admission_of
 )
 def test_settings_name_the_admission_policy(step: StepSection, admission: Admission) -> None:
     assert admission_of(step) == admission
+
+
+@pytest.mark.parametrize(
+    ("step", "chunks"),
+    [
+        (StepSection(chunk=16), Fixed(16)),
+        (StepSection(chunk="whole"), WholeRollout()),
+        (StepSection(chunk="tuned"), Tuned(cap=512)),
+    ],
+)
+def test_settings_name_the_chunk_size(step: StepSection, chunks: ChunkSize) -> None:
+    assert chunks_of(step, cap=512) == chunks

@@ -150,8 +150,9 @@ class Generate:
 
     async def _take(self, prompts: Receiver[Prompt]) -> list[tuple[Prompt, ...]]:
         wanted = self._ledger.wanted(self._step.remaining)
-        if isinstance(self.admission, Telling):
-            self._step.measures.update(self.admission.figures())
+        for controller in (self.admission, self.chunks):
+            if isinstance(controller, Telling):
+                self._step.measures.update(controller.figures())
         groups: list[tuple[Prompt, ...]] = []
         if wanted:
             async for prompt in prompts:
