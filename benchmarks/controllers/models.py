@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oppo.errors import ProtocolError, as_itself
-from oppo.events import Batch, Chunk, Finish, Given, Prompt
+from oppo.events import Batch, Chunk, Finish, Given, Prompt, Response
 from oppo.models import Cut, Decode, Follower, Piece, PieceState, Trained, Weights
 
 T = TypeVar("T")
@@ -77,8 +77,9 @@ class PacedPolicy:
     cap: int
     version: int = 0
 
-    async def open(self, prompts: Sequence[Prompt]) -> Sequence[PacedDecode]:
-        """Make a decode for each prompt."""
+    async def open(self, rollouts: Sequence[Prompt | Response]) -> Sequence[PacedDecode]:
+        """Make a decode for each rollout; these runs are never resumed, so that all of them are new."""
+        prompts = [rollout for rollout in rollouts if isinstance(rollout, Prompt)]
         return [PacedDecode(self, prompt, self.length(prompt)) for prompt in prompts]
 
     async def load(self, weights: Weights) -> None:

@@ -12,7 +12,7 @@ observations in the same order make the same decisions.
 
 from oppo.admission.observation import Observation, Scoring
 from oppo.admission.overcommit import Overcommit, Synchronous
-from oppo.admission.protocol import Admission, AdmitView, CutView, Stateful, Telling
+from oppo.admission.protocol import Admission, AdmitView, CutView, Telling
 from oppo.admission.slope import SlopeAdaptive
 from oppo.admission.tail import TailAdaptive
 
@@ -24,7 +24,6 @@ __all__ = [
     "Overcommit",
     "Scoring",
     "SlopeAdaptive",
-    "Stateful",
     "Synchronous",
     "TailAdaptive",
     "Telling",

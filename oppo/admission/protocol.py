@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from oppo.admission.observation import Json, Observation
+from oppo.admission.observation import Observation
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +66,3 @@ class Telling(Protocol):
 
     def figures(self) -> Mapping[str, float]:
         """Return what of the decision for the step at hand belongs among its metrics, by their names there."""
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """A controller whose decisions depend on what it has seen."""
-
-    def state_dict(self) -> dict[str, Json]:
-        """Return what it has learned, as JSON values."""
-
-    def load_state_dict(self, state: Mapping[str, Json]) -> None:
-        """Go on from what :meth:`state_dict` returned."""
