@@ -15,6 +15,7 @@ from oppo.admission import (
     SlopeAdaptive,
     Synchronous,
     TailAdaptive,
+    TailBatched,
 )
 from oppo.chunking import ChunkSize, Fixed, Tuned, WholeRollout
 from oppo.errors import OppoError
@@ -84,6 +85,7 @@ __all__ = [
     "Support",
     "Synchronous",
     "TailAdaptive",
+    "TailBatched",
     "Thread",
     "Trained",
     "Trainer",

@@ -4,6 +4,8 @@ Over its life a rollout's events follow one grammar, in this order on every stre
 
     Prompt  ((Chunk | Given)* Defer)*  (Chunk | Given)*  (Finish | Drop)
 
+A ``Defer`` that says so makes everything before it void: the rollout begins anew with its ``Prompt``, or is deferred
+again until it does.
 ``start`` is contiguous over ``Chunk`` and ``Given``, versions never decrease, and ``Finish`` says two things at once:
 the response is complete, and the rollout belongs to the batch of the step that sends it. A thing that is not known
 yet is another type here, never an ``Optional`` field.
@@ -186,10 +188,12 @@ class Defer:
 
     Attributes:
         age: steps since admission, as of the next step: 1 after the first deferral.
+        restart: what there is of it is given up, and it begins anew in a later step.
     """
 
     rollout: int
     age: int
+    restart: bool = False
 
 
 @dataclass(frozen=True, slots=True)

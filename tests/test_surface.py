@@ -50,6 +50,7 @@ NAMES = [
     "Support",
     "Synchronous",
     "TailAdaptive",
+    "TailBatched",
     "Thread",
     "Trained",
     "Trainer",

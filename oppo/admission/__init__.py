@@ -10,9 +10,10 @@ What is to be kept between a run and its continuation is in ``state_dict()`` of 
 observations in the same order make the same decisions.
 """
 
+from oppo.admission.batched import TailBatched
 from oppo.admission.observation import Observation, Scoring
 from oppo.admission.overcommit import Overcommit, Synchronous
-from oppo.admission.protocol import Admission, AdmitView, CutView, Telling
+from oppo.admission.protocol import Admission, AdmitView, CutView, Restarting, RestartView, Telling
 from oppo.admission.slope import SlopeAdaptive
 from oppo.admission.tail import TailAdaptive
 
@@ -22,9 +23,12 @@ __all__ = [
     "CutView",
     "Observation",
     "Overcommit",
+    "RestartView",
+    "Restarting",
     "Scoring",
     "SlopeAdaptive",
     "Synchronous",
     "TailAdaptive",
+    "TailBatched",
     "Telling",
 ]

@@ -60,6 +60,30 @@ class Admission(Protocol):
         """Learn from a step that is over."""
 
 
+@dataclass(frozen=True, slots=True)
+class RestartView:
+    """What an admission that restarts sees when a step's new units are known.
+
+    Attributes:
+        waiting: units that were given up in earlier steps.
+        new: units that enter in this step; fewer than asked for where the data has ended.
+    """
+
+    waiting: int
+    new: int
+
+
+@runtime_checkable
+class Restarting(Protocol):
+    """An admission that gives up, at the cut, what has no place in the batch, and begins it anew later.
+
+    A unit keeps its admission number, so that its tokens are drawn with the same noise, by the weights of that time.
+    """
+
+    def restart(self, view: RestartView) -> int:
+        """Return how many of the waiting units begin anew in this step; the oldest do."""
+
+
 @runtime_checkable
 class Telling(Protocol):
     """A controller that says what it has decided, and why."""

@@ -89,7 +89,7 @@ class Generate:
         units = [
             {
                 "age": unit.age,
-                "rollouts": [self._flights[prompt.rollout].parked().state_dict() for prompt in unit.prompts],
+                "rollouts": [self._parked(prompt).state_dict() for prompt in unit.prompts],
             }
             for unit in self._ledger.carried
         ]
@@ -99,7 +99,7 @@ class Generate:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Carry what another stage carried; its rollouts are opened at the start of the first step."""
         units = [(unit["age"], [Parked.of(each) for each in unit["rollouts"]]) for unit in state["units"]]
-        self._restored = [parked for _, rollouts in units for parked in rollouts]
+        self._restored = [parked for _, rollouts in units for parked in rollouts if not self._ledger.restarts]
         self._ledger.restore(
             (
                 tuple(parked.response.prompt for parked in rollouts),
@@ -110,6 +110,10 @@ class Generate:
         )
         for name, controller in self._controllers().items():
             controller.load_state_dict(state["controllers"][name])
+
+    def _parked(self, prompt: Prompt) -> Parked:
+        flight = self._flights.get(prompt.rollout)
+        return flight.parked() if flight else Parked(Response.empty(prompt), None)
 
     def _controllers(self) -> dict[str, Stateful]:
         both = {"admission": self.admission, "chunks": self.chunks}
@@ -130,7 +134,8 @@ class Generate:
         await self._reopen()
         groups = await self._take(prompts)
         complete = self._ledger.begin(groups)
-        await self._open([prompt for group in groups for prompt in group])
+        again = [prompt for unit in self._ledger.restarted for prompt in unit.prompts]
+        await self._open(again + [prompt for group in groups for prompt in group])
         for unit in complete:
             await self._finish(unit, out)
         live = [flight for flight in self._flights.values() if flight.reason is None]
@@ -144,9 +149,20 @@ class Generate:
             self._step.spans.append(Span(self._step.stage, DECODE, start, anyio.current_time()))
             self._progress = measured.progress()
         for unit in self._ledger.end():
+            if self._ledger.restarts:
+                await self._give_up(unit)
             for prompt in unit.prompts:
-                await self._announce(self._flights[prompt.rollout], out)
-                await out.send(Defer(prompt.rollout, unit.age))
+                if prompt.rollout in self._flights:
+                    await self._announce(self._flights[prompt.rollout], out)
+                await out.send(Defer(prompt.rollout, unit.age, self._ledger.restarts))
+
+    async def _give_up(self, unit: Unit) -> None:
+        """Free what there is of a unit that will begin anew; its tokens are counted as discarded."""
+        flights = [self._flights.pop(prompt.rollout) for prompt in unit.prompts if prompt.rollout in self._flights]
+        for flight in flights:
+            await flight.decode.aclose()
+        before = self._step.measures.get("deferral/discarded_tokens", 0.0)
+        self._step.measures["deferral/discarded_tokens"] = before + sum(flight.length for flight in flights)
 
     async def _take(self, prompts: Receiver[Prompt]) -> list[tuple[Prompt, ...]]:
         wanted = self._ledger.wanted(self._step.remaining)

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from oppo.admission import Admission, AdmitView, CutView
+from oppo.admission import Admission, AdmitView, CutView, Restarting, RestartView
 from oppo.errors import AdmissionError, ProtocolError
 from oppo.events import Prompt
 
@@ -50,15 +50,23 @@ class Ledger:
     Attributes:
         carried: units carried into the next step, oldest first.
         placed: units that have a place in the batch of the step in progress, in finish order.
+        restarted: units that begin anew in the step in progress, where admission gives up what is not finished.
     """
 
     admission: Admission
     carried: list[Unit] = field(default_factory=list)
     placed: list[Unit] = field(default_factory=list)
+    restarted: list[Unit] = field(default_factory=list)
+    _waiting: list[Unit] = field(default_factory=list)
     _live: list[Unit] = field(default_factory=list)
     _unit_of: dict[int, Unit] = field(default_factory=dict)
     _decoding: Counter[int] = field(default_factory=Counter)
     """How many units of each age are still being decoded: asked at every finish, so it is not counted anew."""
+
+    @property
+    def restarts(self) -> bool:
+        """Whether what is carried begins anew, instead of going on."""
+        return isinstance(self.admission, Restarting)
 
     def wanted(self, remaining: int) -> int:
         """Return how many new units enter a step: what admission asks, but no more than can still be trained.
@@ -78,7 +86,12 @@ class Ledger:
     def begin(self, groups: Iterable[tuple[Prompt, ...]]) -> list[Unit]:
         """Start a step with the carried units and new ones; return the carried ones that are complete and placed."""
         new = [Unit(prompts, 0, {prompt.rollout for prompt in prompts}) for prompts in groups]
-        self._live = self.carried + new
+        carried = self.carried
+        if isinstance(self.admission, Restarting):
+            count = self.admission.restart(RestartView(len(carried), len(new)))
+            carried, self._waiting = carried[:count], carried[count:]
+            self.restarted = carried
+        self._live = carried + new
         self._unit_of = {prompt.rollout: unit for unit in self._live for prompt in unit.prompts}
         self._decoding = Counter(unit.age for unit in self._live if unit.unfinished)
         self.carried, self.placed = [], []
@@ -114,10 +127,14 @@ class Ledger:
 
     def end(self) -> list[Unit]:
         """End the step; return the units that are carried, a step older now, oldest first."""
-        self.carried = [unit for unit in self._live if not unit.placed]
+        unplaced = [unit for unit in self._live if not unit.placed]
+        if self.restarts:
+            for unit in unplaced:
+                unit.unfinished = {prompt.rollout for prompt in unit.prompts}
+        self.carried = sorted(self._waiting + unplaced, key=lambda unit: -unit.age)
         for unit in self.carried:
             unit.age += 1
-        self._live = []
+        self._live, self._waiting, self.restarted = [], [], []
         return self.carried
 
     def restore(self, units: Iterable[tuple[tuple[Prompt, ...], int, set[int]]]) -> None:

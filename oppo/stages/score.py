@@ -90,7 +90,9 @@ class Score(Generic[T]):
             await self._extend([event for event in growing if event.rollout not in urgent])
 
     def _ends_session(self, event: RolloutEvent) -> bool:
-        return isinstance(event, Drop) or (isinstance(event, Defer) and isinstance(self.scorer, Follower))
+        if isinstance(event, Defer):
+            return event.restart or isinstance(self.scorer, Follower)
+        return isinstance(event, Drop)
 
     async def _extend(self, events: Sequence[Prompt | Chunk | Given]) -> None:
         for wave in waves(events):
