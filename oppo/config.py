@@ -28,7 +28,7 @@ Positive: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count: TypeAlias = Annotated[int, Field(ge=0)]
 Seed: TypeAlias = Annotated[int, Field(ge=0, lt=2**63, description="whole number; the run's own when absent")]
 Name: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-AdmissionName: TypeAlias = Literal["overcommit", "adaptive", "slope", "slope-algorithm1"]
+AdmissionName: TypeAlias = Literal["overcommit", "adaptive", "slope", "slope-algorithm1", "tail-batched"]
 Filled: TypeAlias = Annotated[str, Field(min_length=1)]
 
 _FUNCTION = re.compile(r"^(?P<file>.+\.py):(?P<function>[^:/\\]+)$")
@@ -178,7 +178,9 @@ class StepSection(Section):
     admission: AdmissionName = Field(
         default="overcommit",
         description="how many are kept in flight: `overcommit` always `extra`; `adaptive` as many as save time at the "
-        "price of their lag; `slope` and `slope-algorithm1` more while the score rises (the paper's two rules)",
+        "price of their lag; `slope` and `slope-algorithm1` more while the score rises (the paper's two rules); "
+        "`tail-batched` a quarter of the batch, and those that are late begin anew together in a later step, so that "
+        "nothing is ever stale",
     )
     lag_price: NonNegative = Field(
         default=1.0, description="what a mean lag of one step costs `adaptive`, in parts of a step's time"
@@ -207,6 +209,8 @@ class StepSection(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> StepSection:
+        if self.extra is not None and self.admission == "tail-batched":
+            raise ValueError("admission = 'tail-batched' launches a quarter of the batch more: leave extra out")
         if self.extra is not None and self.extra > self.batch:
             raise ValueError(
                 f"extra must be at most batch ({self.batch}), so that overdue rollouts fit; got {self.extra}"
@@ -263,6 +267,11 @@ class Settings(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Settings:
+        if self.run.exact and self.step.admission == "adaptive":
+            raise ValueError(
+                "run.exact makes every bit independent of timing, and step.admission = 'adaptive' decides by time: "
+                "choose another admission"
+            )
         if self.run.exact and self.models.dtype != "float32":
             raise ValueError(f"run.exact needs models.dtype = 'float32', got {self.models.dtype!r}")
         return self

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Self
 import anyio
 from rich.console import Console
 
-from oppo.admission import Admission, Overcommit, SlopeAdaptive, TailAdaptive
+from oppo.admission import Admission, Overcommit, SlopeAdaptive, TailAdaptive, TailBatched
 from oppo.admission.slope import SlopeRule
 from oppo.checkpoint import Checkpoint, Checkpoints
 from oppo.chunking import ChunkSize, Fixed, Tuned, WholeRollout
@@ -177,6 +177,8 @@ def admission_of(step: StepSection) -> Admission:
     """Return the policy that ``step.admission`` names."""
     if step.admission == "overcommit":
         return Overcommit(step.batch, step.extra or 0, step.max_deferrals)
+    if step.admission == "tail-batched":
+        return TailBatched(step.batch)
     most = step.batch // 4 if step.extra is None else step.extra
     if step.admission == "adaptive":
         return TailAdaptive(step.batch, price=step.lag_price, max_deferrals=step.max_deferrals, most=most)

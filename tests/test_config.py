@@ -113,6 +113,14 @@ def test_an_unknown_section_names_the_nearest_one(tmp_path: Path) -> None:
             '[step]\nkl_in = "loss"\nkl_target = 3.0\nkl_horizon = 9\n',
             "kl_target adapts the penalty in the reward: leave it out where kl_in = 'loss'",
         ),
+        (
+            '[step]\nextra = 2\nadmission = "tail-batched"\n',
+            "admission = 'tail-batched' launches a quarter of the batch more: leave extra out",
+        ),
+        (
+            '[step]\nadmission = "adaptive"\n[run]\nexact = true\n',
+            "run.exact makes every bit independent of timing, and step.admission = 'adaptive' decides by time",
+        ),
         ("[step]\nscore_clip = 0\n", "step.score_clip: expected a number greater than 0, got 0"),
         ('[trainer]\nvalue_clip = "off"\n', "trainer.value_clip: expected a number or 'none', got 'off'"),
         ("[sampling]\nmin_new_tokens = 200\n", "min_new_tokens must be at most max_new_tokens; got 200"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from oppo.admission import Admission, Overcommit, SlopeAdaptive, TailAdaptive
+from oppo.admission import Admission, Overcommit, SlopeAdaptive, TailAdaptive, TailBatched
 from oppo.chunking import ChunkSize, Fixed, Tuned, WholeRollout
 from oppo.config import StepSection
 from oppo.train import admission_of, chunks_of
@@ -22,6 +22,7 @@ from oppo.train import admission_of, chunks_of
         ),
         (StepSection(batch=16, admission="slope"), SlopeAdaptive(16, most=4)),
         (StepSection(batch=16, admission="slope-algorithm1", extra=8), SlopeAdaptive(16, rule="algorithm1", most=8)),
+        (StepSection(batch=16, admission="tail-batched"), TailBatched(16)),
     ],
 )
 def test_settings_name_the_admission_policy(step: StepSection, admission: Admission) -> None:

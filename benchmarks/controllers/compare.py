@@ -6,12 +6,13 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from benchmarks.controllers.course import Course, Outcome
+from benchmarks.controllers.course import Course, Outcome, Restarts
 from benchmarks.controllers.regimes import ENGINES, REGIMES, Regime
-from oppo.admission import Admission, Overcommit, SlopeAdaptive, TailAdaptive
+from oppo.admission import Admission, Overcommit, SlopeAdaptive, TailAdaptive, TailBatched
 
 RESULTS = Path(__file__).with_name("results.json")
 
@@ -23,6 +24,7 @@ STEPS, SKIPPED = 80, 15
 CONTROLLERS: dict[str, Callable[[int], Admission]] = {
     "tail": TailAdaptive,
     "text": lambda batch: SlopeAdaptive(batch, rule="text"),
+    "tail batched": TailBatched,
     "algorithm 1": lambda batch: SlopeAdaptive(batch, rule="algorithm1"),
 }
 
@@ -117,9 +119,11 @@ class Results:
         return found
 
 
-def outcome_of(record: dict[str, object]) -> Outcome:
+def outcome_of(record: dict[str, Any]) -> Outcome:
     """Return the outcome that a record of the file holds."""
-    return Outcome(**{**record, "extras": tuple(record["extras"])})  # type: ignore[arg-type]  # as it was written
+    restarts = record.get("restarts")
+    given = {"extras": tuple(record["extras"]), "restarts": Restarts(**restarts) if restarts else None}
+    return Outcome(**record | given)
 
 
 def mean_speed(standings: Sequence[Standing]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import anyio
@@ -10,7 +11,7 @@ import numpy as np
 
 from benchmarks.controllers.models import PacedPolicy, PacedScorer, PacedTrainer
 from benchmarks.controllers.regimes import Costs, Engine, Regime
-from oppo.admission import Admission
+from oppo.admission import Admission, Restarting
 from oppo.chunking import Fixed
 from oppo.events import Finish, FloatArray, Prompt, RolloutEvent, StepReport, merge_chunks, rollout_of
 from oppo.graph import Graph, GraphBuilder, Receiver, Sender
@@ -35,6 +36,19 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
+class Restarts:
+    """What it costs to begin anew.
+
+    Attributes:
+        waste: tokens given up, for each token trained.
+        swing: standard deviation of the batches' mean lengths, over their mean.
+    """
+
+    waste: float
+    swing: float
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """What a run came to, its first steps left out.
 
@@ -46,6 +60,7 @@ class Outcome:
         predicted: what it predicted for the step, over what the step took, both in the mean; NaN without prediction.
         spread: root mean square of single predictions' relative errors.
         extras: the choices, step by step.
+        restarts: of a controller that begins rollouts anew; ``None`` for the others.
     """
 
     seconds: float
@@ -55,6 +70,7 @@ class Outcome:
     predicted: float
     spread: float
     extras: tuple[int, ...]
+    restarts: Restarts | None = None
 
 
 @dataclass(eq=False)
@@ -122,12 +138,12 @@ class Course:
                 reports.append(report)
                 ends.append(anyio.current_time())
         # The last steps admit no more than can be trained: they are no steps like the others.
-        last = self.steps - 1 - self.admission.max_deferrals
+        last = self.steps - 3
         counted = reports[self.skipped : last]
         lags = [lag for step in self.trainer.lags[self.skipped : last] for lag in step]
         seconds = np.diff(ends)[self.skipped - 1 : last - 1]
         predicted = np.array([report.metrics.get("deferral/predicted_seconds", math.nan) for report in counted])
-        extras = tuple(int(report.metrics["deferral/extra"]) for report in reports)
+        extras = tuple(int(report.metrics.get("deferral/extra", 0)) for report in reports)
         return Outcome(
             seconds=float(seconds.mean()),
             lag=float(np.mean(lags)),
@@ -136,6 +152,15 @@ class Course:
             predicted=float(predicted.mean() / seconds.mean()),
             spread=float(np.sqrt(np.mean((predicted / seconds - 1) ** 2))),
             extras=extras,
+            restarts=self._restarts(reports, last) if isinstance(self.admission, Restarting) else None,
+        )
+
+    def _restarts(self, reports: Sequence[StepReport], last: int) -> Restarts:
+        lengths = self.trainer.lengths[self.skipped : last]
+        given_up = [report.metrics.get("deferral/discarded_tokens", 0.0) for report in reports[self.skipped : last]]
+        means = np.array([each.mean() for each in lengths])
+        return Restarts(
+            waste=float(sum(given_up) / sum(each.sum() for each in lengths)), swing=float(means.std() / means.mean())
         )
 
     def _score(self) -> float:

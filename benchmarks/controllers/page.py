@@ -11,7 +11,7 @@ from benchmarks.controllers.regimes import REGIMES
 
 DOCS = Path(__file__).parents[2] / "docs"
 
-COLOURS = {"tail": "#dc2626", "text": "#2563eb", "algorithm 1": "#7c3aed"}
+COLOURS = {"tail": "#dc2626", "text": "#2563eb", "algorithm 1": "#7c3aed", "tail batched": "#059669"}
 _WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 190, 130, 44, 40, 62
 
 PREFACE = """\
@@ -94,6 +94,12 @@ def tables(results: Results, engine: str) -> Iterator[str]:
             f"| {tail.regime} | {fixed.speed:.3f} | {fixed.lag:.3f} | {tail.speed:.3f} | {tail.lag:.3f} "
             f"| {out.extra:.1f} | {tail.speed / tail.frontier:.3f} | {out.predicted:.3f} | {out.spread:.0%} |"
         )
+    yield f"\n## `TailBatched` by regime, engine `{engine}`\n"
+    yield "| regime | speed | lag | tokens given up, for each trained | swing of the batches' mean length |"
+    yield "|---|---|---|---|---|"
+    for each in standings["tail batched"]:
+        if (cost := each.outcome.restarts) is not None:
+            yield f"| {each.regime} | {each.speed:.3f} | {each.lag:.3f} | {cost.waste:.0%} | {cost.swing:.0%} |"
     yield ""
 
 
