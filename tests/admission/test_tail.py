@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from numpy.typing import NDArray
 
 from oppo.admission import AdmitView, CutView, Observation, Scoring, TailAdaptive
 from oppo.errors import AdmissionError
+from oppo.testing import run_virtual
+from tests.pipelines import Pipeline, Setting, same_batches
 
 Draw = Callable[[np.random.Generator], NDArray[np.int64]]
 
@@ -144,6 +147,27 @@ def test_the_same_events_make_the_same_decisions_across_a_restart() -> None:
     assert second.figures() == first.figures()
     assert told(second, observations[7:]) == expected[7:]
     assert second.state_dict() == whole.state_dict()
+
+
+def adaptive(setting: Setting) -> Pipeline:
+    pipeline = Pipeline(setting)
+    pipeline.generate.admission = TailAdaptive(setting.batch, price=0.1)
+    pipeline.generate.__post_init__()
+    return pipeline
+
+
+def test_a_resumed_run_goes_on_with_what_was_learned(tmp_path: Path) -> None:
+    lengths = tuple(np.random.default_rng(0).geometric(0.05, 97).tolist())
+    setting = Setting(lengths=lengths, batch=16, steps=8, update=0.1)
+    whole, first, second = (adaptive(setting) for _ in range(3))
+    run_virtual(whole.run_part, 0, 8, tmp_path)
+    run_virtual(first.run_part, 0, 5, tmp_path)
+    run_virtual(second.run_part, 5, 8, tmp_path)
+    extras = [step.metrics["deferral/extra"] for step in whole.reports]
+    assert extras[:3] == [0.0, 0.0, 0.0]
+    assert max(extras[3:]) > 0
+    assert [step.metrics["deferral/extra"] for step in (*first.reports, *second.reports)] == extras
+    assert same_batches([*first.batches, *second.batches], whole.batches)
 
 
 def test_it_admits_and_cuts_as_fixed_overcommit_does() -> None:
