@@ -17,10 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
@@ -31,16 +28,15 @@ import tokenizers
 import torch
 import transformers
 from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
-from transformers.utils import logging as transformers_logging
 
 from oppo import observe
 from oppo.demo import language, preference
+from oppo.demo.once import alone, made_once
 from oppo.demo.pretrain import Progress, Schedule, Shape, train_policy, write
 from oppo.demo.reward import normalise, pair_accuracy, scalar_model, score, train_reward
 from oppo.demo.tokenizer import train_tokenizer
 
-COMPLETE: Final = "COMPLETE"
-SOURCES: Final = ("language", "preference", "tokenizer", "parallel", "pretrain", "reward", "assets")
+SOURCES: Final = ("language", "preference", "tokenizer", "parallel", "pretrain", "reward", "assets", "once")
 SAMPLED_AT_ONCE: Final = 64
 
 
@@ -174,43 +170,14 @@ def make_assets(
     """
     recipe = Recipe.small(seed) if small else Recipe(seed=seed)
     target = directory / recipe.digest()
-    if not (target / COMPLETE).exists():
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".building-", dir=directory) as aside:
-            built = Path(aside) / target.name
-            built.mkdir()
-            with _alone(seed):
-                _build(built, recipe, threads, progress)
-            _settle(built, target)
+
+    def build(built: Path) -> None:
+        with alone(seed):
+            _build(built, recipe, threads, progress)
+
+    made_once(target, build)
     progress("the models are ready", 1.0)
     return Assets(target, Facts(**json.loads((target / "facts.json").read_text(encoding="utf-8"))))
-
-
-def _settle(built: Path, target: Path) -> None:
-    """Move a finished directory to its place; one without its marker gives way, a whole one stays."""
-    if target.exists() and not (target / COMPLETE).exists():
-        shutil.rmtree(target)
-    try:
-        built.rename(target)
-    except OSError:
-        if not (target / COMPLETE).exists():
-            raise
-
-
-@contextmanager
-def _alone(seed: int) -> Iterator[None]:
-    """Seed torch, give it one thread and silence transformers' progress bars, for as long as the context is open."""
-    before, bars = torch.get_num_threads(), transformers_logging.is_progress_bar_enabled()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        torch.set_num_threads(1)
-        transformers_logging.disable_progress_bar()
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
-            if bars:
-                transformers_logging.enable_progress_bar()
 
 
 def _part(progress: Progress, start: float, end: float) -> Progress:
@@ -219,7 +186,7 @@ def _part(progress: Progress, start: float, end: float) -> Progress:
 
 
 def _build(directory: Path, recipe: Recipe, threads: int, progress: Progress) -> None:
-    """Make everything in ``directory``, the marker last."""
+    """Make everything in ``directory``."""
     began = observe.now()
     progress("learning a vocabulary", 0.0)
     rng = Random(f"corpus {recipe.seed}")  # noqa: S311 - a corpus, not a secret
@@ -260,7 +227,6 @@ def _build(directory: Path, recipe: Recipe, threads: int, progress: Progress) ->
     _write_prompts(directory / "prompts.jsonl", language.training_prompts(recipe.prompts, recipe.seed + 2))
     _write_prompts(directory / "held_out.jsonl", language.held_out_prompts(recipe.held_out, recipe.seed + 2))
     (directory / "facts.json").write_text(json.dumps(asdict(facts), indent=2) + "\n", encoding="utf-8")
-    (directory / COMPLETE).write_text(directory.name + "\n", encoding="utf-8")
 
 
 def percentiles(lengths: Sequence[int]) -> dict[str, float]:

@@ -149,6 +149,7 @@ class HfPolicy:
         prefill_tokens: how many tokens, padding included, are read in one forward pass. Between two decode steps there
             is at most one such pass, so that a long prompt holds nobody up; with ``exact`` all are read at once.
         decode: gives the text of tokens; needed for ``sampling.stop_strings``, and called from the model's thread.
+        limit: at how many tokens, ``sampling.max_new_tokens`` at most, the response to a prompt ends in any case.
 
     Example:
         >>> from oppo.placement import Thread
@@ -171,12 +172,14 @@ class HfPolicy:
         exact: bool = False,
         prefill_tokens: int = 2048,
         decode: Callable[[Sequence[int]], str] | None = None,
+        limit: Callable[[Prompt], int] | None = None,
     ) -> None:
         if prefill_tokens < 1:
             raise ValueError(f"prefill_tokens must be at least 1, not {prefill_tokens}")
         self._model = model
         self._sampling = sampling
         self._thread = thread
+        self._limit = limit or (lambda prompt: sampling.max_new_tokens)
         self._recompute = on_publish == "recompute"
         self._decoder = Decoder(model, sampling=sampling, exact=exact, prefill_tokens=prefill_tokens, decode=decode)
         self._vocabulary = next(model.get_input_embeddings().parameters()).shape[0]
@@ -330,5 +333,5 @@ class HfPolicy:
                 f"the prompt of rollout {prompt.rollout} holds token id {low if low < 0 else high}, but the vocabulary "
                 f"of {type(self._model).__name__} is 0 .. {self._vocabulary - 1}: is it of another tokenizer?"
             )
-        longest = min(self._sampling.max_new_tokens, limit - length)
+        longest = min(self._sampling.max_new_tokens, limit - length, self._limit(prompt))
         return Row(next(self._keys), prompt, longest, response.tokens.tolist())

@@ -10,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from oppo.demo import language
-from oppo.demo.assets import COMPLETE, Assets, Recipe, cache_directory, make_assets
+from oppo.demo.assets import Assets, Recipe, cache_directory, make_assets
+from oppo.demo.once import COMPLETE
 
 
 @pytest.fixture(scope="module")

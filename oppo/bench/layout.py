@@ -1,0 +1,85 @@
+"""Which cores and how many threads each side of a step has.
+
+``split`` is the paper's: each side has a device of its own in every mode, the serial one too. Here a device is a core.
+``shared`` is one device for everybody: whoever runs alone has all cores, and where two sides run at once, as they do
+wherever scoring overlaps decoding, each has half of them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from oppo.bench.workloads import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Where a thread works: on which cores, with how many intra-op threads of torch."""
+
+    cores: tuple[int, ...]
+    threads: int
+
+    def take(self) -> None:
+        """Bind the calling thread, and those that torch starts for it."""
+        if hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, self.cores)
+        torch.set_num_threads(self.threads)
+
+
+@dataclass(frozen=True, slots=True)
+class Seats:
+    """The seats of a contestant; its event loop sits with the actor."""
+
+    actor: Seat
+    scorers: Seat
+    trainer: Seat
+
+    def table(self) -> dict[str, dict[str, object]]:
+        """Return the seats as JSON has them."""
+        named = {"decode": self.actor, "score": self.scorers, "update": self.trainer}
+        return {name: {"cores": list(seat.cores), "threads": seat.threads} for name, seat in named.items()}
+
+
+def seats(layout: Layout, cores: Sequence[int], *, held: bool) -> Seats:
+    """Return who works where.
+
+    Args:
+        layout: see the module.
+        cores: those that this process may use; ``split`` takes the first two of them.
+        held: scoring never runs beside decoding.
+
+    Example:
+        >>> seats("shared", (0, 1), held=False).actor.threads, seats("shared", (0, 1), held=True).actor.threads
+        (1, 2)
+    """
+    every = tuple(cores)
+    if layout == "split":
+        ours, theirs = every[:1], every[1:2] or every[:1]
+        return Seats(Seat(ours, 1), Seat(theirs, 1), Seat(ours, 1))
+    whole = Seat(every, len(every))
+    if held:
+        return Seats(whole, whole, whole)
+    half = max(1, len(every) // 2)
+    return Seats(Seat(every, half), Seat(every, max(1, len(every) - half)), whole)
+
+
+def cores_here() -> tuple[int, ...]:
+    """Return the cores that this process is bound to."""
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
+
+
+def setup(seat: Seat, device: str) -> Callable[[], None]:
+    """Return what a thread does first: take its seat; on a GPU, take a stream of its own, so that threads overlap."""
+
+    def take() -> None:
+        seat.take()
+        if device != "cpu":
+            torch.cuda.set_stream(torch.cuda.Stream(device))
+
+    return take

@@ -1,0 +1,227 @@
+"""What is measured: every number of every workload, in one table.
+
+The figures of a workload hold on the class of machine it was tuned on, so each states the shares that the phases of a
+serial step must have there; a run outside of them is INVALID and says what it measured instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Final, Literal, TypeAlias
+
+Layout: TypeAlias = Literal["split", "shared"]
+Phase: TypeAlias = Literal["decode", "score", "update"]
+Range: TypeAlias = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The size of a Llama."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """How long responses are, the end token included: lognormal, no shorter than ``shortest``, cut off at ``cap``.
+
+    Attributes:
+        median, sigma: of the lognormal; ``sigma`` is that of the logarithm.
+        over: one in so many prompts announces more than the cap, wherever the lognormal lies; 0: none but its own tail.
+    """
+
+    median: float
+    sigma: float
+    cap: int
+    shortest: int = 4
+    over: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """The share of a serial step that a phase must have in a layout; outside of it a run is INVALID."""
+
+    layout: Layout
+    phase: Phase
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The shapes of the models, and how many steps the actor is taught for; the reference has the actor's.
+
+    Attributes:
+        taught: optimizer steps that teach the actor to count down; 0: random weights, and lengths are scripted.
+        dtype: of all of them.
+        vocabulary: tokens that the models know; no fewer than the language has.
+    """
+
+    actor: Shape
+    reward: Shape
+    critic: Shape
+    taught: int
+    dtype: str = "float32"
+    vocabulary: int = 0
+
+    @property
+    def scripted(self) -> bool:
+        """Whether responses end where their prompt says, whatever the tokens are."""
+        return not self.taught
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One row of the table.
+
+    Attributes:
+        batch: rollouts trained in a step.
+        extra: Delta of the overcommitted modes.
+        chunk: tokens that travel at once in the streamed modes.
+        reward: a model, or a function that looks at the finished response.
+        shares: what the phases of a serial step must come to.
+        capped: range of the share of responses at the cap; outside of it the run is INVALID.
+        learning_rate: of actor and critic: so small that the lengths stay where they are.
+        prompts: written to the workload's directory; they are used in that order, again and again.
+        prompt_tokens: shortest and longest prompt.
+    """
+
+    name: str
+    about: str
+    lengths: Lengths
+    models: Models
+    batch: int = 32
+    extra: int = 4
+    epochs: int = 1
+    minibatches: int = 1
+    chunk: int = 32
+    reward: Literal["model", "rule"] = "model"
+    shares: tuple[Bound, ...] = ()
+    capped: Range = (0.0, 1.0)
+    learning_rate: float = 1e-7
+    kl: float = 0.05
+    gamma: float = 1.0
+    lam: float = 0.95
+    temperature: float = 1.0
+    seed: int = 20261120
+    prompts: int = 2048
+    prompt_tokens: tuple[int, int] = (12, 24)
+
+    @property
+    def positions(self) -> int:
+        """Tokens that the models can read: the longest prompt and the longest response, rounded up to a multiple of 64."""
+        return -(-(self.prompt_tokens[1] + self.lengths.cap) // 64) * 64
+
+
+DEEP_AND_THIN: Final = Models(
+    actor=Shape(hidden=96, intermediate=256, layers=16, heads=3),
+    reward=Shape(hidden=384, intermediate=1024, layers=7, heads=6),
+    critic=Shape(hidden=96, intermediate=256, layers=4, heads=3),
+    taught=140,
+)
+"""An actor whose decode step costs nearly the same for 8 rows and for 32, as on a GPU; a reward model 7 times its size."""
+
+PAPER: Final = Workload(
+    name="paper",
+    about="a reward model seven times the actor, a long tail of lengths, one epoch: the regime of the OPPO paper",
+    lengths=Lengths(median=48, sigma=0.9, cap=384),
+    models=DEEP_AND_THIN,
+    shares=(
+        Bound("split", "decode", 0.50, 0.60),
+        Bound("split", "score", 0.25, 0.30),
+        Bound("split", "update", 0.15, 0.20),
+    ),
+    capped=(0.0, 0.02),
+)
+
+TRAIN_BOUND: Final = replace(
+    PAPER,
+    name="train-bound",
+    about="the same with four epochs: the update is most of the step, so overlap can do little and must not hurt",
+    epochs=4,
+    shares=(Bound("split", "update", 0.35, 1.0),),
+)
+
+RULE_REWARD: Final = replace(
+    PAPER,
+    name="rule-reward",
+    about="no reward model, and a longer tail: what there is to gain lies between the steps",
+    reward="rule",
+    lengths=replace(PAPER.lengths, median=40, sigma=1.0),
+    shares=(),
+)
+
+CAPPED: Final = replace(
+    PAPER,
+    name="capped",
+    about="an eighth of the responses at the cap: deferring fewer than those gains nothing",
+    lengths=replace(PAPER.lengths, sigma=0.7, over=8),
+    shares=(),
+    capped=(0.10, 0.15),
+)
+
+SMOKE: Final = Workload(
+    name="smoke",
+    about="shows that everything works, and measures nothing",
+    lengths=Lengths(median=8, sigma=0.5, cap=24),
+    models=Models(
+        actor=Shape(hidden=32, intermediate=64, layers=2, heads=2),
+        reward=Shape(hidden=48, intermediate=96, layers=2, heads=2),
+        critic=Shape(hidden=32, intermediate=64, layers=2, heads=2),
+        taught=150,
+    ),
+    batch=8,
+    extra=2,
+    chunk=8,
+    prompts=128,
+    prompt_tokens=(3, 8),
+)
+
+WORKLOADS: Final = MappingProxyType({each.name: each for each in (PAPER, TRAIN_BOUND, RULE_REWARD, CAPPED, SMOKE)})
+"""By name; ``smoke`` is not among those that ``all`` stands for."""
+
+ACTORS_ON_A_GPU: Final[Mapping[str, Shape]] = MappingProxyType(
+    {
+        "0.5b": Shape(hidden=896, intermediate=4864, layers=24, heads=14, kv_heads=2),
+        "1.5b": Shape(hidden=1536, intermediate=8960, layers=28, heads=12, kv_heads=2),
+    }
+)
+"""Qwen2.5's shapes."""
+
+
+def on_gpu(workload: Workload, actor: str) -> Workload:
+    """Return the workload with models of the sizes people train: random weights, bf16, a 7B-shaped reward model.
+
+    Nobody can teach those to count, so the lengths are scripted. The shares are measured and not asked for: they
+    belong to a machine.
+    """
+    shape = ACTORS_ON_A_GPU[actor]
+    return replace(
+        workload,
+        name=f"{workload.name}-{actor}",
+        batch=64,
+        extra=8,
+        chunk=128,
+        lengths=replace(workload.lengths, median=256, cap=2048),
+        models=Models(
+            actor=shape,
+            reward=Shape(hidden=3584, intermediate=18944, layers=28, heads=28, kv_heads=4),
+            critic=shape,
+            taught=0,
+            dtype="bfloat16",
+            vocabulary=151_936,
+        ),
+        shares=(),
+        prompt_tokens=(64, 256),
+    )
+
+
+def scripted(workload: Workload) -> Workload:
+    """Return the workload with the same shapes, random weights and scripted lengths."""
+    return replace(workload, name=f"{workload.name}-scripted", models=replace(workload.models, taught=0))

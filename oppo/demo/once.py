@@ -1,0 +1,60 @@
+"""Things that are made once and kept: a directory that is there whole or not at all, and randomness of one's own."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import torch
+from transformers.utils import logging as transformers_logging
+
+COMPLETE: Final = "COMPLETE"
+"""The file that is written last: without it a directory is not used."""
+
+
+def made_once(target: Path, build: Callable[[Path], None]) -> Path:
+    """Return ``target``, made by ``build`` if it is not there: aside, then renamed.
+
+    Two processes that build at once both end with a whole one.
+    """
+    if (target / COMPLETE).exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".building-", dir=target.parent) as aside:
+        built = Path(aside) / target.name
+        built.mkdir()
+        build(built)
+        (built / COMPLETE).write_text(target.name + "\n", encoding="utf-8")
+        _settle(built, target)
+    return target
+
+
+def _settle(built: Path, target: Path) -> None:
+    """Move a finished directory to its place; one without its marker gives way, a whole one stays."""
+    if target.exists() and not (target / COMPLETE).exists():
+        shutil.rmtree(target)
+    try:
+        built.rename(target)
+    except OSError:
+        if not (target / COMPLETE).exists():
+            raise
+
+
+@contextmanager
+def alone(seed: int) -> Iterator[None]:
+    """Seed torch, give it one thread and silence transformers' progress bars, for as long as the context is open."""
+    before, bars = torch.get_num_threads(), transformers_logging.is_progress_bar_enabled()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        torch.set_num_threads(1)
+        transformers_logging.disable_progress_bar()
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+            if bars:
+                transformers_logging.enable_progress_bar()
