@@ -13,6 +13,7 @@ import os
 import select
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -113,10 +114,8 @@ class Contestant:
     def close(self) -> None:
         """End the contestant: its input ends, and after ten seconds it is killed; idempotent."""
         if self._process.stdin is not None:
-            try:
+            with suppress(BrokenPipeError):  # it is gone, and what was written last with it
                 self._process.stdin.close()
-            except BrokenPipeError:
-                pass  # it is gone, and what was written last with it
         try:
             self._process.wait(10)
         except subprocess.TimeoutExpired:

@@ -64,12 +64,13 @@ class Countdown:
 
     def tokenizer(self, longest: int) -> PreTrainedTokenizerFast:
         """Return a tokenizer of words between blanks, for models that read ``longest`` tokens."""
-        tokens = Tokenizer(models.WordLevel({word: token for token, word in enumerate(self.words())}, "<pad>"))
+        words = self.words()
+        tokens = Tokenizer(models.WordLevel({word: token for token, word in enumerate(words)}, words[PAD]))
         tokens.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         return PreTrainedTokenizerFast(
             tokenizer_object=tokens,
-            pad_token="<pad>",
-            eos_token="<eos>",
+            pad_token=words[PAD],
+            eos_token=words[EOS],
             padding_side="left",
             model_max_length=longest,
             clean_up_tokenization_spaces=False,

@@ -3,7 +3,7 @@
 ::
 
     <cache>/<workload>-<digest>/
-        actor/  reward/  critic/   models and tokenizer as save_pretrained writes them; the reference is the actor's twin
+        actor/  reward/  critic/   models and tokenizer as save_pretrained writes them; reference = actor
         prompts.jsonl              {"tokens": [ids], "length": tokens of the response}, used in this order
         spec.json                  everything else: batch, epochs, limits, rates, and what was measured of the lengths
         COMPLETE                   written last
@@ -179,9 +179,7 @@ def _build(directory: Path, workload: Workload, cache: Path, progress: Progress)
     write_prompts(directory / "prompts.jsonl", workload)
     if not workload.models.scripted:
         recipe = [asdict(workload.models), workload.lengths.cap, workload.positions, workload.seed]
-        made = made_once(
-            cache / f"models-{_digest(recipe)}", lambda aside: _build_models(aside, workload, progress)
-        )
+        made = made_once(cache / f"models-{_digest(recipe)}", lambda aside: _build_models(aside, workload, progress))
         parameters = json.loads((made / "parameters.json").read_text(encoding="utf-8"))
         for name in ("actor", "reward", "critic"):
             shutil.copytree(made / name, directory / name)

@@ -106,9 +106,7 @@ class Ladder:
 def entries(files: Files, modes: Sequence[str], layout: Layout, device: str) -> list[Entry]:
     """Return the contestants for some modes."""
     program = (sys.executable, "-m", "oppo.bench.worker", str(files.directory))
-    return [
-        Entry(mode, (*program, "--mode", mode, "--layout", layout, "--device", device)) for mode in modes
-    ]
+    return [Entry(mode, (*program, "--mode", mode, "--layout", layout, "--device", device)) for mode in modes]
 
 
 def run(files: Files, layout: Layout, contestants: Sequence[Entry], plan: Plan, tell: Tell) -> Ladder:
@@ -164,7 +162,11 @@ def _start(entry: Entry, logs: Path) -> Contestant:
 
 def _figures(counted: Mapping[str, Rounds], peaks: Mapping[str, float]) -> dict[str, Figures]:
     alone = [
-        step for name, rounds in counted.items() if name in MODES and MODES[name].held for each in rounds for step in each
+        step
+        for name, rounds in counted.items()
+        if name in MODES and MODES[name].held
+        for each in rounds
+        for step in each
     ]
     serial = [step.score for each in counted.get("serial", ()) for step in each]
     baseline = Baseline(sum(serial) if serial else None, DecodeCost.fitted(alone))

@@ -45,9 +45,9 @@ class Machine:
 
 
 def peak_rss_mb() -> float:
-    """Return the most memory that this process and its children hold or have held, each by itself, in MB of 2**20 bytes.
+    """Return the most memory that this process and each of its children have held, added up, in MB of 2**20 bytes.
 
-    Not what ``getrusage`` says where it can be avoided: a process begins there with the peak of the one that started it.
+    Not from ``getrusage`` where that can be avoided: there a process begins with the peak of the one that started it.
     """
     processes = Path("/proc/self").exists()
     if not processes:

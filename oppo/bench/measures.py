@@ -161,9 +161,7 @@ def speedup(mode: Rounds, other: Rounds) -> Spread:
     Compared are seconds per trained token: where the two train the same responses that is the ratio of their times,
     and where stragglers are carried from round to round it gives no credit for short responses trained first.
     """
-    return Spread.of(
-        per_token(theirs) / per_token(ours) for ours, theirs in zip(mode, other, strict=True)
-    )
+    return Spread.of(per_token(theirs) / per_token(ours) for ours, theirs in zip(mode, other, strict=True))
 
 
 def per_token(steps: Sequence[StepRecord]) -> float:

@@ -196,5 +196,6 @@ def _settings(workload: Workload) -> TrainerSettings:
         learning_rate=workload.learning_rate,
         epochs=workload.epochs,
         minibatches=workload.minibatches,
+        micro_batch_tokens=workload.micro_batch_tokens,
         seed=workload.seed,
     )

@@ -85,9 +85,7 @@ def taught(language: Countdown, shape: Shape, *, steps: int, positions: int, pro
     return model
 
 
-def _packed(
-    language: Countdown, rows: int, width: int, rng: np.random.Generator
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _packed(language: Countdown, rows: int, width: int, rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     """Return tokens and labels, int64 [rows, width]: lessons end to end; what a prompt is made of is not learned."""
     stream: list[int] = []
     for lesson in lessons(language, width, rng):

@@ -88,6 +88,7 @@ class Workload:
         shares: what the phases of a serial step must come to.
         capped: range of the share of responses at the cap; outside of it the run is INVALID.
         learning_rate: of actor and critic: so small that the lengths stay where they are.
+        micro_batch_tokens: in one forward pass of the update, padding included.
         prompts: written to the workload's directory; they are used in that order, again and again.
         prompt_tokens: shortest and longest prompt.
     """
@@ -105,6 +106,7 @@ class Workload:
     shares: tuple[Bound, ...] = ()
     capped: Range = (0.0, 1.0)
     learning_rate: float = 1e-7
+    micro_batch_tokens: int = 4096
     kl: float = 0.05
     gamma: float = 1.0
     lam: float = 0.95
@@ -115,7 +117,7 @@ class Workload:
 
     @property
     def positions(self) -> int:
-        """Tokens that the models can read: the longest prompt and the longest response, rounded up to a multiple of 64."""
+        """Tokens that the models can read: longest prompt and longest response, rounded up to a multiple of 64."""
         return -(-(self.prompt_tokens[1] + self.lengths.cap) // 64) * 64
 
 
@@ -125,13 +127,14 @@ DEEP_AND_THIN: Final = Models(
     critic=Shape(hidden=96, intermediate=256, layers=4, heads=3),
     taught=140,
 )
-"""An actor whose decode step costs nearly the same for 8 rows and for 32, as on a GPU; a reward model 7 times its size."""
+"""An actor whose decode step costs nearly the same for 8 rows and for 32, as on a GPU; a reward model 7 times as big."""
 
 PAPER: Final = Workload(
     name="paper",
     about="a reward model seven times the actor, a long tail of lengths, one epoch: the regime of the OPPO paper",
     lengths=Lengths(median=48, sigma=0.9, cap=384),
     models=DEEP_AND_THIN,
+    micro_batch_tokens=1024,
     shares=(
         Bound("split", "decode", 0.50, 0.60),
         Bound("split", "score", 0.25, 0.30),
@@ -174,7 +177,7 @@ SMOKE: Final = Workload(
         actor=Shape(hidden=32, intermediate=64, layers=2, heads=2),
         reward=Shape(hidden=48, intermediate=96, layers=2, heads=2),
         critic=Shape(hidden=32, intermediate=64, layers=2, heads=2),
-        taught=150,
+        taught=90,
     ),
     batch=8,
     extra=2,
