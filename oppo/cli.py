@@ -18,6 +18,7 @@ import anyio
 from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
 
+from oppo.bench.request import Request
 from oppo.errors import ConfigError, DataError, HangError, OppoError
 from oppo.redact import redacted
 from oppo.report.panel import harmless
@@ -151,55 +152,12 @@ def demo(
     return DONE
 
 
-def bench(
-    *,
-    workload: str = "paper",
-    layout: str = "all",
-    modes: str = "serial,rollout,chunk,fixed",
-    steps: int = 3,
-    rounds: int = 5,
-    json: Path | None = None,
-    plot: Path | None = None,
-    device: str = "cpu",
-    actor: str = "0.5b",
-    cache: Path | None = None,
-) -> int:
-    """Measure a PPO step: what overlap gains, where it gains nothing, and what it costs.
-
-    Parameters
-    ----------
-    workload
-        paper, train-bound, rule-reward, capped, several with commas between them, or all; smoke shows that it runs.
-    layout
-        split (each side on its own core), shared (all cores to whoever runs), or all.
-    modes
-        serial, rollout, chunk, overcommit, fixed; or all.
-    steps
-        PPO steps of each mode in a round.
-    rounds
-        Rounds that count, after one that warms up.
-    json
-        Write the results to this file.
-    plot
-        Write a picture of the ladder to this file.
-    device
-        Where the models are; on a GPU they are large, have random weights, and lengths are scripted.
-    actor
-        On a GPU, the shape of the actor: 0.5b or 1.5b.
-    cache
-        Where workloads are kept once they are made.
-    """
-    from oppo.bench.command import WIDTH, Request, bench as measure  # noqa: PLC0415 - torch takes seconds to import
-    from oppo.bench.ladder import Plan  # noqa: PLC0415
+def bench(request: Annotated[Request, Parameter(name="*")] = Request()) -> int:  # noqa: B008 - it is frozen
+    """Measure a PPO step: what overlap gains, where it gains nothing, and what it costs."""
+    from oppo.bench.command import WIDTH, bench as measure  # noqa: PLC0415 - torch takes seconds to import
 
     console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH)
-    plan = Plan(steps=steps, rounds=rounds, device=device, together=device == "cpu")
-    request = Request(
-        workloads=workload, layouts=layout, modes=modes, plan=plan, json=json, picture=plot, actor=actor, cache=cache
-    )
-    measure(request, console, note)
+    measure(request, console if console.is_terminal else Console(width=WIDTH), note)
     return DONE
 
 

@@ -4,45 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import cast
 
 from rich.console import Console
 
-from oppo.bench.directory import cache_directory, files_of
-from oppo.bench.ladder import Ladder, Plan, Tell, entries, run, seating
+from oppo.bench.directory import Files, cache_directory, files_of
+from oppo.bench.ladder import Entry, Ladder, Plan, Tell, entries, run, seating
+from oppo.bench.layout import cores_here
 from oppo.bench.modes import MODES
+from oppo.bench.peer import CHECKOUT, SWEEP, Sweep, choose, command
 from oppo.bench.plot import plot, require_matplotlib
+from oppo.bench.request import Request
 from oppo.bench.show import render
 from oppo.bench.teach import Progress
 from oppo.bench.workloads import ACTORS_ON_A_GPU, SMOKE, WORKLOADS, Layout, Workload, on_gpu
 from oppo.errors import ConfigError
 
 LAYOUTS = ("split", "shared")
+PEER = "trl"
 WIDTH = 150
 """Columns where the output is no terminal."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What was asked for, as it was written.
-
-    Attributes:
-        workloads, layouts, modes: names with commas between them; ``all``.
-        json, picture: where results are written.
-        actor: on a GPU, the size of the actor.
-        cache: where workloads are kept.
-    """
-
-    workloads: str
-    layouts: str
-    modes: str
-    plan: Plan
-    json: Path | None = None
-    picture: Path | None = None
-    actor: str = "0.5b"
-    cache: Path | None = None
 
 
 def bench(request: Request, console: Console, tell: Tell) -> list[Ladder]:
@@ -52,29 +33,54 @@ def bench(request: Request, console: Console, tell: Tell) -> list[Ladder]:
         ConfigError: a name is unknown, or something that was asked for is not installed.
         ModelLost: a contestant ended.
     """
-    if request.plan.steps < 1 or request.plan.rounds < 1:
-        raise ConfigError(
-            f"at least one step and one round are needed, not {request.plan.steps} x {request.plan.rounds}"
-        )
-    standard = [name for name in WORKLOADS if name != SMOKE.name]
-    workloads = [WORKLOADS[name] for name in chosen("workload", request.workloads, WORKLOADS, standard)]
-    layouts = chosen("layout", request.layouts, LAYOUTS, LAYOUTS)
     modes = chosen("mode", request.modes, MODES, tuple(MODES))
-    if request.picture is not None:
+    layouts = [cast("Layout", name) for name in chosen("layout", request.layout, LAYOUTS, LAYOUTS)]
+    plan = plan_of(request)
+    workloads = workloads_of(request)
+    if request.peer is not None:
+        require_peer(request)
+    if request.plot is not None:
         require_matplotlib()
-    if request.plan.device != "cpu":
-        workloads = [sized(each, request.actor) for each in workloads]
     ladders: list[Ladder] = []
     for workload in workloads:
         files = files_of(workload, request.cache or cache_directory(), _progress(tell))
-        for layout in (cast("Layout", name) for name in layouts):
+        for layout in layouts:
             for line in seating(layout, modes):
                 tell(f"{workload.name}, {layout}: {line}")
-            ladder = run(files, layout, entries(files, modes, layout, request.plan.device), request.plan, tell)
-            console.print(render(ladder), soft_wrap=False, highlight=False)
+            contestants = entries(files, modes, layout, plan.device)
+            contestants += [peer(files)] if request.peer is not None else []
+            ladder = run(files, layout, contestants, plan, tell)
+            console.print(render(ladder), highlight=False)
             ladders.append(ladder)
             write(ladders, request)  # after each: what was measured is kept if the next one fails
     return ladders
+
+
+def plan_of(request: Request) -> Plan:
+    """Return how much is run; a GPU does not hold several contestants at once.
+
+    Raises:
+        ConfigError: nothing is.
+    """
+    if request.steps < 1 or request.rounds < 1:
+        raise ConfigError(f"at least one step and one round are needed, not {request.steps} x {request.rounds}")
+    device = request.device
+    return Plan(steps=request.steps, rounds=request.rounds, device=device, together=device == "cpu")
+
+
+def workloads_of(request: Request) -> list[Workload]:
+    """Return the workloads that are asked for.
+
+    Raises:
+        ConfigError: one is unknown, or there is no actor of the size asked for.
+    """
+    standard = [name for name in WORKLOADS if name != SMOKE.name]
+    workloads = [WORKLOADS[name] for name in chosen("workload", request.workload, WORKLOADS, standard)]
+    if request.device == "cpu":
+        return workloads
+    if request.actor not in ACTORS_ON_A_GPU:
+        raise ConfigError(f"there is no actor {request.actor!r} for a GPU; expected {' or '.join(ACTORS_ON_A_GPU)}")
+    return [on_gpu(each, request.actor) for each in workloads]
 
 
 def write(ladders: Sequence[Ladder], request: Request) -> None:
@@ -84,9 +90,9 @@ def write(ladders: Sequence[Ladder], request: Request) -> None:
         text = json.dumps(results[0] if len(results) == 1 else results, indent=2)
         request.json.parent.mkdir(parents=True, exist_ok=True)
         request.json.write_text(text + "\n", encoding="utf-8")
-    if request.picture is not None:
-        request.picture.parent.mkdir(parents=True, exist_ok=True)
-        plot(ladders, request.picture)
+    if request.plot is not None:
+        request.plot.parent.mkdir(parents=True, exist_ok=True)
+        plot(ladders, request.plot)
 
 
 def chosen(what: str, told: str, known: Collection[str], everything: Sequence[str]) -> list[str]:
@@ -105,15 +111,26 @@ def chosen(what: str, told: str, known: Collection[str], everything: Sequence[st
     return list(dict.fromkeys(names))
 
 
-def sized(workload: Workload, actor: str) -> Workload:
-    """Return the workload for a GPU.
+def require_peer(request: Request) -> None:
+    """Check that there is a peer of this name, and that what was asked for can be compared with it.
 
     Raises:
-        ConfigError: there is no actor of this size.
+        ConfigError: there is none, or it cannot.
     """
-    if actor not in ACTORS_ON_A_GPU:
-        raise ConfigError(f"there is no actor {actor!r} for a GPU; expected one of {', '.join(ACTORS_ON_A_GPU)}")
-    return on_gpu(workload, actor)
+    if request.peer != PEER:
+        raise ConfigError(f"there is no peer {request.peer!r}; expected {PEER!r}")
+    if request.device != "cpu":
+        raise ConfigError("on a GPU lengths are scripted, and the peer cannot be told how long its responses are")
+
+
+def peer(files: Files) -> Entry:
+    """Return the peer as a contestant, at the best of the settings that were tried.
+
+    Raises:
+        ConfigError: its program or its environment is not there.
+    """
+    choice = choose(Sweep.read(CHECKOUT / SWEEP), files.directory, len(cores_here()))
+    return Entry(PEER, tuple(command(files.directory, choice.cell)), f"{choice.cell}, {choice.origin}")
 
 
 def _progress(tell: Tell, part: float = 0.1) -> Progress:

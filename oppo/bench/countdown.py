@@ -93,7 +93,7 @@ def announced(lengths: Lengths, count: int, seed: int) -> list[int]:
             place = first + int(rng.integers(lengths.over))
             if place < count:
                 wanted[place] = lengths.cap + BEYOND
-    return wanted.tolist()
+    return [int(length) for length in wanted]
 
 
 def write_prompts(path: Path, workload: Workload) -> None:

@@ -29,10 +29,11 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A contestant that is to run: its name and its command."""
+    """A contestant that is to run: its name and its command, and what a reader should know of how it was chosen."""
 
     name: str
     command: tuple[str, ...]
+    remark: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ class Ladder:
         versions: by contestant, of Python and the libraries.
         faults: why the run is INVALID; none: it is valid.
         ratios: ``a/b``: how many times faster a is than b.
+        remarks: what a reader should know of a contestant.
     """
 
     files: Files
@@ -71,7 +73,8 @@ class Ladder:
     versions: Mapping[str, object]
     modes: Mapping[str, Figures]
     ratios: Mapping[str, Spread]
-    faults: Sequence[str] = field(default_factory=tuple)
+    faults: Sequence[str] = ()
+    remarks: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def workload(self) -> Workload:
@@ -97,6 +100,7 @@ class Ladder:
             "ratios": {name: ratio.median for name, ratio in self.ratios.items()},
             "ratio_ranges": {name: [ratio.low, ratio.high] for name, ratio in self.ratios.items()},
             "plan": asdict(self.plan),
+            "remarks": dict(self.remarks),
             "versions": dict(self.versions),
             "lengths": {"by": "script" if self.workload.models.scripted else "a trained actor", **facts},
             "recipe": asdict(self.workload),
@@ -150,6 +154,7 @@ def run(files: Files, layout: Layout, contestants: Sequence[Entry], plan: Plan, 
         modes=figures,
         ratios=_ratios(counted),
         faults=faults(files.workload, layout, figures),
+        remarks={entry.name: entry.remark for entry in contestants if entry.remark},
     )
 
 

@@ -135,12 +135,14 @@ def pipeline(files: Files, mode: Mode, seats: Seats, listener: SpanListener, *, 
 
 def held(graph: Graph[StepReport]) -> Graph[StepReport]:
     """Return the same graph with a :class:`Hold` between generation and everybody who reads it."""
-    readers = {name: node for name, node in graph.nodes.items() if "generate" in node.inputs}
-    rewired = {
-        name: (node.stage, *("held" if source == "generate" else source for source in node.inputs))
-        for name, node in readers.items()
-    }
-    return graph.rebuild(held=(Hold(), "generate"), **rewired)
+    stages = {name: node.stage for name, node in graph.nodes.items()}
+    return graph.rebuild(
+        held=(Hold(), "generate"),
+        ref_logp=(stages["ref_logp"], "held"),
+        reward=(stages["reward"], "held"),
+        value=(stages["value"], "held"),
+        advantage=(stages["advantage"], "held", "ref_logp", "reward", "value"),
+    )
 
 
 def length_of(prompt: Prompt) -> int:
@@ -177,12 +179,16 @@ def load(files: Files, device: str) -> Models:
 def drawn(workload: Workload, shape: Shape, device: str, *, scalar: bool) -> PreTrainedModel:
     """Return a model with random weights, the same for the same workload and device."""
     config = config_of(shape, workload.models.vocabulary or language_of(workload).vocabulary, workload.positions)
-    kind = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
-    if scalar:
-        config.num_labels = 1
+    dtype = getattr(torch, workload.models.dtype)
+    model: PreTrainedModel
     with alone(workload.seed), torch.device(device):
-        model: PreTrainedModel = kind.from_config(config, dtype=getattr(torch, workload.models.dtype))
-    return model.train(mode=False)
+        if scalar:
+            config.num_labels = 1
+            model = AutoModelForSequenceClassification.from_config(config, dtype=dtype)
+        else:
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.train(mode=False)
+    return model
 
 
 def _words(workload: Workload) -> Callable[[Sequence[int]], str]:

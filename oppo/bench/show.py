@@ -43,6 +43,7 @@ def head(ladder: Ladder) -> list[Text]:
         f"  {ladder.plan.rounds} rounds of {ladder.plan.steps} step(s) after a warm-up, "
         + ("interleaved" if ladder.plan.together else "one contestant after the other, NOT interleaved"),
     ]
+    lines += [f"  {name}: {remark}" for name, remark in ladder.remarks.items()]
     seats: dict[str, list[str]] = {}
     for name, said in ladder.threads.items():
         seats.setdefault(_seats(said), []).append(name)

@@ -127,7 +127,7 @@ DEEP_AND_THIN: Final = Models(
     critic=Shape(hidden=96, intermediate=256, layers=4, heads=3),
     taught=140,
 )
-"""An actor whose decode step costs nearly the same for 8 rows and for 32, as on a GPU; a reward model 7 times as big."""
+"""An actor whose decode step costs nearly the same for 8 rows and 32, as on a GPU; a reward model 7 times its size."""
 
 PAPER: Final = Workload(
     name="paper",

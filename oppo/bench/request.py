@@ -1,0 +1,38 @@
+"""What ``oppo bench`` can be asked for; its fields are the options of the command."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What was asked for, as it was written.
+
+    Attributes:
+        workload: paper, train-bound, rule-reward, capped, several with commas between them, or all; smoke measures
+            nothing and shows that everything runs.
+        layout: split (each side on a core of its own), shared (all cores to whoever runs), or all.
+        modes: serial, rollout, chunk, overcommit, fixed, several with commas between them, or all.
+        peer: compare with another program too: trl (make bench-peer installs it).
+        steps: PPO steps of each mode in a round.
+        rounds: rounds that count, after one that warms up.
+        json: write the results to this file.
+        plot: write a picture of the ladder to this file.
+        device: where the models are; on a GPU they are large and have random weights, and lengths are scripted.
+        actor: on a GPU, the size of the actor: 0.5b or 1.5b.
+        cache: the folder where workloads are kept once they are made.
+    """
+
+    workload: str = "paper"
+    layout: str = "all"
+    modes: str = "serial,rollout,chunk,fixed"
+    peer: str | None = None
+    steps: int = 3
+    rounds: int = 5
+    json: Path | None = None
+    plot: Path | None = None
+    device: str = "cpu"
+    actor: str = "0.5b"
+    cache: Path | None = None

@@ -1,0 +1,92 @@
+"""``oppo bench`` from end to end, on a workload that measures nothing."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from oppo.bench.command import chosen
+from oppo.bench.plot import require_matplotlib
+from oppo.cli import main
+from oppo.errors import ConfigError
+
+KEYS = {
+    "seconds_per_step",
+    "tokens_per_second",
+    "samples_per_second",
+    "hidden_fraction",
+    "decode_slowdown",
+    "busy",
+    "shares",
+    "live_rows_per_decode_step",
+    "cap_hit_rate",
+    "deferrals",
+    "peak_rss_mb",
+}
+PLOTS = find_spec("matplotlib") is not None
+
+
+@pytest.mark.timeout(600)
+def test_the_smoke_workload_runs_through_the_whole_ladder_s_machinery(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results, picture = tmp_path / "results" / "smoke.json", tmp_path / "results" / "smoke.png"
+    options = ["--workload", "smoke", "--layout", "split", "--modes", "serial,fixed", "--steps", "1", "--rounds", "1"]
+    options += ["--json", str(results), "--cache", str(tmp_path / "cache")]
+    assert main(["bench", *options, *(["--plot", str(picture)] if PLOTS else [])]) == 0
+    printed = capsys.readouterr()
+    told = json.loads(results.read_text())
+    assert (told["workload"], told["layout"], told["valid"], told["faults"]) == ("smoke", "split", True, [])
+    assert {"machine", "threads"} <= told.keys()
+    assert set(told["modes"]) == {"serial", "fixed"}
+    for figures in told["modes"].values():
+        assert figures.keys() >= KEYS
+        assert len(figures["seconds_per_step"]) == 1
+        assert figures["as_announced"] == 1.0
+        assert figures["peak_rss_mb"] > 50
+    assert told["modes"]["serial"]["hidden_fraction"] == pytest.approx(0.0, abs=0.05)
+    assert told["modes"]["serial"]["decode_slowdown"] == pytest.approx(1.0)
+    assert told["modes"]["fixed"]["deferrals"] == {"mean": 2.0, "most": 2.0}
+    assert set(told["ratios"]) == set(told["ratio_ranges"]) == {"fixed/serial"}
+    assert told["threads"]["serial"]["score"]["threads"] == 1
+    assert "100.0% as announced" in printed.out
+    assert "█ " in printed.out
+    assert "valid: shares and lengths" in printed.out
+    assert "teaching the actor to count down" in printed.err
+    assert picture.exists() == PLOTS
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--workload", "large"], "there is no workload 'large'; expected all, or some of paper"),
+        (["--modes", "serial,adaptiv"], "there is no mode 'adaptiv'"),
+        (["--layout", "ring"], "there is no layout 'ring'"),
+        (["--peer", "verl"], "there is no peer 'verl'; expected 'trl'"),
+        (["--steps", "0"], "at least one step and one round"),
+        (["--device", "cuda", "--actor", "70b"], "there is no actor '70b' for a GPU"),
+        (["--device", "cuda", "--peer", "trl"], "lengths are scripted"),
+        (["--modes", ","], "no mode is named"),
+    ],
+)
+def test_what_cannot_be_measured_is_said_before_anything_runs(
+    options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *options]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_picture_needs_an_extra_and_says_which() -> None:
+    if PLOTS:
+        require_matplotlib()
+    else:
+        with pytest.raises(ConfigError, match=r"oppo\[report\]"):
+            require_matplotlib()
+
+
+def test_names_keep_their_order_and_come_once() -> None:
+    assert chosen("mode", "chunk, serial,chunk", ("serial", "chunk"), ("serial",)) == ["chunk", "serial"]
+    assert chosen("mode", "all", ("serial", "chunk"), ("serial", "chunk")) == ["serial", "chunk"]

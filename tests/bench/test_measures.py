@@ -1,0 +1,121 @@
+"""The arithmetic between records and figures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from oppo.bench.measures import Baseline, DecodeCost, Figures, faults, per_token, speedup
+from oppo.bench.record import StepRecord
+from oppo.bench.workloads import PAPER, Bound
+from oppo.errors import ProtocolError
+
+STEP = StepRecord(
+    seconds=4.0,
+    tokens=100,
+    samples=10,
+    capped=1,
+    decode=2.0,
+    score=1.2,
+    update=0.8,
+    exposed=1.2,
+    busy={"actor": 2.0, "reward": 1.2, "trainer": 0.8},
+    decode_steps=50,
+    decoded=100,
+)
+
+
+def figures(*steps: StepRecord, score: float | None = None, cost: DecodeCost | None = None) -> Figures:
+    return Figures.of([steps], Baseline(score, cost), 100.0)
+
+
+def test_a_serial_step_hides_nothing_and_its_shares_are_those_of_its_phases() -> None:
+    serial = figures(STEP, STEP, score=2.4, cost=DecodeCost.fitted([STEP]))
+    assert serial.hidden_fraction == pytest.approx(0.0)
+    assert serial.decode_slowdown == pytest.approx(1.0)
+    assert serial.shares == pytest.approx({"decode": 0.5, "score": 0.3, "update": 0.2})
+    assert serial.busy == pytest.approx({"actor": 0.5, "reward": 0.3, "trainer": 0.2})
+    assert (serial.tokens_per_second, serial.samples_per_second) == (25.0, 2.5)
+    assert (serial.live_rows_per_decode_step, serial.cap_hit_rate) == (2.0, 0.1)
+
+
+def test_hiding_is_measured_against_the_serial_scoring_and_bought_with_slower_decoding() -> None:
+    overlapped = replace(STEP, seconds=4.0, decode=3.2, score=2.0, exposed=0.0)
+    chunk = figures(overlapped, score=1.2, cost=DecodeCost.fitted([STEP]))
+    assert chunk.hidden_fraction == 1.0
+    assert chunk.decode_slowdown == pytest.approx(1.6)
+    assert figures(replace(overlapped, exposed=0.3), score=1.2).hidden_fraction == pytest.approx(0.75)
+
+
+def test_the_cost_of_decoding_alone_is_found_from_steps_of_different_occupancy() -> None:
+    alone = [
+        replace(STEP, decode_steps=steps, decoded=tokens, decode=0.01 * steps + 0.001 * tokens)
+        for steps, tokens in ((100, 400), (300, 700), (50, 900))
+    ]
+    cost = DecodeCost.fitted(alone)
+    assert cost is not None
+    assert (cost.per_step, cost.per_token) == pytest.approx((0.01, 0.001))
+
+
+def test_a_cost_is_never_negative_and_right_in_total() -> None:
+    alone = [
+        replace(STEP, decode_steps=steps, decoded=tokens, decode=took)
+        for steps, tokens, took in ((100, 100, 1.0), (100, 200, 0.8), (200, 300, 2.0))
+    ]
+    cost = DecodeCost.fitted(alone)
+    assert cost is not None
+    assert min(cost.per_step, cost.per_token) >= 0
+    assert sum(map(cost.seconds, alone)) == pytest.approx(3.8)
+
+
+def test_nothing_decoded_is_no_cost() -> None:
+    assert DecodeCost.fitted([replace(STEP, decode=0.0, decode_steps=0)]) is None
+
+
+def test_a_peer_that_cannot_look_inside_has_speeds_only() -> None:
+    peer = figures(StepRecord(seconds=8.0, tokens=100, samples=10), score=1.2, cost=DecodeCost.fitted([STEP]))
+    assert peer.tokens_per_second == 12.5
+    assert (peer.hidden_fraction, peer.decode_slowdown, peer.live_rows_per_decode_step) == (None, None, None)
+    assert peer.shares == {}
+
+
+def test_a_speed_up_is_of_pairs_of_rounds_so_that_a_slow_minute_cancels() -> None:
+    fast = [[replace(STEP, seconds=2.0)], [replace(STEP, seconds=20.0)], [replace(STEP, seconds=2.0)]]
+    slow = [[replace(STEP, seconds=3.0)], [replace(STEP, seconds=30.0)], [replace(STEP, seconds=4.0)]]
+    pairs = speedup(fast, slow)
+    assert (pairs.median, pairs.low, pairs.high) == pytest.approx((1.5, 1.5, 2.0))
+
+
+def test_short_responses_trained_first_earn_no_credit() -> None:
+    short = [[replace(STEP, seconds=2.0, tokens=50)]]
+    assert per_token(short[0]) == per_token([STEP])
+    assert speedup(short, [[STEP]]).median == 1.0
+
+
+def test_outside_of_the_stated_shares_a_run_is_invalid_and_says_what_it_measured() -> None:
+    serial = figures(STEP, score=1.2)
+    wanted = replace(PAPER, shares=(Bound("split", "score", 0.25, 0.30),), capped=(0.0, 0.2))
+    assert faults(wanted, "split", {"serial": serial}) == []
+    narrow = replace(wanted, shares=(Bound("split", "score", 0.25, 0.29),))
+    (fault,) = faults(narrow, "split", {"serial": serial})
+    assert fault == "score took 0.300 of the serial step, and the workload states 0.25 to 0.29"
+    assert faults(narrow, "shared", {"serial": serial}) == []
+    assert "did not run" in faults(wanted, "split", {"chunk": serial})[0]
+
+
+def test_other_lengths_than_the_stated_ones_make_a_run_invalid() -> None:
+    drifted = figures(replace(STEP, as_announced=0.5, capped=5))
+    (capped, announced) = faults(replace(PAPER, shares=()), "split", {"chunk": drifted})
+    assert "chunk: 0.500 of the responses hit the cap" in capped
+    assert "chunk: only 0.500 of the responses were as long as announced" in announced
+
+
+@pytest.mark.parametrize("told", ["fast", {"seconds": 1}, {"seconds": 0, "tokens": 5, "samples": 1}])
+def test_a_record_that_is_none_is_refused(told: object) -> None:
+    with pytest.raises(ProtocolError, match="expected a step"):
+        StepRecord.of(told)
+
+
+def test_a_record_survives_the_pipe() -> None:
+    assert StepRecord.of({**STEP.as_json(), "mean_length": 10}) == STEP
