@@ -34,7 +34,7 @@ def bench(request: Request, console: Console, tell: Tell) -> list[Ladder]:
         ModelLost: a contestant ended.
     """
     modes = chosen("mode", request.modes, MODES, tuple(MODES))
-    layouts = [cast("Layout", name) for name in chosen("layout", request.layout, LAYOUTS, LAYOUTS)]
+    layouts = layouts_of(request)
     plan = plan_of(request)
     workloads = workloads_of(request)
     if request.peer is not None:
@@ -66,6 +66,12 @@ def plan_of(request: Request) -> Plan:
         raise ConfigError(f"at least one step and one round are needed, not {request.steps} x {request.rounds}")
     device = request.device
     return Plan(steps=request.steps, rounds=request.rounds, device=device, together=device == "cpu")
+
+
+def layouts_of(request: Request) -> list[Layout]:
+    """Return the layouts that are asked for; on a GPU all share it, whatever is asked for."""
+    layouts = [cast("Layout", name) for name in chosen("layout", request.layout, LAYOUTS, LAYOUTS)]
+    return layouts if request.device == "cpu" else ["shared"]
 
 
 def workloads_of(request: Request) -> list[Workload]:

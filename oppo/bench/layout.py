@@ -8,7 +8,7 @@ wherever scoring overlaps decoding, each has half of them.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -74,12 +74,8 @@ def cores_here() -> tuple[int, ...]:
     return tuple(range(os.cpu_count() or 1))
 
 
-def setup(seat: Seat, device: str) -> Callable[[], None]:
-    """Return what a thread does first: take its seat; on a GPU, take a stream of its own, so that threads overlap."""
-
-    def take() -> None:
-        seat.take()
-        if device != "cpu":
-            torch.cuda.set_stream(torch.cuda.Stream(device))
-
-    return take
+def settle(seat: Seat, device: str) -> None:
+    """Take a seat in the calling thread; on a GPU, with a stream of its own, so that threads overlap there."""
+    seat.take()
+    if device != "cpu":
+        torch.cuda.set_stream(torch.cuda.Stream(device))

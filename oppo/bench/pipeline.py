@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, ParamSpec, TypeVar
 
 import torch
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from oppo.bench.countdown import EOS, PAD, language_of
 from oppo.bench.directory import Files
 from oppo.bench.hold import Hold
-from oppo.bench.layout import Seats, setup
+from oppo.bench.layout import Seats, settle
 from oppo.bench.modes import Mode
 from oppo.bench.teach import config_of
 from oppo.bench.workloads import Phase, Shape, Workload
@@ -100,7 +101,7 @@ def pipeline(files: Files, mode: Mode, seats: Seats, listener: SpanListener, *, 
     models = load(files, device)
     kind = Thread if device == "cpu" else DeviceThread
     acting, scoring, training = (
-        kind(name, listener=listener, setup=setup(seat, device))
+        kind(name, listener=listener, setup=partial(settle, seat, device))
         for name, seat in (("actor", seats.actor), ("scorers", seats.scorers), ("trainer", seats.trainer))
     )
     scripted = workload.models.scripted

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, TextIO
 
 import anyio
 import anyio.to_thread
@@ -103,13 +104,15 @@ class Watch(Observer):
         )
 
 
-async def serve(work: Pipeline, watch: Watch, prompts: Iterator[Prompt], ready: Mapping[str, object]) -> None:
+async def serve(
+    work: Pipeline, watch: Watch, prompts: Iterator[Prompt], ready: Mapping[str, object], answers: TextIO
+) -> None:
     """Answer each request on standard input, until it ends."""
     async with work.graph.open(prompts, observers=[watch]) as run:
-        say({"ready": ready})
+        say(answers, {"ready": ready})
         while line := await anyio.to_thread.run_sync(sys.stdin.readline):
             steps = [await measured(run, work, watch) for _ in range(json.loads(line)["run"])]
-            say({"steps": [step.as_json() for step in steps], "peak_rss_mb": peak_rss_mb()})
+            say(answers, {"steps": [step.as_json() for step in steps], "peak_rss_mb": peak_rss_mb()})
 
 
 async def measured(run: Run[StepReport], work: Pipeline, watch: Watch) -> StepRecord:
@@ -127,10 +130,17 @@ async def measured(run: Run[StepReport], work: Pipeline, watch: Watch) -> StepRe
     return watch.record(report, took, counters.decode_steps - steps, counters.tokens - tokens)
 
 
-def say(answer: Mapping[str, object]) -> None:
-    """Write one line to standard output."""
-    sys.stdout.write(json.dumps(answer) + "\n")
-    sys.stdout.flush()
+def say(answers: TextIO, answer: Mapping[str, object]) -> None:
+    """Write one line to the ruler."""
+    answers.write(json.dumps(answer) + "\n")
+    answers.flush()
+
+
+def answers_only() -> TextIO:
+    """Return standard output, kept for answers: whatever else is written there goes to standard error from now on."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return answers
 
 
 def ready_line(places: Seats) -> dict[str, object]:
@@ -155,8 +165,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     places = seats(chosen.layout, cores_here(), held=mode.held)
     files, watch = open_files(chosen.directory, workload), Watch(workload)
     places.actor.take()
+    answers = answers_only()
     with closing(pipeline(files, mode, places, watch.on_work, device=chosen.device)) as work:
-        anyio.run(serve, work, watch, files.prompts(), ready_line(places))
+        anyio.run(serve, work, watch, files.prompts(), ready_line(places), answers)
 
 
 if __name__ == "__main__":

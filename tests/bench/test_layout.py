@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from oppo.bench.layout import Seat, cores_here, seats, setup
+from oppo.bench.layout import Seat, cores_here, seats, settle
 
 
 def test_split_gives_each_side_its_own_core_in_every_mode() -> None:
@@ -38,7 +38,7 @@ def test_a_seat_binds_the_thread_that_takes_it_and_no_other() -> None:
     before, found = cores_here(), list[tuple[tuple[int, ...], int]]()
 
     def work() -> None:
-        setup(Seat(before[:1], 1), "cpu")()
+        settle(Seat(before[:1], 1), "cpu")
         found.append((cores_here(), torch.get_num_threads()))
 
     thread = threading.Thread(target=work)
