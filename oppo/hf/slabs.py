@@ -22,10 +22,10 @@ ALIGNMENT = 16
 SLACK = 8
 """A slab that must grow gets one spare slot for every so many live ones."""
 
-HEADROOM = 4
+HEADROOM = 8
 """A slab that must grow gets room for sequences longer by one part in so many; it is copied once for all of them."""
 
-SPARE = 1.25
+SPARE = 1.125
 """A slab larger by this factor than one made for what it holds gives memory back when a row leaves."""
 
 
@@ -107,8 +107,10 @@ class Slab:
     def reserve(self, count: int, columns: int) -> None:
         """Make room for ``count`` more rows, and for sequences of ``columns`` tokens, at once."""
         rows = len(self.rows) + count
-        capacity = self._capacity if rows <= self._capacity else rows + rows // SLACK
-        self._resize(capacity, self.columns if columns <= self.columns else self._roomy(columns))
+        if rows > self._capacity or columns > self.columns:
+            spacious = rows + rows // SLACK
+            capacity = spacious if rows > self._capacity else min(self._capacity, spacious)
+            self._resize(capacity, self.columns if columns <= self.columns else self._roomy(columns))
 
     def trim(self, columns: int) -> None:
         """Give memory back if much is spare, now that the longest sequence has ``columns`` tokens."""
