@@ -112,9 +112,9 @@ class Results:
             outcome = self.outcomes.get(Cell(engine, regime.name, controller))
             if outcome is None:
                 continue
-            frontier = self.frontier(engine, regime.name)
+            lags, speeds = np.array(self.frontier(engine, regime.name)).T
             speed = self.outcomes[Cell(engine, regime.name, "fixed 0")].seconds / outcome.seconds
-            at_its_lag = float(np.interp(outcome.lag, *zip(*frontier, strict=True)))
+            at_its_lag = float(np.interp(outcome.lag, lags, speeds))
             found.append(Standing(regime.name, speed, outcome.lag, at_its_lag, outcome))
         return found
 

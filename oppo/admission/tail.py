@@ -19,7 +19,7 @@ from oppo.errors import AdmissionError
 WARMUP = 3
 """Steps that are only watched, with nothing deferred."""
 
-MARGIN = 0.015
+MARGIN = 0.0125
 """Costs within this part of the lowest count as equal: the estimates are not better than that."""
 
 RISE = 4
@@ -38,7 +38,7 @@ class TailAdaptive:
         cost(Delta) = seconds(Delta) * (1 + price * brake * Delta / B)
         brake       = max(1, mismatch KL / kl_target, ess_target / effective sample size)
 
-    and the least Delta is taken whose cost is within 1.5 % of the lowest: at once if it is less than the present one,
+    and the least Delta is taken whose cost is within 1.25 % of the lowest: at once if it is less than the present one,
     at most doubling if it is more. Because all of the curve is looked at, a plateau before a gain (many responses at
     the cap) does not stop it, and where a scorer or the update takes the time it defers nothing: nothing is gained.
 
