@@ -86,13 +86,14 @@ def announced(lengths: Lengths, count: int, seed: int) -> list[int]:
     """Return how many tokens each of ``count`` prompts announces; more than the cap means that it will be cut off."""
     rng = np.random.default_rng((seed, 1))
     drawn = np.exp(rng.normal(np.log(lengths.median), lengths.sigma, count))
-    longest = lengths.cap + BEYOND if not lengths.over else lengths.cap - 1
+    above = lengths.cap + BEYOND // 2  # the actor is taught little of the largest numbers: they follow nothing
+    longest = lengths.cap - 1 if lengths.over else above
     wanted = np.clip(np.rint(drawn), lengths.shortest, longest).astype(int)
     if lengths.over:
         for first in range(0, count, lengths.over):
             place = first + int(rng.integers(lengths.over))
             if place < count:
-                wanted[place] = lengths.cap + BEYOND
+                wanted[place] = above
     return [int(length) for length in wanted]
 
 

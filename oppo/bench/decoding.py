@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import cast
 
 import numpy as np
 import torch
@@ -149,8 +150,7 @@ class _Contest:
     def generate(self) -> None:
         """Let transformers decode all rows to the longest length."""
         longest = max(self._lengths)
-        generate: Callable[..., object] = self._model.generate
-        generate(
+        cast("Callable[..., object]", self._model.generate)(
             self._ids,
             attention_mask=self._mask,
             do_sample=True,

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -185,14 +185,22 @@ def test_a_fault_is_found_in_a_mixture_though_only_its_median_counts(
 ) -> None:
     model = mixture(torch.bfloat16)
     if fault == "move":
-        adopt = Slab.adopt
-        monkeypatch.setattr(Slab, "adopt", lambda slab, row, source, length: adopt(slab, row, source, length - 1))
+        lose_a_token_in_moves(monkeypatch)
     elif fault == "mask":
         monkeypatch.setattr(Masks, "_written", lambda masks, seen: seen | seen.roll(1, -1))
     else:
         backbone(model).register_forward_pre_hook(lambda _, args, kwargs: (args, _shifted(kwargs)), with_kwargs=True)
     with pytest.raises(ModelRefused, match="read in pieces"):
         probe(model)
+
+
+def lose_a_token_in_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    adopt = Slab.adopt
+
+    def forgetful(slab: Slab, rows: Mapping[int, int], source: Slab) -> None:
+        adopt(slab, {row: length - 1 for row, length in rows.items()}, source)
+
+    monkeypatch.setattr(Slab, "adopt", forgetful)
 
 
 def _shifted(kwargs: dict[str, object]) -> dict[str, object]:
@@ -213,8 +221,7 @@ def test_a_model_that_ignores_positions_is_refused_with_the_difference() -> None
 
 
 def test_a_cache_that_loses_a_token_in_a_move_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    adopt = Slab.adopt
-    monkeypatch.setattr(Slab, "adopt", lambda slab, row, source, length: adopt(slab, row, source, length - 1))
+    lose_a_token_in_moves(monkeypatch)
     with pytest.raises(ModelRefused, match="read in pieces"):
         probe(tiny.causal("llama"))
 
