@@ -150,7 +150,8 @@ class _Contest:
     def generate(self) -> None:
         """Let transformers decode all rows to the longest length."""
         longest = max(self._lengths)
-        cast("Callable[..., object]", self._model.generate)(
+        generate = cast("Callable[..., object]", self._model.generate)
+        generate(
             self._ids,
             attention_mask=self._mask,
             do_sample=True,
