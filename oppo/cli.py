@@ -154,9 +154,19 @@ def demo(
 
 def bench(request: Annotated[Request, Parameter(name="*")] = Request()) -> int:  # noqa: B008 - it is frozen
     """Measure a PPO step: what overlap gains, where it gains nothing, and what it costs."""
-    from oppo.bench.command import WIDTH, bench as measure  # noqa: PLC0415 - torch takes seconds to import
-
     console = Console()
+    if request.engine:
+        from oppo.bench import engine  # noqa: PLC0415 - `oppo --help` should be quick
+
+        console.out(engine.bench(request.json), highlight=False)
+        return DONE
+    if request.decoding:
+        from oppo.bench import decoders  # noqa: PLC0415 - torch takes seconds to import
+
+        console.out(decoders.bench(request.json, rounds=request.rounds), highlight=False)
+        return DONE
+    from oppo.bench.command import WIDTH, bench as measure  # noqa: PLC0415
+
     measure(request, console if console.is_terminal else Console(width=WIDTH), note)
     return DONE
 

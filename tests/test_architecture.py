@@ -33,7 +33,6 @@ LEAVES = frozenset(
         "liveness",
         "redact",
         "demo",
-        "bench",
         "cli",
         "config",
         "faults",

@@ -10,5 +10,5 @@
     peer       the contestant of another program       show, plot  figures for people
     command    ``oppo bench`` as ``request`` asks for it
 
-    engine (with loads, free)  what a chunk costs the engine       decoding  our decoder beside ``generate``
+    engine (with loads, free)  what a chunk costs the engine       decoding, decoders  our decoder beside ``generate``
 """

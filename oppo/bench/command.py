@@ -47,7 +47,7 @@ def bench(request: Request, console: Console, tell: Tell) -> list[Ladder]:
         for layout in layouts:
             for line in seating(layout, modes):
                 tell(f"{workload.name}, {layout}: {line}")
-            contestants = entries(files, modes, layout, plan.device)
+            contestants = entries(files, modes, layout, plan)
             contestants += [peer(files)] if request.peer is not None else []
             ladder = run(files, layout, contestants, plan, tell)
             console.print(render(ladder), highlight=False)
@@ -65,7 +65,9 @@ def plan_of(request: Request) -> Plan:
     if request.steps < 1 or request.rounds < 1:
         raise ConfigError(f"at least one step and one round are needed, not {request.steps} x {request.rounds}")
     device = request.device
-    return Plan(steps=request.steps, rounds=request.rounds, device=device, together=device == "cpu")
+    return Plan(
+        steps=request.steps, rounds=request.rounds, device=device, scorers=request.scorers, together=device == "cpu"
+    )
 
 
 def layouts_of(request: Request) -> list[Layout]:

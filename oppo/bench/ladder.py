@@ -22,7 +22,7 @@ from oppo.bench.machine import Machine
 from oppo.bench.measures import Baseline, DecodeCost, Figures, Rounds, Spread, faults, speedup
 from oppo.bench.modes import MODES
 from oppo.bench.record import StepRecord
-from oppo.bench.workloads import Layout, Workload
+from oppo.bench.workloads import Layout, Scorers, Workload
 
 Tell = Callable[[str], None]
 
@@ -44,12 +44,14 @@ class Plan:
         steps: of each contestant in a round.
         rounds: counted ones.
         device: where models are.
+        scorers: whether scorers work in a thread or in a process of their own.
         together: all contestants are loaded at the same time, and interleaved.
     """
 
     steps: int = 3
     rounds: int = 5
     device: str = "cpu"
+    scorers: Scorers = "thread"
     together: bool = True
 
 
@@ -107,10 +109,11 @@ class Ladder:
         }
 
 
-def entries(files: Files, modes: Sequence[str], layout: Layout, device: str) -> list[Entry]:
+def entries(files: Files, modes: Sequence[str], layout: Layout, plan: Plan) -> list[Entry]:
     """Return the contestants for some modes."""
-    program = (sys.executable, "-m", "oppo.bench.worker", str(files.directory))
-    return [Entry(mode, (*program, "--mode", mode, "--layout", layout, "--device", device)) for mode in modes]
+    program = (sys.executable, "-m", "oppo.bench.worker", str(files.directory), "--layout", layout)
+    options = ("--device", plan.device, "--scorers", plan.scorers)
+    return [Entry(mode, (*program, "--mode", mode, *options)) for mode in modes]
 
 
 def run(files: Files, layout: Layout, contestants: Sequence[Entry], plan: Plan, tell: Tell) -> Ladder:

@@ -16,18 +16,18 @@ from oppo.bench.hold import Hold
 from oppo.bench.layout import Seats, settle
 from oppo.bench.modes import Mode
 from oppo.bench.teach import config_of
-from oppo.bench.workloads import Phase, Shape, Workload
+from oppo.bench.workloads import Phase, Scorers, Shape, Workload
 from oppo.demo.once import alone
 from oppo.events import Drop, Prompt, StepReport
 from oppo.graph import Graph
 from oppo.hf.load import load_causal, load_scalar
-from oppo.hf.memory import ModelThread
+from oppo.hf.memory import ModelPlace
 from oppo.hf.policy import HfPolicy
 from oppo.hf.scorers import ReferenceLogprobs, RewardModel, ValueModel
 from oppo.hf.trainer import HfTrainer, TrainerSettings
 from oppo.models import Sampling, Scorer
 from oppo.observe import SpanListener
-from oppo.placement import Thread
+from oppo.placement import Place, Process, Thread
 from oppo.recipes import ppo
 from oppo.rewards import FunctionReward
 
@@ -75,19 +75,27 @@ class Models:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pipeline:
-    """A graph that can be opened, the policy in it, and its threads; close it in the end."""
+    """A graph that can be opened, the policy in it, and the places its models work in; close it in the end."""
 
     graph: Graph[StepReport]
     policy: HfPolicy
-    threads: Sequence[Thread]
+    places: Sequence[Place]
 
     def close(self) -> None:
-        """End the threads."""
-        for thread in self.threads:
-            thread.close()
+        """Close the places in which the models work."""
+        for place in self.places:
+            place.close()
 
 
-def pipeline(files: Files, mode: Mode, seats: Seats, listener: SpanListener, *, device: str = "cpu") -> Pipeline:
+def pipeline(
+    files: Files,
+    mode: Mode,
+    seats: Seats,
+    listener: SpanListener,
+    *,
+    device: str = "cpu",
+    scorers: Scorers = "thread",
+) -> Pipeline:
     """Return the graph of one mode of a workload, in evaluation-ready models of its own.
 
     Args:
@@ -96,14 +104,15 @@ def pipeline(files: Files, mode: Mode, seats: Seats, listener: SpanListener, *, 
         seats: cores and intra-op threads.
         listener: told of everything that the models do.
         device: where the models are.
+        scorers: whether they work in a thread of this process or in a process of their own.
     """
     workload = files.workload
     models = load(files, device)
     kind = Thread if device == "cpu" else DeviceThread
-    acting, scoring, training = (
-        kind(name, listener=listener, setup=partial(settle, seat, device))
-        for name, seat in (("actor", seats.actor), ("scorers", seats.scorers), ("trainer", seats.trainer))
-    )
+    acting = kind("actor", listener=listener, setup=partial(settle, seats.actor, device))
+    training = kind("trainer", listener=listener, setup=partial(settle, seats.trainer, device))
+    home = kind if scorers == "thread" else Process
+    scoring = home("scorers", listener=listener, setup=partial(settle, seats.scorers, device))
     scripted = workload.models.scripted
     sampling = Sampling(
         max_new_tokens=workload.lengths.cap,
@@ -114,14 +123,14 @@ def pipeline(files: Files, mode: Mode, seats: Seats, listener: SpanListener, *, 
     policy = HfPolicy(models.actor, sampling=sampling, thread=acting, limit=length_of if scripted else None)
     reward: Scorer[float | Drop] = FunctionReward(countdown_reward, decode=_words(workload))
     if models.reward is not None:
-        reward = RewardModel(models.reward, thread=ModelThread(scoring, "reward", REMEDY))
+        reward = RewardModel(models.reward, thread=ModelPlace(scoring, "reward", REMEDY))
     graph = ppo(
         policy=policy,
         reference=ReferenceLogprobs(
-            models.reference, sampling=sampling, thread=ModelThread(scoring, "reference", REMEDY)
+            models.reference, sampling=sampling, thread=ModelPlace(scoring, "reference", REMEDY)
         ),
         reward=reward,
-        critic=ValueModel(models.critic, thread=ModelThread(scoring, "critic", REMEDY)),
+        critic=ValueModel(models.critic, thread=ModelPlace(scoring, "critic", REMEDY)),
         trainer=HfTrainer(
             models.actor, models.critic, sampling=sampling, thread=training, settings=_settings(workload)
         ),
@@ -131,6 +140,8 @@ def pipeline(files: Files, mode: Mode, seats: Seats, listener: SpanListener, *, 
         gamma=workload.gamma,
         lam=workload.lam,
     )
+    if isinstance(scoring, Process):
+        scoring.settle()
     return Pipeline(held(graph) if mode.held else graph, policy, (acting, scoring, training))
 
 

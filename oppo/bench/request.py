@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, TypeAlias
+
+from cyclopts import Parameter
+
+from oppo.bench.workloads import Scorers
+
+Flag: TypeAlias = Annotated[bool, Parameter(negative=(), show_default=False)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +28,9 @@ class Request:
         rounds: rounds that count, after one that warms up.
         json: write the results to this file.
         plot: write a picture of the ladder to this file.
+        engine: measure what a chunk costs the engine instead.
+        decoding: measure our decoder beside generate instead.
+        scorers: where reward, reference and critic work: in a thread beside the actor's, or a process of their own.
         device: where the models are; on a GPU they are large and have random weights, and lengths are scripted.
         actor: on a GPU, the size of the actor: 0.5b or 1.5b.
         cache: the folder where workloads are kept once they are made.
@@ -34,6 +44,9 @@ class Request:
     rounds: int = 5
     json: Path | None = None
     plot: Path | None = None
+    engine: Flag = False
+    decoding: Flag = False
+    scorers: Scorers = "thread"
     device: str = "cpu"
     actor: str = "0.5b"
     cache: Path | None = None

@@ -160,13 +160,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--mode", choices=MODES, required=True)
     parser.add_argument("--layout", choices=("split", "shared"), required=True)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--scorers", choices=("thread", "process"), default="thread")
     chosen = parser.parse_args(arguments)
     workload, mode = workload_in(chosen.directory), MODES[chosen.mode]
     places = seats(chosen.layout, cores_here(), held=mode.held)
     files, watch = open_files(chosen.directory, workload), Watch(workload)
     places.actor.take()
     answers = answers_only()
-    with closing(pipeline(files, mode, places, watch.on_work, device=chosen.device)) as work:
+    work = pipeline(files, mode, places, watch.on_work, device=chosen.device, scorers=chosen.scorers)
+    with closing(work):
         anyio.run(serve, work, watch, files.prompts(), ready_line(places), answers)
 
 

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Final, Literal, TypeAlias
 
 Layout: TypeAlias = Literal["split", "shared"]
+Scorers: TypeAlias = Literal["thread", "process"]
 Phase: TypeAlias = Literal["decode", "score", "update"]
 Range: TypeAlias = tuple[float, float]
 

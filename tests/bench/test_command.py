@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 
 from oppo.bench.command import chosen
+from oppo.bench.decoders import bench
 from oppo.bench.plot import require_matplotlib
+from oppo.bench.workloads import SMOKE
 from oppo.cli import main
 from oppo.errors import ConfigError
+from tests.hf import tiny
 
 KEYS = {
     "seconds_per_step",
@@ -90,3 +93,12 @@ def test_a_picture_needs_an_extra_and_says_which() -> None:
 def test_names_keep_their_order_and_come_once() -> None:
     assert chosen("mode", "chunk, serial,chunk", ("serial", "chunk"), ("serial",)) == ["chunk", "serial"]
     assert chosen("mode", "all", ("serial", "chunk"), ("serial", "chunk")) == ["serial", "chunk"]
+
+
+def test_decoding_is_compared_and_written(tmp_path: Path) -> None:
+    shapes, batches = {"tiny": SMOKE.models.actor}, {"3 ragged": [5, 2, 9], "1": [6]}
+    table = tiny.apart(bench)(tmp_path / "decoding.json", rounds=1, shapes=shapes, batches=batches)
+    cases = json.loads((tmp_path / "decoding.json").read_text())["cases"]
+    assert [case["batch"] for case in cases] == ["3 ragged", "1"]
+    assert all(len(case["found"]["ours"]) == 1 and case["ratio"][0] > 0 for case in cases)
+    assert table.count("tiny") == 2

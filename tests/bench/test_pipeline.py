@@ -17,7 +17,7 @@ from oppo.bench.layout import Seat, Seats, cores_here
 from oppo.bench.modes import MODES
 from oppo.bench.pipeline import pipeline
 from oppo.bench.record import StepRecord
-from oppo.bench.workloads import SMOKE, Workload, on_gpu, scripted
+from oppo.bench.workloads import SMOKE, Scorers, Workload, on_gpu, scripted
 from oppo.errors import ConfigError
 from oppo.observe import Span
 from tests.loop_guard import forwards_off_the_loop
@@ -30,7 +30,7 @@ def _one_thread_here() -> Iterator[None]:
         yield
 
 
-def run(files: Files, mode: str, steps: int) -> tuple[list[StepRecord], list[Span]]:
+def run(files: Files, mode: str, steps: int, scorers: Scorers = "thread") -> tuple[list[StepRecord], list[Span]]:
     """Return the records of some steps of a mode, and every span of its models."""
     workload = files.workload
     watch, spans = worker.Watch(workload), list[Span]()
@@ -40,7 +40,7 @@ def run(files: Files, mode: str, steps: int) -> tuple[list[StepRecord], list[Spa
         watch.on_work(span)
 
     seat = Seat(cores_here(), 1)
-    work = pipeline(files, MODES[mode], Seats(seat, seat, seat), heard)
+    work = pipeline(files, MODES[mode], Seats(seat, seat, seat), heard, scorers=scorers)
 
     async def main() -> list[StepRecord]:
         async with work.graph.open(files.prompts(), observers=[watch]) as running:
@@ -81,6 +81,13 @@ def test_nothing_is_scored_while_something_is_decoded_where_scoring_is_held_back
             assert all(span.end <= start or span.start >= end for start, end in decodes)
     # What was parked is read beside the update, which is the scorers' business and not decoding's.
     assert all(record.exposed == pytest.approx(record.score) for record in records if mode == "serial")
+
+
+def test_scorers_in_a_process_of_their_own_are_recorded_like_those_in_a_thread(files: Files) -> None:
+    (record,), spans = run(files, "chunk", 1, scorers="process")
+    assert record.as_announced == 1.0
+    assert {span.track for span in spans} >= {"actor", "reference", "reward", "critic", "trainer"}
+    assert min(record.busy.values()) > 0
 
 
 def test_a_held_step_scores_the_whole_batch_in_one_call(files: Files) -> None:
