@@ -27,7 +27,7 @@ from oppo.placement.block import Block
 from oppo.placement.wire import packed, unpacked
 
 _ALIGNMENT = 64
-"""Bytes: storages begin at multiples, as those of torch's own allocator do."""
+"""Bytes: a storage keeps its address modulo this when it is moved, since kernels choose by it how they round."""
 
 _blocks: WeakValueDictionary[int, Block] = WeakValueDictionary()
 """The blocks in which models of this process lie, by address: as the address space, there is one for the process.
@@ -138,9 +138,9 @@ def _moved(storages: dict[int, torch.UntypedStorage]) -> dict[int, tuple[Block, 
         return {}
     starts, size = {}, 0
     for address, storage in private.items():
-        starts[address] = size
-        size += -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
-    block = Block.new(size)
+        starts[address] = size + (address - size) % _ALIGNMENT
+        size = starts[address] + storage.nbytes()
+    block = Block.new(size + -size % _ALIGNMENT)
     flat = torch.frombuffer(block, dtype=torch.uint8)
     _blocks[flat.data_ptr()] = block
     for address, storage in private.items():

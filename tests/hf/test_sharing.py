@@ -98,6 +98,14 @@ def test_tensors_that_overlap_go_on_doing_so() -> None:
     assert tensors[1][0] == tensors[2][0, 1] == tensors[3][2] == found[1][0] == 100
 
 
+def test_a_tensor_keeps_its_alignment_on_which_roundings_depend() -> None:
+    buffers = [bytearray(400) for _ in range(6)]
+    tensors = [torch.frombuffer(buffer, dtype=torch.float32, offset=0)[k:] for k, buffer in enumerate(buffers)]
+    before = [tensor.data_ptr() % 64 for tensor in tensors]
+    share(tensors)
+    assert [tensor.data_ptr() % 64 for tensor in tensors] == before
+
+
 def test_a_model_is_trained_in_shared_memory_as_elsewhere() -> None:
     @tiny.apart
     def step(model: PreTrainedModel) -> None:
