@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from oppo.admission import Admission, Overcommit, Synchronous
+from oppo.admission import Admission, Overcommit, Synchronous, TailAdaptive
 from oppo.bench.workloads import Workload
 from oppo.chunking import ChunkSize, Fixed, WholeRollout
 
@@ -45,6 +45,10 @@ def _overcommitted(workload: Workload) -> Admission:
     return Overcommit(batch=workload.batch, extra=workload.extra)
 
 
+def _adaptive(workload: Workload) -> Admission:
+    return TailAdaptive(batch=workload.batch)
+
+
 SERIAL: Final = Mode("serial", "decode, then score, then train", True, _whole, _synchronous)
 
 MODES: Final = MappingProxyType(
@@ -56,10 +60,8 @@ MODES: Final = MappingProxyType(
             Mode("chunk", "responses are scored while they are written", False, _fixed, _synchronous),
             Mode("overcommit", "serial, stragglers carried over", True, _whole, _overcommitted),
             Mode("fixed", "chunk, stragglers carried over", False, _fixed, _overcommitted),
+            Mode("adaptive", "chunk, as many stragglers carried over as pay", False, _fixed, _adaptive),
         )
     }
 )
 """By name, in the order of the ladder."""
-
-USUAL: Final = ("serial", "rollout", "chunk", "fixed")
-"""The rungs that run unless others are asked for."""

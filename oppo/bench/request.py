@@ -22,7 +22,7 @@ class Request:
             nothing and shows that everything runs.
         layout: split (each side on a core of its own), shared (all cores to whoever runs), or all;
             a GPU is always shared.
-        modes: serial, rollout, chunk, overcommit, fixed, several with commas between them, or all.
+        modes: serial, rollout, chunk, overcommit, fixed, adaptive, several with commas between them, or all.
         peer: compare with another program too: trl (make bench-peer installs it).
         steps: PPO steps of each mode in a round.
         rounds: rounds that count, after one that warms up.
