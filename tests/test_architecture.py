@@ -40,6 +40,7 @@ LEAVES = frozenset(
         "rewards",
         "train",
         "evaluate",
+        "bench",
         "checkpoint",
         "resume",
         "interrupt",
