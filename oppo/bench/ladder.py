@@ -156,7 +156,7 @@ def run(files: Files, layout: Layout, contestants: Sequence[Entry], plan: Plan, 
         versions={name: told.get("versions") for name, told in started.items()},
         modes=figures,
         ratios=_ratios(counted),
-        faults=faults(files.workload, layout, figures),
+        faults=faults(files.workload, layout, figures, files.facts.announced.capped),
         remarks={entry.name: entry.remark for entry in contestants if entry.remark},
     )
 

@@ -169,8 +169,15 @@ def per_token(steps: Sequence[StepRecord]) -> float:
     return math.fsum(step.seconds for step in steps) / sum(step.tokens for step in steps)
 
 
-def faults(workload: Workload, layout: Layout, figures: Mapping[str, Figures]) -> list[str]:
-    """Return why a run does not measure what its workload states, a sentence each; none: it is valid."""
+def faults(workload: Workload, layout: Layout, figures: Mapping[str, Figures], capped: float) -> list[str]:
+    """Return why a run does not measure what its workload states, a sentence each; none: it is valid.
+
+    Args:
+        workload: what was run.
+        layout: how.
+        figures: what the contestants came to.
+        capped: share of all its prompts that announce the cap or more: a few steps see a few of them by chance.
+    """
     found = []
     serial = figures.get("serial")
     bounds = [bound for bound in workload.shares if bound.layout == layout]
@@ -183,9 +190,9 @@ def faults(workload: Workload, layout: Layout, figures: Mapping[str, Figures]) -
                 f"{bound.low:.2f} to {bound.high:.2f}"
             )
     low, high = workload.capped
+    if not low <= capped <= high:
+        found.append(f"{capped:.3f} of the prompts announce the cap, and the workload states {low} to {high}")
     for name, each in figures.items():
-        if not low <= each.cap_hit_rate <= high:
-            found.append(f"{name}: {each.cap_hit_rate:.3f} of the responses hit the cap, expected {low} to {high}")
         if each.as_announced < AS_ANNOUNCED:
             found.append(f"{name}: only {each.as_announced:.3f} of the responses were as long as announced")
     return found

@@ -87,7 +87,7 @@ class Workload:
         chunk: tokens that travel at once in the streamed modes.
         reward: a model, or a function that looks at the finished response.
         shares: what the phases of a serial step must come to.
-        capped: range of the share of responses at the cap; outside of it the run is INVALID.
+        capped: range of the share of prompts that announce the cap or more; outside of it the run is INVALID.
         learning_rate: of actor and critic: so small that the lengths stay where they are.
         micro_batch_tokens: in one forward pass of the update, padding included.
         prompts: written to the workload's directory; they are used in that order, again and again.

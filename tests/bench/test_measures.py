@@ -96,18 +96,18 @@ def test_short_responses_trained_first_earn_no_credit() -> None:
 def test_outside_of_the_stated_shares_a_run_is_invalid_and_says_what_it_measured() -> None:
     serial = figures(STEP, score=1.2)
     wanted = replace(PAPER, shares=(Bound("split", "score", 0.25, 0.30),), capped=(0.0, 0.2))
-    assert faults(wanted, "split", {"serial": serial}) == []
+    assert faults(wanted, "split", {"serial": serial}, 0.1) == []
     narrow = replace(wanted, shares=(Bound("split", "score", 0.25, 0.29),))
-    (fault,) = faults(narrow, "split", {"serial": serial})
+    (fault,) = faults(narrow, "split", {"serial": serial}, 0.1)
     assert fault == "score took 0.300 of the serial step, and the workload states 0.25 to 0.29"
-    assert faults(narrow, "shared", {"serial": serial}) == []
-    assert "did not run" in faults(wanted, "split", {"chunk": serial})[0]
+    assert faults(narrow, "shared", {"serial": serial}, 0.1) == []
+    assert "did not run" in faults(wanted, "split", {"chunk": serial}, 0.1)[0]
 
 
 def test_other_lengths_than_the_stated_ones_make_a_run_invalid() -> None:
-    drifted = figures(replace(STEP, as_announced=0.5, capped=5))
-    (capped, announced) = faults(replace(PAPER, shares=()), "split", {"chunk": drifted})
-    assert "chunk: 0.500 of the responses hit the cap" in capped
+    drifted = figures(replace(STEP, as_announced=0.5))
+    (capped, announced) = faults(replace(PAPER, shares=()), "split", {"chunk": drifted}, 0.05)
+    assert "0.050 of the prompts announce the cap" in capped
     assert "chunk: only 0.500 of the responses were as long as announced" in announced
 
 
