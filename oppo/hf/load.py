@@ -39,6 +39,10 @@ _DTYPES: dict[str, torch.dtype | Literal["auto"]] = {
 }
 
 
+ALIGNMENT = 64
+"""Bytes: tensors of torch's own begin at multiples on a CPU. Kernels round otherwise where they do not."""
+
+
 class _Info(TypedDict):
     """What transformers says of a checkpoint: names, and names with the shape that came and the one wanted."""
 
@@ -185,7 +189,20 @@ def _load(
         raise ConfigError(
             f"the checkpoint at {str(path)!r} does not fit {type(model).__name__}: {', '.join(sorted(wrong)[:3])}"
         )
+    _align(model)
     return model, sorted(info["missing_keys"])
+
+
+@torch.no_grad()
+def _align(model: PreTrainedModel) -> None:
+    """Move tensors that lie in the mapped file, wherever its header ends, into memory of torch's own.
+
+    The bits of a product depend on where a matrix begins: so they do not depend on the length of a header, and stay
+    what they are when the weights move on, into memory that processes share for example.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.data_ptr() % ALIGNMENT:
+            tensor.data = tensor.data.clone()
 
 
 def _lacking(kind: type[AutoModelForCausalLM | AutoModelForSequenceClassification], path: str | Path) -> str | None:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
+    AutoModelForCausalLM,
     BloomConfig,
     BloomForCausalLM,
     PreTrainedTokenizerFast,
@@ -22,7 +23,7 @@ from transformers import (
 
 from oppo.errors import ConfigError, ModelRefused
 from oppo.hf.digest import weights_digest
-from oppo.hf.load import load_causal, load_scalar, load_tokenizer
+from oppo.hf.load import ALIGNMENT, load_causal, load_scalar, load_tokenizer
 from tests.hf import tiny
 
 
@@ -45,6 +46,16 @@ def test_a_causal_model_is_loaded_without_dropout_in_the_dtype_asked_for(causal:
     assert model.dtype == torch.bfloat16
     assert not any(module.training for module in model.modules())
     assert load_causal(str(causal)).dtype == torch.float32
+
+
+def test_weights_lie_where_torch_would_put_them(causal: Path, scalar: Path) -> None:
+    models = AutoModelForCausalLM.from_pretrained(causal), load_causal(causal), load_scalar(scalar)
+    mapped, *loaded = ({p.data_ptr() % ALIGNMENT for p in model.parameters()} for model in models)
+    assert mapped != {0}, "without our doing they lie where the file's header ends"
+    assert loaded == [{0}, {0}]
+    assert weights_digest(models[0]) == weights_digest(models[1])
+    tied = models[1].get_input_embeddings(), models[1].get_output_embeddings()
+    assert tied[0].weight is tied[1].weight
 
 
 def test_a_reward_model_keeps_its_head(scalar: Path) -> None:
