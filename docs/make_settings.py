@@ -10,7 +10,8 @@ from typing import Annotated, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from oppo.config import Section, Settings
+from oppo.config import Settings
+from oppo.sections import Section
 
 PAGE = Path(__file__).with_name("settings.md")
 
@@ -70,6 +71,12 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "step.score_clip": ("reward clip", "`score_clip` (until 0.11)"),
     "step.reward_scale": ("reward scale", ""),
     "step.missing_eos_penalty": ("missing-EOS penalty", "missing_eos_penalty"),
+    "step.denominator": ("decoupled PPO, proximal policy", ""),
+    "step.weight": ("importance sampling correction: TIS, IcePop, sequence masking", ""),
+    "step.weight_cap": ("truncation, c", ""),
+    "step.weight_low": ("mask, lower bound", ""),
+    "step.weight_high": ("mask, upper bound", ""),
+    "step.on_publish": ("KV cache after a weight update", ""),
     "step.whiten_rewards": ("reward whitening", "whiten_rewards"),
     "step.gamma": ("discount, gamma", "gamma"),
     "step.lam": ("GAE lambda", "lam"),

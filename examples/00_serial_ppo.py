@@ -77,6 +77,7 @@ def advantages(
         versions=np.concatenate([response.versions for response in responses]),
         sampled=sampled,
         logprobs=logprobs,
+        proximal=logprobs,
         reference=flat_reference,
         values=flat_values,
         rewards=np.concatenate(rewards),

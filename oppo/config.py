@@ -15,30 +15,19 @@ from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+from pydantic import Field, PositiveInt, ValidationError, model_validator
 
 from oppo.errors import ConfigError
-from oppo.estimators import KLEstimator
 from oppo.faults import Faults
+from oppo.sections import Count, NonNegative, Positive, Section, StepSection
 from oppo.training import Schedule, TrainerSettings
 
-Fraction: TypeAlias = Annotated[float, Field(ge=0, le=1)]
-NonNegative: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Positive: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Count: TypeAlias = Annotated[int, Field(ge=0)]
 Seed: TypeAlias = Annotated[int, Field(ge=0, lt=2**63, description="whole number; the run's own when absent")]
 Name: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-AdmissionName: TypeAlias = Literal["overcommit", "adaptive", "slope", "slope-algorithm1", "tail-batched"]
 Filled: TypeAlias = Annotated[str, Field(min_length=1)]
 
 _FUNCTION = re.compile(r"^(?P<file>.+\.py):(?P<function>[^:/\\]+)$")
 _SEEDED = ("data", "sampling", "trainer")
-
-
-class Section(BaseModel):
-    """A table of the file: frozen, no coercion, no unknown key."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class RunSection(Section):
@@ -165,67 +154,6 @@ class SamplingSection(Section):
         return self
 
 
-class StepSection(Section):
-    """``[step]``: the schedule of a step and the shape of its reward (see :class:`oppo.stages.GAE`)."""
-
-    batch: PositiveInt = Field(default=32, description="rollouts trained in a step")
-    extra: Count | None = Field(
-        default=None,
-        description="rollouts kept in flight beyond the batch, or the most of them where `admission` adapts their "
-        "number; when absent 0 (no rollout is ever carried over), or a quarter of the batch",
-    )
-    max_deferrals: PositiveInt = Field(default=2, description="a rollout carried over this often is waited for")
-    admission: AdmissionName = Field(
-        default="overcommit",
-        description="how many are kept in flight: `overcommit` always `extra`; `adaptive` as many as save time at the "
-        "price of their lag; `slope` and `slope-algorithm1` more while the score rises (the paper's two rules); "
-        "`tail-batched` a quarter of the batch, and those that are late begin anew together in a later step, so that "
-        "nothing is ever stale",
-    )
-    lag_price: NonNegative = Field(
-        default=1.0, description="what a mean lag of one step costs `adaptive`, in parts of a step's time"
-    )
-    chunk: PositiveInt | Literal["whole", "tuned"] = Field(
-        default=32,
-        description="tokens streamed to the scorers at a time; `whole`: each response when it has ended; `tuned`: a "
-        "part of `max_new_tokens` that is tried out every 50 steps",
-    )
-    kl: NonNegative = Field(default=0.05, description="coefficient of the KL penalty (its first value when adaptive)")
-    kl_in: Literal["reward", "loss"] = Field(
-        default="reward", description="whether the KL penalty is part of the reward, or of the loss"
-    )
-    kl_estimator: KLEstimator = Field(default="k1", description="estimator of the KL penalty; k2 or k3 in the loss")
-    kl_target: Positive | None = Field(default=None, description="adapt the coefficient to hold this KL per rollout")
-    kl_horizon: PositiveInt | None = Field(default=None, description="rollouts over which the coefficient adapts")
-    score_norm: bool = Field(default=False, description="normalise scores by the mean and spread of all so far")
-    score_clip: Positive | None = Field(default=None, description="bound scores to this on either side of 0")
-    reward_scale: Positive = Field(default=1.0, description="multiplies the scores")
-    missing_eos_penalty: NonNegative = Field(
-        default=0.0, description="taken from the reward of a response that ended at max_new_tokens"
-    )
-    whiten_rewards: bool = Field(default=False, description="scale a batch's rewards to unit variance")
-    gamma: Fraction = Field(default=1.0, description="discount")
-    lam: Fraction = Field(default=0.95, description="lambda of generalised advantage estimation")
-
-    @model_validator(mode="after")
-    def _consistent(self) -> StepSection:
-        if self.extra is not None and self.admission == "tail-batched":
-            raise ValueError("admission = 'tail-batched' launches a quarter of the batch more: leave extra out")
-        if self.extra is not None and self.extra > self.batch:
-            raise ValueError(
-                f"extra must be at most batch ({self.batch}), so that overdue rollouts fit; got {self.extra}"
-            )
-        if (self.kl_target is None) != (self.kl_horizon is None):
-            raise ValueError("kl_target and kl_horizon go together: give both (adaptive KL) or neither (constant)")
-        if self.kl_in == "loss" and self.kl_target is not None:
-            raise ValueError("kl_target adapts the penalty in the reward: leave it out where kl_in = 'loss'")
-        if self.kl_in == "loss" and self.kl_estimator == "k1":
-            raise ValueError(
-                "the gradient of k1 is zero in expectation, so kl_in = 'loss' needs kl_estimator = 'k2' or 'k3'"
-            )
-        return self
-
-
 class TrainerSection(Section):
     """``[trainer]``: losses and optimiser (see :class:`oppo.training.TrainerSettings`)."""
 
@@ -343,7 +271,7 @@ def trainer_settings(settings: Settings) -> TrainerSettings:
         section["value_clip"] = math.inf
     if step.kl_in == "loss":
         section |= {"kl": step.kl, "kl_estimator": step.kl_estimator}
-    return TrainerSettings(**section, total_steps=settings.run.steps)
+    return TrainerSettings(**section, total_steps=settings.run.steps, correction=step.correction())
 
 
 def _override(document: dict[str, object], override: str) -> None:

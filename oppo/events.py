@@ -249,6 +249,8 @@ class Batch:
         tokens, versions: int32 [T].
         sampled: bool [T], the loss mask.
         logprobs: float32 [T], behaviour log-probs, each over the token's support.
+        proximal: float32 [T], log-probs under the weights that are about to be updated; the behaviour's where those
+            made the token, or where nobody computed it again.
         reference: float32 [T], reference log-probs, over the same supports.
         values: float32 [T], the critic's value of the state *before* each token.
         rewards: float32 [T], per token, after the KL penalty.
@@ -266,6 +268,7 @@ class Batch:
     versions: IntArray
     sampled: BoolArray
     logprobs: FloatArray
+    proximal: FloatArray
     reference: FloatArray
     values: FloatArray
     rewards: FloatArray

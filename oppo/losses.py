@@ -25,7 +25,7 @@ class PolicyLoss(NamedTuple):
         loss: to be minimised.
         approxkl: mean of ``(log ratio)**2 / 2``, without gradient.
         clipfrac: share of tokens whose clipped loss is the larger one, without gradient.
-        ratio: mean of current over behaviour probability, without gradient.
+        ratio: mean of current over old probability, without gradient.
     """
 
     loss: Tensor
@@ -72,25 +72,29 @@ def policy_loss(
     mask: Tensor,
     clip: float,
     *,
+    weights: Tensor | None = None,
     total: float | None = None,
 ) -> PolicyLoss:
     """Return PPO's clipped surrogate loss (Schulman et al. 2017, arXiv 1707.06347, equation 7), negated.
 
-    ``mean(max(-A * ratio, -A * clamp(ratio, 1 - clip, 1 + clip)))`` with ``ratio = exp(logprobs - old_logprobs)``.
+    ``mean(w * max(-A * ratio, -A * clamp(ratio, 1 - clip, 1 + clip)))``, ``ratio = exp(logprobs - old_logprobs)``.
 
     Args:
         logprobs: float32 [T], current, with gradient.
-        old_logprobs: float32 [T], of the policy that sampled the tokens.
+        old_logprobs: float32 [T], of the policy that sampled the tokens, or of the one before the update.
         advantages: float32 [T].
         mask: bool [T], the tokens that count.
         clip: half-width of the band in which the ratio may move.
+        weights: float32 [T], see :mod:`oppo.staleness`; 1 unless given. A token of weight 0 counts as one of loss 0
+            that has not moved, whatever its numbers are.
         total: see :func:`masked_mean`.
     """
-    difference = torch.where(mask, logprobs - old_logprobs, torch.zeros_like(logprobs))
+    learnt = mask if weights is None else mask & (weights > 0)
+    difference = torch.where(learnt, logprobs - old_logprobs, torch.zeros_like(logprobs))
     ratio = difference.exp()
-    plain = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1.0 - clip, 1.0 + clip)
-    loss = masked_mean(torch.maximum(plain, clipped), mask, total)
+    plain, clipped = _surrogates(ratio, advantages, clip)
+    each = torch.maximum(plain, clipped)
+    loss = masked_mean(each if weights is None else weights * each, mask, total)
     with torch.no_grad():
         return PolicyLoss(
             loss,
@@ -98,6 +102,18 @@ def policy_loss(
             clipfrac=masked_mean((clipped > plain).to(ratio.dtype), mask, total),
             ratio=masked_mean(ratio, mask, total),
         )
+
+
+@torch.no_grad()
+def clipped_tokens(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip: float) -> Tensor:
+    """Return the tokens whose clipped loss is the larger one, so that they teach nothing: bool [T]."""
+    plain, clipped = _surrogates((logprobs - old_logprobs).exp(), advantages, clip)
+    return mask & (clipped > plain)
+
+
+def _surrogates(ratio: Tensor, advantages: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+    """Return the loss of each token, without and with the clip: float32 [T] each."""
+    return -advantages * ratio, -advantages * ratio.clamp(1.0 - clip, 1.0 + clip)
 
 
 def value_loss(

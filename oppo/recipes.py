@@ -9,7 +9,7 @@ from oppo.events import Drop, FloatArray, Prompt, StepReport, merge_chunks, roll
 from oppo.graph import Graph, GraphBuilder
 from oppo.models import Policy, Scorer, Trainer
 from oppo.shaping import ScoreShaping
-from oppo.stages import GAE, Generate, Score, Update
+from oppo.stages import GAE, Generate, ProximalGAE, Score, Update
 from oppo.stages.update import Dump, followers
 
 
@@ -21,6 +21,7 @@ def ppo(
     critic: Scorer[FloatArray],
     trainer: Trainer,
     admission: Admission,
+    proximal: Scorer[FloatArray] | None = None,
     chunks: ChunkSize | None = None,
     kl: float | FixedKL | AdaptiveKL = 0.05,
     kl_estimator: KLEstimator = "k1",
@@ -38,8 +39,10 @@ def ppo(
         reference: log-probs of the frozen reference model, float32 [n] for a response of n tokens.
         reward: the score of a finished response, or a ``Drop`` where there is none.
         critic: values of the states before each response token, float32 [n].
-        trainer: trains actor and critic; its weights are published to ``policy``, and to ``critic`` if it follows.
+        trainer: trains actor and critic; its weights are published to ``policy``, and to what else follows them.
         admission: batch size, overcommit and the cut.
+        proximal: log-probs under the weights that are about to be updated, float32 [n], which the trainer's corrections
+            for stale tokens need; ``None``: those of the policy that sampled the tokens stand for them.
         chunks: how many tokens travel at once; 32 unless given.
         kl: coefficient of the KL penalty in the reward, or a controller for it.
         kl_estimator: how a token's KL to the reference is estimated.
@@ -56,14 +59,12 @@ def ppo(
     ref = g.add("ref_logp", Score(reference), rollout)
     score = g.add("reward", Score(reward), rollout)
     value = g.add("value", Score(critic), rollout)
-    estimator = GAE(
-        gamma=gamma,
-        lam=lam,
-        kl=kl,
-        kl_estimator=kl_estimator,
-        shaping=shaping or ScoreShaping(),
-        whiten_rewards=whiten_rewards,
-    )
-    batch = g.add("advantage", estimator, rollout, ref, score, value)
-    update = Update(trainer, publish=followers(policy, critic), max_nonfinite=max_nonfinite, dump=dump)
+    shaping = shaping or ScoreShaping()
+    estimator = GAE(gamma, lam, kl, kl_estimator, shaping=shaping, whiten_rewards=whiten_rewards)
+    if proximal is None:
+        batch = g.add("advantage", estimator, rollout, ref, score, value)
+    else:
+        again = g.add("proximal", Score(proximal), rollout)
+        batch = g.add("advantage", ProximalGAE(estimator), rollout, ref, score, value, again)
+    update = Update(trainer, publish=followers(policy, critic, proximal), max_nonfinite=max_nonfinite, dump=dump)
     return g.build(g.add("update", update, batch))

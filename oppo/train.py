@@ -18,7 +18,7 @@ from oppo.admission import Admission, Overcommit, SlopeAdaptive, TailAdaptive, T
 from oppo.admission.slope import SlopeRule
 from oppo.checkpoint import Checkpoint, Checkpoints
 from oppo.chunking import ChunkSize, Fixed, Tuned, WholeRollout
-from oppo.config import Settings, StepSection, trainer_settings
+from oppo.config import Settings, trainer_settings
 from oppo.data import PromptStream, digest, read_prompts, silent
 from oppo.errors import ConfigError, DataError, HangError
 from oppo.estimators import AdaptiveKL
@@ -33,6 +33,7 @@ from oppo.report.dump import dump_batch
 from oppo.report.rundir import require_unused
 from oppo.report.samples import Decode
 from oppo.resume import CHECKPOINTS, newest
+from oppo.sections import StepSection
 from oppo.shaping import ScoreShaping
 from oppo.stages.advantage import NONFINITE
 
@@ -154,6 +155,7 @@ def compose(settings: Settings, assembly: Assembly) -> Graph[StepReport]:
         reference=assembly.reference,
         reward=assembly.reward,
         critic=assembly.critic,
+        proximal=assembly.proximal,
         trainer=assembly.trainer,
         admission=admission_of(step),
         chunks=chunks_of(step, settings.sampling.max_new_tokens),

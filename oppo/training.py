@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, get_args
 
 from oppo.errors import ConfigError
 from oppo.estimators import KLEstimator
+from oppo.staleness import Correction
 
 Schedule: TypeAlias = Literal["constant", "constant_with_warmup", "linear", "cosine"]
 
@@ -27,6 +28,7 @@ class TrainerSettings:
         entropy_coefficient: weight of the entropy of the next-token distributions, a bonus.
         kl: weight of the KL to the reference in the loss; 0 where it is in the reward, or nowhere.
         kl_estimator: estimator of that KL; ``k2`` has the right gradient, see :func:`oppo.losses.kl_loss`.
+        correction: how tokens that older weights sampled are learnt from.
         critic_warmup: the first updates, so many, train the critic only; of one that shares the actor's trunk, its
             head only.
         max_grad_norm: each model's gradient is scaled down to this norm; ``inf`` leaves it alone. The two models are
@@ -55,6 +57,7 @@ class TrainerSettings:
     entropy_coefficient: float = 0.0
     kl: float = 0.0
     kl_estimator: KLEstimator = "k2"
+    correction: Correction = field(default_factory=Correction)
     critic_warmup: int = 0
     max_grad_norm: float = 1.0
     weight_decay: float = 0.0

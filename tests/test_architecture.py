@@ -17,7 +17,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors"}),
     frozenset({"events", "observe", "support"}),
-    frozenset({"models", "admission", "chunking", "estimators", "placement", "shaping", "training"}),
+    frozenset({"models", "admission", "chunking", "estimators", "placement", "shaping", "staleness", "training"}),
     frozenset({"graph"}),
     frozenset({"stages"}),
     frozenset({"recipes"}),
@@ -35,6 +35,7 @@ LEAVES = frozenset(
         "demo",
         "cli",
         "config",
+        "sections",
         "faults",
         "data",
         "rewards",

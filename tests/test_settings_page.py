@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from docs.make_settings import DEMO, NAMES, PAGE, page
-from oppo.config import Section, Settings, resolve
+from oppo.config import Settings, resolve
 from oppo.demo.assets import Assets, Facts
 from oppo.demo.run import FULL, SHORT, Plan, settings_of
+from oppo.sections import Section
 
 
 def keys() -> list[str]:

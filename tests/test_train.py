@@ -6,7 +6,7 @@ import pytest
 
 from oppo.admission import Admission, Overcommit, SlopeAdaptive, TailAdaptive, TailBatched
 from oppo.chunking import ChunkSize, Fixed, Tuned, WholeRollout
-from oppo.config import StepSection
+from oppo.sections import StepSection
 from oppo.train import admission_of, chunks_of
 
 

@@ -25,13 +25,16 @@ from oppo.hf.memory import ModelPlace, ModelThread, attributed
 from oppo.hf.places import Places, available_cores
 from oppo.hf.policy import HfPolicy
 from oppo.hf.precision import require_supported
+from oppo.hf.proximal import ProximalLogprobs
 from oppo.hf.scorers import ReferenceLogprobs, RewardModel, ValueModel
 from oppo.hf.text import Text
 from oppo.hf.trainer import HfTrainer
 from oppo.hf.trunk import value_model_on
 from oppo.models import Sampling, Scorer
 from oppo.observe import Span, SpanListener
+from oppo.placement import Hosting
 from oppo.rewards import FunctionReward, load_function
+from oppo.stages.update import followers
 
 _SERVING = "lower step.batch, step.extra or sampling.max_new_tokens, or choose models.dtype = 'bfloat16'"
 _TRAINING = "lower trainer.micro_batch_tokens"
@@ -63,6 +66,7 @@ class Assembly:
     """The models of a run and the places they work in; a context manager that closes the places.
 
     Attributes:
+        proximal: where stale tokens are corrected for.
         positions: tokens that every model can read.
     """
 
@@ -70,6 +74,7 @@ class Assembly:
     reference: Scorer[FloatArray]
     reward: Scorer[float | Drop]
     critic: ValueModel
+    proximal: ProximalLogprobs | None
     trainer: HfTrainer
     text: Text
     sampling: Sampling
@@ -112,7 +117,7 @@ class Assembly:
             CheckpointError: it is of other models.
         """
         await self.trainer.restore(path)
-        await self.trainer.publish(self.policy, self.critic)
+        await self.trainer.publish(*followers(self.policy, self.critic, self.proximal))
 
     def _write_tokenizers(self, directory: Path) -> None:
         for name in ("actor", "critic"):
@@ -206,6 +211,7 @@ def _assembled(
             sampling=sampling,
             thread=ModelThread(places.acting, "policy", _SERVING),
             exact=exact,
+            on_publish=settings.step.on_publish,
             decode=text.decode,
         ),
         reference=ReferenceLogprobs(
@@ -213,6 +219,7 @@ def _assembled(
         ),
         reward=reward,
         critic=ValueModel(critic, thread=ModelPlace(places.scoring, "critic", _SERVING), exact=exact),
+        proximal=_proximal(settings, actor, sampling, places.scoring),
         trainer=HfTrainer(
             actor,
             critic,
@@ -236,6 +243,21 @@ def _actor_and_reference(settings: Settings, load: _Loader) -> tuple[PreTrainedM
     if models.lora_rank:
         add_lora(actor, models.lora_rank, models.lora_alpha, seed=settings.trainer.seed)
     return actor, reference
+
+
+def _proximal(
+    settings: Settings, actor: PreTrainedModel, sampling: Sampling, place: Hosting
+) -> ProximalLogprobs | None:
+    """Return what computes stale log-probs again, on the actor's own weights; ``None`` where nobody asked for it."""
+    if not settings.step.correction().asked:
+        return None
+    return ProximalLogprobs(
+        actor,
+        sampling=sampling,
+        thread=ModelPlace(place, "proximal", _SERVING),
+        exact=settings.run.exact,
+        on_publish=settings.step.on_publish,
+    )
 
 
 class _Loader:

@@ -58,6 +58,10 @@ class Core(ABC):
         """Drop sessions; unknown rollouts are fine."""
         self._reader.forget(rollouts)
 
+    def load(self, weights: Mapping[str, object]) -> None:
+        """Compute with ``weights`` from now on, and so does every core over the same memory."""
+        adopt(self._model, weights)
+
     @abstractmethod
     def _keep(self, stretch: Stretch, outputs: Tensor) -> None:
         """Note in the session of ``stretch`` what is needed of ``outputs`` [k, D] at its last k positions."""
@@ -119,10 +123,6 @@ class ValueCore(Core):
 
     def __init__(self, model: PreTrainedModel, exact: bool) -> None:
         super().__init__(model, _scalar(model), exact=exact)
-
-    def load(self, weights: Mapping[str, object]) -> None:
-        """Compute with ``weights`` from now on, and so does every core over the same memory."""
-        adopt(self._model, weights)
 
     def finish(self, lengths: Mapping[int, int]) -> list[FloatArray]:
         """Return float32 [n] for each rollout, of as many response tokens as ``lengths`` says, and forget it."""

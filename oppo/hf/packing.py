@@ -12,6 +12,7 @@ from torch import Tensor
 
 from oppo.events import Batch
 from oppo.losses import SupportIndex
+from oppo.staleness import Correction
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,6 +28,9 @@ class MicroBatch:
         tokens: int64 [T].
         mask: bool [T], true for the tokens that are trained.
         logprobs, reference, values, advantages, returns: float32 [T], as they came with the batch.
+        versions: int64 [T].
+        denominator: float32 [T], the log-probs that the policy's ratio is over.
+        weights: float32 [T], what each token's policy loss is multiplied with.
         support: where the ids lie from which the T tokens were drawn; ``None`` if that was the whole vocabulary.
     """
 
@@ -43,6 +47,9 @@ class MicroBatch:
     values: Tensor
     advantages: Tensor
     returns: Tensor
+    versions: Tensor
+    denominator: Tensor
+    weights: Tensor
     support: SupportIndex | None
 
     @property
@@ -84,8 +91,9 @@ def read_lengths(batch: Batch) -> list[int]:
     return [len(response.prompt.tokens) + len(response) - 1 for response in batch.responses]
 
 
-def pack(batch: Batch, rows: Sequence[int], device: torch.device) -> MicroBatch:
-    """Return the given rows of the batch as one forward pass on ``device``."""
+def pack(batch: Batch, rows: Sequence[int], device: torch.device, correction: Correction | None = None) -> MicroBatch:
+    """Return the given rows of the batch as one forward pass on ``device``; plain PPO where nothing is corrected."""
+    correction = correction or Correction()
     prompts = [batch.responses[r].prompt.tokens for r in rows]
     every = batch.rows()
     spans = [every[r] for r in rows]
@@ -101,6 +109,8 @@ def pack(batch: Batch, rows: Sequence[int], device: torch.device) -> MicroBatch:
     taken = np.concatenate([np.arange(span.start, span.stop) for span in spans])
     columns = [np.arange(length) + len(prompt) - 1 - first for prompt, length in zip(prompts, lengths, strict=True)]
 
+    behaviour, proximal, sampled = batch.logprobs[taken], batch.proximal[taken], batch.sampled[taken]
+
     def tensor(array: NDArray[np.generic]) -> Tensor:
         return torch.tensor(array, device=device)
 
@@ -112,11 +122,14 @@ def pack(batch: Batch, rows: Sequence[int], device: torch.device) -> MicroBatch:
         row=tensor(np.repeat(np.arange(len(rows)), lengths)),
         column=tensor(np.concatenate(columns)),
         tokens=tensor(batch.tokens[taken].astype(np.int64)),
-        mask=tensor(batch.sampled[taken]),
-        logprobs=tensor(batch.logprobs[taken]),
+        mask=tensor(sampled),
+        logprobs=tensor(behaviour),
         reference=tensor(batch.reference[taken]),
         values=tensor(batch.values[taken]),
         advantages=tensor(batch.advantages[taken]),
         returns=tensor(batch.returns[taken]),
+        versions=tensor(batch.versions[taken].astype(np.int64)),
+        denominator=tensor(correction.over(behaviour, proximal)),
+        weights=tensor(correction.weights(behaviour, proximal, sampled, lengths)),
         support=SupportIndex.of(batch.support(rows), device),
     )

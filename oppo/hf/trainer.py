@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 
 from oppo.errors import ModelRefused
 from oppo.events import Batch
+from oppo.hf.drift import Drift
 from oppo.hf.load import quiet
 from oppo.hf.lora import merged
 from oppo.hf.master import MasterWeights
@@ -90,6 +91,7 @@ class Measured(NamedTuple):
 class Tally:
     """What the minibatches of one update add up to."""
 
+    drift: Drift
     measured: list[Measured] = field(default_factory=list)
     norms: list[tuple[float, float]] = field(default_factory=list)
     nonfinite: set[int] = field(default_factory=set)
@@ -106,6 +108,7 @@ class Tally:
         }
         if not self.measured:
             return work
+        work |= self.drift.metrics()
         mean = Measured(*np.mean(self.measured, axis=0).tolist())
         ratios = [measured.ratio for measured in self.measured]
         actor_norm, critic_norm = np.mean(self.norms, axis=0).tolist()
@@ -259,7 +262,7 @@ class HfTrainer:
 
     def _update(self, batch: Batch) -> Trained:
         rate = self._set_learning_rates()
-        tally = Tally()
+        tally = Tally(Drift(self._version, self.settings.clip))
         try:
             for rows in self._minibatches(batch):
                 self._step(batch, rows, tally)
@@ -282,11 +285,12 @@ class HfTrainer:
         total = float(sum(int(batch.sampled[spans[r]].sum()) for r in rows))
         parts: list[Tensor] = []
         for group in micro_batches(read_lengths(batch), rows.tolist(), self.settings.micro_batch_tokens):
-            part = pack(batch, group, self._accelerator.device)
-            parts.append(self._backward(part, total))
+            part = pack(batch, group, self._accelerator.device, self.settings.correction)
+            parts.append(self._backward(part, total, tally.drift))
             tally.micro_batches += 1
             tally.padding += part.padding
             tally.read += part.ids.numel()
+        tally.drift.opening = False
         measured = Measured(*torch.stack(parts).sum(0).tolist())
         norms = self._clip(self._actor_weights), self._clip(self._critic_weights)
         if np.isfinite((measured.policy, measured.value, *norms)).all():
@@ -298,13 +302,16 @@ class HfTrainer:
             tally.nonfinite.update(batch.rollouts[r] for r in rows)
         self._clear_gradients()
 
-    def _backward(self, part: MicroBatch, total: float) -> Tensor:
+    def _backward(self, part: MicroBatch, total: float, drift: Drift) -> Tensor:
         """Add the gradient of a part of ``total`` tokens; return what it adds to :class:`Measured`, float32 [8]."""
         settings, temperature = self.settings, self._sampling.temperature
         actor_learns = self._version >= settings.critic_warmup
         logits, values = self._models(part, actor_learns=actor_learns)
         logprobs = token_logprobs(logits, part.tokens, temperature, part.support)
-        policy = policy_loss(logprobs, part.logprobs, part.advantages, part.mask, settings.clip, total=total)
+        policy = policy_loss(
+            logprobs, part.denominator, part.advantages, part.mask, settings.clip, weights=part.weights, total=total
+        )
+        drift.add(part, logprobs)
         value = value_loss(values, part.values, part.returns, part.mask, settings.value_clip, total=total)
         bonus = settings.entropy_coefficient
         spread = entropy(logits if bonus else logits.detach(), part.mask, temperature, part.support, total=total)

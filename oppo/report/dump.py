@@ -12,8 +12,8 @@ from safetensors.numpy import save_file
 from oppo.events import Batch
 
 ARRAYS = (
-    "scores", "offsets", "tokens", "versions", "sampled", "logprobs", "reference", "values", "rewards", "advantages",
-    "returns",
+    "scores", "offsets", "tokens", "versions", "sampled", "logprobs", "proximal", "reference", "values", "rewards",
+    "advantages", "returns",
 )  # fmt: skip
 """The arrays of a batch, under their own names."""
 

@@ -23,12 +23,23 @@ NONFINITE = "nonfinite"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """One finished rollout with everything that was said of it; per-token arrays have the response's length."""
+    """One finished rollout with everything that was said of it; per-token arrays have the response's length.
+
+    Attributes:
+        proximal: log-probs under the weights that are about to be updated; ``None``: nobody computed them, and those of
+            the policy that sampled the tokens stand for them.
+    """
 
     finish: Finish
     reference: FloatArray
     score: float
     values: FloatArray
+    proximal: FloatArray | None = None
+
+    @property
+    def logprobs(self) -> FloatArray:
+        """The proximal log-probs, or what stands for them: float32 [n]."""
+        return self.finish.response.logprobs if self.proximal is None else self.proximal
 
     def fault(self) -> str | None:
         """Return why the rollout cannot be trained: the first thing said of it that is no finite float32."""
@@ -36,10 +47,52 @@ class Row:
             "score": self.score,
             "reference log-prob": self.reference,
             "value": self.values,
+            "proximal log-prob": self.logprobs,
         }
         return next(
             (f"{NONFINITE} {name}" for name, value in said.items() if not (np.abs(value) <= LARGEST).all()), None
         )
+
+
+@dataclass(slots=True, eq=False)
+class Gathered:
+    """What a step's rollouts came to, in the order in which that was known."""
+
+    rows: list[Row] = field(default_factory=list)
+    dropped: list[Drop] = field(default_factory=list)
+    deferred: list[Defer] = field(default_factory=list)
+
+    def put_aside(self, event: Finish | Drop | Defer) -> None:
+        """Take note of a rollout that is carried into the next step."""
+        if isinstance(event, Defer):
+            self.deferred.append(event)
+
+    def take(
+        self,
+        finish: Finish | Drop | Defer,
+        reference: Scored[FloatArray] | Drop,
+        score: Scored[float] | Drop,
+        values: Scored[FloatArray] | Drop,
+        proximal: Scored[FloatArray] | Drop | None = None,
+    ) -> None:
+        """Take what was said of one rollout: a row, or a drop where somebody dropped it or said no finite number."""
+        said = (finish, reference, score, values, proximal)
+        lost = next((one for one in said if isinstance(one, Drop)), None)
+        if lost is not None:
+            self.dropped.append(lost)
+        elif (
+            isinstance(finish, Finish)
+            and isinstance(reference, Scored)
+            and isinstance(score, Scored)
+            and isinstance(values, Scored)
+            and not isinstance(proximal, Drop)
+        ):
+            row = Row(finish, reference.value, score.value, values.value, proximal.value if proximal else None)
+            fault = row.fault()
+            if fault is None:
+                self.rows.append(row)
+            else:
+                self.dropped.append(Drop(finish.rollout, fault))
 
 
 @dataclass(eq=False)
@@ -47,7 +100,8 @@ class GAE:
     """Joins what the scorers said of each finished rollout and estimates advantages (Schulman et al. 2016).
 
     The reward of a token is ``-kl * (estimate of its KL to the reference)``, plus the shaped score on the last sampled
-    token. A rollout of which something said is not finite is dropped alone: nothing of it reaches the others.
+    token; the KL is that of the proximal policy, where its log-probs are known. A rollout of which something said is
+    not finite is dropped alone: nothing of it reaches the others.
 
     Attributes:
         gamma: discount.
@@ -92,36 +146,18 @@ class GAE:
         out: Sender[Batch],
     ) -> None:
         """Send the step's batch as soon as every finished rollout is scored; nothing when there was no rollout."""
-        rows: list[Row] = []
-        dropped: list[Drop] = []
-        deferred: list[Defer] = []
-
-        def aside(event: Finish | Drop | Defer) -> None:
-            if isinstance(event, Defer):
-                deferred.append(event)
-
+        gathered = Gathered()
         ends = where(rollout, Finish, Drop, Defer)
-        async for lanes in join(ends, reference, score, value, key=finished_rollout, aside=aside):
-            finish, ref, scalar, values = lanes
-            lost = next((lane for lane in lanes if isinstance(lane, Drop)), None)
-            if lost is not None:
-                dropped.append(lost)
-            elif (
-                isinstance(finish, Finish)
-                and isinstance(ref, Scored)
-                and isinstance(scalar, Scored)
-                and isinstance(values, Scored)
-            ):
-                row = Row(finish, ref.value, scalar.value, values.value)
-                fault = row.fault()
-                if fault is None:
-                    rows.append(row)
-                else:
-                    dropped.append(Drop(finish.rollout, fault))
-        if rows or dropped or deferred:
-            rows.sort(key=lambda row: row.finish.rollout)
-            dropped.sort(key=lambda drop: drop.rollout)  # they came in the order of the scores, which is one of time
-            await out.send(self.batch(rows, dropped, deferred))
+        async for lanes in join(ends, reference, score, value, key=finished_rollout, aside=gathered.put_aside):
+            gathered.take(*lanes)
+        await self.send(gathered, out)
+
+    async def send(self, gathered: Gathered, out: Sender[Batch]) -> None:
+        """Send the batch of what was gathered, in admission order; nothing when there was no rollout."""
+        if gathered.rows or gathered.dropped or gathered.deferred:
+            gathered.rows.sort(key=lambda row: row.finish.rollout)
+            gathered.dropped.sort(key=lambda drop: drop.rollout)  # they came in the order of the scores: one of time
+            await out.send(self.batch(gathered.rows, gathered.dropped, gathered.deferred))
 
     def batch(self, rows: Sequence[Row], dropped: Sequence[Drop] = (), deferred: Sequence[Defer] = ()) -> Batch:
         """Return the training batch of these rows, in the order given, and let the KL controller learn from it."""
@@ -129,10 +165,11 @@ class GAE:
         lengths = [len(response) for response in responses]
         offsets = np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)))
         logprobs = flat([response.logprobs for response in responses])
+        proximal = flat([row.logprobs for row in rows])
         sampled = np.concatenate([response.sampled for response in responses] or [np.zeros(0, np.bool_)])
         reference = flat([row.reference for row in rows])
         values = flat([row.values for row in rows])
-        kl = np.where(sampled, kl_estimate(logprobs, reference, self.kl_estimator), np.float32(0))
+        kl = np.where(sampled, kl_estimate(proximal, reference, self.kl_estimator), np.float32(0))
         slices = [slice(int(a), int(b)) for a, b in pairwise(offsets)]
         scores = np.array([row.score for row in rows], np.float32)
         self.shaping = self.shaping.after(scores)
@@ -162,6 +199,7 @@ class GAE:
             versions=np.concatenate([r.versions for r in responses] or [np.zeros(0, np.int32)]),
             sampled=sampled,
             logprobs=logprobs,
+            proximal=proximal,
             reference=reference,
             values=values,
             rewards=rewards,
@@ -190,6 +228,44 @@ class GAE:
             "objective/scores_std": float(np.std(scores)),
             "objective/shaped_scores": float(np.mean(shaped)),
         }
+
+
+@dataclass(eq=False)
+class ProximalGAE:
+    """The same with a fifth input: log-probs of stale tokens under the weights that are about to be updated.
+
+    Attributes:
+        estimator: makes the batch; only this stage may use it.
+    """
+
+    estimator: GAE
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return what was learned of KL and scores so far."""
+        return self.estimator.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with what another estimator had learned."""
+        self.estimator.load_state_dict(state)
+
+    async def run(
+        self,
+        rollout: Receiver[RolloutEvent],
+        reference: Receiver[Scored[FloatArray] | Drop],
+        score: Receiver[Scored[float] | Drop],
+        value: Receiver[Scored[FloatArray] | Drop],
+        proximal: Receiver[Scored[FloatArray] | Drop],
+        /,
+        *,
+        out: Sender[Batch],
+    ) -> None:
+        """Send the step's batch as soon as every finished rollout is scored; nothing when there was no rollout."""
+        gathered = Gathered()
+        ends = where(rollout, Finish, Drop, Defer)
+        lanes = join(ends, reference, score, value, proximal, key=finished_rollout, aside=gathered.put_aside)
+        async for said in lanes:
+            gathered.take(*said)
+        await self.estimator.send(gathered, out)
 
 
 def finished_rollout(item: object) -> int | None:

@@ -101,7 +101,7 @@ def observation(report: StepReport, progress: Progress, spans: Sequence[Span]) -
         rest_seconds=max(0.0, report.seconds - (ready - begin)),
         score=report.score,
         mismatch_kl=report.metrics.get("mismatch/kl"),
-        effective_samples=report.metrics.get("mismatch/effective_samples"),
+        effective_samples=report.metrics.get("mismatch/ess"),
     )
 
 

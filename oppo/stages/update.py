@@ -15,6 +15,7 @@ from oppo.events import Batch, Drop, StepReport
 from oppo.graph import Receiver, Sender, Step
 from oppo.models import Follower, Trained, Trainer
 from oppo.stages.advantage import NONFINITE
+from oppo.stages.lengths import LengthBias
 
 Dump: TypeAlias = Callable[[Batch], Path]
 """Writes a batch for people to look at; returns where."""
@@ -36,6 +37,7 @@ class Update:
     max_nonfinite: int = 3
     dump: Dump | None = None
     _nonfinite: int = field(default=0, init=False, repr=False)
+    _lengths: LengthBias = field(default_factory=LengthBias, init=False, repr=False)
     _step: Step = field(default=Step(0, 1, 0.0), init=False, repr=False)
 
     def begin(self, step: Step) -> None:
@@ -43,12 +45,13 @@ class Update:
         self._step = step
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return how many of the last updates in a row were not finite."""
-        return {"nonfinite": self._nonfinite}
+        """Return how many of the last updates in a row were not finite, and the lengths of the last responses."""
+        return {"nonfinite": self._nonfinite, "lengths": self._lengths.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on counting."""
         self._nonfinite = int(state["nonfinite"])
+        self._lengths.load_state_dict(state["lengths"])
 
     async def run(self, batches: Receiver[Batch], /, *, out: Sender[StepReport]) -> None:
         """Train, publish, report.
@@ -79,6 +82,7 @@ class Update:
                     metrics={
                         **batch.metrics,
                         **composition(batch, version),
+                        **self._bias(batch),
                         **trained.metrics,
                         **self._step.measures,
                         "timing_s/rollouts": scored - self._step.started,
@@ -87,6 +91,10 @@ class Update:
                     },
                 )
             )
+
+    def _bias(self, batch: Batch) -> Mapping[str, float]:
+        bias = self._lengths.after(batch)
+        return {} if bias is None else {"deferral/length_bias": bias}
 
     def _watch(self, batch: Batch, trained: Trained) -> None:
         """End the run if this was the last of too many updates in a row in which something was not finite."""
@@ -142,6 +150,9 @@ def composition(batch: Batch, version: int) -> Mapping[str, float]:
         "staleness/lag_mean": float(lag.mean()) if len(lag) else 0.0,
         "staleness/lag_max": float(lag.max()) if len(lag) else 0.0,
         "staleness/stale_tokens": float((lag > 0).mean()) if len(lag) else 0.0,
+        "staleness/lag_0": float((lag == 0).mean()) if len(lag) else 0.0,
+        "staleness/lag_1": float((lag == 1).mean()) if len(lag) else 0.0,
+        "staleness/lag_2plus": float((lag > 1).mean()) if len(lag) else 0.0,
         "deferral/trained_late": float(np.mean(late)) if late else 0.0,
     }
 

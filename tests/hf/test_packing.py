@@ -35,6 +35,7 @@ def batch() -> Batch:
         versions=np.zeros(len(tokens), np.int32),
         sampled=np.concatenate([row.sampled for row in rows]),
         logprobs=numbered,
+        proximal=numbered,
         reference=numbered,
         values=numbered + 100,
         rewards=numbered,

@@ -23,6 +23,7 @@ from oppo.errors import ModelError, ModelRefused
 from oppo.estimators import gae, kl_estimate, shaped_rewards, whiten
 from oppo.events import Batch, BoolArray, FloatArray, IntArray, Prompt, Response
 from oppo.hf.digest import weights_digest
+from oppo.hf.drift import Drift
 from oppo.hf.packing import MicroBatch, micro_batches, pack
 from oppo.hf.policy import HfPolicy
 from oppo.hf.scorers import ValueModel
@@ -70,6 +71,7 @@ def batch_of(
         scores=np.array(scores, np.float32),
         offsets=np.cumsum([0, *map(len, rows)]),
         logprobs=np.concatenate(logprobs),
+        proximal=np.concatenate(logprobs),
         reference=np.concatenate(logprobs),
         values=np.concatenate(values),
         rewards=np.zeros(len(tokens), np.float32),
@@ -189,7 +191,9 @@ async def test_micro_batching_does_not_change_the_gradient(thread: Thread) -> No
         rows = list(range(len(batch)))
         groups = micro_batches([len(r.prompt.tokens) + len(r) - 1 for r in batch.responses], rows, budget)
         for group in groups:
-            tiny.apart(trainer._backward)(pack(batch, group, torch.device("cpu")), float(batch.sampled.sum()))
+            tiny.apart(trainer._backward)(
+                pack(batch, group, torch.device("cpu")), float(batch.sampled.sum()), Drift(0, 0.2)
+            )
         return {n: p.grad for n, p in trainer._models.named_parameters() if p.grad is not None}, len(groups)
 
     whole, one = gradients(10_000)
@@ -275,10 +279,10 @@ async def test_an_update_that_failed_half_way_leaves_no_gradient_for_the_next(
         if failing:
             backward, parts = trainer._backward, iter(range(9))
 
-            def half_an_update(part: MicroBatch, total: float) -> Tensor:
+            def half_an_update(part: MicroBatch, total: float, drift: Drift) -> Tensor:
                 if next(parts) == 2:
                     raise MemoryError("out of memory")
-                return backward(part, total)
+                return backward(part, total, drift)
 
             with monkeypatch.context() as patch:
                 patch.setattr(trainer, "_backward", half_an_update)
@@ -302,7 +306,7 @@ def batch_of_nothing() -> Batch:
     ints, floats = np.zeros(0, np.int32), np.zeros(0, np.float32)
     ends = np.zeros(1, np.int64)
     return Batch(
-        (), (), floats, ends, ints, ints, np.zeros(0, np.bool_), floats, floats, floats, floats, floats, floats
+        (), (), floats, ends, ints, ints, np.zeros(0, np.bool_), floats, floats, floats, floats, floats, floats, floats
     )
 
 
@@ -314,7 +318,8 @@ async def test_the_metrics_of_an_update_are_trls_and_the_work_done(thread: Threa
         "policy/approxkl_avg", "policy/clipfrac_avg", "policy/entropy_avg", "loss/policy_avg", "loss/value_avg",
         "policy/kl_avg", "val/clipfrac_avg", "val/ratio", "val/ratio_var", "val/num_eos_tokens", "lr", "episode",
         "train/grad_norm", "train/critic_grad_norm", "train/minibatches", "train/micro_batches",
-        "train/padding_fraction", "train/tokens",
+        "train/padding_fraction", "train/tokens", "policy/clipfrac_lag_0", "mismatch/kl", "mismatch/kl_current",
+        "mismatch/ess", "mismatch/weight", "mismatch/masked",
     }  # fmt: skip
     assert metrics["train/minibatches"] == 4
     assert metrics["train/micro_batches"] > 4
@@ -343,7 +348,7 @@ async def gradient(thread: Thread, *, moved: float = 0.0, **settings: object) ->
     batch = rollouts(trainer._actor, trainer._critic)
     batch.reference[:] += np.float32(moved)
     rows = list(range(len(batch)))
-    tiny.apart(trainer._backward)(pack(batch, rows, torch.device("cpu")), float(batch.sampled.sum()))
+    tiny.apart(trainer._backward)(pack(batch, rows, torch.device("cpu")), float(batch.sampled.sum()), Drift(0, 0.2))
     return {name: p.grad for name, p in trainer._actor.named_parameters() if p.grad is not None}
 
 

@@ -22,6 +22,7 @@ from oppo.chunking import Fixed
 from oppo.errors import ModelRefused
 from oppo.hf.anatomy import score_head
 from oppo.hf.digest import weights_digest
+from oppo.hf.drift import Drift
 from oppo.hf.lora import add_lora, twin
 from oppo.hf.packing import MicroBatch, pack
 from oppo.hf.policy import HfPolicy
@@ -139,7 +140,7 @@ def test_the_gradient_is_that_of_the_sum_of_the_two_losses(thread: Thread, name:
     actor, critic = one_trunk(name, lora=lora)
     part, total = packed(actor, critic), 31.0
     trainer = make(thread, actor, critic, value_coefficient=0.3)
-    trainer._backward(part, total)
+    trainer._backward(part, total, Drift(0, 0.2))
     learnt = {**dict(critic.named_parameters()), **dict(actor.named_parameters())}
     got = {name: p.grad.clone() for name, p in learnt.items() if p.grad is not None}
     for parameter in learnt.values():

@@ -44,6 +44,7 @@ def batch(finished: Sequence[Finish], scores: Sequence[float]) -> Batch:
         versions=np.zeros(total, np.int32),
         sampled=np.ones(total, np.bool_),
         logprobs=np.full(total, -1, np.float32),
+        proximal=np.full(total, -1, np.float32),
         reference=np.full(total, -1.5, np.float32),
         values=floats,
         rewards=floats,

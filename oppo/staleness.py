@@ -1,0 +1,153 @@
+"""Learning from tokens that older weights sampled: the denominator of the ratio, and what a token weighs.
+
+A carried rollout was partly written by older weights. With current ``pi``, behaviour ``mu`` (the weights that sampled
+a token) and proximal ``pi'`` (the weights as they are when the update begins), let ``m = pi' / mu`` be the *mismatch*
+of a token. The clipped loss takes a ratio, and each token's loss is multiplied by a constant weight:
+
+============= ======================== ========================
+weight        denominator ``mu``       denominator ``pi'``
+============= ======================== ========================
+(ratio)       ``pi / mu``              ``pi / pi'``
+``none``      1                        1
+``truncated`` ``min(m, c) / m``        ``min(m, c)``
+``mask``      1 if low <= m <= high    m if low <= m <= high
+============= ======================== ========================
+
+Ratio times weight is the same in both columns but for ``none``: with ``mu`` in the denominator the band of the clip
+lies around the old weights, so that a token which the updates since have moved out of it teaches nothing; with ``pi'``
+it lies around the weights that are being updated (the decoupled objective).
+
+Where ``level`` is ``sequence``, ``m`` is one number for a whole rollout: the geometric mean of its tokens' mismatches,
+which does not drift with the length as their product would.
+
+A token that a mask leaves out counts in the mean that a loss is, as a token of loss 0: what the others teach does not
+grow because it was left out. The value loss, the entropy bonus and a KL in the loss keep every token.
+
+A token of the current version has ``m = 1``, exactly: in a run that carries nothing every choice here makes the same
+update, bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Literal, TypeAlias, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from oppo.errors import ConfigError
+from oppo.events import BoolArray, FloatArray
+
+Denominator: TypeAlias = Literal["behaviour", "proximal"]
+TokenWeight: TypeAlias = Literal["none", "truncated", "mask"]
+Level: TypeAlias = Literal["token", "sequence"]
+
+CAP = 2.0
+"""The bound of truncated importance sampling, as in Yao et al. 2025."""
+
+TOKEN_BAND = (0.5, 5.0)
+"""The mismatch within which a token is learnt from, as in IcePop (Zhao et al. 2025)."""
+
+SEQUENCE_BAND = (0.9, 1.1)
+"""The geometric mean within which a rollout is: over hundreds of tokens it moves far less than one of them.
+
+Ours; published bands guard against differences between two engines, and are tighter than a version of the weights.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """How stale tokens are learnt from; the default is plain PPO.
+
+    Attributes:
+        denominator: ``behaviour``: the ratio is over the policy that sampled a token (Schulman et al. 2017).
+            ``proximal``: over the policy before the update (decoupled PPO: Hilton et al. 2022, arXiv 2110.00641,
+            equation 3; for language models AReaL: Fu et al. 2025, arXiv 2505.24298, equation 5).
+        weight: ``none``. ``truncated``: importance weights, at most ``cap`` (IMPALA: Espeholt et al. 2018, arXiv
+            1802.01561; for language models truncated importance sampling: Yao et al. 2025, "Your efficient RL framework
+            secretly brings you off-policy RL training"). ``mask``: importance weights, and nothing is learnt where they
+            are outside of ``low .. high`` (by token, IcePop: Zhao et al. 2025, "Small leak can sink a great ship"; by
+            sequence, the off-policy sequence masking of DeepSeek-V3.2, arXiv 2512.02556, section 3.1, which masks
+            rollouts of negative advantage only).
+        level: ``token``, or ``sequence``: by the rollout's geometric mean (GSPO: Zheng et al. 2025, arXiv 2507.18071,
+            equation 7).
+        cap: c, at least 1.
+        low, high: the band of ``mask``, around 1; ``None``: :data:`TOKEN_BAND` or :data:`SEQUENCE_BAND`.
+
+    Raises:
+        ConfigError: a value is out of range: 1 must be neither truncated nor masked.
+
+    Example:
+        >>> one, twice = np.zeros(2, np.float32), np.log(np.array([1, 2], np.float32))
+        >>> Correction(weight="truncated", cap=1.5).weights(one, twice, np.ones(2, np.bool_), [2]).tolist()
+        [1.0, 0.75]
+    """
+
+    denominator: Denominator = "behaviour"
+    weight: TokenWeight = "none"
+    level: Level = "token"
+    cap: float = CAP
+    low: float | None = None
+    high: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, choices in (("denominator", Denominator), ("weight", TokenWeight), ("level", Level)):
+            if getattr(self, name) not in get_args(choices):
+                raise ConfigError(f"{name} must be one of {', '.join(get_args(choices))}, not {getattr(self, name)!r}")
+        low, high = self.band
+        if not 1 <= self.cap < math.inf:
+            raise ConfigError(
+                f"the cap of a weight must be finite and at least 1, not {self.cap}: current tokens weigh 1"
+            )
+        if not 0 <= low <= 1 <= high < math.inf:
+            raise ConfigError(
+                f"the band of a mask must be finite and hold 1, the mismatch of current tokens; got {low} .. {high}"
+            )
+
+    @property
+    def asked(self) -> bool:
+        """Whether anything differs from plain PPO, so that proximal log-probs are needed."""
+        return self.denominator != "behaviour" or self.weight != "none"
+
+    @property
+    def band(self) -> tuple[float, float]:
+        """The mismatch within which a mask lets through."""
+        low, high = TOKEN_BAND if self.level == "token" else SEQUENCE_BAND
+        return low if self.low is None else self.low, high if self.high is None else self.high
+
+    def over(self, behaviour: FloatArray, proximal: FloatArray) -> FloatArray:
+        """Return the log-probs that the ratio is over: float32 [T]."""
+        return behaviour if self.denominator == "behaviour" else proximal
+
+    def weights(
+        self, behaviour: FloatArray, proximal: FloatArray, sampled: BoolArray, lengths: Sequence[int]
+    ) -> FloatArray:
+        """Return what each token weighs: float32 [T]; 0 where a mask leaves it out.
+
+        Args:
+            behaviour, proximal: float32 [T], log-probs of rollouts end to end.
+            sampled: bool [T]; other tokens have mismatch 1.
+            lengths: tokens of each rollout, T in all.
+        """
+        if self.weight == "none":
+            return np.ones(len(behaviour), np.float32)
+        log = np.where(sampled, proximal.astype(np.float64) - behaviour, 0.0)
+        if self.level == "sequence":
+            log = np.repeat(_means(log, sampled, lengths), lengths)
+        if self.weight == "truncated":
+            importance = np.minimum(log, math.log(self.cap))
+        else:
+            low, high = self.band
+            within = (log <= math.log(high)) & (log >= (math.log(low) if low else -math.inf))
+            importance = np.where(within, log, -math.inf)
+        return np.exp(importance if self.denominator == "proximal" else importance - log).astype(np.float32)
+
+
+def _means(x: NDArray[np.float64], sampled: BoolArray, lengths: Sequence[int]) -> NDArray[np.float64]:
+    """Return the mean of ``x`` over the sampled tokens of each rollout; 0 for one of which none was."""
+    bounds = [0, *accumulate(lengths)]
+    rows = [slice(first, last) for first, last in pairwise(bounds)]
+    return np.array([x[row].sum() / max(1, sampled[row].sum()) for row in rows])
