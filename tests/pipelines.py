@@ -29,7 +29,7 @@ from oppo.events import (
 )
 from oppo.graph import Graph, GraphBuilder
 from oppo.observe import Span
-from oppo.stages import GAE, Generate, Score, Update
+from oppo.stages import GAE, Generate, ProximalGAE, Score, Update
 from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_per_token, fake_scalar, prompts
 from oppo.testing.fakes import Style
 
@@ -94,6 +94,7 @@ class Pipeline:
 
     setting: Setting
     reward: FakeScorer[float] | None = None
+    proximal: bool = False
     tap: Tap = field(default_factory=Tap)
     reports: list[StepReport] = field(default_factory=list)
     tasks_between_steps: list[int] = field(default_factory=list)
@@ -115,7 +116,12 @@ class Pipeline:
         ref = g.add("ref_logp", Score(self.reference), rollout)
         score = g.add("reward", Score(self.reward), rollout)
         value = g.add("value", Score(self.critic), rollout)
-        batch = g.add("advantage", GAE(), rollout, ref, score, value)
+        if self.proximal:
+            recorded: FakeScorer[FloatArray] = FakeScorer(lambda event, tokens, version: event.response.logprobs)
+            again = g.add("proximal", Score(recorded), rollout)
+            batch = g.add("advantage", ProximalGAE(GAE()), rollout, ref, score, value, again)
+        else:
+            batch = g.add("advantage", GAE(), rollout, ref, score, value)
         return g.build(g.add("update", Update(self.trainer, publish=[self.policy, self.critic]), batch))
 
     async def run(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,16 @@ import torch
 from torch import Tensor
 
 from oppo.estimators import KLEstimator, kl_estimate
-from oppo.losses import SupportIndex, entropy, kl_loss, masked_mean, policy_loss, token_logprobs, value_loss
+from oppo.losses import (
+    SupportIndex,
+    clipped_tokens,
+    entropy,
+    kl_loss,
+    masked_mean,
+    policy_loss,
+    token_logprobs,
+    value_loss,
+)
 from oppo.support import Support
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "ppo.json").read_text(encoding="utf-8"))["loss"]
@@ -179,3 +189,34 @@ def test_values_without_a_clip_have_the_plain_squared_error() -> None:
     close(loss.loss, plain)
     assert loss.clipfrac == 0
     close(torch.autograd.grad(loss.loss, values)[0], torch.autograd.grad(plain, values)[0])
+
+
+def test_a_tokens_loss_is_multiplied_by_its_weight() -> None:
+    logprobs = golden("logprobs").requires_grad_()
+    old, advantages = golden("old_logprobs"), golden("advantages")
+    weights = torch.linspace(0, 2, MASK.numel()).reshape(MASK.shape)
+    plain, ratio = -advantages, (logprobs - old).exp()
+    each = torch.maximum(plain * ratio, plain * ratio.clamp(1 - CLIP, 1 + CLIP))
+    close(policy_loss(logprobs, old, advantages, MASK, CLIP, weights=weights).loss, (weights * each)[MASK].mean())
+    ones = policy_loss(logprobs, old, advantages, MASK, CLIP, weights=torch.ones_like(weights))
+    assert [field.item() for field in ones] == [
+        field.item() for field in policy_loss(logprobs, old, advantages, MASK, CLIP)
+    ]
+
+
+def test_a_token_of_weight_zero_leaves_the_others_gradients_as_they_are() -> None:
+    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    old = torch.tensor([-1.1, -900.0])  # its ratio is infinite
+    weights = torch.tensor([1.0, 0.0])
+    policy = policy_loss(logprobs, old, torch.ones(2), torch.ones(2, dtype=torch.bool), CLIP, weights=weights)
+    policy.loss.backward()
+    assert logprobs.grad is not None
+    close(logprobs.grad, torch.tensor([-0.5 * math.exp(0.1), 0.0]))
+    assert policy.ratio.isfinite()
+
+
+def test_clipped_tokens_are_those_of_the_clipped_fraction() -> None:
+    new, old, advantages = golden("logprobs"), golden("old_logprobs"), golden("advantages")
+    beyond = clipped_tokens(new, old, advantages, MASK, CLIP)
+    close(beyond[MASK].float().mean(), policy_loss(new, old, advantages, MASK, CLIP).clipfrac)
+    assert not beyond[~MASK].any()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -12,6 +14,7 @@ from oppo.shaping import ScoreShaping
 from oppo.stages import GAE
 from oppo.stages.advantage import Row
 from oppo.testing import run_virtual
+from tests.pipelines import Pipeline, Setting, same_batches
 
 
 def finish(rollout: int) -> Finish:
@@ -130,3 +133,28 @@ def test_a_response_that_was_cut_off_by_its_length_pays_the_missing_eos_penalty(
     rows = [Row(end, per_token(1).value, 0.0, per_token(0).value) for end in ends]
     batch = GAE(kl=0.0, shaping=ScoreShaping(missing_eos_penalty=1.0)).batch(rows)
     assert batch.rewards[[3, 7, 11]].tolist() == [0.0, -1.0, 0.0]
+
+
+def test_the_kl_in_the_reward_is_that_of_the_proximal_policy() -> None:
+    said = Row(finish(1), per_token(1).value, 0.0, np.zeros(4, np.float32))
+    again = replace(said, proximal=np.array([-1, -1, -3, -2], np.float32))
+    plain, corrected = (GAE(kl=0.5).batch([row]) for row in (said, again))
+    assert np.array_equal(plain.proximal, plain.logprobs)
+    assert corrected.logprobs.tolist() == [-1, -1, -1, -1]
+    assert corrected.proximal.tolist() == [-1, -1, -3, -2]
+    assert plain.rewards.tolist() == [0, 0, 0, 0]
+    assert corrected.rewards.tolist() == [0, 0, 1, 0.5]
+
+
+def test_the_stage_of_five_inputs_estimates_what_the_one_of_four_does_where_nothing_is_stale() -> None:
+    setting = Setting(extra=2, steps=6)
+    plain, five = Pipeline(setting), Pipeline(setting, proximal=True)
+    for pipeline in (plain, five):
+        run_virtual(pipeline.run)
+    assert any(report.deferred for report in plain.reports)
+    assert same_batches(plain.batches, five.batches)
+
+
+def test_a_rollout_whose_proximal_log_probs_are_not_finite_is_dropped_alone() -> None:
+    broken = Row(finish(1), per_token(1).value, 0.0, np.zeros(4, np.float32), np.full(4, np.nan, np.float32))
+    assert broken.fault() == "nonfinite proximal log-prob"

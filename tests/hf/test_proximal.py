@@ -1,0 +1,275 @@
+"""Stale tokens on tiny real models: log-probs computed again, and updates that correct for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from numpy.testing import assert_allclose, assert_array_equal
+
+from oppo.admission import Overcommit
+from oppo.chunking import Fixed
+from oppo.errors import ModelError
+from oppo.evaluate import respond
+from oppo.events import Batch, Chunk, Finish, FloatArray, Given, Response, StepReport
+from oppo.hf.cores import Core
+from oppo.hf.digest import weights_digest
+from oppo.hf.policy import HfPolicy
+from oppo.hf.proximal import ProximalLogprobs
+from oppo.hf.scorers import ReferenceLogprobs, RewardModel, ValueModel
+from oppo.hf.trainer import HfTrainer
+from oppo.models import Sampling, Weights
+from oppo.placement import Process, Thread
+from oppo.recipes import ppo
+from oppo.stages import GAE
+from oppo.stages.advantage import Row
+from oppo.staleness import Correction
+from oppo.training import TrainerSettings
+from tests.hf import tiny
+from tests.hf.stories import full_logprobs, prompts
+from tests.pipelines import Tap
+from tests.test_staleness import EVERY
+
+torch.set_num_threads(1)
+
+SAMPLING = Sampling(max_new_tokens=24, temperature=0.8, top_k=30, stop=(2, 3, 4), seed=5)
+@pytest.fixture
+def thread() -> Iterator[Thread]:
+    with Thread("all", setup=one_core) as thread:
+        yield thread
+
+
+def one_core() -> None:
+    torch.set_num_threads(1)
+
+
+def aged(event: Finish, versions: Sequence[int]) -> Finish:
+    """The same, its tokens made by these versions in turns of four."""
+    response = event.response
+    made = np.repeat(np.array(versions, np.int32), 4)
+    made = np.concatenate((made, np.full(len(response), versions[-1], np.int32)))[: len(response)]
+    return replace(event, response=replace(response, versions=made))
+
+
+async def rolled_out(thread: Thread, *, seed: int = 1) -> list[Finish]:
+    """Responses of more than four tokens."""
+    policy = HfPolicy(tiny.causal(seed=seed), sampling=SAMPLING, thread=thread)
+    return [event for event in await respond(policy, prompts(8)) if len(event.response) > 4]
+
+
+async def at_version(scorer: ProximalLogprobs, version: int) -> ProximalLogprobs:
+    await scorer.load(Weights(version))
+    return scorer
+
+
+def expected(event: Finish, seed: int) -> FloatArray:
+    response = event.response
+    return np.asarray(
+        full_logprobs(
+            tiny.causal(seed=seed), response.prompt, response.tokens.tolist(), response.support, SAMPLING.temperature
+        )
+    )
+
+
+@pytest.mark.parametrize("exact", [False, True])
+async def test_stale_tokens_are_computed_again_and_current_ones_keep_what_was_recorded(
+    exact: bool, thread: Thread
+) -> None:
+    finished = [aged(event, (0, 2)) for event in await rolled_out(thread)]
+    scorer = await at_version(ProximalLogprobs(tiny.causal(seed=7), sampling=SAMPLING, thread=thread, exact=exact), 2)
+    for event, logprobs in zip(finished, await scorer.finish(finished), strict=True):
+        assert logprobs.dtype == np.float32
+        assert_array_equal(logprobs[4:], event.response.logprobs[4:])
+        assert_allclose(logprobs[:4], expected(event, 7)[:4], rtol=1e-5, atol=1e-5)
+        assert np.abs(logprobs[:4] - event.response.logprobs[:4]).max() > 1e-3, "other weights, other log-probs"
+
+
+async def test_of_the_same_weights_what_is_computed_again_agrees_with_what_was_recorded(thread: Thread) -> None:
+    finished = await rolled_out(thread)
+    scorer = await at_version(ProximalLogprobs(tiny.causal(seed=1), sampling=SAMPLING, thread=thread), 1)
+    for event, logprobs in zip(finished, await scorer.finish(finished), strict=True):
+        assert_allclose(logprobs, event.response.logprobs, rtol=1e-5, atol=1e-5)
+
+
+async def test_where_nothing_is_stale_the_model_is_not_called(thread: Thread, monkeypatch: pytest.MonkeyPatch) -> None:
+    finished = [aged(event, (3,)) for event in await rolled_out(thread)]
+    scorer = await at_version(ProximalLogprobs(tiny.causal(), sampling=SAMPLING, thread=thread), 3)
+    monkeypatch.delattr(Core, "extend")
+    for event in finished:
+        await scorer.extend([event.response.prompt])
+        await scorer.extend([event.response.chunk()])
+    for event, logprobs in zip(finished, await scorer.finish(finished), strict=True):
+        assert logprobs is event.response.logprobs
+
+
+async def test_exact_log_probs_do_not_depend_on_what_finishes_together(thread: Thread) -> None:
+    finished = [aged(event, (0, 1)) for event in await rolled_out(thread)]
+    model = tiny.causal(seed=7)
+    scorer = await at_version(ProximalLogprobs(model, sampling=SAMPLING, thread=thread, exact=True), 1)
+    together = await scorer.finish(finished)
+    alone = [(await scorer.finish([event]))[0] for event in reversed(finished)]
+    for one, other in zip(together, reversed(alone), strict=True):
+        assert_array_equal(one, other)
+
+
+async def test_where_keys_and_values_are_kept_everything_after_a_stale_token_is_stale(thread: Thread) -> None:
+    finished = [aged(event, (0, 2)) for event in await rolled_out(thread)]
+    mixed = ProximalLogprobs(tiny.causal(seed=7), sampling=SAMPLING, thread=thread, on_publish="keep")
+    for event, logprobs in zip(finished, await (await at_version(mixed, 2)).finish(finished), strict=True):
+        assert_allclose(logprobs, expected(event, 7), rtol=1e-5, atol=1e-5)
+
+
+async def test_tokens_nobody_sampled_are_read_and_keep_their_zero(thread: Thread) -> None:
+    event = max(await rolled_out(thread), key=lambda event: len(event.response))
+    whole = event.response
+    answer = Given(event.rollout, 2, np.array([9, 11], np.int32))
+    tail = whole.chunk(2)
+    shifted = Chunk(event.rollout, 4, tail.tokens, tail.logprobs, tail.versions, tail.support)
+    response = Response.empty(whole.prompt).then(whole.chunk(0, 2)).then(answer).then(shifted)
+    scorer = await at_version(ProximalLogprobs(tiny.causal(seed=7), sampling=SAMPLING, thread=thread), 1)
+    (logprobs,) = await scorer.finish([Finish(event.rollout, response, "eos")])
+    everything = expected(Finish(event.rollout, response, "eos"), 7)
+    assert_allclose(logprobs, np.where(response.sampled, everything, 0), rtol=1e-5, atol=1e-5)
+
+
+async def test_a_failure_leaves_no_session_behind(thread: Thread) -> None:
+    (event, *_) = await rolled_out(thread)
+    foreign = event.response.tokens.copy()
+    foreign[0] = tiny.VOCABULARY
+    broken = Finish(event.rollout, replace(event.response, tokens=foreign), "eos")
+    scorer = await at_version(ProximalLogprobs(tiny.causal(seed=7), sampling=SAMPLING, thread=thread), 1)
+    with pytest.raises(ModelError, match="vocabulary"):
+        await scorer.finish([broken])
+    (logprobs,) = await scorer.finish([event])
+    assert_allclose(logprobs, expected(event, 7), rtol=1e-5, atol=1e-5)
+
+
+async def test_in_another_process_the_trainers_new_weights_are_those_that_count(thread: Thread) -> None:
+    finished = await rolled_out(thread)
+    actor = tiny.causal(seed=1)
+    with Process("scorers", setup=one_core) as process:
+        scorer = ProximalLogprobs(actor, sampling=SAMPLING, thread=process)
+        newer = tiny.causal(seed=7)
+        await scorer.load(Weights(1, actor=newer.state_dict()))
+        for event, logprobs in zip(finished, await scorer.finish(finished), strict=True):
+            assert_allclose(logprobs, expected(event, 7), rtol=1e-5, atol=1e-5)
+
+
+@dataclass
+class Ran:
+    """What a run came to."""
+
+    digest: str
+    batches: list[Batch]
+    reports: list[StepReport]
+
+
+async def ran(correction: Correction | None, *, extra: int, keep: bool = False, steps: int = 3) -> Ran:
+    """A streamed run; ``None``: through the graph of four inputs, as it is where nothing is corrected."""
+    actor, critic = tiny.causal(seed=1), tiny.scalar(seed=2)
+    tap = Tap()
+    with Thread("decode", setup=one_core) as decoding, Thread("score", setup=one_core) as scoring:
+        graph = ppo(
+            policy=HfPolicy(
+                actor, sampling=SAMPLING, thread=decoding, exact=True, on_publish="keep" if keep else "recompute"
+            ),
+            reference=ReferenceLogprobs(tiny.causal(seed=3), sampling=SAMPLING, thread=scoring, exact=True),
+            reward=RewardModel(tiny.scalar(seed=4), thread=scoring, exact=True),
+            critic=ValueModel(critic, thread=scoring, exact=True),
+            trainer=HfTrainer(
+                actor,
+                critic,
+                sampling=SAMPLING,
+                thread=decoding,
+                settings=TrainerSettings(
+                    learning_rate=2e-3, epochs=2, correction=Correction() if correction is None else correction
+                ),
+            ),
+            admission=Overcommit(batch=4, extra=extra),
+            chunks=Fixed(7),
+            proximal=None
+            if correction is None
+            else ProximalLogprobs(
+                actor, sampling=SAMPLING, thread=scoring, exact=True, on_publish="keep" if keep else "recompute"
+            ),
+        )
+        async with graph.open(prompts(40), observers=[tap]) as run:
+            reports = [report async for report in run.steps(steps)]
+    batches = [item for _, _, item in tap.items if isinstance(item, Batch)]
+    return Ran(weights_digest(actor) + weights_digest(critic), batches, reports)
+
+
+async def test_where_nothing_is_carried_every_choice_makes_the_same_update_bit_for_bit() -> None:
+    plain = await ran(None, extra=0, steps=2)
+    for correction in EVERY:
+        assert (await ran(correction, extra=0, steps=2)).digest == plain.digest, correction
+    for report in plain.reports:
+        assert report.metrics["staleness/lag_0"] == 1
+        assert report.metrics["mismatch/kl"] == report.metrics["mismatch/masked"] == 0
+        assert report.metrics["mismatch/ess"] == pytest.approx(1, abs=1e-6)
+        assert "policy/clipfrac_lag_1" not in report.metrics
+
+
+async def test_where_rollouts_are_carried_the_choices_differ_and_the_metrics_say_by_how_much() -> None:
+    chosen = [
+        Correction(),
+        Correction(denominator="proximal"),
+        Correction(denominator="proximal", weight="truncated", cap=1.0),
+        Correction(weight="mask", low=0.99, high=1.01),
+    ]
+    runs = [await ran(correction, extra=3) for correction in chosen]
+    assert len({run.digest for run in runs}) == len(chosen)
+    for run in runs:
+        stale = [report.metrics for report in run.reports if report.metrics["staleness/lag_1"]]
+        assert stale
+        for metrics in stale:
+            lags = [metrics[f"staleness/lag_{lag}"] for lag in ("0", "1", "2plus")]
+            assert sum(lags) == pytest.approx(1)
+            assert metrics["mismatch/kl"] > 1e-6
+            assert 0 < metrics["mismatch/kl_current"] < 1e-8
+            assert 0 < metrics["mismatch/ess"] < 1
+            assert 0 <= metrics["policy/clipfrac_lag_1"] <= 1
+    assert any(report.metrics["mismatch/masked"] > 0 for report in runs[-1].reports)
+    assert any(report.metrics["mismatch/weight"] < 1 for report in runs[2].reports)
+
+
+async def test_the_trainers_mismatch_is_that_of_the_batch() -> None:
+    run = await ran(Correction(denominator="proximal"), extra=3)
+    for batch, report in zip(run.batches, run.reports, strict=True):
+        log = (batch.proximal - batch.logprobs).astype(np.float64)[batch.sampled]
+        stale = batch.versions[batch.sampled] < report.index
+        ratio = np.exp(log)
+        assert report.metrics["mismatch/ess"] == pytest.approx(
+            ratio.sum() ** 2 / (len(log) * (ratio**2).sum()), rel=1e-5
+        )
+        if stale.any():
+            divergence = (np.expm1(log) - log)[stale].mean()
+            assert report.metrics["mismatch/kl"] == pytest.approx(divergence, rel=1e-3, abs=1e-8)
+        assert_array_equal(batch.proximal[batch.sampled][~stale], batch.logprobs[batch.sampled][~stale])
+
+
+async def test_kept_keys_and_values_show_as_a_mismatch_of_current_tokens() -> None:
+    corrected = Correction(denominator="proximal")
+    kept, recomputed = [await ran(corrected, extra=3, keep=keep, steps=4) for keep in (True, False)]
+    assert any(len(set(response.versions.tolist())) > 1 for batch in kept.batches for response in batch.responses)
+    largest = [max(report.metrics["mismatch/kl_current"] for report in run.reports) for run in (kept, recomputed)]
+    assert largest[0] > 1e-6 > largest[1]
+
+
+async def test_ratios_over_the_proximal_policy_begin_at_one_for_stale_tokens_too(thread: Thread) -> None:
+    finished = [aged(event, (0,)) for event in await rolled_out(thread, seed=9)]
+    actor, critic = tiny.causal(seed=1), tiny.scalar(seed=2)
+    scorer = await at_version(ProximalLogprobs(actor, sampling=SAMPLING, thread=thread), 1)
+    proximal = await scorer.finish(finished)
+    rows = [
+        Row(event, event.response.logprobs, 0.0, np.zeros(len(event.response), np.float32), again)
+        for event, again in zip(finished, proximal, strict=True)
+    ]
+    settings = TrainerSettings(epochs=1, correction=Correction(denominator="proximal"))
+    trainer = HfTrainer(actor, critic, sampling=SAMPLING, thread=thread, settings=settings)
+    metrics = (await trainer.update(GAE().batch(rows))).metrics
+    assert metrics["val/ratio"] == pytest.approx(1, abs=1e-5)
+    assert metrics["policy/clipfrac_avg"] == 0

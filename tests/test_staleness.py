@@ -1,0 +1,112 @@
+"""What stale tokens weigh: the table of the module's docstring, and that current tokens weigh 1 whatever is chosen."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose
+
+from oppo.errors import ConfigError
+from oppo.events import FloatArray
+from oppo.staleness import SEQUENCE_BAND, TOKEN_BAND, Correction, Denominator, Level, TokenWeight
+
+DENOMINATORS: tuple[Denominator, ...] = ("behaviour", "proximal")
+WEIGHTS: tuple[TokenWeight, ...] = ("none", "truncated", "mask")
+LEVELS: tuple[Level, ...] = ("token", "sequence")
+EVERY = [
+    Correction(denominator=denominator, weight=weight, level=level)
+    for denominator, weight, level in product(DENOMINATORS, WEIGHTS, LEVELS)
+]
+
+MISMATCH = np.array([1.0, 0.25, 4.0, 10.0], np.float64)
+"""Of one rollout of four tokens."""
+BEHAVIOUR = np.array([-1.0, -3.0, -2.0, -5.0], np.float32)
+PROXIMAL = (BEHAVIOUR + np.log(MISMATCH)).astype(np.float32)
+ALL = np.ones(4, np.bool_)
+
+
+def weights(correction: Correction, lengths: tuple[int, ...] = (4,)) -> FloatArray:
+    return correction.weights(BEHAVIOUR, PROXIMAL, ALL, lengths)
+
+
+@pytest.mark.parametrize("correction", EVERY, ids=str)
+def test_tokens_of_the_current_version_weigh_one_and_keep_their_denominator(correction: Correction) -> None:
+    assert correction.weights(BEHAVIOUR, BEHAVIOUR, ALL, [1, 3]).tolist() == [1, 1, 1, 1]
+    assert correction.over(BEHAVIOUR, BEHAVIOUR) is BEHAVIOUR
+
+
+def test_the_ratio_is_over_what_was_chosen() -> None:
+    assert Correction().over(BEHAVIOUR, PROXIMAL) is BEHAVIOUR
+    assert Correction(denominator="proximal").over(BEHAVIOUR, PROXIMAL) is PROXIMAL
+
+
+@pytest.mark.parametrize(
+    ("weight", "proximal"),
+    [("truncated", [1.0, 0.25, 2.0, 2.0]), ("mask", [1.0, 0.0, 4.0, 0.0])],
+)
+def test_tokens_weigh_what_the_table_says(weight: TokenWeight, proximal: list[float]) -> None:
+    assert_allclose(weights(Correction(weight=weight, denominator="proximal")), proximal, rtol=1e-6)
+    assert_allclose(weights(Correction(weight=weight)), proximal / MISMATCH, rtol=1e-6)
+
+
+def test_without_a_weight_every_token_weighs_one() -> None:
+    for denominator in DENOMINATORS:
+        assert weights(Correction(denominator=denominator)).tolist() == [1, 1, 1, 1]
+
+
+def test_ratio_times_weight_does_not_depend_on_the_denominator() -> None:
+    current = np.array([-1.1, -2.0, -2.5, -4.0])
+    for weight, level in product(("truncated", "mask"), LEVELS):
+        if level == "sequence":
+            continue  # there a weight stands for the whole rollout, and the ratio for a token
+        one, other = (
+            np.exp(current - c.over(BEHAVIOUR, PROXIMAL)) * weights(c)
+            for c in (Correction(weight=weight, level=level, denominator=d) for d in DENOMINATORS)
+        )
+        assert_allclose(one, other, rtol=1e-5)
+
+
+def test_a_rollouts_weight_is_that_of_its_geometric_mean() -> None:
+    means = [math.sqrt(0.25), math.sqrt(40.0)]
+    by_rollout = Correction(weight="truncated", level="sequence", denominator="proximal", cap=3.0)
+    assert_allclose(weights(by_rollout, (2, 2)), [means[0], means[0], 3.0, 3.0], rtol=1e-6)
+    kept = Correction(weight="mask", level="sequence", low=0.4, high=2.0)
+    assert weights(kept, (2, 2)).tolist() == [1, 1, 0, 0]
+
+
+def test_tokens_nobody_sampled_are_no_part_of_a_rollouts_mean() -> None:
+    kept = Correction(weight="mask", level="sequence")
+    sampled = np.array([True, False, False, False])
+    assert kept.weights(BEHAVIOUR, PROXIMAL, sampled, [4]).tolist() == [1, 1, 1, 1]
+    assert kept.weights(BEHAVIOUR, PROXIMAL, ~ALL, [4]).tolist() == [1, 1, 1, 1]
+
+
+def test_a_mask_without_a_band_of_its_own_has_that_of_its_level() -> None:
+    assert Correction(weight="mask").band == TOKEN_BAND
+    assert Correction(weight="mask", level="sequence", high=2.0).band == (SEQUENCE_BAND[0], 2.0)
+
+
+def test_a_mismatch_too_large_for_a_float_is_truncated_and_masked_all_the_same() -> None:
+    far = BEHAVIOUR + np.float32(1_000)
+    for denominator in DENOMINATORS:
+        truncated = Correction(weight="truncated", denominator=denominator).weights(BEHAVIOUR, far, ALL, [4])
+        assert truncated.tolist() == [2.0 if denominator == "proximal" else 0.0] * 4
+        assert not Correction(weight="mask", denominator=denominator).weights(BEHAVIOUR, far, ALL, [4]).any()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"cap": 0.9}, "the cap of a weight must be finite and at least 1, not 0.9"),
+        ({"cap": math.inf}, "finite and at least 1, not inf"),
+        ({"low": 1.1}, r"must be finite and hold 1, the mismatch of current tokens; got 1.1 .. 5.0"),
+        ({"high": 0.9}, r"got 0.5 .. 0.9"),
+        ({"weight": "some"}, "weight must be one of none, truncated, mask, not 'some'"),
+    ],
+)
+def test_what_would_change_current_tokens_is_refused(arguments: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        Correction(**arguments)  # type: ignore[arg-type] # wrong on purpose
