@@ -82,7 +82,7 @@ class StepSection(Section):
     on_publish: Literal["recompute", "keep"] = Field(
         default="recompute",
         description="what a carried rollout goes on with after an update: keys and values computed again by the new "
-        "weights, or those it has (cheaper, and of several versions)",
+        "weights, or those it has (cheaper, but of several versions, and lost when a run is resumed)",
     )
     whiten_rewards: bool = Field(default=False, description="scale a batch's rewards to unit variance")
     gamma: Fraction = Field(default=1.0, description="discount")

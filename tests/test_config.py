@@ -10,6 +10,7 @@ import pytest
 from oppo.config import Settings, TrainerSection, load, resolve, trainer_settings
 from oppo.errors import ConfigError
 from oppo.models import Sampling
+from oppo.staleness import Correction
 from oppo.training import TrainerSettings
 
 MINIMAL = '[models]\npolicy = "./actor"\nreward = "reward.py:score"\n[data]\nprompts = "prompts.jsonl"\n'
@@ -185,3 +186,13 @@ def test_a_kl_in_the_loss_and_values_without_a_clip_reach_the_trainer(tmp_path: 
     chosen = trainer_settings(loaded(tmp_path, text))
     assert (chosen.kl, chosen.kl_estimator, chosen.value_clip) == (0.3, "k3", math.inf)
     assert trainer_settings(loaded(tmp_path)).kl == 0
+
+
+def test_how_stale_tokens_are_learnt_from_reaches_the_trainer(tmp_path: Path) -> None:
+    text = '[step]\ndenominator = "proximal"\nweight = "mask_sequence"\nweight_high = 1.5\n'
+    chosen = trainer_settings(loaded(tmp_path, text)).correction
+    assert chosen == Correction(denominator="proximal", weight="mask", level="sequence", high=1.5)
+    assert chosen.band == (0.9, 1.5)
+    assert chosen.asked
+    assert not trainer_settings(loaded(tmp_path)).correction.asked
+    assert "step.weight_low" in refused(tmp_path, "[step]\nweight_low = 1.2\n")

@@ -51,10 +51,10 @@ def killed(folder: Path, name: str, when: float) -> None:
         process.communicate()
 
 
-def same_as_whole(folder: Path, name: str) -> None:
-    assert weights(folder, name) == weights(folder, "whole")
+def same_as_whole(folder: Path, name: str, whole: str = "whole") -> None:
+    assert weights(folder, name) == weights(folder, whole)
     for file in ("metrics.jsonl", "journal.jsonl"):
-        ours, theirs = records(folder, name, file), records(folder, "whole", file)
+        ours, theirs = records(folder, name, file), records(folder, whole, file)
         assert [stable(each) for each in ours] == [stable(each) for each in theirs], file
 
 
@@ -85,17 +85,32 @@ def test_ctrl_c_ends_after_a_step_with_a_checkpoint_from_which_the_run_goes_on(f
     same_as_whole(folder, "stopped")
 
 
+def damaged(folder: Path, whole: str, name: str) -> None:
+    """Copy a run and damage the last checkpoint of the copy."""
+    run = shutil.copytree(folder / "runs" / whole, folder / "runs" / name)
+    config = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(config.replace(f'name = "{whole}"', f'name = "{name}"'))
+    with (run / "checkpoints" / "step-000006" / "trainer.safetensors").open("r+b") as file:
+        file.truncate(100)
+
+
 def test_a_damaged_checkpoint_is_told_and_the_one_before_it_used(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = shutil.copytree(folder / "runs" / "whole", folder / "runs" / "damaged")
-    config = (run / "config.toml").read_text()
-    (run / "config.toml").write_text(config.replace('name = "whole"', 'name = "damaged"'))
-    with (run / "checkpoints" / "step-000006" / "trainer.safetensors").open("r+b") as file:
-        file.truncate(100)
+    damaged(folder, "whole", "damaged")
     assert resume(folder, "damaged") == DONE
     assert "step-000006 is damaged: trainer.safetensors" in capsys.readouterr().err
     same_as_whole(folder, "damaged")
+
+
+def test_a_run_that_corrects_for_stale_tokens_goes_on_as_if_never_interrupted(folder: Path) -> None:
+    corrected = ("step.denominator=proximal", "step.weight=truncated", "step.weight_cap=1.0")
+    assert oppo(folder, "", *EXACT, *corrected, "run.name=corrected") == DONE
+    assert weights(folder, "corrected") != weights(folder, "whole")
+    assert any(line["mismatch/weight"] != 1 for line in records(folder, "corrected", "metrics.jsonl"))
+    damaged(folder, "corrected", "corrected-again")
+    assert resume(folder, "corrected-again") == DONE
+    same_as_whole(folder, "corrected-again", "corrected")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from oppo.hf.load import load_causal, load_scalar, load_tokenizer
 from oppo.hf.policy import HfPolicy
 from oppo.hf.probe import probe
+from oppo.hf.proximal import ProximalLogprobs
 from oppo.hf.scorers import ReferenceLogprobs, RewardModel, ValueModel
 from oppo.hf.text import Text
 from oppo.hf.trainer import HfTrainer
@@ -11,6 +12,7 @@ from oppo.hf.trunk import value_model_on
 __all__ = [
     "HfPolicy",
     "HfTrainer",
+    "ProximalLogprobs",
     "ReferenceLogprobs",
     "RewardModel",
     "Text",

@@ -36,6 +36,8 @@ from tests.test_staleness import EVERY
 torch.set_num_threads(1)
 
 SAMPLING = Sampling(max_new_tokens=24, temperature=0.8, top_k=30, stop=(2, 3, 4), seed=5)
+
+
 @pytest.fixture
 def thread() -> Iterator[Thread]:
     with Thread("all", setup=one_core) as thread:

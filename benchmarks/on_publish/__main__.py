@@ -1,0 +1,90 @@
+"""``python -m benchmarks.on_publish config.toml [STEPS] [section.key=value ...]``: both ways, step by step in turn.
+
+Two runs of the same settings, models and prompts live in one process and take turns, a step each, so that whatever else
+the machine does meets both. The runs are those of ``oppo train`` with ``step.on_publish`` set, which should have a
+``step.extra``; their steps drift apart as the weights do. Nothing is written but the table.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, median
+
+import anyio
+
+from oppo.config import load
+from oppo.train import Session, prepare
+
+WAYS = ("recompute", "keep")
+SKIPPED = 2
+"""Steps at the beginning that do not count: nothing is carried into the first, and memory is taken."""
+
+
+@dataclass(slots=True, eq=False)
+class Measured:
+    """What a run's steps showed."""
+
+    session: Session
+    seconds: list[float] = field(default_factory=list)
+    rollouts: list[float] = field(default_factory=list)
+    metrics: list[Mapping[str, float]] = field(default_factory=list)
+
+    def mean(self, name: str) -> float:
+        """Return the mean of a metric over the steps; one that has no stale token has mismatch 0."""
+        return fmean(each[name] for each in self.metrics)
+
+    def row(self) -> list[str]:
+        """Return a line of the table."""
+        stale = ("mismatch/kl", "mismatch/kl_current", "mismatch/ess", "staleness/stale_tokens")
+        prefilled = self.session.assembly.policy.counters.prefilled
+        return [
+            f"{median(self.seconds):.3f}",
+            f"{median(self.rollouts):.3f}",
+            f"{prefilled}",
+            *(f"{self.mean(name):.3g}" for name in stale),
+        ]
+
+
+async def alternate(sessions: Sequence[Session], steps: int) -> list[Measured]:
+    """Return what ``steps`` steps of each session showed, a step of each in turn."""
+    measured = [Measured(session) for session in sessions]
+    async with AsyncExitStack() as stack:
+        runs = [await stack.enter_async_context(s.graph.open(s.prompts)) for s in sessions]
+        iterators = [run.steps(steps) for run in runs]
+        for step in range(steps):
+            for one, reports in zip(measured, iterators, strict=True):
+                report = await anext(reports)
+                if step >= SKIPPED:
+                    one.seconds.append(report.seconds)
+                    one.rollouts.append(report.metrics["timing_s/rollouts"])
+                    one.metrics.append(report.metrics)
+    return measured
+
+
+def main(path: Path, steps: int, overrides: Sequence[str]) -> None:
+    """Run both ways and print the table."""
+    with ExitStack() as stack:
+        sessions = [
+            stack.enter_context(
+                prepare(load(path, [*overrides, f"step.on_publish={way}", f"run.name=on-publish-{way}"]))
+            )
+            for way in WAYS
+        ]
+        measured = anyio.run(alternate, sessions, steps)
+        heads = ["on_publish", "s/step", "s decoding and scoring", "tokens prefilled", "KL stale", "KL current", "ESS"]
+        rows = [[*heads, "stale"], *([way, *one.row()] for way, one in zip(WAYS, measured, strict=True))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+    ratio = median(b / a for a, b in zip(measured[0].seconds, measured[1].seconds, strict=True))
+    print(f"a step with keys and values kept takes {ratio:.3f} of one that computes them again (median of ratios)")
+
+
+if __name__ == "__main__":
+    given = [argument for argument in sys.argv[2:] if "=" in argument]
+    count = [int(argument) for argument in sys.argv[2:] if "=" not in argument]
+    main(Path(sys.argv[1]), count[0] if count else 20, given)
