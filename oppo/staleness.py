@@ -13,12 +13,12 @@ weight        denominator ``mu``       denominator ``pi'``
 ``mask``      1 if low <= m <= high    m if low <= m <= high
 ============= ======================== ========================
 
-Ratio times weight is the same in both columns but for ``none``: with ``mu`` in the denominator the band of the clip
-lies around the old weights, so that a token which the updates since have moved out of it teaches nothing; with ``pi'``
-it lies around the weights that are being updated (the decoupled objective).
+Ratio times weight is then the same in both columns, but for ``none``: with ``mu`` in the denominator the band of the
+clip lies around the old weights, so that a token which the updates since have moved out of it teaches nothing; with
+``pi'`` it lies around the weights that are being updated (the decoupled objective).
 
 Where ``level`` is ``sequence``, ``m`` is one number for a whole rollout: the geometric mean of its tokens' mismatches,
-which does not drift with the length as their product would.
+which does not drift with the length as their product would; the ratio remains a token's.
 
 A token that a mask leaves out counts in the mean that a loss is, as a token of loss 0: what the others teach does not
 grow because it was left out. The value loss, the entropy bonus and a KL in the loss keep every token.

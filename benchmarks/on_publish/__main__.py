@@ -45,7 +45,7 @@ class Measured:
             f"{median(self.seconds):.3f}",
             f"{median(self.rollouts):.3f}",
             f"{prefilled}",
-            *(f"{self.mean(name):.3g}" for name in stale),
+            *(f"{self.mean(name):.4g}" for name in stale),
         ]
 
 
