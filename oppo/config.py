@@ -41,10 +41,10 @@ class RunSection(Section):
     )
     exact: bool = Field(default=False, description="make every bit independent of timing (slower; float32, CPU)")
     cores: Count = Field(default=0, description="cores to work with; 0: all that the process may use")
-    scorers: Literal["thread", "process"] = Field(
-        default="thread",
+    scorers: Literal["auto", "thread", "process"] = Field(
+        default="auto",
         description="where reward, reference and critic work: in a thread beside the actor's, or in a process of their "
-        "own, which is started again if it dies",
+        "own, which is started again if it dies; auto: a process on a CPU with several cores, else a thread",
     )
     panel: Literal["auto", "live", "lines", "off"] = Field(
         default="auto", description="how progress is shown; auto: live on a terminal, else lines"

@@ -187,7 +187,7 @@ def test_each_model_works_in_one_thread_for_life_with_its_own_share_of_the_cores
         if isinstance(module, LlamaModel):
             seen.setdefault(id(module), set()).add((threading.current_thread().name, torch.get_num_threads()))
 
-    settings = load(workplace / "config.toml", ["run.name=threads", "run.cores=3"])
+    settings = load(workplace / "config.toml", ["run.name=threads", "run.cores=3", "run.scorers=thread"])
     with prepare(settings) as session:
         hook = register_module_forward_pre_hook(note)
         try:

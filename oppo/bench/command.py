@@ -65,9 +65,8 @@ def plan_of(request: Request) -> Plan:
     if request.steps < 1 or request.rounds < 1:
         raise ConfigError(f"at least one step and one round are needed, not {request.steps} x {request.rounds}")
     device = request.device
-    return Plan(
-        steps=request.steps, rounds=request.rounds, device=device, scorers=request.scorers, together=device == "cpu"
-    )
+    scorers = request.scorers if device == "cpu" else "thread"  # a process cannot be given what is on a GPU
+    return Plan(steps=request.steps, rounds=request.rounds, device=device, scorers=scorers, together=device == "cpu")
 
 
 def layouts_of(request: Request) -> list[Layout]:

@@ -24,7 +24,6 @@ SHAPES: Final[Mapping[str, Shape]] = MappingProxyType(
     {
         "deep and thin": PAPER.models.actor,
         "5M": Shape(hidden=256, intermediate=704, layers=6, heads=4),
-        "20M": Shape(hidden=448, intermediate=1216, layers=8, heads=7),
     }
 )
 LENGTHS: Final[Mapping[str, Sequence[int]]] = MappingProxyType(
@@ -55,7 +54,7 @@ class Case:
 def bench(
     file: Path | None = None,
     *,
-    rounds: int = 5,
+    rounds: int = 3,
     shapes: Mapping[str, Shape] = SHAPES,
     batches: Mapping[str, Sequence[int]] = LENGTHS,
 ) -> str:

@@ -51,7 +51,7 @@ class Plan:
     steps: int = 3
     rounds: int = 5
     device: str = "cpu"
-    scorers: Scorers = "thread"
+    scorers: Scorers = "process"
     together: bool = True
 
 

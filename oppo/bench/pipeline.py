@@ -94,7 +94,7 @@ def pipeline(
     listener: SpanListener,
     *,
     device: str = "cpu",
-    scorers: Scorers = "thread",
+    scorers: Scorers = "process",
 ) -> Pipeline:
     """Return the graph of one mode of a workload, in evaluation-ready models of its own.
 

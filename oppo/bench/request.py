@@ -46,7 +46,7 @@ class Request:
     plot: Path | None = None
     engine: Flag = False
     decoding: Flag = False
-    scorers: Scorers = "thread"
+    scorers: Scorers = "process"
     device: str = "cpu"
     actor: str = "0.5b"
     cache: Path | None = None

@@ -160,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--mode", choices=MODES, required=True)
     parser.add_argument("--layout", choices=("split", "shared"), required=True)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--scorers", choices=("thread", "process"), default="thread")
+    parser.add_argument("--scorers", choices=("thread", "process"), default="process")
     chosen = parser.parse_args(arguments)
     workload, mode = workload_in(chosen.directory), MODES[chosen.mode]
     places = seats(chosen.layout, cores_here(), held=mode.held)

@@ -98,7 +98,7 @@ class Workload:
     about: str
     lengths: Lengths
     models: Models
-    batch: int = 32
+    batch: int = 24
     extra: int = 4
     epochs: int = 1
     minibatches: int = 1
@@ -133,7 +133,7 @@ DEEP_AND_THIN: Final = Models(
 PAPER: Final = Workload(
     name="paper",
     about="a reward model seven times the actor, a long tail of lengths, one epoch: the regime of the OPPO paper",
-    lengths=Lengths(median=48, sigma=0.9, cap=384),
+    lengths=Lengths(median=40, sigma=1.0, cap=384),
     models=DEEP_AND_THIN,
     micro_batch_tokens=1024,
     shares=(
@@ -157,7 +157,6 @@ RULE_REWARD: Final = replace(
     name="rule-reward",
     about="no reward model, and a longer tail: what there is to gain lies between the steps",
     reward="rule",
-    lengths=replace(PAPER.lengths, median=40, sigma=1.0),
     shares=(),
 )
 

@@ -28,8 +28,14 @@ class Places(NamedTuple):
     training: Thread
 
     @classmethod
-    def of(cls, cores: int, scorers: Literal["thread", "process"], tell: Callable[[str], None]) -> Places:
-        """Return places that share ``cores``; ``tell`` is told, in a sentence, of processes that are started."""
+    def of(cls, cores: int, scorers: Literal["auto", "thread", "process"], tell: Callable[[str], None]) -> Places:
+        """Return places that share ``cores``; ``tell`` is told, in a sentence, of processes that are started.
+
+        ``auto`` is a process wherever scorers can compute beside the actor: on a CPU with two cores or more. There both
+        are Python to a good part, and two threads of one interpreter take turns at that.
+        """
+        if scorers == "auto":
+            scorers = "process" if cores > 1 and not torch.cuda.is_available() else "thread"
         return cls(
             Thread("actor", setup=partial(use_cores, max(1, cores // 2))),
             _scoring(scorers, max(1, cores - cores // 2), tell),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -15,7 +14,8 @@ import numpy as np
 
 from oppo.errors import ModelError, ModelLost, ProtocolError, leaves
 from oppo.events import Prompt, Response
-from oppo.hf.decoding import Counters, Decoder, DecodeStep, Row
+from oppo.hf.decoding import Counters, Decoder, Row
+from oppo.hf.delivery import Delivery
 from oppo.hf.weights import adopt
 from oppo.models import Cut, Decode, Piece, PieceState, Sampling, Weights
 from oppo.support import Support
@@ -34,7 +34,10 @@ class HfDecode:
 
     def __init__(self, policy: HfPolicy, row: Row) -> None:
         self.row = row
+        self.enough = 0
         self._policy = policy
+        self._delivery: Delivery | None = None
+        self._taken = len(row.tokens)
         self._unread: list[tuple[int, float, int, Support]] = []
         self._state: PieceState = "cut"
         self._failure: Exception | None = None
@@ -66,7 +69,9 @@ class HfDecode:
         await anyio.lowlevel.checkpoint()
         if self._news is not None:
             raise ProtocolError(f"two reads of rollout {self.row.prompt.rollout} at once: it has one reader")
-        self._wanted = limit
+        self._wanted, self.enough = limit, self._taken + limit
+        if self._delivery is not None:
+            self._delivery.show()
         while not self._readable():
             self._news = anyio.Event()
             try:
@@ -87,9 +92,9 @@ class HfDecode:
         """Whether ``policy`` may decode it."""
         return self._policy is policy and not self.row.given_up and self._failure is None
 
-    def resume(self) -> None:
-        """Take note that decoding (re)starts."""
-        self._state = "live"
+    def resume(self, delivery: Delivery) -> None:
+        """Take note that decoding (re)starts, and by whom its tokens come."""
+        self._state, self._delivery = "live", delivery
 
     def put(self, token: int, logprob: float, version: int, support: Support, state: PieceState) -> None:
         """Append a token to what can be read."""
@@ -100,6 +105,7 @@ class HfDecode:
 
     def park(self, failure: Exception | None) -> None:
         """Take note that decoding is over: parked if it was live, for good if it failed."""
+        self._delivery = None
         if self.live:
             self._state, self._failure = "cut", failure
             self._wake()
@@ -120,6 +126,7 @@ class HfDecode:
         if not self._unread and self.ended:
             raise ProtocolError(f"the last piece of rollout {rollout} has been read; expected no further read")
         taken, self._unread = self._unread[:limit], self._unread[limit:]
+        self._taken += len(taken)
         tokens, logprobs, versions, supports = zip(*taken, strict=True) if taken else ((), (), (), ())
         more = bool(self._unread) or self._failure is not None
         return Piece(
@@ -240,10 +247,13 @@ class HfPolicy:
             Exception: whatever ended the decode loop, with a note that names the rollouts.
         """
         decodes = self._resume(live)
+        delivery = Delivery(decodes)
+        for decode in decodes:
+            decode.resume(delivery)
         stop, errors = threading.Event(), list[Exception]()
         async with anyio.create_task_group() as tasks:
             if decodes:
-                tasks.start_soon(self._decode, decodes, cut, stop, errors, name="decode")
+                tasks.start_soon(self._decode, decodes, delivery, cut, stop, errors, name="decode")
             try:
                 yield
             except Exception as error:  # noqa: BLE001 - taken out of the task group, which would wrap it in a group
@@ -258,30 +268,24 @@ class HfPolicy:
             raise first
 
     async def _decode(
-        self, decodes: Sequence[HfDecode], cut: Cut, stop: threading.Event, errors: list[Exception]
+        self,
+        decodes: Sequence[HfDecode],
+        delivery: Delivery,
+        cut: Cut,
+        stop: threading.Event,
+        errors: list[Exception],
     ) -> None:
         """Run the decode loop in the model's thread; afterwards no decode is live."""
-        loop = asyncio.get_running_loop()
-        by_key = {decode.row.key: decode for decode in decodes}
         rows = [decode.row for decode in decodes]
         failure: Exception | None = None
-
-        def show(made: DecodeStep) -> None:
-            supports = made.support.split(len(made.rows))
-            news = zip(made.rows, made.tokens.tolist(), made.logprobs.tolist(), supports, made.reasons, strict=True)
-            for row, token, logprob, support, reason in news:
-                by_key[row.key].put(token, logprob, made.version, support, reason or "live")
-
-        def deliver(made: DecodeStep) -> None:
-            loop.call_soon_threadsafe(show, made)
-
         try:
-            await self._thread.call("decode", self._decoder.run, rows, cut, stop, deliver)
+            await self._thread.call("decode", self._decoder.run, rows, cut, stop, delivery.deliver)
         except Exception as error:  # noqa: BLE001 - the boundary to the readers: each of them, and the context, raises it
             failure = error
             error.add_note(f"while decoding rollouts {[row.prompt.rollout for row in rows]}")
             errors.append(error)
         finally:
+            delivery.show()
             for decode in decodes:
                 decode.park(failure)
             self._decoding = False
@@ -299,7 +303,7 @@ class HfPolicy:
             await self._thread.call("forget", self._decoder.forget, rows)
 
     def _resume(self, live: Sequence[Decode]) -> list[HfDecode]:
-        """Return the decodes that have not ended, live from now on."""
+        """Return the decodes that have not ended, which are decoded from now on."""
         if self._decoding:
             raise ProtocolError("the policy is decoding already: leave that context before opening another")
         decodes = []
@@ -310,8 +314,6 @@ class HfPolicy:
                 )
             if not decode.ended:
                 decodes.append(decode)
-        for decode in decodes:
-            decode.resume()
         self._decoding = bool(decodes)
         return decodes
 

@@ -1,0 +1,54 @@
+"""From the decode loop in the model's thread to the readers on the event loop, when a reader can make use of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+from oppo.hf.decoding import DecodeStep, Row
+from oppo.models import PieceState
+from oppo.support import Support
+
+
+class Reading(Protocol):
+    """A rollout as its reader sees it.
+
+    Attributes:
+        enough: tokens of the response at which the reader goes on; set on the event loop, looked at from both sides.
+    """
+
+    row: Row
+    enough: int
+
+    def put(self, token: int, logprob: float, version: int, support: Support, state: PieceState) -> None:
+        """Append a token to what can be read."""
+
+
+class Delivery:
+    """Holds decode steps until a reader has enough, or a response ends: the event loop is not woken for each.
+
+    A reader first says how much is enough, then calls :meth:`show`, then waits: whatever was made before is shown then,
+    and whatever is made later is compared with what it said.
+    """
+
+    def __init__(self, readings: Sequence[Reading]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._readings = {reading.row.key: reading for reading in readings}
+        self._made: deque[DecodeStep] = deque()
+
+    def deliver(self, made: DecodeStep) -> None:
+        """Take a decode step; called in the model's thread."""
+        self._made.append(made)
+        if any(made.reasons) or any(len(row.tokens) >= self._readings[row.key].enough for row in made.rows):
+            self._loop.call_soon_threadsafe(self.show)
+
+    def show(self) -> None:
+        """Give every reader what was made; called on the event loop."""
+        while self._made:
+            made = self._made.popleft()
+            supports = made.support.split(len(made.rows))
+            news = zip(made.rows, made.tokens.tolist(), made.logprobs.tolist(), supports, made.reasons, strict=True)
+            for row, token, logprob, support, reason in news:
+                self._readings[row.key].put(token, logprob, made.version, support, reason or "live")
