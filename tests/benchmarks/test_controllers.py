@@ -65,8 +65,9 @@ def test_what_is_published_comes_out_again(results: Results) -> None:
 
 
 @pytest.mark.deep
-def test_all_that_is_published_comes_out_again(results: Results) -> None:
-    assert {cell: cell.run() for cell in cells("modern")} == results.outcomes
+@pytest.mark.parametrize("cell", list(cells("modern"))[::13], ids=str)
+def test_one_in_thirteen_of_what_is_published_comes_out_again(results: Results, cell: Cell) -> None:
+    assert repr(cell.run()) == repr(results.outcomes[cell]), "as text, where NaN equals NaN"
 
 
 def test_a_small_run_gains_time_from_deferring_and_foretells_it() -> None:
