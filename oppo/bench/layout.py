@@ -1,8 +1,10 @@
 """Which cores and how many threads each side of a step has.
 
 ``split`` is the paper's: each side has a device of its own in every mode, the serial one too. Here a device is a core.
-``shared`` is one device for everybody: whoever runs alone has all cores, and where two sides run at once, as they do
-wherever scoring overlaps decoding, each has half of them.
+``shared`` is one device for everybody: whoever runs has all cores, and where scoring overlaps decoding it has those
+that decoding leaves. Decoding computes with one thread in every mode: the products of a decode step of these small
+models are so small that two threads mostly wait for one another, and took twice as long on two cores. With more of
+them the serial modes would look worse than they are.
 """
 
 from __future__ import annotations
@@ -53,18 +55,15 @@ def seats(layout: Layout, cores: Sequence[int], *, held: bool) -> Seats:
         held: scoring never runs beside decoding.
 
     Example:
-        >>> seats("shared", (0, 1), held=False).actor.threads, seats("shared", (0, 1), held=True).actor.threads
+        >>> seats("shared", (0, 1), held=False).scorers.threads, seats("shared", (0, 1), held=True).scorers.threads
         (1, 2)
     """
     every = tuple(cores)
     if layout == "split":
         ours, theirs = every[:1], every[1:2] or every[:1]
         return Seats(Seat(ours, 1), Seat(theirs, 1), Seat(ours, 1))
-    whole = Seat(every, len(every))
-    if held:
-        return Seats(whole, whole, whole)
-    half = max(1, len(every) // 2)
-    return Seats(Seat(every, half), Seat(every, max(1, len(every) - half)), whole)
+    whole, decoding = Seat(every, len(every)), Seat(every, 1)
+    return Seats(decoding, whole if held else Seat(every, max(1, len(every) - 1)), whole)
 
 
 def cores_here() -> tuple[int, ...]:

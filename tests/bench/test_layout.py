@@ -15,9 +15,9 @@ def test_split_gives_each_side_its_own_core_in_every_mode() -> None:
         assert (split.actor, split.scorers, split.trainer) == (Seat((4,), 1), Seat((5,), 1), Seat((4,), 1))
 
 
-def test_shared_gives_all_cores_to_whoever_runs_alone_and_halves_to_those_who_overlap() -> None:
+def test_shared_gives_scoring_what_decoding_leaves_and_the_update_all_cores() -> None:
     held, overlapped = seats("shared", (0, 1), held=True), seats("shared", (0, 1), held=False)
-    assert [seat.threads for seat in (held.actor, held.scorers, held.trainer)] == [2, 2, 2]
+    assert [seat.threads for seat in (held.actor, held.scorers, held.trainer)] == [1, 2, 2]
     assert [seat.threads for seat in (overlapped.actor, overlapped.scorers, overlapped.trainer)] == [1, 1, 2]
     assert {seat.cores for seat in (held.actor, overlapped.scorers, overlapped.trainer)} == {(0, 1)}
 
