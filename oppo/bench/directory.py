@@ -34,7 +34,7 @@ from oppo.demo.assets import cache_directory as demos
 from oppo.demo.once import alone, made_once
 from oppo.errors import ConfigError, ModelError
 from oppo.events import Prompt
-from oppo.hf.load import load_causal
+from oppo.hf.load import load_causal, quiet
 
 SOURCES: Final = ("countdown.py", "directory.py", "teach.py")
 EXAMINED: Final = 256
@@ -217,8 +217,9 @@ def _build_models(directory: Path, workload: Workload, progress: Progress) -> No
             "critic": scalar_model(shapes.critic, language.vocabulary, positions),
         }
         for name, model in models.items():
-            model.save_pretrained(directory / name)
-            tokenizer.save_pretrained(directory / name)
+            with quiet():
+                model.save_pretrained(directory / name)
+                tokenizer.save_pretrained(directory / name)
     told = {name: model.num_parameters() for name, model in models.items()}
     (directory / "parameters.json").write_text(json.dumps(told) + "\n", encoding="utf-8")
 

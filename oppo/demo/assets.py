@@ -35,6 +35,7 @@ from oppo.demo.once import alone, made_once
 from oppo.demo.pretrain import Progress, Schedule, Shape, train_policy, write
 from oppo.demo.reward import normalise, pair_accuracy, scalar_model, score, train_reward
 from oppo.demo.tokenizer import train_tokenizer
+from oppo.hf.load import quiet
 
 SOURCES: Final = ("language", "preference", "tokenizer", "parallel", "pretrain", "reward", "assets", "once")
 SAMPLED_AT_ONCE: Final = 64
@@ -222,8 +223,9 @@ def _build(directory: Path, recipe: Recipe, threads: int, progress: Progress) ->
         seconds=observe.now() - began,
     )
     for name, model in models.items():
-        model.save_pretrained(directory / name)
-        tokenizer.save_pretrained(directory / name)
+        with quiet():
+            model.save_pretrained(directory / name)
+            tokenizer.save_pretrained(directory / name)
     _write_prompts(directory / "prompts.jsonl", language.training_prompts(recipe.prompts, recipe.seed + 2))
     _write_prompts(directory / "held_out.jsonl", language.held_out_prompts(recipe.held_out, recipe.seed + 2))
     (directory / "facts.json").write_text(json.dumps(asdict(facts), indent=2) + "\n", encoding="utf-8")

@@ -11,7 +11,6 @@ from types import TracebackType
 from typing import Self
 
 from transformers import PreTrainedModel
-from transformers.utils import logging
 
 from oppo.checkpoint import Checkpoints, State, write_state
 from oppo.config import Settings, trainer_settings
@@ -19,7 +18,7 @@ from oppo.errors import ConfigError, ModelError
 from oppo.events import Drop, FloatArray
 from oppo.hf.anatomy import longest, vocabulary
 from oppo.hf.directory import require_no_code, require_safetensors
-from oppo.hf.load import load_causal, load_scalar, load_tokenizer
+from oppo.hf.load import load_causal, load_scalar, load_tokenizer, quiet
 from oppo.hf.lora import add_lora, twin
 from oppo.hf.memory import ModelPlace, ModelThread, attributed
 from oppo.hf.places import Places, available_cores
@@ -45,20 +44,6 @@ _AS_FUNCTION = (
     "models.reward = 'file.py:function', which is given prompts and completions as text "
     "(oppo.rewards.FunctionReward)."
 )
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep transformers off the terminal: what is going on is told in sentences, and what is wrong is raised."""
-    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,7 +88,7 @@ class Assembly:
         """
 
         def write() -> None:
-            with checkpoints.writing(step, score) as path, _quiet():
+            with checkpoints.writing(step, score) as path, quiet():
                 write_state(path, state)
                 self.trainer.write(path)
                 self._write_tokenizers(path)
@@ -131,7 +116,7 @@ class Assembly:
         """
         aside = directory.with_name(f".{directory.name}.partial")
         try:
-            with _quiet():
+            with quiet():
                 await self.trainer.save(aside)
             self._write_tokenizers(aside)
             shutil.rmtree(directory, ignore_errors=True)
@@ -164,7 +149,7 @@ def load_text(settings: Settings) -> Text:
         raise ConfigError(f"models.policy: {error}") from error
 
 
-@_quiet()
+@quiet()
 def assemble(settings: Settings, text: Text, tell: Callable[[str], None]) -> Assembly:
     """Return the models of ``settings``, loaded and probed.
 
