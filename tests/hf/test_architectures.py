@@ -355,5 +355,5 @@ def read_in_pieces(model: PreTrainedModel, rows: Mapping[int, Tensor]) -> dict[i
 
 @pytest.mark.deep
 async def test_a_streamed_ppo_step_on_real_weights_agrees_with_plain_forward_passes(smollm2: Path) -> None:
-    models = models_around(load_causal(smollm2))
+    models = models_around(tiny.apart(load_causal)(smollm2))
     await assert_a_step_is_what_plain_forwards_say(models, questions(smollm2, 4), truth=torch.float64)
