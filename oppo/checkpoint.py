@@ -33,6 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
+from oppo.data import silent
 from oppo.errors import CheckpointError
 
 Array: TypeAlias = NDArray[Any]
@@ -69,10 +70,6 @@ class Checkpoint:
         return read_state(self.path)
 
 
-def _silent(sentence: str) -> None:
-    del sentence
-
-
 class Checkpoints:
     """The checkpoints of one run.
 
@@ -92,7 +89,7 @@ class Checkpoints:
         *,
         keep_last: int = 2,
         keep_best: bool = False,
-        tell: Callable[[str], None] = _silent,
+        tell: Callable[[str], None] = silent,
     ) -> None:
         if keep_last < 1:
             raise CheckpointError(f"keep_last must be at least 1, not {keep_last}: a run without one cannot be resumed")
