@@ -92,6 +92,16 @@ def as_itself() -> Iterator[None]:
         raise first from first.__cause__
 
 
+@contextmanager
+def noted(sentence: str) -> Iterator[None]:
+    """Add ``sentence`` to an error of the body, as a note."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(sentence)
+        raise
+
+
 def leaves(error: BaseException) -> list[BaseException]:
     """Return the errors of a group, however deep, in order; an error that is no group is its own leaf."""
     if isinstance(error, BaseExceptionGroup):

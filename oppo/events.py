@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Generic, Literal, TypeAlias, TypeVar
 
 import numpy as np
@@ -35,12 +35,16 @@ FinishReason: TypeAlias = Literal["eos", "stop", "length"]
 class Prompt:
     """One sample to be generated for one prompt: opens a rollout.
 
+    A source of prompts decides ``admission``, ``tokens`` and ``columns``. The rest says which sample of the prompt this
+    is: :meth:`samples` sets it when :class:`oppo.Generate` takes the prompt, whatever it was before.
+
     Attributes:
-        rollout: identity of the rollout, unique in a run: ``admission * samples_per_prompt + sample``.
-        admission: ordinal of the prompt in the seeded prompt stream; keys the sampling noise.
+        rollout: identity of the rollout, unique in a run: ``admission * count + sample``, of ``count`` samples.
+        admission: number of the prompt, unique in a run, its ordinal in a :class:`oppo.PromptStream`; keys the sampling
+            noise.
         tokens: int32 [P], the prompt as the policy reads it; at least one token.
         sample: index of this sample among those of the same prompt.
-        group: the rollouts that are compared with one another; equal to ``admission`` unless a recipe says otherwise.
+        group: the rollouts that are compared with one another: the ``admission`` of their prompt.
         columns: whatever else the data holds for this prompt; handed to reward functions.
 
     Example:
@@ -136,6 +140,19 @@ class Response:
         ints, floats = np.zeros(0, np.int32), np.zeros(0, np.float32)
         return cls(prompt, ints, floats, ints, np.zeros(0, np.bool_))
 
+    @classmethod
+    def of(cls, prompt: Prompt, pieces: Iterable[Chunk | Given]) -> Response:
+        """Return the response that these pieces, one after the other, are."""
+        response = cls.empty(prompt)
+        for sampled, run in groupby(pieces, lambda piece: isinstance(piece, Chunk)):
+            if sampled:
+                first, *later = (piece for piece in run if isinstance(piece, Chunk))
+                response = response.then(first.merge(*later))
+            else:
+                for piece in run:
+                    response = response.then(piece)
+        return response
+
     def then(self, piece: Chunk | Given) -> Response:
         """Return this response with ``piece`` appended."""
         n = len(piece.tokens)
@@ -153,7 +170,7 @@ class Response:
         )
 
     def chunk(self, start: int = 0, stop: int | None = None) -> Chunk:
-        """Return tokens ``start .. stop``, all of them by default, as one chunk."""
+        """Return tokens ``start .. stop``, all of them by default, as one chunk; it does not say which were given."""
         stop = len(self) if stop is None else stop
         s = slice(start, stop)
         return Chunk(
@@ -164,6 +181,16 @@ class Response:
             self.versions[s],
             self.support.slice(start, stop),
         )
+
+    def pieces(self) -> list[Chunk | Given]:
+        """Return all of it in as few pieces as can be: chunks of what was sampled, and what was given between them."""
+        edges = [0, *(np.flatnonzero(np.diff(self.sampled)) + 1).tolist(), len(self)] if len(self) else []
+        return [
+            self.chunk(start, stop)
+            if self.sampled[start]
+            else Given(self.prompt.rollout, start, self.tokens[start:stop])
+            for start, stop in pairwise(edges)
+        ]
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -85,6 +85,8 @@ class Piece:
         support: of the n tokens: the ids that each was drawn from.
         state: ``live``: there is more to read now. ``cut``: decoding stopped; read on in a later step. ``eos``,
             ``stop``, ``length``: this was the last piece. Only a ``cut`` piece may hold no token.
+        given: nobody sampled them: they are a tool's answer, read by the scorers and never trained. Log-probs and
+            support then say nothing.
     """
 
     tokens: IntArray
@@ -92,6 +94,11 @@ class Piece:
     versions: IntArray
     state: PieceState
     support: Support = field(default_factory=Support)
+    given: bool = False
+
+    def event(self, rollout: int, start: int) -> Chunk | Given:
+        """Return its tokens as those of ``rollout`` from ``start`` on, as what they are."""
+        return Given(rollout, start, self.tokens) if self.given else self.chunk(rollout, start)
 
     def chunk(self, rollout: int, start: int) -> Chunk:
         """Return its tokens as those of ``rollout`` from ``start`` on."""

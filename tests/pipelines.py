@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from hypothesis import strategies as st
 
-from oppo.admission import Overcommit
+from oppo.admission import Admission, Observation, Overcommit
 from oppo.checkpoint import read_state, write_state
 from oppo.chunking import ChunkSize, Fixed, WholeRollout
 from oppo.data import PromptStream
@@ -95,6 +95,8 @@ class Pipeline:
     setting: Setting
     reward: FakeScorer[float] | None = None
     proximal: bool = False
+    admission: Admission | None = None
+    replay: Mapping[int, Observation] = field(default_factory=dict)
     tap: Tap = field(default_factory=Tap)
     reports: list[StepReport] = field(default_factory=list)
     tasks_between_steps: list[int] = field(default_factory=list)
@@ -106,7 +108,8 @@ class Pipeline:
         self.trainer = FakeTrainer(s.update)
         self.reward = self.reward or FakeScorer(fake_scalar, s.reward, s.per_call)
         self.reference: FakeScorer[FloatArray] = FakeScorer(fake_per_token, s.reference, s.per_call)
-        self.generate = Generate(self.policy, Overcommit(s.batch, s.extra, s.max_deferrals), s.chunks, s.samples)
+        admission = self.admission or Overcommit(s.batch, s.extra, s.max_deferrals)
+        self.generate = Generate(self.policy, admission, s.chunks, s.samples, self.replay)
 
     def graph(self) -> Graph[StepReport]:
         assert self.reward is not None

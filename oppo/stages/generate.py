@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -10,15 +10,16 @@ from typing import Any, Self
 
 import anyio
 
-from oppo.admission import Admission, Telling
+from oppo.admission import Admission, Observation, Telling
 from oppo.chunking import ChunkSize, Fixed
-from oppo.errors import ProtocolError
-from oppo.events import Chunk, Defer, Finish, FinishReason, Prompt, Response, RolloutEvent, StepReport
+from oppo.errors import ProtocolError, noted
+from oppo.events import Chunk, Defer, Finish, FinishReason, Given, Prompt, Response, RolloutEvent, StepReport
 from oppo.graph import Receiver, Sender, Stateful, Step
 from oppo.models import Decode, Policy
-from oppo.observe import Span
+from oppo.stages.contract import require_count, require_piece
+from oppo.stages.intake import prompt_of
 from oppo.stages.ledger import Ledger, Unit
-from oppo.stages.measure import DECODE, Decoding, Progress, observation
+from oppo.stages.measure import DecodeSpan, Decoding, observation
 from oppo.stages.parked import Parked
 
 
@@ -29,18 +30,27 @@ class Flight:
     prompt: Prompt
     decode: Decode
     announced: bool = False
-    chunks: list[Chunk] = field(default_factory=list)
+    pieces: list[Chunk | Given] = field(default_factory=list)
     length: int = 0
     reason: FinishReason | None = None
+
+    @property
+    def newest(self) -> int:
+        """Version of the weights that made its last sampled token; 0 while there is none."""
+        return next((int(each.versions[-1]) for each in reversed(self.pieces) if isinstance(each, Chunk)), 0)
 
     def parked(self) -> Parked:
         """Return it as it stands between two steps."""
         return Parked(self.response(), self.reason)
 
+    async def aclose(self) -> None:
+        """Give up its decode; an error names the rollout."""
+        with noted(f"while giving up rollout {self.prompt.rollout}"):
+            await self.decode.aclose()
+
     def response(self) -> Response:
         """Return everything read so far as one response."""
-        response = Response.empty(self.prompt)
-        return response.then(self.chunks[0].merge(*self.chunks[1:])) if self.chunks else response
+        return Response.of(self.prompt, self.pieces)
 
 
 @dataclass(eq=False)
@@ -52,6 +62,8 @@ class Generate:
         admission: decides how many prompts enter and when the step is cut.
         chunks: how many tokens travel at once.
         samples: rollouts for each prompt; with more than one, a prompt's rollouts form a unit of admission.
+        replay: what steps showed before a kill, by their ordinals. The controllers are told it instead of what those
+            steps show when they are made again, so that they decide as they did, however fast the machine is now.
 
     Example:
         >>> from oppo.admission import Overcommit
@@ -64,13 +76,13 @@ class Generate:
     admission: Admission
     chunks: ChunkSize = field(default_factory=Fixed)
     samples: int = 1
+    replay: Mapping[int, Observation] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._ledger = Ledger(self.admission)
         self._flights: dict[int, Flight] = {}
         self._restored: list[Parked] = []
         self._step = Step(0, 1, 0.0)
-        self._progress = Progress()
 
     async def __aenter__(self) -> Self:
         return self
@@ -82,7 +94,7 @@ class Generate:
         flights, self._flights, self._ledger = self._flights, {}, Ledger(self.admission)
         async with AsyncExitStack() as closing:
             for flight in flights.values():
-                closing.push_async_callback(flight.decode.aclose)
+                closing.push_async_callback(flight.aclose)
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return what is carried into the next step, with every token of it, and what the controllers learned."""
@@ -121,13 +133,15 @@ class Generate:
 
     def begin(self, step: Step) -> None:
         """Learn how many steps are left, so that nothing is admitted that could not be trained."""
-        self._step, self._progress = step, Progress()
+        self._step = step
 
-    def observe(self, report: StepReport) -> None:
-        """Tell the controllers what a finished step showed."""
-        seen = observation(report, self._progress, self._step.spans)
+    def observe(self, report: StepReport) -> Observation | None:
+        """Tell the controllers what a finished step showed; return it, for the journal, unless it is from there."""
+        journalled = self.replay.get(report.index)
+        seen = journalled or observation(report, self._step.spans)
         self.admission.observe(seen)
         self.chunks.observe(seen)
+        return None if journalled else seen
 
     async def run(self, prompts: Receiver[Prompt], /, *, out: Sender[RolloutEvent]) -> None:
         """Run one step's generation, up to its cut."""
@@ -145,9 +159,10 @@ class Generate:
             decoding = self.policy.decoding([flight.decode for flight in live], self._ledger.finished)
             async with decoding, anyio.create_task_group() as readers:
                 for flight in live:
-                    readers.start_soon(self._read, flight, size, out, name=f"read rollout {flight.prompt.rollout}")
-            self._step.spans.append(Span(self._step.stage, DECODE, start, anyio.current_time()))
-            self._progress = measured.progress()
+                    readers.start_soon(self._follow, flight, size, out, name=f"read rollout {flight.prompt.rollout}")
+            end, progress = anyio.current_time(), measured.progress()
+            self._step.spans.append(DecodeSpan(self._step.stage, "decode", start, end, progress=progress))
+            self._require_over(live)
         for unit in self._ledger.end():
             if self._ledger.restarts:
                 await self._give_up(unit)
@@ -156,13 +171,32 @@ class Generate:
                     await self._announce(self._flights[prompt.rollout], out)
                 await out.send(Defer(prompt.rollout, unit.age, self._ledger.restarts))
 
+    def _require_over(self, live: Sequence[Flight]) -> None:
+        """Raise unless the policy went on until the cut or the end, and gave whole what it said had finished.
+
+        Raises:
+            ProtocolError: it did not.
+        """
+        unfinished = [flight.prompt.rollout for flight in live if flight.reason is None]
+        if unfinished and not self._ledger.is_cut():
+            raise ProtocolError(f"the policy stopped decoding rollouts {unfinished} before the step was cut")
+        placed = {prompt.rollout for unit in self._ledger.placed for prompt in unit.prompts}
+        broken = sorted(placed & self._flights.keys())
+        if broken:
+            raise ProtocolError(f"the policy reported that rollouts {broken} finished, but never gave their last piece")
+
     async def _give_up(self, unit: Unit) -> None:
         """Free what there is of a unit that will begin anew; its tokens are counted as discarded."""
-        flights = [self._flights.pop(prompt.rollout) for prompt in unit.prompts if prompt.rollout in self._flights]
+        flights = [self._flights[prompt.rollout] for prompt in unit.prompts if prompt.rollout in self._flights]
         for flight in flights:
-            await flight.decode.aclose()
+            await self._close(flight)
         before = self._step.measures.get("deferral/discarded_tokens", 0.0)
         self._step.measures["deferral/discarded_tokens"] = before + sum(flight.length for flight in flights)
+
+    async def _close(self, flight: Flight) -> None:
+        """Give up its decode; until that is done it is one of those in flight, so that it is not forgotten."""
+        await flight.aclose()
+        del self._flights[flight.prompt.rollout]
 
     async def _take(self, prompts: Receiver[Prompt]) -> list[tuple[Prompt, ...]]:
         wanted = self._ledger.wanted(self._step.remaining)
@@ -172,39 +206,53 @@ class Generate:
         groups: list[tuple[Prompt, ...]] = []
         if wanted:
             async for prompt in prompts:
-                groups.append(prompt.samples(self.samples))
+                groups.append(prompt_of(prompt).samples(self.samples))
                 if len(groups) == wanted:
                     break
         return groups
 
     async def _open(self, prompts: list[Prompt]) -> None:
-        for prompt, decode in zip(prompts, await self.policy.open(prompts), strict=True):
+        decodes = await self._decodes(prompts)
+        for prompt, decode in zip(prompts, decodes, strict=True):
             self._flights[prompt.rollout] = Flight(prompt, decode)
 
     async def _reopen(self) -> None:
         """Open what was restored. Scorers read it whole when it finishes, from its ``Finish``."""
         restored, self._restored = self._restored, []
-        decodes = await self.policy.open([parked.response for parked in restored]) if restored else []
+        decodes = await self._decodes([parked.response for parked in restored]) if restored else []
         for parked, decode in zip(restored, decodes, strict=True):
             prompt, length = parked.response.prompt, len(parked.response)
-            so_far = [parked.response.chunk()] if length else []
+            so_far = parked.response.pieces()
             self._flights[prompt.rollout] = Flight(prompt, decode, True, so_far, length, parked.reason)
+
+    async def _decodes(self, rollouts: Sequence[Prompt | Response]) -> Sequence[Decode]:
+        """Open a decode for each; an error names the rollouts."""
+        numbers = [(each if isinstance(each, Prompt) else each.prompt).rollout for each in rollouts]
+        with noted(f"while opening rollouts {numbers}"):
+            decodes = await self.policy.open(rollouts)
+            require_count(decodes, len(rollouts), "open() of the policy")
+        return decodes
 
     async def _announce(self, flight: Flight, out: Sender[RolloutEvent]) -> None:
         if not flight.announced:
             flight.announced = True
             await out.send(flight.prompt)
 
+    async def _follow(self, flight: Flight, size: int, out: Sender[RolloutEvent]) -> None:
+        with noted(f"while decoding rollout {flight.prompt.rollout}"):
+            await self._read(flight, size, out)
+
     async def _read(self, flight: Flight, size: int, out: Sender[RolloutEvent]) -> None:
         rollout = flight.prompt.rollout
         await self._announce(flight, out)  # here, so that decoding does not wait for scorers busy with other prompts
         while True:
             piece = await flight.decode.read(size)
+            require_piece(piece, rollout, flight.newest, self.policy.version)
             if len(piece.tokens):
-                chunk = piece.chunk(rollout, flight.length)
-                flight.chunks.append(chunk)
+                event = piece.event(rollout, flight.length)
+                flight.pieces.append(event)
                 flight.length += len(piece.tokens)
-                await out.send(chunk)
+                await out.send(event)
             if piece.state == "cut":
                 return
             if piece.state != "live":
@@ -215,8 +263,8 @@ class Generate:
             await self._finish(unit, out)
 
     async def _finish(self, unit: Unit, out: Sender[RolloutEvent]) -> None:
-        for flight in [self._flights.pop(prompt.rollout) for prompt in unit.prompts]:
+        for flight in [self._flights[prompt.rollout] for prompt in unit.prompts]:
             if flight.reason is None:
                 raise ProtocolError(f"rollout {flight.prompt.rollout} has a place in the batch but is still being read")
-            await flight.decode.aclose()
+            await self._close(flight)
             await out.send(Finish(flight.prompt.rollout, flight.response(), flight.reason))

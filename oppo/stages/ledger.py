@@ -13,12 +13,13 @@ part in it. Everything here is synchronous; :meth:`Ledger.finished` may be calle
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from oppo.admission import Admission, AdmitView, CutView, Restarting, RestartView
 from oppo.errors import AdmissionError, ProtocolError
 from oppo.events import Prompt
+from oppo.stages.intake import require_new
 
 
 @dataclass(slots=True, eq=False)
@@ -84,7 +85,13 @@ class Ledger:
         return max(0, min(asked, remaining * self.admission.batch - len(self.carried)))
 
     def begin(self, groups: Iterable[tuple[Prompt, ...]]) -> list[Unit]:
-        """Start a step with the carried units and new ones; return the carried ones that are complete and placed."""
+        """Start a step with the carried units and new ones; return the carried ones that are complete and placed.
+
+        Raises:
+            DataError: a new rollout is in flight already.
+        """
+        groups = list(groups)
+        require_new((prompt for group in groups for prompt in group), self.in_flight())
         new = [Unit(prompts, 0, {prompt.rollout for prompt in prompts}) for prompts in groups]
         carried = self.carried
         if isinstance(self.admission, Restarting):
@@ -99,6 +106,10 @@ class Ledger:
             if not unit.unfinished:
                 self._place(unit)
         return list(self.placed)
+
+    def in_flight(self) -> Iterator[int]:
+        """Yield the rollouts that are carried."""
+        return (prompt.rollout for unit in self.carried for prompt in unit.prompts)
 
     def finished(self, rollouts: Sequence[int]) -> bool:
         """Take note of what finished in one decode step; return whether the step is cut: the policy's ``Cut``.
@@ -121,8 +132,14 @@ class Ledger:
         return self.admission.cut(CutView(len(self.placed), self._decoding.total(), self._overdue()))
 
     def place_of(self, rollout: int) -> Unit | None:
-        """Return the rollout's unit if it has a place in this step's batch."""
+        """Return the unit of a rollout that has ended if it has a place in this step's batch.
+
+        Raises:
+            ProtocolError: the policy has not reported that the rollout finished.
+        """
         unit = self._unit_of[rollout]
+        if rollout in unit.unfinished:
+            raise ProtocolError(f"the last piece of rollout {rollout} came before the policy reported that it finished")
         return unit if unit.placed else None
 
     def end(self) -> list[Unit]:

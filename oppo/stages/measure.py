@@ -1,18 +1,16 @@
-"""What controllers are told: from the flights of a step and the spans on its board to one observation."""
+"""What a step showed: from the flights of a step and the spans on its board to one observation."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Protocol
 
 from oppo.admission import Observation, Scoring
 from oppo.events import FinishReason, Prompt, StepReport
 from oppo.observe import Span
-
-DECODE = "decode"
-"""Label of the span in which rollouts are decoded."""
 
 LAST = "finish"
 """Label of the spans at whose end values are known."""
@@ -40,9 +38,17 @@ class Progress:
 
     decode_steps: int = 0
     tokens: int = 0
+    rows: int = 0
     finished: tuple[int, ...] = ()
     capped: int = 0
     parked: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSpan(Span):
+    """The span in which a step's rollouts are decoded, with what came of them."""
+
+    progress: Progress = field(default_factory=Progress)
 
 
 class Decoding:
@@ -56,6 +62,7 @@ class Decoding:
         ordered = sorted(flights, key=lambda flight: flight.prompt.rollout)
         units = [list(unit) for _, unit in groupby(ordered, key=lambda flight: flight.prompt.admission)]
         self._units: list[list[Growing]] = [unit for unit in units if any(flight.reason is None for flight in unit)]
+        self._rows = sum(flight.reason is None for unit in self._units for flight in unit)
         self._before = {flight.prompt.rollout: flight.length for unit in self._units for flight in unit}
 
     def progress(self) -> Progress:
@@ -67,23 +74,24 @@ class Decoding:
         return Progress(
             decode_steps=max(gains, default=0),
             tokens=sum(gains),
+            rows=self._rows,
             finished=tuple(flight.length for flight in ended),
             capped=sum(flight.reason == "length" for flight in ended),
             parked=tuple(flight.length for flight, complete in zip(longest, done, strict=True) if not complete),
         )
 
 
-def observation(report: StepReport, progress: Progress, spans: Sequence[Span]) -> Observation:
+def observation(report: StepReport, spans: Sequence[Span]) -> Observation:
     """Return what a step that is over showed.
 
     Args:
         report: of the step.
-        progress: of its decoding.
         spans: when its decoder and its scorers worked; what a scorer did after its last value is not counted, since
             nobody waited for it.
     """
-    decoding = next((span for span in spans if span.label == DECODE), None)
-    scored = [span for span in spans if span.label != DECODE]
+    decoding = next((span for span in spans if isinstance(span, DecodeSpan)), None)
+    progress = decoding.progress if decoding else Progress()
+    scored = [span for span in spans if not isinstance(span, DecodeSpan)]
     ends = {span.track: span.end for span in scored if span.label == LAST}
     begin = decoding.start if decoding else min((span.start for span in scored), default=0.0)
     cut = decoding.end if decoding else begin
@@ -94,15 +102,22 @@ def observation(report: StepReport, progress: Progress, spans: Sequence[Span]) -
         decode_seconds=cut - begin,
         decode_steps=progress.decode_steps,
         tokens=progress.tokens,
+        rows=progress.rows,
         finished=progress.finished,
         capped=progress.capped,
         parked=progress.parked,
         scoring=tuple(_scoring(scored, stage, cut, end) for stage, end in sorted(ends.items())),
         rest_seconds=max(0.0, report.seconds - (ready - begin)),
         score=report.score,
-        mismatch_kl=report.metrics.get("mismatch/kl"),
-        effective_samples=report.metrics.get("mismatch/ess"),
+        mismatch_kl=_measured(report, "mismatch/kl"),
+        effective_samples=_measured(report, "mismatch/ess"),
     )
+
+
+def _measured(report: StepReport, name: str) -> float | None:
+    """Return a metric; ``None`` too where it is no finite number, from which nothing can be learned."""
+    value = report.metrics.get(name)
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _scoring(spans: Iterable[Span], stage: str, cut: float, end: float) -> Scoring:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from oppo.events import Chunk, FinishReason, Prompt, Response
+from oppo.events import FinishReason, Prompt, Response
 from oppo.support import Support
 
 
@@ -35,6 +35,7 @@ class Parked:
             "tokens": response.tokens,
             "logprobs": response.logprobs,
             "versions": response.versions,
+            "sampled": response.sampled,
             "support": response.support.ids,
             "support_counts": response.support.counts,
             "reason": self.reason,
@@ -52,5 +53,5 @@ class Parked:
             columns=state["columns"],
         )
         support = Support(state["support"], state["support_counts"])
-        so_far = Chunk(prompt.rollout, 0, state["tokens"], state["logprobs"], state["versions"], support)
-        return cls(Response.empty(prompt).then(so_far), state["reason"])
+        response = Response(prompt, state["tokens"], state["logprobs"], state["versions"], state["sampled"], support)
+        return cls(response, state["reason"])

@@ -10,10 +10,12 @@ from typing import Generic, Self, TypeVar
 
 import anyio
 
+from oppo.errors import noted
 from oppo.events import Chunk, Defer, Drop, Finish, Given, Prompt, RolloutEvent, Scored
 from oppo.graph import Receiver, Sender, Step
 from oppo.models import Follower, Scorer
 from oppo.observe import Span
+from oppo.stages.contract import require_count
 
 T = TypeVar("T")
 
@@ -78,6 +80,7 @@ class Score(Generic[T]):
                 await self._replay(finished)
                 with self._scoring("finish", finished):
                     values = await self.scorer.finish(finished)
+                    require_count(values, len(finished), "finish() of the scorer")
                 for event, value in zip(finished, values, strict=True):
                     del self._sessions[event.rollout]
                     await out.send(
@@ -114,7 +117,7 @@ class Score(Generic[T]):
         stale = [event.response for event in finished if not self._valid(event)]
         await self._forget([response.prompt.rollout for response in stale])
         await self._extend([response.prompt for response in stale])
-        await self._extend([response.chunk() for response in stale])
+        await self._extend([piece for response in stale for piece in response.pieces()])
 
     def _valid(self, event: Finish) -> bool:
         session = self._sessions.get(event.rollout)
@@ -124,7 +127,8 @@ class Score(Generic[T]):
     async def _forget(self, rollouts: Sequence[int]) -> None:
         known = [rollout for rollout in rollouts if self._sessions.pop(rollout, None)]
         if known:
-            await self.scorer.forget(known)
+            with noted(f"while forgetting rollouts {known}"):
+                await self.scorer.forget(known)
 
     @contextmanager
     def _scoring(self, label: str, events: Sequence[Prompt | Chunk | Given | Finish]) -> Iterator[None]:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import anyio
 import numpy as np
 
+from oppo.admission import verdict
 from oppo.errors import ModelDiverged
 from oppo.events import Batch, Drop, StepReport
 from oppo.graph import Receiver, Sender, Step
 from oppo.models import Follower, Trained, Trainer
+from oppo.observe import Span
 from oppo.stages.advantage import NONFINITE
+from oppo.stages.contract import require_published, require_trained
 from oppo.stages.lengths import LengthBias
+from oppo.stages.measure import observation
 
 Dump: TypeAlias = Callable[[Batch], Path]
 """Writes a batch for people to look at; returns where."""
@@ -58,39 +62,41 @@ class Update:
 
         Raises:
             ModelDiverged: something was not finite in ``max_nonfinite`` updates in a row.
+            ProtocolError: the trainer did not count its update, or left a follower without the new weights.
         """
         async for batch in batches:
             version = self.trainer.version
             scored = anyio.current_time()
             trained = await self.trainer.update(batch)
             updated = anyio.current_time()
+            require_trained(trained, self.trainer, version, batch)
             self._watch(batch, trained)
             await self.trainer.publish(*self.publish)
+            require_published(self.trainer, self.publish)
             end = anyio.current_time()
             skipped = set(trained.nonfinite)
             rollouts = batch.rollouts
             rows = [row for row, rollout in enumerate(rollouts) if rollout not in skipped]
-            await out.send(
-                StepReport(
-                    index=self._step.index,
-                    version=self.trainer.version,
-                    trained=tuple(rollouts[row] for row in rows),
-                    dropped=(*batch.dropped, *(Drop(rollout, NONFINITE) for rollout in trained.nonfinite)),
-                    deferred=tuple(batch.deferred),
-                    score=float(np.mean(batch.scores[rows])) if rows else float("nan"),
-                    seconds=end - self._step.started,
-                    metrics={
-                        **batch.metrics,
-                        **composition(batch, version),
-                        **self._bias(batch),
-                        **trained.metrics,
-                        **self._step.measures,
-                        "timing_s/rollouts": scored - self._step.started,
-                        "timing_s/update": updated - scored,
-                        "timing_s/publish": end - updated,
-                    },
-                )
+            report = StepReport(
+                index=self._step.index,
+                version=self.trainer.version,
+                trained=tuple(rollouts[row] for row in rows),
+                dropped=(*batch.dropped, *(Drop(rollout, NONFINITE) for rollout in trained.nonfinite)),
+                deferred=tuple(batch.deferred),
+                score=float(np.mean(batch.scores[rows])) if rows else float("nan"),
+                seconds=end - self._step.started,
+                metrics={
+                    **batch.metrics,
+                    **composition(batch, version),
+                    **self._bias(batch),
+                    **trained.metrics,
+                    **self._step.measures,
+                    "timing_s/rollouts": scored - self._step.started,
+                    "timing_s/update": updated - scored,
+                    "timing_s/publish": end - updated,
+                },
             )
+            await out.send(judged(report, self._step.spans))
 
     def _bias(self, batch: Batch) -> Mapping[str, float]:
         bias = self._lengths.after(batch)
@@ -124,6 +130,17 @@ def nonfinite(batch: Batch, trained: Trained) -> tuple[int, ...]:
     if trained.nonfinite or len(batch):
         return trained.nonfinite
     return tuple(drop.rollout for drop in batch.dropped if drop.reason.startswith(NONFINITE))
+
+
+def judged(report: StepReport, spans: Sequence[Span]) -> StepReport:
+    """Return the report with the verdict on its step among the metrics, where something was decoded.
+
+    Args:
+        report: of the step.
+        spans: when its decoder and its scorers worked.
+    """
+    found = verdict(observation(report, spans))
+    return report if found is None else replace(report, metrics={**report.metrics, **found.as_metrics()})
 
 
 def composition(batch: Batch, version: int) -> Mapping[str, float]:

@@ -1,4 +1,7 @@
-"""For tests of pipelines and backends: virtual time, fake models, conformance checks. Public, and torch-free."""
+"""For tests of pipelines and backends: virtual time, fake models, scripted faults, conformance checks.
+
+Public, and torch-free.
+"""
 
 from oppo.testing.conformance import check_policy, check_scorer, check_trainer
 from oppo.testing.fakes import (
@@ -11,19 +14,45 @@ from oppo.testing.fakes import (
     noise,
     prompts,
 )
+from oppo.testing.faulty import FaultyCritic, FaultyPolicy, FaultyScorer, FaultyTrainer, faulty_reward
 from oppo.testing.loop import VirtualTimeLoop, run_virtual
+from oppo.testing.script import (
+    Fault,
+    Flap,
+    Garbage,
+    HalfPublished,
+    Hang,
+    LoseSessions,
+    Raise,
+    Script,
+    Slow,
+)
 
 __all__ = [
     "FakeCritic",
     "FakePolicy",
     "FakeScorer",
     "FakeTrainer",
+    "Fault",
+    "FaultyCritic",
+    "FaultyPolicy",
+    "FaultyScorer",
+    "FaultyTrainer",
+    "Flap",
+    "Garbage",
+    "HalfPublished",
+    "Hang",
+    "LoseSessions",
+    "Raise",
+    "Script",
+    "Slow",
     "VirtualTimeLoop",
     "check_policy",
     "check_scorer",
     "check_trainer",
     "fake_per_token",
     "fake_scalar",
+    "faulty_reward",
     "noise",
     "prompts",
     "run_virtual",

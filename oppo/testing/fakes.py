@@ -15,7 +15,7 @@ from typing import Generic, Literal, TypeAlias, TypeVar
 import anyio
 import numpy as np
 
-from oppo.errors import ModelError, ProtocolError, as_itself
+from oppo.errors import ProtocolError, as_itself
 from oppo.events import Batch, Chunk, Finish, FloatArray, Given, IntArray, Prompt, Response
 from oppo.models import Cut, Decode, Follower, Piece, PieceState, Trained, Weights
 from oppo.support import Support
@@ -60,14 +60,21 @@ class FakeDecode:
         self._grown = anyio.Event()
 
     async def read(self, limit: int) -> Piece:
-        """Return the next tokens; see :class:`oppo.models.Decode`."""
+        """Return the next tokens; see :class:`oppo.models.Decode`.
+
+        Raises:
+            ProtocolError: the decode was given up.
+        """
+        if self.closed:
+            raise ProtocolError(f"rollout {self.prompt.rollout} was given up, so it cannot be read")
         while self.made - self.taken < limit and not self.done and self.policy.is_decoding(self):
             if self.policy.style == "pull":
                 await self.policy.advance(self)
             else:
                 await self._grown.wait()
-        start, stop = self.taken, min(self.made, self.taken + limit)
-        self.taken = stop
+        start, answer = self.taken, self.policy.given(self.prompt)
+        ends = [end for end in (answer.start, answer.stop) if end > start]  # a piece is given as a whole, or not at all
+        self.taken = stop = min(self.made, start + limit, *ends)
         tokens = np.array([self._token(p) for p in range(start, stop)], np.int32)
         return Piece(
             tokens,
@@ -75,6 +82,7 @@ class FakeDecode:
             np.array(self.versions[start:stop], np.int32),
             self._state(),
             self.policy.support(tokens),
+            given=start in answer,
         )
 
     def _state(self) -> PieceState:
@@ -106,6 +114,7 @@ class FakePolicy:
             ``push``: each rollout is decoded by a task of its own, at its own pace.
         cap: a response of this many tokens ends with reason ``length``.
         vary: the pace of a rollout in ``push`` style, as a factor.
+        given: which tokens of a response nobody samples, as if a tool had answered.
         kept: how many ids each token is drawn from, as it were; 0: from all.
     """
 
@@ -115,6 +124,7 @@ class FakePolicy:
     cap: int = 1_000_000
     seed: int = 0
     vary: Callable[[Prompt], float] = lambda prompt: 1.0
+    given: Callable[[Prompt], range] = lambda prompt: range(0)
     kept: int = 0
     version: int = 0
     decode_steps: int = 0
@@ -252,16 +262,28 @@ class FakeScorer(Generic[T]):
             self.sessions[event.rollout], self._prompt[event.rollout] = [], len(event.tokens)
             self._oldest[event.rollout] = self.version
         else:
-            read = len(self.sessions.get(event.rollout, ())) - self._prompt.get(event.rollout, 0)
-            if event.rollout not in self.sessions or event.start != read:
+            read = self._session(event.rollout) - self._prompt[event.rollout]
+            if event.start != read:
                 raise ProtocolError(
                     f"rollout {event.rollout} continues at {event.start}, but {read} tokens have been read"
                 )
         self.sessions[event.rollout].extend(event.tokens.tolist())
 
+    def _session(self, rollout: int) -> int:
+        """Return how many tokens have been read of a rollout, with its prompt."""
+        if rollout not in self.sessions:
+            raise ProtocolError(f"rollout {rollout} is unknown: its Prompt must come first")
+        return len(self.sessions[rollout])
+
     async def finish(self, finished: Sequence[Finish]) -> Sequence[T]:
-        """Return the value of each rollout and forget its session."""
+        """Return the value of each rollout and forget its session.
+
+        Raises:
+            ProtocolError: what was read of a rollout is not its response.
+        """
         await anyio.sleep(self.per_call)
+        for event in finished:
+            self._session(event.rollout)
         read = [(event, tuple(self.sessions.pop(event.rollout))) for event in finished]
         for event, tokens in read:
             whole = [*event.response.prompt.tokens.tolist(), *event.response.tokens.tolist()]
@@ -324,21 +346,14 @@ class FakeTrainer:
         )
 
     async def publish(self, *followers: Follower) -> None:
-        """Give the version to each follower; if one fails, the others go back.
-
-        Raises:
-            ModelError: a follower failed; it is named in the note.
-        """
-        moved: list[tuple[Follower, int]] = []
+        """Give the version to each follower, one after the other; there is no way back from a failure."""
         for follower in followers:
-            before = follower.version
             try:
                 await follower.load(Weights(self.version))
-            except ModelError:
-                for earlier, version in moved:
-                    await earlier.load(Weights(version))
+            except Exception as error:
+                held = ", ".join(f"{type(one).__name__} has version {one.version}" for one in followers)
+                error.add_note(f"while publishing version {self.version}: {held}; do not go on from here")
                 raise
-            moved.append((follower, before))
 
 
 def prompts(count: int, *, length: int = 3) -> list[Prompt]:

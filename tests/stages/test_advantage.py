@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from fractions import Fraction
+from typing import Any, SupportsFloat
 
 import numpy as np
 import pytest
 
-from oppo.estimators import whiten
+from oppo.errors import ConfigError
+from oppo.estimators import FixedKL, whiten
 from oppo.events import Batch, Chunk, Defer, Drop, Finish, FloatArray, Prompt, Response, RolloutEvent, Scored
 from oppo.graph.channel import Channel
 from oppo.shaping import ScoreShaping
@@ -158,3 +162,32 @@ def test_the_stage_of_five_inputs_estimates_what_the_one_of_four_does_where_noth
 def test_a_rollout_whose_proximal_log_probs_are_not_finite_is_dropped_alone() -> None:
     broken = Row(finish(1), per_token(1).value, 0.0, np.zeros(4, np.float32), np.full(4, np.nan, np.float32))
     assert broken.fault() == "nonfinite proximal log-prob"
+
+
+def test_a_rollout_whose_own_log_probs_are_not_finite_is_dropped_though_they_were_computed_again() -> None:
+    """The ratio of an update has them as its denominator, where the policy that sampled a token is asked for."""
+    said = finish(1)
+    said.response.logprobs[2] = np.nan
+    broken = Row(said, per_token(1).value, 0.0, np.zeros(4, np.float32), np.full(4, -1, np.float32))
+    assert broken.fault() == "nonfinite behaviour log-prob"
+
+
+@pytest.mark.parametrize(
+    ("choice", "sentence"),
+    [
+        ({"gamma": 2.0}, "gamma must be a number from 0 to 1, not 2.0"),
+        ({"lam": -1.0}, "lam must be a number from 0 to 1, not -1.0"),
+        ({"lam": float("nan")}, "lam must be a number from 0 to 1, not nan"),
+        ({"kl_estimator": "k9"}, "kl_estimator must be one of k1, k2, k3, not 'k9'"),
+        ({"kl": "0.1"}, "kl must be a number, or a controller such as oppo.AdaptiveKL, not '0.1'"),
+        ({"kl": -0.1}, "the KL coefficient must be 0 or more and finite, not -0.1"),
+    ],
+)
+def test_what_cannot_be_estimated_with_is_refused_at_once(choice: dict[str, Any], sentence: str) -> None:
+    with pytest.raises((ConfigError, ValueError), match=re.escape(sentence)):
+        GAE(**choice)
+
+
+@pytest.mark.parametrize("kl", [np.float32(0.5), np.float64(0.5), np.array(0.5), Fraction(1, 2), FixedKL(0.5)])
+def test_any_real_number_is_a_coefficient(kl: SupportsFloat | FixedKL) -> None:
+    assert GAE(kl=kl).state_dict()["kl"] == 0.5

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+import math
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from oppo.admission import AdmitView, CutView, Observation, Overcommit, Scoring
 from oppo.events import FinishReason, Prompt, StepReport
 from oppo.observe import Span
-from oppo.stages.measure import Decoding, Progress, observation
+from oppo.stages.measure import DecodeSpan, Decoding, Progress, observation
 from oppo.testing import run_virtual
 from tests.pipelines import Pipeline, Setting
 
@@ -38,19 +40,19 @@ def test_lengths_are_those_of_units_and_gains_those_of_rollouts() -> None:
     decoding = Decoding(flights)
     for flight, length, reason in ((0, 50, "stop"), (2, 20, "length"), (3, 15, None)):
         flights[flight].length, flights[flight].reason = length, reason  # type: ignore[assignment]  # one of the reasons
-    assert decoding.progress() == Progress(decode_steps=20, tokens=55, finished=(90,), capped=0, parked=(20,))
+    assert decoding.progress() == Progress(decode_steps=20, tokens=55, rows=3, finished=(90,), capped=0, parked=(20,))
 
 
 def test_seconds_are_told_apart_by_the_cut_and_by_what_was_waited_for() -> None:
     spans = [
         Span("reward", "extend", 1.0, 3.0),
-        Span("generate", "decode", 2.0, 10.0),
+        DecodeSpan("generate", "decode", 2.0, 10.0, progress=Progress(decode_steps=9)),
         Span("reward", "extend", 9.0, 11.0),
         Span("reward", "finish", 11.0, 12.0),
         Span("reward", "extend", 12.0, 40.0),  # parked rollouts, while the update runs: nobody waits for it
         Span("ref_logp", "finish", 10.0, 15.0),
     ]
-    seen = observation(report(20.0, mismatch_per_kl=0.5), Progress(decode_steps=9), spans)
+    seen = observation(report(20.0, mismatch_per_kl=0.5), spans)
     assert seen == Observation(
         step=4,
         seconds=20.0,
@@ -109,6 +111,39 @@ def test_a_run_tells_what_happened_to_the_second() -> None:
         assert seen.score == step.score
         slowest = max(each.after for each in seen.scoring)
         assert seen.seconds == pytest.approx(seen.decode_seconds + slowest + seen.rest_seconds)
+
+
+@dataclass
+class Noting:
+    """A chunk size that keeps what it is told."""
+
+    seen: list[Observation] = field(default_factory=list)
+
+    def size(self) -> int:
+        return 4
+
+    def observe(self, seen: Observation) -> None:
+        self.seen.append(seen)
+
+
+def test_what_the_journal_says_of_a_step_is_told_instead_of_what_it_measures_now() -> None:
+    setting = Setting(extra=2, steps=3)
+    _, measured = watched(setting)
+    before = {1: Observation(1, seconds=77.0, score=0.5)}
+    admission, chunks = Watching(setting.batch, setting.extra), Noting()
+    pipeline = Pipeline(replace(setting, chunks=chunks), admission=admission, replay=before)
+    run_virtual(pipeline.run)
+    assert admission.seen == chunks.seen == [measured[0], before[1], measured[2]]
+    told = [item for _, stage, item in pipeline.tap.items if stage == "generate" and isinstance(item, Observation)]
+    assert told == [measured[0], measured[2]], "what is in the journal is not written there again"
+
+
+@pytest.mark.parametrize("kl", [math.inf, math.nan])
+def test_a_measure_that_is_not_finite_was_not_measured(kl: float) -> None:
+    report = StepReport(0, 1, (), (), (), math.inf, 1.0, {"mismatch/kl": kl, "mismatch/ess": 0.5})
+    seen = observation(report, [])
+    assert (seen.mismatch_kl, seen.effective_samples) == (None, 0.5)
+    assert json.loads(json.dumps(seen.as_json(), allow_nan=False))["score"] is None
 
 
 def test_what_overcommit_decided_is_among_the_metrics() -> None:

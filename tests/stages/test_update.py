@@ -1,4 +1,4 @@
-"""Update on fakes: when a run that trains on nothing but NaN ends, and what it leaves behind."""
+"""Update on fakes: what a step is said to be bound by; when a run of NaN ends, and what it leaves behind."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from oppo.admission import Verdict, together
+from oppo.admission.verdict import Bottleneck
 from oppo.errors import ModelDiverged
 from oppo.report.dump import dump_batch
 from oppo.stages import GAE, Update
@@ -84,3 +86,45 @@ def test_a_dump_that_fails_does_not_hide_why_the_run_ended(tmp_path: Path) -> No
 
 def test_a_batch_of_nothing_can_be_written(tmp_path: Path) -> None:
     assert load_file(dump_batch(GAE().batch([]), tmp_path) / "batch.safetensors")["offsets"].tolist() == [0]
+
+
+REGIMES: dict[Bottleneck, Setting] = {
+    "decode": Setting(lengths=(30,)),
+    "tail": Setting(lengths=(5, 9, 3, 30)),
+    "cap": Setting(lengths=(5, 9, 3, 60)),
+    "score": Setting(lengths=(20, 24, 28, 30), reward=0.01),
+    "train": Setting(update=5.0),
+}
+"""Pipelines of fakes whose bottleneck is known; the cap is 40 tokens."""
+
+
+@pytest.mark.parametrize("bottleneck", REGIMES)
+def test_each_step_says_what_it_is_bound_by(bottleneck: Bottleneck) -> None:
+    pipeline = Pipeline(REGIMES[bottleneck])
+    pipeline.policy.cap = 40
+    run_virtual(pipeline.run)
+    verdicts = [Verdict.of_metrics(report.metrics, report.seconds) for report in pipeline.reports]
+    assert [found and found.bottleneck for found in verdicts] == [bottleneck] * 3
+    for found, report in zip(verdicts, pipeline.reports, strict=True):
+        assert found is not None
+        assert sum(found.shares.values()) == pytest.approx(1)
+        assert found.shares["train"] * report.seconds == pytest.approx(pipeline.setting.update)
+
+
+def test_the_limit_holds_however_many_are_carried_up_to_half_a_batch_and_is_nearly_reached() -> None:
+    lengths = (5, 9, 3, 30, 12, 7, 22, 4, 40, 6)
+    pipelines = [Pipeline(Setting(lengths, batch=8, extra=extra, steps=30, update=0.05)) for extra in range(5)]
+    for pipeline in pipelines:
+        run_virtual(pipeline.run)
+    waiting = [Verdict.of_metrics(report.metrics, report.seconds) for report in pipelines[0].reports]
+    bound = together([found for found in waiting if found is not None])
+    assert bound is not None
+    took = [sum(report.seconds for report in pipeline.reports) for pipeline in pipelines]
+    assert 0.9 * bound.limit < took[0] / min(took) < bound.limit
+
+
+def test_of_a_step_that_took_no_time_nothing_is_said() -> None:
+    pipeline = Pipeline(Setting())
+    pipeline.policy.seconds = 0.0
+    run_virtual(pipeline.run)
+    assert not [name for report in pipeline.reports for name in report.metrics if name.startswith("bottleneck/")]

@@ -1,0 +1,297 @@
+"""Models to which the faults of a script happen; wrapped around fakes, or around any others.
+
+A wrapper keeps the protocol of what it wraps, and adds nothing where the script is silent.
+
+Example:
+    >>> from oppo import Overcommit, ppo
+    >>> from oppo.testing import *
+    >>> script = (Fault("judge", "finish", Raise(TimeoutError), call=1), Fault("critic", "extend", Slow(5.0)))
+    >>> graph = ppo(
+    ...     policy=FakePolicy(),
+    ...     reference=FakeScorer(fake_per_token),
+    ...     reward=FaultyScorer("judge", FakeScorer(fake_scalar), script),
+    ...     critic=FaultyCritic("critic", FakeCritic(), script),
+    ...     trainer=FakeTrainer(),
+    ...     admission=Overcommit(batch=4, extra=1),
+    ... )
+    >>> async def main() -> list[str]:
+    ...     async with graph.open(prompts(8)) as run:
+    ...         try:
+    ...             await run.step()
+    ...         except TimeoutError as error:
+    ...             return [str(error), *error.__notes__]
+    >>> for line in run_virtual(main):
+    ...     print(line)
+    call 1 of finish() of 'judge' fails, as its script says
+    while scoring rollouts [1]
+    in stage 'reward' of graph 'ppo', step 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from functools import wraps
+from typing import Generic, Protocol, TypeVar, cast
+
+import numpy as np
+
+from oppo.errors import ModelError, ProtocolError
+from oppo.events import Batch, Chunk, Finish, Given, Prompt, Response
+from oppo.models import Cut, Decode, Follower, Piece, Policy, RewardFunction, Scorer, Trained, Trainer, Weights
+from oppo.testing.script import Garbage, HalfPublished, LoseSessions, Player, Script, Spoilt
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+FAR = 1_000
+"""Versions by which a spoilt piece is ahead of the weights there are."""
+
+
+class Following(Follower, Scorer[T_co], Protocol[T_co]):
+    """A scorer whose weights follow the trainer's: the critic."""
+
+
+@dataclass(eq=False)
+class FaultyDecode:
+    """A decode of :class:`FaultyPolicy`."""
+
+    inner: Decode
+    player: Player
+
+    async def read(self, limit: int) -> Piece:
+        """Return the next tokens; a fault that happens while it waits has taken none."""
+        left = await self.player.play("read")
+        if isinstance(left, Garbage) and left.what == "empty":
+            none = np.zeros(0, np.int32)
+            return Piece(none, none.astype(np.float32), none, "live")
+        piece = await self.inner.read(limit)
+        return spoilt_piece(piece, left.what) if isinstance(left, Garbage) and len(piece.tokens) else piece
+
+    async def aclose(self) -> None:
+        """Give the decode up."""
+        await self.player.play("aclose")
+        await self.inner.aclose()
+
+
+@dataclass(eq=False)
+class FaultyPolicy:
+    """A policy to which the faults of ``name`` in ``script`` happen.
+
+    Example:
+        >>> import anyio
+        >>> from oppo.testing import Fault, FakePolicy, Garbage, prompts
+        >>> policy = FaultyPolicy("actor", FakePolicy(), (Fault("actor", "open", Garbage("count"), call=1),))
+        >>> [len(anyio.run(policy.open, prompts(3))) for _ in range(2)]
+        [3, 2]
+    """
+
+    name: str
+    inner: Policy
+    script: Script = ()
+
+    def __post_init__(self) -> None:
+        self.player = Player(self.name, self.script)
+        self._version: int | None = None
+
+    @property
+    def version(self) -> int:
+        """Version of the weights in use, as far as it says."""
+        return self.inner.version if self._version is None else self._version
+
+    async def load(self, weights: Weights) -> None:
+        """Serve these weights from the next call on."""
+        self._version = await loaded(self.player, self.inner, weights)
+
+    async def open(self, rollouts: Sequence[Prompt | Response]) -> Sequence[FaultyDecode]:
+        """Make a decode for each."""
+        left = await self.player.play("open")
+        decodes = [FaultyDecode(decode, self.player) for decode in await self.inner.open(rollouts)]
+        return decodes[:-1] if left == Garbage("count") else decodes
+
+    def decoding(self, live: Sequence[Decode], cut: Cut) -> AbstractAsyncContextManager[None]:
+        """Decode while the context is open.
+
+        Raises:
+            ProtocolError: a decode is of another policy.
+        """
+        mine = [decode.inner for decode in live if isinstance(decode, FaultyDecode)]
+        if len(mine) != len(live):
+            raise ProtocolError(f"only decodes of {self.name!r} can be decoded; {len(live) - len(mine)} are not")
+        return self._decoding(mine, cut)
+
+    @asynccontextmanager
+    async def _decoding(self, live: Sequence[Decode], cut: Cut) -> AsyncIterator[None]:
+        if await self.player.play("decoding") == LoseSessions():
+            for decode in live:
+                await decode.aclose()
+        async with self.inner.decoding(live, cut):
+            yield
+
+
+@dataclass(eq=False)
+class FaultyScorer(Generic[T]):
+    """A scorer to which the faults of ``name`` in ``script`` happen; one that follows the trainer: `FaultyCritic`."""
+
+    name: str
+    inner: Scorer[T]
+    script: Script = ()
+    _known: set[int] = field(default_factory=set, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.player = Player(self.name, self.script)
+
+    @property
+    def version(self) -> int:
+        """Version of the weights, as far as it says."""
+        return self.inner.version
+
+    async def extend(self, events: Sequence[Prompt | Chunk | Given]) -> None:
+        """Read more of some rollouts."""
+        if await self.player.play("extend") == LoseSessions():
+            await self._lose()
+        await self.inner.extend(events)
+        self._known.update(event.rollout for event in events)
+
+    async def finish(self, finished: Sequence[Finish]) -> Sequence[T]:
+        """Return one value for each rollout, and forget its session."""
+        left = await self.player.play("finish")
+        if left == LoseSessions():
+            await self._lose()
+        values = await self.inner.finish(finished)
+        self._known.difference_update(event.rollout for event in finished)
+        return spoilt_values(values, left.what) if isinstance(left, Garbage) else values
+
+    async def forget(self, rollouts: Sequence[int]) -> None:
+        """Drop sessions."""
+        await self.player.play("forget")
+        self._known.difference_update(rollouts)
+        await self.inner.forget(rollouts)
+
+    async def _lose(self) -> None:
+        await self.inner.forget(sorted(self._known))
+        self._known.clear()
+
+
+@dataclass(eq=False)
+class FaultyCritic(FaultyScorer[T]):
+    """The same for a scorer whose weights follow the trainer's."""
+
+    inner: Following[T]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._version: int | None = None
+
+    @property
+    def version(self) -> int:
+        """Version of the weights in use, as far as it says."""
+        return self.inner.version if self._version is None else self._version
+
+    async def load(self, weights: Weights) -> None:
+        """Serve these weights from the next call on."""
+        self._version = await loaded(self.player, self.inner, weights)
+
+
+@dataclass(eq=False)
+class FaultyTrainer:
+    """A trainer to which the faults of ``name`` in ``script`` happen."""
+
+    name: str
+    inner: Trainer
+    script: Script = ()
+
+    def __post_init__(self) -> None:
+        self.player = Player(self.name, self.script)
+        self._behind = 0
+
+    @property
+    def version(self) -> int:
+        """The number of updates made so far, as far as it says."""
+        return self.inner.version - self._behind
+
+    async def update(self, batch: Batch) -> Trained:
+        """Train on one batch."""
+        left = await self.player.play("update")
+        trained = await self.inner.update(batch)
+        if left == Garbage("version"):
+            self._behind += 1
+        if left == Garbage("stranger"):
+            return replace(trained, nonfinite=(*trained.nonfinite, -1))
+        return trained
+
+    async def publish(self, *followers: Follower) -> None:
+        """Give the current weights to each follower.
+
+        Raises:
+            ModelError: the script says that it fails half-way.
+        """
+        left = await self.player.play("publish")
+        if not isinstance(left, HalfPublished):
+            await self.inner.publish(*followers)
+            return
+        await self.inner.publish(*followers[: len(followers) // 2])
+        if not left.silent:
+            held = ", ".join(f"{type(one).__name__} has version {one.version}" for one in followers)
+            raise ModelError(f"publish() of {self.name!r} fails half-way, as its script says: {held}")
+
+
+def faulty_reward(name: str, function: RewardFunction, script: Script) -> RewardFunction:
+    """Return a reward function to which the faults of ``name`` in ``script`` happen; it takes what ``function`` takes.
+
+    Example:
+        >>> import anyio
+        >>> from oppo.rewards import FunctionReward
+        >>> from oppo.testing import Fault, Flap
+        >>> down_once = (Fault("judge", "call", Flap(down=1)),)
+        >>> judge = faulty_reward("judge", lambda prompts, completions: [1.0 for _ in completions], down_once)
+        >>> FunctionReward(judge, decode=str, on_failure="retry").name
+        '<lambda>'
+    """
+    player = Player(name, script)
+
+    @wraps(function)
+    async def faulty(**arguments: object) -> object:
+        left = await player.play("call")
+        result = function(**arguments)
+        scores = await result if isinstance(result, Awaitable) else result
+        return spoilt_values(cast("Sequence[object]", scores), left.what) if isinstance(left, Garbage) else scores
+
+    return faulty
+
+
+async def loaded(player: Player, follower: Follower, weights: Weights) -> int | None:
+    """Load weights as the script says; return the version that the follower then says it has, if it is not its own."""
+    before = follower.version
+    left = await player.play("load")
+    await follower.load(weights)
+    return before if left == Garbage("version") else None
+
+
+def spoilt_piece(piece: Piece, what: Spoilt) -> Piece:
+    """Return a piece, of at least one token, as nobody may answer it."""
+    spoilt: dict[str, Callable[[], Piece]] = {
+        "nan": lambda: replace(piece, logprobs=np.full_like(piece.logprobs, np.nan)),
+        "shape": lambda: replace(piece, logprobs=piece.logprobs[:-1]),
+        "version": lambda: replace(piece, versions=piece.versions + np.int32(FAR)),
+        "order": lambda: replace(piece, versions=np.append(piece.versions[:-1], piece.versions[:1] - np.int32(FAR))),
+        "token": lambda: replace(piece, tokens=-1 - piece.tokens),
+    }
+    return spoilt[what]()
+
+
+def spoilt_values(values: Sequence[T], what: Spoilt) -> Sequence[T]:
+    """Return what was said of some rollouts as nobody may say it."""
+    if what == "count":
+        return values[:-1]
+    return [cast("T", _spoilt(value, what)) for value in values]  # of another type on purpose
+
+
+def _spoilt(value: object, what: Spoilt) -> object:
+    if what == "none":
+        return None
+    per_token = isinstance(value, np.ndarray)
+    if what == "nan":
+        return np.full_like(value, np.nan) if per_token else float("nan")
+    return value[:-1] if isinstance(value, np.ndarray) else np.array([value])

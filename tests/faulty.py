@@ -1,0 +1,206 @@
+"""Whole PPO graphs of fakes in which the faults of a script happen, and which can be gone on with afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from oppo.admission import Admission, Overcommit, TailAdaptive, TailBatched
+from oppo.data import PromptStream
+from oppo.events import Batch, Drop, Prompt, Response, StepReport
+from oppo.graph import Graph, Run
+from oppo.models import Follower, Scorer
+from oppo.rewards import FunctionReward, OnFailure
+from oppo.stages import Generate, Score, Update
+from oppo.testing import (
+    FakePolicy,
+    Fault,
+    FaultyCritic,
+    FaultyPolicy,
+    FaultyScorer,
+    FaultyTrainer,
+    Script,
+    faulty_reward,
+    run_virtual,
+)
+from oppo.testing.fakes import FakeDecode
+from tests.pipelines import Pipeline, Setting, Tap
+
+Kind = Literal["overcommit", "adaptive", "batched"]
+
+STAGES = {"actor": "generate", "reference": "ref_logp", "reward": "reward", "critic": "value", "trainer": "update"}
+"""The stage that calls each model; ``load`` is called in ``update``."""
+
+
+@dataclass
+class Counters(Tap):
+    """A tap that also keeps the counters of the channels."""
+
+    channels: list[Mapping[str, Mapping[str, int]]] = field(default_factory=list)
+
+    def on_step(self, step: int, result: object, channels: Mapping[str, object]) -> None:
+        self.channels.append({name: dict(counters) for name, counters in channels.items()})  # type: ignore[call-overload]  # they are mappings
+
+
+@dataclass(eq=False)
+class Remembering(FakePolicy):
+    """A policy that remembers what it opened, and whose times add up exactly: its second has 64 parts."""
+
+    seconds: float = 1 / 64
+    opened: list[FakeDecode] = field(default_factory=list)
+
+    async def open(self, rollouts: Sequence[Prompt | Response]) -> Sequence[FakeDecode]:
+        decodes = await super().open(rollouts)
+        self.opened += decodes
+        return decodes
+
+
+@dataclass
+class FaultyPipeline(Pipeline):
+    """A PPO graph of fakes that keep to a script; after each step it remembers how to go on from there."""
+
+    script: Script = ()
+    kind: Kind = "overcommit"
+    judge: OnFailure | None = None
+    tap: Counters = field(default_factory=Counters)
+    saved: dict[str, Any] = field(default_factory=dict)
+    error: BaseException | None = None
+    tasks_left: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert self.reward is not None
+        s = self.setting
+        self.policy = self.remembering = Remembering(s.length, style=s.style, vary=s.vary, kept=s.kept)
+        self.actor = FaultyPolicy("actor", self.policy, self.script)
+        self.scripted_reference = FaultyScorer("reference", self.reference, self.script)
+        self.scripted_reward = FaultyScorer("reward", self.reward, self.script)
+        self.scripted_critic = FaultyCritic("critic", self.critic, self.script)
+        self.scripted_trainer = FaultyTrainer("trainer", self.trainer, self.script)
+        self.generate = Generate(self.actor, self.chosen_admission(), self.setting.chunks, self.setting.samples)
+
+    def chosen_admission(self) -> Admission:
+        s = self.setting
+        if self.kind == "batched":
+            return TailBatched(s.batch, launch=1 + s.extra / s.batch)
+        if self.kind == "adaptive":
+            return TailAdaptive(s.batch, price=0.1, max_deferrals=s.max_deferrals, most=s.extra, window=3)
+        return Overcommit(s.batch, s.extra, s.max_deferrals)
+
+    def graph(self) -> Graph[StepReport]:
+        reward: Scorer[float | Drop] = self.scripted_reward
+        if self.judge is not None:
+            reward = FunctionReward(faulty_reward("judge", judged, self.script), decode=str, on_failure=self.judge)
+        followers: list[Follower] = [self.actor, self.scripted_critic]
+        return (
+            super()
+            .graph()
+            .replace(
+                ref_logp=Score(self.scripted_reference),
+                reward=Score(reward),
+                value=Score(self.scripted_critic),
+                update=Update(self.scripted_trainer, publish=followers, max_nonfinite=0),
+            )
+        )
+
+    async def run(self) -> None:
+        """Run what is left of the steps; what ends the run before is in ``error``."""
+        source = self.prompts()
+        try:
+            async with self.graph().open(source, observers=[self.tap]) as run:
+                first = await self._go_on(run, source)
+                self._save(run, source)
+                async for report in run.steps(self.setting.steps - first):
+                    self.reports.append(report)
+                    self._save(run, source)
+        except Exception as error:  # noqa: BLE001 - what ends a run is looked at
+            self.error = error
+        self.tasks_left = len(asyncio.all_tasks()) - 1
+
+    async def _go_on(self, run: Run[StepReport], source: PromptStream) -> int:
+        """Take up what was saved; return how many steps that was."""
+        if not self.saved:
+            return 0
+        source.load_state_dict(self.saved["prompts"])
+        run.load_state_dict(self.saved["run"])
+        first = int(self.saved["run"]["steps"])
+        self.trainer.version = first
+        await self.trainer.publish(self.policy, self.critic)
+        return first
+
+    def _save(self, run: Run[StepReport], source: PromptStream) -> None:
+        self.saved = {"run": run.state_dict(), "prompts": source.state_dict()}
+
+    def play(self) -> FaultyPipeline:
+        """Run, and return itself; a deadlock is in ``error``, too."""
+        try:
+            run_virtual(self.run)
+        except Exception as error:  # noqa: BLE001 - what ends a run is looked at
+            self.error = error
+        return self
+
+    def resumed(self) -> FaultyPipeline:
+        """Return a run that has gone on, to its end and with nothing wrong, from what this one had saved."""
+        rest = FaultyPipeline(self.setting, kind=self.kind, judge=self.judge, saved=self.saved)
+        return rest.play()
+
+    @property
+    def struck(self) -> list[Fault]:
+        """The faults that have happened, those of each model in order."""
+        players = (
+            self.actor.player,
+            self.scripted_reference.player,
+            self.scripted_reward.player,
+            self.scripted_critic.player,
+            self.scripted_trainer.player,
+        )
+        return [fault for player in players for fault in player.struck]
+
+    @property
+    def complete(self) -> list[Batch]:
+        """The batches of the steps that came to their end."""
+        return self.trainer.batches[: len(self.reports)]
+
+    def carried(self) -> list[int]:
+        """Return the rollouts that were held between the last complete step and the next."""
+        units = self.saved["run"]["stages"]["generate"]["units"]
+        return [parked["rollout"] for unit in units for parked in unit["rollouts"]]
+
+    def taken(self) -> int:
+        """Return how many rollouts had been taken by then."""
+        return int(self.saved["prompts"]["position"]) * self.setting.samples
+
+
+def judged(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
+    """Score each response by its text."""
+    return [zlib.crc32(text.encode()) / 2**32 for text in completions]
+
+
+def stage_of(fault: Fault) -> str:
+    """Return the stage in which a fault is noticed by its call."""
+    return "update" if fault.method == "load" else STAGES[fault.model]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Everything that decides how a run goes.
+
+    Attributes:
+        judge: what becomes of failures of the reward function that stands for the reward model, if one does.
+    """
+
+    setting: Setting
+    script: Script = ()
+    kind: Kind = "overcommit"
+    judge: OnFailure | None = None
+
+    def play(self) -> FaultyPipeline:
+        """Return the run, over."""
+        return FaultyPipeline(self.setting, script=self.script, kind=self.kind, judge=self.judge).play()
+
+    def without_faults(self) -> FaultyPipeline:
+        """Return the same run in which nothing goes wrong, over."""
+        return replace(self, script=()).play()

@@ -1,0 +1,181 @@
+"""Models that break their word: each is named where it does, and nothing of it is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from oppo.errors import ProtocolError
+from oppo.events import Batch, Finish, FloatArray, Prompt
+from oppo.models import Trained, Weights
+from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_per_token, run_virtual
+from oppo.testing.fakes import FakeDecode
+from tests.pipelines import Pipeline, Setting
+
+SETTING = Setting(lengths=(5, 9, 3, 30), extra=2, steps=3)
+
+
+def refused(pipeline: Pipeline, policy: FakePolicy | None = None) -> tuple[str, list[str]]:
+    """Return the sentence, and the notes, with which a run is refused before anything is trained."""
+    if policy is not None:
+        pipeline.generate.policy = policy
+    with pytest.raises(ProtocolError) as caught:
+        run_virtual(pipeline.run)
+    assert not pipeline.reports
+    return str(caught.value), caught.value.__notes__
+
+
+class Early(FakePolicy):
+    """Stops decoding after two decode steps, though nobody has cut the step."""
+
+    async def advance(self, reader: FakeDecode) -> None:
+        await super().advance(reader)
+        if self.decode_steps == 2:
+            self._live = []
+
+
+class Silent(FakePolicy):
+    """Does not say what has finished."""
+
+    def _settle(self, ended: list[FakeDecode]) -> None:
+        self._live = [decode for decode in self._live if decode not in ended]
+
+
+class Boasting(FakePolicy):
+    """Says of the longest rollout that it has finished, as soon as any has."""
+
+    def _settle(self, ended: list[FakeDecode]) -> None:
+        longest = max(self._live, key=lambda decode: decode.length)
+        super()._settle([*ended, longest] if ended and longest not in ended else ended)
+
+
+def test_a_policy_that_stops_before_the_cut_is_refused() -> None:
+    sentence, notes = refused(Pipeline(SETTING), Early(SETTING.length))
+    assert sentence == "the policy stopped decoding rollouts [0, 1, 2, 3, 4, 5] before the step was cut"
+    assert notes == ["in stage 'generate' of graph 'ppo', step 0"]
+
+
+def test_a_policy_that_does_not_report_what_has_finished_is_refused() -> None:
+    sentence, notes = refused(Pipeline(SETTING), Silent(SETTING.length))
+    assert sentence == "the last piece of rollout 2 came before the policy reported that it finished"
+    assert notes[0] == "while decoding rollout 2"
+
+
+def test_a_policy_that_reports_what_it_never_gives_whole_is_refused() -> None:
+    sentence, _ = refused(Pipeline(SETTING), Boasting(SETTING.length))
+    assert sentence == "the policy reported that rollouts [1, 3] finished, but never gave their last piece"
+
+
+def test_a_response_without_a_token_is_refused() -> None:
+    sentence, notes = refused(Pipeline(SETTING), FakePolicy(lambda prompt: prompt.admission - 1))
+    assert sentence == "rollout 0: a piece with no token says 'eos'; only 'cut' may"
+    assert notes[0] == "while decoding rollout 0"
+
+
+def test_values_of_wrong_lengths_that_make_up_for_one_another_are_refused() -> None:
+    """Two rows, one a value short and one a value over, have as many values as tokens: only row by row is it seen."""
+
+    def shifted(finish: Finish, tokens: tuple[int, ...], version: int) -> FloatArray:
+        values = fake_per_token(finish, tokens, version)
+        return (
+            values[:-1] if finish.rollout == 0 else np.append(values, np.float32(0)) if finish.rollout == 1 else values
+        )
+
+    pipeline = Pipeline(Setting(lengths=(5,), batch=2, steps=1))
+    pipeline.critic.value = shifted
+    sentence, _ = refused(pipeline)
+    assert sentence == (
+        "rollout 0: expected 5 numbers as its values, one for each response token, got an array of shape (4,) and "
+        "type float32"
+    )
+    assert not pipeline.batches
+
+
+def test_words_are_no_values() -> None:
+    pipeline = Pipeline(SETTING)
+    pipeline.critic.value = lambda finish, tokens, version: np.array(["x"] * len(finish.response))
+    sentence, _ = refused(pipeline)
+    assert "expected 3 numbers as its values" in sentence
+
+
+@pytest.mark.parametrize("score", [np.float32(0.5), np.array(0.5), 1, True])
+def test_any_one_number_is_a_score(score: float) -> None:
+    pipeline = Pipeline(SETTING, reward=FakeScorer(lambda finish, tokens, version: score))
+    run_virtual(pipeline.run)
+    assert {value for batch in pipeline.batches for value in batch.scores.tolist()} == {float(score)}
+
+
+def test_a_trainer_that_forgets_to_publish_is_refused() -> None:
+    class Forgetful(FakeTrainer):
+        async def publish(self, *followers: object) -> None:
+            pass
+
+    pipeline = Pipeline(SETTING)
+    pipeline.trainer = Forgetful()
+    sentence, notes = refused(pipeline)
+    assert sentence == (
+        "version 1 was published, but FakePolicy has version 0, FakeCritic has version 0: the followers disagree"
+    )
+    assert notes == ["in stage 'update' of graph 'ppo', step 0"]
+
+
+def test_a_trainer_that_counts_its_minibatches_is_refused() -> None:
+    class Counting(FakeTrainer):
+        async def update(self, batch: Batch) -> Trained:
+            await super().update(batch)
+            return await super().update(batch)
+
+    pipeline = Pipeline(SETTING)
+    pipeline.trainer = Counting()
+    sentence, _ = refused(pipeline)
+    assert sentence == "after an update of version 0 the trainer's is 2, not 1"
+
+
+def test_a_failed_publish_says_who_has_which_version_and_nobody_goes_back() -> None:
+    class Refusing(FakeCritic):
+        async def load(self, weights: Weights) -> None:
+            raise OSError("no room")
+
+    async def main() -> None:
+        trainer, policy = FakeTrainer(version=3), FakePolicy()
+        with pytest.raises(OSError, match="no room") as caught:
+            await trainer.publish(policy, Refusing())
+        assert caught.value.__notes__ == [
+            "while publishing version 3: FakePolicy has version 3, Refusing has version 0; do not go on from here"
+        ]
+
+    run_virtual(main)
+
+
+def test_a_rollout_given_up_cannot_be_read() -> None:
+    async def main(opened: Sequence[Prompt]) -> None:
+        (decode,) = await FakePolicy().open(opened)
+        await decode.aclose()
+        with pytest.raises(ProtocolError, match="rollout 7 was given up"):
+            await decode.read(1)
+
+    run_virtual(main, [Prompt(7, 7, np.zeros(1, np.int32))])
+
+
+def test_a_group_that_is_being_given_up_when_the_run_fails_leaves_no_decode_open() -> None:
+    """Its first decode was being closed, or its Finish sent, when another stage failed: the second was forgotten."""
+
+    class Remembering(FakePolicy):
+        async def open(self, rollouts: Sequence[object]) -> Sequence[FakeDecode]:
+            self.opened = await super().open(rollouts)  # type: ignore[arg-type]  # whatever it is given
+            return self.opened
+
+    class Broken(FakeCritic):
+        async def extend(self, events: Sequence[object]) -> None:
+            if self.calls == 2:
+                raise OSError("gone")
+            await super().extend(events)  # type: ignore[arg-type]  # whatever it is given
+
+    pipeline = Pipeline(Setting(lengths=(1,), batch=1, samples=2, capacity=1))
+    pipeline.critic = Broken()
+    pipeline.generate.policy = policy = Remembering(lambda prompt: 1)
+    with pytest.raises(OSError, match="gone"):
+        run_virtual(pipeline.run)
+    assert [decode.closed for decode in policy.opened] == [True, True]

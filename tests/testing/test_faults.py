@@ -1,0 +1,335 @@
+"""Each fault by itself: how the run ends, what the error names, and that what was trained before is intact."""
+
+from __future__ import annotations
+
+import doctest
+import pickle
+from collections.abc import Sequence
+from types import ModuleType
+
+import anyio
+import numpy as np
+import pytest
+
+from oppo.errors import DeadlockError, ModelError, ModelLost, ProtocolError, RewardError
+from oppo.events import Chunk, Drop, Finish, Prompt, Response
+from oppo.rewards import FunctionReward, OnFailure
+from oppo.stages import Score
+from oppo.testing import (
+    FakePolicy,
+    FakeScorer,
+    Fault,
+    FaultyPolicy,
+    FaultyScorer,
+    Flap,
+    Garbage,
+    HalfPublished,
+    Hang,
+    LoseSessions,
+    Raise,
+    Slow,
+    check_policy,
+    check_scorer,
+    fake_scalar,
+    faulty,
+    faulty_reward,
+    prompts,
+    run_virtual,
+    script,
+)
+from oppo.testing.script import SPOILT, Method, Misdeed, Spoilt
+from tests.faulty import Case, FaultyPipeline, stage_of
+from tests.pipelines import Setting, same_batches
+
+SETTING = Setting(lengths=(5, 9, 3, 30), extra=2, steps=4)
+
+
+def played(*script: Fault, setting: Setting = SETTING) -> FaultyPipeline:
+    return Case(setting, script).play()
+
+
+CLEAN = played()
+
+
+def ended(fault: Fault, *, steps: int) -> tuple[BaseException, str]:
+    """Return the error of a run with one fault, and its text with its notes.
+
+    It has made so many steps, the batches of which are those of a run without the fault; nothing but an error that
+    names where it was left it; and it can be gone on with, from its last whole step, as if nothing had been.
+    """
+    run = played(fault)
+    assert run.struck == [fault]
+    assert run.error is not None
+    assert len(run.reports) == steps
+    assert same_batches(run.complete, CLEAN.batches[:steps])
+    rest = run.resumed()
+    assert rest.error is None
+    assert same_batches([*run.complete, *rest.batches], CLEAN.batches)
+    told = "\n".join([str(run.error), *getattr(run.error, "__notes__", [])])
+    assert f"step {steps}" in told
+    return run.error, told
+
+
+@pytest.mark.parametrize(
+    ("model", "method", "names"),
+    [
+        ("actor", "open", "while opening rollouts [10, 11, 12, 13]"),
+        ("actor", "decoding", ""),
+        ("actor", "load", "while publishing version 3: FaultyPolicy has version 2, FaultyCritic has version 2"),
+        ("reference", "extend", "while scoring rollouts [0, 1]"),
+        ("reference", "finish", "while scoring rollouts [4]"),
+        ("reward", "extend", "while scoring rollouts [0, 1]"),
+        ("reward", "finish", "while scoring rollouts [4]"),
+        ("critic", "finish", "while scoring rollouts [4]"),
+        ("critic", "load", "while publishing version 3: FaultyPolicy has version 3, FaultyCritic has version 2"),
+        ("trainer", "update", ""),
+        ("trainer", "publish", ""),
+    ],
+)
+def test_a_model_that_raises_ends_the_run_with_its_own_error(model: str, method: Method, names: str) -> None:
+    steps = 0 if method in {"extend", "finish"} else 2
+    fault = Fault(model, method, Raise(ModelLost), call=2)
+    error, told = ended(fault, steps=steps)
+    assert type(error) is ModelLost
+    assert str(error) == f"call 2 of {method}() of {model!r} fails, as its script says"
+    assert f"in stage {stage_of(fault)!r} of graph 'ppo', step {steps}" in told
+    assert names in told
+
+
+def test_a_read_that_raises_names_its_rollout() -> None:
+    error, told = ended(Fault("actor", "read", Raise(OSError), call=9), steps=0)
+    assert type(error) is OSError
+    assert "while decoding rollout 4" in told
+
+
+def test_a_decode_that_cannot_be_given_up_names_its_rollout() -> None:
+    error, told = ended(Fault("actor", "aclose", Raise(OSError), call=1), steps=0)
+    assert type(error) is OSError
+    assert "while giving up rollout 0" in told
+
+
+@pytest.mark.parametrize(
+    ("model", "method"),
+    [
+        ("actor", "open"),
+        ("actor", "decoding"),
+        ("actor", "read"),
+        ("actor", "aclose"),
+        ("actor", "load"),
+        ("reference", "extend"),
+        ("reward", "finish"),
+        ("critic", "forget"),
+        ("critic", "load"),
+        ("trainer", "update"),
+        ("trainer", "publish"),
+    ],
+)
+def test_a_model_that_hangs_is_a_deadlock_that_names_its_stage(model: str, method: Method) -> None:
+    fault = Fault(model, method, Hang())
+    error, told = ended(fault, steps=0)
+    assert type(error) is DeadlockError
+    assert f"{stage_of(fault)} is at work" in told
+    assert f"call 0 of {method}() of {model!r} hangs, as its script says" in told
+
+
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        (
+            Fault("actor", "open", Garbage("count")),
+            r"open\(\) of the policy was asked for 6 rollouts and answered",
+        ),
+        (Fault("actor", "read", Garbage("shape")), "rollout 0: a piece of 4 tokens has 3 log-probs, 4 versions"),
+        (Fault("actor", "read", Garbage("empty")), "rollout 0: a piece with no token says 'live'; only 'cut' may"),
+        (Fault("actor", "read", Garbage("version")), r"rollout 0: .* versions \[1000\], .* and the policy's is 0"),
+        (Fault("actor", "read", Garbage("order")), r"versions \[-1000, 0\], lastly -1000, .* versions never decrease"),
+        (Fault("actor", "read", Garbage("token")), "rollout 0: a piece holds the token id -"),
+        (Fault("actor", "load", Garbage("version")), "version 1 was published, but FaultyPolicy has version 0, Fau"),
+        (Fault("critic", "load", Garbage("version")), "has version 1, FaultyCritic has version 0: the followers dis"),
+        (Fault("reference", "finish", Garbage("count")), r"finish\(\) of the scorer was asked for 1 rollouts and answ"),
+        (Fault("reference", "finish", Garbage("shape")), r"rollout 2: expected 3 numbers as its reference log-probs, "),
+        (Fault("reference", "finish", Garbage("none")), r"rollout 2: .* one for each response token, got NoneType"),
+        (Fault("reward", "finish", Garbage("count")), r"was asked for 1 rollouts and answered for 0"),
+        (Fault("reward", "finish", Garbage("shape")), r"rollout 2: expected a number as its score, got an array of sh"),
+        (Fault("reward", "finish", Garbage("none")), r"rollout 2: expected a number as its score, got NoneType None"),
+        (Fault("critic", "finish", Garbage("shape")), r"rollout 2: expected 3 numbers as its values, .* shape \(2,\)"),
+        (Fault("trainer", "update", Garbage("version")), "after an update of version 0 the trainer's is 0, not 1"),
+        (Fault("trainer", "update", Garbage("stranger")), r"rollouts \[-1\] as not finite, which are not in its batch"),
+    ],
+)
+def test_garbage_is_refused_by_name_and_never_trained(fault: Fault, sentence: str) -> None:
+    error, told = ended(fault, steps=0)
+    assert type(error) is ProtocolError
+    with pytest.raises(ProtocolError, match=sentence):
+        raise error
+    assert "in stage " in told
+
+
+@pytest.mark.parametrize(
+    ("fault", "drop"),
+    [
+        (Fault("actor", "read", Garbage("nan"), 1), Drop(1, "nonfinite behaviour log-prob")),
+        (Fault("reference", "finish", Garbage("nan"), 1), Drop(0, "nonfinite reference log-prob")),
+        (Fault("reward", "finish", Garbage("nan"), 1), Drop(0, "nonfinite score")),
+        (Fault("critic", "finish", Garbage("nan"), 1), Drop(0, "nonfinite value")),
+    ],
+)
+def test_numbers_that_are_none_drop_their_rollout_and_nothing_else(fault: Fault, drop: Drop) -> None:
+    run = played(fault)
+    assert run.error is None
+    assert [report.dropped for report in run.reports] == [(drop,), (), (), ()]
+    rollouts = [batch.rollouts for batch in CLEAN.batches]
+    assert [batch.rollouts for batch in run.batches] == [
+        tuple(r for r in rollouts[0] if r != drop.rollout),
+        *rollouts[1:],
+    ]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault("actor", "decoding", LoseSessions(), 2),
+        Fault("reward", "extend", LoseSessions(), 5),
+        Fault("reference", "finish", LoseSessions(), 2),
+    ],
+)
+def test_a_model_that_has_lost_its_sessions_is_found_out(fault: Fault) -> None:
+    error, told = ended(fault, steps=2 if fault.model == "actor" else 0)
+    assert type(error) is ProtocolError
+    assert f"in stage {stage_of(fault)!r}" in told
+    assert "closed: [" in told or "is unknown: its Prompt must come first" in told
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_weights_published_half_way_end_the_run_and_say_who_has_which(silent: bool) -> None:
+    error, told = ended(Fault("trainer", "publish", HalfPublished(silent), call=1), steps=1)
+    assert type(error) is (ProtocolError if silent else ModelError)
+    assert "FaultyPolicy has version 2, FaultyCritic has version 1" in told
+
+
+def test_slow_models_take_their_time_and_change_nothing() -> None:
+    slow = played(Fault("critic", "finish", Slow(7.0)), Fault("trainer", "publish", Slow(5.0), call=3))
+    assert slow.error is None
+    assert same_batches(slow.batches, CLEAN.batches)
+    took = [late.seconds - soon.seconds for late, soon in zip(slow.reports, CLEAN.reports, strict=True)]
+    assert took[1:] == pytest.approx([0, 0, 5])
+    assert 6.5 < took[0] <= 7
+
+
+@pytest.mark.parametrize("module", [faulty, script])
+def test_the_examples_in_the_docstrings_are_true(module: ModuleType) -> None:
+    failed, attempted = doctest.testmod(module)
+    assert attempted
+    assert not failed
+
+
+def test_a_script_is_a_value() -> None:
+    written = (Fault("reward", "finish", Flap(2, 1), call=3), Fault("actor", "read", Hang()))
+    assert pickle.loads(pickle.dumps(written)) == written
+    assert str(written[0]) == "Fault(model='reward', method='finish', does=Flap(down=2, up=1), call=3)"
+    assert [call for call in range(10) if written[0].strikes(call)] == [3, 4, 6, 7, 9]
+    assert [call for call in range(10) if Fault("reward", "call", Flap(2), call=1).strikes(call)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("method", "does"),
+    [
+        ("forget", Garbage("nan")),
+        ("read", Garbage("stranger")),
+        ("read", LoseSessions()),
+        ("update", HalfPublished()),
+    ],
+)
+def test_a_fault_that_cannot_be_is_refused(method: Method, does: Misdeed) -> None:
+    with pytest.raises(ValueError, match=rf"{method}\(\) cannot do "):
+        Fault("model", method, does)
+
+
+def test_a_flap_without_a_call_down_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one call down"):
+        Flap(0, 3)
+
+
+def test_where_the_script_is_silent_a_wrapper_keeps_the_protocol() -> None:
+    async def policy() -> FaultyPolicy:
+        return FaultyPolicy("actor", FakePolicy())
+
+    async def scorer() -> FaultyScorer[float]:
+        return FaultyScorer("reward", FakeScorer(fake_scalar))
+
+    async def main() -> None:
+        await check_policy(policy, prompts(4))
+        await check_scorer(
+            scorer, [event for batch in CLEAN.batches[:1] for event in finished(batch.responses)], float.__eq__
+        )
+
+    run_virtual(main)
+    assert same_batches(played(Fault("nobody", "read", Hang())).batches, CLEAN.batches)
+
+
+def finished(responses: Sequence[Response]) -> list[Finish]:
+    return [Finish(response.prompt.rollout, response, "eos") for response in responses if len(response) > 3]
+
+
+def rule(prompts: Sequence[str], completions: Sequence[str], **_columns: Sequence[object]) -> list[float]:
+    return [float(len(completion)) for completion in completions]
+
+
+def judged(script: tuple[Fault, ...], on_failure: OnFailure) -> tuple[list[object], float]:
+    """Return the scores of two rollouts by a faulty reward function, and the seconds they took."""
+
+    async def main() -> tuple[list[object], float]:
+        reward = FunctionReward(faulty_reward("judge", rule, script), decode=str, on_failure=on_failure)
+        scores = await reward.finish(finished(CLEAN.batches[0].responses)[:2])
+        return list(scores), anyio.current_time()
+
+    return run_virtual(main)
+
+
+def test_a_reward_server_that_flaps_is_asked_again_until_it_answers() -> None:
+    plain, _ = judged((), "fail")
+    scores, seconds = judged((Fault("judge", "call", Flap(down=2)),), "retry")
+    assert scores == plain
+    assert seconds == 1.0 + 5.0
+
+
+def test_a_reward_server_that_stays_down_ends_the_run_after_the_last_attempt() -> None:
+    with pytest.raises(RewardError, match=r"'rule' raised ConnectionError: call 3 .* nobody answers") as caught:
+        judged((Fault("judge", "call", Flap(down=9)),), "retry")
+    assert "it was the last of 4 attempts" in caught.value.__notes__
+
+
+def test_a_reward_server_that_fails_for_one_rollout_drops_that_one() -> None:
+    (first, second), _ = judged((Fault("judge", "call", Flap(down=2)),), "drop")
+    assert isinstance(first, Drop)
+    assert "nobody answers" in first.reason
+    assert isinstance(second, float)
+
+
+@pytest.mark.parametrize("what", SPOILT["call"])
+def test_garbage_of_a_reward_function_is_no_score(what: Spoilt) -> None:
+    with pytest.raises(RewardError, match="reward function 'rule' must return"):
+        judged((Fault("judge", "call", Garbage(what)),), "fail")
+
+
+def test_a_scorer_that_fails_while_closing_is_named_and_hides_nothing() -> None:
+    async def main() -> None:
+        scorer = FaultyScorer("reward", FakeScorer(fake_scalar), (Fault("reward", "forget", Raise(OSError)),))
+        async with Score(scorer) as stage:
+            stage._sessions[3] = object()  # type: ignore[assignment]  # something to forget
+            raise ModelError("the first")
+
+    with pytest.raises(OSError, match=r"call 0 of forget\(\) of 'reward'") as caught:
+        run_virtual(main)
+    assert isinstance(caught.value.__context__, ModelError)
+
+
+def test_chunks_out_of_order_are_refused_by_the_scorer_that_reads_them() -> None:
+    async def main() -> None:
+        scorer = FaultyScorer("reward", FakeScorer(fake_scalar))
+        ints = np.arange(3, dtype=np.int32)
+        await scorer.extend([Prompt(4, 4, ints)])
+        await scorer.extend([Chunk(4, 6, ints, ints.astype(np.float32), ints)])
+
+    with pytest.raises(ProtocolError, match="rollout 4 continues at 6, but 0 tokens have been read"):
+        run_virtual(main)
