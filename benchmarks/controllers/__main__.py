@@ -6,6 +6,7 @@ import sys
 
 from benchmarks.controllers.compare import Results, cells
 from benchmarks.controllers.page import write
+from benchmarks.controllers.regimes import ENGINES
 
 
 def main(engines: list[str]) -> None:
@@ -20,8 +21,8 @@ def main(engines: list[str]) -> None:
                     f"{cell}: {outcome.seconds:.2f} s, lag {outcome.lag:.3f}, predicted {outcome.predicted:.3f}",
                     flush=True,
                 )
-    write(results, engines)
+    write(results)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or ["modern"])
+    main(sys.argv[1:] or list(ENGINES))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.controllers.course import Course, Outcome, Restarts
-from benchmarks.controllers.regimes import ENGINES, REGIMES, Regime
+from benchmarks.controllers.regimes import ENGINES, REGIMES, Costs, Regime
 from oppo.admission import Admission, Overcommit, SlopeAdaptive, TailAdaptive, TailBatched
 
 RESULTS = Path(__file__).with_name("results.json")
@@ -20,6 +20,12 @@ FIXED = (0, 4, 8, 16)
 """Values of Delta on the frontier."""
 
 STEPS, SKIPPED = 80, 15
+
+SEEDS = (0, 1, 2)
+"""Of the lengths; the first is for all controllers, the others say how much of it is chance."""
+
+FULL = "modern"
+"""The engine on which all controllers are compared."""
 
 CONTROLLERS: dict[str, Callable[[int], Admission]] = {
     "tail": TailAdaptive,
@@ -35,11 +41,13 @@ class Cell:
 
     Attributes:
         controller: a name of :data:`CONTROLLERS`, or ``fixed N``.
+        seed: of the lengths.
     """
 
     engine: str
     regime: str
     controller: str
+    seed: int = 0
 
     def admission(self, batch: int) -> Admission:
         """Return a new controller."""
@@ -50,7 +58,8 @@ class Cell:
     def run(self) -> Outcome:
         """Return what came of it."""
         regime = regime_named(self.regime)
-        return Course(regime, ENGINES[self.engine], self.admission(regime.batch), STEPS, SKIPPED).run()
+        work = Costs(regime, ENGINES[self.engine])
+        return Course(work, self.admission(regime.batch), STEPS, SKIPPED, self.seed).run()
 
 
 def regime_named(name: str) -> Regime:
@@ -58,11 +67,16 @@ def regime_named(name: str) -> Regime:
     return next(regime for regime in REGIMES if regime.name == name)
 
 
+FRONTIER = tuple(f"fixed {extra}" for extra in FIXED)
+
+
 def cells(engine: str) -> Iterator[Cell]:
-    """Yield what there is to run, what matters most first."""
-    for controller in (*(f"fixed {extra}" for extra in FIXED), *CONTROLLERS):
-        for regime in REGIMES:
-            yield Cell(engine, regime.name, controller)
+    """Yield what there is to run on an engine: every controller with the first seed, the default one with all."""
+    for seed in SEEDS:
+        others = CONTROLLERS if engine == FULL and seed == SEEDS[0] else ("tail",)
+        for controller in (*FRONTIER, *others):
+            for regime in REGIMES:
+                yield Cell(engine, regime.name, controller, seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,20 +114,20 @@ class Results:
         records = [{"cell": asdict(cell), "outcome": asdict(outcome)} for cell, outcome in self.outcomes.items()]
         path.write_text("[\n" + ",\n".join(json.dumps(record) for record in records) + "\n]\n", encoding="utf-8")
 
-    def frontier(self, engine: str, regime: str) -> list[tuple[float, float]]:
+    def frontier(self, engine: str, regime: str, seed: int = 0) -> list[tuple[float, float]]:
         """Return lag and speed of each fixed Delta, by rising lag."""
-        fixed = [self.outcomes[Cell(engine, regime, f"fixed {extra}")] for extra in FIXED]
+        fixed = [self.outcomes[Cell(engine, regime, name, seed)] for name in FRONTIER]
         return sorted((outcome.lag, fixed[0].seconds / outcome.seconds) for outcome in fixed)
 
-    def standings(self, engine: str, controller: str) -> list[Standing]:
+    def standings(self, engine: str, controller: str, seed: int = 0) -> list[Standing]:
         """Return how a controller fares in every regime it was run in."""
         found = []
         for regime in REGIMES:
-            outcome = self.outcomes.get(Cell(engine, regime.name, controller))
+            outcome = self.outcomes.get(Cell(engine, regime.name, controller, seed))
             if outcome is None:
                 continue
-            lags, speeds = np.array(self.frontier(engine, regime.name)).T
-            speed = self.outcomes[Cell(engine, regime.name, "fixed 0")].seconds / outcome.seconds
+            lags, speeds = np.array(self.frontier(engine, regime.name, seed)).T
+            speed = self.outcomes[Cell(engine, regime.name, "fixed 0", seed)].seconds / outcome.seconds
             at_its_lag = float(np.interp(outcome.lag, lags, speeds))
             found.append(Standing(regime.name, speed, outcome.lag, at_its_lag, outcome))
         return found
@@ -134,3 +148,8 @@ def mean_speed(standings: Sequence[Standing]) -> float:
 def mean_lag(standings: Sequence[Standing]) -> float:
     """Return the arithmetic mean of the lags; the geometric one would be 0 as soon as one of them is."""
     return float(np.mean([each.lag for each in standings]))
+
+
+def mean_worth(standings: Sequence[Standing]) -> float:
+    """Return the geometric mean of the speeds, each divided by 1 + lag: what is left of it at a price of 1."""
+    return float(np.exp(np.mean([np.log(each.speed / (1 + each.lag)) for each in standings])))

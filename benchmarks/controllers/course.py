@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import anyio
 import numpy as np
+from numpy.typing import NDArray
 
 from benchmarks.controllers.models import PacedPolicy, PacedScorer, PacedTrainer
-from benchmarks.controllers.regimes import Costs, Engine, Regime
+from benchmarks.controllers.regimes import Regime
 from oppo.admission import Admission, Restarting
 from oppo.chunking import Fixed
 from oppo.events import Finish, FloatArray, Prompt, RolloutEvent, StepReport, merge_chunks, rollout_of
@@ -18,11 +20,41 @@ from oppo.graph import Graph, GraphBuilder, Receiver, Sender
 from oppo.stages import GAE, Generate, Score, Update
 from oppo.testing import run_virtual
 
-GRAIN = 8
-"""Tokens that a fake token stands for: the lengths are eighths, each decode step takes eight times as long."""
 
-CHUNK = 256
-"""Tokens in a chunk."""
+class Work(Protocol):
+    """What there is to do in a regime, and the seconds it takes; lengths are of responses, in tokens."""
+
+    @property
+    def regime(self) -> Regime:
+        """The workload."""
+
+    @property
+    def grain(self) -> int:
+        """Tokens that a fake token stands for: lengths are divided by it, and a decode step takes so much longer."""
+
+    @property
+    def chunk(self) -> int:
+        """Tokens in a chunk."""
+
+    @property
+    def call(self) -> float:
+        """Seconds of one call of the reward model."""
+
+    @property
+    def publish(self) -> float:
+        """Seconds until the weights have arrived."""
+
+    def decoding(self, rows: int, context: float, steps: int) -> float:
+        """Return the seconds of ``steps`` decode steps of so many live rows with that much context at the start."""
+
+    def reading(self, start: int, stop: int) -> float:
+        """Return the seconds in which the reward model reads positions ``start .. stop`` of a row."""
+
+    def forward(self, lengths: NDArray[np.int64]) -> float:
+        """Return the seconds in which the reference and the critic read whole rows."""
+
+    def training(self, lengths: NDArray[np.int64]) -> float:
+        """Return the seconds of an update of actor and critic."""
 
 
 @dataclass(eq=False)
@@ -82,42 +114,41 @@ class Course:
         skipped: of those, the first ones that do not count.
     """
 
-    regime: Regime
-    engine: Engine
+    work: Work
     admission: Admission
     steps: int = 120
     skipped: int = 20
     seed: int = 0
 
     def __post_init__(self) -> None:
-        costs, regime = Costs(self.regime, self.engine), self.regime
+        work, regime, grain = self.work, self.work.regime, self.work.grain
         tokens = regime.lengths((self.steps + 1) * regime.batch, self.seed)
-        self._lengths = np.maximum(1, np.round(tokens / GRAIN)).astype(np.int64).tolist()
+        self._lengths = np.maximum(1, np.round(tokens / grain)).astype(np.int64).tolist()
         self._noise = np.random.default_rng(self.seed + 999).standard_normal(self.steps + 1) * 0.1
         prompt = regime.prompt
 
         def reading(start: int, stop: int) -> float:
-            first = 0 if start == 0 else prompt + GRAIN * start  # the prompt is read with the first chunk
-            return costs.reading(first, prompt + GRAIN * stop) if stop else 0.0
+            first = 0 if start == 0 else prompt + grain * start  # the prompt is read with the first chunk
+            return work.reading(first, prompt + grain * stop) if stop else 0.0
 
         self.policy = PacedPolicy(
             lambda prompt_: self._lengths[prompt_.admission],
-            lambda rows, context, steps: costs.decoding(rows, GRAIN * context + rows * prompt, GRAIN * steps),
-            stride=CHUNK // GRAIN,
-            cap=regime.cap // GRAIN,
+            lambda rows, context, steps: work.decoding(rows, grain * context + rows * prompt, grain * steps),
+            stride=work.chunk // grain,
+            cap=regime.cap // grain,
         )
-        self.trainer = PacedTrainer(lambda lengths: costs.training(GRAIN * lengths), self.engine.publish)
-        self.reward = PacedScorer(
-            lambda event: self._score(), reading if regime.reward else None, call=self.engine.call
-        )
-        self.reference = PacedScorer(_zeros, finishing=lambda lengths: costs.forward(GRAIN * lengths))
+        self.trainer = PacedTrainer(lambda lengths: work.training(grain * lengths), work.publish)
+        self.reward = PacedScorer(lambda event: self._score(), reading if regime.reward else None, call=work.call)
+        self.reference = PacedScorer(_zeros, finishing=lambda lengths: work.forward(grain * lengths))
         self.critic = PacedScorer(_zeros)
 
     def graph(self) -> Graph[StepReport]:
         """Return the graph: the reward model reads along, the reference and the critic wait for the cut."""
-        capacity = 4 * self.regime.batch
+        capacity = 4 * self.work.regime.batch
         g: GraphBuilder[Prompt] = GraphBuilder("ppo", capacity=capacity, merge=merge_chunks, key=rollout_of)
-        rollout = g.add("generate", Generate(self.policy, self.admission, Fixed(CHUNK // GRAIN)), g.prompts)
+        rollout = g.add(
+            "generate", Generate(self.policy, self.admission, Fixed(self.work.chunk // self.work.grain)), g.prompts
+        )
         held = g.add("held", Held(), rollout)
         ref = g.add("ref_logp", Score(self.reference), held)
         score = g.add("reward", Score(self.reward), rollout)

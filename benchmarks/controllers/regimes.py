@@ -147,6 +147,18 @@ class Costs:
 
     regime: Regime
     engine: Engine
+    grain: int = 8
+    chunk: int = 256
+
+    @property
+    def call(self) -> float:
+        """Seconds of one call of the reward model."""
+        return self.engine.call
+
+    @property
+    def publish(self) -> float:
+        """Seconds until the weights have arrived."""
+        return self.engine.publish
 
     def decoding(self, rows: int, context: float, steps: int) -> float:
         """Return the seconds of ``steps`` decode steps of so many live rows with that much context at the start."""

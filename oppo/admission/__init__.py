@@ -16,6 +16,7 @@ from oppo.admission.overcommit import Overcommit, Synchronous
 from oppo.admission.protocol import Admission, AdmitView, CutView, Restarting, RestartView, Telling
 from oppo.admission.slope import SlopeAdaptive
 from oppo.admission.tail import TailAdaptive
+from oppo.admission.verdict import Verdict, together, verdict
 
 __all__ = [
     "Admission",
@@ -31,4 +32,7 @@ __all__ = [
     "TailAdaptive",
     "TailBatched",
     "Telling",
+    "Verdict",
+    "together",
+    "verdict",
 ]

@@ -43,6 +43,7 @@ class Observation:
         decode_seconds: from the start of decoding to the cut; 0 where nothing had to be decoded.
         decode_steps: the most tokens that any rollout gained: how often the model was asked for a next token.
         tokens: the tokens that all rollouts gained together.
+        rows: rollouts that were being decoded at first; 0 where nobody counted them: one for each unit.
         finished: lengths of the units that were completed, trained in this step or not.
         capped: how many of those ended at the length cap.
         parked: lengths so far of the units that were not completed.
@@ -64,6 +65,7 @@ class Observation:
     decode_seconds: float = 0.0
     decode_steps: int = 0
     tokens: int = 0
+    rows: int = 0
     finished: tuple[int, ...] = ()
     capped: int = 0
     parked: tuple[int, ...] = ()
@@ -74,10 +76,10 @@ class Observation:
     effective_samples: float | None = None
 
     def as_json(self) -> dict[str, Json]:
-        """Return this as JSON values, for a journal or a checkpoint; a score of NaN is ``None`` there."""
+        """Return this as JSON values, for a journal or a checkpoint; a score that is not finite is ``None`` there."""
         fields = asdict(self)
         lists = {"finished": list(self.finished), "parked": list(self.parked), "scoring": list(fields["scoring"])}
-        return {**fields, **lists, "score": None if math.isnan(self.score) else self.score}
+        return {**fields, **lists, "score": self.score if math.isfinite(self.score) else None}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Json]) -> Observation:
@@ -89,6 +91,7 @@ class Observation:
             decode_seconds=cast("float", value["decode_seconds"]),
             decode_steps=cast("int", value["decode_steps"]),
             tokens=cast("int", value["tokens"]),
+            rows=cast("int", value["rows"]),
             finished=tuple(cast("list[int]", value["finished"])),
             capped=cast("int", value["capped"]),
             parked=tuple(cast("list[int]", value["parked"])),

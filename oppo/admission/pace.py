@@ -10,11 +10,14 @@ import numpy as np
 from oppo.admission.observation import Observation
 from oppo.admission.survival import FloatVector
 
-RIDGE = 1e-3
-"""How strongly the two costs of decoding are drawn to their prior, in parts of the mean square of the data."""
-
 PER_STEP = 0.8
 """Prior: the part of decoding that is paid for each decode step; the other part is paid for each token."""
+
+SPREAD = 0.3
+"""Standard deviation of the prior of each part."""
+
+LEAST_NOISE = 0.02
+"""How well the seconds of decoding are known at best, in parts: what few points that lie on a line cannot tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,20 +70,29 @@ def pace(window: Sequence[Observation], batch: int) -> Pace:
 
 
 def decode_costs(window: Sequence[Observation], batch: int) -> tuple[float, float]:
-    """Return the seconds for each decode step, and for each token of a unit: a ridge regression, neither negative."""
-    steps = np.array([seen.decode_steps for seen in window], np.float64)
-    tokens = np.array([seen.tokens for seen in window], np.float64) / batch
-    seconds = np.array([seen.decode_seconds for seen in window], np.float64)
-    inputs = np.stack((steps, tokens), axis=1)
-    a_step = float(seconds.sum() / steps.sum())
-    prior = np.array([PER_STEP * a_step, (1 - PER_STEP) * a_step * steps.mean() / tokens.mean()])
-    pull = RIDGE * np.square(inputs).sum(0).mean() * np.eye(2)
-    fitted = prior + np.linalg.solve(inputs.T @ inputs + pull, inputs.T @ (seconds - inputs @ prior))
-    if fitted[0] < 0:
-        return 0.0, float(seconds.sum() / tokens.sum())
-    if fitted[1] < 0:
-        return a_step, 0.0
-    return float(fitted[0]), float(fitted[1])
+    """Return the seconds for each decode step, and for each token of a unit; neither is negative.
+
+    A Bayesian regression: with everything in units of its mean, ``seconds = p * steps + q * tokens + noise``, where
+    p ~ N(0.8, 0.3) and q ~ N(0.2, 0.3) before anything is known. The noise is what the points themselves show of it,
+    so that the prior counts for as much as they leave open: for all where each step is like the others.
+    """
+    observed = np.array([(seen.decode_steps, seen.tokens / batch, seen.decode_seconds) for seen in window], np.float64)
+    means = observed.mean(0)
+    inputs, seconds = (observed / means)[:, :2], (observed / means)[:, 2]
+    spare = max(1, len(window) - 2)
+    noise = float(np.linalg.norm(seconds - inputs @ _parts(inputs, seconds, LEAST_NOISE))) / spare**0.5
+    of_steps, of_tokens = np.maximum(0.0, _parts(inputs, seconds, max(noise, LEAST_NOISE)))
+    if of_tokens == 0 or of_steps == 0:
+        of_steps, of_tokens = float(of_steps > 0), float(of_tokens > 0)
+    return float(of_steps * means[2] / means[0]), float(of_tokens * means[2] / means[1])
+
+
+def _parts(inputs: FloatVector, seconds: FloatVector, noise: float) -> FloatVector:
+    """Return the most likely part of steps and of tokens, float64 [2], at that standard deviation of the noise."""
+    prior = np.array([PER_STEP, 1 - PER_STEP])
+    precision = inputs.T @ inputs + (noise / SPREAD) ** 2 * np.eye(2)
+    parts: FloatVector = prior + np.linalg.solve(precision, inputs.T @ (seconds - inputs @ prior))
+    return parts
 
 
 def scorer_paces(window: Sequence[Observation]) -> tuple[ScorerPace, ...]:

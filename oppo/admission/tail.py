@@ -16,9 +16,6 @@ from oppo.admission.protocol import AdmitView, CutView
 from oppo.admission.survival import FloatVector, kaplan_meier
 from oppo.errors import AdmissionError
 
-WARMUP = 3
-"""Steps that are only watched, with nothing deferred."""
-
 MARGIN = 0.0125
 """Costs within this part of the lowest count as equal: the estimates are not better than that."""
 
@@ -39,8 +36,9 @@ class TailAdaptive:
         brake       = max(1, mismatch KL / kl_target, ess_target / effective sample size)
 
     and the least Delta is taken whose cost is within 1.25 % of the lowest: at once if it is less than the present one,
-    at most doubling if it is more. Because all of the curve is looked at, a plateau before a gain (many responses at
-    the cap) does not stop it, and where a scorer or the update takes the time it defers nothing: nothing is gained.
+    at most doubling if it is more. The first step defers nothing; it is all that the second one is decided by. Because
+    all of the curve is looked at, a plateau before a gain (many responses at the cap) does not stop it, and where a
+    scorer or the update takes the time it defers nothing: nothing is gained.
 
     Attributes:
         batch: units in a full batch.
@@ -74,8 +72,8 @@ class TailAdaptive:
     def __post_init__(self) -> None:
         self._now = Overcommit(self.batch, 0, self.max_deferrals)
         Overcommit(self.batch, self._limit, self.max_deferrals)
-        if self.window < WARMUP:
-            raise AdmissionError(f"window must be at least {WARMUP} steps, not {self.window}")
+        if self.window < 1:
+            raise AdmissionError(f"window must be at least 1 step, not {self.window}")
         for name, value in (("kl_target", self.kl_target), ("ess_target", self.ess_target)):
             if value is not None and not value > 0:
                 raise AdmissionError(f"{name} must be more than 0, not {value}")
@@ -89,7 +87,7 @@ class TailAdaptive:
 
     @property
     def predicted_seconds(self) -> float | None:
-        """How long the step to come should take, in the mean of many like it; ``None`` during the warm-up."""
+        """How long the step to come should take, in the mean of many like it; ``None`` for the first."""
         return self._predicted
 
     def admit(self, view: AdmitView) -> int:
@@ -111,8 +109,6 @@ class TailAdaptive:
         if not seen.finished or not seen.decode_steps:
             return
         self._seen = [*self._seen, seen][-self.window :]
-        if len(self._seen) < WARMUP:
-            return
         seconds = self.predictions()
         chosen = self._chosen(seconds * (1 + self.price * self._brake() * np.arange(len(seconds)) / self.batch))
         self._now = replace(self._now, extra=chosen)

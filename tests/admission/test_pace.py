@@ -33,6 +33,36 @@ def test_like_steps_leave_the_prior_as_it_is_and_the_sum_as_measured() -> None:
     assert step * 500 == pytest.approx(8.0, rel=0.05)
 
 
+def test_tokens_are_no_harder_to_learn_of_than_steps() -> None:
+    """Though there are so few of them for each unit: the prior is of parts, whatever the numbers are."""
+    random = np.random.default_rng(1)
+    steps = random.integers(180, 360, 8)
+    tokens = 24 * (steps // 9 + random.integers(20, 50, 8))  # long steps have many tokens
+    window = [
+        seen(int(n), int(total), decode=0.0056 * n + 0.00075 * total) for n, total in zip(steps, tokens, strict=True)
+    ]
+    step, token = decode_costs(window, batch=24)
+    assert step == pytest.approx(0.0056, rel=0.05)
+    assert token == pytest.approx(24 * 0.00075, rel=0.05)
+
+
+def test_the_noisier_the_points_the_more_counts_the_prior() -> None:
+    random = np.random.default_rng(2)
+    steps, tokens = random.integers(300, 700, 8), random.integers(3_000, 9_000, 8)
+    by_tokens = 0.001 * tokens  # nothing is paid for a step
+
+    def part_of_steps(noise: float) -> float:
+        seconds = by_tokens * np.exp(noise * np.linspace(-1, 1, 8) * (-1.0) ** np.arange(8))
+        window = [
+            seen(*each[:2], decode=each[2]) for each in zip(steps.tolist(), tokens.tolist(), seconds, strict=True)
+        ]
+        step, _ = decode_costs(window, batch=10)
+        return float(step * steps.mean() / seconds.mean())
+
+    assert part_of_steps(0.0) == pytest.approx(0.0, abs=0.03)
+    assert 0.03 < part_of_steps(0.6) < 0.9
+
+
 def test_neither_cost_is_negative() -> None:
     falling = [seen(100, 2_000, decode=1.0), seen(100, 1_000, decode=2.0), seen(100, 500, decode=3.0)]
     assert decode_costs(falling, batch=10) == pytest.approx((0.02, 0.0))

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
+import numpy as np
 import pytest
 
-from benchmarks.controllers.compare import Cell, Results, Standing, cells, mean_lag, mean_speed
+from benchmarks.controllers.compare import (
+    FRONTIER,
+    SEEDS,
+    Cell,
+    Results,
+    Standing,
+    cells,
+    mean_lag,
+    mean_speed,
+    mean_worth,
+)
 from benchmarks.controllers.course import Course
+from benchmarks.controllers.desk import Desk, desk_regime
 from benchmarks.controllers.page import DOCS, page
-from benchmarks.controllers.regimes import ENGINES, REGIMES
-from oppo.admission import Overcommit, TailAdaptive
+from benchmarks.controllers.regimes import ENGINES, REGIMES, Costs
+from oppo.admission import Admission, Overcommit, TailAdaptive
 
 IN_VAIN = {"capped", "train-bound", "score-bound"}
 """Regimes in which deferring saves next to nothing."""
@@ -21,28 +35,50 @@ def results() -> Results:
     return Results.load()
 
 
-def standings(results: Results, controller: str) -> list[Standing]:
-    found = results.standings("modern", controller)
+each_seed = pytest.mark.parametrize("seed", SEEDS)
+each_engine = pytest.mark.parametrize("engine", ENGINES)
+
+
+def standings(results: Results, controller: str, engine: str = "modern", seed: int = 0) -> list[Standing]:
+    found = results.standings(engine, controller, seed)
     assert [each.regime for each in found] == [regime.name for regime in REGIMES]
     return found
 
 
 def test_it_is_as_fast_as_fixed_8_at_three_quarters_of_its_lag(results: Results) -> None:
-    tail, fixed = standings(results, "tail"), standings(results, "fixed 8")
+    """In the mean of the seeds: the price decides where on its curve it stands, to a percent or so with one of them."""
+    tail, fixed = (
+        [one for seed in SEEDS for one in standings(results, name, seed=seed)] for name in ("tail", "fixed 8")
+    )
     assert mean_speed(tail) >= mean_speed(fixed)
     assert mean_lag(tail) <= 0.75 * mean_lag(fixed)
 
 
-def test_no_fixed_delta_of_the_same_lag_is_faster_by_three_percent(results: Results) -> None:
-    assert all(each.speed >= 0.97 * each.frontier for each in standings(results, "tail"))
+@each_engine
+@each_seed
+def test_at_its_price_it_beats_every_fixed_delta(results: Results, engine: str, seed: int) -> None:
+    tail = mean_worth(standings(results, "tail", engine, seed))
+    assert all(tail > 1.01 * mean_worth(standings(results, name, engine, seed)) for name in FRONTIER)
 
 
-def test_no_lag_is_paid_where_it_buys_nothing(results: Results) -> None:
-    assert all(each.lag <= 0.02 for each in standings(results, "tail") if each.regime in IN_VAIN)
+@each_engine
+@each_seed
+def test_no_fixed_delta_of_the_same_lag_is_faster_by_three_percent(results: Results, engine: str, seed: int) -> None:
+    assert all(each.speed >= 0.97 * each.frontier for each in standings(results, "tail", engine, seed))
 
 
-def test_predictions_are_right_in_the_mean(results: Results) -> None:
-    assert all(each.outcome.predicted == pytest.approx(1, abs=0.05) for each in standings(results, "tail"))
+@each_seed
+def test_no_lag_is_paid_where_it_buys_nothing(results: Results, seed: int) -> None:
+    found = standings(results, "tail", seed=seed)
+    assert all(each.lag <= 0.02 for each in found if each.regime in IN_VAIN)
+
+
+@each_seed
+@pytest.mark.parametrize(("engine", "bias"), [("modern", 0.05), ("plain", 0.06)])
+def test_predictions_are_right_in_the_mean(results: Results, engine: str, bias: float, seed: int) -> None:
+    """Worst where scoring and decoding take turns in being the longer: the mean of the longer exceeds both means."""
+    found = standings(results, "tail", engine, seed)
+    assert all(each.outcome.predicted == pytest.approx(1, abs=bias) for each in found)
 
 
 def test_the_mean_lag_is_what_littles_law_says(results: Results) -> None:
@@ -54,7 +90,7 @@ def test_the_mean_lag_is_what_littles_law_says(results: Results) -> None:
 
 
 def test_the_page_shows_the_results(results: Results) -> None:
-    assert (DOCS / "controllers.md").read_text(encoding="utf-8") == page(results, ["modern"]), (
+    assert (DOCS / "controllers.md").read_text(encoding="utf-8") == page(results), (
         "run: python -m benchmarks.controllers"
     )
 
@@ -65,16 +101,30 @@ def test_what_is_published_comes_out_again(results: Results) -> None:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("cell", list(cells("modern"))[::13], ids=str)
-def test_one_in_thirteen_of_what_is_published_comes_out_again(results: Results, cell: Cell) -> None:
+@pytest.mark.parametrize("cell", [cell for engine in ENGINES for cell in cells(engine)][::29], ids=str)
+def test_one_in_twenty_nine_of_what_is_published_comes_out_again(results: Results, cell: Cell) -> None:
     assert repr(cell.run()) == repr(results.outcomes[cell]), "as text, where NaN equals NaN"
 
 
 def test_a_small_run_gains_time_from_deferring_and_foretells_it() -> None:
     regime = replace(REGIMES[0], batch=32, cap=1024, median=(150, 150))
-    engine = ENGINES["modern"]
-    waiting = Course(regime, engine, Overcommit(32), steps=30, skipped=8).run()
-    adaptive = Course(regime, engine, TailAdaptive(32), steps=30, skipped=8).run()
+    work = Costs(regime, ENGINES["modern"])
+    waiting = Course(work, Overcommit(32), steps=30, skipped=8).run()
+    adaptive = Course(work, TailAdaptive(32), steps=30, skipped=8).run()
     assert adaptive.seconds < 0.95 * waiting.seconds
     assert adaptive.predicted == pytest.approx(1, abs=0.15)
-    assert adaptive.extras[:3] == (0, 0, 0), "it only watches at first"
+    assert adaptive.extras[0] == 0, "it only watches at first"
+
+
+@pytest.mark.parametrize("row", [0.375e-3, 0.75e-3], ids=["cheap rows", "dear rows"])
+def test_a_short_run_of_small_batches_is_nearly_as_good_as_the_best_delta_for_it(row: float) -> None:
+    """After its first step, at the price it is asked for; nobody knows the best Delta beforehand."""
+    batch, steps, seeds = 24, 14, range(3)
+    work = Desk(desk_regime(batch), row=row)
+
+    def cost(admission: Callable[[], Admission]) -> float:
+        runs = [Course(work, admission(), steps, skipped=1, seed=seed).run() for seed in seeds]
+        return float(np.mean([run.seconds * (1 + run.extra / batch) for run in runs]))
+
+    best = min(cost(partial(Overcommit, batch, extra)) for extra in range(6))
+    assert cost(partial(TailAdaptive, batch)) <= 1.03 * best

@@ -1,0 +1,184 @@
+"""What a step's time went to: known steps, the boundaries between verdicts, and what holds for any step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, strategies as st
+
+from oppo.admission import Observation, Scoring, Verdict, together, verdict
+from oppo.admission.verdict import BOTTLENECKS, Bottleneck
+
+STEP = Observation(
+    step=3,
+    seconds=12.0,
+    decode_seconds=10.0,
+    decode_steps=100,
+    tokens=200,
+    rows=4,
+    finished=(10, 30, 60, 100),
+    scoring=(Scoring("ref_logp", 1.0, 0.5), Scoring("reward", 4.0, 1.0)),
+    rest_seconds=1.0,
+)
+"""Half of the places in its decode steps are empty."""
+
+
+def judge(seen: Observation) -> Verdict:
+    found = verdict(seen)
+    assert found is not None
+    return found
+
+
+def shares(**parts: float) -> dict[Bottleneck, float]:
+    return {part: parts.get(part, 0.0) for part in BOTTLENECKS}
+
+
+def test_a_step_with_empty_places_is_bound_by_its_tail() -> None:
+    found = judge(STEP)
+    assert found.shares == pytest.approx(shares(decode=5 / 12, tail=5 / 12, score=1 / 12, train=1 / 12))
+    assert found.limit == pytest.approx(12 / (5 + 1))
+    assert judge(replace(STEP, tokens=199)).bottleneck == "tail"
+    assert judge(replace(STEP, tokens=200)).bottleneck == "decode", "of equal parts the first counts"
+    assert judge(replace(STEP, tokens=199)).sentence == (
+        "42 % of the step is lost to places left empty by the long tail: carry more stragglers; "
+        "no schedule of as many rows is more than 2.0 times as fast"
+    )
+
+
+def test_a_step_of_equal_lengths_is_bound_by_decoding() -> None:
+    found = judge(replace(STEP, tokens=400, finished=(100,) * 4))
+    assert found.bottleneck == "decode"
+    assert found.limit == pytest.approx(12 / 11)
+
+
+def test_a_tail_that_reaches_the_cap_within_a_step_is_one_of_the_cap() -> None:
+    capped = judge(replace(STEP, tokens=196, capped=1))
+    assert capped.bottleneck == "cap"
+    assert capped.shares["tail"] == 0
+    assert capped.needed == 3
+    assert "1 of 4 run into the length cap: carrying fewer than those gains nothing, about 3 are" in capped.sentence
+
+
+def test_a_capped_response_that_was_carried_is_an_ordinary_tail() -> None:
+    assert judge(replace(STEP, tokens=190, capped=1, decode_steps=99)).bottleneck == "tail"
+
+
+def test_a_scorer_busier_than_decoding_sets_its_pace() -> None:
+    nearly = replace(STEP, seconds=14.0, scoring=(Scoring("reward", 6.99, 3.0),))
+    assert judge(nearly).shares["score"] == pytest.approx(3 / 14)
+    paced = judge(replace(nearly, scoring=(Scoring("reward", 7.0, 3.0),)))
+    assert paced.shares == pytest.approx(shares(decode=1.5 / 14, tail=1.5 / 14, score=10 / 14, train=1 / 14))
+    assert paced.limit == pytest.approx(14 / 11)
+    assert paced.sentence.startswith("the slowest scorer is busy for 1.0 times as long as decoding, 71 % of the step")
+
+
+def test_scores_that_come_after_decoding_are_to_be_streamed() -> None:
+    held = judge(replace(STEP, seconds=20.0, scoring=(Scoring("reward", 0.0, 9.0),)))
+    assert held.bottleneck == "score"
+    assert held.sentence.startswith(
+        "45 % of the step waits for scores of what is decoded: score it while it is written"
+    )
+    assert held.limit == pytest.approx(20 / 10)
+
+
+def test_an_update_of_half_the_step_bounds_it_by_less_than_two() -> None:
+    found = judge(replace(STEP, seconds=27.4, rest_seconds=17.0, scoring=()))
+    assert found.sentence == (
+        "the update takes 62 % of the step: no schedule shortens that; "
+        "no schedule of as many rows is more than 1.2 times as fast"
+    )
+
+
+def test_rows_that_nobody_counted_are_one_for_each_unit() -> None:
+    assert judge(replace(STEP, rows=0)) == judge(STEP)
+    assert judge(replace(STEP, rows=8)).shares["tail"] == pytest.approx(7.5 / 12), "groups of two"
+
+
+@pytest.mark.parametrize("nothing", [replace(STEP, decode_seconds=0.0), replace(STEP, decode_steps=0)])
+def test_nothing_is_said_of_a_step_that_decoded_nothing(nothing: Observation) -> None:
+    assert verdict(nothing) is None
+
+
+def test_a_verdict_is_found_again_among_the_metrics() -> None:
+    found = judge(replace(STEP, capped=1))
+    metrics: dict[str, float | None] = {"objective/kl": 1.0, **found.as_metrics()}
+    assert Verdict.of_metrics(metrics, found.seconds) == found
+    assert Verdict.of_metrics({**metrics, "bottleneck/limit": None}, 1.0) is None
+    assert Verdict.of_metrics({}, 1.0) is None
+
+
+def test_steps_together_are_judged_by_the_second() -> None:
+    long, short = replace(STEP, seconds=42.0, rest_seconds=31.0, capped=2), replace(STEP, tokens=100)
+    both = together([judge(long), judge(short), judge(short)])
+    assert both is not None
+    assert both.bottleneck == "train"
+    assert both.shares["train"] == pytest.approx(33 / 66)
+    assert both.limit == pytest.approx(66 / (36 + 6 + 6), rel=1e-6)
+    assert both.capped == pytest.approx(2 / 3)
+    assert together([]) is None
+
+
+SECONDS = st.floats(0, 1e4)
+
+
+@st.composite
+def observations(draw: st.DrawFn) -> Observation:
+    """Any step in which something was decoded; scorers work between its beginning and its last value."""
+    decode, waited, rest = draw(st.floats(1e-6, 1e4)), draw(SECONDS), draw(SECONDS)
+    rows, steps = draw(st.integers(1, 50)), draw(st.integers(1, 5_000))
+    tokens = draw(st.integers(steps, rows * steps))
+    finished = tuple(draw(st.lists(st.integers(1, 5_000), max_size=8)))
+    parts = st.tuples(st.floats(0, 1), st.floats(0, 1))
+    return Observation(
+        step=0,
+        seconds=decode + waited + rest,
+        decode_seconds=decode,
+        decode_steps=steps,
+        tokens=tokens,
+        rows=rows,
+        finished=finished,
+        capped=draw(st.integers(0, len(finished))),
+        scoring=tuple(
+            Scoring(str(k), before * decode, after * waited) for k, (before, after) in enumerate(draw(st.lists(parts)))
+        ),
+        rest_seconds=rest,
+    )
+
+
+@given(observations())
+def test_every_step_that_decodes_has_one_verdict_with_parts_that_add_up(seen: Observation) -> None:
+    found = judge(seen)
+    assert found.bottleneck in BOTTLENECKS
+    assert all(-1e-9 <= share <= 1 + 1e-9 for share in found.shares.values())
+    assert math.fsum(found.shares.values()) == pytest.approx(1)
+    assert 1 <= found.limit < math.inf
+    assert found.limit * found.shares["train"] <= 1 + 1e-9, "the update is part of the least"
+    assert found.sentence
+
+
+@given(observations(), st.floats(0, 1e4))
+def test_a_longer_update_lowers_the_limit_and_raises_its_share(seen: Observation, more: float) -> None:
+    longer = judge(replace(seen, seconds=seen.seconds + more, rest_seconds=seen.rest_seconds + more))
+    assert longer.limit <= judge(seen).limit * (1 + 1e-9)
+    assert longer.shares["train"] >= judge(seen).shares["train"] - 1e-9
+
+
+@given(observations(), st.floats(0, 1))
+def test_a_busier_scorer_in_the_same_time_never_raises_the_limit(seen: Observation, more: float) -> None:
+    decode, waited = seen.decode_seconds, max(0.0, seen.seconds - seen.decode_seconds - seen.rest_seconds)
+    busier = [
+        Scoring(each.stage, max(each.before, more * decode), max(each.after, more * waited)) for each in seen.scoring
+    ]
+    assert judge(replace(seen, scoring=tuple(busier))).limit <= judge(seen).limit * (1 + 1e-9)
+
+
+@given(st.lists(observations(), min_size=1, max_size=5))
+def test_steps_together_have_a_limit_between_their_own(seen: list[Observation]) -> None:
+    each = [judge(step) for step in seen]
+    both = together(each)
+    assert both is not None
+    limits = [one.limit for one in each]
+    assert min(limits) * (1 - 1e-9) <= both.limit <= max(limits) * (1 + 1e-9)
+    assert math.fsum(both.shares.values()) == pytest.approx(1)
