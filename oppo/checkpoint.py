@@ -33,8 +33,8 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from oppo.data import silent
 from oppo.errors import CheckpointError
+from oppo.observe import silent
 
 Array: TypeAlias = NDArray[Any]
 State: TypeAlias = Mapping[str, Any]
@@ -97,10 +97,13 @@ class Checkpoints:
         self._keep_last = keep_last
         self._keep_best = keep_best
         self._tell = tell
+        self._unusable: set[Path] = set()
 
     @contextmanager
     def writing(self, step: int, score: float = math.nan) -> Iterator[Path]:
         """Yield a directory to write into; when the context ends well it becomes the checkpoint of ``step``.
+
+        Then older ones than are kept are deleted, and those of later steps: they are of a past that was given up.
 
         Raises:
             CheckpointError: there is one of that step already, or it could not be written; nothing half-written stays.
@@ -123,7 +126,7 @@ class Checkpoints:
             ) from error
         finally:
             shutil.rmtree(aside, ignore_errors=True)
-        self._prune()
+        self._prune(path)
 
     def newest(self) -> Checkpoint | None:
         """Return the newest checkpoint that is whole; ``tell`` hears of each newer one that is not."""
@@ -131,8 +134,14 @@ class Checkpoints:
             try:
                 return verified(path)
             except CheckpointError as error:
+                self._unusable.add(path)
                 self._tell(f"{error}; the one before it is tried")
         return None
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything has ever been saved here, whole or not, but for what killed runs have left half-written."""
+        return any(not path.name.startswith(".step-") for path in self._directory.glob("*"))
 
     def sweep(self) -> None:
         """Delete what killed runs have left half-written."""
@@ -153,11 +162,12 @@ class Checkpoints:
         found = [path for path in self._directory.glob("step-*") if _NAME.match(path.name)]
         return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
-    def _prune(self) -> None:
+    def _prune(self, newest: Path) -> None:
         paths = self._paths()
-        kept = set(paths[-self._keep_last :])
+        past = [path for path in paths[: paths.index(newest) + 1] if path not in self._unusable or path == newest]
+        kept = set(past[-self._keep_last :])
         if self._keep_best:
-            scored = [sealed for sealed in map(_sealed, paths) if sealed is not None and not math.isnan(sealed.score)]
+            scored = [sealed for sealed in map(_sealed, past) if sealed is not None and not math.isnan(sealed.score)]
             kept |= {max(scored, key=lambda sealed: sealed.score).path} if scored else set()
         for path in paths:
             if path not in kept:
@@ -168,7 +178,7 @@ def write_state(directory: Path, state: State) -> None:
     """Write a state as ``state.json`` and ``state.safetensors``.
 
     Raises:
-        CheckpointError: a value has no place in a state, or a key begins with ``$``.
+        CheckpointError: a value has no place in a state.
     """
     arrays: dict[str, Array] = {}
     plain = _split(state, "", arrays)
@@ -263,23 +273,28 @@ def _split(value: object, path: str, arrays: dict[str, Array]) -> object:
         return value
     if isinstance(value, Mapping):
         for key in value:
-            if not isinstance(key, str) or key.startswith("$"):
-                raise CheckpointError(
-                    f"a key of a state is text that does not begin with '$'; at {path!r} came {key!r}"
-                )
-        return {key: _split(each, f"{path}/{key}", arrays) for key, each in value.items()}
-    if isinstance(value, Sequence):
+            if not isinstance(key, str):
+                raise CheckpointError(f"a key of a state is text; at {path!r} came {key!r}")
+        return {_escaped(key): _split(each, f"{path}/{key}", arrays) for key, each in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
         return [_split(each, f"{path}/{at}", arrays) for at, each in enumerate(value)]
     raise CheckpointError(
         f"a state holds plain values, arrays, lists and mappings; at {path!r} came {type(value).__name__}"
     )
 
 
+def _escaped(key: str) -> str:
+    """Return a key that is not taken for the mark of an array."""
+    return f"${key}" if key.startswith("$") else key
+
+
 def _joined(plain: object, arrays: Mapping[str, Array]) -> object:
     if isinstance(plain, dict):
         if _ARRAY in plain:
             return arrays[plain[_ARRAY]]
-        return {str(key): _joined(each, arrays) for key, each in plain.items()}
+        return {
+            key.replace("$$", "$", 1) if key[:2] == "$$" else key: _joined(each, arrays) for key, each in plain.items()
+        }
     if isinstance(plain, list):
         return [_joined(each, arrays) for each in plain]
     if plain is None or isinstance(plain, bool | int | float | str):

@@ -17,6 +17,7 @@ import numpy as np
 
 from oppo.errors import DataError
 from oppo.events import IntArray, Prompt
+from oppo.observe import silent
 
 OverLong: TypeAlias = Literal["filter", "truncate", "error"]
 Message: TypeAlias = dict[str, str]
@@ -46,11 +47,6 @@ def digest(path: Path) -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         return error.strerror or str(error)
-
-
-def silent(sentence: str) -> None:
-    """Tell nobody."""
-    del sentence
 
 
 def read_prompts(
@@ -216,14 +212,17 @@ class PromptStream(Iterator[Prompt]):
         return self
 
     def __next__(self) -> Prompt:
-        epoch, index = divmod(self.position, len(self._prompts))
-        if self._epochs and epoch >= self._epochs:
+        if self._epochs and self.position >= len(self):
             raise StopIteration
+        self.position += 1
+        return self.at(self.position - 1)
+
+    def at(self, number: int) -> Prompt:
+        """Return the prompt with this admission number, wherever the stream stands."""
+        epoch, index = divmod(number, len(self._prompts))
         if epoch != self._epoch:
             self._epoch = epoch
             self._order = np.random.default_rng((self._seed, epoch)).permutation(len(self._prompts)).tolist()
-        number = self.position
-        self.position += 1
         return replace(self._prompts[self._order[index]], rollout=number, admission=number, group=number)
 
     def state_dict(self) -> dict[str, int]:

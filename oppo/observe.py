@@ -38,11 +38,16 @@ def ignore(span: Span) -> None:
     del span
 
 
+def silent(sentence: str) -> None:
+    """Tell nobody."""
+    del sentence
+
+
 class Observer(Protocol):
     """Told what happens in a run, on its event loop; must not block and must not raise."""
 
     def on_item(self, step: int, stage: str, item: object, at: float) -> None:
-        """``stage`` has sent ``item`` into its output, at loop time ``at``."""
+        """``stage`` has sent ``item`` into its output, or has returned it from ``observe``, at loop time ``at``."""
 
     def on_span(self, span: Span) -> None:
         """A stage's execution, or a whole step (track ``step``), is over."""

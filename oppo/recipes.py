@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from oppo.admission import Admission
+from collections.abc import Mapping
+from typing import SupportsFloat
+
+from oppo.admission import Admission, Observation
 from oppo.chunking import ChunkSize, Fixed
 from oppo.estimators import AdaptiveKL, FixedKL, KLEstimator
 from oppo.events import Drop, FloatArray, Prompt, StepReport, merge_chunks, rollout_of
@@ -23,7 +26,7 @@ def ppo(
     admission: Admission,
     proximal: Scorer[FloatArray] | None = None,
     chunks: ChunkSize | None = None,
-    kl: float | FixedKL | AdaptiveKL = 0.05,
+    kl: SupportsFloat | FixedKL | AdaptiveKL = 0.05,
     kl_estimator: KLEstimator = "k1",
     gamma: float = 1.0,
     lam: float = 0.95,
@@ -31,6 +34,7 @@ def ppo(
     whiten_rewards: bool = False,
     max_nonfinite: int = 3,
     dump: Dump | None = None,
+    replay: Mapping[int, Observation] | None = None,
 ) -> Graph[StepReport]:
     """Return PPO with a learned or rule-based reward and a critic (Ziegler et al. 2019), streamed.
 
@@ -52,10 +56,12 @@ def ppo(
         whiten_rewards: scale the rewards of a batch to unit variance.
         max_nonfinite: the run ends after so many updates in a row in which something was not finite; 0: never.
         dump: writes the last batch of such a run.
+        replay: of a run that is resumed: what its controllers were told of each step before it ended
+            (:func:`oppo.report.observations`).
     """
     capacity = max(16, 4 * admission.batch)  # events of all rollouts in flight: a busy scorer wakes to all of them
     g: GraphBuilder[Prompt] = GraphBuilder("ppo", capacity=capacity, merge=merge_chunks, key=rollout_of)
-    rollout = g.add("generate", Generate(policy, admission, chunks or Fixed()), g.prompts)
+    rollout = g.add("generate", Generate(policy, admission, chunks or Fixed(), replay=replay or {}), g.prompts)
     ref = g.add("ref_logp", Score(reference), rollout)
     score = g.add("reward", Score(reward), rollout)
     value = g.add("value", Score(critic), rollout)

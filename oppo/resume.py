@@ -8,6 +8,8 @@ from pathlib import Path
 from oppo.checkpoint import Checkpoint, Checkpoints
 from oppo.config import Settings, load
 from oppo.errors import CheckpointError, ConfigError
+from oppo.report.journal import read
+from oppo.report.rundir import SUMMARY
 
 CHECKPOINTS = "checkpoints"
 """Where a run directory holds its checkpoints."""
@@ -19,6 +21,7 @@ MAY_CHANGE = frozenset(
         "run.samples",
         "run.trace",
         "run.watchdog_seconds",
+        "run.call_seconds",
         "run.max_nonfinite",
         "run.checkpoint_every",
         "run.keep_last",
@@ -29,6 +32,9 @@ MAY_CHANGE = frozenset(
 
 ``run.steps`` may change where the learning rate does not depend on it, that is, under a constant schedule.
 """
+
+ROUNDING = frozenset({"run.cores", "run.scorers", "trainer.micro_batch_tokens", "trainer.gradient_checkpointing"})
+"""Settings that say how a step is computed: they may change too, but for exact runs, whose bits depend on them."""
 
 
 def settings_of(directory: Path, overrides: Sequence[str] = ()) -> Settings:
@@ -41,11 +47,16 @@ def settings_of(directory: Path, overrides: Sequence[str] = ()) -> Settings:
     if not file.is_file():
         raise ConfigError(f"there is no run to resume in {directory}: expected the file {file}")
     before, settings = load(file), load(file, overrides)
-    refused = sorted({key for key, _ in _flat(before).items() ^ _flat(settings).items()} - MAY_CHANGE)
-    if refused:
+    changed = {key for key, _ in _flat(before).items() ^ _flat(settings).items()}
+    if refused := sorted(changed - MAY_CHANGE - ROUNDING):
         raise ConfigError(
             f"{', '.join(refused)} cannot change when a run is resumed: start a new run for that; what may change is "
-            f"{', '.join(sorted(MAY_CHANGE))}"
+            f"{', '.join(sorted(MAY_CHANGE if before.run.exact else MAY_CHANGE | ROUNDING))}"
+        )
+    if before.run.exact and (refused := sorted(changed & ROUNDING)):
+        raise ConfigError(
+            f"{', '.join(refused)} cannot change when a run is resumed that is exact: sums would be rounded in another "
+            "order, and every bit is to be that of an uninterrupted run; start a new run for that"
         )
     if settings.run.steps != before.run.steps and not settings.trainer.schedule.startswith("constant"):
         raise ConfigError(
@@ -59,23 +70,37 @@ def settings_of(directory: Path, overrides: Sequence[str] = ()) -> Settings:
     return settings
 
 
-def newest(settings: Settings, checkpoints: Checkpoints) -> Checkpoint:
-    """Return where the run goes on.
+def newest(settings: Settings, checkpoints: Checkpoints) -> Checkpoint | None:
+    """Return where the run goes on; ``None``: at its beginning, for it was killed before its first checkpoint.
 
     Raises:
-        CheckpointError: no checkpoint is whole, or all steps have been made.
+        CheckpointError: no checkpoint is whole, or the run has come to its end: one that was killed after its last
+            step, before what it learned was saved, has not.
     """
     found = checkpoints.newest()
+    if found is None and not checkpoints.begun and is_young(settings):
+        return None
     if found is None:
         raise CheckpointError(
             f"no checkpoint in {settings.run_directory / CHECKPOINTS} can be used: a run is resumed from one, and "
             "writes them if run.checkpoint_every is set"
         )
-    if found.step >= settings.run.steps:
+    if found.step >= settings.run.steps and has_ended(settings):
         raise CheckpointError(
             f"the run has made all of its {settings.run.steps} steps: raise run.steps (--set run.steps=...) to go on"
         )
     return found
+
+
+def is_young(settings: Settings) -> bool:
+    """Return whether a run has made so few steps that it may be without a checkpoint although it writes them."""
+    over = sum(1 for _ in read(settings.run_directory / "metrics.jsonl"))
+    return 0 < settings.run.checkpoint_every >= over
+
+
+def has_ended(settings: Settings) -> bool:
+    """Return whether a run has come to its end, with everything that it learned saved."""
+    return (settings.run_directory / SUMMARY).exists()
 
 
 def _flat(settings: Settings) -> dict[str, str]:

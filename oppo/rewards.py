@@ -54,6 +54,9 @@ class FunctionReward(Scorer[float | Drop]):
             what they finished together with. A column that is asked for but not there always raises.
         pauses: seconds before each further attempt of ``retry``.
 
+    Attributes:
+        at_work: names the function while it is being called; empty otherwise.
+
     Example:
         >>> async def main() -> list[float | Drop]:
         ...     reward = FunctionReward(lambda prompts, completions: [len(c) for c in completions], decode=str)
@@ -73,6 +76,7 @@ class FunctionReward(Scorer[float | Drop]):
         pauses: Sequence[float] = PAUSES,
     ) -> None:
         self.name = name or str(getattr(function, "__name__", type(function).__name__))
+        self.at_work = ""
         self._function = function
         self._decode = decode
         self._prompt_column = prompt_column
@@ -130,6 +134,7 @@ class FunctionReward(Scorer[float | Drop]):
     async def _attempt(self, finished: Sequence[Finish]) -> list[float]:
         """Return the score of each rollout; what the function itself did wrong is raised as a ``RewardFailure``."""
         arguments = self._arguments(finished)
+        self.at_work = f"reward function {self.name!r}"
         try:
             result = await self._call(arguments)
         except Exception as error:  # the boundary to the user's code: named, kept as the cause, re-raised
@@ -137,6 +142,8 @@ class FunctionReward(Scorer[float | Drop]):
             raise RewardFailure(
                 f"reward function {self.name!r} raised {type(error).__name__}: {error} (rollouts {rollouts})"
             ) from error
+        finally:
+            self.at_work = ""
         return self._scores(result, finished)
 
     async def _call(self, arguments: Mapping[str, object]) -> object:

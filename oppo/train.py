@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -12,27 +12,30 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 import anyio
+import anyio.to_thread
 from rich.console import Console
 
-from oppo.admission import Admission, Overcommit, SlopeAdaptive, TailAdaptive, TailBatched
+from oppo.admission import Admission, Observation, Overcommit, SlopeAdaptive, TailAdaptive, TailBatched
 from oppo.admission.slope import SlopeRule
+from oppo.carried import with_columns, without_columns
 from oppo.checkpoint import Checkpoint, Checkpoints
 from oppo.chunking import ChunkSize, Fixed, Tuned, WholeRollout
 from oppo.config import Settings, trainer_settings
-from oppo.data import PromptStream, digest, read_prompts, silent
+from oppo.data import PromptStream, digest, read_prompts
 from oppo.errors import ConfigError, DataError, HangError
 from oppo.estimators import AdaptiveKL
 from oppo.events import Prompt, StepReport
 from oppo.graph import Graph, Run
 from oppo.interrupt import Interrupt, interruptible
 from oppo.liveness import Heartbeat, Watchdog
-from oppo.observe import Observer
+from oppo.observe import Observer, silent
 from oppo.recipes import ppo
-from oppo.report import Panel, RunDirectory, RunLog
+from oppo.report import Panel, RunDirectory, RunLog, observations
 from oppo.report.dump import dump_batch
+from oppo.report.journal import JOURNAL
 from oppo.report.rundir import require_unused
 from oppo.report.samples import Decode
-from oppo.resume import CHECKPOINTS, newest
+from oppo.resume import CHECKPOINTS, has_ended, newest
 from oppo.sections import StepSection
 from oppo.shaping import ScoreShaping
 from oppo.stages.advantage import NONFINITE
@@ -55,6 +58,7 @@ class Session:
         digest: of the prompt file as it was read.
         checkpoints: of the run.
         checkpoint: where the run goes on; ``None``: it begins.
+        resumes: whether there is a run in the run directory already.
     """
 
     settings: Settings
@@ -64,6 +68,12 @@ class Session:
     digest: str
     checkpoints: Checkpoints
     checkpoint: Checkpoint | None = None
+    resumes: bool = False
+
+    @property
+    def steps(self) -> int:
+        """Steps of the whole run: ``run.steps``, or fewer where the prompts do not last so long."""
+        return steps_of(self.settings, self.prompts)
 
     @property
     def done(self) -> int:
@@ -75,7 +85,7 @@ class Session:
         if self.checkpoint is None:
             return
         state = self.checkpoint.state()
-        running.load_state_dict(state["run"])
+        running.load_state_dict(with_columns(state["run"], lambda number: self.prompts.at(number).columns))
         self.prompts.load_state_dict(state["prompts"])
         await self.assembly.restore(self.checkpoint.path)
 
@@ -85,7 +95,11 @@ class Session:
         Raises:
             CheckpointError: it could not be written; nothing half-written stays.
         """
-        state = {"run": running.state_dict(), "prompts": self.prompts.state_dict(), "digest": self.digest}
+        state = {
+            "run": without_columns(running.state_dict()),
+            "prompts": self.prompts.state_dict(),
+            "digest": self.digest,
+        }
         await self.assembly.checkpoint(self.checkpoints, report.index + 1, report.score, state)
 
     def prompts_changed(self) -> bool:
@@ -99,13 +113,17 @@ class Session:
         self.assembly.__exit__(kind, error, tb)
 
 
-def prepare(settings: Settings, tell: Callable[[str], None] = silent, *, resume: bool = False) -> Session:
+def prepare(
+    settings: Settings, tell: Callable[[str], None] = silent, *, resume: bool = False, trial: bool = False
+) -> Session:
     """Return a session with everything loaded and checked; nothing is written.
 
     Args:
         settings: of the run.
         tell: told, in a sentence, what is being done.
-        resume: go on from the newest checkpoint of the run directory, instead of beginning in an unused one.
+        resume: go on from the newest checkpoint of the run directory, or from the beginning if it was killed before its
+            first, instead of beginning in an unused one.
+        trial: it is not to be run, so the run directory may be in use.
 
     Raises:
         OppoError: a setting, the data, the reward or a model cannot be used.
@@ -115,8 +133,10 @@ def prepare(settings: Settings, tell: Callable[[str], None] = silent, *, resume:
         settings.run_directory / CHECKPOINTS, keep_last=chosen.keep_last, keep_best=chosen.keep_best, tell=tell
     )
     checkpoint = newest(settings, checkpoints) if resume else None
-    if checkpoint is None:
+    if not resume and not trial:
         require_unused(settings.run_directory)
+    elif resume and checkpoint is None:
+        tell(f"the run in {settings.run_directory} was ended before its first checkpoint, so it begins anew")
     trainer_settings(settings)
     from oppo.hf.assemble import assemble, load_text  # noqa: PLC0415 - torch takes seconds to import
 
@@ -137,18 +157,43 @@ def prepare(settings: Settings, tell: Callable[[str], None] = silent, *, resume:
         raise DataError(f"{file} changed while it was read: start again when nobody writes it any more")
     if checkpoint is not None and checkpoint.state()["digest"] != before:
         raise DataError(f"{file} is not what it was when the run began, so its prompts cannot be taken up again")
+    stream = PromptStream(prompts, seed=data.seed, epochs=data.epochs)
+    if (lasts := steps_of(settings, stream)) < chosen.steps:
+        tell(short_of(settings, lasts))
+    if checkpoint is not None and checkpoint.step >= lasts and has_ended(settings):
+        raise DataError(
+            f"the run has made all of the {lasts} steps that its data lasts for: there is nothing to resume"
+        )
     assembly = assemble(settings, text, tell)
     with ExitStack() as stack:
         stack.enter_context(assembly)
         require_room(prompts, assembly.sampling.max_new_tokens, assembly.positions)
-        graph = compose(settings, assembly)
+        done = 0 if checkpoint is None else checkpoint.step
+        replay = observations(settings.run_directory / JOURNAL, done) if resume else {}
+        graph = compose(settings, assembly, replay)
         stack.pop_all()
-    stream = PromptStream(prompts, seed=data.seed, epochs=data.epochs)
-    return Session(settings, assembly, graph, stream, before, checkpoints, checkpoint)
+    return Session(settings, assembly, graph, stream, before, checkpoints, checkpoint, resumes=resume)
 
 
-def compose(settings: Settings, assembly: Assembly) -> Graph[StepReport]:
-    """Return the graph of a step."""
+def steps_of(settings: Settings, prompts: PromptStream) -> int:
+    """Return how many steps a run makes: ``run.steps``, or as many as its prompts last for, the last one smaller."""
+    if not settings.data.epochs:
+        return settings.run.steps
+    return min(settings.run.steps, math.ceil(len(prompts) / settings.step.batch))
+
+
+def short_of(settings: Settings, lasts: int) -> str:
+    """Return in words that the data ends before the steps do, and what that does to the learning rate."""
+    steps, schedule = settings.run.steps, settings.trainer.schedule
+    laid_out = f" and the {schedule} schedule of the learning rate breaks off there" * (schedule != "constant")
+    return (
+        f"the data lasts for {lasts} of {steps} steps: the run ends after these{laid_out}; set run.steps = {lasts}, or "
+        f"raise data.epochs from {settings.data.epochs} (0: as many as the steps need)"
+    )
+
+
+def compose(settings: Settings, assembly: Assembly, replay: Mapping[int, Observation]) -> Graph[StepReport]:
+    """Return the graph of a step; its controllers are told ``replay`` of the steps that are made again."""
     step = settings.step
     return ppo(
         policy=assembly.policy,
@@ -172,6 +217,7 @@ def compose(settings: Settings, assembly: Assembly) -> Graph[StepReport]:
         whiten_rewards=step.whiten_rewards,
         max_nonfinite=settings.run.max_nonfinite,
         dump=partial(dump_batch, folder=settings.run_directory / NONFINITE),
+        replay=replay,
     )
 
 
@@ -211,8 +257,8 @@ async def run(
 ) -> RunDirectory:
     """Run every step, write the run directory, and save actor and critic under ``checkpoints/final``.
 
-    They are saved however the run ends. Ctrl-C ends it after the step in progress, with a checkpoint; a second one at
-    once, but for an update in progress.
+    They are saved however the run ends, once it has made an update. Ctrl-C ends it after the step in progress, with a
+    checkpoint; a second one at once, but for an update in progress.
 
     Args:
         session: what to run.
@@ -241,6 +287,8 @@ async def run(
                 report=directory.path / HANG_REPORT,
                 listeners=[log.on_stall, panel.on_stall],
                 progress=assembly.progress,
+                calls=assembly.at_work,
+                call_seconds=chosen.call_seconds,
                 last_resort=last_resort,
             )
         )
@@ -254,7 +302,9 @@ async def run(
             interruptible(log.on_interrupt) as interrupt,
         ):
             panel.watch(running.snapshot)
-            await make_steps(session, running, interrupt)
+            await make_steps(session, running, interrupt, directory)
+        if session.steps < chosen.steps:
+            log.note("data ended", steps=session.steps, wanted=chosen.steps)
         if session.prompts_changed():
             log.note("prompts changed", file=settings.data.prompts, used="as they were when the run began")
     return directory
@@ -274,23 +324,29 @@ def directory_of(session: Session, heartbeat: Heartbeat) -> RunDirectory:
         keep=settings.run.samples,
         trace=settings.run.trace,
         gauges={"loop/worst_gap_s": heartbeat.take},
-        resumed_at=None if session.checkpoint is None else session.done,
+        resumed_at=session.done if session.resumes else None,
     )
 
 
-async def make_steps(session: Session, running: Run[StepReport], interrupt: Interrupt) -> None:
+async def make_steps(session: Session, running: Run[StepReport], interrupt: Interrupt, directory: RunDirectory) -> None:
     """Make the steps that are left, with a checkpoint after every so many, and one when the run is asked to end.
+
+    The records of the steps before a checkpoint are in the files before it is: a run that goes on has them all.
 
     Raises:
         KeyboardInterrupt: it was asked to.
     """
     chosen = session.settings.run
     await session.restore(running)
+    if session.done >= session.steps:  # it was killed between its last step and its end
+        await session.assembly.save(directory.path / FINAL)
     async for report in running.steps(chosen.steps - session.done):
         due = chosen.checkpoint_every and (report.index + 1) % chosen.checkpoint_every == 0
-        if due or interrupt.asked:
+        early = interrupt.asked and report.index + 1 < session.steps
+        if due or early:
+            await anyio.to_thread.run_sync(directory.settle)
             await session.keep(running, report)
-        if interrupt.asked:
+        if early:
             raise KeyboardInterrupt
 
 
@@ -304,18 +360,26 @@ def panel_of(settings: Settings, console: Console, decode: Decode) -> Panel:
 
 @asynccontextmanager
 async def saving(assembly: Assembly, path: Path) -> AsyncIterator[None]:
-    """Save what was learned when the context ends, whatever ends it; a failure never hides what ended the run."""
+    """Save what was learned when the context ends, whatever ends it; a failure never hides what ended the run.
+
+    Where nothing was learned, ``path`` stays as it is: models that were only loaded, and those of a run that could not
+    be taken up again, are not what came of it.
+    """
+
+    async def save() -> None:
+        if assembly.trainer.has_learned:
+            with anyio.CancelScope(shield=True):
+                await assembly.save(path)
+
     try:
         yield
     except BaseException as error:
         try:
-            with anyio.CancelScope(shield=True):
-                await assembly.save(path)
+            await save()
         except Exception as later:  # noqa: BLE001 - the boundary that may not hide the first error: it becomes a note
             error.add_note(f"and then {later}")
         raise
-    with anyio.CancelScope(shield=True):
-        await assembly.save(path)
+    await save()
 
 
 def require_room(prompts: Sequence[Prompt], max_new_tokens: int, positions: int) -> None:

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import math
 import random
 import shutil
 import signal
+import subprocess
+from contextlib import suppress
 from pathlib import Path
+from statistics import median
 
 import pytest
 from safetensors.numpy import load_file
 
-from oppo.cli import DONE, INTERRUPTED, UNUSABLE, main
+from oppo.cli import DONE, FAILED, INTERRUPTED, UNUSABLE, main
+from oppo.errors import CheckpointError
+from oppo.report import observations
+from oppo.report.journal import JOURNAL, OBSERVED
+from oppo.report.rewind import rewind
+from oppo.report.rundir import SUMMARY
 from oppo.train import FINAL
 from tests.workplace import furnish, oppo, records, start
 
 STEPS = 6
 EXACT = (f"run.steps={STEPS}", "run.exact=true", "run.checkpoint_every=2", "step.chunk=3", "run.trace=false")
+EXTRA = "deferral/extra"
+PREDICTED = "deferral/predicted_seconds"
 
 
 @pytest.fixture(scope="module")
@@ -39,37 +50,85 @@ def resume(folder: Path, name: str, *overrides: str) -> int:
     return main(["resume", str(folder / "runs" / name), *(each for o in overrides for each in ("--set", o))])
 
 
-def killed(folder: Path, name: str, when: float) -> None:
-    """Begin a run and kill it ``when`` steps have been made, a fraction of a step meaning a moment within it."""
-    journal = folder / "runs" / name / "journal.jsonl"
-    with start(folder, *EXACT, f"run.name={name}") as process:
-        lines = 0
-        wanted = when * len(records(folder, "whole", "journal.jsonl")) / STEPS
-        while lines < wanted and process.poll() is None:
-            lines = journal.read_text().count("\n") if journal.exists() else 0
+def killed(folder: Path, name: str, when: float, *overrides: str) -> None:
+    """Begin a run and kill it when ``when`` steps have been made, a fraction of a step meaning a moment within it."""
+    run = folder / "runs" / name
+    a_step = median([float(str(each["seconds"])) for each in records(folder, "whole", "metrics.jsonl")])
+    with start(folder, *EXACT, *overrides, f"run.name={name}") as process:
+        while process.poll() is None and steps_of(run) < math.floor(when):
+            wait(process, 0.005)
+        wait(process, when % 1 * a_step)
         process.kill()
         process.communicate()
+
+
+def steps_of(run: Path) -> int:
+    """Return how many steps a run has made; -1: it has not begun."""
+    metrics = run / "metrics.jsonl"
+    return metrics.read_bytes().count(b"\n") if metrics.exists() else -1
+
+
+def wait(process: subprocess.Popen[str], seconds: float) -> None:
+    """Let time pass, unless the process ends."""
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
 
 
 def same_as_whole(folder: Path, name: str, whole: str = "whole") -> None:
     assert weights(folder, name) == weights(folder, whole)
     for file in ("metrics.jsonl", "journal.jsonl"):
         ours, theirs = records(folder, name, file), records(folder, whole, file)
-        assert [stable(each) for each in ours] == [stable(each) for each in theirs], file
+        assert stable(ours) == stable(theirs), file
+    assert sorted(observations(folder / "runs" / name / JOURNAL)) == list(range(STEPS))
 
 
-def stable(record: dict[str, object]) -> dict[str, object]:
-    """Return a record without what depends on time."""
-    timed = ("timing_s/", "throughput/", "overlap/", "queue/", "loop/")
-    return {k: v for k, v in record.items() if k not in {"at", "seconds"} and not k.startswith(timed)}
+def stable(told: list[dict[str, object]]) -> list[dict[str, object]]:
+    """Return records without what depends on time."""
+    timed = ("timing_s/", "throughput/", "overlap/", "queue/", "loop/", "bottleneck/", "deferral/predicted_seconds")
+    return [
+        {k: v for k, v in record.items() if k not in {"at", "seconds"} and not k.startswith(timed)}
+        for record in told
+        if record.get("event") != OBSERVED
+    ]
 
 
-@pytest.mark.parametrize("when", [random.Random(k).uniform(2.2, STEPS) for k in range(3)])
-def test_a_run_killed_at_a_random_moment_and_resumed_ends_with_the_same_weights(folder: Path, when: float) -> None:
+def killed_and_resumed(folder: Path, when: float) -> None:
+    """Check that a run killed at a moment and resumed ends like one that was not."""
     name = f"killed-{when:.3f}"
     killed(folder, name, when)
-    assert resume(folder, name) == DONE
+    left, ended = steps_of(folder / "runs" / name), (folder / "runs" / name / SUMMARY).exists()
+    assert resume(folder, name) == (UNUSABLE if ended else DONE), f"killed at {when}, after {left} steps"
     same_as_whole(folder, name)
+    shutil.rmtree(folder / "runs" / name)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_run_killed_at_a_random_moment_and_resumed_ends_with_the_same_weights(folder: Path, seed: int) -> None:
+    killed_and_resumed(folder, random.Random(seed).uniform(2, STEPS))
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("seed", range(100, 120))
+def test_twenty_runs_killed_at_random_moments_and_resumed_end_with_the_same_weights(folder: Path, seed: int) -> None:
+    killed_and_resumed(folder, random.Random(seed).uniform(0, STEPS))
+
+
+def test_an_adaptive_run_that_is_killed_decides_again_as_it_had(folder: Path) -> None:
+    """It predicts seconds from measured seconds, of which none would come out twice."""
+    name, run = "adaptive", folder / "runs" / "adaptive"
+    killed(folder, name, 7.5, "run.exact=false", "step.admission=adaptive", "run.steps=9", "run.checkpoint_every=4")
+    before, seen = records(folder, name, "metrics.jsonl"), observations(run / JOURNAL, 4)
+    assert set(seen) > {4, 5}
+    assert resume(folder, name) == DONE
+    after = records(folder, name, "metrics.jsonl")
+    assert [each["step"] for each in after] == list(range(9))
+    for was, now in zip(before, after, strict=False):
+        assert [was.get(figure) for figure in (EXTRA, PREDICTED)] == [now.get(figure) for figure in (EXTRA, PREDICTED)]
+    assert PREDICTED in after[5]
+    assert before[5]["seconds"] != after[5]["seconds"]
+    again = observations(run / JOURNAL)
+    assert sorted(again) == list(range(9))
+    assert {step: again[step] for step in seen} == seen
 
 
 def test_ctrl_c_ends_after_a_step_with_a_checkpoint_from_which_the_run_goes_on(folder: Path) -> None:
@@ -85,11 +144,17 @@ def test_ctrl_c_ends_after_a_step_with_a_checkpoint_from_which_the_run_goes_on(f
     same_as_whole(folder, "stopped")
 
 
-def damaged(folder: Path, whole: str, name: str) -> None:
-    """Copy a run and damage the last checkpoint of the copy."""
+def copied(folder: Path, whole: str, name: str) -> Path:
+    """Copy a run under another name, and return its directory."""
     run = shutil.copytree(folder / "runs" / whole, folder / "runs" / name)
     config = (run / "config.toml").read_text()
     (run / "config.toml").write_text(config.replace(f'name = "{whole}"', f'name = "{name}"'))
+    return run
+
+
+def damaged(folder: Path, whole: str, name: str) -> None:
+    """Copy a run and damage the last checkpoint of the copy."""
+    run = copied(folder, whole, name)
     with (run / "checkpoints" / "step-000006" / "trainer.safetensors").open("r+b") as file:
         file.truncate(100)
 
@@ -101,6 +166,28 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_it_used(
     assert resume(folder, "damaged") == DONE
     assert "step-000006 is damaged: trainer.safetensors" in capsys.readouterr().err
     same_as_whole(folder, "damaged")
+
+
+def test_a_run_killed_after_its_last_step_is_brought_to_its_end(folder: Path) -> None:
+    run = copied(folder, "whole", "late")
+    shutil.rmtree(run / FINAL)
+    for name in ("summary.json", "report.html"):
+        (run / name).unlink()
+    assert resume(folder, "late") == DONE
+    assert (run / "summary.json").exists()
+    same_as_whole(folder, "late")
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_anew(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = copied(folder, "whole", "early")
+    shutil.rmtree(run / "checkpoints")
+    (run / "checkpoints" / ".step-000002.partial").mkdir(parents=True)
+    assert resume(folder, "early") == UNUSABLE, "it has made more steps than that, so somebody has taken them away"
+    assert "no checkpoint in" in capsys.readouterr().err
+    rewind(run / "metrics.jsonl", 2)
+    assert resume(folder, "early") == DONE
+    assert "was ended before its first checkpoint, so it begins anew" in capsys.readouterr().err
+    same_as_whole(folder, "early")
 
 
 def test_a_run_that_corrects_for_stale_tokens_goes_on_as_if_never_interrupted(folder: Path) -> None:
@@ -117,6 +204,8 @@ def test_a_run_that_corrects_for_stale_tokens_goes_on_as_if_never_interrupted(fo
     ("override", "said"),
     [
         ("step.batch=5", "step.batch cannot change when a run is resumed"),
+        ("run.cores=2", "run.cores cannot change when a run is resumed that is exact"),
+        ("trainer.micro_batch_tokens=64", "sums would be rounded in another order"),
         ("run.steps=6", "the run has made all of its 6 steps: raise run.steps"),
         ("run.nonsense=6", "nonsense"),
     ],
@@ -129,10 +218,35 @@ def test_what_cannot_be_resumed_is_a_sentence(
 
 
 def test_a_finished_run_goes_on_when_it_is_given_more_steps(folder: Path) -> None:
-    run = shutil.copytree(folder / "runs" / "whole", folder / "runs" / "longer")
-    (run / "config.toml").write_text((run / "config.toml").read_text().replace('name = "whole"', 'name = "longer"'))
+    copied(folder, "whole", "longer")
     assert resume(folder, "longer", "run.steps=7") == DONE
     assert [each["step"] for each in records(folder, "longer", "metrics.jsonl")] == list(range(7))
+
+
+def test_a_used_directory_with_a_checkpoint_says_how_to_go_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert oppo(folder, "", *EXACT, "run.name=whole") == UNUSABLE
+    assert f"go on with `oppo resume {folder / 'runs' / 'whole'}`, choose another run.name" in capsys.readouterr().err
+
+
+def test_a_run_that_ran_out_of_memory_goes_on_as_its_error_advises(folder: Path) -> None:
+    assert oppo(folder, "", "run.name=tight", "run.checkpoint_every=1") == DONE
+    smaller = ("trainer.micro_batch_tokens=64", "trainer.gradient_checkpointing=1", "run.scorers=thread")
+    assert resume(folder, "tight", *smaller, "run.steps=3") == DONE
+    assert [each["step"] for each in records(folder, "tight", "metrics.jsonl")] == [0, 1, 2]
+
+
+def test_a_run_that_could_not_be_taken_up_leaves_what_it_had_learned(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copied(folder, "whole", "kept")
+
+    def unreadable(*_: object) -> None:
+        raise CheckpointError("the disk is gone")
+
+    monkeypatch.setattr("oppo.hf.trainer.read_training", unreadable)
+    assert resume(folder, "kept", "run.steps=7") == FAILED
+    assert "the disk is gone" in capsys.readouterr().err
+    assert weights(folder, "kept") == weights(folder, "whole")
 
 
 def test_other_prompts_are_not_taken_for_the_run_s_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ import torch
 from transformers import get_scheduler
 
 from oppo.errors import ConfigError
+from oppo.stages import GAE
 from oppo.training import Schedule, TrainerSettings
 
 
@@ -45,3 +46,26 @@ def test_the_schedules_are_those_of_transformers(schedule: Schedule) -> None:
 def test_impossible_settings_are_refused(settings: dict[str, float], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         TrainerSettings(**settings)  # type: ignore[arg-type] # the point of the test
+
+
+def test_the_defaults_are_those_of_trl_but_for_the_exceptions_that_are_named() -> None:
+    """The numbers are those of ``trl.experimental.ppo.PPOConfig`` in TRL 1.12.0, with the arguments it inherits."""
+    ours = TrainerSettings()
+    same = {
+        "learning_rate": 3e-6,
+        "epochs": 4,  # num_ppo_epochs
+        "minibatches": 1,  # num_mini_batches
+        "clip": 0.2,  # cliprange
+        "value_clip": 0.2,  # cliprange_value
+        "value_coefficient": 0.1,  # vf_coef
+        "max_grad_norm": 1.0,
+        "weight_decay": 0.0,
+        "betas": (0.9, 0.999),  # adam_beta1, adam_beta2
+        "warmup_steps": 0,
+    }
+    theirs = {"eps": 1e-8, "schedule": "linear", "gradient_checkpointing": 1, "seed": 42}
+    assert {name: getattr(ours, name) for name in same} == same
+    assert {name for name in theirs if getattr(ours, name) != theirs[name]} == theirs.keys()
+    step = GAE()
+    assert (step.gamma, step.lam, step.kl, step.kl_estimator) == (1.0, 0.95, 0.05, "k1")
+    assert not step.whiten_rewards

@@ -37,13 +37,25 @@ epochs = 1
 """
 
 REWARDS = """
-import os, sys, time
+import os, signal, sys, time
 
 def short(prompts, completions, goal):
     return [-len(c.split()) / 10 for c in completions]
 
 def broken(prompts, completions):
     return [None for _ in completions]
+
+seen = []
+
+def tiring(prompts, completions):
+    seen.extend(completions)
+    return [1.0 if len(seen) <= 4 else None for _ in completions]
+
+def pressing(prompts, completions):
+    if not seen:
+        os.kill(os.getpid(), signal.SIGINT)
+    seen.extend(completions)
+    return [0.0 for _ in completions]
 
 def picky(prompts, completions, goal):
     return [float("nan") if g % 3 == 0 else 1.0 for g in goal]

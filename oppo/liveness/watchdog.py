@@ -6,13 +6,15 @@
                              listeners told    listeners told again         report, cancelled       last resort
 
 It looks from outside because what hangs may be the event loop itself. What moves a run is an item sent, a piece of
-work done by a model, a step, or any change of what ``progress`` returns.
+work done by a model, a step, or any change of what ``progress`` returns. One long call, of a model or a reward
+function, looks from outside as a hang does: it is named when a stall is told of, and may last ``call_seconds``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -33,6 +35,9 @@ from oppo.redact import redacted
 NOTICE_SECONDS = 30.0
 """After so long without a move it is said who waits for whom, and again whenever the time has doubled."""
 
+CALL_SECONDS = 3600.0
+"""How long one call may be at work while nothing else moves."""
+
 GRACE_SECONDS = 30.0
 """How long a run that has been cancelled may take to save what was learned and come to its end."""
 
@@ -48,16 +53,18 @@ class Watched(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """Nothing has moved for ``seconds``; ``final`` when the run is ended for it."""
+    """Nothing has moved for ``seconds``; ``final`` when the run is ended for it; ``calls`` are at work meanwhile."""
 
     seconds: float
     snapshot: Snapshot | None
     final: bool = False
+    calls: tuple[str, ...] = ()
 
     def sentence(self) -> str:
         """Return it in words."""
         doing = "between two steps" if self.snapshot is None else self.snapshot.sentence()
-        return f"nothing has moved for {self.seconds:.0f} s: {doing}"
+        calls = f"; in a call: {', '.join(self.calls)}" if self.calls else ""
+        return f"nothing has moved for {self.seconds:.0f} s: {doing}{calls}"
 
 
 class Watchdog(Observer):
@@ -69,6 +76,8 @@ class Watchdog(Observer):
         notice: seconds without a move after which the listeners are told.
         listeners: told of each stall, from the watchdog's thread.
         progress: whatever changes while work goes on that sends nothing, such as a count of decode steps.
+        calls: names the calls that are at work, if any.
+        call_seconds: the limit instead of ``seconds`` while a call is at work, where it is longer; 0 sets none.
         last_resort: called from the watchdog's thread when a cancelled run has not ended within ``grace`` seconds: a
             thread that never returns cannot be ended but with the process.
         grace: seconds.
@@ -83,6 +92,8 @@ class Watchdog(Observer):
         notice: float = NOTICE_SECONDS,
         listeners: Sequence[Callable[[Stall], None]] = (),
         progress: Callable[[], object] = int,
+        calls: Callable[[], tuple[str, ...]] = tuple,
+        call_seconds: float = CALL_SECONDS,
         last_resort: Callable[[HangError], None] | None = None,
         grace: float = GRACE_SECONDS,
         clock: Callable[[], float] = now,
@@ -92,6 +103,8 @@ class Watchdog(Observer):
         self._notice = notice
         self._listeners = listeners
         self._progress = progress
+        self._calls = calls
+        self._call_seconds = call_seconds
         self._last_resort = last_resort
         self._grace = grace
         self._clock = clock
@@ -159,13 +172,18 @@ class Watchdog(Observer):
         if run is None or seen != self._seen:
             self._seen, self._since, self._due = seen, at, self._notice
             return None
-        still = at - self._since
-        if self._seconds and still >= self._seconds:
-            return Stall(still, run.snapshot(), final=True)
+        still, calls = at - self._since, self._calls()
+        if still >= self._limit(calls):
+            return Stall(still, run.snapshot(), final=True, calls=calls)
         if still >= self._due:
             self._due *= 2
-            return Stall(still, run.snapshot())
+            return Stall(still, run.snapshot(), calls=calls)
         return None
+
+    def _limit(self, calls: tuple[str, ...]) -> float:
+        if not self._seconds or (calls and not self._call_seconds):
+            return math.inf
+        return max(self._seconds, self._call_seconds) if calls else self._seconds
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -204,4 +222,7 @@ class Watchdog(Observer):
             self._report.write_text(redacted(json.dumps(report, indent=1)) + "\n", encoding="utf-8")
         except OSError as error:
             return f"{self._report} could not be written: {error.strerror or error}"
-        return f"see {self._report}; run.watchdog_seconds = {self._seconds:g} is the limit, 0 sets none"
+        name, limit = "run.watchdog_seconds", self._seconds
+        if stall.calls and self._call_seconds > self._seconds:
+            name, limit = "run.call_seconds", self._call_seconds
+        return f"see {self._report}; {name} = {limit:g} is the limit, 0 sets none"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from oppo.report.journal import story
+from oppo.report.journal import observations, story
 from oppo.report.log import RunLog
 from oppo.report.overlap import Occupation, hidden_fraction, occupation
 from oppo.report.panel import Panel
 from oppo.report.rundir import RunDirectory
 
-__all__ = ["Occupation", "Panel", "RunDirectory", "RunLog", "hidden_fraction", "occupation", "story"]
+__all__ = ["Occupation", "Panel", "RunDirectory", "RunLog", "hidden_fraction", "observations", "occupation", "story"]

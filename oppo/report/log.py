@@ -13,6 +13,7 @@ from typing import Self
 import structlog
 from structlog.tracebacks import ExceptionDictTransformer
 
+from oppo.admission import Verdict
 from oppo.events import StepReport
 from oppo.liveness import Stall
 from oppo.observe import Observer, Span
@@ -63,6 +64,7 @@ class RunLog(Observer):
             trained=len(result.trained),
             deferred=len(result.deferred),
             seconds=round(result.seconds, 4),
+            **_bottleneck(result),
         )
 
     def note(self, event: str, **facts: object) -> None:
@@ -91,6 +93,11 @@ class RunLog(Observer):
         else:
             self._log.warning("interrupted", by=type(error).__name__)
         self._file.close()
+
+
+def _bottleneck(report: StepReport) -> dict[str, object]:
+    found = Verdict.of_metrics(report.metrics, report.seconds)
+    return {} if found is None else {"bottleneck": found.bottleneck, "limit": round(found.limit, 3)}
 
 
 def installed() -> dict[str, str]:

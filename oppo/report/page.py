@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
+from oppo.admission.verdict import BOTTLENECKS, PREFIX, Verdict, together
 from oppo.report.journal import Record
 from oppo.report.metrics import summary
 from oppo.report.svg import lines, stacked
@@ -16,6 +18,9 @@ svg{width:100%;border:1px solid #e5e7eb;border-radius:8px;background:#fff}
 table{border-collapse:collapse;width:100%}td,th{border-bottom:1px solid #e5e7eb;padding:.35rem .5rem;text-align:left}
 td.text{white-space:pre-wrap;overflow-wrap:anywhere}td.number,th.number{text-align:right;white-space:nowrap}
 """
+
+
+_WINDOW = 8  # steps that the last verdict is about
 
 
 def page(name: str, records: Sequence[Mapping[str, float | None]], samples: Sequence[Record]) -> str:
@@ -35,6 +40,7 @@ def page(name: str, records: Sequence[Mapping[str, float | None]], samples: Sequ
                 {"mean": _column(records, "response_length/mean"), "longest": _column(records, "response_length/max")},
             ),
             stacked("Step time by phase (s)", _phases(records)),
+            stacked("Step time by bottleneck (share)", {part: _column(records, PREFIX + part) for part in BOTTLENECKS}),
             lines("Rollouts carried into the next step", {"deferred": _column(records, "deferred")}),
             lines(
                 "Scoring hidden behind decoding and training", {"fraction": _column(records, "overlap/hidden_fraction")}
@@ -48,7 +54,7 @@ def page(name: str, records: Sequence[Mapping[str, float | None]], samples: Sequ
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(name)}</title>'
         f"<style>{_STYLE}</style></head><body><h1>{escape(name)}</h1>"
-        f'<div class="charts">{charts}</div><h2>Summary</h2><table>{facts}</table>'
+        f'<div class="charts">{charts}</div>{_bottleneck(records)}<h2>Summary</h2><table>{facts}</table>'
         f"<h2>Samples</h2>{_samples(samples)}</body></html>\n"
     )
 
@@ -66,6 +72,21 @@ def _phases(records: Sequence[Mapping[str, float | None]]) -> dict[str, list[flo
         max(0.0, (whole or 0.0) - sum(part or 0.0 for part in parts)) for whole, parts in zip(total, known, strict=True)
     ]
     return {"decode": decode, "exposed scoring": exposed, "update": update, "other": other}
+
+
+def _bottleneck(records: Sequence[Mapping[str, float | None]]) -> str:
+    """Return what the steps were bound by, and what that means in the last of them; nothing where nobody knows."""
+    found = [verdict for each in records if (verdict := Verdict.of_metrics(each, each.get("seconds") or 0.0))]
+    last = found[-_WINDOW:]
+    recent = together(last)
+    if recent is None:
+        return ""
+    counts = Counter(each.bottleneck for each in found).most_common()
+    steps = ", ".join(f"{part}-bound: {count / len(found):.0%} of the steps" for part, count in counts)
+    return (
+        f"<h2>Bottleneck</h2><p>{escape(steps)}.</p>"
+        f"<p>The last {len(last)} steps together are {recent.bottleneck}-bound: {escape(recent.sentence)}.</p>"
+    )
 
 
 def _samples(samples: Sequence[Record]) -> str:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import cast
 
-from oppo.report.journal import Record
+from oppo.report.journal import OBSERVED, Record, read
 from oppo.report.put import put
 
 
 def rewind(path: Path, steps: int) -> list[Record]:
-    """Return the records of the first ``steps`` steps, and leave no others in the file.
+    """Return the records of the first ``steps`` steps, and leave in the file no others, but for observations.
 
-    A line that a kill has torn is dropped with what follows it; a file that is not there holds no record.
+    Those outlive the steps they are of: the controllers are told them again when these steps are made again, whatever
+    else is measured then, and however often the run is killed on the way. A line that a kill has torn is dropped with
+    what follows it; a file that is not there holds no record.
 
     Args:
         path: a file of JSON objects, one a line, each with its ``step``.
@@ -22,13 +25,12 @@ def rewind(path: Path, steps: int) -> list[Record]:
         OSError: the file cannot be read or written; it then is as it was.
     """
     kept: list[Record] = []
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            break
-        if record["step"] < steps:
+    observed: list[Record] = []
+    for record in read(path):
+        if cast("int", record["step"]) < steps:
             kept.append(record)
-    put(path, "".join(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in kept))
+        elif record.get("event") == OBSERVED:
+            observed.append(record)
+    lines = (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in kept + observed)
+    put(path, "".join(lines))
     return kept

@@ -4,7 +4,7 @@
 ``config.toml``       the resolved settings
 ``metrics.jsonl``     one flat object a step, under TRL's PPO names and ours
 ``samples.jsonl``     a few rollouts of each step, with text and score
-``journal.jsonl``     what became of every rollout
+``journal.jsonl``     what became of every rollout, and what controllers were told of every step
 ``log.jsonl``         how the run began, its steps, what was dropped, how it ended (:mod:`oppo.report.log`)
 ``trace.json``        Chrome trace: a track for each stage and model, an arrow for each rollout
 ``summary.json``      what the run came to
@@ -32,7 +32,7 @@ from oppo.events import Batch, StepReport
 from oppo.observe import Observer, Span
 from oppo.redact import redactor
 from oppo.report import journal
-from oppo.report.journal import Record
+from oppo.report.journal import JOURNAL, Record
 from oppo.report.lock import LOCK, Lock, is_locked, taken
 from oppo.report.metrics import Metrics, finite, record, summary
 from oppo.report.overlap import Role, occupation
@@ -52,8 +52,11 @@ ROLES: Mapping[str, Role] = {
 }
 """What the models of ``oppo train`` do, by the names of their tracks."""
 
-RECORDS = ("metrics.jsonl", "samples.jsonl", "journal.jsonl")
+RECORDS = ("metrics.jsonl", "samples.jsonl", JOURNAL)
 """Files of one object a line, each with its ``step``; :mod:`oppo.report.journal` reads the last of them."""
+
+SUMMARY = "summary.json"
+"""Written last: where it is, the run has come to its end."""
 
 _SHOWN_STEPS = 3  # steps at the start and at the end whose samples the page shows
 
@@ -73,8 +76,9 @@ class RunDirectory(Observer):
         roles: what each model track does, for the overlap metrics.
         source: the stage whose items are the rollouts' events.
         gauges: read at the end of each step and written among its metrics.
-        resumed_at: steps that a run in this directory has behind it: what it wrote of later ones is taken back, and
-            the records go on from there; the trace goes on in ``trace-<steps>.json``. ``None``: a new run.
+        resumed_at: steps that a run in this directory has behind it: what it wrote of later ones is taken back, but
+            for observations, and the records go on from there; the trace goes on in ``trace-<steps>.json``.
+            ``None``: a new run.
 
     Raises:
         ConfigError: the directory is already used, by a run that is over or one that goes on, or cannot be written.
@@ -143,11 +147,11 @@ class RunDirectory(Observer):
             self._model_spans.append(span)
 
     def on_item(self, step: int, stage: str, item: object, at: float) -> None:
-        """Journal an event of a rollout; keep a few rollouts of a batch."""
+        """Journal an event of a rollout, or what was observed; keep a few rollouts of a batch."""
         self._at = at
         if stage == self._source:
             if (entry := journal.entry(step, item, at)) is not None:
-                self._write_records("journal.jsonl", [entry])
+                self._write_records(JOURNAL, [entry])
             if self._trace is not None:
                 self._trace.item(stage, item, at)
         elif isinstance(item, Batch) and self._decode is not None and self._keep:
@@ -166,12 +170,20 @@ class RunDirectory(Observer):
             metrics |= {name: finite(gauge()) for name, gauge in self._gauges.items()}
             self._records.append(metrics)
             self._write_records("metrics.jsonl", [metrics])
-            self._write_records("journal.jsonl", journal.endings(step, result, self._at))
+            self._write_records(JOURNAL, journal.endings(step, result, self._at))
         self._flush()
 
     def summary(self) -> dict[str, float | int | None]:
         """Return what the run comes to so far."""
         return summary(self._records)
+
+    def settle(self) -> None:
+        """Return when everything about the steps that are over is in the files; blocks.
+
+        Raises:
+            OSError: something could not be written.
+        """
+        self._writer.settle()
 
     def close(self) -> None:
         """Complete the directory: the last spans, the summary, the page; idempotent.
@@ -203,6 +215,7 @@ class RunDirectory(Observer):
 
     def _rewind(self, steps: int) -> None:
         """Take the records back to the first ``steps`` steps, and know of them what their writer knew."""
+        (self.path / SUMMARY).unlink(missing_ok=True)
         records = {name: rewind(self.path / name, steps) for name in RECORDS}
         self._records = [cast("Metrics", each) for each in records["metrics.jsonl"]]
         of_step = [list(group) for _, group in groupby(records["samples.jsonl"], key=itemgetter("step"))]
@@ -243,7 +256,7 @@ class RunDirectory(Observer):
 
     def _complete(self, html: str, facts: Mapping[str, object]) -> None:
         put(self.path / "report.html", self._redact(html))
-        put(self.path / "summary.json", self._redact(json.dumps(facts, indent=2)) + "\n")
+        put(self.path / SUMMARY, self._redact(json.dumps(facts, indent=2)) + "\n")
 
 
 def require_unused(path: Path) -> None:
@@ -269,7 +282,9 @@ def require_unused(path: Path) -> None:
 def _require_empty(path: Path) -> None:
     used = sorted(entry.name for entry in path.iterdir() if entry.name != LOCK)
     if used:
+        resumable = any(path.glob("checkpoints/step-*"))
+        advice = [f"go on with `oppo resume {path}`"] if resumable else []
         raise ConfigError(
             f"the run directory {path} is already used (it holds {', '.join(used[:3])}"
-            f"{', ...' if len(used) > 3 else ''}): choose another run.name, or remove it"
+            f"{', ...' if len(used) > 3 else ''}): {', '.join([*advice, 'choose another run.name'])}, or remove it"
         )

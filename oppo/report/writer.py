@@ -41,6 +41,15 @@ class Writer:
         else:
             self._jobs.put(job)
 
+    def settle(self) -> None:
+        """Return when every job submitted so far is done or, after a failure, dropped; blocks.
+
+        Raises:
+            BaseException: what a job raised.
+        """
+        self._jobs.join()
+        self._raise()
+
     def close(self) -> None:
         """Return when every job is done; idempotent.
 
@@ -60,6 +69,8 @@ class Writer:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             self._do(job)
+            self._jobs.task_done()
+        self._jobs.task_done()
 
     def _do(self, job: Job) -> None:
         if self._error is None:

@@ -51,9 +51,19 @@ class Scene:
     path: Path
     time: Time = field(default_factory=Time)
     work: int = 0
+    calls: tuple[str, ...] = ()
+    limit: float = 500
 
     def __post_init__(self) -> None:
-        self.dog = Watchdog(100, report=self.path, notice=10, clock=self.time, progress=lambda: self.work)
+        self.dog = Watchdog(
+            100,
+            report=self.path,
+            notice=10,
+            clock=self.time,
+            progress=lambda: self.work,
+            calls=lambda: self.calls,
+            call_seconds=self.limit,
+        )
 
     def at(self, seconds: float) -> tuple[float, bool] | None:
         """Return the stall that is told of at this time."""
@@ -86,6 +96,25 @@ async def test_everything_that_moves_starts_the_wait_anew(tmp_path: Path) -> Non
         assert scene.at(305) == (100, True)
 
 
+@pytest.mark.parametrize(("limit", "end"), [(500, 500), (50, 100), (0, None)])
+async def test_a_call_that_is_at_work_has_a_limit_of_its_own(tmp_path: Path, limit: float, end: int | None) -> None:
+    scene = Scene(tmp_path / "hang-report.json", calls=("trainer: checkpoint",), limit=limit)
+    async with scene.dog.guarding(StuckRun()):
+        told = {second: scene.at(second) for second in range(0, 601, 10)}
+    finals = [second for second, stall in told.items() if stall is not None and stall[1]]
+    assert finals[:1] == ([] if end is None else [end])
+    assert told[20] == (20, False), "it is told of all the same"
+
+
+async def test_a_run_in_which_the_last_call_has_ended_has_the_limit_of_all(tmp_path: Path) -> None:
+    scene = Scene(tmp_path / "hang-report.json", calls=("policy: decode",))
+    async with scene.dog.guarding(StuckRun()):
+        scene.at(0)
+        assert scene.at(150) == (150, False)
+        scene.calls = ()
+        assert scene.at(151) == (151, True)
+
+
 async def test_time_outside_of_a_run_does_not_count(tmp_path: Path) -> None:
     scene = Scene(tmp_path / "hang-report.json")
     assert scene.at(1000) is None
@@ -99,7 +128,9 @@ def test_a_stall_says_who_waits_for_whom() -> None:
     assert Stall(61.4, STUCK).sentence() == (
         "nothing has moved for 61 s: advantage waits for reward; reward is at work"
     )
-    assert Stall(61.4, None).sentence() == "nothing has moved for 61 s: between two steps"
+    assert Stall(61.4, None, calls=("trainer: checkpoint",)).sentence() == (
+        "nothing has moved for 61 s: between two steps; in a call: trainer: checkpoint"
+    )
 
 
 @dataclass

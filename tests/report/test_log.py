@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,16 @@ def test_a_score_that_is_no_number_is_written_as_null(tmp_path: Path) -> None:
     with RunLog(tmp_path / "log.jsonl", "trial") as log:
         log.on_step(3, report(float("nan")), {})
     assert lines(tmp_path / "log.jsonl")[2]["score"] is None
+
+
+def test_a_step_is_logged_with_its_bottleneck(tmp_path: Path) -> None:
+    parts = {"decode": 0.5, "tail": 0.125, "cap": 0.0, "score": 0.25, "train": 0.125}
+    more = {"limit": 1.23456, "scoring": 0.5, "capped": 0.0, "finished": 4.0}
+    metrics = {f"bottleneck/{name}": value for name, value in {**parts, **more}.items()}
+    with RunLog(tmp_path / "log.jsonl", "trial") as log:
+        log.on_step(3, replace(report(0.25), metrics=metrics), {})
+    step = lines(tmp_path / "log.jsonl")[2]
+    assert (step["bottleneck"], step["limit"]) == ("decode", 1.235)
 
 
 def fail(path: Path, secret: str) -> None:

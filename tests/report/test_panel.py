@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -61,6 +62,20 @@ def test_a_line_leaves_out_what_was_not_measured() -> None:
     bare = report(0, (), float("nan"), (Defer(1, 1),))
     bare = type(bare)(0, 1, (), (), bare.deferred, float("nan"), 0.5, {})
     assert line(bare, 1, 9) == "step 1/9  score -  parked 1  0.50 s"
+
+
+BOUND = {f"bottleneck/{part}": 0.0 for part in ("decode", "cap", "score", "scoring", "capped", "finished")}
+BOUND |= {"bottleneck/tail": 0.25, "bottleneck/train": 0.75, "bottleneck/limit": 1.25}
+
+
+def test_a_step_and_the_last_of_them_say_what_they_are_bound_by() -> None:
+    where, out = console(terminal=True)
+    step = replace(report(0, (0,), 0.5), metrics=BOUND)
+    assert line(step, 1, 9) == "step 1/9  score 0.500  parked 0  train-bound  2.00 s"
+    panel = Panel(where, 2, live=True)
+    panel.on_step(0, step, {})
+    where.print(panel.render())
+    assert "train-bound: the update takes 75 % of the step: no schedule shortens that" in out.getvalue()
 
 
 def test_text_of_several_lines_is_made_harmless_line_by_line() -> None:

@@ -7,9 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from oppo.admission import Observation
 from oppo.errors import ConfigError
+from oppo.events import Defer
 from oppo.observe import Span
-from oppo.report import RunDirectory, story
+from oppo.report import RunDirectory, observations, story
+from oppo.report.journal import JOURNAL, Record
+from oppo.report.rewind import rewind
 from oppo.report.rundir import RECORDS
 from tests.report.synthetic import decode, play, play_second
 
@@ -90,7 +94,7 @@ def test_the_trace_has_a_track_for_each_worker_and_an_arrow_for_each_rollout(tmp
 
 def test_the_page_is_self_contained_and_escapes_what_models_say(tmp_path: Path) -> None:
     html = (written(tmp_path) / "report.html").read_text()
-    assert html.count("<svg") == 6
+    assert html.count("<svg") == 7
     assert not re.search(r"<(script|link|img)|url\(|@import", html)
     assert "&lt;b&gt;two&lt;/b&gt;" in html
     assert "<b>two</b>" not in html
@@ -160,6 +164,32 @@ def test_a_resumed_run_leaves_the_records_of_one_that_was_never_killed(tmp_path:
     for name in (*RECORDS, "summary.json", "trace.json"):
         assert (path / name).read_bytes() == (whole / name).read_bytes(), name
     assert (path / "trace-000001.json").exists()
+
+
+def test_what_was_observed_outlives_the_steps_that_are_taken_back(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    with RunDirectory(path, threaded=False) as directory:
+        for step in range(3):
+            directory.on_item(step, "generate", Observation(step, seconds=0.1 + step, score=0.5), float(step))
+    for resumed_at in (2, 1):
+        with RunDirectory(path, threaded=False, resumed_at=resumed_at) as directory:
+            directory.on_item(resumed_at, "generate", Defer(7, 1), 5.0)
+    told = [(line["step"], line["event"]) for line in lines(path / JOURNAL)]
+    assert told == [(0, "observed"), (1, "observed"), (2, "observed"), (1, "deferred")]
+    assert observations(path / JOURNAL, 1) == {
+        step: Observation(step, seconds=0.1 + step, score=0.5) for step in (1, 2)
+    }
+    assert observations(tmp_path / "nowhere") == {}
+
+
+def test_text_with_other_line_ends_and_a_line_torn_within_a_character_are_read_as_written(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    records: list[Record] = [{"step": 0, "completion": "one\u2028two\x85three"}, {"step": 1, "completion": "naïve"}]
+    whole = [json.dumps(record, ensure_ascii=False).encode() + b"\n" for record in records]
+    for torn in range(len(whole[1]) - 1):
+        path.write_bytes(whole[0] + whole[1][:torn])
+        assert rewind(path, 2) == records[:1]
+        assert path.read_bytes() == whole[0]
 
 
 def test_a_run_in_progress_cannot_be_resumed(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,11 +54,19 @@ def test_the_journal_accounts_for_every_rollout_and_a_run_can_be_repeated(tmp_pa
     events = Counter(entry["event"] for entry in entries)
     assert events["admitted"] == events["finished"] == events["trained"] == 20
     assert events["deferred"] > 0
-    for rollout in {entry["rollout"] for entry in entries}:
+    assert [entry["step"] for entry in entries if entry["event"] == "observed"] == [0, 1, 2, 3, 4]
+    for rollout in {entry["rollout"] for entry in entries if "rollout" in entry}:
         told = [entry["event"] for entry in story(journal, rollout)]
         assert (told[0], told[-2:]) == ("admitted", ["finished", "trained"])
         assert set(told[1:-2]) <= {"deferred"}
     assert len(out.getvalue().splitlines()) == 10
+
+
+def test_the_page_says_what_the_steps_were_bound_by(tmp_path: Path) -> None:
+    run_virtual(train, tmp_path / "run", io.StringIO())
+    html = (tmp_path / "run" / "report.html").read_text()
+    assert re.search(r"<h2>Bottleneck</h2><p>score-bound: \d+% of the steps", html)
+    assert "The last 5 steps together are score-bound: the slowest scorer" in html
 
 
 def test_every_arrow_in_the_trace_ends_where_a_rollout_finished(tmp_path: Path) -> None:

@@ -1,0 +1,37 @@
+"""Records are taken back to a checkpoint line by line, whatever their text holds and however the last line was torn."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from oppo.report.rewind import rewind
+
+
+def records(count: int, text: str = "") -> list[dict[str, object]]:
+    return [{"step": step, "text": text} for step in range(count)]
+
+
+def spelled(records: list[dict[str, object]]) -> str:
+    return "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in records)
+
+
+@pytest.mark.parametrize("text", ["", "a\u2028b", "a\u2029b", "a\u0085b", "a\x0bb", "a\rb\nc"])
+def test_the_first_steps_stay_whatever_their_text_holds(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "samples.jsonl"
+    file.write_text(spelled(records(5, text)), encoding="utf-8")
+    assert rewind(file, 3) == records(3, text)
+    assert file.read_text(encoding="utf-8") == spelled(records(3, text))
+
+
+@pytest.mark.parametrize("kept", range(1, 7))
+def test_a_line_that_was_torn_is_dropped_wherever_it_was_torn(tmp_path: Path, kept: int) -> None:
+    file = tmp_path / "samples.jsonl"
+    file.write_bytes(spelled(records(2)).encode() + '{"\N{GRINNING FACE}'.encode()[:kept])
+    assert rewind(file, 9) == records(2)
+
+
+def test_a_file_that_is_not_there_holds_nothing(tmp_path: Path) -> None:
+    assert rewind(tmp_path / "journal.jsonl", 3) == []
