@@ -1,5 +1,6 @@
 """The transformers backend: a slab cache, the policy, three scorers and the trainer. Importing it loads torch."""
 
+from oppo.hf.anatomy import end_ids
 from oppo.hf.load import load_causal, load_scalar, load_tokenizer
 from oppo.hf.policy import HfPolicy
 from oppo.hf.probe import probe
@@ -17,6 +18,7 @@ __all__ = [
     "RewardModel",
     "Text",
     "ValueModel",
+    "end_ids",
     "load_causal",
     "load_scalar",
     "load_tokenizer",

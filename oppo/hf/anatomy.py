@@ -37,6 +37,12 @@ def vocabulary(model: PreTrainedModel) -> int:
     return table.num_embeddings
 
 
+def end_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """Return the end-of-sequence ids of the model's generation config; it may have more than the tokenizer's one."""
+    own = model.generation_config.eos_token_id if model.generation_config is not None else None
+    return tuple(own) if isinstance(own, list) else (own,) if isinstance(own, int) else ()
+
+
 def longest(model: PreTrainedModel) -> int:
     """Return how many tokens a sequence may have, so that every position can be read and none changes another's.
 

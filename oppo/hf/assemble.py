@@ -10,13 +10,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import torch
 from transformers import PreTrainedModel
 
 from oppo.checkpoint import Checkpoints, State, write_state
 from oppo.config import Settings, trainer_settings
 from oppo.errors import ConfigError, ModelError
 from oppo.events import Drop, FloatArray
-from oppo.hf.anatomy import longest, vocabulary
+from oppo.hf.anatomy import end_ids, longest, vocabulary
+from oppo.hf.device import device_of, settled
 from oppo.hf.directory import require_no_code, require_safetensors
 from oppo.hf.load import load_causal, load_scalar, load_tokenizer, quiet
 from oppo.hf.lora import add_lora, twin
@@ -76,9 +78,17 @@ class Assembly:
         for place in self.places:
             place.listener = heard
 
-    def progress(self) -> int:
-        """Return a number that grows while the actor decodes, whether or not anything is sent."""
-        return self.policy.counters.decode_steps
+    def progress(self) -> tuple[object, ...]:
+        """Return what changes while work goes on, whether or not anything is sent, and when a call begins."""
+        done = self.policy.counters
+        return done.decode_steps, done.prefilled, self.trainer.micro_batches, *self.at_work()
+
+    def at_work(self) -> tuple[str, ...]:
+        """Return the calls that models, and a reward function, are at work on."""
+        calls = [place.at_work for place in self.places]
+        if isinstance(self.reward, FunctionReward):
+            calls.append(self.reward.at_work)
+        return tuple(filter(None, calls))
 
     async def checkpoint(self, checkpoints: Checkpoints, step: int, score: float, state: State) -> None:
         """Write a checkpoint: the state given, the trainer's, and both models, each with the tokenizer.
@@ -162,16 +172,18 @@ def assemble(settings: Settings, text: Text, tell: Callable[[str], None]) -> Ass
         tell: told, in a sentence, what is being loaded.
 
     Raises:
-        ConfigError: a model cannot be loaded, or reads other token ids than the policy.
+        ConfigError: the device is not there, a model cannot be loaded, or reads other token ids than the policy.
         RewardError: the reward function cannot be loaded.
         ModelRefused: a model cannot be served exactly.
     """
     reward = _function(settings, text)
     run = settings.run
-    places = Places.of(run.cores or available_cores(), run.scorers, tell)
+    device = _device(settings)
+    places = Places.of(run.cores or available_cores(), device, run.scorers, tell)
     with ExitStack() as stack:
         stack.callback(places.close)
-        assembly = _assembled(settings, text, places, reward, _Loader(settings, text, tell))
+        assembly = _assembled(settings, text, places, reward, _Loader(settings, text, device, tell))
+        settled(device)
         places.settle()
         stack.pop_all()
     return assembly
@@ -219,6 +231,13 @@ def _assembled(
     )
 
 
+def _device(settings: Settings) -> torch.device:
+    try:
+        return device_of(settings.models.device, exact=settings.run.exact)
+    except ConfigError as error:
+        raise ConfigError(f"models.device: {error}") from error
+
+
 def _actor_and_reference(settings: Settings, load: _Loader) -> tuple[PreTrainedModel, PreTrainedModel]:
     """Return what is trained and what it is compared with; with adapters, both over the same base in memory."""
     models = settings.models
@@ -248,9 +267,10 @@ def _proximal(
 class _Loader:
     """Loads the models of ``settings``; an error names the setting that asked for the model, and what to do."""
 
-    def __init__(self, settings: Settings, text: Text, tell: Callable[[str], None]) -> None:
+    def __init__(self, settings: Settings, text: Text, device: torch.device, tell: Callable[[str], None]) -> None:
         self._models = settings.models
         self._text = text
+        self._device = device
         self._tell = tell
         self._actor: PreTrainedModel | None = None
 
@@ -260,6 +280,7 @@ class _Loader:
             model = load_causal(
                 path,
                 dtype=self._models.dtype,
+                device=self._device,
                 trust_remote_code=self._models.trust_remote_code,
                 allow_pickle=self._models.allow_pickle,
             )
@@ -273,6 +294,7 @@ class _Loader:
             model = load_scalar(
                 path,
                 dtype=self._models.dtype,
+                device=self._device,
                 trust_remote_code=self._models.trust_remote_code,
                 allow_pickle=self._models.allow_pickle,
                 new_head=new_head,
@@ -329,15 +351,13 @@ def _function(settings: Settings, text: Text) -> FunctionReward | None:
 
 
 def _sampling(settings: Settings, text: Text, actor: PreTrainedModel) -> Sampling:
-    own = actor.generation_config.eos_token_id if actor.generation_config is not None else None
-    generation_stop = own if isinstance(own, list) else [own] if isinstance(own, int) else []
     section = settings.sampling
     return Sampling(
         max_new_tokens=section.max_new_tokens,
         temperature=section.temperature,
         top_k=section.top_k,
         top_p=section.top_p,
-        stop=text.stop(section.stop, generation_stop),
+        stop=text.stop(section.stop, end_ids(actor)),
         min_new_tokens=section.min_new_tokens,
         stop_strings=section.stop_strings,
         seed=section.seed,

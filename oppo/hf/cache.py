@@ -1,21 +1,34 @@
-"""The seam between slabs and transformers: a ``Cache`` whose layers write into, and read from, a slab."""
+"""The seam between slabs and transformers: a ``Cache`` whose layers write into, and read from, slabs."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, cast
 
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from oppo.hf.parts import Parts
 from oppo.hf.slabs import Site, Slab
+
+
+class Place(NamedTuple):
+    """Where consecutive rows of a forward pass have their keys and values."""
+
+    slab: Slab
+    site: Site
 
 
 @dataclass(slots=True)
 class Aim:
-    """What the forward pass in progress works on; all layers of a cache share one."""
+    """What the forward pass in progress works on; all layers of a cache share one.
 
-    slab: Slab
-    site: Site
+    Attributes:
+        places: in the order of the batch. More than one are read as :class:`~oppo.hf.parts.Parts`.
+    """
+
+    places: Sequence[Place] = ()
 
 
 class SlabLayer(CacheLayerMixin):
@@ -38,12 +51,21 @@ class SlabLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         """Write the new keys and values; return all that the queries attend to, masked columns included."""
         del args, kwargs
-        return self._aim.slab.store(self._number, key_states, value_states, self._aim.site)
+        if len(self._aim.places) == 1:
+            slab, site = self._aim.places[0]
+            return slab.store(self._number, key_states, value_states, site)
+        sizes = [len(site.to_slots) for _, site in self._aim.places]
+        news = zip(key_states.split(sizes), value_states.split(sizes), strict=True)
+        stored = [
+            slab.store(self._number, *new, site) for (slab, site), new in zip(self._aim.places, news, strict=True)
+        ]
+        keys, values = zip(*stored, strict=True)
+        return cast("Tensor", Parts(keys)), cast("Tensor", Parts(values))  # models only hand them on
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the number of key columns and the first one's position."""
         del query_length
-        return self._aim.site.end, 0
+        return max(site.end for _, site in self._aim.places), 0
 
     def get_seq_length(self) -> int:
         """Return 0: rows differ in length, so positions and masks are always given explicitly."""
@@ -51,17 +73,17 @@ class SlabLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         """Return the longest sequence that the slab can hold."""
-        return self._aim.slab.longest
+        return max(slab.longest for slab, _ in self._aim.places)
 
 
 class SlabCache(Cache):
-    """A transformers cache that is aimed at a place in a slab before each forward pass."""
+    """A transformers cache that is aimed at places in slabs before each forward pass."""
 
-    def __init__(self, layers: int, aim: Aim) -> None:
-        self._aim = aim
-        super().__init__(layers=[SlabLayer(number, aim) for number in range(layers)])
+    def __init__(self, layers: int) -> None:
+        self._aim = Aim()
+        super().__init__(layers=[SlabLayer(number, self._aim) for number in range(layers)])
 
-    def at(self, slab: Slab, site: Site) -> SlabCache:
-        """Return this cache, aimed at ``site`` of ``slab``."""
-        self._aim.slab, self._aim.site = slab, site
+    def at(self, places: Sequence[Place]) -> SlabCache:
+        """Return this cache, aimed at ``places``."""
+        self._aim.places = places
         return self

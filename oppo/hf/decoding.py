@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from oppo.errors import ModelError
-from oppo.hf.anatomy import longest
 from oppo.hf.ending import Decode, Ending
 from oppo.hf.incremental import Incremental
 from oppo.hf.noise import Noise
@@ -120,7 +119,7 @@ class Decoder:
         decode: Decode | None = None,
     ) -> None:
         self.counters = Counters()
-        self.reader = Incremental(model, classes=(longest(model),), ordered=exact)  # all rows are stepped together
+        self.reader = Incremental(model, ordered=exact)
         self.version = 0
         self._sampling = sampling
         self._noise = Noise(sampling.seed)

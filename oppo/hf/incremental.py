@@ -3,7 +3,8 @@
 ::
 
     extend(rows, ragged tokens)  ->  one forward pass for each length class, chunks padded on the left
-    step(rows, one token each)   ->  one forward pass (or a few): keys and values are sliced, never gathered
+    step(rows, one token each)   ->  one forward pass: keys and values are sliced, never gathered, and each part of
+                                     the rows, of similar length, attends to a rectangle of its own
 
 Chunks are padded on the left, so that the last token of every row stands in the last column and a causal LM computes
 its logits there only. Padding is never stored: its keys and values are dropped before the slab is written.
@@ -12,8 +13,8 @@ its logits there only. Padding is never stored: its keys and values are dropped 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,37 +22,14 @@ from transformers import PreTrainedModel
 
 from oppo.errors import ModelError, ProtocolError
 from oppo.hf.anatomy import longest
-from oppo.hf.cache import Aim, SlabCache
+from oppo.hf.cache import Place, SlabCache
+from oppo.hf.lockstep import Lockstep
 from oppo.hf.masks import Masks
+from oppo.hf.parts import attend_in_parts, parted
 from oppo.hf.slabs import Site, Slab, index, run_of
 
 SHORTEST_CLASS = 64
 """Sequences up to this length share a slab; the next class is twice as long, and so on."""
-
-
-@dataclass(slots=True)
-class Lockstep:
-    """Rows that take a token each, again and again, where they are in their slab; ends when anything else is read.
-
-    Attributes:
-        rows: in the order in which tokens come and outputs go.
-        picks: int64 [n], that order's index of each row in the slab; ``None`` when the orders agree.
-        room: no row may have more tokens.
-    """
-
-    rows: list[int]
-    slab: Slab
-    site: Site
-    picks: Tensor | None
-    room: int
-
-    def goes_on(self, rows: Sequence[int]) -> bool:
-        """Return whether ``rows`` are these, and have room for another token."""
-        return self.rows == rows and self.site.end <= self.room
-
-    def advance(self) -> None:
-        """Take note that each row has a token more."""
-        self.site.advance()
 
 
 class Incremental:
@@ -61,15 +39,15 @@ class Incremental:
 
     Args:
         model: a causal LM (its outputs are then logits) or a backbone (last hidden states).
-        classes: the shortest length classes; longer ones follow by doubling, up to ``max_length``. With one class as
-            long as that, all rows share a slab.
+        classes: the shortest length classes of rows that are read in chunks; longer ones follow by doubling, up to
+            ``max_length``. With one class as long as that, all of them share a slab.
         head: applied to the outputs [n, q, D], for example a reward model's score layer.
-        passes: forward passes that a step may take, one for each class. A pass over few rows costs nearly what one
-            over many does, since all weights are read for one token of each; so by default rows stepped together are
-            moved to the class of the longest. More passes save memory where lengths differ widely.
+        parts: step rows of very different length in parts of similar length, which saves memory and reading; otherwise,
+            and where a model does not let its attention be replaced, as one rectangle as wide as the longest.
         ordered: keep rows that are stepped together in the order of the call. Kernels treat the last rows of an odd
-            batch differently, so without it the bits of a step depend on which rows came and went before. With it,
-            and one pass, they depend on the rows of the step alone, at the price of copying when a row leaves.
+            batch differently, so without it the bits of a step depend on which rows came and went before. With it
+            they depend on the rows of the step, and on what lengths they had when these rows were first stepped
+            together, at the price of copying when a row leaves.
 
     Attributes:
         max_length: the longest sequence a row can hold, see :func:`~oppo.hf.anatomy.longest`.
@@ -94,21 +72,20 @@ class Incremental:
         *,
         classes: Sequence[int] = (SHORTEST_CLASS,),
         head: Callable[[Tensor], Tensor] | None = None,
-        passes: int = 1,
+        parts: bool = True,
         ordered: bool = False,
     ) -> None:
         text = model.config.get_text_config()
         self.max_length = longest(model)
         self._model = model.train(False)
         self._head = head
-        self._passes = passes
+        self._in_parts = parts and attend_in_parts(model)
         self._ordered = ordered
         self._masks = Masks(model)
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._slabs = [Slab(columns) for columns in _class_lengths(classes, self.max_length)]
-        nowhere = torch.empty(0, dtype=torch.int64, device=model.device)
-        aim = Aim(self._slabs[0], Site(slice(0), 0, nowhere, nowhere, None))
-        self._cache = SlabCache(int(text.num_hidden_layers), aim)
+        self._shelves = [Slab(columns) for columns in _class_lengths(classes, self.max_length)]
+        self._stepped: list[Slab] = []
+        self._cache = SlabCache(int(text.num_hidden_layers))
         self._homes: dict[int, Slab] = {}
         self._lengths: dict[int, int] = {}
         self._lockstep: Lockstep | None = None
@@ -142,7 +119,7 @@ class Incremental:
             raise ProtocolError(f"row {rows[sizes.index(0)]} was extended by no tokens; expected at least one")
         outputs: dict[int, Tensor] = {}
         pieces = dict(zip(rows, tokens, strict=True))
-        for slab, members in self._admitted(rows, sizes, len(self._slabs)):
+        for slab, members in self._admitted(rows, sizes):
             members.sort(key=slab.slot)
             ragged = [pieces[row] for row in members]
             width = max(map(len, ragged))
@@ -156,36 +133,24 @@ class Incremental:
     def step(self, rows: Sequence[int], tokens: Tensor) -> Tensor:
         """Append one token to each row, ``tokens`` int64 [n]; return [n, D] in the order of ``rows``.
 
-        The rows are brought to the front of their slab (free if they were there in the last step), so that keys and
-        values are read as a view, up to the longest of them.
+        The rows of each part are brought to the front of their slab (free if they were there in the last step), so
+        that keys and values are read as a view, up to the longest of the part. The parts are made anew when other rows
+        are stepped, or some have been read or forgotten; between, rows grow alike, and a part wastes less and less.
 
         Raises:
             ModelError: a row would grow beyond ``max_length``; nothing has been read then.
             ProtocolError: a row is named twice.
         """
-        lockstep, groups = self._lockstep, list[tuple[Slab, list[int]]]()
-        self._lockstep = None
-        if lockstep is None or not lockstep.goes_on(rows):
-            groups = self._admitted(rows, [1] * len(rows), self._passes)
-            lockstep = self._in_step(groups[0][0], rows) if len(groups) == 1 else None
-        out = self._step_by_class(groups, rows, tokens) if lockstep is None else self._pass(lockstep, tokens)
+        lockstep, self._lockstep = self._lockstep, None
+        if lockstep is None or not lockstep.goes_on(rows, self.max_length):
+            lockstep = self._in_step(rows)
+        lockstep.make_room()
+        out = self._pass(lockstep, tokens)
         for row in rows:
             self._lengths[row] = self.length(row) + 1
-        if lockstep is not None:
-            lockstep.advance()
+        lockstep.advance()
         self._lockstep = lockstep
         return out
-
-    def _step_by_class(self, groups: Sequence[tuple[Slab, list[int]]], rows: Sequence[int], tokens: Tensor) -> Tensor:
-        """Do the same where rows of several classes are stepped, in a forward pass for each."""
-        place = {row: at for at, row in enumerate(rows)}
-        order, outs = list[int](), list[Tensor]()
-        for slab, members in groups:
-            members.sort(key=place.__getitem__)
-            picks = [place[row] for row in members]
-            outs.append(self._pass(self._in_step(slab, members), tokens[picks]))
-            order += picks
-        return torch.cat(outs)[sorted(range(len(order)), key=order.__getitem__)]
 
     @torch.inference_mode()
     def forget(self, rows: Iterable[int]) -> None:
@@ -207,30 +172,59 @@ class Incremental:
 
     def memory(self) -> tuple[int, int]:
         """Return the bytes allocated for keys and values, and the bytes that the tokens read so far need."""
-        per_token = max(slab.bytes_per_token() for slab in self._slabs)
-        return sum(slab.bytes_allocated() for slab in self._slabs), per_token * sum(self._lengths.values())
+        slabs = [*self._shelves, *self._stepped]
+        per_token = max(slab.bytes_per_token() for slab in slabs)
+        return sum(slab.bytes_allocated() for slab in slabs), per_token * sum(self._lengths.values())
 
-    def _admitted(self, rows: Sequence[int], more: Sequence[int], passes: int) -> list[tuple[Slab, list[int]]]:
+    def _admitted(self, rows: Sequence[int], more: Sequence[int]) -> list[tuple[Slab, list[int]]]:
         """Give each row a slot in which it can grow by ``more[i]`` tokens; return the rows of each slab."""
         groups: dict[Slab, list[int]] = {}
         grown = self._grown(rows, more)
         for row, length in grown.items():
             home = self._homes.get(row)
             if home is None or length > home.longest:
-                home = next(slab for slab in self._slabs if slab.longest >= length)
+                home = next(slab for slab in self._shelves if slab.longest >= length)
             groups.setdefault(home, []).append(row)
-        groups = _merged(groups, passes)
         for slab, members in groups.items():
-            incoming = [row for row in members if self._homes.get(row) is not slab]
-            slab.reserve(len(incoming), max(grown[row] for row in members))
-            for home in {self._homes[row] for row in incoming if row in self._homes}:
-                moving = {row: self.length(row) for row in incoming if self._homes.get(row) is home}
-                slab.adopt(moving, home)
-                if home not in groups:  # else it has been given room for what it will hold, or will be
-                    home.trim(self._longest(home))
-            slab.add(row for row in incoming if row not in self._homes)
-            self._homes.update(dict.fromkeys(incoming, slab))
+            self._move(members, slab, max(grown[row] for row in members), spared=groups.keys())
         return list(groups.items())
+
+    def _move(self, rows: Iterable[int], slab: Slab, columns: int, *, spared: Container[Slab]) -> None:
+        """Let ``rows`` live in ``slab``, in sequences of so many ``columns``.
+
+        Slabs that they leave give memory back, but for those that have been given room for what they will hold, or
+        will be: those among ``spared``.
+        """
+        incoming = [row for row in rows if self._homes.get(row) is not slab]
+        slab.reserve(len(incoming), columns)
+        for home in {self._homes[row]: None for row in incoming if row in self._homes}:
+            moving = {row: self.length(row) for row in incoming if self._homes.get(row) is home}
+            slab.adopt(moving, home)
+            if home not in spared:
+                home.trim(self._longest(home))
+        slab.add(row for row in incoming if row not in self._homes)
+        self._homes.update(dict.fromkeys(incoming, slab))
+
+    def _seat(self, rows: Sequence[int]) -> list[tuple[Slab, list[int]]]:
+        """Give each part of ``rows`` a slab in which its rows can grow by a token: that which holds most of it."""
+        grown = self._grown(rows, [1] * len(rows))
+        lengths = list(grown.values())
+        parts = parted(lengths) if self._in_parts and rows else [list(range(len(rows)))]
+        seats = dict[Slab, list[int]]()
+        for part in parts:
+            members = [rows[at] for at in part]
+            held = Counter(self._homes[row] for row in members if row in self._homes)
+            free = [slab for slab in self._stepped if slab not in seats]
+            slab = max(free, key=held.__getitem__, default=None)
+            if slab is None or not held[slab]:
+                slab = next((slab for slab in free if not slab.rows), None) or Slab(self.max_length)
+            seats[slab] = members
+        for slab, members in seats.items():
+            self._move(members, slab, max(grown[row] for row in members), spared=seats.keys())
+        for slab, members in seats.items():
+            slab.trim(max([self._longest(slab), *(grown[row] for row in members)]))
+        self._stepped = [slab for slab in dict.fromkeys([*self._stepped, *seats]) if slab.rows]
+        return list(seats.items())
 
     def _longest(self, slab: Slab) -> int:
         return max(map(self.length, slab.rows), default=0)
@@ -269,51 +263,44 @@ class Incremental:
             to_columns=positions[real],
             chosen=chosen,
         )
-        return self._forward(slab, site, ids, positions, keep=keep)
+        return self._forward([Place(slab, site)], ids, positions, keep=keep)
 
-    def _in_step(self, slab: Slab, rows: Sequence[int]) -> Lockstep:
-        """Bring ``rows``, of one slab and with room for a token, to its front, where they can be stepped."""
-        slab.bring_forward(rows, ordered=self._ordered)
-        front, device = slab.rows[: len(rows)], self._model.device
-        lengths = [self.length(row) for row in front]
-        slots = torch.arange(len(front), device=device)
-        site = Site(slice(0, len(front)), max(lengths) + 1, slots, index(lengths, device), None)
+    def _in_step(self, rows: Sequence[int]) -> Lockstep:
+        """Bring ``rows``, part by part, to the front of slabs in which they can be stepped."""
+        device, places, batch = self._model.device, list[Place](), list[int]()
+        for slab, members in self._seat(rows):
+            slab.bring_forward(members, ordered=self._ordered)
+            front = slab.rows[: len(members)]
+            lengths = [self.length(row) for row in front]
+            slots = torch.arange(len(front), device=device)
+            site = Site(slice(0, len(front)), max(lengths) + 1, slots, index(lengths, device), None)
+            places.append(Place(slab, site))
+            batch += front
         place = {row: at for at, row in enumerate(rows)}
-        picks = index([place[row] for row in front], device) if front != list(rows) else None
-        return Lockstep(list(rows), slab, site, picks, min(slab.columns, self.max_length))
+        picks = index([place[row] for row in batch], device) if batch != list(rows) else None
+        return Lockstep(list(rows), places, index([self.length(row) for row in batch], device), picks)
 
     def _pass(self, lockstep: Lockstep, tokens: Tensor) -> Tensor:
         """Read one token for each row; return the outputs [n, D]."""
-        site, picks = lockstep.site, lockstep.picks
-        ids = tokens.to(site.to_columns.device)
+        picks = lockstep.picks
+        ids = tokens.to(lockstep.positions.device)
         ids = ids if picks is None else ids[picks]
-        positions = site.to_columns[:, None]
-        out = self._forward(lockstep.slab, site, ids[:, None], positions, keep=1)[:, 0]
+        out = self._forward(lockstep.places, ids[:, None], lockstep.positions[:, None], keep=1)[:, 0]
         return out if picks is None else out.index_copy(0, picks, out)
 
-    def _forward(self, slab: Slab, site: Site, ids: Tensor, positions: Tensor, *, keep: int) -> Tensor:
+    def _forward(self, places: Sequence[Place], ids: Tensor, positions: Tensor, *, keep: int) -> Tensor:
         kept = {"logits_to_keep": keep} if self._keeps else {}
         output = self._model(
             input_ids=ids,
-            attention_mask=self._masks(positions, site.end),
+            attention_mask=self._masks(positions, max(site.end for _, site in places)),
             position_ids=positions,
-            past_key_values=self._cache.at(slab, site),
+            past_key_values=self._cache.at(places),
             use_cache=True,
             **kept,
         )
         seen: Tensor = output.logits if "logits" in output else output.last_hidden_state
         seen = seen[:, -keep:]
         return seen if self._head is None else self._head(seen)
-
-
-def _merged(groups: dict[Slab, list[int]], most: int) -> dict[Slab, list[int]]:
-    """Return at most ``most`` groups: again and again the rows that gain fewest columns join the next longer class."""
-    merged = {slab: groups[slab] for slab in sorted(groups, key=lambda slab: slab.longest)}
-    while len(merged) > max(most, 1):
-        pairs = zip(merged, list(merged)[1:], strict=False)
-        short, long = min(pairs, key=lambda pair: (pair[1].longest - pair[0].longest) * len(merged[pair[0]]))
-        merged[long] = merged[long] + merged.pop(short)
-    return merged
 
 
 def _class_lengths(shortest: Sequence[int], longest: int) -> list[int]:

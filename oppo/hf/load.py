@@ -26,6 +26,7 @@ from transformers import (
 from transformers.utils import logging
 
 from oppo.errors import ConfigError, ModelRefused
+from oppo.hf.device import CPU
 from oppo.hf.probe import probe
 
 if TYPE_CHECKING:
@@ -51,13 +52,19 @@ class _Info(TypedDict):
 
 
 def load_causal(
-    path: str | Path, *, dtype: str = "float32", trust_remote_code: bool = False, allow_pickle: bool = False
+    path: str | Path,
+    *,
+    dtype: str = "float32",
+    device: torch.device | str = CPU,
+    trust_remote_code: bool = False,
+    allow_pickle: bool = False,
 ) -> PreTrainedModel:
     """Return the causal language model at a directory or hub name, in evaluation mode, probed.
 
     Args:
         path: a directory with ``config.json`` and safetensors, or a hub name.
         dtype: ``float32``, ``bfloat16``, ``float16`` or ``auto`` (the checkpoint's).
+        device: where it is moved to.
         trust_remote_code: run code that comes with the model.
         allow_pickle: where there are no safetensors, read tensors from pickles (``weights_only``).
 
@@ -66,7 +73,12 @@ def load_causal(
         ModelRefused: there is no such model of its architecture, or it cannot be served exactly.
     """
     model, missing = _load(
-        AutoModelForCausalLM, path, dtype=dtype, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle
+        AutoModelForCausalLM,
+        path,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        allow_pickle=allow_pickle,
     )
     if missing:
         raise ConfigError(
@@ -81,6 +93,7 @@ def load_scalar(
     path: str | Path,
     *,
     dtype: str = "float32",
+    device: torch.device | str = CPU,
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
     new_head: bool = False,
@@ -90,6 +103,7 @@ def load_scalar(
     Args:
         path: a directory with ``config.json`` and safetensors, or a hub name.
         dtype: ``float32``, ``bfloat16``, ``float16`` or ``auto`` (the checkpoint's).
+        device: where it is moved to.
         trust_remote_code: run code that comes with the model.
         allow_pickle: where there are no safetensors, read tensors from pickles (``weights_only``).
         new_head: let the checkpoint lack a scalar head and begin with one of zeros: for a critic, never for a reward.
@@ -102,6 +116,7 @@ def load_scalar(
         AutoModelForSequenceClassification,
         path,
         dtype=dtype,
+        device=device,
         trust_remote_code=trust_remote_code,
         allow_pickle=allow_pickle,
         num_labels=1,
@@ -153,6 +168,7 @@ def _load(
     path: str | Path,
     *,
     dtype: str,
+    device: torch.device | str,
     trust_remote_code: bool,
     allow_pickle: bool,
     num_labels: int | None = None,
@@ -190,6 +206,7 @@ def _load(
             f"the checkpoint at {str(path)!r} does not fit {type(model).__name__}: {', '.join(sorted(wrong)[:3])}"
         )
     _align(model)
+    torch.nn.Module.to(model, device=device)
     return model, sorted(info["missing_keys"])
 
 

@@ -1,8 +1,9 @@
 """Who may attend to whom: 4D masks built from each row's own positions, one for each kind of layer.
 
 transformers lets a mask of four dimensions through untouched, so these decide alone. Under SDPA a mask is boolean
-(true: may attend); under eager attention it is additive, because eager code adds whatever it is given and a boolean
-one would be silently wrong there.
+(true: may attend), but for a single token additive: SDPA makes it so, and would do it again in every layer of a pass
+that is short anyway. Under eager attention it is always additive, because eager code adds whatever it is given and a
+boolean one would be silently wrong there.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from oppo.errors import ModelRefused
+from oppo.hf import parts
 
 Attention: TypeAlias = Literal["sdpa", "eager"]
 
@@ -28,7 +30,7 @@ def attention(model: PreTrainedModel) -> Attention:
         ModelRefused: neither with SDPA nor eagerly: no other implementation takes a mask for each row.
     """
     implementation = model.config.get_text_config()._attn_implementation  # noqa: SLF001 - transformers has no public name
-    if implementation == "sdpa":
+    if implementation in {"sdpa", parts.NAME}:
         return "sdpa"
     if implementation == "eager":
         return "eager"
@@ -84,7 +86,7 @@ class Masks:
         return masks if len(masks) > 1 else masks[self._kinds[0]]
 
     def _written(self, seen: Tensor) -> Tensor:
-        if not self._additive:
+        if not self._additive and seen.shape[2] > 1:
             return seen
         nothing = torch.zeros(seen.shape, dtype=self._dtype, device=seen.device)
-        return nothing.masked_fill_(~seen, torch.finfo(self._dtype).min)
+        return nothing.masked_fill_(~seen, torch.finfo(self._dtype).min if self._additive else -torch.inf)

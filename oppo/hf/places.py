@@ -1,7 +1,8 @@
 """Where the models of a run work, and on which share of the cores.
 
 The actor decodes in a thread of its own with half of the cores; reward, reference and critic take turns in another
-thread, or in a process, with the rest; the update, which nothing runs beside, has them all. The counts are the same
+thread, or in a process, with the rest; the update, which nothing runs beside, has them all. On a GPU each thread has a
+stream of its own. The counts are the same
 whatever the schedule and the places, so runs can be compared bit for bit.
 """
 
@@ -10,11 +11,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
+from oppo.errors import ConfigError
+from oppo.hf.device import DeviceThread, use_stream
 from oppo.placement import Place, Process, Thread
+
+Scorers: TypeAlias = Literal["auto", "thread", "process"]
 
 RESTARTS = 3
 """How many dead processes of the scorers a run replaces: one may be an accident, more are a fault that stays."""
@@ -28,18 +33,35 @@ class Places(NamedTuple):
     training: Thread
 
     @classmethod
-    def of(cls, cores: int, scorers: Literal["auto", "thread", "process"], tell: Callable[[str], None]) -> Places:
-        """Return places that share ``cores``; ``tell`` is told, in a sentence, of processes that are started.
+    def of(cls, cores: int, device: torch.device, scorers: Scorers, tell: Callable[[str], None]) -> Places:
+        """Return places that share ``cores``, for models on ``device``.
 
         ``auto`` is a process wherever scorers can compute beside the actor: on a CPU with two cores or more. There both
         are Python to a good part, and two threads of one interpreter take turns at that.
+
+        Args:
+            cores: how many there are.
+            device: where the models are.
+            scorers: where the scorers work.
+            tell: told, in a sentence, of processes that are started.
+
+        Raises:
+            ConfigError: a process is asked for, which cannot be given what is on a GPU.
         """
+        on_cpu = device.type == "cpu"
+        if scorers == "process" and not on_cpu:
+            raise ConfigError(
+                f"run.scorers = 'process' shares weights with a process, which is for a CPU, and the models are on "
+                f"{device}: expected run.scorers = 'thread' or 'auto'"
+            )
         if scorers == "auto":
-            scorers = "process" if cores > 1 and not torch.cuda.is_available() else "thread"
+            scorers = "process" if cores > 1 and on_cpu else "thread"
+        kind = Thread if on_cpu else DeviceThread
+        few = max(1, cores - cores // 2)
         return cls(
-            Thread("actor", setup=partial(use_cores, max(1, cores // 2))),
-            _scoring(scorers, max(1, cores - cores // 2), tell),
-            Thread("trainer", setup=partial(use_cores, cores)),
+            kind("actor", setup=partial(settle, max(1, cores // 2), device)),
+            kind("scorers", setup=partial(settle, few, device)) if scorers == "thread" else _process(few, tell),
+            kind("trainer", setup=partial(settle, cores, device)),
         )
 
     def settle(self) -> None:
@@ -58,12 +80,15 @@ class Places(NamedTuple):
             place.close()
 
 
-def _scoring(kind: Literal["thread", "process"], cores: int, tell: Callable[[str], None]) -> Place:
-    setup = partial(use_cores, cores)
-    if kind == "thread":
-        return Thread("scorers", setup=setup)
+def _process(cores: int, tell: Callable[[str], None]) -> Process:
     tell("starting the scorers' process")
-    return Process("scorers", setup=setup, restarts=RESTARTS, tell=tell)
+    return Process("scorers", setup=partial(use_cores, cores), restarts=RESTARTS, tell=tell)
+
+
+def settle(cores: int, device: torch.device) -> None:
+    """Let this thread compute on so many cores, and on the device in a stream of its own."""
+    use_cores(cores)
+    use_stream(device)
 
 
 def use_cores(count: int) -> None:

@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-ALIGNMENT = 16
-"""Columns come in multiples of this: 64 bytes even for two-byte numbers and two of them in a head."""
+ALIGNMENT = 8
+"""Columns come in multiples of this: 64 bytes even for two-byte numbers and four of them in all heads of a layer."""
 
 SLACK = 8
-"""A slab that must grow gets one spare slot for every so many live ones."""
+"""A slab that more rows join gets one spare slot for every so many live ones; an empty one just has room for all."""
 
-HEADROOM = 8
+HEADROOM = 5
 """A slab that must grow gets room for sequences longer by one part in so many; it is copied once for all of them."""
 
 SPARE = 1.125
@@ -55,6 +55,10 @@ class Site:
             places = (first[:, None] + torch.arange(heads, device=first.device) * columns).flatten()
             self._places[heads] = places
         return places
+
+    def forget_places(self) -> None:
+        """Take note that the slab has been resized."""
+        self._places.clear()
 
     def advance(self) -> None:
         """Move on by one token: the same slots, one column further."""
@@ -108,8 +112,8 @@ class Slab:
         """Make room for ``count`` more rows, and for sequences of ``columns`` tokens, at once."""
         rows = len(self.rows) + count
         if rows > self._capacity or columns > self.columns:
-            spacious = rows + rows // SLACK
-            capacity = spacious if rows > self._capacity else min(self._capacity, spacious)
+            spare = rows // SLACK if count and self.rows else 0
+            capacity = rows + spare if rows > self._capacity else min(self._capacity, rows + spare)
             self._resize(capacity, self.columns if columns <= self.columns else self._roomy(columns))
 
     def trim(self, columns: int) -> None:
@@ -125,7 +129,13 @@ class Slab:
             self.rows.append(row)
 
     def adopt(self, rows: Mapping[int, int], source: Slab) -> None:
-        """Take over ``rows``, and so many columns of each, from ``source``, which has no room for what they become."""
+        """Take over ``rows``, and so many columns of each, from ``source``; room has been reserved.
+
+        All rows of ``source`` come to an empty slab without being copied.
+        """
+        if not self.rows and len(rows) == len(source):
+            self._inherit(source)
+            return
         self.add(rows)
         for layer, olds in source._layers.items():
             if layer not in self._layers:
@@ -174,6 +184,15 @@ class Slab:
         """Return the bytes that one position of one sequence takes over all layers; 0 before the first write."""
         return sum(store.shape[1] * store.shape[3] * store.element_size() for store in self._tensors())
 
+    def _inherit(self, source: Slab) -> None:
+        """Take over everything that ``source`` has, which is empty afterwards; keep the room that there is here."""
+        capacity, columns = max(self._capacity, source._capacity), max(self.columns, source.columns)
+        for name in ("rows", "_slots", "_layers", "_capacity", "columns"):
+            setattr(self, name, getattr(source, name))
+        source.rows, source._slots, source._layers = [], {}, {}
+        source._capacity = source.columns = 0
+        self._resize(capacity, columns)
+
     def _tensors(self) -> Iterator[Tensor]:
         for keys, values in self._layers.values():
             yield keys
@@ -196,8 +215,10 @@ class Slab:
 
     def _resized(self, store: Tensor, live: int) -> Tensor:
         kept = min(self.columns, store.shape[2])
-        new = self._empty(store)
+        new = store.new_empty(self._capacity, store.shape[1], self.columns, store.shape[3])
         new[:live, :, :kept] = store[:live, :, :kept]
+        new[:live, :, kept:].zero_()
+        new[live:].zero_()
         return new
 
 

@@ -148,6 +148,9 @@ class HfTrainer:
         thread: where updates run.
         settings: everything about the optimisation.
 
+    Attributes:
+        micro_batches: how many have been read and taken back; it grows while an update goes on.
+
     Raises:
         ModelRefused: the critic has no single-label ``score`` head, a model has nothing to train or to recompute or is
             in float16.
@@ -168,7 +171,8 @@ class HfTrainer:
         self.settings = settings or TrainerSettings()
         self._sampling = sampling
         self._thread = thread
-        self._accelerator = Accelerator(cpu=actor.device.type == "cpu", mixed_precision="no")
+        # Models and batches stay where the actor is; of what accelerate would choose there is one for the process.
+        self._accelerator = Accelerator(device_placement=False, mixed_precision="no")
         actor.train(mode=False)
         critic.train(mode=False)
         self._actor, self._critic = actor, critic
@@ -189,12 +193,19 @@ class HfTrainer:
         )
         self._models, self._optimizer = self._accelerator.prepare(ActorCritic(actor, critic), optimizer)
         self._version = 0
+        self._restored = 0
         self._episodes = 0
+        self.micro_batches = 0
 
     @property
     def version(self) -> int:
         """The number of updates made so far."""
         return self._version
+
+    @property
+    def has_learned(self) -> bool:
+        """Whether an update was made since the trainer was made, or restored."""
+        return self._version > self._restored
 
     async def update(self, batch: Batch) -> Trained:
         """Train on one batch; the version then is one more, even if every minibatch was skipped.
@@ -239,7 +250,8 @@ class HfTrainer:
             CheckpointError: it was written of other models.
         """
         counts = await self.call("restore", self._restore, directory)
-        self._version, self._episodes = counts["version"], counts["episodes"]
+        self._version = self._restored = counts["version"]
+        self._episodes = counts["episodes"]
 
     async def call(self, label: str, work: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run ``work`` between two updates, in the trainer's thread."""
@@ -285,9 +297,10 @@ class HfTrainer:
         total = float(sum(int(batch.sampled[spans[r]].sum()) for r in rows))
         parts: list[Tensor] = []
         for group in micro_batches(read_lengths(batch), rows.tolist(), self.settings.micro_batch_tokens):
-            part = pack(batch, group, self._accelerator.device, self.settings.correction)
+            part = pack(batch, group, self._actor.device, self.settings.correction)
             parts.append(self._backward(part, total, tally.drift))
             tally.micro_batches += 1
+            self.micro_batches += 1
             tally.padding += part.padding
             tally.read += part.ids.numel()
         tally.drift.opening = False

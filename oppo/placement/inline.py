@@ -36,6 +36,7 @@ class Inline:
     def __init__(self, name: str, *, listener: observe.SpanListener = observe.ignore) -> None:
         self.name = name
         self.listener = listener
+        self.at_work = ""
         self._open = True
 
     def host(self, resident: T, *, track: str = "", journal: Journal | None = None) -> Hosted[T]:

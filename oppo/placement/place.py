@@ -73,10 +73,15 @@ class Hosting(Protocol):
 
 
 class Place(Hosting, Protocol):
-    """A home that somebody owns: it has a name, tells what is done in it, and is closed in the end."""
+    """A home that somebody owns: it has a name, tells what is done in it, and is closed in the end.
+
+    Attributes:
+        at_work: the call in progress, as ``track: label``; empty when there is none.
+    """
 
     name: str
     listener: observe.SpanListener
+    at_work: str
 
     def close(self) -> None:
         """End the place after the call in progress; idempotent."""
@@ -86,7 +91,9 @@ class Place(Hosting, Protocol):
 def reported(place: Place, track: str, label: str) -> Iterator[None]:
     """Tell the listener of ``place`` how long the body took, on ``track`` or, when empty, on its own."""
     start = observe.now()
+    place.at_work = f"{track or place.name}: {label}"
     try:
         yield
     finally:
+        place.at_work = ""
         place.listener(observe.Span(track or place.name, label, start, observe.now()))

@@ -18,10 +18,6 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 
-def _silent(sentence: str) -> None:
-    del sentence
-
-
 class Process:
     """One child process, owned by one model or shared by several that should take turns on the same cores.
 
@@ -59,10 +55,11 @@ class Process:
         listener: observe.SpanListener = observe.ignore,
         setup: Callable[[], object] | None = None,
         restarts: int = 0,
-        tell: Callable[[str], None] = _silent,
+        tell: Callable[[str], None] = observe.silent,
     ) -> None:
         self.name = name
         self.listener = listener
+        self.at_work = ""
         self._open = True
         self._lodgings = Lodgings(name, setup=setup, restarts=restarts, tell=tell)
         self._thread = Thread(name)  # waits for answers
@@ -103,7 +100,11 @@ class Process:
         """
 
         def answer() -> object:
-            answer = self._lodgings.answer(lodger, label, order, packet)
+            self.at_work = f"{lodger.track}: {label}"
+            try:
+                answer = self._lodgings.answer(lodger, label, order, packet)
+            finally:
+                self.at_work = ""
             self.listener(observe.Span(lodger.track, label, answer.start, answer.end))
             if isinstance(answer, Failure):
                 raise answer.told_of(self.name)

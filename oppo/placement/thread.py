@@ -44,6 +44,7 @@ class Thread:
     ) -> None:
         self.name = name
         self.listener = listener
+        self.at_work = ""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"oppo-{name}", initializer=setup)
         self._open = True
 

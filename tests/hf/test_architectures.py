@@ -338,7 +338,7 @@ def test_real_weights_read_in_pieces_are_as_near_the_truth_as_one_forward_pass(s
 
 def read_in_pieces(model: PreTrainedModel, rows: Mapping[int, Tensor]) -> dict[int, list[Tensor]]:
     """Return the logits of each row, read in random steps and chunks beside the others."""
-    dice, reader, waiting = random.Random(0), Incremental(model, passes=2), set(rows)
+    dice, reader, waiting = random.Random(0), Incremental(model), set(rows)
     outputs: dict[int, list[Tensor]] = {row: [] for row in rows}
     while waiting:
         some = dice.sample(sorted(waiting), dice.randint(1, len(waiting)))

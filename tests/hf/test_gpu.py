@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import anyio
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from oppo.recipes import ppo
 from oppo.support import Support
 from oppo.training import TrainerSettings
 from tests.hf import tiny
+from tests.workplace import furnish, records, run
 
 pytestmark = pytest.mark.gpu
 
@@ -100,3 +103,18 @@ def test_a_streamed_run_trains_on_the_device() -> None:
     assert changed
     assert all(np.isfinite(value) for report in reports for value in report.metrics.values())
     assert abs(reports[0].metrics["val/ratio"] - 1) < 0.5
+
+
+@pytest.mark.parametrize("options", [(), ("models.dtype=bfloat16", "models.shared_trunk=true")], ids=["plain", "half"])
+@pytest.mark.parametrize("device", ["auto", "cuda:0"])
+def test_oppo_train_runs_on_the_device_from_end_to_end(tmp_path: Path, device: str, options: tuple[str, ...]) -> None:
+    folder = furnish(tmp_path)
+    code, _, said = run(
+        folder, f"models.device={device}", "run.name=gpu", "run.steps=3", "run.checkpoint_every=2", *options
+    )
+    assert code == 0, said
+    lines = records(folder, "gpu", "metrics.jsonl")
+    assert len(lines) == 3
+    assert all(np.isfinite(value) for line in lines for value in line.values() if isinstance(value, float))
+    assert (folder / "runs" / "gpu" / "checkpoints" / "final" / "actor" / "model.safetensors").is_file()
+    assert (folder / "runs" / "gpu" / "checkpoints" / "step-000002").is_dir()

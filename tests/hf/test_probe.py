@@ -198,7 +198,10 @@ def lose_a_token_in_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     adopt = Slab.adopt
 
     def forgetful(slab: Slab, rows: Mapping[int, int], source: Slab) -> None:
-        adopt(slab, {row: length - 1 for row, length in rows.items()}, source)
+        adopt(slab, rows, source)
+        for keys, values in slab._layers.values():
+            for row, length in rows.items():
+                keys[slab.slot(row), :, length - 1], values[slab.slot(row), :, length - 1] = 0, 0
 
     monkeypatch.setattr(Slab, "adopt", forgetful)
 

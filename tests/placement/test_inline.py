@@ -9,9 +9,17 @@ import pytest
 
 from oppo.errors import ModelLost
 from oppo.observe import Span
-from oppo.placement import Inline
+from oppo.placement import Inline, Thread
 from oppo.testing import run_virtual
 from tests.placement.residents import Total
+
+
+@pytest.mark.parametrize("place", [Inline("scorers"), Thread("scorers")])
+async def test_a_place_says_what_it_is_at_work_on(place: Inline | Thread) -> None:
+    hosted = place.host(place, track="critic")
+    assert await hosted.call("read", lambda here: here.at_work) == "critic: read"
+    assert place.at_work == ""
+    place.close()
 
 
 async def test_work_is_done_on_the_caller_in_order_and_reported() -> None:

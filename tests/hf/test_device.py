@@ -1,0 +1,78 @@
+"""Devices by name, and where the parts of a run work on each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from oppo.errors import ConfigError
+from oppo.hf.device import CPU, DeviceThread, device_of
+from oppo.hf.load import load_causal
+from oppo.hf.places import Places
+from oppo.observe import silent
+from oppo.placement import Process, Thread
+from tests.hf import tiny
+from tests.workplace import furnish, run
+
+without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens where there is no CUDA device")
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch say that there are two CUDA devices; nothing is moved to one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize(("name", "device"), [("auto", "cuda:0"), ("cuda", "cuda:0"), ("cuda:1", "cuda:1")])
+def test_a_cuda_device_has_its_number(name: str, device: str) -> None:
+    assert device_of(name) == torch.device(device)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_device_that_is_not_there_is_a_sentence_that_names_those_that_are() -> None:
+    with pytest.raises(ConfigError, match=r"no 'cuda:2' here: torch finds cpu, cuda:0, cuda:1"):
+        device_of("cuda:2")
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_an_exact_run_is_on_the_cpu_where_nothing_else_is_asked_for() -> None:
+    assert device_of("auto", exact=True) == CPU
+
+
+@without_cuda
+def test_auto_is_the_cpu_where_there_is_nothing_else() -> None:
+    assert device_of("auto") == device_of("cpu") == CPU
+
+
+@without_cuda
+def test_a_run_on_a_device_that_is_not_there_ends_with_a_sentence(tmp_path: Path) -> None:
+    code, _, said = run(furnish(tmp_path), "models.device=cuda")
+    assert code != 0
+    assert "error: models.device: there is no 'cuda' here: torch finds cpu" in said
+    assert "Traceback" not in said
+
+
+def test_a_loaded_model_is_on_the_device_that_was_asked_for(tmp_path: Path) -> None:
+    tiny.causal("llama").save_pretrained(tmp_path)
+    assert load_causal(tmp_path, device="cpu").device == CPU
+
+
+def test_scorers_are_beside_the_models_of_a_gpu_in_a_thread() -> None:
+    """A process cannot be given what is on a GPU; whether there is one somewhere says nothing about the models."""
+    places = Places.of(4, torch.device("cuda", 0), "auto", silent)
+    assert all(isinstance(place, DeviceThread) for place in places)
+    places.close()
+    with pytest.raises(ConfigError, match=r"the models are on cuda:0: expected run\.scorers = 'thread' or 'auto'"):
+        Places.of(4, torch.device("cuda", 0), "process", silent)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_scorers_on_a_cpu_have_a_process_whatever_else_the_machine_has() -> None:
+    places = Places.of(4, CPU, "auto", silent)
+    assert isinstance(places.scoring, Process)
+    assert type(places.acting) is Thread
+    places.close()
