@@ -27,6 +27,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "run.samples": ("logged samples", "num_sample_generations"),
     "run.trace": ("timeline", ""),
     "run.watchdog_seconds": ("hang timeout", ""),
+    "run.call_seconds": ("call timeout", ""),
     "run.max_nonfinite": ("NaN guard", ""),
     "run.checkpoint_every": ("checkpoint interval", "save_steps"),
     "run.keep_last": ("checkpoints kept", "save_total_limit"),
@@ -37,6 +38,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "models.critic": ("critic, value model", "value_model"),
     "models.shared_trunk": ("shared backbone, value head", ""),
     "models.dtype": ("precision of the weights", "dtype"),
+    "models.device": ("device, GPU", ""),
     "models.lora_rank": ("LoRA rank, r", "lora_r"),
     "models.lora_alpha": ("LoRA alpha", "lora_alpha"),
     "models.trust_remote_code": ("custom code", "trust_remote_code"),
@@ -101,7 +103,8 @@ NAMES: Mapping[str, tuple[str, str]] = {
 
 DEMO: Mapping[str, str] = {
     "sampling.max_new_tokens": "the longest reviews of its language have about 230 tokens, and none should be cut off",
-    "step.extra": "there is something to carry over; by default nothing is, unless it is asked for",
+    "step.admission": "as many are carried over as save time here; by default nothing is, so that a run is on-policy "
+    "and does not depend on timing",
     "step.chunk": "its responses have 30 to 40 tokens, so that the default would hardly divide them",
     "trainer.learning_rate": "a model of 2 million parameters can, and in so few steps must, move faster",
     "trainer.critic_learning_rate": "a critic whose head begins at 0 has further to go than the policy",

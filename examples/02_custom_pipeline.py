@@ -9,33 +9,41 @@ groups and the update are the library's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from oppo import (
+    GAE,
     Batch,
+    Defer,
     Drop,
     Finish,
+    FloatArray,
+    Gathered,
     Generate,
     Graph,
     GraphBuilder,
     Overcommit,
+    Policy,
     Prompt,
     Receiver,
+    RolloutEvent,
     Score,
     Scored,
+    Scorer,
     Sender,
     StepReport,
+    Trainer,
     Update,
+    finished_rollout,
+    followers,
     join,
     merge_chunks,
     rollout_of,
     where,
 )
-from oppo.events import RolloutEvent
-from oppo.stages import GAE
-from oppo.stages.advantage import Row
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, fake_scalar, noise, prompts, run_virtual
 
 SAMPLES = 4
@@ -43,44 +51,57 @@ SAMPLES = 4
 
 @dataclass(eq=False)
 class LeaveOneOut:
-    """The advantage of a response is its score minus the mean score of the others for the same prompt."""
+    """The advantage of a response is its score minus the mean score of the others for the same prompt.
+
+    Where somebody dropped a response, those that are left of its group are compared with one another; one that is left
+    alone has nothing to be compared with, and is dropped too.
+    """
 
     async def run(
         self, rollout: Receiver[RolloutEvent], score: Receiver[Scored[float] | Drop], /, *, out: Sender[Batch]
     ) -> None:
         """Send one batch as soon as every finished response is scored."""
-        rows: list[tuple[Finish, float]] = []
-        async for finish, scored in join(where(rollout, Finish), score, key=rollout_of):
-            if isinstance(scored, Scored):
-                rows.append((finish, scored.value))
-        if rows:
-            await out.send(batch_of(sorted(rows, key=lambda row: row[0].rollout)))
+        gathered = Gathered()
+        ends = where(rollout, Finish, Drop, Defer)
+        async for end, scored in join(ends, score, key=finished_rollout, aside=gathered.put_aside):
+            gathered.take(end, without_reference(end), scored, without_critic(end))
+        if gathered.rows or gathered.dropped or gathered.deferred:
+            await out.send(batch_of(gathered))
 
 
-def batch_of(rows: list[tuple[Finish, float]]) -> Batch:
-    """Return the batch of these responses: no reference, no critic, the score as the only reward."""
-    groups: dict[int, list[float]] = {}
-    for finish, score in rows:
-        groups.setdefault(finish.response.prompt.group, []).append(score)
-    centred = []
-    for finish, score in rows:
-        group = groups[finish.response.prompt.group]
-        centred.append(score - (sum(group) - score) / max(1, len(group) - 1))
-    nothing = [np.zeros(len(finish.response), np.float32) for finish, _ in rows]
-    estimator = GAE(gamma=1.0, lam=1.0, kl=0.0, whiten_advantages=False)
-    plain = zip(rows, nothing, centred, strict=True)
-    return estimator.batch(
-        [Row(finish, finish.response.logprobs, advantage, zero) for (finish, _), zero, advantage in plain]
-    )
+def without_reference(end: Finish | Drop | Defer) -> Scored[FloatArray]:
+    """Return the log-probs of the policy itself in the place of a reference's: the KL between the two is 0."""
+    return Scored(end.rollout, end.response.logprobs if isinstance(end, Finish) else np.zeros(0, np.float32), 0)
 
 
-def rloo(policy: FakePolicy, reward: FakeScorer[float], trainer: FakeTrainer) -> Graph[StepReport]:
+def without_critic(end: Finish | Drop | Defer) -> Scored[FloatArray]:
+    """Return values of 0 in the place of a critic's."""
+    return Scored(end.rollout, np.zeros(len(end.response) if isinstance(end, Finish) else 0, np.float32), 0)
+
+
+def batch_of(gathered: Gathered) -> Batch:
+    """Return the batch of these rollouts: their scores as they are, and advantages in which groups are centred."""
+    groups = Counter(row.finish.response.prompt.group for row in gathered.rows)
+    alone = [row for row in gathered.rows if groups[row.finish.response.prompt.group] == 1]
+    rows = sorted((row for row in gathered.rows if row not in alone), key=lambda row: row.finish.rollout)
+    dropped = [*gathered.dropped, *(Drop(row.finish.rollout, "left alone in its group") for row in alone)]
+    plain = GAE(gamma=1.0, lam=1.0, kl=0.0, whiten_advantages=False)
+    batch = plain.batch(rows, sorted(dropped, key=lambda drop: drop.rollout), gathered.deferred)
+    advantages = batch.advantages.copy()
+    for at, row in zip(batch.rows(), rows, strict=True):
+        group = row.finish.response.prompt.group
+        others = [other.score for other in rows if other is not row and other.finish.response.prompt.group == group]
+        advantages[at] = np.where(batch.sampled[at], row.score - np.mean(others), 0)
+    return replace(batch, advantages=advantages)
+
+
+def rloo(policy: Policy, reward: Scorer[float | Drop], trainer: Trainer) -> Graph[StepReport]:
     """Return the pipeline: three edges, no critic."""
     g: GraphBuilder[Prompt] = GraphBuilder("rloo", merge=merge_chunks, key=rollout_of)
     rollout = g.add("generate", Generate(policy, Overcommit(batch=4, extra=1), samples=SAMPLES), g.prompts)
     score = g.add("reward", Score(reward), rollout)
     batch = g.add("advantage", LeaveOneOut(), rollout, score)
-    return g.build(g.add("update", Update(trainer, publish=[policy]), batch))
+    return g.build(g.add("update", Update(trainer, publish=followers(policy)), batch))
 
 
 async def main() -> None:
@@ -91,7 +112,10 @@ async def main() -> None:
     async with graph.open(prompts(100)) as run:
         async for step in run.steps(3):
             groups = sorted({rollout // SAMPLES for rollout in step.trained})
-            print(f"step {step.index}: {step.seconds:.2f} virtual seconds, groups {groups}")
+            carried = sorted({event.rollout // SAMPLES for event in step.deferred})
+            print(
+                f"step {step.index}: score {step.score:.2f}, groups {groups}, carried {carried}, {step.seconds:.2f} s"
+            )
     for batch in trainer.batches:
         sums = [
             sum(batch.advantages[row][0] for row in batch.rows()[k : k + SAMPLES])

@@ -18,6 +18,7 @@ from oppo.admission import (
     TailBatched,
 )
 from oppo.chunking import ChunkSize, Fixed, Tuned, WholeRollout
+from oppo.data import PromptStream, read_prompts
 from oppo.errors import OppoError
 from oppo.estimators import AdaptiveKL, FixedKL
 from oppo.events import (
@@ -26,9 +27,11 @@ from oppo.events import (
     Defer,
     Drop,
     Finish,
+    FloatArray,
     Given,
     Prompt,
     Response,
+    RolloutEvent,
     Scored,
     StepReport,
     merge_chunks,
@@ -36,11 +39,15 @@ from oppo.events import (
 )
 from oppo.graph import Graph, GraphBuilder, Receiver, Run, Sender, Step, Stream, join, where
 from oppo.models import Decode, Follower, Piece, Policy, Sampling, Scorer, Trained, Trainer, Weights
-from oppo.placement import Process, Thread
+from oppo.placement import Inline, Process, Thread
 from oppo.recipes import ppo
+from oppo.report import RunDirectory
+from oppo.rewards import FunctionReward
 from oppo.shaping import ScoreShaping
-from oppo.stages import GAE, Generate, Score, Update
+from oppo.stages import GAE, Gathered, Generate, ProximalGAE, Row, Score, Update, finished_rollout, followers
+from oppo.staleness import Correction
 from oppo.support import Support
+from oppo.training import TrainerSettings
 
 __all__ = [
     "GAE",
@@ -50,6 +57,7 @@ __all__ = [
     "Batch",
     "Chunk",
     "ChunkSize",
+    "Correction",
     "CutView",
     "Decode",
     "Defer",
@@ -57,11 +65,15 @@ __all__ = [
     "Finish",
     "Fixed",
     "FixedKL",
+    "FloatArray",
     "Follower",
+    "FunctionReward",
+    "Gathered",
     "Generate",
     "Given",
     "Graph",
     "GraphBuilder",
+    "Inline",
     "Observation",
     "OppoError",
     "Overcommit",
@@ -69,9 +81,14 @@ __all__ = [
     "Policy",
     "Process",
     "Prompt",
+    "PromptStream",
+    "ProximalGAE",
     "Receiver",
     "Response",
+    "RolloutEvent",
+    "Row",
     "Run",
+    "RunDirectory",
     "Sampling",
     "Score",
     "ScoreShaping",
@@ -89,13 +106,17 @@ __all__ = [
     "Thread",
     "Trained",
     "Trainer",
+    "TrainerSettings",
     "Tuned",
     "Update",
     "Weights",
     "WholeRollout",
+    "finished_rollout",
+    "followers",
     "join",
     "merge_chunks",
     "ppo",
+    "read_prompts",
     "rollout_of",
     "where",
 ]

@@ -66,7 +66,7 @@ def train(
     override: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), show_default=False)] = (),
     dry_run: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
 ) -> int:
-    """Train as a TOML file says.
+    """Train as a TOML file says; docs/settings.md of the repository has every key of it, with its default.
 
     Parameters
     ----------
@@ -107,7 +107,7 @@ def carry_out(settings: Settings, *, resume: bool = False, dry_run: bool = False
     from oppo.train import FINAL, prepare, run  # noqa: PLC0415 - `oppo --help` should be quick
 
     try:
-        session = prepare(settings, note, resume=resume)
+        session = prepare(settings, note, resume=resume, trial=dry_run)
     except OppoError as error:
         return complain(paragraph(error), UNUSABLE)
     console = Console()
@@ -124,7 +124,9 @@ def carry_out(settings: Settings, *, resume: bool = False, dry_run: bool = False
             return complain("; ".join(filter(None, ("interrupted", saved, advice))), INTERRUPTED)
         except HangError as error:
             leave(error)
-    console.out(f"done: {settings.run_directory / 'report.html'}", highlight=False)
+    made, wanted = session.steps, settings.run.steps
+    ended = f" after {made} of {wanted} steps, with the end of the data" if made < wanted else ""
+    console.out(f"done{ended}: {settings.run_directory / 'report.html'}", highlight=False)
     return DONE
 
 

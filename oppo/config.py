@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
 import tomli_w
-from pydantic import Field, PositiveInt, ValidationError, model_validator
+from pydantic import Field, PositiveInt, ValidationError, field_validator, model_validator
 
 from oppo.errors import ConfigError
 from oppo.faults import Faults
@@ -27,6 +27,7 @@ Name: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 Filled: TypeAlias = Annotated[str, Field(min_length=1)]
 
 _FUNCTION = re.compile(r"^(?P<file>.+\.py):(?P<function>[^:/\\]+)$")
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 _SEEDED = ("data", "sampling", "trainer")
 
 
@@ -54,6 +55,10 @@ class RunSection(Section):
     watchdog_seconds: NonNegative = Field(
         default=600.0, description="end a run in which nothing has moved for so long, with hang-report.json; 0: never"
     )
+    call_seconds: NonNegative = Field(
+        default=3600.0,
+        description="the same while one call of a model or a reward function is at work, where it is longer; 0: never",
+    )
     max_nonfinite: Count = Field(
         default=3, description="end a run after so many updates in a row that were not finite, with the batch; 0: never"
     )
@@ -79,6 +84,11 @@ class ModelsSection(Section):
         default="float32",
         description="type of the weights; what is trained in 16 bits has float32 copies; no float16 on a CPU",
     )
+    device: str = Field(
+        default="auto",
+        description="where the models are: `auto`, `cpu`, `cuda`, or one of several as `cuda:1`; auto: `cuda` where "
+        "there is one and `run.exact` is off, else `cpu`",
+    )
     lora_rank: Count = Field(
         default=0, description="train adapters of this rank instead of the policy's weights; 0: all weights"
     )
@@ -101,6 +111,13 @@ class ModelsSection(Section):
                 f"{self.critic!r}"
             )
         return self
+
+    @field_validator("device")
+    @classmethod
+    def _named(cls, device: str) -> str:
+        if _DEVICE.fullmatch(device) is None:
+            raise ValueError(f"expected 'auto', 'cpu', 'cuda' or one of several as 'cuda:1', got {device!r}")
+        return device
 
     @property
     def reward_is_function(self) -> bool:
@@ -202,6 +219,8 @@ class Settings(Section):
             )
         if self.run.exact and self.models.dtype != "float32":
             raise ValueError(f"run.exact needs models.dtype = 'float32', got {self.models.dtype!r}")
+        if self.run.exact and self.models.device.startswith("cuda"):
+            raise ValueError(f"run.exact needs models.device = 'cpu' (or 'auto'), got {self.models.device!r}")
         return self
 
     @property

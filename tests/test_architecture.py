@@ -42,6 +42,7 @@ LEAVES = frozenset(
         "train",
         "evaluate",
         "bench",
+        "carried",
         "checkpoint",
         "resume",
         "interrupt",

@@ -258,8 +258,8 @@ def test_a_reward_that_blocks_is_named_on_the_terminal_and_in_the_log(
     assert "advantage waits for reward; " in capsys.readouterr().out
 
 
-def test_a_reward_that_never_returns_ends_the_run_with_a_report_and_saves_it(workplace: Path) -> None:
-    overrides = ("models.reward=reward.py:stuck", "run.name=stuck", "run.watchdog_seconds=4")
+def test_a_reward_that_never_returns_ends_the_run_with_a_report(workplace: Path) -> None:
+    overrides = ("models.reward=reward.py:stuck", "run.name=stuck", "run.watchdog_seconds=4", "run.call_seconds=4")
     code, _, said = run(workplace, *overrides)
     assert code == 1, said
     directory = workplace / "runs" / "stuck"
@@ -269,7 +269,7 @@ def test_a_reward_that_never_returns_ends_the_run_with_a_report_and_saves_it(wor
     report = json.loads((directory / "hang-report.json").read_text())
     assert report["at_work"] == ["reward"]
     assert any("in stuck" in line for thread in report["threads"] for line in thread["stack"])
-    assert (directory / "checkpoints" / "final" / "actor" / "model.safetensors").exists()
+    assert not (directory / "checkpoints").exists(), "nothing was learned"
     assert records(workplace, "stuck", "log.jsonl")[-1]["event"] == "failed"
 
 
@@ -281,9 +281,9 @@ def test_a_model_that_never_returns_ends_the_process_with_a_report(workplace: Pa
         "oppo.hf.trainer.pack = lambda *_: threading.Event().wait()\n"
         "oppo.train.Watchdog = functools.partial(oppo.train.Watchdog, grace=1)\n"
     )
-    code, _, said = run(workplace, "run.name=model-stuck", "run.watchdog_seconds=4", before=hang)
+    code, _, said = run(workplace, "run.name=model-stuck", "run.watchdog_seconds=4", "run.call_seconds=4", before=hang)
     assert code == 1, said
-    assert "update is at work (see " in said
+    assert "update is at work; in a call: trainer: update (see " in said
     report = json.loads((workplace / "runs" / "model-stuck" / "hang-report.json").read_text())
     assert report["at_work"] == ["update"]
     assert any(thread["name"] == "oppo-trainer_0" for thread in report["threads"])

@@ -23,7 +23,7 @@ from oppo.hf.digest import weights_digest
 from oppo.report import story
 from oppo.train import prepare, run as train
 from tests.hf import tiny
-from tests.workplace import furnish, oppo, start, tokenizer
+from tests.workplace import furnish, oppo, records, start, tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +47,10 @@ def test_training_leaves_a_run_directory_and_loadable_models(
     printed = capsys.readouterr()
     assert [line.split("  ")[0] for line in printed.out.splitlines()[:2]] == ["step 1/2", "step 2/2"]
     run = workplace / "runs" / "first"
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [(each["step"], each["version"], each["trained"]) for each in records] == [(0, 1, 4), (1, 2, 4)]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [(each["step"], each["version"], each["trained"]) for each in lines] == [(0, 1, 4), (1, 2, 4)]
     wanted = ("objective/kl", "policy/approxkl_avg", "loss/value_avg", "response_length/mean", "timing_s/update")
-    assert all(name in records[0] for name in (*wanted, "overlap/hidden_fraction", "staleness/lag_mean"))
+    assert all(name in lines[0] for name in (*wanted, "overlap/hidden_fraction", "staleness/lag_mean"))
     trained = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
     carried = next(entry["rollout"] for entry in trained if entry["event"] == "deferred")
     assert story(run / "journal.jsonl", carried)[0]["event"] == "admitted"
@@ -89,6 +89,31 @@ def test_a_used_run_directory_is_not_written_again(workplace: Path, capsys: pyte
     assert "is already used (it holds precious)" in capsys.readouterr().err
 
 
+def test_a_dry_run_does_not_mind_a_used_run_directory(workplace: Path) -> None:
+    (workplace / "runs" / "tried").mkdir(parents=True)
+    (workplace / "runs" / "tried" / "precious").write_text("")
+    assert oppo(workplace, "--dry-run", "run.name=tried") == 0
+
+
+def test_a_run_whose_data_ends_before_its_steps_says_so_before_and_after(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = ("run.name=short", "run.steps=9", "data.epochs=1", "step.batch=8", "trainer.schedule=linear")
+    assert oppo(workplace, "--dry-run", *short) == 0
+    said = capsys.readouterr().err
+    assert "the data lasts for 3 of 9 steps" in said
+    assert "the linear schedule of the learning rate breaks off there" in said
+    assert "set run.steps = 3, or raise data.epochs from 1" in said
+    assert oppo(workplace, "", *short) == 0
+    printed = capsys.readouterr()
+    assert "the data lasts for 3 of 9 steps" in printed.err
+    assert "done after 3 of 9 steps, with the end of the data: " in printed.out
+    assert [record["trained"] for record in records(workplace, "short", "metrics.jsonl")] == [8, 8, 4]
+    assert {"event": "data ended", "steps": 3, "wanted": 9}.items() <= records(workplace, "short", "log.jsonl")[
+        -2
+    ].items()
+
+
 def test_a_dry_run_checks_everything_and_writes_nothing(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert oppo(workplace, "--dry-run", "run.name=dry") == 0
     printed = capsys.readouterr().out
@@ -116,8 +141,8 @@ def test_exact_runs_learn_the_same_bits_streamed_and_serial(workplace: Path) -> 
         name = f"exact-{chunk}"
         assert oppo(workplace, "", f"run.name={name}", f"step.chunk={chunk}", "run.exact=true", "run.panel=off") == 0
         run = workplace / "runs" / name
-        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        scores = [(each["score"], each["objective/kl"], each["deferred"]) for each in records]
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        scores = [(each["score"], each["objective/kl"], each["deferred"]) for each in lines]
         final = run / "checkpoints" / "final"
         actor, critic = ((final / model / "model.safetensors").read_bytes() for model in ("actor", "critic"))
         learned[chunk] = (scores, actor, critic)
@@ -152,12 +177,26 @@ def test_what_cannot_be_used_is_one_sentence(
 def test_a_reward_that_is_no_number_ends_the_run_and_saves_it(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert oppo(workplace, "", "models.reward=reward.py:broken", "run.name=broken") == 1
+    assert oppo(workplace, "", "models.reward=reward.py:tiring", "run.name=tiring") == 1
     said = capsys.readouterr().err
-    assert "reward function 'broken' must return a finite number" in said
-    assert "in stage 'reward' of graph 'ppo', step 0" in said
-    assert (workplace / "runs" / "broken" / "checkpoints" / "final" / "actor" / "config.json").exists()
-    assert (workplace / "runs" / "broken" / "report.html").exists()
+    assert "reward function 'tiring' must return a finite number" in said
+    assert "in stage 'reward' of graph 'ppo', step 1" in said
+    final = workplace / "runs" / "tiring" / "checkpoints" / "final" / "actor"
+    learned = weights_digest(AutoModelForCausalLM.from_pretrained(final))
+    assert learned != weights_digest(tiny.causal("llama", seed=1))
+    assert (workplace / "runs" / "tiring" / "report.html").exists()
+
+
+def test_where_nothing_was_learned_nothing_is_called_what_was_learned(workplace: Path) -> None:
+    assert oppo(workplace, "", "models.reward=reward.py:broken", "run.name=broken") == 1
+    assert not (workplace / "runs" / "broken" / "checkpoints").exists()
+
+
+def test_ctrl_c_during_the_last_step_ends_a_run_that_is_done(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert oppo(workplace, "", "models.reward=reward.py:pressing", "run.name=pressed", "run.steps=1") == 0
+    assert "interrupted" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("scorers", ["thread", pytest.param("process", marks=pytest.mark.deep)])

@@ -132,6 +132,8 @@ def test_an_unknown_section_names_the_nearest_one(tmp_path: Path) -> None:
             "sampling.stop: expected item 1 to be a whole number or item 1 to be a string",
         ),
         ('[run]\nexact = true\n[models]\ndtype = "auto"\n', "run.exact needs models.dtype = 'float32'"),
+        ('[run]\nexact = true\n[models]\ndevice = "cuda"\n', "run.exact needs models.device = 'cpu'"),
+        ('[models]\ndevice = "gpu"\n', "models.device: expected 'auto', 'cpu', 'cuda' or one of several as 'cuda:1'"),
     ],
 )
 def test_a_wrong_value_is_a_sentence(tmp_path: Path, text: str, sentence: str) -> None:

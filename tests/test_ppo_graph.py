@@ -219,6 +219,23 @@ def test_a_step_of_which_nothing_was_trained_has_no_score() -> None:
     assert np.isnan(pipeline.reports[0].score)
 
 
+def test_steps_asked_for_one_by_one_carry_rollouts_as_steps_asked_for_together_do() -> None:
+    setting = Setting(extra=2, steps=4)
+    together, apart = played(setting), Pipeline(setting)
+
+    async def one_by_one() -> None:
+        async with apart.graph().open(prompts(setting.prompts)) as run:
+            for _ in range(setting.steps):
+                report = await run.step()
+                assert report is not None
+                apart.reports.append(report)
+
+    run_virtual(one_by_one)
+    carried = [report.deferred for report in apart.reports]
+    assert all(len(deferred) == 2 for deferred in carried)
+    assert carried[:2] == [report.deferred for report in together.reports][:2], "before an end is in sight"
+
+
 def test_decoding_does_not_wait_until_the_scorers_have_read_the_prompts() -> None:
     class Clocked(FakePolicy):
         def decoding(self, live: Sequence[Decode], cut: Cut) -> AbstractAsyncContextManager[None]:

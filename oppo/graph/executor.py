@@ -154,12 +154,16 @@ class Execution(Generic[T]):
     @contextmanager
     def _deadlocks_described(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
-        withdraw = loop.on_deadlock(self.describe) if isinstance(loop, ReportsDeadlocks) else None
+        withdraw = loop.on_deadlock(self._stuck) if isinstance(loop, ReportsDeadlocks) else None
         try:
             yield
         finally:
             if withdraw is not None:
                 withdraw()
+
+    def _stuck(self) -> str:
+        """Return the channel table, and who waits for whom."""
+        return f"{self.describe()}\n{self.snapshot().sentence()}"
 
     def describe(self) -> str:
         """Return the channel table of this step."""

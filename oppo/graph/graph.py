@@ -17,6 +17,8 @@ from oppo.observe import Observer
 
 O = TypeVar("O")  # noqa: E741 - O for output, as in the stage protocols
 
+S = TypeVar("S")
+
 
 @dataclass(frozen=True)
 class Graph(Generic[O]):
@@ -33,6 +35,19 @@ class Graph(Generic[O]):
     def nodes(self) -> Mapping[str, Node]:
         """Its nodes under their names, each after what it reads."""
         return MappingProxyType({name: self.topology.by_name[name] for name in self.topology.order()})
+
+    def stage(self, name: str, kind: type[S]) -> S:
+        """Return the stage of that name, to make another from it for :meth:`replace`.
+
+        Raises:
+            GraphError: there is no such stage, or it is not of that kind.
+        """
+        node = self.topology.by_name.get(name)
+        if node is None:
+            raise GraphError(self._unknown("given", name))
+        if not isinstance(node.stage, kind):
+            raise GraphError(f"stage {name!r} is {type(node.stage).__name__}, not {kind.__name__}")
+        return node.stage
 
     def mermaid(self) -> str:
         """Return the graph as a Mermaid flowchart."""
@@ -93,6 +108,9 @@ class Graph(Generic[O]):
 
         Args:
             prompts: what the graph reads; taken one by one when the reading stage asks, never ahead, and not closed.
+                Of a pipeline that begins with :class:`oppo.Generate`: :class:`oppo.Prompt`, each with an ``admission``
+                number that no other prompt of the run has, in later epochs neither (:class:`oppo.PromptStream` numbers
+                them). A prompt whose number is in flight is refused with a ``DataError``.
             observers: told what happens.
             lookahead: how many steps may begin before an earlier one has ended; only 0 so far.
 

@@ -8,11 +8,12 @@ The hooks below are optional, and found by their names.
 from __future__ import annotations
 
 import inspect
+import sys
 import types
 import typing
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, Final, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from oppo.errors import GraphError
 from oppo.graph.channel import Receiver, Sender
@@ -91,6 +92,10 @@ class AnyStage(Protocol):
         """Called with one receiver for each input, and ``out``."""
 
 
+UNKNOWN: Final = sys.maxsize
+"""Steps that remain in a run of which nobody has said when it ends."""
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One execution of a graph, as one of its stages is told of it.
@@ -100,7 +105,7 @@ class Step:
 
     Attributes:
         index: ordinal in the run, from 0.
-        remaining: how many executions were asked for, this one and those after it.
+        remaining: how many executions were asked for, this one and those after it; ``UNKNOWN`` where nobody said.
         started: loop time, in seconds.
         stage: name of the stage that is told.
         spans: when the stages worked, on the loop's clock; each names its stage as its track.
@@ -127,8 +132,8 @@ class Stepwise(Protocol):
 class Observing(Protocol[R_contra]):
     """A stage that is told what each step resulted in, after every stage has returned."""
 
-    def observe(self, result: R_contra) -> None:
-        """Take note of the result of the step that has just run."""
+    def observe(self, result: R_contra) -> object:
+        """Take note of the result of the step that has just run; what is returned, observers are told."""
 
 
 @runtime_checkable

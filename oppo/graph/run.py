@@ -13,7 +13,7 @@ from anyio.lowlevel import RunVar
 
 from oppo.errors import GraphError
 from oppo.graph.executor import Execution, tell
-from oppo.graph.ports import Observing, Opened, Stateful, Step, Stepwise
+from oppo.graph.ports import UNKNOWN, Observing, Opened, Stateful, Step, Stepwise
 from oppo.graph.snapshot import Snapshot
 from oppo.graph.source import Source
 from oppo.graph.topology import Node, Topology
@@ -46,11 +46,12 @@ class Run(Generic[O]):
         """
         return _Steps(self, count)
 
-    async def step(self, *, remaining: int = 1) -> O | None:
+    async def step(self, *, remaining: int = UNKNOWN) -> O | None:
         """Run one step and return its result, or ``None`` when the data has ended.
 
         Args:
-            remaining: how many steps the caller means to run, with this one; stages are told.
+            remaining: how many steps the caller means to run, with this one; stages are told. Where it is not said,
+                they work ahead without an end in sight, and what they hold when the run closes is given up.
 
         Raises:
             GraphError: a step is running, has failed or was cancelled, or the run is closed.
@@ -90,13 +91,22 @@ class Run(Generic[O]):
         finally:
             self._execution = None
         for result in results:
-            for node in self._topology.nodes:
-                if isinstance(node.stage, Observing):
-                    with self._hook("observe", node.name, step):
-                        node.stage.observe(result)
+            self._observe(step, result)
         if self._observers:
             self._report(step, results, execution)
         return results
+
+    def _observe(self, step: Step, result: O) -> None:
+        for node in self._topology.nodes:
+            if isinstance(node.stage, Observing):
+                with self._hook("observe", node.name, step):
+                    said = node.stage.observe(result)
+                if said is not None:
+                    self._pass_on(step, node.name, said)
+
+    def _pass_on(self, step: Step, stage: str, said: object) -> None:
+        at = anyio.current_time()
+        tell(self._observers, lambda observer: observer.on_item(step.index, stage, said, at))
 
     def _report(self, step: Step, results: Sequence[O], execution: Execution[O]) -> None:
         span = Span("step", str(step.index), step.started, anyio.current_time())

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
-from typing import Any, TypeAlias
+from numbers import Real
+from typing import Any, SupportsFloat, TypeAlias, get_args
 
 import numpy as np
 
+from oppo.errors import ConfigError
 from oppo.estimators import AdaptiveKL, FixedKL, KLEstimator, gae, kl_estimate, shaped_rewards, whiten
 from oppo.events import Batch, Defer, Drop, Finish, FloatArray, RolloutEvent, Scored
 from oppo.graph import Receiver, Sender, join, where
 from oppo.shaping import RunningMoments, ScoreShaping
+from oppo.stages.contract import require_per_token, require_score
 
 KLControl: TypeAlias = FixedKL | AdaptiveKL
 
@@ -41,12 +44,24 @@ class Row:
         """The proximal log-probs, or what stands for them: float32 [n]."""
         return self.finish.response.logprobs if self.proximal is None else self.proximal
 
+    def require_fit(self) -> None:
+        """Raise unless the score is one number, and everything else one for each response token.
+
+        Raises:
+            ProtocolError: a scorer said something else of it.
+        """
+        require_score(self.score, self.finish)
+        require_per_token(self.reference, self.finish, "reference log-prob")
+        require_per_token(self.values, self.finish, "value")
+        require_per_token(self.logprobs, self.finish, "proximal log-prob")
+
     def fault(self) -> str | None:
         """Return why the rollout cannot be trained: the first thing said of it that is no finite float32."""
         said: Mapping[str, float | FloatArray] = {
             "score": self.score,
             "reference log-prob": self.reference,
             "value": self.values,
+            "behaviour log-prob": self.finish.response.logprobs,
             "proximal log-prob": self.logprobs,
         }
         return next(
@@ -88,6 +103,7 @@ class Gathered:
             and not isinstance(proximal, Drop)
         ):
             row = Row(finish, reference.value, score.value, values.value, proximal.value if proximal else None)
+            row.require_fit()
             fault = row.fault()
             if fault is None:
                 self.rows.append(row)
@@ -111,11 +127,15 @@ class GAE:
         shaping: what is made of the scores first; replaced by its successor after each batch.
         whiten_rewards: scale the rewards of a batch to unit variance, their mean kept.
         whiten_advantages: scale the advantages of a batch to zero mean and unit variance.
+
+    Raises:
+        ConfigError: a value is out of range, or there is no such estimator.
+        ValueError: the coefficient of the KL penalty is negative or not finite.
     """
 
     gamma: float = 1.0
     lam: float = 0.95
-    kl: float | KLControl = 0.05
+    kl: SupportsFloat | KLControl = 0.05
     kl_estimator: KLEstimator = "k1"
     shaping: ScoreShaping = field(default_factory=ScoreShaping)
     whiten_rewards: bool = False
@@ -123,7 +143,17 @@ class GAE:
     _control: KLControl = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._control = FixedKL(self.kl) if isinstance(self.kl, float | int) else self.kl
+        for name in ("gamma", "lam"):
+            value = getattr(self, name)
+            if not (isinstance(value, Real) and 0 <= float(value) <= 1):
+                raise ConfigError(f"{name} must be a number from 0 to 1, not {value!r}")
+        if self.kl_estimator not in get_args(KLEstimator):
+            raise ConfigError(
+                f"kl_estimator must be one of {', '.join(get_args(KLEstimator))}, not {self.kl_estimator!r}"
+            )
+        if not isinstance(self.kl, SupportsFloat | FixedKL | AdaptiveKL):
+            raise ConfigError(f"kl must be a number, or a controller such as oppo.AdaptiveKL, not {self.kl!r}")
+        self._control = self.kl if isinstance(self.kl, FixedKL | AdaptiveKL) else FixedKL(float(self.kl))
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return what was learned of KL and scores so far."""

@@ -97,7 +97,7 @@ def test_a_stage_is_left_in_peace_when_the_run_is_cancelled() -> None:
         diary = Diary()
         with anyio.move_on_after(1):
             async with line().replace(relay=diary, collect=Stuck()).open(range(9)) as run:
-                await run.step()
+                await run.step(remaining=1)
         assert anyio.current_time() == 2.0, "leaving takes the diary a second"
         assert not left_over()
         return diary.lines
@@ -379,6 +379,22 @@ class Recorder:
 
     def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
         self.steps.append((step, result, channels))
+
+
+def test_observers_are_told_what_a_stage_says_of_a_result() -> None:
+    class Saying(Relay):
+        def observe(self, result: tuple[int, ...]) -> str | None:
+            return f"made {result}" if 0 in result else None
+
+    recorder = Recorder()
+
+    async def main() -> None:
+        async with line().replace(relay=Saying()).open(range(5), observers=[recorder]) as run:
+            async for _ in run.steps(2):
+                pass
+
+    run_virtual(main)
+    assert [item for item in recorder.items if "made" in str(item)] == [(0, "relay", "made (0, 1, 2)", 0.0)]
 
 
 def test_observers_are_told_of_items_spans_and_steps() -> None:
