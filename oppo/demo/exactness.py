@@ -39,7 +39,7 @@ def compare_schedules(settings: Settings) -> Digests:
     """Return the digests of a serial and of a streamed run of a few steps; nothing is written."""
     changes: Mapping[str, Mapping[str, object]] = {
         "run": {"exact": True, "steps": STEPS, "name": f"{settings.run.name}-exactness"},
-        "step": {"batch": BATCH, "extra": 0},
+        "step": {"batch": BATCH, "extra": 0, "admission": "overcommit"},
     }
     document = settings.model_dump(exclude_none=True)
     exact = Settings.model_validate({name: section | changes.get(name, {}) for name, section in document.items()})

@@ -122,7 +122,7 @@ def settings_of(plan: Plan, assets: Assets, target: Path, seed: int) -> Settings
             },
             "data": {"prompts": str(assets.prompts)},
             "sampling": {"max_new_tokens": plan.max_new_tokens},
-            "step": {"extra": 8, "chunk": 16},
+            "step": {"admission": "adaptive", "chunk": 16},
             "trainer": {
                 "learning_rate": plan.learning_rate,
                 "critic_learning_rate": 2.5 * plan.learning_rate,

@@ -72,7 +72,6 @@ class Verdict:
         ratio = self.length_after / self.length_before
         hack = f"; length hack: {ratio:.1f} times as long" if ratio > LENGTH_HACK else ""
         same = "the same" if self.digests.identical else "OTHER"
-        carried = ", ".join(f"{count} for {age}" for age, count in self.deferral_steps.items()) or "none"
         found = {
             "score": f"{scores.before:+.2f} before, {scores.after:+.2f} after on held-out prompts: gain "
             f"{scores.gain:+.2f} +- {scores.half_width:.2f} (95 %), {scores.gain / scores.spread:.1f} standard "
@@ -80,7 +79,7 @@ class Verdict:
             "KL": f"{self.kl:.1f} nats a response from the base policy",
             "length": f"{self.length_before:.0f} tokens before, {self.length_after:.0f} after{hack}",
             "overlap": f"{self.hidden_fraction:.0%} of the scoring was hidden behind decoding and training",
-            "deferral": f"{self.deferred_fraction:.1%} of the rollouts were carried over; steps carried: {carried}",
+            "deferral": self._deferral(),
             "exactness": f"a serial and a streamed run, in exact mode, made {same} tokens: "
             f"{self.digests.serial[:12]} and {self.digests.streamed[:12]}",
             "outputs": f"{self.directory}/report.html, {self.actor}",
@@ -88,6 +87,13 @@ class Verdict:
             "time": f"{self.seconds:.0f} s",
         }
         return [f"{name:<10} {finding}" for name, finding in found.items()]
+
+    def _deferral(self) -> str:
+        """Return what was carried over, or that nothing was."""
+        if not self.deferral_steps:
+            return "nothing was carried over: no number of extra rollouts promised to save more time than its lag costs"
+        carried = ", ".join(f"{count} for {age}" for age, count in self.deferral_steps.items())
+        return f"{self.deferred_fraction:.1%} of the rollouts were carried over; steps carried: {carried}"
 
 
 def hidden_fraction(metrics: Path) -> float:
