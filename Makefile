@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PEER   := .venv-peer
 
-.PHONY: demo test test-deep test-gpu lint types bench-peer bench-peer-sweep clean
+.PHONY: demo test test-deep test-gpu lint types bench bench-peer bench-peer-sweep clean
 
 demo: $(STAMP)
 	@$(BIN)/oppo demo $(DEMO)
@@ -27,6 +27,11 @@ test-deep: $(STAMP)
 # On the interpreter at hand, with what it has installed: for machines that come with their own CUDA build of torch.
 test-gpu:
 	PYTHONPATH=. $(PYTHON) -m pytest -m gpu
+
+# The ladder of modes, as a table and a picture: make bench BENCH="--workload paper --layout split"
+bench: $(STAMP)
+	$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[report]'
+	$(BIN)/oppo bench --plot runs/bench.png $(BENCH)
 
 # TRL's PPO trainer, in an environment of its own, beside ours: benchmarks/README.md.
 bench-peer: $(STAMP) $(PEER)/.installed

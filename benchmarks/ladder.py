@@ -1,13 +1,21 @@
-"""The README's table of speed, from the results of record: ``python -m benchmarks.ladder`` prints it."""
+"""The README's table of speed and its picture, from the results of record; nothing is measured again.
+
+``python -m benchmarks.ladder`` prints the table, ``python -m benchmarks.ladder --plot`` draws the picture (with the
+extra ``report``), or ``--plot FILE`` another one.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
+
+from oppo.bench.plot import Results, plot
 
 RESULTS: Final = Path(__file__).parent / "results" / "amd-epyc-2-cores"
+PICTURE: Final = RESULTS / "ladder.png"
 ORDER: Final = ("paper", "train-bound", "rule-reward", "capped")
 MODES: Final = ("rollout", "chunk", "fixed", "adaptive")
 
@@ -20,8 +28,8 @@ def ladders(directory: Path = RESULTS) -> list[Mapping[str, Any]]:
 
 
 def table(found: Sequence[Mapping[str, Any]]) -> str:
-    """Return a Markdown table: how many times faster than serial each mode is, and than TRL the streamed one."""
-    head = ["workload, layout", "serial, s a step", *MODES, "hidden (chunk)", "chunk / TRL"]
+    """Return a Markdown table: how many times faster than serial each mode is, and than TRL two of them."""
+    head = ["workload, layout", "serial, s a step", *MODES, "hidden (chunk)", "chunk / TRL", "adaptive / TRL"]
     rows = [head, ["---"] * len(head)]
     for each in found:
         serial = sorted(each["modes"]["serial"]["seconds_per_step"])
@@ -35,6 +43,7 @@ def table(found: Sequence[Mapping[str, Any]]) -> str:
                 *ratios,
                 "-" if hidden is None else f"{hidden:.2f}",
                 ratio(each, "chunk/trl"),
+                ratio(each, "adaptive/trl"),
             ]
         )
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
@@ -48,5 +57,16 @@ def ratio(ladder: Mapping[str, Any], name: str) -> str:
     return f"{ladder['ratios'][name]:.2f} ({low:.2f} - {high:.2f})"
 
 
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the table, or draw the picture."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ladder")
+    parser.add_argument("--plot", type=Path, nargs="?", const=PICTURE, help="draw the ladders into this file instead")
+    chosen = parser.parse_args(arguments)
+    if chosen.plot is None:
+        print(table(ladders()))
+    else:
+        plot([cast("Results", each) for each in ladders()], chosen.plot)
+
+
 if __name__ == "__main__":
-    print(table(ladders()))
+    main()

@@ -13,7 +13,7 @@ from oppo.bench.ladder import Entry, Ladder, Plan, Tell, entries, run, seating
 from oppo.bench.layout import cores_here
 from oppo.bench.modes import MODES
 from oppo.bench.peer import CHECKOUT, SWEEP, Sweep, choose, command
-from oppo.bench.plot import plot, require_matplotlib
+from oppo.bench.plot import Results, plot, require_matplotlib
 from oppo.bench.request import Request
 from oppo.bench.show import render
 from oppo.bench.teach import Progress
@@ -99,7 +99,7 @@ def write(ladders: Sequence[Ladder], request: Request) -> None:
         request.json.write_text(text + "\n", encoding="utf-8")
     if request.plot is not None:
         request.plot.parent.mkdir(parents=True, exist_ok=True)
-        plot(ladders, request.plot)
+        plot([cast("Results", ladder.as_json()) for ladder in ladders], request.plot)
 
 
 def chosen(what: str, told: str, known: Collection[str], everything: Sequence[str]) -> list[str]:

@@ -98,7 +98,7 @@ class Ladder:
             "threads": dict(self.threads),
             "valid": self.valid,
             "faults": list(self.faults),
-            "modes": {name: asdict(figures) for name, figures in self.modes.items()},
+            "modes": {name: figures.as_json() for name, figures in self.modes.items()},
             "ratios": {name: ratio.median for name, ratio in self.ratios.items()},
             "ratio_ranges": {name: [ratio.low, ratio.high] for name, ratio in self.ratios.items()},
             "plan": asdict(self.plan),

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from oppo.bench.workloads import Layout
+from oppo.hf.device import use_stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,5 +77,4 @@ def cores_here() -> tuple[int, ...]:
 def settle(seat: Seat, device: str) -> None:
     """Take a seat in the calling thread; on a GPU, with a stream of its own, so that threads overlap there."""
     seat.take()
-    if device != "cpu":
-        torch.cuda.set_stream(torch.cuda.Stream(device))
+    use_stream(torch.device(device))

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Final, TypeAlias
 
 import numpy as np
 
+from oppo.admission import Verdict, together
 from oppo.bench.record import StepRecord
 from oppo.bench.workloads import Layout, Workload
 
@@ -107,6 +108,7 @@ class Figures:
         live_rows_per_decode_step: mean.
         cap_hit_rate: share of the trained responses that were cut off.
         deferrals: mean and most responses carried from a step into the next.
+        verdict: what the steps were bound by, and how much faster any schedule could make them; none for a peer.
     """
 
     seconds_per_step: tuple[float, ...]
@@ -121,6 +123,7 @@ class Figures:
     deferrals: Mapping[str, float]
     peak_rss_mb: float
     as_announced: float
+    verdict: Verdict | None
 
     @classmethod
     def of(cls, rounds: Rounds, baseline: Baseline, peak_rss_mb: float) -> Figures:
@@ -131,6 +134,7 @@ class Figures:
         exposed, inside = math.fsum(step.exposed for step in steps), decode_steps > 0
         alone = math.fsum(baseline.cost.seconds(step) for step in steps) if baseline.cost else 0.0
         decode = math.fsum(step.decode for step in steps)
+        said = [Verdict.of_metrics(step.bottleneck, step.seconds) for step in steps]
         models = {model for step in steps for model in step.busy}
         return cls(
             seconds_per_step=tuple(step.seconds for step in steps),
@@ -152,7 +156,12 @@ class Figures:
             },
             peak_rss_mb=peak_rss_mb,
             as_announced=math.fsum(step.as_announced * step.samples for step in steps) / samples,
+            verdict=together([each for each in said if each is not None]),
         )
+
+    def as_json(self) -> dict[str, object]:
+        """Return everything, as a file of results holds it; the verdict in words and numbers."""
+        return asdict(self) | {"verdict": None if self.verdict is None else self.verdict.as_json()}
 
 
 def speedup(mode: Rounds, other: Rounds) -> Spread:

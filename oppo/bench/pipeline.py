@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, ParamSpec, TypeVar
+from typing import Final
 
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
@@ -20,6 +20,7 @@ from oppo.bench.workloads import Phase, Scorers, Shape, Workload
 from oppo.demo.once import alone
 from oppo.events import Drop, Prompt, StepReport
 from oppo.graph import Graph
+from oppo.hf.device import DeviceThread
 from oppo.hf.load import load_causal, load_scalar
 from oppo.hf.memory import ModelPlace
 from oppo.hf.policy import HfPolicy
@@ -30,9 +31,6 @@ from oppo.observe import SpanListener
 from oppo.placement import Place, Process, Thread
 from oppo.recipes import ppo
 from oppo.rewards import FunctionReward
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 WORK: Final[dict[tuple[str, str], Phase]] = {
     ("actor", "decode"): "decode",
@@ -47,20 +45,6 @@ WORK: Final[dict[tuple[str, str], Phase]] = {
 """The spans that count, by track and label, and the phase each belongs to; taking over weights is none of them."""
 
 REMEDY: Final = "choose a smaller --workload"
-
-
-class DeviceThread(Thread):
-    """A thread whose calls end when the device has done their work, so that their spans say when it was busy."""
-
-    async def call_for(self, track: str, label: str, work: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run ``work`` in the thread, wait for the device, and return the result."""
-
-        def done(*args: P.args, **kwargs: P.kwargs) -> R:
-            result = work(*args, **kwargs)
-            torch.cuda.current_stream().synchronize()
-            return result
-
-        return await super().call_for(track, label, done, *args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

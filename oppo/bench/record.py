@@ -24,6 +24,7 @@ class StepRecord:
         busy: seconds in which each model worked.
         decode_steps: of the actor.
         decoded: tokens it made, also those of responses that are not finished.
+        bottleneck: the step's verdict, as its metrics have it.
     """
 
     seconds: float
@@ -39,6 +40,7 @@ class StepRecord:
     busy: Mapping[str, float] = field(default_factory=dict)
     decode_steps: int = 0
     decoded: int = 0
+    bottleneck: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def seconds_per_token(self) -> float:

@@ -19,7 +19,7 @@ BAR: Final = 40
 
 def render(ladder: Ladder) -> Group:
     """Return everything worth reading of a run, the verdict last."""
-    return Group(*head(ladder), speeds(ladder), details(ladder), *bars(ladder), verdict(ladder))
+    return Group(*head(ladder), speeds(ladder), details(ladder), *bars(ladder), *bottlenecks(ladder), verdict(ladder))
 
 
 def head(ladder: Ladder) -> list[Text]:
@@ -91,6 +91,16 @@ def bars(ladder: Ladder) -> list[Text]:
     fastest = max(each.tokens_per_second for each in ladder.modes.values())
     widest = max(map(len, ladder.modes))
     return [Text(bar_line(name, each, fastest, widest)) for name, each in ladder.modes.items()]
+
+
+def bottlenecks(ladder: Ladder) -> list[Text]:
+    """Return what each contestant is bound by, and what could help, as far as it can tell."""
+    widest = max(map(len, ladder.modes))
+    return [
+        Text(f"{name:<{widest}}  {each.verdict.bottleneck}-bound: {each.verdict.sentence}")
+        for name, each in ladder.modes.items()
+        if each.verdict is not None
+    ]
 
 
 def bar_line(name: str, figures: Figures, fastest: float, widest: int) -> str:

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, TextIO
+from typing import TextIO
 
 import anyio
 import anyio.to_thread
@@ -30,6 +30,7 @@ import torch
 import transformers
 
 from oppo import observe
+from oppo.admission.verdict import PREFIX
 from oppo.bench.directory import open_files, workload_in
 from oppo.bench.layout import Seats, cores_here, seats
 from oppo.bench.machine import peak_rss_mb
@@ -42,9 +43,6 @@ from oppo.events import Batch, Prompt, StepReport
 from oppo.graph import Run
 from oppo.observe import Observer, Span
 from oppo.report.overlap import Role, occupation, seconds, union
-
-ENDLESS: Final = 1 << 30
-"""Steps that are left, as far as the graph is told: a request is not the end."""
 
 
 @dataclass(eq=False)
@@ -101,6 +99,7 @@ class Watch(Observer):
             busy=busy,
             decode_steps=decode_steps,
             decoded=decoded,
+            bottleneck={name: value for name, value in report.metrics.items() if name.startswith(PREFIX)},
         )
 
 
@@ -123,7 +122,7 @@ async def measured(run: Run[StepReport], work: Pipeline, watch: Watch) -> StepRe
     """
     counters = work.policy.counters
     steps, tokens, start = counters.decode_steps, counters.tokens, observe.now()
-    report = await run.step(remaining=ENDLESS)
+    report = await run.step()  # a request is not the end
     took = observe.now() - start
     if report is None:
         raise DataError("the prompts have ended")

@@ -28,6 +28,7 @@ KEYS = {
     "cap_hit_rate",
     "deferrals",
     "peak_rss_mb",
+    "verdict",
 }
 PLOTS = find_spec("matplotlib") is not None
 
@@ -49,6 +50,8 @@ def test_the_smoke_workload_runs_through_the_whole_ladder_s_machinery(
         assert figures.keys() >= KEYS
         assert len(figures["seconds_per_step"]) == 1
         assert figures["as_announced"] == 1.0
+        assert f"{figures['verdict']['bottleneck']}-bound: {figures['verdict']['sentence'][:30]}" in printed.out
+        assert figures["verdict"]["limit"] >= 1.0
         assert figures["peak_rss_mb"] > 50
     assert told["modes"]["serial"]["hidden_fraction"] == pytest.approx(0.0, abs=0.05)
     assert told["modes"]["serial"]["decode_slowdown"] == pytest.approx(1.0)

@@ -69,6 +69,20 @@ def test_a_cost_is_never_negative_and_right_in_total() -> None:
     assert sum(map(cost.seconds, alone)) == pytest.approx(3.8)
 
 
+def test_what_the_steps_are_bound_by_is_judged_over_all_of_them() -> None:
+    parts = {"decode": 0.1, "tail": 0.4, "cap": 0.0, "score": 0.3, "train": 0.2, "limit": 2.0, "scoring": 0.6}
+    said = {f"bottleneck/{name}": value for name, value in {**parts, "capped": 0.0, "finished": 10.0}.items()}
+    trained = {**said, "bottleneck/tail": 0.0, "bottleneck/train": 0.6, "bottleneck/limit": 1.5}
+    found = figures(replace(STEP, bottleneck=said), replace(STEP, seconds=12.0, bottleneck=trained))
+    assert found.verdict is not None
+    assert found.verdict.bottleneck == "train"
+    assert found.verdict.shares["train"] == pytest.approx((4 * 0.2 + 12 * 0.6) / 16)
+    told = found.as_json()["verdict"]
+    assert isinstance(told, dict)
+    assert told["sentence"] == found.verdict.sentence
+    assert figures(STEP).as_json()["verdict"] is None
+
+
 def test_nothing_decoded_is_no_cost() -> None:
     assert DecodeCost.fitted([replace(STEP, decode=0.0, decode_steps=0)]) is None
 
