@@ -1,0 +1,44 @@
+"""What is compared: schedules of one and the same training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from oppo.config import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One schedule; models, prompts, noise and learning are the same for all.
+
+    Attributes:
+        share: rollouts kept in flight beyond the batch, in parts of it; ``None``: not given.
+        held: scoring waits until decoding has ended (:class:`oppo.bench.hold.Hold`), and then has all cores.
+        step: what else it changes in the demo's ``[step]``.
+    """
+
+    name: str
+    about: str
+    share: float | None = 0.0
+    held: bool = False
+    step: Mapping[str, object] = field(default_factory=dict)
+
+    def settings(self, demo: Settings, batch: int) -> Settings:
+        """Return the demo's settings in this schedule, without what a study does not read of a run."""
+        document = demo.model_dump(exclude_none=True)
+        extra = {} if self.share is None else {"admission": "overcommit", "extra": round(self.share * batch)}
+        document["step"] |= {"batch": batch, **extra, **self.step}
+        document["run"] |= {"panel": "off", "trace": False, "samples": 0}
+        return Settings.model_validate(document)
+
+
+SERIAL: Final = Arm("serial", "decode, then score, then train", held=True, step={"chunk": "whole"})
+CHUNK: Final = Arm("chunk", "streamed, nothing carried over")
+FIXED: Final = Arm("fixed", "streamed, B / 4 carried over", share=1 / 4)
+ADAPTIVE: Final = Arm("adaptive", "streamed, carried over as it pays", share=None, step={"admission": "adaptive"})
+STALE: Final = Arm("stale", "streamed, B carried over, up to 8 times", share=1.0, step={"max_deferrals": 8})
+
+ARMS: Final = {arm.name: arm for arm in (SERIAL, CHUNK, FIXED, ADAPTIVE, STALE)}
+"""``serial`` is what all are measured against, ``chunk`` differs from it in rounding only, ``stale`` should do harm."""

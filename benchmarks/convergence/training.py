@@ -1,0 +1,90 @@
+"""One run of a study, from ``oppo train``'s path to what its final policy answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Final
+
+import anyio
+import numpy as np
+from rich.console import Console
+
+from benchmarks.convergence.arms import Arm
+from benchmarks.convergence.results import Answers, Estimate, Outcome, Plan
+from oppo.bench.pipeline import held
+from oppo.demo.assets import Assets, cache_directory, make_assets
+from oppo.demo.examination import examine
+from oppo.demo.run import FULL, SHORT, Plan as Demo, settings_of
+from oppo.hf.load import load_tokenizer
+from oppo.hf.places import available_cores, use_cores
+from oppo.hf.text import Text
+from oppo.models import Sampling
+from oppo.train import FINAL, Session, prepare, run
+
+NOISE: Final = 20_000
+"""Seed of the noise that every policy answers the held-out prompts with; no run trains with it."""
+
+
+def demo_of(plan: Plan) -> Demo:
+    """Return the demo that the runs of a study are."""
+    return replace(SHORT if plan.small else FULL, steps=plan.steps)
+
+
+def assets_of(plan: Plan, cache: Path | None = None) -> Assets:
+    """Return the demo's models and prompts: the same for every seed and arm, made once."""
+    return make_assets(cache or cache_directory(), small=plan.small)
+
+
+def train(plan: Plan, arm: Arm, seed: int, assets: Assets, directory: Path) -> Outcome:
+    """Return what comes of a run; ``directory`` holds its run directory afterwards."""
+    demo = settings_of(demo_of(plan), assets, directory / f"{arm.name}-{seed}", seed)
+    settings = arm.settings(demo, plan.batch)
+    with prepare(settings) as session:
+        anyio.run(carry_out, session, arm)
+    lines = (settings.run_directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    steps = [json.loads(line) for line in lines]
+
+    def column(name: str) -> list[float]:
+        return [float(step[name]) for step in steps]
+
+    return Outcome(
+        answers=answers(plan, assets, settings.run_directory / FINAL / "actor"),
+        seconds=tuple(column("seconds")),
+        scores=tuple(column("score")),
+        extra=fmean(column("deferral/extra")),
+        lag=fmean(column("staleness/lag_mean")),
+        late=fmean(column("deferral/trained_late")),
+    )
+
+
+async def carry_out(session: Session, arm: Arm) -> None:
+    """Run a session as ``oppo train`` does; where scoring is held, it has every core, as it runs beside nothing."""
+    if arm.held:
+        scoring = session.assembly.places.scoring.host(available_cores())
+        await scoring.call("cores", use_cores)
+        session = replace(session, graph=held(session.graph))
+    await run(session, Console(quiet=True))
+
+
+def answers(plan: Plan, assets: Assets, actor: Path) -> Answers:
+    """Return how a policy answers the held-out prompts."""
+    stop = Text(load_tokenizer(assets.actor)).stop((), ())
+    sampling = Sampling(max_new_tokens=demo_of(plan).max_new_tokens, stop=stop, seed=NOISE)
+    found = examine(
+        actor,
+        base=assets.actor,
+        reward=assets.reward,
+        held_out=assets.held_out,
+        sampling=sampling,
+        count=plan.examined,
+    )
+    return Answers(estimate(found.scores.tolist()), estimate(found.kl.tolist()), estimate(found.lengths))
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """Return mean and standard error of values of different prompts."""
+    return Estimate(float(np.mean(values)), float(np.std(values, ddof=1) / np.sqrt(len(values))))
