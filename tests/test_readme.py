@@ -6,10 +6,25 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import oppo
+from oppo import GAE, Fixed, Graph, Overcommit, Score, ppo
+from oppo.config import load
+from oppo.errors import GraphError
+from oppo.testing import (
+    FakeCritic,
+    FakePolicy,
+    FakeScorer,
+    FakeTrainer,
+    fake_per_token,
+    fake_scalar,
+    prompts,
+    run_virtual,
+)
 from tests.hf import tiny
 from tests.workplace import tokenizer
 
@@ -28,6 +43,52 @@ def test_the_program_of_the_readme_trains(tmp_path: Path) -> None:
     ran = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     assert [line.split(":")[0] for line in ran.stdout.splitlines()] == ["0", "1", "2"]
+
+
+def test_the_recipe_of_the_readme_is_the_recipe_and_a_stage_keeps_its_other_options() -> None:
+    (recipe,) = re.findall(r"```python\n(g = GraphBuilder.*?)```", README, re.DOTALL)
+    (swap,) = re.findall(r"```python\n(graph = graph\.replace.*?)```", README, re.DOTALL)
+    policy, reward, critic, trainer = FakePolicy(), FakeScorer(fake_scalar), FakeCritic(), FakeTrainer()
+    reference, admission, chunks = FakeScorer(fake_per_token), Overcommit(batch=4, extra=1), Fixed(8)
+    models = {"policy": policy, "reference": reference, "reward": reward, "critic": critic, "trainer": trainer}
+    names: dict[str, object] = vars(oppo) | models | {"admission": admission, "chunks": chunks, "replace": replace}
+    exec(recipe, names)
+    graph = names["graph"]
+    assert isinstance(graph, Graph)
+    whole = ppo(
+        policy=policy, reference=reference, reward=reward, critic=critic, trainer=trainer, admission=admission, kl=0.2
+    )
+    assert graph.mermaid() == whole.mermaid()
+    names["graph"] = whole
+    exec(swap, names)
+    swapped = names["graph"]
+    assert isinstance(swapped, Graph)
+    gae = swapped.stage("advantage", GAE)
+    assert (gae.lam, gae.kl, gae.gamma) == (1.0, 0.2, 1.0)
+
+    async def main() -> int:
+        async with graph.open(prompts(20)) as run:
+            return len([step async for step in run.steps(2)])
+
+    assert run_virtual(main) == 2
+    with pytest.raises(GraphError, match="stage 'advantage' is GAE, not Score"):
+        whole.stage("advantage", Score)
+    with pytest.raises(GraphError, match="'gae' cannot be given: the stages are 'generate'"):
+        whole.stage("gae", GAE)
+
+
+def test_the_settings_of_the_readme_are_settings(tmp_path: Path) -> None:
+    (text,) = re.findall(r"```toml\n(.*?)```", README, re.DOTALL)
+    (tmp_path / "config.toml").write_text(text)
+    assert load(tmp_path / "config.toml").step.extra == 2
+
+
+def test_python_m_oppo_is_oppo_and_its_help_says_where_the_settings_are() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "oppo", "train", "--help"], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "docs/settings.md" in ran.stdout
 
 
 def test_the_files_the_readme_names_exist() -> None:
