@@ -196,7 +196,9 @@ class TrainerSection(Section):
     gradient_checkpointing: Count = Field(
         default=0, description="recompute every n-th layer in the backward pass: 1 is all layers, 0 none"
     )
-    micro_batch_tokens: PositiveInt = Field(default=4096, description="tokens, padding included, in a forward pass")
+    micro_batch_tokens: PositiveInt = Field(
+        default=4096, description="at most so many tokens, padding included, in a forward pass"
+    )
     seed: Seed = 0
 
 

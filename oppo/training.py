@@ -45,7 +45,7 @@ class TrainerSettings:
         warmup_steps: updates over which the learning rate grows from 0; not with ``constant``.
         total_steps: updates in the run; ``linear`` and ``cosine`` reach 0 there and need it.
         gradient_checkpointing: recompute every n-th layer in the backward pass, to save memory; 1: all, 0: none.
-        micro_batch_tokens: tokens, padding included, in one forward pass; a longer row gets a pass of its own.
+        micro_batch_tokens: at most so many, padding included, in one forward pass; a longer row gets a pass of its own.
         seed: keys, with the number of the update, how rows are shuffled into minibatches.
 
     Raises:

@@ -31,7 +31,7 @@ from oppo.hf.drift import Drift
 from oppo.hf.load import quiet
 from oppo.hf.lora import merged
 from oppo.hf.master import MasterWeights
-from oppo.hf.packing import MicroBatch, micro_batches, minibatches, pack, read_lengths, trainable
+from oppo.hf.packing import MicroBatch, micro_batches, minibatches, overhead_on, pack, read_lengths, trainable
 from oppo.hf.precision import require_trainable
 from oppo.hf.recompute import recompute
 from oppo.hf.training_state import read_training, write_training
@@ -190,6 +190,7 @@ class HfTrainer:
             ],
             betas=self.settings.betas,
             eps=self.settings.eps,
+            fused=True,
         )
         self._models, self._optimizer = self._accelerator.prepare(ActorCritic(actor, critic), optimizer)
         self._version = 0
@@ -296,8 +297,9 @@ class HfTrainer:
         spans = batch.rows()
         total = float(sum(int(batch.sampled[spans[r]].sum()) for r in rows))
         parts: list[Tensor] = []
-        for group in micro_batches(read_lengths(batch), rows.tolist(), self.settings.micro_batch_tokens):
-            part = pack(batch, group, self._actor.device, self.settings.correction)
+        device, budget = self._actor.device, self.settings.micro_batch_tokens
+        for group in micro_batches(read_lengths(batch), rows.tolist(), budget, overhead=overhead_on(device)):
+            part = pack(batch, group, device, self.settings.correction)
             parts.append(self._backward(part, total, tally.drift))
             tally.micro_batches += 1
             self.micro_batches += 1

@@ -59,9 +59,7 @@ def read_training(
     _require_alike(directory / FILE, trained, {name: kinds[PARAMETER] for name, kinds in stored.items()})
     for name, parameter in trained.items():
         parameter.copy_(stored[name].pop(PARAMETER))
-        optimizer.state[parameter] = {
-            kind: tensor if tensor.ndim == 0 else tensor.to(parameter.device) for kind, tensor in stored[name].items()
-        }
+        optimizer.state[parameter] = {kind: tensor.to(parameter.device) for kind, tensor in stored[name].items()}
     return {name: int(count) for name, count in counts.items() if count.isdecimal()}
 
 

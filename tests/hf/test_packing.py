@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, strategies as st
 
 from oppo.events import Batch, Prompt, Response
 from oppo.hf.packing import micro_batches, minibatches, pack, trainable
@@ -89,12 +92,31 @@ def test_rows_without_a_sampled_token_are_not_trained() -> None:
     assert trainable(batch()).tolist() == [0, 2]
 
 
-def test_micro_batches_keep_to_their_budget_and_lose_no_row() -> None:
-    lengths = [5, 1, 9, 9, 3, 30, 2, 5]
-    groups = micro_batches(lengths, range(len(lengths)), 20)
-    assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
-    assert groups[0] == [5]
-    assert all(len(group) == 1 or len(group) * max(lengths[r] for r in group) <= 20 for group in groups)
+@given(
+    st.lists(st.integers(1, 30), max_size=9),
+    st.integers(1, 60),
+    st.integers(0, 40),
+)
+def test_no_other_way_to_read_neighbours_within_the_budget_costs_less(
+    lengths: list[int], budget: int, overhead: int
+) -> None:
+    def cost(groups: Iterable[Sequence[int]]) -> float:
+        sizes = [len(group) * max(lengths[row] for row in group) for group in groups]
+        alone = [len(group) == 1 for group in groups]
+        fits = all(size <= budget or single for size, single in zip(sizes, alone, strict=True))
+        return sum(sizes) + overhead * len(sizes) if fits else math.inf
+
+    def every_way(rows: Sequence[int]) -> Iterator[list[Sequence[int]]]:
+        if not rows:
+            yield []
+        for size in range(1, len(rows) + 1):
+            for rest in every_way(rows[size:]):
+                yield [rows[:size], *rest]
+
+    groups = micro_batches(lengths, range(len(lengths)), budget, overhead=overhead)
+    longest_first = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    assert [row for group in groups for row in group] == longest_first
+    assert cost(groups) == min(cost(way) for way in every_way(longest_first))
 
 
 @pytest.mark.parametrize("count", [1, 3, 12])

@@ -82,7 +82,7 @@ async def test_before_the_first_step_the_ratio_of_every_token_is_one(
     assert batch.support(range(len(batch))).holds(batch.tokens).all()
     settings = TrainerSettings(epochs=1, micro_batch_tokens=100)
     trainer = HfTrainer(actor, critic, sampling=sampling, thread=thread, settings=settings)
-    for group in micro_batches(read_lengths(batch), range(len(batch)), 100):
+    for group in micro_batches(read_lengths(batch), range(len(batch)), 100, overhead=0):
         part = pack(batch, group, torch.device("cpu"))
         logits = current(trainer, part)
         ours = token_logprobs(logits, part.tokens, sampling.temperature, part.support)

@@ -189,7 +189,9 @@ async def test_micro_batching_does_not_change_the_gradient(thread: Thread) -> No
         trainer = make(thread, micro_batch_tokens=budget)
         batch = rollouts(trainer._actor, trainer._critic, shift=0.1, given=True)
         rows = list(range(len(batch)))
-        groups = micro_batches([len(r.prompt.tokens) + len(r) - 1 for r in batch.responses], rows, budget)
+        groups = micro_batches(
+            [len(r.prompt.tokens) + len(r) - 1 for r in batch.responses], rows, budget, overhead=10_000
+        )
         for group in groups:
             tiny.apart(trainer._backward)(
                 pack(batch, group, torch.device("cpu")), float(batch.sampled.sum()), Drift(0, 0.2)
