@@ -155,7 +155,7 @@ def run(files: Files, layout: Layout, contestants: Sequence[Entry], plan: Plan, 
         threads={name: told.get("threads") for name, told in started.items()},
         versions={name: told.get("versions") for name, told in started.items()},
         modes=figures,
-        ratios=_ratios(counted),
+        ratios=ratios(counted),
         faults=faults(files.workload, layout, figures, files.facts.announced.capped),
         remarks={entry.name: entry.remark for entry in contestants if entry.remark},
     )
@@ -181,15 +181,20 @@ def _figures(counted: Mapping[str, Rounds], peaks: Mapping[str, float]) -> dict[
     return {name: Figures.of(rounds, baseline, peaks[name]) for name, rounds in counted.items()}
 
 
-def _ratios(counted: Mapping[str, Rounds]) -> dict[str, Spread]:
-    """Return every contestant against the serial mode, and every mode against every peer."""
-    against = [name for name in counted if name == "serial" or name not in MODES]
+def ratios(counted: Mapping[str, Rounds]) -> dict[str, Spread]:
+    """Return every contestant against the serial mode, and every mode against what it adds to and every peer."""
     return {
         f"{name}/{other}": speedup(rounds, counted[other])
-        for other in against
+        for other in counted
         for name, rounds in counted.items()
-        if name != other and (other == "serial" or name in MODES)
+        if name != other and _compared(name, other)
     }
+
+
+def _compared(name: str, other: str) -> bool:
+    if other == "serial":
+        return True
+    return name in MODES and (other not in MODES or other == MODES[name].over)
 
 
 def seating(layout: Layout, modes: Sequence[str]) -> list[str]:

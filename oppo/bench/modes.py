@@ -19,6 +19,7 @@ class Mode:
     Attributes:
         held: scoring waits until decoding has ended.
         chunks, admission: made anew for each contestant.
+        over: the mode that it adds one thing to, which it is compared with besides the serial one.
     """
 
     name: str
@@ -26,6 +27,7 @@ class Mode:
     held: bool
     chunks: Callable[[Workload], ChunkSize]
     admission: Callable[[Workload], Admission]
+    over: str = "serial"
 
 
 def _whole(workload: Workload) -> ChunkSize:
@@ -59,8 +61,8 @@ MODES: Final = MappingProxyType(
             Mode("rollout", "each response is scored when it ends", False, _whole, _synchronous),
             Mode("chunk", "responses are scored while they are written", False, _fixed, _synchronous),
             Mode("overcommit", "serial, stragglers carried over", True, _whole, _overcommitted),
-            Mode("fixed", "chunk, stragglers carried over", False, _fixed, _overcommitted),
-            Mode("adaptive", "chunk, as many stragglers carried over as pay", False, _fixed, _adaptive),
+            Mode("fixed", "chunk, stragglers carried over", False, _fixed, _overcommitted, over="chunk"),
+            Mode("adaptive", "chunk, as many stragglers carried over as pay", False, _fixed, _adaptive, over="chunk"),
         )
     }
 )

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from oppo.bench.ladder import ratios
 from oppo.bench.measures import Baseline, DecodeCost, Figures, faults, per_token, speedup
 from oppo.bench.record import StepRecord
 from oppo.bench.workloads import PAPER, Bound
@@ -99,6 +100,22 @@ def test_a_speed_up_is_of_pairs_of_rounds_so_that_a_slow_minute_cancels() -> Non
     slow = [[replace(STEP, seconds=3.0)], [replace(STEP, seconds=30.0)], [replace(STEP, seconds=4.0)]]
     pairs = speedup(fast, slow)
     assert (pairs.median, pairs.low, pairs.high) == pytest.approx((1.5, 1.5, 2.0))
+
+
+def test_a_mode_is_compared_with_serial_with_what_it_adds_to_and_with_peers() -> None:
+    counted = {name: [[replace(STEP, seconds=took)]] for name, took in (("serial", 4.0), ("chunk", 3.0), ("trl", 12.0))}
+    found = ratios(counted | {"adaptive": [[replace(STEP, seconds=2.0)]]})
+    assert {name: spread.median for name, spread in found.items()} == pytest.approx(
+        {
+            "chunk/serial": 4 / 3,
+            "trl/serial": 1 / 3,
+            "adaptive/serial": 2.0,
+            "adaptive/chunk": 1.5,
+            "serial/trl": 3.0,
+            "chunk/trl": 4.0,
+            "adaptive/trl": 6.0,
+        }
+    )
 
 
 def test_short_responses_trained_first_earn_no_credit() -> None:
