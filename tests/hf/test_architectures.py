@@ -116,12 +116,12 @@ def sequences(count: int, length: int) -> Tensor:
     return torch.randint(3, tiny.VOCABULARY, (count, length), generator=torch.Generator().manual_seed(0))
 
 
-def assert_close(got: FloatArray | Tensor, want: FloatArray | Tensor) -> None:
-    np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=1e-5, atol=1e-5)
+def assert_close(got: FloatArray | Tensor, want: FloatArray | Tensor, tolerance: float = 1e-5) -> None:
+    np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=tolerance, atol=tolerance)
 
 
 async def assert_a_step_is_what_plain_forwards_say(
-    models: Models, asked: Sequence[Prompt], *, truth: torch.dtype = torch.float32
+    models: Models, asked: Sequence[Prompt], *, truth: torch.dtype = torch.float32, tolerance: float = 1e-5
 ) -> Batch:
     """Make a step; check its batch, that the policy was trained from a ratio of 1, and what was trained."""
     before, digests = copy.deepcopy(models), (weights_digest(models.actor), weights_digest(models.critic))
@@ -129,8 +129,8 @@ async def assert_a_step_is_what_plain_forwards_say(
         model.train(mode=False)  # GPT-2 and OPT would drop out otherwise
         torch.nn.Module.to(model, truth)
     batch, metrics = await models.step(asked)
-    assert_is_what_plain_forwards_say(batch, before)
-    assert metrics["val/ratio"] == pytest.approx(1, abs=1e-5)
+    assert_is_what_plain_forwards_say(batch, before, tolerance)
+    assert metrics["val/ratio"] == pytest.approx(1, abs=tolerance)
     assert metrics["policy/clipfrac_avg"] == 0
     for trained, old in zip((models.actor, models.critic), digests, strict=True):
         assert weights_digest(trained) != old
@@ -140,17 +140,17 @@ async def assert_a_step_is_what_plain_forwards_say(
 
 @tiny.apart
 @torch.no_grad()
-def assert_is_what_plain_forwards_say(batch: Batch, models: Models) -> None:
+def assert_is_what_plain_forwards_say(batch: Batch, models: Models, tolerance: float) -> None:
     """Check every number that a model streamed into the batch against its own pass over the whole sequence."""
     for response, row, score in zip(batch.responses, batch.rows(), batch.scores, strict=True):
         ids = torch.from_numpy(np.concatenate((response.prompt.tokens, response.tokens))).long()[None]
         window = slice(len(response.prompt.tokens) - 1, -1)
         for model, got in ((models.actor, batch.logprobs[row]), (models.reference, batch.reference[row])):
             scaled = (model(ids).logits[0, window] / SAMPLING.temperature).log_softmax(-1)
-            assert_close(got, scaled.gather(1, ids[0, len(response.prompt.tokens) :, None])[:, 0])
+            assert_close(got, scaled.gather(1, ids[0, len(response.prompt.tokens) :, None])[:, 0], tolerance)
         hidden = backbone(models.critic)(ids).last_hidden_state
-        assert_close(batch.values[row], score_head(models.critic)(hidden)[0, window, 0])
-        assert_close(score, models.reward(ids).logits[0, 0])
+        assert_close(batch.values[row], score_head(models.critic)(hidden)[0, window, 0], tolerance)
+        assert_close(score, models.reward(ids).logits[0, 0], tolerance)
 
 
 @pytest.mark.parametrize("name", tiny.CONFIGS)
@@ -304,8 +304,12 @@ def questions(model: Path, count: int) -> list[Prompt]:
     return [Prompt(n, n, np.array(tokens, np.int32), group=n) for n, tokens in enumerate(encoded)]
 
 
-# Thirty layers of float32 leave log-probs 8e-6 x (1 + |x|) from those of float64, in one shot as in pieces: so two
-# float32 passes may differ by more than 1e-5, and what is compared with is float64.
+# Thirty layers of float32 leave log-probs about 1e-5 x (1 + |x|) from those of float64, in one shot as in pieces; how
+# far depends on the kernels that a CPU is given. So what is compared with is float64, and the measure is one float32
+# pass on the same machine.
+
+REAL = 5e-5
+"""How far, relative to 1 + |x|, numbers of thirty float32 layers may lie from those of float64."""
 
 
 def in_float64(model: PreTrainedModel) -> PreTrainedModel:
@@ -329,11 +333,10 @@ def test_real_weights_read_in_pieces_are_as_near_the_truth_as_one_forward_pass(s
         truth = {row: logprobs(exact(tokens[None]).logits[0]) for row, tokens in rows.items()}
         whole = {row: logprobs(model(tokens[None]).logits[0]) for row, tokens in rows.items()}
     pieces = {row: logprobs(torch.cat(outputs)) for row, outputs in read_in_pieces(model, rows).items()}
-    for row, tokens in rows.items():
-        following = tokens[1:, None]
-        assert_close(pieces[row][:-1].gather(1, following), truth[row][:-1].gather(1, following))
-        in_pieces, in_one = (((got[row] - truth[row]).abs() / (1 + truth[row].abs())).max() for got in (pieces, whole))
-        assert in_pieces < 2 * in_one < 2e-5
+    for row, want in truth.items():
+        in_pieces, in_one = (((got[row] - want) / (1 + want.abs())).square().mean().sqrt() for got in (pieces, whole))
+        assert in_pieces < 1.5 * in_one
+        assert_close(pieces[row], want, REAL)
 
 
 def read_in_pieces(model: PreTrainedModel, rows: Mapping[int, Tensor]) -> dict[int, list[Tensor]]:
@@ -356,4 +359,4 @@ def read_in_pieces(model: PreTrainedModel, rows: Mapping[int, Tensor]) -> dict[i
 @pytest.mark.deep
 async def test_a_streamed_ppo_step_on_real_weights_agrees_with_plain_forward_passes(smollm2: Path) -> None:
     models = models_around(tiny.apart(load_causal)(smollm2))
-    await assert_a_step_is_what_plain_forwards_say(models, questions(smollm2, 4), truth=torch.float64)
+    await assert_a_step_is_what_plain_forwards_say(models, questions(smollm2, 4), truth=torch.float64, tolerance=REAL)
