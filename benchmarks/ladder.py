@@ -14,7 +14,7 @@ from typing import Any, Final, cast
 
 from oppo.bench.plot import Results, plot
 
-RESULTS: Final = Path(__file__).parent / "results" / "amd-epyc-2-cores"
+RESULTS: Final = Path(__file__).parent / "results" / "intel-xeon-2-cores"
 PICTURE: Final = RESULTS / "ladder.png"
 ORDER: Final = ("paper", "train-bound", "rule-reward", "capped")
 MODES: Final = ("rollout", "chunk", "fixed", "adaptive")
