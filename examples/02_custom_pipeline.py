@@ -1,8 +1,8 @@
 """A pipeline of one's own, tested with fake models in virtual time: no torch, no GPU, a second of "training" per step.
 
 Four responses are made for each prompt and compared with one another (leave-one-out baseline, Kool et al. 2019; the
-RLOO of Ahmadian et al. 2024), so no critic is needed. What is new is one stage; generation, scoring, deferral of whole
-groups and the update are the library's.
+RLOO of Ahmadian et al. 2024), so no critic is needed. What is new is one stage, written out here to show how one is
+(``oppo.GroupRelative`` is the library's own); generation, scoring, deferral of whole groups and the update are not new.
 
     python examples/02_custom_pipeline.py
 """
@@ -15,12 +15,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from oppo import (
-    GAE,
     Batch,
     Defer,
     Drop,
     Finish,
-    FloatArray,
     Gathered,
     Generate,
     Graph,
@@ -30,6 +28,7 @@ from oppo import (
     Prompt,
     Receiver,
     RolloutEvent,
+    Row,
     Score,
     Scored,
     Scorer,
@@ -42,6 +41,7 @@ from oppo import (
     join,
     merge_chunks,
     rollout_of,
+    unestimated,
     where,
 )
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, fake_scalar, noise, prompts, run_virtual
@@ -64,35 +64,29 @@ class LeaveOneOut:
         gathered = Gathered()
         ends = where(rollout, Finish, Drop, Defer)
         async for end, scored in join(ends, score, key=finished_rollout, aside=gathered.put_aside):
-            gathered.take(end, without_reference(end), scored, without_critic(end))
-        if gathered.rows or gathered.dropped or gathered.deferred:
+            gathered.take(end, None, scored)  # nobody was asked for log-probs of a reference
+        if gathered:
             await out.send(batch_of(gathered))
-
-
-def without_reference(end: Finish | Drop | Defer) -> Scored[FloatArray]:
-    """Return the log-probs of the policy itself in the place of a reference's: the KL between the two is 0."""
-    return Scored(end.rollout, end.response.logprobs if isinstance(end, Finish) else np.zeros(0, np.float32), 0)
-
-
-def without_critic(end: Finish | Drop | Defer) -> Scored[FloatArray]:
-    """Return values of 0 in the place of a critic's."""
-    return Scored(end.rollout, np.zeros(len(end.response) if isinstance(end, Finish) else 0, np.float32), 0)
 
 
 def batch_of(gathered: Gathered) -> Batch:
     """Return the batch of these rollouts: their scores as they are, and advantages in which groups are centred."""
-    groups = Counter(row.finish.response.prompt.group for row in gathered.rows)
-    alone = [row for row in gathered.rows if groups[row.finish.response.prompt.group] == 1]
-    rows = sorted((row for row in gathered.rows if row not in alone), key=lambda row: row.finish.rollout)
-    dropped = [*gathered.dropped, *(Drop(row.finish.rollout, "left alone in its group") for row in alone)]
-    plain = GAE(gamma=1.0, lam=1.0, kl=0.0, whiten_advantages=False)
-    batch = plain.batch(rows, sorted(dropped, key=lambda drop: drop.rollout), gathered.deferred)
-    advantages = batch.advantages.copy()
-    for at, row in zip(batch.rows(), rows, strict=True):
-        group = row.finish.response.prompt.group
-        others = [other.score for other in rows if other is not row and other.finish.response.prompt.group == group]
+    rows, dropped, deferred = gathered.in_order()
+    groups = Counter(group_of(row) for row in rows)
+    compared = [row for row in rows if groups[group_of(row)] > 1]
+    alone = [Drop(row.finish.rollout, "left alone in its group") for row in rows if groups[group_of(row)] == 1]
+    batch = unestimated(compared, sorted([*dropped, *alone], key=lambda drop: drop.rollout), deferred)
+    advantages = np.zeros(len(batch.tokens), np.float32)
+    for at, row in zip(batch.rows(), compared, strict=True):
+        others = [other.score for other in compared if other is not row and group_of(other) == group_of(row)]
         advantages[at] = np.where(batch.sampled[at], row.score - np.mean(others), 0)
-    return replace(batch, advantages=advantages)
+    metrics = {"objective/scores": float(batch.scores.mean())} if compared else {}
+    return replace(batch, advantages=advantages, metrics=metrics)
+
+
+def group_of(row: Row) -> int:
+    """Return what the responses to one prompt have in common."""
+    return row.finish.response.prompt.group
 
 
 def rloo(policy: Policy, reward: Scorer[float | Drop], trainer: Trainer) -> Graph[StepReport]:

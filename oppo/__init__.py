@@ -40,11 +40,23 @@ from oppo.events import (
 from oppo.graph import Graph, GraphBuilder, Receiver, Run, Sender, Step, Stream, join, where
 from oppo.models import Decode, Follower, Piece, Policy, Sampling, Scorer, Trained, Trainer, Weights
 from oppo.placement import Inline, Process, Thread
-from oppo.recipes import ppo
+from oppo.recipes import grpo, ppo
 from oppo.report import RunDirectory
 from oppo.rewards import FunctionReward
 from oppo.shaping import ScoreShaping
-from oppo.stages import GAE, Gathered, Generate, ProximalGAE, Row, Score, Update, finished_rollout, followers
+from oppo.stages import (
+    GAE,
+    Gathered,
+    Generate,
+    GroupRelative,
+    ProximalGAE,
+    Row,
+    Score,
+    Update,
+    finished_rollout,
+    followers,
+    unestimated,
+)
 from oppo.staleness import Correction
 from oppo.support import Support
 from oppo.training import TrainerSettings
@@ -73,6 +85,7 @@ __all__ = [
     "Given",
     "Graph",
     "GraphBuilder",
+    "GroupRelative",
     "Inline",
     "Observation",
     "OppoError",
@@ -113,10 +126,12 @@ __all__ = [
     "WholeRollout",
     "finished_rollout",
     "followers",
+    "grpo",
     "join",
     "merge_chunks",
     "ppo",
     "read_prompts",
     "rollout_of",
+    "unestimated",
     "where",
 ]

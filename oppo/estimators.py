@@ -14,9 +14,13 @@ import numpy as np
 from oppo.events import BoolArray, FloatArray
 
 KLEstimator: TypeAlias = Literal["k1", "k2", "k3"]
+GroupAdvantage: TypeAlias = Literal["leave_one_out", "standardised", "centred"]
 
 WHITEN_EPSILON = 1e-8
 """Added to the variance before its root is taken, as in TRL."""
+
+GROUP_EPSILON = 1e-4
+"""Added to the standard deviation of a group before it divides, as in TRL's GRPO."""
 
 MAX_KL_ERROR = 0.2
 """The adaptive KL coefficient sees at most this relative error (Ziegler et al. 2019, section 2.2)."""
@@ -114,6 +118,41 @@ def whiten(x: FloatArray, mask: BoolArray, *, shift_mean: bool = True) -> FloatA
     variance = counted.var(ddof=1) if len(counted) > 1 else 0.0
     whitened = (x - mean) / np.sqrt(variance + WHITEN_EPSILON)
     return np.where(mask, whitened if shift_mean else whitened + mean, 0.0).astype(np.float32)
+
+
+def group_advantages(scores: FloatArray, estimator: GroupAdvantage) -> FloatArray:
+    """Return how much better each response is than the other responses to its prompt: float32 [n], their sum is 0.
+
+    ``leave_one_out``: ``s[i] - mean(s[j], j != i)``, whose baseline does not depend on the response itself (Kool et al.
+    2019, "Buy 4 REINFORCE samples, get a baseline for free!"; for language models RLOO: Ahmadian et al. 2024, arXiv
+    2402.14740). ``standardised``: ``(s[i] - mean(s)) / (std(s) + 1e-4)`` (GRPO: Shao et al. 2024, arXiv
+    2402.03300, section 4.1.2), with the unbiased deviation, as in TRL. ``centred``: ``s[i] - mean(s)``, which does not
+    favour prompts whose scores are nearly alike (Dr. GRPO: Liu et al. 2025, arXiv 2503.20783, section 3); it is
+    ``(n - 1) / n`` times the first.
+
+    Args:
+        scores: float32 [n], of all responses to one prompt; at least two.
+        estimator: one of the three.
+
+    Raises:
+        ValueError: there are fewer than two, they are no one-dimensional array, or there is no such estimator.
+    """
+    _require_aligned(scores=scores)
+    if len(scores) < 2:
+        raise ValueError(f"a response is compared with others of its group, which needs two of them, not {len(scores)}")
+    exact = scores.astype(np.float64)
+    centred = exact - exact.mean()
+    if estimator == "leave_one_out":
+        advantages = centred * (len(scores) / (len(scores) - 1))
+    elif estimator == "standardised":
+        advantages = centred / (exact.std(ddof=1) + GROUP_EPSILON)
+    elif estimator == "centred":
+        advantages = centred
+    else:
+        raise ValueError(
+            f"the advantage in a group must be 'leave_one_out', 'standardised' or 'centred', not {estimator!r}"
+        )
+    return np.asarray(advantages, np.float32)
 
 
 class KLCoefficient(Protocol):

@@ -278,10 +278,11 @@ class Batch:
         logprobs: float32 [T], behaviour log-probs, each over the token's support.
         proximal: float32 [T], log-probs under the weights that are about to be updated; the behaviour's where those
             made the token, or where nobody computed it again.
-        reference: float32 [T], reference log-probs, over the same supports.
-        values: float32 [T], the critic's value of the state *before* each token.
+        reference: float32 [T], reference log-probs, over the same supports; ``proximal`` where there is no reference.
+        values: float32 [T], the critic's value of the state *before* each token; 0 where there is no critic.
         rewards: float32 [T], per token, after the KL penalty.
-        advantages, returns: float32 [T].
+        advantages: float32 [T].
+        returns: float32 [T], what the critic learns; 0 where there is none.
         metrics: what the estimator measured on the way (KL, entropy of the sampled tokens, means).
         dropped: the rollouts of this step that are not trained.
         deferred: the rollouts carried into the next step.

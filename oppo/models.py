@@ -107,7 +107,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weights:
-    """A snapshot of what is trained, under ``state_dict`` names; the values are the backend's tensors."""
+    """A snapshot of what is trained, under ``state_dict`` names; the values are the backend's tensors.
+
+    Where there is no critic it has no weights.
+    """
 
     version: int
     actor: Mapping[str, object] = field(default_factory=dict)

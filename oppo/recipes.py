@@ -7,12 +7,13 @@ from typing import SupportsFloat
 
 from oppo.admission import Admission, Observation
 from oppo.chunking import ChunkSize, Fixed
-from oppo.estimators import AdaptiveKL, FixedKL, KLEstimator
-from oppo.events import Drop, FloatArray, Prompt, StepReport, merge_chunks, rollout_of
-from oppo.graph import Graph, GraphBuilder
+from oppo.errors import ConfigError
+from oppo.estimators import AdaptiveKL, FixedKL, GroupAdvantage, KLEstimator
+from oppo.events import Drop, FloatArray, Prompt, Scored, StepReport, merge_chunks, rollout_of
+from oppo.graph import Graph, GraphBuilder, Stream
 from oppo.models import Policy, Scorer, Trainer
 from oppo.shaping import ScoreShaping
-from oppo.stages import GAE, Generate, ProximalGAE, Score, Update
+from oppo.stages import GAE, Generate, GroupRelative, ProximalGAE, Score, Update
 from oppo.stages.update import Dump, followers
 
 
@@ -73,4 +74,62 @@ def ppo(
         again = g.add("proximal", Score(proximal), rollout)
         batch = g.add("advantage", ProximalGAE(estimator), rollout, ref, score, value, again)
     update = Update(trainer, publish=followers(policy, critic, proximal), max_nonfinite=max_nonfinite, dump=dump)
+    return g.build(g.add("update", update, batch))
+
+
+def grpo(
+    *,
+    policy: Policy,
+    reward: Scorer[float | Drop],
+    trainer: Trainer,
+    admission: Admission,
+    samples: int = 8,
+    advantage: GroupAdvantage = "standardised",
+    reference: Scorer[FloatArray] | None = None,
+    proximal: Scorer[FloatArray] | None = None,
+    chunks: ChunkSize | None = None,
+    kl: SupportsFloat | FixedKL | AdaptiveKL = 0.0,
+    kl_estimator: KLEstimator = "k1",
+    shaping: ScoreShaping | None = None,
+    max_nonfinite: int = 3,
+    dump: Dump | None = None,
+    replay: Mapping[int, Observation] | None = None,
+) -> Graph[StepReport]:
+    """Return training without a critic, streamed: the responses to one prompt are compared with one another.
+
+    GRPO (Shao et al. 2024) unless told otherwise; RLOO (Ahmadian et al. 2024) with ``advantage="leave_one_out"`` and
+    ``kl=0.05``; Dr. GRPO (Liu et al. 2025) with ``advantage="centred"``. GRPO's own KL is in the loss, by its trainer's
+    settings: ``kl=0.04, kl_estimator="k3"``. :class:`oppo.hf.HfTrainer` takes the mean of a loss over all tokens of a
+    minibatch, as DAPO does (Yu et al. 2025, arXiv 2503.14476), and not over those of each response first, as GRPO.
+
+    What is not named here is as for :func:`ppo`.
+
+    Args:
+        trainer: trains the actor.
+        admission: groups in a batch, overcommit and the cut: what it counts are whole groups.
+        samples: responses to each prompt, a group.
+        advantage: how they are compared; see :func:`oppo.estimators.group_advantages`.
+        reference: ``None`` where no KL to one is asked for, here or in the loss.
+        kl: coefficient of the KL penalty in what a response is worth, or a controller for it.
+        shaping: what is made of the scores before they are compared; nothing unless given.
+
+    Raises:
+        ConfigError: there are fewer than two samples, or a KL penalty without a reference.
+    """
+    if samples < 2:
+        raise ConfigError(f"samples must be 2 or more, not {samples}: a response alone has nothing to be compared with")
+    shaping, further = shaping or ScoreShaping(), list[Stream[Scored[FloatArray] | Drop]]()
+    estimator = GroupRelative(advantage, kl, kl_estimator, shaping, proximal=proximal is not None)
+    if reference is None and estimator.refers:
+        raise ConfigError(f"a KL penalty, kl = {kl}, is one to a reference: give one, or leave kl at 0")
+    capacity = max(16, 4 * admission.batch * samples)
+    g: GraphBuilder[Prompt] = GraphBuilder("grpo", capacity=capacity, merge=merge_chunks, key=rollout_of)
+    rollout = g.add("generate", Generate(policy, admission, chunks or Fixed(), samples, replay or {}), g.prompts)
+    score = g.add("reward", Score(reward), rollout)
+    if reference is not None:
+        further.append(g.add("ref_logp", Score(reference), rollout))
+    if proximal is not None:
+        further.append(g.add("proximal", Score(proximal), rollout))
+    batch = g.add("advantage", estimator, rollout, score, *further)
+    update = Update(trainer, publish=followers(policy, proximal), max_nonfinite=max_nonfinite, dump=dump)
     return g.build(g.add("update", update, batch))

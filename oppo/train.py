@@ -38,7 +38,7 @@ from oppo.report.samples import Decode
 from oppo.resume import CHECKPOINTS, has_ended, newest
 from oppo.sections import StepSection
 from oppo.shaping import ScoreShaping
-from oppo.stages.advantage import NONFINITE
+from oppo.stages.rows import NONFINITE
 
 if TYPE_CHECKING:
     from oppo.hf.assemble import Assembly

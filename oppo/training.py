@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal, TypeAlias, get_args
 
 from oppo.errors import ConfigError
@@ -12,10 +12,13 @@ from oppo.staleness import Correction
 
 Schedule: TypeAlias = Literal["constant", "constant_with_warmup", "linear", "cosine"]
 
+OF_THE_CRITIC = frozenset({"critic_learning_rate", "critic_warmup", "value_clip", "value_coefficient"})
+"""The settings that mean nothing without a critic."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSettings:
-    """How the actor and the critic are optimised; the defaults are TRL 1.12's, where it has any, but for four.
+    """How actor and critic are optimised; the defaults are TRL 1.12's, where it has any, but for four.
 
     ``eps`` is 1e-5 instead of 1e-8, as in most PPO (Huang et al. 2022, "The 37 implementation details of PPO", detail
     3): steps stay small while the second moments are. ``schedule`` is constant instead of linear, so that nothing
@@ -101,6 +104,20 @@ class TrainerSettings:
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"betas must both lie in [0, 1), not {self.betas}")
         self._require_schedule()
+
+    def require_no_critic(self) -> None:
+        """Accept settings that say nothing of a critic.
+
+        Raises:
+            ConfigError: one of them does.
+        """
+        for each in fields(self):
+            chosen = getattr(self, each.name)
+            if each.name in OF_THE_CRITIC and chosen != each.default:
+                raise ConfigError(
+                    f"{each.name} = {chosen} is about a critic, and there is none: leave it out, or give the trainer a "
+                    "critic"
+                )
 
     def _require_schedule(self) -> None:
         if self.schedule not in get_args(Schedule):

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as hnp
 
-from oppo.estimators import AdaptiveKL, FixedKL, KLEstimator, gae, kl_estimate, shaped_rewards, whiten
+from oppo.estimators import (
+    GROUP_EPSILON,
+    AdaptiveKL,
+    FixedKL,
+    GroupAdvantage,
+    KLEstimator,
+    gae,
+    group_advantages,
+    kl_estimate,
+    shaped_rewards,
+    whiten,
+)
 from oppo.events import FloatArray
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "ppo.json").read_text(encoding="utf-8"))
@@ -149,3 +161,68 @@ def test_impossible_kl_controls_are_refused(build: object) -> None:
 
 def test_k2_is_half_the_squared_difference() -> None:
     close(kl_estimate(floats([-1, -2]), floats([-3, -2]), "k2"), [2, 0])
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        ("leave_one_out", [1 - 20 / 3, 2 - 19 / 3, 8 - 13 / 3, 10 - 11 / 3]),
+        ("centred", [-4.25, -3.25, 2.75, 4.75]),
+        ("standardised", [-4.25 / 4.425406, -3.25 / 4.425406, 2.75 / 4.425406, 4.75 / 4.425406]),
+    ],
+)
+def test_the_advantages_in_a_group_are_those_computed_by_hand(estimator: GroupAdvantage, expected: list[float]) -> None:
+    advantages = group_advantages(floats([1, 2, 8, 10]), estimator)
+    np.testing.assert_allclose(advantages, floats(expected), rtol=1e-6)
+    assert advantages.dtype == np.float32
+
+
+GROUPS = hnp.arrays(np.float32, st.integers(2, 16), elements=st.floats(-10, 10, width=32))
+ESTIMATORS = st.sampled_from(["leave_one_out", "standardised", "centred"])
+
+
+@given(GROUPS, ESTIMATORS, st.floats(-5, 5), st.randoms(use_true_random=False))
+def test_in_a_group_only_differences_count_and_they_cancel(
+    scores: FloatArray, estimator: GroupAdvantage, shift: float, random: Random
+) -> None:
+    advantages = group_advantages(scores, estimator)
+    assert abs(float(advantages.sum(dtype=np.float64))) < 1e-5 * (1 + float(np.abs(advantages).sum()))
+    order = random.sample(range(len(scores)), len(scores))
+    np.testing.assert_allclose(group_advantages(scores[order], estimator), advantages[order], rtol=1e-5, atol=1e-6)
+    if estimator != "standardised":
+        np.testing.assert_allclose(
+            group_advantages(scores + np.float32(shift), estimator), advantages, rtol=1e-4, atol=1e-5
+        )
+
+
+@given(GROUPS)
+def test_leaving_one_out_is_each_score_less_the_mean_of_the_others(scores: FloatArray) -> None:
+    others = [np.delete(scores.astype(np.float64), k).mean() for k in range(len(scores))]
+    np.testing.assert_allclose(
+        group_advantages(scores, "leave_one_out"), scores - np.array(others), rtol=1e-5, atol=1e-5
+    )
+
+
+@given(GROUPS)
+def test_a_standardised_group_has_the_deviation_that_its_epsilon_leaves(scores: FloatArray) -> None:
+    deviation = float(scores.std(ddof=1, dtype=np.float64))
+    standardised = group_advantages(scores, "standardised")
+    assert float(standardised.std(ddof=1, dtype=np.float64)) == pytest.approx(
+        deviation / (deviation + GROUP_EPSILON), abs=1e-5
+    )
+
+
+@pytest.mark.parametrize("estimator", ["leave_one_out", "standardised", "centred"])
+def test_scores_that_are_alike_teach_nothing(estimator: GroupAdvantage) -> None:
+    assert group_advantages(floats([0.1] * 7), estimator).tolist() == [0] * 7
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_score_alone_is_compared_with_nothing(count: int) -> None:
+    with pytest.raises(ValueError, match=f"needs two of them, not {count}"):
+        group_advantages(floats([1.0] * count), "centred")
+
+
+def test_an_unknown_advantage_is_refused() -> None:
+    with pytest.raises(ValueError, match="must be 'leave_one_out', 'standardised' or 'centred', not 'median'"):
+        group_advantages(floats([0, 1]), "median")  # type: ignore[arg-type] # the point of the test

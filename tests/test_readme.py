@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import oppo
-from oppo import GAE, Fixed, Graph, Overcommit, Score, ppo
+from oppo import GAE, Fixed, Graph, Overcommit, Score, grpo, ppo
 from oppo.config import load
 from oppo.errors import GraphError
 from oppo.testing import (
@@ -46,7 +46,7 @@ def test_the_program_of_the_readme_trains(tmp_path: Path) -> None:
 
 
 def test_the_recipe_of_the_readme_is_the_recipe_and_a_stage_keeps_its_other_options() -> None:
-    (recipe,) = re.findall(r"```python\n(g = GraphBuilder.*?)```", README, re.DOTALL)
+    recipe, _ = re.findall(r"```python\n(g = GraphBuilder.*?)```", README, re.DOTALL)
     (swap,) = re.findall(r"```python\n(graph = graph\.replace.*?)```", README, re.DOTALL)
     policy, reward, critic, trainer = FakePolicy(), FakeScorer(fake_scalar), FakeCritic(), FakeTrainer()
     reference, admission, chunks = FakeScorer(fake_per_token), Overcommit(batch=4, extra=1), Fixed(8)
@@ -77,6 +77,29 @@ def test_the_recipe_of_the_readme_is_the_recipe_and_a_stage_keeps_its_other_opti
         whole.stage("gae", GAE)
 
 
+def test_the_recipe_without_a_critic_is_the_recipe() -> None:
+    _, recipe = re.findall(r"```python\n(g = GraphBuilder.*?)```", README, re.DOTALL)
+    policy, reward, reference, trainer = (
+        FakePolicy(),
+        FakeScorer(fake_scalar),
+        FakeScorer(fake_per_token),
+        FakeTrainer(),
+    )
+    models = {"policy": policy, "reference": reference, "reward": reward, "trainer": trainer}
+    names: dict[str, object] = vars(oppo) | models | {"admission": Overcommit(batch=2, extra=1), "chunks": Fixed(8)}
+    exec(recipe, names)
+    graph = names["graph"]
+    assert isinstance(graph, Graph)
+    whole = grpo(policy=policy, reward=reward, reference=reference, trainer=trainer, admission=Overcommit(batch=2))
+    assert graph.mermaid().splitlines() == whole.mermaid().splitlines()
+
+    async def main() -> list[int]:
+        async with graph.open(prompts(20)) as run:
+            return [len(step.trained) async for step in run.steps(2)]
+
+    assert run_virtual(main) == [16, 16]
+
+
 def test_the_settings_of_the_readme_are_settings(tmp_path: Path) -> None:
     (text,) = re.findall(r"```toml\n(.*?)```", README, re.DOTALL)
     (tmp_path / "config.toml").write_text(text)
@@ -98,7 +121,7 @@ def test_the_files_the_readme_names_exist() -> None:
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
 
 
-@pytest.mark.parametrize("example", ["00_serial_ppo.py", "01_streamed_ppo.py", "02_custom_pipeline.py"])
+@pytest.mark.parametrize("example", sorted(path.name for path in (ROOT / "examples").glob("[0-9]*.py")))
 def test_the_examples_run(example: str) -> None:
     ran = subprocess.run([sys.executable, ROOT / "examples" / example], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr

@@ -13,7 +13,7 @@ from oppo.errors import GraphError
 from oppo.estimators import AdaptiveKL
 from oppo.events import Batch
 from oppo.shaping import ScoreShaping
-from oppo.stages import GAE, Update
+from oppo.stages import GAE, GroupRelative, Update
 from oppo.testing import FakeTrainer, run_virtual
 from tests.pipelines import Pipeline, Setting, same_batches, settings
 
@@ -63,11 +63,12 @@ def test_an_interruption_neither_loses_nor_doubles_a_prompt_or_a_token(
         assert np.all(np.diff(response.versions) >= 0)
 
 
-def test_controllers_of_kl_and_scores_go_on_where_they_were() -> None:
-    learned = GAE(kl=AdaptiveKL(0.2, target=1.0, horizon=10), shaping=ScoreShaping(norm=True))
+@pytest.mark.parametrize("kind", [GAE, GroupRelative])
+def test_controllers_of_kl_and_scores_go_on_where_they_were(kind: type[GAE | GroupRelative]) -> None:
+    learned = kind(kl=AdaptiveKL(0.2, target=1.0, horizon=10), shaping=ScoreShaping(norm=True))
     learned._control = learned._control.after(5.0, 4)
     learned.shaping = learned.shaping.after(np.array([1, 2, 5], np.float32))
-    fresh = GAE(kl=AdaptiveKL(0.2, target=1.0, horizon=10), shaping=ScoreShaping(norm=True))
+    fresh = kind(kl=AdaptiveKL(0.2, target=1.0, horizon=10), shaping=ScoreShaping(norm=True))
     fresh.load_state_dict(learned.state_dict())
     assert (fresh._control, fresh.shaping) == (learned._control, learned.shaping)
 

@@ -13,7 +13,7 @@ from oppo.evaluate import respond, score_all
 from oppo.events import Batch, Drop
 from oppo.observe import Span
 from oppo.stages import GAE
-from oppo.stages.advantage import Row
+from oppo.stages.rows import Row
 from oppo.train import Session, prepare
 
 STEPS = 2

@@ -13,9 +13,8 @@ gradient. Dropout is off for the models' whole life: they may be serving rollout
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import anyio
 import numpy as np
@@ -25,8 +24,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from oppo.errors import ModelRefused
 from oppo.events import Batch
+from oppo.hf.actor_critic import ActorCritic, require_value_head, trained
 from oppo.hf.drift import Drift
 from oppo.hf.load import quiet
 from oppo.hf.lora import merged
@@ -34,8 +33,8 @@ from oppo.hf.master import MasterWeights
 from oppo.hf.packing import MicroBatch, micro_batches, minibatches, overhead_on, pack, read_lengths, trainable
 from oppo.hf.precision import require_trainable
 from oppo.hf.recompute import recompute
+from oppo.hf.tally import Measured, Tally
 from oppo.hf.training_state import read_training, write_training
-from oppo.hf.trunk import OwnHead, shares_trunk
 from oppo.losses import entropy, kl_loss, policy_loss, token_logprobs, value_loss
 from oppo.models import Follower, Sampling, Trained, Weights
 from oppo.placement import Thread
@@ -47,88 +46,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class ActorCritic(nn.Module):
-    """The two trained models as one module, so that one call prepares, and would shard, both.
-
-    A trunk that they share is read once.
-    """
-
-    def __init__(self, actor: PreTrainedModel, critic: PreTrainedModel) -> None:
-        super().__init__()
-        self.actor = actor
-        self.critic = critic
-        self._own_head = OwnHead(actor) if shares_trunk(actor, critic) else None
-
-    def forward(self, batch: MicroBatch, *, actor_learns: bool = True) -> tuple[Tensor, Tensor]:
-        """Return the logits and the values from which each response token was predicted: [T, V] and float32 [T]."""
-        inputs = {"attention_mask": batch.attention, "position_ids": batch.positions, "use_cache": False}
-        if self._own_head is None:
-            with torch.set_grad_enabled(actor_learns):
-                logits: Tensor = self.actor(batch.ids, logits_to_keep=batch.keep, **inputs).logits
-            hidden: Tensor = self.critic.base_model(batch.ids, **inputs).last_hidden_state[:, batch.keep]
-        else:
-            with torch.set_grad_enabled(actor_learns):
-                hidden = self.critic.base_model(batch.ids, **inputs).last_hidden_state[:, batch.keep]
-                logits = self._own_head(hidden)
-        values: Tensor = self.critic.get_submodule("score")(hidden).squeeze(-1)
-        return logits[batch.row, batch.column], values[batch.row, batch.column].float()
-
-
-class Measured(NamedTuple):
-    """What one minibatch measured: sums over its micro-batches, each divided by the minibatch's tokens."""
-
-    policy: float
-    value: float
-    approxkl: float
-    clipfrac: float
-    value_clipfrac: float
-    entropy: float
-    ratio: float
-    kl: float
-
-
-@dataclass(slots=True)
-class Tally:
-    """What the minibatches of one update add up to."""
-
-    drift: Drift
-    measured: list[Measured] = field(default_factory=list)
-    norms: list[tuple[float, float]] = field(default_factory=list)
-    nonfinite: set[int] = field(default_factory=set)
-    micro_batches: int = 0
-    padding: int = 0
-    read: int = 0
-
-    def metrics(self) -> dict[str, float]:
-        """Return TRL's names for the means over minibatches that made a step, and ours for the work done."""
-        work = {
-            "train/minibatches": float(len(self.measured)),
-            "train/micro_batches": float(self.micro_batches),
-            "train/padding_fraction": self.padding / self.read if self.read else 0.0,
-        }
-        if not self.measured:
-            return work
-        work |= self.drift.metrics()
-        mean = Measured(*np.mean(self.measured, axis=0).tolist())
-        ratios = [measured.ratio for measured in self.measured]
-        actor_norm, critic_norm = np.mean(self.norms, axis=0).tolist()
-        return work | {
-            "loss/policy_avg": mean.policy,
-            "loss/value_avg": mean.value,
-            "policy/approxkl_avg": mean.approxkl,
-            "policy/clipfrac_avg": mean.clipfrac,
-            "policy/entropy_avg": mean.entropy,
-            "policy/kl_avg": mean.kl,
-            "val/clipfrac_avg": mean.value_clipfrac,
-            "val/ratio": mean.ratio,
-            "val/ratio_var": float(np.var(ratios, ddof=1)) if len(ratios) > 1 else 0.0,
-            "train/grad_norm": actor_norm,
-            "train/critic_grad_norm": critic_norm,
-        }
-
-
 class HfTrainer:
-    """Trains a causal language model and its critic with PPO; implements :class:`oppo.models.Trainer`.
+    """Trains a causal language model, and its critic if it has one, with PPO; implements :class:`oppo.models.Trainer`.
 
     The metrics carry TRL's names, with two differences in meaning: means are over sampled tokens only, and
     ``val/ratio_var``, the variance of the minibatches' mean ratios, is 0 where there is one minibatch.
@@ -142,7 +61,8 @@ class HfTrainer:
     Args:
         actor: a causal language model; the parameters that require a gradient are trained.
         critic: a sequence-classification model with one label: its head's output at the position before a response
-            token is the value of the state in which that token was chosen.
+            token is the value of the state in which that token was chosen. ``None``: advantages need none (GRPO, RLOO),
+            and nothing of a value loss is computed, reported or saved.
         sampling: how the policy draws tokens: its temperature divides the logits here too. (What it left out comes with
             the tokens, as their support.)
         thread: where updates run.
@@ -152,6 +72,7 @@ class HfTrainer:
         micro_batches: how many have been read and taken back; it grows while an update goes on.
 
     Raises:
+        ConfigError: there is no critic, but settings that are about one.
         ModelRefused: the critic has no single-label ``score`` head, a model has nothing to train or to recompute or is
             in float16.
     """
@@ -159,35 +80,36 @@ class HfTrainer:
     def __init__(
         self,
         actor: PreTrainedModel,
-        critic: PreTrainedModel,
+        critic: PreTrainedModel | None = None,
         *,
         sampling: Sampling,
         thread: Thread,
         settings: TrainerSettings | None = None,
     ) -> None:
-        _require_head(critic)
-        for model in (actor, critic):
-            require_trainable(model)
         self.settings = settings or TrainerSettings()
+        if critic is None:
+            self.settings.require_no_critic()
+        else:
+            require_value_head(critic)
+        models = [actor] if critic is None else [actor, critic]
+        for model in models:
+            require_trainable(model)
         self._sampling = sampling
         self._thread = thread
         # Models and batches stay where the actor is; of what accelerate would choose there is one for the process.
         self._accelerator = Accelerator(device_placement=False, mixed_precision="no")
-        actor.train(mode=False)
-        critic.train(mode=False)
-        self._actor, self._critic = actor, critic
-        if self.settings.gradient_checkpointing:
-            for model in (actor, critic):
+        for model in models:
+            model.train(mode=False)
+            if self.settings.gradient_checkpointing:
                 recompute(model, self.settings.gradient_checkpointing)
-        learnt = _trained(actor, "actor"), _trained(critic, "critic", but=actor)
+        self._actor, self._critic = actor, critic
+        learnt = [trained(actor, "actor")] + ([] if critic is None else [trained(critic, "critic", but=actor)])
         self._masters = MasterWeights(parameter for part in learnt for parameter in part)
-        self._actor_weights, self._critic_weights = ([self._masters.of(p) for p in part] for part in learnt)
+        self._weights = [[self._masters.of(parameter) for parameter in part] for part in learnt]
         rate, critic_rate = self.settings.learning_rate, self.settings.critic_learning_rate
+        rates = rate, rate if critic_rate is None else critic_rate
         optimizer = torch.optim.AdamW(
-            [
-                *self._groups(self._actor_weights, rate),
-                *self._groups(self._critic_weights, rate if critic_rate is None else critic_rate),
-            ],
+            [group for part, peak in zip(self._weights, rates, strict=False) for group in self._groups(part, peak)],
             betas=self.settings.betas,
             eps=self.settings.eps,
             fused=True,
@@ -223,7 +145,8 @@ class HfTrainer:
         the new ones. So a failure says which followers have which version, and ends the run; a checkpoint is the way
         on.
         """
-        weights = Weights(self._version, actor=self._actor.state_dict(), critic=self._critic.state_dict())
+        critic = {} if self._critic is None else self._critic.state_dict()
+        weights = Weights(self._version, actor=self._actor.state_dict(), critic=critic)
         with anyio.CancelScope(shield=True):
             for follower in followers:
                 try:
@@ -235,11 +158,11 @@ class HfTrainer:
         await anyio.lowlevel.checkpoint_if_cancelled()
 
     async def save(self, directory: Path) -> None:
-        """Write both models, loadable by ``from_pretrained``, as ``directory/actor`` and ``directory/critic``."""
+        """Write what is trained, loadable by ``from_pretrained``, as ``directory/actor`` and ``directory/critic``."""
         await self._thread.call("save", self._save, directory)
 
     def write(self, directory: Path) -> None:
-        """Write all that :meth:`restore` needs, and both models; to be called in the trainer's thread."""
+        """Write all that :meth:`restore` needs, and what is trained; to be called in the trainer's thread."""
         counts = {"version": self._version, "episodes": self._episodes}
         write_training(directory, self._stepped_on(), self._optimizer, counts)
         self._save(directory)
@@ -271,7 +194,8 @@ class HfTrainer:
     def _save(self, directory: Path) -> None:
         with quiet():
             self._actor.save_pretrained(directory / "actor")
-            self._critic.save_pretrained(directory / "critic", state_dict=merged(self._critic))
+            if self._critic is not None:
+                self._critic.save_pretrained(directory / "critic", state_dict=merged(self._critic))
 
     def _update(self, batch: Batch) -> Trained:
         rate = self._set_learning_rates()
@@ -307,7 +231,7 @@ class HfTrainer:
             tally.read += part.ids.numel()
         tally.drift.opening = False
         measured = Measured(*torch.stack(parts).sum(0).tolist())
-        norms = self._clip(self._actor_weights), self._clip(self._critic_weights)
+        norms = tuple(self._clip(part) for part in self._weights)
         if np.isfinite((measured.policy, measured.value, *norms)).all():
             self._optimizer.step()
             self._masters.write_back()
@@ -318,7 +242,7 @@ class HfTrainer:
         self._clear_gradients()
 
     def _backward(self, part: MicroBatch, total: float, drift: Drift) -> Tensor:
-        """Add the gradient of a part of ``total`` tokens; return what it adds to :class:`Measured`, float32 [8]."""
+        """Add the gradient of a part of ``total`` tokens; return what it adds to ``Measured``: float32 [8] or [6]."""
         settings, temperature = self.settings, self._sampling.temperature
         actor_learns = self._version >= settings.critic_warmup
         logits, values = self._models(part, actor_learns=actor_learns)
@@ -327,29 +251,26 @@ class HfTrainer:
             logprobs, part.denominator, part.advantages, part.mask, settings.clip, weights=part.weights, total=total
         )
         drift.add(part, logprobs)
-        value = value_loss(values, part.values, part.returns, part.mask, settings.value_clip, total=total)
+        value = (
+            value_loss(values, part.values, part.returns, part.mask, settings.value_clip, total=total)
+            if values is not None
+            else None
+        )
         bonus = settings.entropy_coefficient
         spread = entropy(logits if bonus else logits.detach(), part.mask, temperature, part.support, total=total)
         kl = kl_loss(logprobs, part.reference, part.mask, settings.kl_estimator, total=total)
-        loss = settings.value_coefficient * value.loss
-        if actor_learns:
-            loss = policy.loss + loss
-            loss = loss - bonus * spread if bonus else loss
-            loss = loss + settings.kl * kl if settings.kl else loss
-        self._accelerator.backward(loss)
+        told = [policy.loss.detach(), policy.approxkl, policy.clipfrac, spread.detach(), policy.ratio, kl.detach()]
+        losses = [policy.loss] if actor_learns else []
+        if value is not None:
+            losses.append(settings.value_coefficient * value.loss)
+            told += [value.loss.detach(), value.clipfrac]
+        if actor_learns and bonus:
+            losses.append(-bonus * spread)
+        if actor_learns and settings.kl:
+            losses.append(settings.kl * kl)
+        self._accelerator.backward(sum(losses[1:], losses[0]))
         self._masters.collect()
-        return torch.stack(
-            (
-                policy.loss.detach(),
-                value.loss.detach(),
-                policy.approxkl,
-                policy.clipfrac,
-                value.clipfrac,
-                spread.detach(),
-                policy.ratio,
-                kl.detach(),
-            )
-        )
+        return torch.stack(told)
 
     def _clip(self, weights: list[nn.Parameter]) -> float:
         return float(self._accelerator.clip_grad_norm_(weights, self.settings.max_grad_norm))
@@ -379,22 +300,3 @@ class HfTrainer:
             "val/num_eos_tokens": float(np.isin(batch.tokens, end).sum()),
             "train/tokens": float(batch.sampled.sum()),
         }
-
-
-def _trained(model: PreTrainedModel, name: str, *, but: PreTrainedModel | None = None) -> list[nn.Parameter]:
-    """Return the parameters of ``model`` that are trained, without those that are another model's."""
-    others = set() if but is None else set(but.parameters())
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter not in others]
-    if not trained:
-        raise ModelRefused(f"no parameter of the {name} requires a gradient, so there is nothing to train")
-    return trained
-
-
-def _require_head(critic: PreTrainedModel) -> None:
-    name, labels = type(critic).__name__, critic.config.num_labels
-    if not isinstance(getattr(critic, "score", None), nn.Module):
-        raise ModelRefused(
-            f"the critic {name} has no 'score' head: load it with AutoModelForSequenceClassification, num_labels=1"
-        )
-    if labels != 1:
-        raise ModelRefused(f"the critic {name} must have one label, a value, but has {labels}")

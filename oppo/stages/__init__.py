@@ -1,8 +1,23 @@
 """The stages of a PPO step: generate, score, advantage, update. Each is a small object with one ``run``."""
 
-from oppo.stages.advantage import GAE, Gathered, ProximalGAE, Row, finished_rollout
+from oppo.stages.gae import GAE, ProximalGAE
+from oppo.stages.gathered import Gathered, finished_rollout
 from oppo.stages.generate import Generate
+from oppo.stages.group import GroupRelative
+from oppo.stages.rows import Row, unestimated
 from oppo.stages.score import Score
 from oppo.stages.update import Update, followers
 
-__all__ = ["GAE", "Gathered", "Generate", "ProximalGAE", "Row", "Score", "Update", "finished_rollout", "followers"]
+__all__ = [
+    "GAE",
+    "Gathered",
+    "Generate",
+    "GroupRelative",
+    "ProximalGAE",
+    "Row",
+    "Score",
+    "Update",
+    "finished_rollout",
+    "followers",
+    "unestimated",
+]

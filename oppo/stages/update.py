@@ -16,10 +16,10 @@ from oppo.events import Batch, Drop, StepReport
 from oppo.graph import Receiver, Sender, Step
 from oppo.models import Follower, Trained, Trainer
 from oppo.observe import Span
-from oppo.stages.advantage import NONFINITE
 from oppo.stages.contract import require_published, require_trained
 from oppo.stages.lengths import LengthBias
 from oppo.stages.measure import observation
+from oppo.stages.rows import NONFINITE
 
 Dump: TypeAlias = Callable[[Batch], Path]
 """Writes a batch for people to look at; returns where."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import anyio
@@ -107,12 +108,12 @@ def test_an_update_that_is_not_finite_leaves_copies_and_weights_alone(thread: Th
     trainer = trainer_in(torch.bfloat16, thread)
     batch = rollouts(tiny.causal("llama", seed=1), tiny.scalar("llama", seed=2))
     batch.returns[:] = float("inf")
-    before = [master.detach().clone() for master in trainer._actor_weights]
+    before = [master.detach().clone() for master in trainer._weights[0]]
     digest = weights_digest(trainer._actor)
     assert anyio.run(trainer.update, batch).nonfinite == batch.rollouts
     assert weights_digest(trainer._actor) == digest
-    assert all(torch.equal(master, old) for master, old in zip(trainer._actor_weights, before, strict=True))
-    assert all(master.grad is None for master in trainer._actor_weights)
+    assert all(torch.equal(master, old) for master, old in zip(trainer._weights[0], before, strict=True))
+    assert all(master.grad is None for master in trainer._weights[0])
 
 
 def test_a_restored_trainer_goes_on_from_the_copies(thread: Thread, tmp_path: Path) -> None:
@@ -125,9 +126,7 @@ def test_a_restored_trainer_goes_on_from_the_copies(thread: Thread, tmp_path: Pa
         for trainer in (first, second):
             anyio.run(trainer.update, batch)
     assert first.version == second.version == 3
-    for ours, theirs in zip(
-        first._actor_weights + first._critic_weights, second._actor_weights + second._critic_weights, strict=True
-    ):
+    for ours, theirs in zip(chain(*first._weights), chain(*second._weights), strict=True):
         assert torch.equal(ours, theirs)
     assert weights_digest(first._actor) == weights_digest(second._actor)
 

@@ -25,7 +25,7 @@ from oppo.models import Sampling, Weights
 from oppo.placement import Process, Thread
 from oppo.recipes import ppo
 from oppo.stages import GAE
-from oppo.stages.advantage import Row
+from oppo.stages.rows import Row
 from oppo.staleness import Correction
 from oppo.training import TrainerSettings
 from tests.hf import tiny

@@ -23,7 +23,7 @@ from oppo.losses import token_logprobs
 from oppo.models import Sampling
 from oppo.placement import Thread
 from oppo.stages import GAE
-from oppo.stages.advantage import Row
+from oppo.stages.rows import Row
 from oppo.support import Support
 from oppo.training import TrainerSettings
 from tests.hf import tiny

@@ -126,8 +126,13 @@ def make(thread: Thread, *, name: str = "llama", **settings: object) -> HfTraine
     )
 
 
+def critic_of(trainer: HfTrainer) -> PreTrainedModel:
+    assert trainer._critic is not None
+    return trainer._critic
+
+
 def digest(trainer: HfTrainer) -> str:
-    return weights_digest(trainer._actor) + weights_digest(trainer._critic)
+    return weights_digest(trainer._actor) + weights_digest(critic_of(trainer))
 
 
 async def test_an_update_equals_trls(thread: Thread) -> None:
@@ -167,7 +172,7 @@ async def test_an_update_equals_trls(thread: Thread) -> None:
     assert [metrics["train/grad_norm"], metrics["train/critic_grad_norm"]] == pytest.approx(norms, rel=1e-4)
     weights = load_file(GOLDEN / "ppo_trained.safetensors")
     ours = {f"actor.{name}": tensor for name, tensor in trainer._actor.state_dict().items()}
-    ours |= {f"critic.{name}": tensor for name, tensor in trainer._critic.state_dict().items()}
+    ours |= {f"critic.{name}": tensor for name, tensor in critic_of(trainer).state_dict().items()}
     assert ours.keys() == weights.keys()
     for name, tensor in weights.items():
         np.testing.assert_allclose(ours[name], tensor, rtol=1e-4, atol=1e-5, err_msg=name)
@@ -176,18 +181,18 @@ async def test_an_update_equals_trls(thread: Thread) -> None:
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "neox"])
 async def test_before_the_first_step_the_ratio_is_one(name: str, thread: Thread) -> None:
     trainer = make(thread, name=name)
-    trained = await trainer.update(rollouts(trainer._actor, trainer._critic))
+    trained = await trainer.update(rollouts(trainer._actor, critic_of(trainer)))
     assert trained.metrics["val/ratio"] == pytest.approx(1, abs=1e-5)
     assert trained.metrics["policy/approxkl_avg"] == pytest.approx(0, abs=1e-8)
     assert trained.metrics["policy/clipfrac_avg"] == 0
     assert not trainer._actor.training
-    assert not trainer._critic.training
+    assert not critic_of(trainer).training
 
 
 async def test_micro_batching_does_not_change_the_gradient(thread: Thread) -> None:
     def gradients(budget: int) -> tuple[dict[str, Tensor], int]:
         trainer = make(thread, micro_batch_tokens=budget)
-        batch = rollouts(trainer._actor, trainer._critic, shift=0.1, given=True)
+        batch = rollouts(trainer._actor, critic_of(trainer), shift=0.1, given=True)
         rows = list(range(len(batch)))
         groups = micro_batches(
             [len(r.prompt.tokens) + len(r) - 1 for r in batch.responses], rows, budget, overhead=10_000
@@ -209,7 +214,7 @@ async def test_micro_batching_does_not_change_the_gradient(thread: Thread) -> No
 async def test_the_same_batch_and_seed_give_the_same_bits(thread: Thread) -> None:
     async def trained(seed: int) -> str:
         trainer = make(thread, epochs=2, minibatches=3, seed=seed, micro_batch_tokens=40)
-        batch = rollouts(trainer._actor, trainer._critic)
+        batch = rollouts(trainer._actor, critic_of(trainer))
         await trainer.update(batch)
         await trainer.update(batch)
         return digest(trainer)
@@ -222,7 +227,7 @@ async def test_the_same_batch_and_seed_give_the_same_bits(thread: Thread) -> Non
 async def test_tokens_that_were_not_sampled_do_not_train(thread: Thread) -> None:
     async def trained(noise: float) -> str:
         trainer = make(thread)
-        batch = rollouts(trainer._actor, trainer._critic, given=True)
+        batch = rollouts(trainer._actor, critic_of(trainer), given=True)
         for array in (batch.logprobs, batch.values, batch.advantages, batch.returns):
             array[~batch.sampled] += np.float32(noise)
         trained = await trainer.update(batch)
@@ -234,25 +239,25 @@ async def test_tokens_that_were_not_sampled_do_not_train(thread: Thread) -> None
 
 async def test_every_trainable_parameter_moves_and_the_reward_direction_is_learnt(thread: Thread) -> None:
     trainer = make(thread, epochs=4, weight_decay=0.01)
-    batch = rollouts(trainer._actor, trainer._critic)
-    before = copy.deepcopy((trainer._actor.state_dict(), trainer._critic.state_dict()))
+    batch = rollouts(trainer._actor, critic_of(trainer))
+    before = copy.deepcopy((trainer._actor.state_dict(), critic_of(trainer).state_dict()))
     await trainer.update(batch)
     still = [
         name
-        for model, old in zip((trainer._actor, trainer._critic), before, strict=True)
+        for model, old in zip((trainer._actor, critic_of(trainer)), before, strict=True)
         for name, tensor in model.state_dict().items()
         if torch.equal(tensor, old[name])
     ]
     assert not still
     moved = np.concatenate(
-        [one_row(trainer._actor, trainer._critic, row.prompt.tokens, row.tokens)[0] for row in batch.responses]
+        [one_row(trainer._actor, critic_of(trainer), row.prompt.tokens, row.tokens)[0] for row in batch.responses]
     )
     assert float(((moved - batch.logprobs) * batch.advantages).mean()) > 0
 
 
 async def test_a_minibatch_that_is_not_finite_is_skipped_and_its_rollouts_are_reported(thread: Thread) -> None:
     trainer = make(thread, epochs=2, minibatches=len(LENGTHS))
-    batch = rollouts(trainer._actor, trainer._critic)
+    batch = rollouts(trainer._actor, critic_of(trainer))
     batch.advantages[batch.rows()[3]] = np.nan
     trained = await trainer.update(batch)
     assert trained.nonfinite == (13,)
@@ -263,7 +268,7 @@ async def test_a_minibatch_that_is_not_finite_is_skipped_and_its_rollouts_are_re
 
 async def test_an_update_of_which_nothing_is_finite_changes_no_bit_but_counts(thread: Thread) -> None:
     trainer = make(thread)
-    batch = rollouts(trainer._actor, trainer._critic)
+    batch = rollouts(trainer._actor, critic_of(trainer))
     batch.returns[:] = np.inf
     before = digest(trainer)
     trained = await trainer.update(batch)
@@ -277,7 +282,7 @@ async def test_an_update_that_failed_half_way_leaves_no_gradient_for_the_next(
 ) -> None:
     async def trained(*, failing: bool) -> str:
         trainer = make(thread, micro_batch_tokens=20)
-        batch = rollouts(trainer._actor, trainer._critic)
+        batch = rollouts(trainer._actor, critic_of(trainer))
         if failing:
             backward, parts = trainer._backward, iter(range(9))
 
@@ -314,7 +319,7 @@ def batch_of_nothing() -> Batch:
 
 async def test_the_metrics_of_an_update_are_trls_and_the_work_done(thread: Thread) -> None:
     trainer = make(thread, epochs=2, minibatches=2, micro_batch_tokens=40)
-    batch = rollouts(trainer._actor, trainer._critic)
+    batch = rollouts(trainer._actor, critic_of(trainer))
     metrics = (await trainer.update(batch)).metrics
     assert set(metrics) == {
         "policy/approxkl_avg", "policy/clipfrac_avg", "policy/entropy_avg", "loss/policy_avg", "loss/value_avg",
@@ -333,11 +338,11 @@ async def test_the_metrics_of_an_update_are_trls_and_the_work_done(thread: Threa
 
 async def test_the_first_updates_train_the_critic_only(thread: Thread) -> None:
     trainer = make(thread, critic_warmup=1, entropy_coefficient=0.1, kl=0.1, weight_decay=0.01)
-    batch = rollouts(trainer._actor, trainer._critic)
-    actor, critic = weights_digest(trainer._actor), weights_digest(trainer._critic)
+    batch = rollouts(trainer._actor, critic_of(trainer))
+    actor, critic = weights_digest(trainer._actor), weights_digest(critic_of(trainer))
     trained = await trainer.update(batch)
     assert weights_digest(trainer._actor) == actor
-    assert weights_digest(trainer._critic) != critic
+    assert weights_digest(critic_of(trainer)) != critic
     assert trained.metrics["train/grad_norm"] == 0
     assert trained.metrics["val/ratio"] == pytest.approx(1, abs=1e-5)
     await trainer.update(batch)
@@ -347,7 +352,7 @@ async def test_the_first_updates_train_the_critic_only(thread: Thread) -> None:
 async def gradient(thread: Thread, *, moved: float = 0.0, **settings: object) -> dict[str, Tensor]:
     """Return the actor's gradient on one batch whose reference log-probs are ``moved`` from the actor's own."""
     trainer = make(thread, name="llama", **settings)
-    batch = rollouts(trainer._actor, trainer._critic)
+    batch = rollouts(trainer._actor, critic_of(trainer))
     batch.reference[:] += np.float32(moved)
     rows = list(range(len(batch)))
     tiny.apart(trainer._backward)(pack(batch, rows, torch.device("cpu")), float(batch.sampled.sum()), Drift(0, 0.2))
@@ -357,7 +362,7 @@ async def gradient(thread: Thread, *, moved: float = 0.0, **settings: object) ->
 async def test_the_entropy_bonus_adds_the_gradient_of_the_mean_entropy(thread: Thread) -> None:
     plain, with_bonus = await gradient(thread), await gradient(thread, entropy_coefficient=0.5)
     trainer = make(thread)
-    batch = rollouts(trainer._actor, trainer._critic)
+    batch = rollouts(trainer._actor, critic_of(trainer))
     entropies = []
     for row in batch.responses:
         ids = torch.tensor(np.concatenate((row.prompt.tokens, row.tokens)), dtype=torch.long)[None]
@@ -377,7 +382,7 @@ async def test_the_kl_in_the_loss_pulls_to_the_reference_and_only_where_it_diffe
         torch.testing.assert_close(at_the_reference[name], gradients, rtol=1e-4, atol=1e-5)
     assert any(not torch.allclose(away[name], gradients, atol=1e-4) for name, gradients in plain.items())
     trainer = make(thread, kl=0.5)
-    batch = rollouts(trainer._actor, trainer._critic)
+    batch = rollouts(trainer._actor, critic_of(trainer))
     batch.reference[:] += np.float32(0.3)
     assert (await trainer.update(batch)).metrics["policy/kl_avg"] == pytest.approx(0.5 * 0.3**2, rel=1e-3)
 
@@ -385,7 +390,7 @@ async def test_the_kl_in_the_loss_pulls_to_the_reference_and_only_where_it_diffe
 async def test_values_without_a_clip_are_never_counted_as_clipped(thread: Thread) -> None:
     async def share(clip: float) -> float:
         trainer = make(thread, epochs=4, value_clip=clip, critic_learning_rate=1e-2)
-        return (await trainer.update(rollouts(trainer._actor, trainer._critic))).metrics["val/clipfrac_avg"]
+        return (await trainer.update(rollouts(trainer._actor, critic_of(trainer)))).metrics["val/clipfrac_avg"]
 
     assert await share(0.05) > 0
     assert await share(math.inf) == 0
@@ -399,7 +404,7 @@ async def test_recomputing_layers_does_not_change_the_gradient(thread: Thread) -
 
 async def test_the_learning_rates_follow_the_schedule_by_version(thread: Thread) -> None:
     trainer = make(thread, schedule="linear", warmup_steps=1, total_steps=3, critic_learning_rate=4e-3)
-    batch = rollouts(trainer._actor, trainer._critic)
+    batch = rollouts(trainer._actor, critic_of(trainer))
     rates = []
     for _ in range(3):
         rates.append((await trainer.update(batch)).metrics["lr"])
@@ -423,11 +428,11 @@ class Served:
 
 async def test_published_weights_are_the_models_own_memory(thread: Thread) -> None:
     trainer = make(thread)
-    await trainer.update(rollouts(trainer._actor, trainer._critic))
+    await trainer.update(rollouts(trainer._actor, critic_of(trainer)))
     policy, critic = Served(), Served()
     await trainer.publish(policy, critic)
     assert policy.version == critic.version == 1
-    for given, model in ((policy.weights.actor, trainer._actor), (critic.weights.critic, trainer._critic)):
+    for given, model in ((policy.weights.actor, trainer._actor), (critic.weights.critic, critic_of(trainer))):
         own = model.state_dict()
         assert given.keys() == own.keys()
         for name, tensor in given.items():
@@ -438,7 +443,7 @@ async def test_published_weights_are_the_models_own_memory(thread: Thread) -> No
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "copied"])
 async def test_served_models_follow_the_trainer_in_shared_or_in_own_memory(thread: Thread, *, shared: bool) -> None:
     trainer = make(thread)
-    actor, critic = trainer._actor, trainer._critic
+    actor, critic = trainer._actor, critic_of(trainer)
     if not shared:
         actor, critic = copy.deepcopy(actor), copy.deepcopy(critic)
     policy = HfPolicy(actor, sampling=SAMPLING, thread=thread)
@@ -447,9 +452,9 @@ async def test_served_models_follow_the_trainer_in_shared_or_in_own_memory(threa
     async def made() -> HfTrainer:
         return trainer
 
-    await check_trainer(made, rollouts(trainer._actor, trainer._critic), (policy, values))
+    await check_trainer(made, rollouts(trainer._actor, critic_of(trainer)), (policy, values))
     assert weights_digest(actor) == weights_digest(trainer._actor)
-    assert weights_digest(critic) == weights_digest(trainer._critic)
+    assert weights_digest(critic) == weights_digest(critic_of(trainer))
     assert (actor is trainer._actor) == shared
 
 
@@ -458,7 +463,7 @@ async def test_a_failed_publish_says_who_has_which_version(thread: Thread) -> No
         raise ModelError(f"no room for version {weights.version}")
 
     trainer = make(thread)
-    await trainer.update(rollouts(trainer._actor, trainer._critic))
+    await trainer.update(rollouts(trainer._actor, critic_of(trainer)))
     with pytest.raises(ModelError, match="no room for version 1") as caught:
         await trainer.publish(Served(), Served(refuse))
     (note,) = caught.value.__notes__
@@ -467,12 +472,12 @@ async def test_a_failed_publish_says_who_has_which_version(thread: Thread) -> No
 
 async def test_saved_models_load_with_the_same_bits(thread: Thread, tmp_path: Path) -> None:
     trainer = make(thread)
-    await trainer.update(rollouts(trainer._actor, trainer._critic))
+    await trainer.update(rollouts(trainer._actor, critic_of(trainer)))
     await trainer.save(tmp_path)
     actor = AutoModelForCausalLM.from_pretrained(tmp_path / "actor")
     critic = AutoModelForSequenceClassification.from_pretrained(tmp_path / "critic")
     assert weights_digest(actor) == weights_digest(trainer._actor)
-    assert weights_digest(critic) == weights_digest(trainer._critic)
+    assert weights_digest(critic) == weights_digest(critic_of(trainer))
     assert (tmp_path / "actor" / "model.safetensors").is_file()
 
 

@@ -20,6 +20,7 @@ from transformers import (
 
 from oppo.chunking import Fixed
 from oppo.errors import ModelRefused
+from oppo.hf.actor_critic import ActorCritic
 from oppo.hf.anatomy import score_head
 from oppo.hf.digest import weights_digest
 from oppo.hf.drift import Drift
@@ -27,7 +28,7 @@ from oppo.hf.lora import add_lora, twin
 from oppo.hf.packing import MicroBatch, pack
 from oppo.hf.policy import HfPolicy
 from oppo.hf.scorers import ValueModel
-from oppo.hf.trainer import ActorCritic, HfTrainer
+from oppo.hf.trainer import HfTrainer
 from oppo.hf.trunk import OwnHead, require_own_head, shares_trunk, value_model_on
 from oppo.losses import policy_loss, token_logprobs, value_loss
 from oppo.placement import Thread
@@ -267,16 +268,16 @@ def test_what_was_learned_loads_as_two_models(thread: Thread, tmp_path: Path, na
 
 
 def test_a_restored_trainer_goes_on_as_the_one_that_was_saved(thread: Thread, tmp_path: Path) -> None:
-    first, second = make(thread, *one_trunk()), make(thread, *one_trunk())
-    batch = rollouts(first._actor, first._critic)
+    (actor, critic), again = one_trunk(), one_trunk()
+    first, second = make(thread, actor, critic), make(thread, *again)
+    batch = rollouts(actor, critic)
     anyio.run(first.update, batch)
     first.write(tmp_path)
     anyio.run(second.restore, tmp_path)
     for trainer in (first, second):
         anyio.run(trainer.update, batch)
-    assert shares_trunk(second._actor, second._critic)
-    assert weights_digest(first._actor) == weights_digest(second._actor)
-    assert weights_digest(first._critic) == weights_digest(second._critic)
+    assert shares_trunk(*again)
+    assert [weights_digest(model) for model in again] == [weights_digest(actor), weights_digest(critic)]
 
 
 def test_a_new_value_head_says_zero_and_takes_no_second_trunk() -> None:

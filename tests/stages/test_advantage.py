@@ -16,7 +16,7 @@ from oppo.events import Batch, Chunk, Defer, Drop, Finish, FloatArray, Prompt, R
 from oppo.graph.channel import Channel
 from oppo.shaping import ScoreShaping
 from oppo.stages import GAE
-from oppo.stages.advantage import Row
+from oppo.stages.rows import Row
 from oppo.testing import run_virtual
 from tests.pipelines import Pipeline, Setting, same_batches
 

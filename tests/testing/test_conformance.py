@@ -11,7 +11,7 @@ from oppo.errors import ProtocolError
 from oppo.events import Chunk, Finish, Given, IntArray, Prompt, Response
 from oppo.models import Follower, Piece
 from oppo.stages import GAE
-from oppo.stages.advantage import Row
+from oppo.stages.rows import Row
 from oppo.support import Support
 from oppo.testing import (
     FakeCritic,

@@ -1,0 +1,152 @@
+"""GroupRelative: groups of scored rollouts in, one training batch out; nobody estimates values."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, SupportsFloat, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from oppo.errors import ConfigError
+from oppo.estimators import AdaptiveKL, GroupAdvantage, KLEstimator, group_advantages
+from oppo.events import Batch, Defer, Drop, Finish, FloatArray, RolloutEvent, Scored
+from oppo.graph import Receiver, Sender, join, where
+from oppo.shaping import ScoreShaping
+from oppo.stages.gathered import Gathered, finished_rollout
+from oppo.stages.objective import KLControl, Objective, controlled, learned, relearned
+from oppo.stages.rows import Row, unestimated
+
+ALONE = "left alone in its group"
+"""Why a response is dropped whose siblings all were: it has nothing to be compared with."""
+
+
+@dataclass(eq=False)
+class GroupRelative:
+    """Joins what the scorers said of each finished rollout and compares the responses to each prompt with one another.
+
+    A response is worth its shaped score less ``kl`` times its KL to the reference; its advantage, that of each of its
+    sampled tokens, follows from what the others of its group are worth. Values and returns are 0. Where somebody
+    dropped a response, or said something of it that is not finite, those that are left of its group are compared; one
+    that is left alone is dropped too.
+
+    The inputs are rollouts, scores, log-probs of the reference if there is one, and proximal ones if ``proximal``.
+
+    Attributes:
+        advantage: ``leave_one_out`` (RLOO), ``standardised`` (GRPO) or ``centred`` (Dr. GRPO); see
+            :func:`oppo.estimators.group_advantages`.
+        kl: coefficient of the KL penalty in what a response is worth, as in RLOO: a number, or a controller that adapts
+            it to a target. GRPO has its KL in the loss instead: ``TrainerSettings.kl``. Both need a reference.
+        kl_estimator: ``k1``, ``k2`` or ``k3`` (Schulman, "Approximating KL divergence", 2020).
+        shaping: what is made of the scores first; replaced by its successor after each batch.
+        proximal: whether the last input has log-probs under the weights that are about to be updated, which corrections
+            for stale tokens need.
+
+    Raises:
+        ConfigError: there is no such estimator, or ``kl`` is no coefficient.
+        ValueError: the coefficient of the KL penalty is negative or not finite.
+    """
+
+    advantage: GroupAdvantage = "standardised"
+    kl: SupportsFloat | KLControl = 0.0
+    kl_estimator: KLEstimator = "k1"
+    shaping: ScoreShaping = field(default_factory=ScoreShaping)
+    proximal: bool = False
+    _control: KLControl = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.advantage not in get_args(GroupAdvantage):
+            raise ConfigError(f"advantage must be one of {', '.join(get_args(GroupAdvantage))}, not {self.advantage!r}")
+        self._control = controlled(self.kl, self.kl_estimator)
+
+    @property
+    def refers(self) -> bool:
+        """Whether a reference is needed."""
+        return isinstance(self._control, AdaptiveKL) or self._control.coefficient > 0
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return what was learned of KL and scores so far."""
+        return learned(self._control, self.shaping)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with what another estimator had learned."""
+        self._control, self.shaping = relearned(state, self._control, self.shaping)
+
+    async def run(
+        self,
+        rollout: Receiver[RolloutEvent],
+        score: Receiver[Scored[float] | Drop],
+        /,
+        *logprobs: Receiver[Scored[FloatArray] | Drop],
+        out: Sender[Batch],
+    ) -> None:
+        """Send the step's batch as soon as every finished rollout is scored; nothing when there was no rollout.
+
+        Raises:
+            ConfigError: the inputs are too few or too many for what was asked.
+        """
+        names = self._names(len(logprobs))
+        gathered = Gathered()
+        ends = where(rollout, Finish, Drop, Defer)
+        # Any: no type says how many log-probs there are; what they are is checked when they are taken.
+        lanes: AsyncIterator[tuple[Any, ...]] = join(
+            ends, score, *logprobs, key=finished_rollout, aside=gathered.put_aside
+        )
+        async for end, scored, *more in lanes:
+            said = dict(zip(names, more, strict=True))
+            gathered.take(end, said.get("reference"), scored, proximal=said.get("proximal"))
+        if gathered:
+            await out.send(self.batch(*gathered.in_order()))
+
+    def _names(self, count: int) -> Sequence[str]:
+        """Return what ``count`` inputs of log-probs are."""
+        names = ["reference", "proximal"] if self.proximal else ["reference"]
+        if not self.refers and count == len(names) - 1:
+            return names[1:]
+        if count != len(names):
+            why = f"(its kl = {self._control.coefficient} needs them)" if self.refers else "(or none of them)"
+            raise ConfigError(
+                f"GroupRelative was given {count} inputs of log-probs; expected those of the reference {why}"
+                f"{' and then proximal ones' if self.proximal else ''}"
+            )
+        return names
+
+    def batch(self, rows: Sequence[Row], dropped: Sequence[Drop] = (), deferred: Sequence[Defer] = ()) -> Batch:
+        """Return the training batch of these rows, in the order given, and let the KL controller learn from it."""
+        size = Counter(row.finish.response.prompt.group for row in rows)
+        alone = [row for row in rows if size[row.finish.response.prompt.group] == 1]
+        compared = [row for row in rows if row not in alone]
+        dropped = [*dropped, *(Drop(row.finish.rollout, ALONE) for row in alone)]
+        batch = unestimated(compared, sorted(dropped, key=lambda drop: drop.rollout), deferred)
+        self.shaping = self.shaping.after(batch.scores)
+        objective = Objective.of(batch, self.shaping, self._control, self.kl_estimator)
+        self._control = objective.after(self._control, batch)
+        rewards = objective.rewards(batch)
+        worth = np.array([rewards[row].sum(dtype=np.float64) for row in batch.rows()], np.float32)
+        groups = _groups(batch)
+        relative = np.zeros(len(batch), np.float32)
+        for members in groups:
+            relative[members] = group_advantages(worth[members], self.advantage)
+        advantages = np.where(batch.sampled, np.repeat(relative, np.diff(batch.offsets)), np.float32(0))
+        referred = any(row.reference is not None for row in compared)
+        metrics = {**objective.metrics(batch, referred=referred), **_spread([worth[members] for members in groups])}
+        return replace(batch, rewards=rewards, advantages=advantages, metrics=metrics)
+
+
+def _groups(batch: Batch) -> Sequence[NDArray[np.intp]]:
+    """Return the rows of each group."""
+    of = np.array([response.prompt.group for response in batch.responses], np.int64)
+    return [np.flatnonzero(of == group) for group in np.unique(of)]
+
+
+def _spread(groups: Sequence[FloatArray]) -> Mapping[str, float]:
+    """Return how different the responses of a group are: their deviation, and how many groups teach nothing."""
+    if not groups:
+        return {}
+    deviations = [float(worth.std(ddof=1, dtype=np.float64)) for worth in groups]
+    return {
+        "objective/group_std": float(np.mean(deviations)),
+        "objective/frac_zero_std": float(np.mean([not deviation for deviation in deviations])),
+    }

@@ -1,0 +1,144 @@
+"""The trainer without a critic: the actor learns as it does beside one, and nothing is said of values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from oppo.admission import Overcommit
+from oppo.chunking import Fixed
+from oppo.errors import CheckpointError, ConfigError
+from oppo.events import Batch
+from oppo.hf.digest import weights_digest
+from oppo.hf.policy import HfPolicy
+from oppo.hf.proximal import ProximalLogprobs
+from oppo.hf.scorers import RewardModel
+from oppo.hf.trainer import HfTrainer
+from oppo.models import Sampling
+from oppo.placement import Thread
+from oppo.recipes import grpo
+from oppo.staleness import Correction
+from oppo.testing import check_trainer, prompts
+from oppo.training import TrainerSettings
+from tests.hf import tiny
+from tests.hf.test_trainer import LENGTHS, SAMPLING, Served, rollouts
+
+
+@pytest.fixture
+def thread() -> Iterator[Thread]:
+    torch.set_num_threads(1)
+    with Thread("train", setup=lambda: torch.set_num_threads(1)) as thread:
+        yield thread
+
+
+def make(thread: Thread, critic: PreTrainedModel | None = None, **settings: object) -> tuple[HfTrainer, Batch]:
+    """Return a trainer of a fresh actor, and a batch to train it on."""
+    chosen = TrainerSettings(**{"learning_rate": 1e-3, "epochs": 2, "minibatches": 2} | settings)  # type: ignore[arg-type] # by keyword
+    actor = tiny.causal(seed=1)
+    return HfTrainer(actor, critic, sampling=SAMPLING, thread=thread, settings=chosen), rollouts(
+        actor, tiny.scalar(seed=2), given=True
+    )
+
+
+@pytest.mark.parametrize("settings", [{}, {"entropy_coefficient": 0.1, "kl": 0.1, "max_grad_norm": 1e-2}])
+async def test_the_actor_learns_to_the_bit_what_it_learns_beside_a_critic(
+    thread: Thread, settings: dict[str, object]
+) -> None:
+    async def learnt(critic: PreTrainedModel | None) -> tuple[str, dict[str, float]]:
+        trainer, batch = make(thread, critic, **settings)
+        await trainer.update(batch)
+        metrics = dict((await trainer.update(batch)).metrics)
+        return weights_digest(trainer._actor), metrics
+
+    alone, beside = await learnt(None), await learnt(tiny.scalar(seed=2))
+    assert alone[0] == beside[0] != weights_digest(tiny.causal(seed=1))
+    assert beside[1].keys() - alone[1].keys() == {"loss/value_avg", "val/clipfrac_avg", "train/critic_grad_norm"}
+    assert alone[1] == {name: beside[1][name] for name in alone[1]}
+
+
+async def test_only_the_actor_is_published_and_saved(thread: Thread, tmp_path: Path) -> None:
+    trainer, batch = make(thread)
+    await trainer.update(batch)
+    served = Served()
+    await trainer.publish(served)
+    assert (served.version, dict(served.weights.critic)) == (1, {})
+    assert served.weights.actor.keys() == trainer._actor.state_dict().keys()
+    await trainer.save(tmp_path)
+    assert (tmp_path / "actor").is_dir()
+    assert not (tmp_path / "critic").exists()
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "actor")
+    assert weights_digest(saved) == weights_digest(trainer._actor)
+
+
+async def test_it_goes_on_where_it_was_and_refuses_what_was_written_beside_a_critic(
+    thread: Thread, tmp_path: Path
+) -> None:
+    first, batch = make(thread)
+    await first.update(batch)
+    await first.call("write", first.write, tmp_path)
+    second, _ = make(thread)
+    await second.restore(tmp_path)
+    for trainer in (first, second):
+        await trainer.update(batch)
+    assert weights_digest(first._actor) == weights_digest(second._actor)
+    with_critic, _ = make(thread, tiny.scalar(seed=2))
+    with pytest.raises(CheckpointError, match="written of other models"):
+        await with_critic.restore(tmp_path)
+
+
+async def test_it_keeps_the_contract_of_a_trainer(thread: Thread) -> None:
+    trainer, batch = make(thread)
+
+    async def made() -> HfTrainer:
+        return trainer
+
+    await check_trainer(made, batch, [HfPolicy(trainer._actor, sampling=SAMPLING, thread=thread)])
+
+
+async def test_a_minibatch_that_is_not_finite_is_skipped(thread: Thread) -> None:
+    trainer, batch = make(thread, minibatches=len(LENGTHS))
+    batch.advantages[batch.rows()[3]] = np.nan
+    assert (await trainer.update(batch)).nonfinite == (13,)
+    assert all(parameter.isfinite().all() for parameter in trainer._actor.parameters())
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("critic_warmup", 1), ("critic_learning_rate", 1e-4), ("value_clip", 0.5), ("value_coefficient", 1.0)],
+)
+def test_a_setting_that_is_about_a_critic_is_refused(thread: Thread, setting: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"{setting} = {value} is about a critic, and there is none"):
+        make(thread, None, **{setting: value})
+
+
+async def ran(correction: Correction | None, *, extra: int) -> tuple[str, Sequence[float]]:
+    """Return the weights after a streamed run of three steps, and how far stale tokens had drifted in each."""
+    sampling, actor = Sampling(max_new_tokens=30, stop=(1, 2, 3, 4), seed=3), tiny.causal(seed=1)
+    settings = TrainerSettings(learning_rate=2e-3, epochs=2, correction=correction or Correction())
+    with Thread("decode", setup=lambda: torch.set_num_threads(1)) as decoding:
+        graph = grpo(
+            policy=HfPolicy(actor, sampling=sampling, thread=decoding, exact=True),
+            reward=RewardModel(tiny.scalar(seed=4), thread=decoding, exact=True),
+            trainer=HfTrainer(actor, sampling=sampling, thread=decoding, settings=settings),
+            admission=Overcommit(batch=2, extra=extra),
+            samples=3,
+            chunks=Fixed(7),
+            proximal=ProximalLogprobs(actor, sampling=sampling, thread=decoding, exact=True) if correction else None,
+        )
+        async with graph.open(prompts(40)) as run:
+            reports = [report async for report in run.steps(3)]
+    return weights_digest(actor), [report.metrics["mismatch/kl"] for report in reports]
+
+
+async def test_stale_tokens_are_corrected_as_beside_a_critic() -> None:
+    decoupled = Correction(denominator="proximal", weight="truncated", cap=1.0)
+    plain, corrected = await ran(None, extra=0), await ran(decoupled, extra=0)
+    assert plain == corrected, "where nothing is carried, nothing is stale"
+    stale, mended = await ran(None, extra=2), await ran(decoupled, extra=2)
+    assert max(stale[1]) > 1e-6
+    assert stale[0] != mended[0]

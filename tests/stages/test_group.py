@@ -1,0 +1,234 @@
+"""GroupRelative as a stage: who is compared with whom, what a response is worth, and what its inputs are."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from oppo.errors import ConfigError, ProtocolError
+from oppo.estimators import GROUP_EPSILON, AdaptiveKL, GroupAdvantage
+from oppo.events import (
+    Batch,
+    Chunk,
+    Defer,
+    Drop,
+    Finish,
+    FinishReason,
+    FloatArray,
+    Given,
+    Prompt,
+    Response,
+    RolloutEvent,
+    Scored,
+)
+from oppo.graph.channel import Channel
+from oppo.shaping import ScoreShaping
+from oppo.stages import GroupRelative, Row
+from oppo.testing import run_virtual
+
+SAMPLES = 3
+
+
+def finish(rollout: int, *, length: int = 4, given: int = 0, reason: FinishReason = "eos") -> Finish:
+    """Return the end of one of three responses to a prompt: log-probs of -1, and tokens that were given at its end."""
+    prompt = Prompt(rollout, rollout // SAMPLES, np.arange(3, dtype=np.int32)).samples(SAMPLES)[rollout % SAMPLES]
+    tokens = np.arange(length, dtype=np.int32)
+    chunk = Chunk(rollout, 0, tokens, np.full(length, -1, np.float32), np.zeros(length, np.int32))
+    assert prompt.rollout == rollout
+    return Finish(rollout, Response.of(prompt, [chunk, Given(rollout, length, tokens[:given])]), reason)
+
+
+def row(rollout: int, score: float, *, reference: float | None = None, length: int = 4) -> Row:
+    log_probs = None if reference is None else np.full(length, reference, np.float32)
+    return Row(finish(rollout, length=length), log_probs, score)
+
+
+def firsts(batch: Batch) -> list[float]:
+    return [float(batch.advantages[tokens][0]) for tokens in batch.rows()]
+
+
+@pytest.mark.parametrize(
+    ("advantage", "expected"),
+    [
+        ("leave_one_out", [-1.5, 0, 1.5, 6, -3, -3]),
+        ("centred", [-1, 0, 1, 4, -2, -2]),
+        ("standardised", [-1 / (1 + GROUP_EPSILON), 0, 1 / (1 + GROUP_EPSILON), 2 / 3**0.5, -(3**-0.5), -(3**-0.5)]),
+    ],
+)
+def test_responses_are_compared_within_their_group(advantage: GroupAdvantage, expected: list[float]) -> None:
+    batch = GroupRelative(advantage).batch([row(k, score) for k, score in enumerate([1, 2, 3, 7, 1, 1])])
+    np.testing.assert_allclose(firsts(batch), expected, rtol=1e-4, atol=1e-7)
+    assert batch.scores.tolist() == [1, 2, 3, 7, 1, 1]
+    assert batch.advantages.dtype == batch.returns.dtype == batch.values.dtype == np.float32
+    assert not batch.values.any()
+    assert not batch.returns.any()
+
+
+def test_every_sampled_token_has_the_advantage_of_its_response_and_given_ones_have_none() -> None:
+    rows = [Row(finish(0, length=2, given=1), None, 0.0), Row(finish(1, length=3), None, 2.0)]
+    batch = GroupRelative("centred").batch(rows)
+    assert batch.advantages.tolist() == [-1, -1, 0, 1, 1, 1]
+
+
+def test_the_kl_to_the_reference_is_taken_from_what_a_response_is_worth() -> None:
+    rows = [row(0, 1.0, reference=-1.0), row(1, 1.0, reference=-1.5), row(2, 1.0, reference=-3.0)]
+    batch = GroupRelative("centred", kl=0.1).batch(rows)
+    assert firsts(batch) == pytest.approx([1 / 3, 0.4 / 3, -1.4 / 3], abs=1e-6)
+    assert batch.metrics["objective/kl"] == pytest.approx(10 / 3)
+    assert batch.metrics["objective/kl_coef"] == 0.1
+    assert batch.metrics["objective/rlhf_reward"] == pytest.approx(1 - 1 / 3)
+    assert batch.metrics["objective/scores"] == 1
+
+
+def test_without_a_reference_nothing_is_said_of_a_kl_to_it() -> None:
+    batch = GroupRelative().batch([row(0, 0.0), row(1, 1.0)])
+    assert np.array_equal(batch.reference, batch.logprobs)
+    assert set(batch.metrics) == {
+        "objective/entropy", "objective/rlhf_reward", "objective/scores", "objective/scores_std",
+        "objective/shaped_scores", "objective/group_std", "objective/frac_zero_std",
+    }  # fmt: skip
+
+
+def test_the_metrics_say_how_many_groups_teach_nothing() -> None:
+    batch = GroupRelative().batch([row(k, score) for k, score in enumerate([0.1, 0.1, 0.1, 2, 0, 4])])
+    assert batch.metrics["objective/frac_zero_std"] == 0.5
+    assert batch.metrics["objective/group_std"] == pytest.approx(1.0)
+    assert firsts(batch)[:3] == [0, 0, 0]
+
+
+def test_scores_are_shaped_before_they_are_compared_and_what_was_learned_of_them_is_kept() -> None:
+    ends: list[FinishReason] = ["eos", "length", "stop"]
+    rows = [Row(finish(k, reason=reason), None, 0.0) for k, reason in enumerate(ends)]
+    stage = GroupRelative("centred", shaping=ScoreShaping(missing_eos_penalty=3.0, norm=True))
+    batch = stage.batch(rows)
+    assert firsts(batch) == [1, -2, 1]
+    assert batch.scores.tolist() == [0, 0, 0]
+    assert stage.shaping.moments.count == 3
+
+
+def test_a_response_that_is_left_alone_is_dropped_with_a_reason() -> None:
+    deferred = [Defer(9, 1)]
+    batch = GroupRelative().batch([row(1, 5.0), row(3, 1.0), row(4, 2.0)], [Drop(0, "no score")], deferred)
+    assert batch.rollouts == (3, 4)
+    assert batch.dropped == (Drop(0, "no score"), Drop(1, "left alone in its group"))
+    assert batch.deferred == (Defer(9, 1),)
+
+
+def test_a_batch_of_which_everybody_was_left_alone_is_empty() -> None:
+    batch = GroupRelative().batch([row(1, 5.0)])
+    assert (len(batch), len(batch.tokens), batch.metrics) == (0, 0, {})
+
+
+Said = Scored[float] | Drop
+PerToken = Scored[FloatArray] | Drop
+
+
+def sent(
+    stage: GroupRelative, events: list[RolloutEvent], scores: list[Said], *logprobs: list[PerToken]
+) -> list[Batch]:
+    """Return what the stage sends when it is given all of this at once."""
+    batches: list[Batch] = []
+
+    class Out:
+        async def send(self, item: Batch, /) -> None:
+            batches.append(item)
+
+    async def main() -> None:
+        rollouts, reward = Channel[RolloutEvent]("generate->advantage", 9), Channel[Said]("reward->advantage", 9)
+        more = [Channel[PerToken](f"{number}->advantage", 9) for number, _ in enumerate(logprobs)]
+        for event in events:
+            rollouts.send_nowait(event)
+        for score in scores:
+            reward.send_nowait(score)
+        for channel, items in zip(more, logprobs, strict=True):
+            for item in items:
+                channel.send_nowait(item)
+        rollouts.close()
+        reward.close()
+        for lane in more:
+            lane.close()
+        await stage.run(rollouts, reward, *more, out=Out())
+
+    run_virtual(main)
+    return batches
+
+
+ENDS: list[RolloutEvent] = [finish(2), finish(0), finish(1)]
+SCORES: list[Said] = [Scored(1, 1.0, 0), Scored(2, 2.0, 0), Scored(0, 0.0, 0)]
+
+
+def per_token(value: float) -> list[PerToken]:
+    return [Scored(rollout, np.full(4, value, np.float32), 0) for rollout in (0, 1, 2)]
+
+
+def test_a_reference_and_proximal_log_probs_are_told_from_one_another_by_what_was_asked() -> None:
+    (neither,) = sent(GroupRelative(), ENDS, SCORES)
+    (referred,) = sent(GroupRelative(), ENDS, SCORES, per_token(-2))
+    (proximal,) = sent(GroupRelative(proximal=True), ENDS, SCORES, per_token(-3))
+    (both,) = sent(GroupRelative(kl=0.1, proximal=True), ENDS, SCORES, per_token(-2), per_token(-3))
+    batches = neither, referred, proximal, both
+    assert [batch.rollouts for batch in batches] == [(0, 1, 2)] * 4
+    assert [float(batch.logprobs[0]) for batch in batches] == [-1, -1, -1, -1]
+    assert [float(batch.reference[0]) for batch in batches] == [-1, -2, -3, -2]
+    assert [float(batch.proximal[0]) for batch in batches] == [-1, -1, -3, -3]
+    assert [batch.metrics.get("objective/kl") for batch in batches] == [None, 4, None, -4]
+
+
+@pytest.mark.parametrize(
+    ("options", "inputs", "sentence"),
+    [
+        ({"kl": 0.1}, 0, "given 0 inputs of log-probs; expected those of the reference (its kl = 0.1 needs them)"),
+        ({"kl": AdaptiveKL(0.0)}, 0, "expected those of the reference (its kl = 0.0 needs them)"),
+        (
+            {"kl": 0.1, "proximal": True},
+            1,
+            "expected those of the reference (its kl = 0.1 needs them) and then proximal",
+        ),
+        ({}, 2, "given 2 inputs of log-probs; expected those of the reference (or none of them)"),
+        ({"proximal": True}, 0, "expected those of the reference (or none of them) and then proximal ones"),
+    ],
+)
+def test_inputs_that_do_not_fit_what_was_asked_are_refused(options: dict[str, Any], inputs: int, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        sent(GroupRelative(**options), ENDS, SCORES, *[per_token(-1)] * inputs)
+
+
+def test_what_is_not_finite_or_dropped_leaves_its_group_and_the_others_go_on() -> None:
+    scores: list[Said] = [Scored(0, float("nan"), 0), Scored(1, 1.0, 0), Scored(2, 2.0, 0)]
+    (batch,) = sent(GroupRelative("leave_one_out"), [*ENDS, Defer(6, 1)], scores)
+    assert (batch.rollouts, firsts(batch)) == ((1, 2), [-1, 1])
+    assert batch.dropped == (Drop(0, "nonfinite score"),)
+    assert batch.deferred == (Defer(6, 1),)
+    scores = [Scored(0, 0.0, 0), Drop(1, "no score"), Scored(2, 2.0, 0)]
+    (batch,) = sent(GroupRelative("leave_one_out"), ENDS, scores)
+    assert (batch.rollouts, batch.dropped) == ((0, 2), (Drop(1, "no score"),))
+
+
+@pytest.mark.parametrize("proximal", [False, True])
+def test_a_scorer_that_answers_nothing_is_not_one_that_nobody_asked(*, proximal: bool) -> None:
+    nothing: list[Any] = [Scored(rollout, None, 0) for rollout in (0, 1, 2)]
+    with pytest.raises(ProtocolError, match=r"rollout \d: expected 4 numbers as its .* log-probs, .* got NoneType"):
+        sent(GroupRelative(proximal=proximal), ENDS, SCORES, nothing)
+
+
+def test_a_step_without_a_rollout_sends_nothing_and_one_that_only_carries_sends_that() -> None:
+    assert sent(GroupRelative(), [], []) == []
+    (batch,) = sent(GroupRelative(), [Defer(6, 1)], [])
+    assert (len(batch), batch.deferred) == (0, (Defer(6, 1),))
+
+
+@pytest.mark.parametrize(
+    ("choice", "sentence"),
+    [
+        ({"advantage": "median"}, "advantage must be one of leave_one_out, standardised, centred, not 'median'"),
+        ({"kl_estimator": "k9"}, "kl_estimator must be one of k1, k2, k3, not 'k9'"),
+        ({"kl": "0.1"}, "kl must be a number, or a controller such as oppo.AdaptiveKL, not '0.1'"),
+        ({"kl": -0.1}, "the KL coefficient must be 0 or more and finite, not -0.1"),
+    ],
+)
+def test_what_cannot_be_compared_with_is_refused_at_once(choice: dict[str, Any], sentence: str) -> None:
+    with pytest.raises((ConfigError, ValueError), match=re.escape(sentence)):
+        GroupRelative(**choice)

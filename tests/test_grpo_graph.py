@@ -1,0 +1,136 @@
+"""Training without a critic over whole graphs of fakes: groups are carried, compared and trained as a whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from hypothesis import example, given, strategies as st
+
+from oppo.admission import Overcommit
+from oppo.errors import ConfigError
+from oppo.estimators import GroupAdvantage
+from oppo.events import FloatArray, StepReport
+from oppo.graph import Graph
+from oppo.recipes import grpo
+from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, fake_scalar, run_virtual
+from tests.pipelines import Pipeline, Setting, on_policy, same_batches, settings
+
+CARRIED = Setting(lengths=(5, 9, 3, 30, 21, 7, 8, 60), extra=2, steps=4, samples=2)
+
+
+@dataclass
+class Grouped(Pipeline):
+    """The recipe on fakes; it has a critic, to which nobody speaks."""
+
+    advantage: GroupAdvantage = "standardised"
+    referred: bool = True
+
+    def graph(self) -> Graph[StepReport]:
+        assert self.reward is not None
+        s = self.setting
+        recorded: FakeScorer[FloatArray] = FakeScorer(lambda event, tokens, version: event.response.logprobs)
+        return grpo(
+            policy=self.policy,
+            reward=self.reward,
+            trainer=self.trainer,
+            admission=self.admission or Overcommit(s.batch, s.extra, s.max_deferrals),
+            samples=s.samples,
+            advantage=self.advantage,
+            kl=0.05 if self.referred else 0.0,
+            reference=self.reference if self.referred else None,
+            proximal=recorded if self.proximal else None,
+            chunks=s.chunks,
+            replay=self.replay,
+        )
+
+
+def groups(prompts: tuple[int, ...] = (0, 3, 7, 1_000)) -> st.SearchStrategy[Setting]:
+    """Any run in which two or three responses are made to each prompt."""
+    return settings(prompts).map(lambda setting: replace(setting, samples=setting.samples + 1))
+
+
+def played(setting: Setting, *, referred: bool = True, proximal: bool = False) -> Grouped:
+    pipeline = Grouped(setting, referred=referred, proximal=proximal)
+    run_virtual(pipeline.run)
+    return pipeline
+
+
+@pytest.mark.schedules
+@given(groups(), st.booleans())
+@example(CARRIED, False)
+def test_every_group_taken_is_trained_exactly_once_and_whole(setting: Setting, referred: bool) -> None:
+    pipeline = played(setting, referred=referred)
+    trained = [rollout for batch in pipeline.batches for rollout in batch.rollouts]
+    assert sorted(trained) == list(range(len(trained)))
+    assert len(trained) == min(setting.prompts, setting.steps * setting.batch) * setting.samples
+    for batch in pipeline.batches:
+        members = np.array(batch.rollouts).reshape(-1, setting.samples)
+        assert (members // setting.samples == members[:, :1] // setting.samples).all(), "a group is in one batch"
+        carried = np.array([event.rollout for event in batch.deferred]).reshape(-1, setting.samples)
+        assert (carried // setting.samples == carried[:, :1] // setting.samples).all(), "and is carried as one"
+        assert not batch.values.any()
+        assert not batch.returns.any()
+        first = np.array([batch.advantages[row][0] for row in batch.rows()]).reshape(-1, setting.samples)
+        assert np.abs(first.sum(1)).max(initial=0) < 1e-5
+
+
+def test_groups_are_carried_where_that_saves_time() -> None:
+    carrying, waiting = played(CARRIED), played(replace(CARRIED, extra=0))
+    assert any(report.deferred for report in carrying.reports)
+    assert sum(report.seconds for report in carrying.reports) < sum(report.seconds for report in waiting.reports)
+
+
+@pytest.mark.schedules
+@given(groups())
+def test_without_deferral_overlap_changes_time_and_nothing_else(setting: Setting) -> None:
+    streamed = replace(setting, extra=0)
+    assert same_batches(played(streamed).batches, played(on_policy(streamed)).batches)
+
+
+@pytest.mark.parametrize("referred", [True, False], ids=["referred", "alone"])
+def test_proximal_log_probs_change_nothing_where_nothing_is_stale(*, referred: bool) -> None:
+    plain, corrected = played(CARRIED, referred=referred), played(CARRIED, referred=referred, proximal=True)
+    assert any(report.deferred for report in plain.reports)
+    assert same_batches(plain.batches, corrected.batches)
+
+
+@pytest.mark.schedules
+@given(groups(prompts=(1_000,)))
+@example(CARRIED)
+def test_a_run_interrupted_after_every_step_equals_an_uninterrupted_one(
+    tmp_path_factory: pytest.TempPathFactory, setting: Setting
+) -> None:
+    setting = replace(setting, style="pull")  # where the order of what finishes is the decode loop's alone
+    directory, whole = tmp_path_factory.mktemp("state"), Grouped(setting)
+    run_virtual(whole.run_part, 0, setting.steps, directory)
+    parts = [Grouped(setting) for _ in range(setting.steps)]
+    for step, part in enumerate(parts):
+        run_virtual(part.run_part, step, step + 1, directory)
+    assert same_batches([batch for part in parts for batch in part.batches], whole.batches)
+
+
+def test_the_graph_has_no_critic_and_only_the_scorers_it_was_given() -> None:
+    alone, referred = Grouped(CARRIED, referred=False).graph(), Grouped(CARRIED, proximal=True).graph()
+    assert "ref_logp" not in alone.table()
+    assert "value" not in referred.table()
+    assert "generate, reward, ref_logp, proximal" in referred.table()
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"samples": 1}, "samples must be 2 or more, not 1: a response alone has nothing to be compared with"),
+        ({"kl": 0.05}, "a KL penalty, kl = 0.05, is one to a reference: give one, or leave kl at 0"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_runs(options: dict[str, float], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        grpo(
+            policy=FakePolicy(),
+            reward=FakeScorer(fake_scalar),
+            trainer=FakeTrainer(),
+            admission=Overcommit(batch=4),
+            **options,  # type: ignore[arg-type] # the point of the test
+        )
