@@ -58,6 +58,8 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "sampling.min_new_tokens": ("minimum response length", ""),
     "sampling.stop_strings": ("stop sequences", ""),
     "sampling.seed": ("generation seed", "seed"),
+    "step.algorithm": ("algorithm, advantage estimator", ""),
+    "step.samples": ("group size, G", "`num_generations` of GRPO"),
     "step.batch": ("rollout batch size, B", "batch_size"),
     "step.extra": ("overcommit, Delta", ""),
     "step.max_deferrals": ("staleness bound", ""),

@@ -29,6 +29,11 @@ Filled: TypeAlias = Annotated[str, Field(min_length=1)]
 _FUNCTION = re.compile(r"^(?P<file>.+\.py):(?P<function>[^:/\\]+)$")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 _SEEDED = ("data", "sampling", "trainer")
+_OF_A_CRITIC = {
+    "models": ("critic", "shared_trunk"),
+    "step": ("gamma", "lam", "whiten_rewards"),
+    "trainer": ("critic_learning_rate", "critic_warmup", "value_clip", "value_coefficient"),
+}
 
 
 class RunSection(Section):
@@ -75,7 +80,9 @@ class ModelsSection(Section):
     policy: Filled = Field(description="directory or hub name of the causal language model to train")
     reward: Filled = Field(description="directory or hub name of a reward model, or file.py:function")
     reference: str = Field(default="", description="directory or hub name; the policy when empty")
-    critic: str = Field(default="", description="directory or hub name; the reward model, or the policy, when empty")
+    critic: str = Field(
+        default="", description="directory or hub name; the reward model, or the policy, when empty; none without PPO"
+    )
     shared_trunk: bool = Field(
         default=False,
         description="make the critic a value head on the policy's own trunk, read and trained once for both",
@@ -223,7 +230,25 @@ class Settings(Section):
             raise ValueError(f"run.exact needs models.dtype = 'float32', got {self.models.dtype!r}")
         if self.run.exact and self.models.device.startswith("cuda"):
             raise ValueError(f"run.exact needs models.device = 'cpu' (or 'auto'), got {self.models.device!r}")
+        if not self.has_critic:
+            self._require_no_critic()
         return self
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether values are estimated, by a model that is trained too."""
+        return self.step.algorithm == "ppo"
+
+    def _require_no_critic(self) -> None:
+        for name, keys in _OF_A_CRITIC.items():
+            section = getattr(self, name)
+            for key in keys:
+                chosen = getattr(section, key)
+                if chosen != type(section).model_fields[key].default:
+                    raise ValueError(
+                        f"step.algorithm = {self.step.algorithm!r} has no critic, so {name}.{key} says nothing: "
+                        f"leave it out; got {chosen!r}"
+                    )
 
     @property
     def run_directory(self) -> Path:
@@ -265,7 +290,9 @@ def resolve(document: Mapping[str, object], folder: Path) -> Settings:
     models = settings.models
     reward = _model(models.reward, folder)
     policy = _model(models.policy, folder)
-    own_critic = "" if models.shared_trunk else policy if models.reward_is_function else reward
+    own_critic = policy if models.reward_is_function else reward
+    if models.shared_trunk or not settings.has_critic:
+        own_critic = ""
     resolved = {
         "policy": policy,
         "reward": reward,

@@ -23,8 +23,18 @@ class Section(BaseModel):
 
 
 class StepSection(Section):
-    """``[step]``: the schedule of a step and the shape of its reward (see :class:`oppo.stages.GAE`)."""
+    """``[step]``: the algorithm, the schedule of a step and the shape of its reward (see :mod:`oppo.recipes`)."""
 
+    algorithm: Literal["ppo", "grpo", "rloo"] = Field(
+        default="ppo",
+        description="how advantages are estimated: `ppo` with a critic, by GAE; `grpo` and `rloo` without one, by "
+        'comparing the responses to each prompt with one another (GRPO\'s own KL is `kl_in = "loss"` with k3)',
+    )
+    samples: Annotated[int, Field(ge=2)] | None = Field(
+        default=None,
+        description="responses to each prompt, where they are compared; `batch` and `extra` count prompts then; when "
+        "absent 8, or one for `ppo`",
+    )
     batch: PositiveInt = Field(default=32, description="rollouts trained in a step")
     extra: Count | None = Field(
         default=None,
@@ -90,6 +100,8 @@ class StepSection(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> StepSection:
+        if self.algorithm == "ppo" and self.samples is not None:
+            raise ValueError("algorithm = 'ppo' makes one response to each prompt: leave samples out, or choose 'grpo'")
         if self.extra is not None and self.admission == "tail-batched":
             raise ValueError("admission = 'tail-batched' launches a quarter of the batch more: leave extra out")
         if self.extra is not None and self.extra > self.batch:
@@ -105,6 +117,11 @@ class StepSection(Section):
                 "the gradient of k1 is zero in expectation, so kl_in = 'loss' needs kl_estimator = 'k2' or 'k3'"
             )
         return self
+
+    @property
+    def group(self) -> int:
+        """Responses to each prompt."""
+        return self.samples or (1 if self.algorithm == "ppo" else 8)
 
     def correction(self) -> Correction:
         """Return how the tokens of older weights are learnt from."""

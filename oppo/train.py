@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -15,36 +14,28 @@ import anyio
 import anyio.to_thread
 from rich.console import Console
 
-from oppo.admission import Admission, Observation, Overcommit, SlopeAdaptive, TailAdaptive, TailBatched
-from oppo.admission.slope import SlopeRule
 from oppo.carried import with_columns, without_columns
 from oppo.checkpoint import Checkpoint, Checkpoints
-from oppo.chunking import ChunkSize, Fixed, Tuned, WholeRollout
+from oppo.compose import compose
 from oppo.config import Settings, trainer_settings
 from oppo.data import PromptStream, digest, read_prompts
 from oppo.errors import ConfigError, DataError, HangError
-from oppo.estimators import AdaptiveKL
 from oppo.events import Prompt, StepReport
 from oppo.graph import Graph, Run
 from oppo.interrupt import Interrupt, interruptible
 from oppo.liveness import Heartbeat, Watchdog
 from oppo.observe import Observer, silent
-from oppo.recipes import ppo
 from oppo.report import Panel, RunDirectory, RunLog, observations
-from oppo.report.dump import dump_batch
 from oppo.report.journal import JOURNAL
 from oppo.report.rundir import require_unused
 from oppo.report.samples import Decode
 from oppo.resume import CHECKPOINTS, has_ended, newest
-from oppo.sections import StepSection
-from oppo.shaping import ScoreShaping
-from oppo.stages.rows import NONFINITE
 
 if TYPE_CHECKING:
     from oppo.hf.assemble import Assembly
 
 FINAL = Path(CHECKPOINTS, "final")
-"""Where a run directory holds what was learned: ``actor`` and ``critic``, each with its tokenizer."""
+"""Where a run directory holds what was learned: ``actor`` and ``critic``, if there is one, each with its tokenizer."""
 
 HANG_REPORT = "hang-report.json"
 """What a run directory says of a run that was ended because nothing moved."""
@@ -192,62 +183,6 @@ def short_of(settings: Settings, lasts: int) -> str:
     )
 
 
-def compose(settings: Settings, assembly: Assembly, replay: Mapping[int, Observation]) -> Graph[StepReport]:
-    """Return the graph of a step; its controllers are told ``replay`` of the steps that are made again."""
-    step = settings.step
-    return ppo(
-        policy=assembly.policy,
-        reference=assembly.reference,
-        reward=assembly.reward,
-        critic=assembly.critic,
-        proximal=assembly.proximal,
-        trainer=assembly.trainer,
-        admission=admission_of(step),
-        chunks=chunks_of(step, settings.sampling.max_new_tokens),
-        kl=reward_kl(step),
-        kl_estimator=step.kl_estimator,
-        gamma=step.gamma,
-        lam=step.lam,
-        shaping=ScoreShaping(
-            norm=step.score_norm,
-            clip=math.inf if step.score_clip is None else step.score_clip,
-            scale=step.reward_scale,
-            missing_eos_penalty=step.missing_eos_penalty,
-        ),
-        whiten_rewards=step.whiten_rewards,
-        max_nonfinite=settings.run.max_nonfinite,
-        dump=partial(dump_batch, folder=settings.run_directory / NONFINITE),
-        replay=replay,
-    )
-
-
-def admission_of(step: StepSection) -> Admission:
-    """Return the policy that ``step.admission`` names."""
-    if step.admission == "overcommit":
-        return Overcommit(step.batch, step.extra or 0, step.max_deferrals)
-    if step.admission == "tail-batched":
-        return TailBatched(step.batch)
-    most = step.batch // 4 if step.extra is None else step.extra
-    if step.admission == "adaptive":
-        return TailAdaptive(step.batch, price=step.lag_price, max_deferrals=step.max_deferrals, most=most)
-    rule: SlopeRule = "text" if step.admission == "slope" else "algorithm1"
-    return SlopeAdaptive(step.batch, rule=rule, most=most, max_deferrals=step.max_deferrals)
-
-
-def chunks_of(step: StepSection, cap: int) -> ChunkSize:
-    """Return the chunk size that ``step.chunk`` names, for responses of up to ``cap`` tokens."""
-    if step.chunk == "whole":
-        return WholeRollout()
-    return Tuned(cap) if step.chunk == "tuned" else Fixed(step.chunk)
-
-
-def reward_kl(step: StepSection) -> float | AdaptiveKL:
-    """Return the weight of the KL penalty in the reward: none where it is in the loss."""
-    if step.kl_target is not None and step.kl_horizon is not None:
-        return AdaptiveKL(step.kl, step.kl_target, step.kl_horizon)
-    return step.kl if step.kl_in == "reward" else 0.0
-
-
 async def run(
     session: Session,
     console: Console,
@@ -255,9 +190,9 @@ async def run(
     *,
     last_resort: Callable[[HangError], None] | None = None,
 ) -> RunDirectory:
-    """Run every step, write the run directory, and save actor and critic under ``checkpoints/final``.
+    """Run every step, write the run directory, and save what was trained under ``checkpoints/final``.
 
-    They are saved however the run ends, once it has made an update. Ctrl-C ends it after the step in progress, with a
+    It is saved however the run ends, once it has made an update. Ctrl-C ends it after the step in progress, with a
     checkpoint; a second one at once, but for an update in progress.
 
     Args:

@@ -34,6 +34,7 @@ LEAVES = frozenset(
         "redact",
         "demo",
         "cli",
+        "compose",
         "config",
         "sections",
         "faults",

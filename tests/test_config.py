@@ -66,6 +66,29 @@ def test_a_critic_on_the_policys_trunk_is_no_model_of_its_own(tmp_path: Path) ->
     )
 
 
+def test_without_a_critic_there_is_none_by_default_and_groups_have_a_size(tmp_path: Path) -> None:
+    settings = loaded(tmp_path, "", "step.algorithm=grpo")
+    assert (settings.models.critic, settings.step.group, loaded(tmp_path).step.group) == ("", 8, 1)
+    assert loaded(tmp_path, "", "step.algorithm=rloo", "step.samples=3").step.group == 3
+    assert resolve(tomllib.loads(settings.toml()), Path("/elsewhere")) == settings
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("models.critic=./other", "'grpo' has no critic, so models.critic says nothing: leave it out; got './other'"),
+        ("models.shared_trunk=true", "so models.shared_trunk says nothing: leave it out; got True"),
+        ("step.lam=0.9", "so step.lam says nothing: leave it out; got 0.9"),
+        ("trainer.critic_warmup=1", "so trainer.critic_warmup says nothing: leave it out; got 1"),
+        ("trainer.value_clip=none", "so trainer.value_clip says nothing: leave it out; got 'none'"),
+        ("step.samples=1", "step.samples: "),
+        ("step.algorithm=ppo step.samples=4", "algorithm = 'ppo' makes one response to each prompt: leave samples out"),
+    ],
+)
+def test_what_is_about_a_critic_is_refused_where_there_is_none(tmp_path: Path, override: str, sentence: str) -> None:
+    assert sentence in refused(tmp_path, "", "step.algorithm=grpo", *override.split(" "))
+
+
 def test_the_runs_seed_reaches_every_section_that_names_none(tmp_path: Path) -> None:
     settings = loaded(tmp_path, "[run]\nseed = 7\n[sampling]\nseed = 3\n")
     assert (settings.data.seed, settings.sampling.seed, settings.trainer.seed) == (7, 3, 7)
@@ -91,7 +114,9 @@ def test_a_malformed_override_says_what_one_looks_like(tmp_path: Path, override:
 
 def test_an_unknown_key_names_the_nearest_one_and_all_of_the_section(tmp_path: Path) -> None:
     said = refused(tmp_path, "[step]\nbathc = 3\n")
-    assert said.startswith("unknown key 'step.bathc' (did you mean 'batch'?); the keys of [step] are batch, extra,")
+    assert said.startswith(
+        "unknown key 'step.bathc' (did you mean 'batch'?); the keys of [step] are algorithm, samples,"
+    )
 
 
 def test_an_unknown_section_names_the_nearest_one(tmp_path: Path) -> None:

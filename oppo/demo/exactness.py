@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import anyio
 
 from oppo.config import Settings
+from oppo.errors import ConfigError
 from oppo.evaluate import respond, score_all
 from oppo.events import Batch, Drop
 from oppo.observe import Span
@@ -53,6 +54,9 @@ def compare_schedules(settings: Settings) -> Digests:
 async def serially(session: Session) -> list[Batch]:
     """Return the batches of a run that generates, scores and trains one after another."""
     models, step = session.assembly, session.settings.step
+    critic = models.critic
+    if critic is None:
+        raise ConfigError(f"the serial run is one of PPO, and step.algorithm = {step.algorithm!r} has no critic")
     estimator = GAE(gamma=step.gamma, lam=step.lam, kl=step.kl, kl_estimator=step.kl_estimator)
     batches = []
     for _ in range(STEPS):
@@ -60,11 +64,11 @@ async def serially(session: Session) -> list[Batch]:
         reference = await score_all(models.reference, finished)
         judged = await score_all(models.reward, finished)
         scores = [score for score in judged if not isinstance(score, Drop)]
-        values = await score_all(models.critic, finished)
+        values = await score_all(critic, finished)
         rows = [Row(*said) for said in zip(finished, reference, scores, values, strict=True)]
         batches.append(estimator.batch(rows))
         await models.trainer.update(batches[-1])
-        await models.trainer.publish(models.policy, models.critic)
+        await models.trainer.publish(models.policy, critic)
     return batches
 
 

@@ -53,6 +53,7 @@ class Assembly:
     """The models of a run and the places they work in; a context manager that closes the places.
 
     Attributes:
+        critic: where the algorithm has one.
         proximal: where stale tokens are corrected for.
         positions: tokens that every model can read.
     """
@@ -60,7 +61,7 @@ class Assembly:
     policy: HfPolicy
     reference: Scorer[FloatArray]
     reward: Scorer[float | Drop]
-    critic: ValueModel
+    critic: ValueModel | None
     proximal: ProximalLogprobs | None
     trainer: HfTrainer
     text: Text
@@ -91,7 +92,7 @@ class Assembly:
         return tuple(filter(None, calls))
 
     async def checkpoint(self, checkpoints: Checkpoints, step: int, score: float, state: State) -> None:
-        """Write a checkpoint: the state given, the trainer's, and both models, each with the tokenizer.
+        """Write a checkpoint: the state given, the trainer's, and what is trained, each model with the tokenizer.
 
         Raises:
             CheckpointError: it could not be written; nothing half-written stays.
@@ -115,11 +116,11 @@ class Assembly:
         await self.trainer.publish(*followers(self.policy, self.critic, self.proximal))
 
     def _write_tokenizers(self, directory: Path) -> None:
-        for name in ("actor", "critic"):
+        for name in ("actor",) if self.critic is None else ("actor", "critic"):
             self.text.tokenizer.save_pretrained(directory / name)
 
     async def save(self, directory: Path) -> None:
-        """Write actor and critic, each with the tokenizer, so that the directory appears complete or not at all.
+        """Write what is trained, each model with the tokenizer; the directory appears complete or not at all.
 
         Raises:
             ModelError: it could not be written; nothing of it is left.
@@ -163,8 +164,8 @@ def load_text(settings: Settings) -> Text:
 def assemble(settings: Settings, text: Text, tell: Callable[[str], None]) -> Assembly:
     """Return the models of ``settings``, loaded and probed.
 
-    The actor is served and trained as one module, and so is the critic, which may be a head on the actor's trunk; the
-    reference is a module of its own, over the actor's base weights where only adapters are trained.
+    The actor is served and trained as one module, and so is the critic, if there is one: it may be a head on the
+    actor's trunk. The reference is a module of its own, over the actor's base weights where only adapters are trained.
 
     Args:
         settings: of the run.
@@ -199,8 +200,8 @@ def _assembled(
         judge = load.scalar("reward")
         served.append(judge)
         reward = RewardModel(judge, thread=ModelPlace(places.scoring, "reward model", _SERVING), exact=exact)
-    critic = value_model_on(actor) if settings.models.shared_trunk else load.scalar("critic", new_head=True)
-    served.append(critic)
+    critic = _critic(settings, actor, load)
+    served += [] if critic is None else [critic]
     sampling = _sampling(settings, text, actor)
     return Assembly(
         policy=HfPolicy(
@@ -215,7 +216,9 @@ def _assembled(
             reference, sampling=sampling, thread=ModelPlace(places.scoring, "reference", _SERVING), exact=exact
         ),
         reward=reward,
-        critic=ValueModel(critic, thread=ModelPlace(places.scoring, "critic", _SERVING), exact=exact),
+        critic=None
+        if critic is None
+        else ValueModel(critic, thread=ModelPlace(places.scoring, "critic", _SERVING), exact=exact),
         proximal=_proximal(settings, actor, sampling, places.scoring),
         trainer=HfTrainer(
             actor,
@@ -247,6 +250,13 @@ def _actor_and_reference(settings: Settings, load: _Loader) -> tuple[PreTrainedM
     if models.lora_rank:
         add_lora(actor, models.lora_rank, models.lora_alpha, seed=settings.trainer.seed)
     return actor, reference
+
+
+def _critic(settings: Settings, actor: PreTrainedModel, load: _Loader) -> PreTrainedModel | None:
+    """Return the value model, which may be a head on the actor's trunk; ``None`` where nobody asks for values."""
+    if not settings.has_critic:
+        return None
+    return value_model_on(actor) if settings.models.shared_trunk else load.scalar("critic", new_head=True)
 
 
 def _proximal(
