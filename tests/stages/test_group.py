@@ -83,6 +83,16 @@ def test_the_kl_to_the_reference_is_taken_from_what_a_response_is_worth() -> Non
     assert batch.metrics["objective/scores"] == 1
 
 
+def test_a_controller_of_the_coefficient_learns_from_each_batch() -> None:
+    rows = [row(0, 1.0, reference=-1.5), row(1, 1.0, reference=-1.5)]
+    stage = GroupRelative(kl=AdaptiveKL(0.1, target=1.0, horizon=4))
+    first, second = stage.batch(rows), stage.batch(rows)
+    assert (first.metrics["objective/kl"], first.metrics["objective/kl_coef"]) == (2, 0.1)
+    assert second.metrics["objective/kl_coef"] == pytest.approx(0.1 * (1 + 0.2 * 2 / 4))
+    assert stage.batch([]).metrics == {}
+    assert stage.state_dict()["kl"] == pytest.approx(0.1 * (1 + 0.2 * 2 / 4) ** 2), "an empty batch teaches nothing"
+
+
 def test_without_a_reference_nothing_is_said_of_a_kl_to_it() -> None:
     batch = GroupRelative().batch([row(0, 0.0), row(1, 1.0)])
     assert np.array_equal(batch.reference, batch.logprobs)
