@@ -34,3 +34,11 @@ def _forwards_off_the_loop() -> Iterator[None]:
 
     with forwards_off_the_loop():
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _small_models_attend_in_parts() -> Iterator[None]:
+    """Let rows of the suite's tiny models be split into parts as those of real ones are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("oppo.hf.parts.PART_BYTES", 2048)
+        yield

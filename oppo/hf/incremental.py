@@ -25,7 +25,7 @@ from oppo.hf.anatomy import longest
 from oppo.hf.cache import Place, SlabCache
 from oppo.hf.lockstep import Lockstep
 from oppo.hf.masks import Masks
-from oppo.hf.parts import attend_in_parts, parted
+from oppo.hf.parts import attend_in_parts, overhead_of, parted
 from oppo.hf.slabs import Site, Slab, index, run_of
 
 SHORTEST_CLASS = 64
@@ -42,8 +42,8 @@ class Incremental:
         classes: the shortest length classes of rows that are read in chunks; longer ones follow by doubling, up to
             ``max_length``. With one class as long as that, all of them share a slab.
         head: applied to the outputs [n, q, D], for example a reward model's score layer.
-        parts: step rows of very different length in parts of similar length, which saves memory and reading; otherwise,
-            and where a model does not let its attention be replaced, as one rectangle as wide as the longest.
+        parts: step rows of very different length in parts of similar length, where that saves more than it costs.
+            Otherwise, and where a model does not let its attention be replaced, they are one rectangle.
         ordered: keep rows that are stepped together in the order of the call. Kernels treat the last rows of an odd
             batch differently, so without it the bits of a step depend on which rows came and went before. With it
             they depend on the rows of the step, and on what lengths they had when these rows were first stepped
@@ -172,9 +172,12 @@ class Incremental:
 
     def memory(self) -> tuple[int, int]:
         """Return the bytes allocated for keys and values, and the bytes that the tokens read so far need."""
-        slabs = [*self._shelves, *self._stepped]
-        per_token = max(slab.bytes_per_token() for slab in slabs)
-        return sum(slab.bytes_allocated() for slab in slabs), per_token * sum(self._lengths.values())
+        held = sum(slab.bytes_allocated() for slab in (*self._shelves, *self._stepped))
+        return held, self._bytes_per_token() * sum(self._lengths.values())
+
+    def _bytes_per_token(self) -> int:
+        """Return what a token takes over all layers; 0 before anything was read."""
+        return max(slab.bytes_per_token() for slab in (*self._shelves, *self._stepped))
 
     def _admitted(self, rows: Sequence[int], more: Sequence[int]) -> list[tuple[Slab, list[int]]]:
         """Give each row a slot in which it can grow by ``more[i]`` tokens; return the rows of each slab."""
@@ -209,7 +212,9 @@ class Incremental:
         """Give each part of ``rows`` a slab in which its rows can grow by a token: that which holds most of it."""
         grown = self._grown(rows, [1] * len(rows))
         lengths = list(grown.values())
-        parts = parted(lengths) if self._in_parts and rows else [list(range(len(rows)))]
+        parts = [list(range(len(rows)))]
+        if self._in_parts and rows and (per_token := self._bytes_per_token()):
+            parts = parted(lengths, overhead_of(per_token / len(self._cache.layers)))
         seats = dict[Slab, list[int]]()
         for part in parts:
             members = [rows[at] for at in part]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,33 +67,6 @@ def minibatches(rows: NDArray[np.int64], count: int, key: Sequence[int]) -> Iter
     """Yield one epoch of ``rows``, shuffled by ``key``, in ``count`` parts of nearly equal size; none is empty."""
     shuffled = np.random.default_rng(key).permutation(rows)
     yield from (part for part in np.array_split(shuffled, count) if len(part))
-
-
-def micro_batches(lengths: Sequence[int], rows: Iterable[int], budget: int, *, overhead: int) -> list[list[int]]:
-    """Return ``rows`` in groups of at most ``budget`` tokens, padding included, that together cost least.
-
-    Rows of a group are neighbours by length, so that they need little padding. The longest come first, so that a budget
-    that is too large for the device shows at once. A row longer than the budget is a group of its own.
-
-    Args:
-        lengths: of all rows, in tokens.
-        rows: those to be read.
-        budget: tokens of a group, padding included.
-        overhead: what a group costs besides its tokens and its padding, in tokens.
-    """
-    order = sorted(rows, key=lambda row: (-lengths[row], row))
-    costs, starts = [0], [0]  # of the cheapest way to read so many of the longest rows, and where its last group begins
-    for end in range(1, len(order) + 1):
-        sizes = ((start, (end - start) * lengths[order[start]]) for start in range(end))
-        fitting = [(costs[start] + size, start) for start, size in sizes if size <= budget or start == end - 1]
-        cost, start = min(fitting)
-        costs.append(cost + overhead)
-        starts.append(start)
-    groups, end = list[list[int]](), len(order)
-    while end:
-        groups.append(order[starts[end] : end])
-        end = starts[end]
-    return groups[::-1]
 
 
 def overhead_on(device: torch.device) -> int:

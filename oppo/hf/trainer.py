@@ -27,10 +27,11 @@ from transformers import PreTrainedModel
 from oppo.events import Batch
 from oppo.hf.actor_critic import ActorCritic, require_value_head, trained
 from oppo.hf.drift import Drift
+from oppo.hf.grouping import cheapest_groups
 from oppo.hf.load import quiet
 from oppo.hf.lora import merged
 from oppo.hf.master import MasterWeights
-from oppo.hf.packing import MicroBatch, micro_batches, minibatches, overhead_on, pack, read_lengths, trainable
+from oppo.hf.packing import MicroBatch, minibatches, overhead_on, pack, read_lengths, trainable
 from oppo.hf.precision import require_trainable
 from oppo.hf.recompute import recompute
 from oppo.hf.tally import Measured, Tally
@@ -222,7 +223,7 @@ class HfTrainer:
         total = float(sum(int(batch.sampled[spans[r]].sum()) for r in rows))
         parts: list[Tensor] = []
         device, budget = self._actor.device, self.settings.micro_batch_tokens
-        for group in micro_batches(read_lengths(batch), rows.tolist(), budget, overhead=overhead_on(device)):
+        for group in cheapest_groups(read_lengths(batch), rows.tolist(), overhead=overhead_on(device), budget=budget):
             part = pack(batch, group, device, self.settings.correction)
             parts.append(self._backward(part, total, tally.drift))
             tally.micro_batches += 1

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, strategies as st
 
 from oppo.events import Batch, Prompt, Response
-from oppo.hf.packing import micro_batches, minibatches, pack, trainable
+from oppo.hf.packing import minibatches, pack, trainable
 from oppo.support import Support
 
 LENGTHS = ((3, 5), (9, 1), (1, 4))
@@ -90,33 +87,6 @@ def test_padding_is_on_the_right_and_masked() -> None:
 
 def test_rows_without_a_sampled_token_are_not_trained() -> None:
     assert trainable(batch()).tolist() == [0, 2]
-
-
-@given(
-    st.lists(st.integers(1, 30), max_size=9),
-    st.integers(1, 60),
-    st.integers(0, 40),
-)
-def test_no_other_way_to_read_neighbours_within_the_budget_costs_less(
-    lengths: list[int], budget: int, overhead: int
-) -> None:
-    def cost(groups: Iterable[Sequence[int]]) -> float:
-        sizes = [len(group) * max(lengths[row] for row in group) for group in groups]
-        alone = [len(group) == 1 for group in groups]
-        fits = all(size <= budget or single for size, single in zip(sizes, alone, strict=True))
-        return sum(sizes) + overhead * len(sizes) if fits else math.inf
-
-    def every_way(rows: Sequence[int]) -> Iterator[list[Sequence[int]]]:
-        if not rows:
-            yield []
-        for size in range(1, len(rows) + 1):
-            for rest in every_way(rows[size:]):
-                yield [rows[:size], *rest]
-
-    groups = micro_batches(lengths, range(len(lengths)), budget, overhead=overhead)
-    longest_first = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
-    assert [row for group in groups for row in group] == longest_first
-    assert cost(groups) == min(cost(way) for way in every_way(longest_first))
 
 
 @pytest.mark.parametrize("count", [1, 3, 12])

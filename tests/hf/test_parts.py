@@ -3,39 +3,45 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from oppo.hf import parts
 from oppo.hf.anatomy import backbone
 from oppo.hf.incremental import Incremental
 from oppo.hf.masks import attention
-from oppo.hf.parts import NAME, WASTE, attend_in_parts, parted
+from oppo.hf.parts import NAME, attend_in_parts, overhead_of, parted
 from tests.hf import tiny
 
 torch.set_num_threads(1)
 
 
-@given(lengths=st.lists(st.integers(1, 4000), min_size=1, max_size=60))
-def test_every_row_is_in_one_part_and_no_part_wastes_much(lengths: list[int]) -> None:
-    parts = parted(lengths)
-    assert sorted(at for part in parts for at in part) == list(range(len(lengths)))
-    for part in parts:
-        held = [lengths[at] for at in part]
-        assert max(held) * len(held) <= WASTE * sum(held)
-        assert part == sorted(part)
-    longest = [max(lengths[at] for at in part) for part in parts]
-    assert longest == sorted(longest, reverse=True)
+@given(lengths=st.lists(st.integers(1, 4000), min_size=1, max_size=60), overhead=st.integers(0, 5000))
+def test_every_row_is_in_one_part_and_parts_are_of_similar_length(lengths: list[int], overhead: int) -> None:
+    found = parted(lengths, overhead)
+    assert sorted(at for part in found for at in part) == list(range(len(lengths)))
+    assert all(part == sorted(part) for part in found)
+    held = [[lengths[at] for at in part] for part in found]
+    assert all(min(longer) > max(shorter) for longer, shorter in pairwise(held))
+    assert sum(max(part) * len(part) + overhead for part in held) <= max(lengths) * len(lengths) + overhead
 
 
 def test_rows_of_like_length_are_one_part() -> None:
-    assert parted([60, 70, 65, 80]) == [[0, 1, 2, 3]]
+    assert parted([60, 70, 65, 80], overhead=60) == [[0, 1, 2, 3]]
 
 
-def test_carried_rows_are_parted_from_fresh_ones() -> None:
-    assert parted([20, 300, 22, 290, 25, 20]) == [[1, 3], [0, 2, 4, 5]]
+def test_carried_rows_are_parted_from_fresh_ones_where_that_saves_more_than_it_costs() -> None:
+    assert parted([20, 300, 22, 290, 25, 20], overhead=1000) == [[1, 3], [0, 2, 4, 5]]
+    assert parted([20, 300, 22, 290, 25, 20], overhead=1200) == [[0, 1, 2, 3, 4, 5]]
+
+
+def test_the_more_a_token_takes_the_less_must_be_saved_for_another_part() -> None:
+    assert overhead_of(2 * parts.PART_BYTES) == 1
+    assert overhead_of(parts.PART_BYTES / 100) == 100
 
 
 def test_a_model_that_attends_in_parts_reads_and_generates_as_before(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from oppo.errors import ModelError
 from oppo.evaluate import respond, score_all
 from oppo.events import Batch, Chunk, Finish, FloatArray, Prompt, Response
 from oppo.hf.digest import weights_digest
-from oppo.hf.packing import MicroBatch, micro_batches, pack, read_lengths
+from oppo.hf.grouping import cheapest_groups
+from oppo.hf.packing import MicroBatch, pack, read_lengths
 from oppo.hf.policy import HfPolicy
 from oppo.hf.scorers import ReferenceLogprobs
 from oppo.hf.trainer import HfTrainer
@@ -82,7 +83,7 @@ async def test_before_the_first_step_the_ratio_of_every_token_is_one(
     assert batch.support(range(len(batch))).holds(batch.tokens).all()
     settings = TrainerSettings(epochs=1, micro_batch_tokens=100)
     trainer = HfTrainer(actor, critic, sampling=sampling, thread=thread, settings=settings)
-    for group in micro_batches(read_lengths(batch), range(len(batch)), 100, overhead=0):
+    for group in cheapest_groups(read_lengths(batch), range(len(batch)), overhead=0, budget=100):
         part = pack(batch, group, torch.device("cpu"))
         logits = current(trainer, part)
         ours = token_logprobs(logits, part.tokens, sampling.temperature, part.support)

@@ -24,7 +24,8 @@ from oppo.estimators import gae, kl_estimate, shaped_rewards, whiten
 from oppo.events import Batch, BoolArray, FloatArray, IntArray, Prompt, Response
 from oppo.hf.digest import weights_digest
 from oppo.hf.drift import Drift
-from oppo.hf.packing import MicroBatch, micro_batches, pack
+from oppo.hf.grouping import cheapest_groups
+from oppo.hf.packing import MicroBatch, pack
 from oppo.hf.policy import HfPolicy
 from oppo.hf.scorers import ValueModel
 from oppo.hf.trainer import HfTrainer
@@ -194,9 +195,8 @@ async def test_micro_batching_does_not_change_the_gradient(thread: Thread) -> No
         trainer = make(thread, micro_batch_tokens=budget)
         batch = rollouts(trainer._actor, critic_of(trainer), shift=0.1, given=True)
         rows = list(range(len(batch)))
-        groups = micro_batches(
-            [len(r.prompt.tokens) + len(r) - 1 for r in batch.responses], rows, budget, overhead=10_000
-        )
+        lengths = [len(r.prompt.tokens) + len(r) - 1 for r in batch.responses]
+        groups = cheapest_groups(lengths, rows, overhead=10_000, budget=budget)
         for group in groups:
             tiny.apart(trainer._backward)(
                 pack(batch, group, torch.device("cpu")), float(batch.sampled.sum()), Drift(0, 0.2)
