@@ -101,7 +101,8 @@ class Figures:
             trained, against the seconds of scoring of the serial mode in the same rounds. It can be 1 with nothing
             gained, when decoding slows down by as much; hence the next one.
         decode_slowdown: seconds of decoding over the seconds that as many decode steps and tokens take when no scoring
-            runs beside them, see :class:`DecodeCost`; 1 is no slower.
+            runs beside them, see :class:`DecodeCost`; 1 is no slower. For a mode that carries rollouts over, which has
+            two or three times the live rows, and longer ones, that is an extrapolation, and a rough one.
         busy: for each model, the fraction of all time in which it worked.
         shares: for each phase, the fraction of all time in which something of it was busy; they overlap, so their sum
             may exceed 1.

@@ -53,7 +53,8 @@ def head(ladder: Ladder) -> list[Text]:
 
 def speeds(ladder: Ladder) -> Table:
     """Return how fast each contestant was."""
-    against = sorted({name.partition("/")[2] for name in ladder.ratios}, key=lambda name: name != "serial")
+    measured = {name.partition("/")[2] for name in ladder.ratios}
+    against = [name for name in ladder.modes if name in measured]
     table = Table("mode", "s/step", "min - max", "tokens/s", "samples/s", *(f"x {name}" for name in against))
     for name, each in ladder.modes.items():
         step = Spread.of(each.seconds_per_step)
