@@ -240,15 +240,18 @@ class Settings(Section):
         return self.step.algorithm == "ppo"
 
     def _require_no_critic(self) -> None:
-        for name, keys in _OF_A_CRITIC.items():
-            section = getattr(self, name)
-            for key in keys:
-                chosen = getattr(section, key)
-                if chosen != type(section).model_fields[key].default:
-                    raise ValueError(
-                        f"step.algorithm = {self.step.algorithm!r} has no critic, so {name}.{key} says nothing: "
-                        f"leave it out; got {chosen!r}"
-                    )
+        sections: dict[str, Section] = {name: getattr(self, name) for name in _OF_A_CRITIC}
+        chosen = {
+            f"{name}.{key}": (getattr(section, key), type(section).model_fields[key].default)
+            for name, section in sections.items()
+            for key in _OF_A_CRITIC[name]
+        }
+        given = [f"{name} = {value!r}" for name, (value, default) in chosen.items() if value != default]
+        if given:
+            raise ValueError(
+                f"step.algorithm = {self.step.algorithm!r} has no critic, so nothing is made of "
+                f"{', '.join(given)}: leave that out"
+            )
 
     @property
     def run_directory(self) -> Path:

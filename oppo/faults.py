@@ -35,6 +35,8 @@ class Faults:
 
     def _sentence(self, place: tuple[str, ...], details: Sequence[ErrorDetails]) -> str:
         detail = details[0]
+        if not place:  # it is about several sections, and says which
+            return detail["msg"].removeprefix("Value error, ")
         where = f"[{place[0]}]" if len(place) == 1 else ".".join(place)
         if detail["type"] == "extra_forbidden":
             return self._unknown(place)

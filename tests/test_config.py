@@ -76,11 +76,14 @@ def test_without_a_critic_there_is_none_by_default_and_groups_have_a_size(tmp_pa
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("models.critic=./other", "'grpo' has no critic, so models.critic says nothing: leave it out; got './other'"),
-        ("models.shared_trunk=true", "so models.shared_trunk says nothing: leave it out; got True"),
-        ("step.lam=0.9", "so step.lam says nothing: leave it out; got 0.9"),
-        ("trainer.critic_warmup=1", "so trainer.critic_warmup says nothing: leave it out; got 1"),
-        ("trainer.value_clip=none", "so trainer.value_clip says nothing: leave it out; got 'none'"),
+        (
+            "models.critic=./other",
+            "'grpo' has no critic, so nothing is made of models.critic = './other': leave that out",
+        ),
+        ("models.shared_trunk=true", "so nothing is made of models.shared_trunk = True: leave that out"),
+        ("step.lam=0.9", "so nothing is made of step.lam = 0.9: leave that out"),
+        ("step.lam=0.9 trainer.critic_warmup=1", "nothing is made of step.lam = 0.9, trainer.critic_warmup = 1: leave"),
+        ("trainer.value_clip=none", "so nothing is made of trainer.value_clip = 'none': leave that out"),
         ("step.samples=1", "step.samples: "),
         ("step.algorithm=ppo step.samples=4", "algorithm = 'ppo' makes one response to each prompt: leave samples out"),
     ],
@@ -167,6 +170,11 @@ def test_a_wrong_value_is_a_sentence(tmp_path: Path, text: str, sentence: str) -
         base = ""
         text += 'policy = "a"\nreward = "b"\n[data]\nprompts = "p.jsonl"\n'
     assert sentence in refused(tmp_path, text, base=base)
+
+
+def test_a_fault_of_several_sections_begins_with_what_it_is_about(tmp_path: Path) -> None:
+    said = refused(tmp_path, "", "run.exact=true", "models.dtype=auto")
+    assert said.removeprefix(f"{tmp_path / 'run.toml'}: ").startswith("run.exact needs models.dtype = 'float32'")
 
 
 def test_every_fault_of_a_file_is_told_at_once(tmp_path: Path) -> None:
