@@ -25,7 +25,7 @@ class ActorCritic(nn.Module):
 
     def forward(self, batch: MicroBatch, *, actor_learns: bool = True) -> tuple[Tensor, Tensor | None]:
         """Return the logits and the values from which each response token was predicted: [T, V] and float32 [T]."""
-        inputs = {"attention_mask": batch.attention, "position_ids": batch.positions, "use_cache": False}
+        inputs = {"position_ids": batch.positions, "use_cache": False}  # no mask: see MicroBatch
 
         def read(model: PreTrainedModel) -> Tensor:
             hidden: Tensor = model.base_model(batch.ids, **inputs).last_hidden_state[:, batch.keep]

@@ -19,10 +19,12 @@ from oppo.staleness import Correction
 class MicroBatch:
     """Some rows of a batch as one forward pass; n rows padded on the right to L tokens, T response tokens in all.
 
-    The last token of each row is not read: nothing is predicted from it.
+    The last token of each row is not read: nothing is predicted from it. Padding needs no mask: causal attention keeps
+    it out of the sight of every token before it, and nothing is predicted from padding either.
 
     Attributes:
-        ids, attention, positions: int64 [n, L].
+        ids, positions: int64 [n, L].
+        padding: how many of the ``ids`` are padding.
         keep: int64 [K], the sequence positions from which some row predicts a response token.
         row, column: int64 [T], where in an [n, K, ...] output each response token was predicted.
         tokens: int64 [T].
@@ -35,8 +37,8 @@ class MicroBatch:
     """
 
     ids: Tensor
-    attention: Tensor
     positions: Tensor
+    padding: int
     keep: Tensor
     row: Tensor
     column: Tensor
@@ -51,11 +53,6 @@ class MicroBatch:
     denominator: Tensor
     weights: Tensor
     support: SupportIndex | None
-
-    @property
-    def padding(self) -> int:
-        """How many of the ``ids`` are padding."""
-        return self.ids.numel() - int(self.attention.sum())
 
 
 def trainable(batch: Batch) -> NDArray[np.int64]:
@@ -90,14 +87,13 @@ def pack(batch: Batch, rows: Sequence[int], device: torch.device, correction: Co
     every = batch.rows()
     spans = [every[r] for r in rows]
     lengths = [span.stop - span.start for span in spans]
-    width = max(len(prompt) + length - 1 for prompt, length in zip(prompts, lengths, strict=True))
+    read = [len(prompt) + length - 1 for prompt, length in zip(prompts, lengths, strict=True)]
+    width = max(read)
     first = min(len(prompt) for prompt in prompts) - 1
     ids = np.zeros((len(rows), width), np.int64)
-    attention = np.zeros((len(rows), width), np.int64)
     for i, (prompt, span) in enumerate(zip(prompts, spans, strict=True)):
         sequence = np.concatenate((prompt, batch.tokens[span]))[:-1]
         ids[i, : len(sequence)] = sequence
-        attention[i, : len(sequence)] = 1
     taken = np.concatenate([np.arange(span.start, span.stop) for span in spans])
     columns = [np.arange(length) + len(prompt) - 1 - first for prompt, length in zip(prompts, lengths, strict=True)]
 
@@ -108,8 +104,8 @@ def pack(batch: Batch, rows: Sequence[int], device: torch.device, correction: Co
 
     return MicroBatch(
         ids=tensor(ids),
-        attention=tensor(attention),
         positions=torch.arange(width, device=device).expand(len(rows), width),
+        padding=ids.size - sum(read),
         keep=torch.arange(first, width, device=device),
         row=tensor(np.repeat(np.arange(len(rows)), lengths)),
         column=tensor(np.concatenate(columns)),

@@ -80,7 +80,7 @@ def packed(actor: PreTrainedModel, critic: PreTrainedModel) -> MicroBatch:
 
 def two_passes(actor: PreTrainedModel, critic: PreTrainedModel, part: MicroBatch) -> tuple[Tensor, Tensor]:
     """Return logits and values of a micro-batch from each model's own forward pass over it."""
-    inputs = {"attention_mask": part.attention, "position_ids": part.positions, "use_cache": False}
+    inputs = {"position_ids": part.positions, "use_cache": False}
     logits = actor(part.ids, **inputs).logits[:, part.keep]
     values = score_head(critic)(critic.base_model(part.ids, **inputs).last_hidden_state[:, part.keep])
     return logits[part.row, part.column], values.squeeze(-1)[part.row, part.column]
