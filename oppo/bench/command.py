@@ -64,9 +64,18 @@ def plan_of(request: Request) -> Plan:
     """
     if request.steps < 1 or request.rounds < 1:
         raise ConfigError(f"at least one step and one round are needed, not {request.steps} x {request.rounds}")
+    if request.warm_up < 1:
+        raise ConfigError(f"at least one step of warm-up is needed, not {request.warm_up}: a first step is slower")
     device = request.device
     scorers = request.scorers if device == "cpu" else "thread"  # a process cannot be given what is on a GPU
-    return Plan(steps=request.steps, rounds=request.rounds, device=device, scorers=scorers, together=device == "cpu")
+    return Plan(
+        steps=request.steps,
+        rounds=request.rounds,
+        warm_up=request.warm_up,
+        device=device,
+        scorers=scorers,
+        together=device == "cpu",
+    )
 
 
 def layouts_of(request: Request) -> list[Layout]:

@@ -1,8 +1,9 @@
 """Running the contestants: interleaved, round by round, and what a run of them came to.
 
 All contestants are loaded at first, then each round asks them in turn for a few steps; every second round goes the
-other way, so that nobody always runs after the same neighbour. The first round warms up and is not counted. On a
-device that cannot hold them all, they run one after the other instead, which the result says.
+other way, so that nobody always runs after the same neighbour. A warm-up comes before
+them and is not counted. On a device that cannot hold them all, they run one after the other instead, which the result
+says.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class Plan:
     Attributes:
         steps: of each contestant in a round.
         rounds: counted ones.
+        warm_up: steps of each contestant before the first round.
         device: where models are.
         scorers: whether scorers work in a thread or in a process of their own.
         together: all contestants are loaded at the same time, and interleaved.
@@ -50,6 +52,7 @@ class Plan:
 
     steps: int = 3
     rounds: int = 5
+    warm_up: int = 8
     device: str = "cpu"
     scorers: Scorers = "process"
     together: bool = True
@@ -143,7 +146,7 @@ def run(files: Files, layout: Layout, contestants: Sequence[Entry], plan: Plan, 
                 for number in range(plan.rounds + 1):
                     for each in running if number % 2 else reversed(running):
                         tell(f"{'warm-up' if not number else f'round {number}/{plan.rounds}'}: {each.name}")
-                        records[each.name].append(each.run(plan.steps))
+                        records[each.name].append(each.run(plan.steps if number else plan.warm_up))
                         peaks[each.name] = each.peak_rss_mb
     counted = {name: rounds[1:] for name, rounds in records.items()}
     figures = _figures(counted, peaks)

@@ -25,7 +25,8 @@ class Request:
         modes: serial, rollout, chunk, overcommit, fixed, adaptive, several with commas between them, or all.
         peer: compare with another program too: trl (make bench-peer installs it).
         steps: PPO steps of each mode in a round.
-        rounds: rounds that count, after one that warms up.
+        rounds: rounds that count, after the warm-up.
+        warm_up: PPO steps of each mode before the first round; a controller that learns needs 8.
         json: write the results to this file.
         plot: write a picture of the ladder to this file.
         engine: measure what a chunk costs the engine instead.
@@ -38,10 +39,11 @@ class Request:
 
     workload: str = "paper"
     layout: str = "all"
-    modes: str = "serial,rollout,chunk,fixed"
+    modes: str = "serial,rollout,chunk,fixed,adaptive"
     peer: str | None = None
     steps: int = 3
     rounds: int = 5
+    warm_up: int = 8
     json: Path | None = None
     plot: Path | None = None
     engine: Flag = False

@@ -40,7 +40,7 @@ def head(ladder: Ladder) -> list[Text]:
     lines += [
         f"layout {ladder.layout}; {machine.cpu}, {machine.cores} core(s), {machine.memory_gb} GB, {machine.device}",
         f"  load {machine.load} at the end: figures of a machine that has other things to do mean little",
-        f"  scorers in a {ladder.plan.scorers}; {ladder.plan.rounds} rounds of {ladder.plan.steps} after a warm-up, "
+        f"  scorers in a {ladder.plan.scorers}; {ladder.plan.rounds} rounds of {ladder.plan.steps} after {ladder.plan.warm_up} to warm up, "
         + ("interleaved" if ladder.plan.together else "one contestant after the other, NOT interleaved"),
     ]
     lines += [f"  {name}: {remark}" for name, remark in ladder.remarks.items()]

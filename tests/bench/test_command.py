@@ -39,6 +39,7 @@ def test_the_smoke_workload_runs_through_the_whole_ladder_s_machinery(
 ) -> None:
     results, picture = tmp_path / "results" / "smoke.json", tmp_path / "results" / "smoke.png"
     options = ["--workload", "smoke", "--layout", "split", "--modes", "serial,fixed", "--steps", "1", "--rounds", "1"]
+    options += ["--warm-up", "1"]
     options += ["--json", str(results), "--cache", str(tmp_path / "cache")]
     assert main(["bench", *options, *(["--plot", str(picture)] if PLOTS else [])]) == 0
     printed = capsys.readouterr()
@@ -73,6 +74,7 @@ def test_the_smoke_workload_runs_through_the_whole_ladder_s_machinery(
         (["--layout", "ring"], "there is no layout 'ring'"),
         (["--peer", "verl"], "there is no peer 'verl'; expected 'trl'"),
         (["--steps", "0"], "at least one step and one round"),
+        (["--warm-up", "0"], "at least one step of warm-up"),
         (["--device", "cuda", "--actor", "70b"], "there is no actor '70b' for a GPU"),
         (["--device", "cuda", "--peer", "trl"], "lengths are scripted"),
         (["--modes", ","], "no mode is named"),
