@@ -1,9 +1,8 @@
 """Running the contestants: interleaved, round by round, and what a run of them came to.
 
-All contestants are loaded at first, then each round asks them in turn for a few steps; every second round goes the
-other way, so that nobody always runs after the same neighbour. A warm-up comes before
-them and is not counted. On a device that cannot hold them all, they run one after the other instead, which the result
-says.
+All contestants are loaded at first and warmed up, which is not counted. Then each round asks them in turn for a few
+steps; every second round goes the other way, so that nobody always runs after the same neighbour. On a device that
+cannot hold them all, they run one after the other instead, which the result says.
 """
 
 from __future__ import annotations

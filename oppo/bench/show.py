@@ -24,7 +24,7 @@ def render(ladder: Ladder) -> Group:
 
 def head(ladder: Ladder) -> list[Text]:
     """Return what was run, on what."""
-    workload, machine, facts = ladder.workload, ladder.machine, ladder.files.facts
+    workload, plan, machine, facts = ladder.workload, ladder.plan, ladder.machine, ladder.files.facts
     lines = [
         f"workload {workload.name}: {workload.about}",
         f"  batch {workload.batch}, extra {workload.extra}, {workload.epochs} epoch(s), chunks of {workload.chunk}",
@@ -40,8 +40,8 @@ def head(ladder: Ladder) -> list[Text]:
     lines += [
         f"layout {ladder.layout}; {machine.cpu}, {machine.cores} core(s), {machine.memory_gb} GB, {machine.device}",
         f"  load {machine.load} at the end: figures of a machine that has other things to do mean little",
-        f"  scorers in a {ladder.plan.scorers}; {ladder.plan.rounds} rounds of {ladder.plan.steps} after {ladder.plan.warm_up} to warm up, "
-        + ("interleaved" if ladder.plan.together else "one contestant after the other, NOT interleaved"),
+        f"  scorers in a {plan.scorers}; {plan.rounds} rounds of {plan.steps} steps after {plan.warm_up} to warm up, "
+        + ("interleaved" if plan.together else "one contestant after the other, NOT interleaved"),
     ]
     lines += [f"  {name}: {remark}" for name, remark in ladder.remarks.items()]
     seats: dict[str, list[str]] = {}
