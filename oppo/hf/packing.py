@@ -66,15 +66,6 @@ def minibatches(rows: NDArray[np.int64], count: int, key: Sequence[int]) -> Iter
     yield from (part for part in np.array_split(shuffled, count) if len(part))
 
 
-def overhead_on(device: torch.device) -> int:
-    """Return what a forward and backward pass costs besides its tokens, in tokens.
-
-    On a CPU that was fitted to updates of small models: 29 to 60, and larger models have more to do for a token. On
-    other devices launches cost as much as many more tokens; how many is an estimate.
-    """
-    return 64 if device.type == "cpu" else 1024
-
-
 def read_lengths(batch: Batch) -> list[int]:
     """Return how many tokens of each row a forward pass reads."""
     return [len(response.prompt.tokens) + len(response) - 1 for response in batch.responses]

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from oppo.errors import ModelError, ProtocolError
 from oppo.events import Chunk, Given, IntArray, Prompt
+from oppo.hf.grouping import cheapest_groups, overhead_on
 from oppo.hf.incremental import Incremental
 from oppo.support import Support
 
@@ -208,7 +209,10 @@ class Reader:
             stretches = [self._taken(session, TOKENS_PER_PASS) for session in waiting]
             for in_prompt in (True, False):
                 alike = [stretch for stretch in stretches if stretch.in_prompt == in_prompt]
-                yield from _within_budget(sorted(alike, key=lambda stretch: len(stretch.tokens)))
+                lengths = [len(stretch.tokens) for stretch in alike]
+                overhead = overhead_on(self._device)
+                for group in cheapest_groups(lengths, range(len(alike)), overhead=overhead, budget=TOKENS_PER_PASS):
+                    yield [alike[at] for at in group]
 
     def _taken(self, session: Session, limit: int) -> Stretch:
         tokens, session.unread = session.unread[:limit], session.unread[limit:]
@@ -217,14 +221,3 @@ class Reader:
         stretch = Stretch(session, session.read, torch.from_numpy(tokens).to(self._device), support)
         session.read += len(tokens)
         return stretch
-
-
-def _within_budget(ascending: Sequence[Stretch]) -> Iterator[list[Stretch]]:
-    batch: list[Stretch] = []
-    for stretch in ascending:
-        if batch and (len(batch) + 1) * len(stretch.tokens) > TOKENS_PER_PASS:
-            yield batch
-            batch = []
-        batch.append(stretch)
-    if batch:
-        yield batch

@@ -27,11 +27,11 @@ from transformers import PreTrainedModel
 from oppo.events import Batch
 from oppo.hf.actor_critic import ActorCritic, require_value_head, trained
 from oppo.hf.drift import Drift
-from oppo.hf.grouping import cheapest_groups
+from oppo.hf.grouping import cheapest_groups, overhead_on
 from oppo.hf.load import quiet
 from oppo.hf.lora import merged
 from oppo.hf.master import MasterWeights
-from oppo.hf.packing import MicroBatch, minibatches, overhead_on, pack, read_lengths, trainable
+from oppo.hf.packing import MicroBatch, minibatches, pack, read_lengths, trainable
 from oppo.hf.precision import require_trainable
 from oppo.hf.recompute import recompute
 from oppo.hf.tally import Measured, Tally

@@ -235,6 +235,18 @@ async def test_a_long_chunk_is_read_in_several_passes(thread: Thread, monkeypatc
         assert_close(got, expected_logprobs(model, response))
 
 
+async def test_responses_of_very_different_length_are_read_with_little_padding(thread: Thread) -> None:
+    model, read = tiny.causal("llama"), list[int]()
+    model.register_forward_pre_hook(lambda *given: read.append(given[2]["input_ids"].numel()), with_kwargs=True)
+    scorer = ReferenceLogprobs(model, sampling=Sampling(temperature=TEMPERATURE), thread=thread)
+    lengths = [4] * 12 + [20] * 6 + [60] * 3 + [300]
+    tokens = [np.full(length, 5, np.int32) for length in lengths]
+    await scorer.extend([Prompt(n, n, np.array([5, 6], np.int32)) for n in range(len(lengths))])
+    read.clear()
+    await scorer.extend([chunk(n, 0, each) for n, each in enumerate(tokens)])
+    assert sum(lengths) <= sum(read) < 1.5 * sum(lengths)
+
+
 async def test_new_weights_are_used_from_the_next_call_on(thread: Thread) -> None:
     scorer, other = ValueModel(tiny.scalar(seed=0), thread=thread), tiny.scalar(seed=1)
     await scorer.load(Weights(3, critic=other.state_dict()))
