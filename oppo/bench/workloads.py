@@ -123,9 +123,9 @@ class Workload:
 
 
 DEEP_AND_THIN: Final = Models(
-    actor=Shape(hidden=96, intermediate=288, layers=21, heads=6, kv_heads=1),
-    reward=Shape(hidden=416, intermediate=1112, layers=8, heads=8),
-    critic=Shape(hidden=96, intermediate=256, layers=3, heads=3),
+    actor=Shape(hidden=112, intermediate=352, layers=16, heads=7, kv_heads=1),
+    reward=Shape(hidden=432, intermediate=1152, layers=8, heads=8),
+    critic=Shape(hidden=112, intermediate=320, layers=2, heads=4),
     taught=200,
 )
 """An actor whose decode step costs nearly the same for 8 rows and 32, as on a GPU; a reward model 7 times its size."""
