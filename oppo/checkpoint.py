@@ -10,9 +10,9 @@
         COMPLETE              digest of every file above; written last
       .step-000060.partial/   what a run that was killed was writing; swept by the next
 
-A checkpoint is written aside, every file is brought to the disk, the digests are written, and only then does the
-directory get its name. So after a crash at any moment the newest named checkpoint is whole; one that was damaged later
-does not match its digests, and the one before it is used.
+A checkpoint is written aside, digests last, every file is brought to the disk, and only then does the directory get its
+name (:func:`oppo.durable.whole`). So after a crash at any moment the newest named checkpoint is whole; one that was
+damaged later does not match its digests, and the one before it is used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,6 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
+from oppo.durable import whole
 from oppo.errors import CheckpointError
 from oppo.observe import silent
 
@@ -111,21 +111,15 @@ class Checkpoints:
         path = self._directory / f"step-{step:06d}"
         if path.exists():
             self._discard_damaged(path)
-        self.sweep()
-        aside = path.with_name(f".{path.name}.partial")
         try:
-            aside.mkdir(parents=True)
-            yield aside
-            _seal(aside, step, score)
-            aside.rename(path)
-            _sync(self._directory)
+            with whole(path) as aside:
+                yield aside
+                _seal(aside, step, score)
         except OSError as error:
             raise CheckpointError(
                 f"the checkpoint {path} could not be written, and nothing half-written is left there: "
                 f"{error.strerror or error}"
             ) from error
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
         self._prune(path)
 
     def newest(self) -> Checkpoint | None:
@@ -142,11 +136,6 @@ class Checkpoints:
     def begun(self) -> bool:
         """Whether anything has ever been saved here, whole or not, but for what killed runs have left half-written."""
         return any(not path.name.startswith(".step-") for path in self._directory.glob("*"))
-
-    def sweep(self) -> None:
-        """Delete what killed runs have left half-written."""
-        for leftover in self._directory.glob(".step-*.partial"):
-            shutil.rmtree(leftover, ignore_errors=True)
 
     def _discard_damaged(self, path: Path) -> None:
         """Delete a checkpoint that is in the way of a new one, unless it is whole."""
@@ -244,24 +233,11 @@ def _seal(directory: Path, step: int, score: float) -> None:
         "sha256": {file.relative_to(directory).as_posix(): _digest(file) for file in files},
     }
     (directory / COMPLETE).write_text(json.dumps(seal, indent=1) + "\n", encoding="utf-8")
-    for file in (*files, directory / COMPLETE):
-        _sync(file)
-    for folder in (*(each for each in directory.rglob("*") if each.is_dir()), directory):
-        _sync(folder)
 
 
 def _digest(file: Path) -> str:
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    """Return once a file's content, or a directory's names, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _split(value: object, path: str, arrays: dict[str, Array]) -> object:

@@ -111,19 +111,20 @@ def carry_out(settings: Settings, *, resume: bool = False, dry_run: bool = False
     except OppoError as error:
         return complain(paragraph(error), UNUSABLE)
     console = Console()
-    with session:
-        if dry_run:
-            console.out(redacted(settings.toml()), session.graph.table(), sep="\n", highlight=False)
-            return DONE
-        try:
-            anyio.run(partial(run, session, console, last_resort=leave))
-        except KeyboardInterrupt:
-            final = settings.run_directory / FINAL
-            saved = f"what was learned is in {final}" if final.exists() else "nothing was saved"
-            advice = f"go on with `oppo resume {settings.run_directory}`" if session.checkpoints.newest() else ""
-            return complain("; ".join(filter(None, ("interrupted", saved, advice))), INTERRUPTED)
-        except HangError as error:
-            leave(error)
+    try:
+        with session:
+            if dry_run:
+                console.out(redacted(settings.toml()), session.graph.table(), sep="\n", highlight=False)
+                return DONE
+            try:
+                anyio.run(partial(run, session, console, last_resort=leave))
+            except HangError as error:
+                leave(error)
+    except KeyboardInterrupt:  # told when the models' threads have ended what they were at: it may be a save
+        final = settings.run_directory / FINAL
+        saved = f"what was learned is in {final}" if final.exists() else "nothing was saved"
+        advice = f"go on with `oppo resume {settings.run_directory}`" if session.checkpoints.newest() else ""
+        return complain("; ".join(filter(None, ("interrupted", saved, advice))), INTERRUPTED)
     made, wanted = session.steps, settings.run.steps
     ended = f" after {made} of {wanted} steps, with the end of the data" if made < wanted else ""
     console.out(f"done{ended}: {settings.run_directory / 'report.html'}", highlight=False)

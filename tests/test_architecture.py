@@ -45,6 +45,7 @@ LEAVES = frozenset(
         "bench",
         "carried",
         "checkpoint",
+        "durable",
         "resume",
         "interrupt",
     }

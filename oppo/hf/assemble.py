@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from transformers import PreTrainedModel
 
 from oppo.checkpoint import Checkpoints, State, write_state
 from oppo.config import Settings, trainer_settings
+from oppo.durable import whole
 from oppo.errors import ConfigError, ModelError
 from oppo.events import Drop, FloatArray
 from oppo.hf.anatomy import end_ids, longest, vocabulary
@@ -122,22 +122,23 @@ class Assembly:
     async def save(self, directory: Path) -> None:
         """Write what is trained, each model with the tokenizer; the directory appears complete or not at all.
 
+        Whoever waits for it may be cancelled, by Ctrl-C too: what has begun is written, and in its place, all the same.
+
         Raises:
-            ModelError: it could not be written; nothing of it is left.
+            ModelError: it could not be written; what was in the directory before is.
         """
-        aside = directory.with_name(f".{directory.name}.partial")
+
+        def write() -> None:
+            with whole(directory) as path, quiet():
+                self.trainer.write_models(path)
+                self._write_tokenizers(path)
+
         try:
-            with quiet():
-                await self.trainer.save(aside)
-            self._write_tokenizers(aside)
-            shutil.rmtree(directory, ignore_errors=True)
-            aside.rename(directory)
+            await self.trainer.call("save", write)
         except Exception as error:  # safetensors and tokenizers raise errors of their own when a disk is full
             raise ModelError(
                 f"what was learned could not be saved in {directory}, and nothing half-written is left there: {error}"
             ) from error
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
 
     def __enter__(self) -> Self:
         return self

@@ -160,13 +160,20 @@ class HfTrainer:
 
     async def save(self, directory: Path) -> None:
         """Write what is trained, loadable by ``from_pretrained``, as ``directory/actor`` and ``directory/critic``."""
-        await self._thread.call("save", self._save, directory)
+        await self._thread.call("save", self.write_models, directory)
 
     def write(self, directory: Path) -> None:
         """Write all that :meth:`restore` needs, and what is trained; to be called in the trainer's thread."""
         counts = {"version": self._version, "episodes": self._episodes}
         write_training(directory, self._stepped_on(), self._optimizer, counts)
-        self._save(directory)
+        self.write_models(directory)
+
+    def write_models(self, directory: Path) -> None:
+        """Write what :meth:`save` does; to be called in the trainer's thread."""
+        with quiet():
+            self._actor.save_pretrained(directory / "actor")
+            if self._critic is not None:
+                self._critic.save_pretrained(directory / "critic", state_dict=merged(self._critic))
 
     async def restore(self, directory: Path) -> None:
         """Go on where the trainer that wrote ``directory`` was; followers know when :meth:`publish` tells them.
@@ -191,12 +198,6 @@ class HfTrainer:
         """Return what the optimizer steps on, float32 copies among it, by the names of the models' parameters."""
         named = self._models.named_parameters()
         return {name: self._masters.of(parameter) for name, parameter in named if parameter.requires_grad}
-
-    def _save(self, directory: Path) -> None:
-        with quiet():
-            self._actor.save_pretrained(directory / "actor")
-            if self._critic is not None:
-                self._critic.save_pretrained(directory / "critic", state_dict=merged(self._critic))
 
     def _update(self, batch: Batch) -> Trained:
         rate = self._set_learning_rates()

@@ -1,0 +1,113 @@
+"""A directory is there as a whole or not at all, and one that is replaced is there until the new one is."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from oppo.durable import make, sweep, whole
+
+
+def written(path: Path, text: str) -> None:
+    with whole(path) as aside:
+        fill(aside, text)
+
+
+def fill(folder: Path, text: str) -> None:
+    (folder / "inner").mkdir(parents=True)
+    (folder / "inner" / "file").write_text(text)
+
+
+def there(folder: Path) -> dict[str, str]:
+    """Return the text in each directory of a folder, by its name."""
+    return {each.name: (each / "inner" / "file").read_text() for each in folder.iterdir()}
+
+
+def test_what_is_written_takes_the_place_of_what_was_there(tmp_path: Path) -> None:
+    for text in ("old", "new"):
+        written(tmp_path / "deep" / "final", text)
+        assert there(tmp_path / "deep") == {"final": text}
+
+
+def test_what_cannot_be_written_leaves_what_was_there_and_nothing_else(tmp_path: Path) -> None:
+    def half() -> None:
+        with whole(tmp_path / "final") as aside:
+            (aside / "half").write_text("ha")
+            raise KeyboardInterrupt
+
+    written(tmp_path / "final", "old")
+    with pytest.raises(KeyboardInterrupt):
+        half()
+    assert there(tmp_path) == {"final": "old"}
+
+
+def test_what_cannot_be_given_its_name_stays_beside_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(tmp_path / "final", "old")
+    renaming = Path.rename
+
+    def rename(path: Path, target: Path) -> Path:
+        if path.name == ".final.partial":
+            raise PermissionError(13, "Permission denied")
+        return renaming(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(OSError, match=r"Permission denied; all that was written is in .*\.final\.partial"):
+        written(tmp_path / "final", "new")
+    assert there(tmp_path) == {"final": "old", ".final.partial": "new"}
+
+
+@pytest.mark.parametrize(
+    ("left", "comes"),
+    [
+        ({"final": "old", ".final.partial": "ne"}, "old"),
+        ({".final.before": "old", ".final.partial": "new"}, "old"),
+        ({".final.before": "old", "final": "new"}, "new"),
+    ],
+)
+def test_a_kill_at_any_moment_leaves_one_of_the_two(tmp_path: Path, left: dict[str, str], comes: str) -> None:
+    for name, text in left.items():
+        fill(tmp_path / name, text)
+    sweep(tmp_path)
+    assert there(tmp_path) == {"final": comes}
+
+
+@pytest.fixture
+def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What reached the disk, in order, and what was renamed on the way; paths are relative to ``tmp_path``."""
+    told: list[str] = []
+    syncing, renaming, replacing = os.fsync, Path.rename, Path.replace
+
+    def fsync(descriptor: int) -> None:
+        told.append(Path(f"/proc/self/fd/{descriptor}").readlink().relative_to(tmp_path).as_posix())
+        syncing(descriptor)
+
+    def rename(path: Path, target: Path) -> Path:
+        told.append(f"{path.name} -> {target.name}")
+        return renaming(path, target)
+
+    def replace(path: Path, target: Path) -> Path:
+        told.append(f"{path.name} -> {target.name}")
+        return replacing(path, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", rename)
+    monkeypatch.setattr(Path, "replace", replace)
+    return told
+
+
+def test_all_of_a_directory_is_on_the_disk_before_it_has_its_name(tmp_path: Path, told: list[str]) -> None:
+    written(tmp_path / "deep" / "final", "new")
+    aside = "deep/.final.partial"
+    assert told[0] == ".", "where deep was made"
+    assert sorted(told[1:4]) == [aside, f"{aside}/inner", f"{aside}/inner/file"]
+    assert told[4:] == [".final.partial -> final", "deep"]
+
+
+def test_directories_are_made_once(tmp_path: Path) -> None:
+    for _ in range(2):
+        make(tmp_path / "a" / "b")
+    assert (tmp_path / "a" / "b").is_dir()
