@@ -135,7 +135,7 @@ class Checkpoints:
     @property
     def begun(self) -> bool:
         """Whether anything has ever been saved here, whole or not, but for what killed runs have left half-written."""
-        return any(not path.name.startswith(".step-") for path in self._directory.glob("*"))
+        return any(not path.name.endswith(".partial") for path in self._directory.glob("*"))
 
     def _discard_damaged(self, path: Path) -> None:
         """Delete a checkpoint that is in the way of a new one, unless it is whole."""

@@ -9,7 +9,7 @@ from oppo.checkpoint import Checkpoint, Checkpoints
 from oppo.config import Settings, load
 from oppo.errors import CheckpointError, ConfigError
 from oppo.report.journal import read
-from oppo.report.rundir import SUMMARY
+from oppo.report.rundir import ended
 
 CHECKPOINTS = "checkpoints"
 """Where a run directory holds its checkpoints."""
@@ -74,33 +74,35 @@ def newest(settings: Settings, checkpoints: Checkpoints) -> Checkpoint | None:
     """Return where the run goes on; ``None``: at its beginning, for it was killed before its first checkpoint.
 
     Raises:
-        CheckpointError: no checkpoint is whole, or the run has come to its end: one that was killed after its last
-            step, before what it learned was saved, has not.
+        CheckpointError: no checkpoint is whole, or the run has come to its end and is to make no further steps. One
+            that was ended after its last step, before what it learned was saved, has not come to its end.
     """
     found = checkpoints.newest()
     if found is None and not checkpoints.begun and is_young(settings):
         return None
     if found is None:
+        raise CheckpointError(f"no checkpoint in {settings.run_directory / CHECKPOINTS} can be used: {_why(settings)}")
+    made = ended(settings.run_directory)
+    if made is not None and settings.run.steps <= made:
         raise CheckpointError(
-            f"no checkpoint in {settings.run_directory / CHECKPOINTS} can be used: a run is resumed from one, and "
-            "writes them if run.checkpoint_every is set"
-        )
-    if found.step >= settings.run.steps and has_ended(settings):
-        raise CheckpointError(
-            f"the run has made all of its {settings.run.steps} steps: raise run.steps (--set run.steps=...) to go on"
+            f"the run has made all of its {made} steps: raise run.steps (--set run.steps=...) to go on"
         )
     return found
+
+
+def _why(settings: Settings) -> str:
+    if not settings.run.checkpoint_every:
+        return "a run is resumed from one, and writes them if run.checkpoint_every is set"
+    return (
+        f"a run is resumed from one, and those that this run wrote, after every {settings.run.checkpoint_every} steps, "
+        "are damaged or gone; start a new run"
+    )
 
 
 def is_young(settings: Settings) -> bool:
     """Return whether a run has made so few steps that it may be without a checkpoint although it writes them."""
     over = sum(1 for _ in read(settings.run_directory / "metrics.jsonl"))
     return 0 < settings.run.checkpoint_every >= over
-
-
-def has_ended(settings: Settings) -> bool:
-    """Return whether a run has come to its end, with everything that it learned saved."""
-    return (settings.run_directory / SUMMARY).exists()
 
 
 def _flat(settings: Settings) -> dict[str, str]:

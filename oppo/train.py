@@ -27,9 +27,9 @@ from oppo.liveness import Heartbeat, Watchdog
 from oppo.observe import Observer, silent
 from oppo.report import Panel, RunDirectory, RunLog, observations
 from oppo.report.journal import JOURNAL
-from oppo.report.rundir import require_unused
+from oppo.report.rundir import ended, require_unused
 from oppo.report.samples import Decode
-from oppo.resume import CHECKPOINTS, has_ended, newest
+from oppo.resume import CHECKPOINTS, newest
 
 if TYPE_CHECKING:
     from oppo.hf.assemble import Assembly
@@ -151,10 +151,9 @@ def prepare(
     stream = PromptStream(prompts, seed=data.seed, epochs=data.epochs)
     if (lasts := steps_of(settings, stream)) < chosen.steps:
         tell(short_of(settings, lasts))
-    if checkpoint is not None and checkpoint.step >= lasts and has_ended(settings):
-        raise DataError(
-            f"the run has made all of the {lasts} steps that its data lasts for: there is nothing to resume"
-        )
+    made = ended(settings.run_directory)
+    if checkpoint is not None and made is not None and lasts <= made:
+        raise DataError(f"the run has made all of the {made} steps that its data lasts for: there is nothing to resume")
     assembly = assemble(settings, text, tell)
     with ExitStack() as stack:
         stack.enter_context(assembly)
@@ -238,11 +237,18 @@ async def run(
         ):
             panel.watch(running.snapshot)
             await make_steps(session, running, interrupt, directory)
-        if session.steps < chosen.steps:
-            log.note("data ended", steps=session.steps, wanted=chosen.steps)
-        if session.prompts_changed():
-            log.note("prompts changed", file=settings.data.prompts, used="as they were when the run began")
+        note_data(session, log)
+        directory.conclude()
     return directory
+
+
+def note_data(session: Session, log: RunLog) -> None:
+    """Log what whoever reads the results should know of the data."""
+    chosen = session.settings
+    if session.steps < chosen.run.steps:
+        log.note("data ended", steps=session.steps, wanted=chosen.run.steps)
+    if session.prompts_changed():
+        log.note("prompts changed", file=chosen.data.prompts, used="as they were when the run began")
 
 
 def directory_of(session: Session, heartbeat: Heartbeat) -> RunDirectory:
@@ -264,7 +270,7 @@ def directory_of(session: Session, heartbeat: Heartbeat) -> RunDirectory:
 
 
 async def make_steps(session: Session, running: Run[StepReport], interrupt: Interrupt, directory: RunDirectory) -> None:
-    """Make the steps that are left, with a checkpoint after every so many, and one when the run is asked to end.
+    """Make the steps that are left, with a checkpoint after every so many and the last, or where it is asked to end.
 
     The records of the steps before a checkpoint are in the files before it is: a run that goes on has them all.
 
@@ -276,8 +282,9 @@ async def make_steps(session: Session, running: Run[StepReport], interrupt: Inte
     if session.done >= session.steps:  # it was killed between its last step and its end
         await session.assembly.save(directory.path / FINAL)
     async for report in running.steps(chosen.steps - session.done):
-        due = chosen.checkpoint_every and (report.index + 1) % chosen.checkpoint_every == 0
-        early = interrupt.asked and report.index + 1 < session.steps
+        made = report.index + 1
+        due = chosen.checkpoint_every and (made % chosen.checkpoint_every == 0 or made == session.steps)
+        early = interrupt.asked and made < session.steps
         if due or early:
             await anyio.to_thread.run_sync(directory.settle)
             await session.keep(running, report)

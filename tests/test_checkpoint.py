@@ -137,6 +137,16 @@ def test_what_a_killed_run_left_is_swept_and_never_taken_for_a_checkpoint(tmp_pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000010"]
 
 
+@pytest.mark.parametrize("name", [".step-000009.partial", ".final.partial"])
+def test_what_a_killed_run_left_half_written_is_nothing_that_was_saved(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    checkpoints = Checkpoints(tmp_path)
+    assert not checkpoints.begun
+    written(checkpoints, 10)
+    assert checkpoints.begun
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000010"]
+
+
 def test_a_step_has_one_checkpoint(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     written(checkpoints, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import shutil
@@ -15,7 +16,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from oppo.cli import DONE, FAILED, INTERRUPTED, UNUSABLE, main
-from oppo.errors import CheckpointError
+from oppo.errors import CheckpointError, ModelError
 from oppo.report import observations
 from oppo.report.journal import JOURNAL, OBSERVED
 from oppo.report.rewind import rewind
@@ -153,8 +154,9 @@ def copied(folder: Path, whole: str, name: str) -> Path:
 
 
 def damaged(folder: Path, whole: str, name: str) -> None:
-    """Copy a run and damage the last checkpoint of the copy."""
+    """Copy a run, as if it had been killed before its end, and damage the last checkpoint of the copy."""
     run = copied(folder, whole, name)
+    (run / SUMMARY).unlink()
     with (run / "checkpoints" / "step-000006" / "trainer.safetensors").open("r+b") as file:
         file.truncate(100)
 
@@ -178,12 +180,52 @@ def test_a_run_killed_after_its_last_step_is_brought_to_its_end(folder: Path) ->
     same_as_whole(folder, "late")
 
 
-def test_a_run_killed_before_its_first_checkpoint_begins_anew(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_whose_end_could_not_be_saved_is_brought_to_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def full(*_: object) -> None:
+        raise ModelError("the disk is full")
+
+    run = folder / "runs" / "unsaved"
+    with monkeypatch.context() as patch:
+        patch.setattr("oppo.hf.assemble.Assembly.save", full)
+        assert oppo(folder, "", *EXACT, "run.name=unsaved", "run.checkpoint_every=4") == FAILED
+    assert not (run / FINAL).exists()
+    assert len(records(folder, "unsaved", "metrics.jsonl")) == STEPS
+    assert not json.loads((run / SUMMARY).read_text())["complete"]
+    assert resume(folder, "unsaved") == DONE
+    assert json.loads((run / SUMMARY).read_text())["complete"]
+    same_as_whole(folder, "unsaved")
+
+
+def test_a_run_that_has_ended_is_left_as_it_is_wherever_its_last_checkpoint_is(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = copied(folder, "whole", "ended")
+    shutil.rmtree(run / "checkpoints" / "step-000006")
+    assert resume(folder, "ended") == UNUSABLE
+    assert "the run has made all of its 6 steps: raise run.steps" in capsys.readouterr().err
+    assert (run / SUMMARY).read_bytes() == (folder / "runs" / "whole" / SUMMARY).read_bytes()
+    same_as_whole(folder, "ended")
+
+
+def test_a_run_with_checkpoints_has_one_of_its_last_step(folder: Path) -> None:
+    assert oppo(folder, "", "run.name=odd", "run.steps=3", "run.checkpoint_every=2") == DONE
+    there = sorted(path.name for path in (folder / "runs" / "odd" / "checkpoints").iterdir())
+    assert there == ["final", "step-000002", "step-000003"]
+
+
+@pytest.mark.parametrize("left", [".step-000002.partial", ".final.partial"])
+def test_a_run_killed_before_its_first_checkpoint_begins_anew(
+    folder: Path, left: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(folder / "runs" / "early", ignore_errors=True)
     run = copied(folder, "whole", "early")
+    (run / SUMMARY).unlink()
     shutil.rmtree(run / "checkpoints")
-    (run / "checkpoints" / ".step-000002.partial").mkdir(parents=True)
+    (run / "checkpoints" / left).mkdir(parents=True)
     assert resume(folder, "early") == UNUSABLE, "it has made more steps than that, so somebody has taken them away"
-    assert "no checkpoint in" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "no checkpoint in" in said
+    assert "those that this run wrote, after every 2 steps, are damaged or gone" in said
     rewind(run / "metrics.jsonl", 2)
     assert resume(folder, "early") == DONE
     assert "was ended before its first checkpoint, so it begins anew" in capsys.readouterr().err

@@ -7,7 +7,7 @@
 ``journal.jsonl``     what became of every rollout, and what controllers were told of every step
 ``log.jsonl``         how the run began, its steps, what was dropped, how it ended (:mod:`oppo.report.log`)
 ``trace.json``        Chrome trace: a track for each stage and model, an arrow for each rollout
-``summary.json``      what the run came to
+``summary.json``      what the run came to, and whether that was its end, with everything saved: ``complete``
 ``report.html``       charts, summary and samples, self-contained
 ``hang-report.json``  only where a run was ended because nothing moved (:mod:`oppo.liveness`)
 ``nonfinite/``        only where a run was ended because it diverged: its last batch (:mod:`oppo.report.dump`)
@@ -56,7 +56,7 @@ RECORDS = ("metrics.jsonl", "samples.jsonl", JOURNAL)
 """Files of one object a line, each with its ``step``; :mod:`oppo.report.journal` reads the last of them."""
 
 SUMMARY = "summary.json"
-"""Written last: where it is, the run has come to its end."""
+"""Written last, however the run ends; :func:`ended` reads it."""
 
 _SHOWN_STEPS = 3  # steps at the start and at the end whose samples the page shows
 
@@ -115,6 +115,7 @@ class RunDirectory(Observer):
         self._files: dict[str, TextIO] = {}
         self._open = ExitStack()
         self._closed = False
+        self._concluded = False
         if resumed_at is None:
             require_unused(path)
         self._trace_file = "trace.json" if resumed_at is None else f"trace-{resumed_at:06d}.json"
@@ -175,7 +176,11 @@ class RunDirectory(Observer):
 
     def summary(self) -> dict[str, float | int | None]:
         """Return what the run comes to so far."""
-        return summary(self._records)
+        return {**summary(self._records), "complete": self._concluded}
+
+    def conclude(self) -> None:
+        """Note that the run has come to its end, and that everything it learned is saved."""
+        self._concluded = True
 
     def settle(self) -> None:
         """Return when everything about the steps that are over is in the files; blocks.
@@ -257,6 +262,15 @@ class RunDirectory(Observer):
     def _complete(self, html: str, facts: Mapping[str, object]) -> None:
         put(self.path / "report.html", self._redact(html))
         put(self.path / SUMMARY, self._redact(json.dumps(facts, indent=2)) + "\n")
+
+
+def ended(path: Path) -> int | None:
+    """Return after how many steps a run came to its end, everything it learned saved; ``None``: it has not."""
+    try:
+        facts: dict[str, object] = json.loads((path / SUMMARY).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return cast("int", facts["steps"]) if facts.get("complete") is True else None
 
 
 def require_unused(path: Path) -> None:
