@@ -137,6 +137,11 @@ class Checkpoints:
         """Whether anything has ever been saved here, whole or not, but for what killed runs have left half-written."""
         return any(not path.name.endswith(".partial") for path in self._directory.glob("*"))
 
+    @property
+    def sealed(self) -> bool:
+        """Whether there is a checkpoint that was completed; whether it is still whole nobody has looked."""
+        return any(_sealed(path) for path in self._paths())
+
     def _discard_damaged(self, path: Path) -> None:
         """Delete a checkpoint that is in the way of a new one, unless it is whole."""
         try:

@@ -123,7 +123,7 @@ def carry_out(settings: Settings, *, resume: bool = False, dry_run: bool = False
     except KeyboardInterrupt:  # told when the models' threads have ended what they were at: it may be a save
         final = settings.run_directory / FINAL
         saved = f"what was learned is in {final}" if final.exists() else "nothing was saved"
-        advice = f"go on with `oppo resume {settings.run_directory}`" if session.checkpoints.newest() else ""
+        advice = f"go on with `oppo resume {settings.run_directory}`" if session.checkpoints.sealed else ""
         return complain("; ".join(filter(None, ("interrupted", saved, advice))), INTERRUPTED)
     made, wanted = session.steps, settings.run.steps
     ended = f" after {made} of {wanted} steps, with the end of the data" if made < wanted else ""

@@ -12,6 +12,9 @@ import anyio
 
 from oppo.errors import as_itself
 
+ENDING = "ending after this step, then saving; press Ctrl-C again to end at once"
+"""What whoever has pressed it once should know."""
+
 
 @dataclass(slots=True)
 class Interrupt:
@@ -21,13 +24,13 @@ class Interrupt:
 
 
 @asynccontextmanager
-async def interruptible(tell: Callable[[], None]) -> AsyncIterator[Interrupt]:
+async def interruptible(*tell: Callable[[], None]) -> AsyncIterator[Interrupt]:
     """Yield what says whether Ctrl-C was pressed while the context is open; a second press ends it.
 
     Off the main thread there are no signals, and nothing is ever asked.
 
     Args:
-        tell: called when the run is asked to end.
+        tell: each is called when the run is asked to end.
 
     Raises:
         KeyboardInterrupt: it was pressed a second time.
@@ -44,7 +47,8 @@ async def interruptible(tell: Callable[[], None]) -> AsyncIterator[Interrupt]:
                 if interrupt.asked:
                     raise KeyboardInterrupt
                 interrupt.asked = True
-                tell()
+                for each in tell:
+                    each()
 
     with as_itself():
         async with anyio.create_task_group() as tasks:

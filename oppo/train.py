@@ -6,6 +6,7 @@ import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -22,7 +23,7 @@ from oppo.data import PromptStream, digest, read_prompts
 from oppo.errors import ConfigError, DataError, HangError
 from oppo.events import Prompt, StepReport
 from oppo.graph import Graph, Run
-from oppo.interrupt import Interrupt, interruptible
+from oppo.interrupt import ENDING, Interrupt, interruptible
 from oppo.liveness import Heartbeat, Watchdog
 from oppo.observe import Observer, silent
 from oppo.report import Panel, RunDirectory, RunLog, observations
@@ -196,7 +197,7 @@ async def run(
 
     Args:
         session: what to run.
-        console: where the panel is shown.
+        console: where the panel is shown, and what Ctrl-C does is said.
         observers: told of everything too.
         last_resort: see :class:`oppo.liveness.Watchdog`.
 
@@ -233,7 +234,7 @@ async def run(
             heartbeat.beating(),
             session.graph.open(session.prompts, observers=watching) as running,
             watchdog.guarding(running),
-            interruptible(log.on_interrupt) as interrupt,
+            interruptible(log.on_interrupt, partial(console.out, ENDING, highlight=False)) as interrupt,
         ):
             panel.watch(running.snapshot)
             await make_steps(session, running, interrupt, directory)

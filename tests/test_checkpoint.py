@@ -147,6 +147,18 @@ def test_what_a_killed_run_left_half_written_is_nothing_that_was_saved(tmp_path:
     assert [path.name for path in tmp_path.iterdir()] == ["step-000010"]
 
 
+def test_whether_there_is_a_checkpoint_is_known_without_reading_it_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    assert not checkpoints.sealed
+    written(checkpoints, 1)
+    monkeypatch.setattr("oppo.checkpoint._digest", None)
+    assert checkpoints.sealed
+    (tmp_path / "step-000001" / COMPLETE).unlink()
+    assert not checkpoints.sealed
+
+
 def test_a_step_has_one_checkpoint(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     written(checkpoints, 1)

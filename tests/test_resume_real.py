@@ -137,9 +137,10 @@ def test_ctrl_c_ends_after_a_step_with_a_checkpoint_from_which_the_run_goes_on(f
         assert process.stdout is not None
         process.stdout.readline()
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=120)
+        out, said = process.communicate(timeout=120)
     run = folder / "runs" / "stopped"
     assert process.returncode == INTERRUPTED, said
+    assert "ending after this step, then saving; press Ctrl-C again to end at once\n" in out
     assert f"go on with `oppo resume {run}`" in said
     assert resume(folder, "stopped") == DONE
     same_as_whole(folder, "stopped")
