@@ -9,6 +9,7 @@ from oppo.checkpoint import Checkpoint, Checkpoints
 from oppo.config import Settings, load
 from oppo.errors import CheckpointError, ConfigError
 from oppo.report.journal import read
+from oppo.report.lock import Lock
 from oppo.report.rundir import ended
 
 CHECKPOINTS = "checkpoints"
@@ -68,6 +69,20 @@ def settings_of(directory: Path, overrides: Sequence[str] = ()) -> Settings:
             f"{file} is of the run in {settings.run_directory}: a run is resumed where it was, so move it back there"
         )
     return settings
+
+
+def locked(settings: Settings) -> Lock:
+    """Return the lock of the run directory: what it holds does not change any more but by who has the lock.
+
+    Raises:
+        ConfigError: another run has it, or the directory cannot be written.
+    """
+    try:
+        return Lock(settings.run_directory)
+    except OSError as error:
+        raise ConfigError(
+            f"the run directory {settings.run_directory} cannot be written: {error.strerror or error}"
+        ) from error
 
 
 def newest(settings: Settings, checkpoints: Checkpoints) -> Checkpoint | None:

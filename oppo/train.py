@@ -28,12 +28,14 @@ from oppo.liveness import Heartbeat, Watchdog
 from oppo.observe import Observer, silent
 from oppo.report import Panel, RunDirectory, RunLog, observations
 from oppo.report.journal import JOURNAL
+from oppo.report.lock import Lock
 from oppo.report.rundir import ended, require_unused
 from oppo.report.samples import Decode
-from oppo.resume import CHECKPOINTS, newest
+from oppo.resume import CHECKPOINTS, locked, newest
 
 if TYPE_CHECKING:
     from oppo.hf.assemble import Assembly
+    from oppo.hf.text import Text
 
 FINAL = Path(CHECKPOINTS, "final")
 """Where a run directory holds what was learned: ``actor`` and ``critic``, if there is one, each with its tokenizer."""
@@ -44,13 +46,13 @@ HANG_REPORT = "hang-report.json"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Session:
-    """A run that is ready to begin; a context manager that ends the models' threads.
+    """A run that is ready to begin; a context manager that ends the models' threads, and lets go of the run directory.
 
     Attributes:
         digest: of the prompt file as it was read.
         checkpoints: of the run.
         checkpoint: where the run goes on; ``None``: it begins.
-        resumes: whether there is a run in the run directory already.
+        lock: of the run directory, where there is a run in it already, with which this one goes on.
     """
 
     settings: Settings
@@ -60,7 +62,7 @@ class Session:
     digest: str
     checkpoints: Checkpoints
     checkpoint: Checkpoint | None = None
-    resumes: bool = False
+    lock: Lock | None = None
 
     @property
     def steps(self) -> int:
@@ -103,6 +105,8 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.assembly.__exit__(kind, error, tb)
+        if self.lock is not None:
+            self.lock.release()
 
 
 def prepare(
@@ -114,28 +118,54 @@ def prepare(
         settings: of the run.
         tell: told, in a sentence, what is being done.
         resume: go on from the newest checkpoint of the run directory, or from the beginning if it was killed before its
-            first, instead of beginning in an unused one.
+            first, instead of beginning in an unused one. The directory is locked from before that is looked for.
         trial: it is not to be run, so the run directory may be in use.
 
     Raises:
-        OppoError: a setting, the data, the reward or a model cannot be used.
+        OppoError: a setting, the data, the reward or a model cannot be used, or another run writes the run directory.
     """
     chosen = settings.run
     checkpoints = Checkpoints(
         settings.run_directory / CHECKPOINTS, keep_last=chosen.keep_last, keep_best=chosen.keep_best, tell=tell
     )
-    checkpoint = newest(settings, checkpoints) if resume else None
-    if not resume and not trial:
-        require_unused(settings.run_directory)
-    elif resume and checkpoint is None:
-        tell(f"the run in {settings.run_directory} was ended before its first checkpoint, so it begins anew")
-    trainer_settings(settings)
-    from oppo.hf.assemble import assemble, load_text  # noqa: PLC0415 - torch takes seconds to import
+    with ExitStack() as stack:
+        lock: Lock | None = None
+        checkpoint: Checkpoint | None = None
+        if resume:
+            lock = locked(settings)
+            stack.callback(lock.release)
+            checkpoint = newest(settings, checkpoints)
+            if checkpoint is None:
+                tell(f"the run in {settings.run_directory} was ended before its first checkpoint, so it begins anew")
+        elif not trial:
+            require_unused(settings.run_directory)
+        trainer_settings(settings)
+        from oppo.hf.assemble import assemble, load_text  # noqa: PLC0415 - torch takes seconds to import
 
-    text = load_text(settings)
-    data = settings.data
+        text = load_text(settings)
+        prompts, read = settled_prompts(settings, text, tell)
+        stream = PromptStream(prompts, seed=settings.data.seed, epochs=settings.data.epochs)
+        if (lasts := steps_of(settings, stream)) < chosen.steps:
+            tell(short_of(settings, lasts))
+        if checkpoint is not None:
+            require_going_on(settings, checkpoint, read, lasts)
+        assembly = stack.enter_context(assemble(settings, text, tell))
+        require_room(prompts, assembly.sampling.max_new_tokens, assembly.positions)
+        done = 0 if checkpoint is None else checkpoint.step
+        replay = observations(settings.run_directory / JOURNAL, done) if resume else {}
+        graph = compose(settings, assembly, replay)
+        stack.pop_all()
+    return Session(settings, assembly, graph, stream, read, checkpoints, checkpoint, lock)
+
+
+def settled_prompts(settings: Settings, text: Text, tell: Callable[[str], None]) -> tuple[list[Prompt], str]:
+    """Return the prompts, and the digest of the file that they were read from.
+
+    Raises:
+        DataError: the file cannot be used, or changed while it was read.
+    """
+    data, file = settings.data, Path(settings.data.prompts)
     tell(f"reading {data.prompts}")
-    file = Path(data.prompts)
     before = digest(file)
     prompts = read_prompts(
         file,
@@ -147,23 +177,27 @@ def prepare(
     )
     if digest(file) != before:
         raise DataError(f"{file} changed while it was read: start again when nobody writes it any more")
-    if checkpoint is not None and checkpoint.state()["digest"] != before:
+    return prompts, before
+
+
+def require_going_on(settings: Settings, checkpoint: Checkpoint, read: str, lasts: int) -> None:
+    """Check that there are steps left, or an end to come to, and that the prompts are those with which it began.
+
+    Args:
+        settings: of the run.
+        checkpoint: where it goes on.
+        read: digest of the prompt file.
+        lasts: how many steps the run makes in all.
+
+    Raises:
+        DataError: the prompts are others, or no further steps can be made of them.
+    """
+    if checkpoint.state()["digest"] != read:
+        file = settings.data.prompts
         raise DataError(f"{file} is not what it was when the run began, so its prompts cannot be taken up again")
-    stream = PromptStream(prompts, seed=data.seed, epochs=data.epochs)
-    if (lasts := steps_of(settings, stream)) < chosen.steps:
-        tell(short_of(settings, lasts))
     made = ended(settings.run_directory)
-    if checkpoint is not None and made is not None and lasts <= made:
+    if made is not None and lasts <= made:
         raise DataError(f"the run has made all of the {made} steps that its data lasts for: there is nothing to resume")
-    assembly = assemble(settings, text, tell)
-    with ExitStack() as stack:
-        stack.enter_context(assembly)
-        require_room(prompts, assembly.sampling.max_new_tokens, assembly.positions)
-        done = 0 if checkpoint is None else checkpoint.step
-        replay = observations(settings.run_directory / JOURNAL, done) if resume else {}
-        graph = compose(settings, assembly, replay)
-        stack.pop_all()
-    return Session(settings, assembly, graph, stream, before, checkpoints, checkpoint, resumes=resume)
 
 
 def steps_of(settings: Settings, prompts: PromptStream) -> int:
@@ -266,7 +300,8 @@ def directory_of(session: Session, heartbeat: Heartbeat) -> RunDirectory:
         keep=settings.run.samples,
         trace=settings.run.trace,
         gauges={"loop/worst_gap_s": heartbeat.take},
-        resumed_at=session.done if session.resumes else None,
+        resumed_at=None if session.lock is None else session.done,
+        lock=session.lock,
     )
 
 

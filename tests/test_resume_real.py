@@ -16,12 +16,14 @@ import pytest
 from safetensors.numpy import load_file
 
 from oppo.cli import DONE, FAILED, INTERRUPTED, UNUSABLE, main
-from oppo.errors import CheckpointError, ModelError
+from oppo.errors import CheckpointError, ConfigError, ModelError
 from oppo.report import observations
 from oppo.report.journal import JOURNAL, OBSERVED
+from oppo.report.lock import is_locked
 from oppo.report.rewind import rewind
 from oppo.report.rundir import SUMMARY
-from oppo.train import FINAL
+from oppo.resume import settings_of
+from oppo.train import FINAL, prepare
 from tests.workplace import furnish, oppo, records, start
 
 STEPS = 6
@@ -212,6 +214,19 @@ def test_a_run_with_checkpoints_has_one_of_its_last_step(folder: Path) -> None:
     assert oppo(folder, "", "run.name=odd", "run.steps=3", "run.checkpoint_every=2") == DONE
     there = sorted(path.name for path in (folder / "runs" / "odd" / "checkpoints").iterdir())
     assert there == ["final", "step-000002", "step-000003"]
+
+
+def test_who_goes_on_with_a_run_has_it_from_before_the_checkpoint_is_chosen(folder: Path) -> None:
+    run = copied(folder, "whole", "two")
+    settings = settings_of(run, ["run.steps=7"])
+    with prepare(settings, resume=True) as first:
+        assert first.done == STEPS
+        with pytest.raises(ConfigError, match="is being written by another run"):
+            prepare(settings, resume=True)
+    assert not is_locked(run)
+    with pytest.raises(CheckpointError, match="the run has made all of its 6 steps"):
+        prepare(settings_of(run), resume=True)
+    assert not is_locked(run)
 
 
 @pytest.mark.parametrize("left", [".step-000002.partial", ".final.partial"])

@@ -79,6 +79,7 @@ class RunDirectory(Observer):
         resumed_at: steps that a run in this directory has behind it: what it wrote of later ones is taken back, but
             for observations, and the records go on from there; the trace goes on in ``trace-<steps>.json``.
             ``None``: a new run.
+        lock: of the directory, where it is held already; released when the directory is complete.
 
     Raises:
         ConfigError: the directory is already used, by a run that is over or one that goes on, or cannot be written.
@@ -97,6 +98,7 @@ class RunDirectory(Observer):
         source: str = "generate",
         gauges: Mapping[str, Callable[[], float]] | None = None,
         resumed_at: int | None = None,
+        lock: Lock | None = None,
     ) -> None:
         self.path = path
         self._decode = decode
@@ -121,7 +123,7 @@ class RunDirectory(Observer):
         self._trace_file = "trace.json" if resumed_at is None else f"trace-{resumed_at:06d}.json"
         try:
             path.mkdir(parents=True, exist_ok=True)
-            self._open.callback(Lock(path).release)
+            self._open.callback((lock or Lock(path)).release)
             if resumed_at is None:
                 _require_empty(path)  # again: another run may have come and gone before the lock was had
             else:
