@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from oppo.durable import whole
-from oppo.errors import CheckpointError
+from oppo.errors import CheckpointError, OppoError
 from oppo.observe import silent
 
 Array: TypeAlias = NDArray[Any]
@@ -115,10 +115,12 @@ class Checkpoints:
             with whole(path) as aside:
                 yield aside
                 _seal(aside, step, score)
-        except OSError as error:
+        except OppoError:
+            raise
+        except Exception as error:  # safetensors and tokenizers raise errors of their own when a disk is full
             raise CheckpointError(
                 f"the checkpoint {path} could not be written, and nothing half-written is left there: "
-                f"{error.strerror or error}"
+                f"{getattr(error, 'strerror', None) or error}"
             ) from error
         self._prune(path)
 

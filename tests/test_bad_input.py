@@ -133,6 +133,18 @@ def test_a_disk_that_is_full_leaves_nothing_half_written(workplace: Path) -> Non
     assert records(workplace, "full", "log.jsonl")[-1]["event"] == "failed"
 
 
+def test_a_disk_that_is_full_when_a_checkpoint_is_written_is_a_sentence(workplace: Path) -> None:
+    limit = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))"
+    overrides = ("run.name=full-early", "run.steps=2", "run.trace=false", "run.checkpoint_every=1")
+    code, _, said = run(workplace, *overrides, before=limit)
+    assert code == 1, said
+    checkpoints = workplace / "runs" / "full-early" / "checkpoints"
+    assert f"error: the checkpoint {checkpoints / 'step-000001'} could not be written, and nothing half-" in said
+    assert "Traceback" not in said
+    assert list(checkpoints.iterdir()) == []
+    assert len(records(workplace, "full-early", "metrics.jsonl")) == 1
+
+
 def test_running_out_of_memory_names_the_model_and_the_setting_that_helps(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

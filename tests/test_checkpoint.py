@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 
 from oppo.checkpoint import COMPLETE, Checkpoints, State, read_state, verified, write_state
 from oppo.errors import CheckpointError
@@ -114,16 +115,23 @@ def test_a_file_too_many_is_damage(tmp_path: Path) -> None:
         verified(tmp_path / "step-000001")
 
 
-def test_an_error_while_writing_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [OSError, SafetensorError, Exception])
+def test_an_error_while_writing_says_what_it_was_and_leaves_nothing(tmp_path: Path, kind: type[Exception]) -> None:
     checkpoints = Checkpoints(tmp_path)
 
     def half() -> None:
         with checkpoints.writing(1) as directory:
             (directory / "half").write_text("half")
-            raise RuntimeError("the disk burns")
+            raise kind("the disk burns")
 
-    with pytest.raises(RuntimeError, match="the disk burns"):
+    with pytest.raises(CheckpointError, match=r"step-000001 could not be written, .*: the disk burns"):
         half()
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_interruption_while_writing_is_none_of_the_disk(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), Checkpoints(tmp_path).writing(1):
+        raise KeyboardInterrupt
     assert not list(tmp_path.iterdir())
 
 
