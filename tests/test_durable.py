@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from oppo.durable import make, sweep, whole
+from oppo.report import RunDirectory
+from oppo.report.put import put
+from oppo.report.rundir import RECORDS
 
 
 def written(path: Path, text: str) -> None:
@@ -105,6 +108,18 @@ def test_all_of_a_directory_is_on_the_disk_before_it_has_its_name(tmp_path: Path
     assert told[0] == ".", "where deep was made"
     assert sorted(told[1:4]) == [aside, f"{aside}/inner", f"{aside}/inner/file"]
     assert told[4:] == [".final.partial -> final", "deep"]
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, told: list[str]) -> None:
+    put(tmp_path / "summary.json", "{}")
+    assert told == [".summary.json.partial", ".summary.json.partial -> summary.json", "."]
+
+
+def test_records_that_are_settled_are_on_the_disk(tmp_path: Path, told: list[str]) -> None:
+    with RunDirectory(tmp_path / "x", trace=False) as directory:
+        told.clear()
+        directory.settle()
+        assert told == [*(f"x/{name}" for name in RECORDS), "x"]
 
 
 def test_directories_are_made_once(tmp_path: Path) -> None:

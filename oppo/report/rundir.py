@@ -27,6 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TextIO, cast
 
+from oppo.durable import make, sync
 from oppo.errors import ConfigError
 from oppo.events import Batch, StepReport
 from oppo.observe import Observer, Span
@@ -122,7 +123,7 @@ class RunDirectory(Observer):
             require_unused(path)
         self._trace_file = "trace.json" if resumed_at is None else f"trace-{resumed_at:06d}.json"
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            make(path)
             self._open.callback((lock or Lock(path)).release)
             if resumed_at is None:
                 _require_empty(path)  # again: another run may have come and gone before the lock was had
@@ -185,12 +186,13 @@ class RunDirectory(Observer):
         self._concluded = True
 
     def settle(self) -> None:
-        """Return when everything about the steps that are over is in the files; blocks.
+        """Return when the records of the steps that are over are on the disk; blocks.
 
         Raises:
             OSError: something could not be written.
         """
         self._writer.settle()
+        self._sync()
 
     def close(self) -> None:
         """Complete the directory: the last spans, the summary, the page; idempotent.
@@ -261,7 +263,13 @@ class RunDirectory(Observer):
         for file in self._files.values():
             self._writer.submit(file.flush)
 
+    def _sync(self) -> None:
+        for name in RECORDS:
+            os.fsync(self._files[name].fileno())
+        sync(self.path)
+
     def _complete(self, html: str, facts: Mapping[str, object]) -> None:
+        self._sync()
         put(self.path / "report.html", self._redact(html))
         put(self.path / SUMMARY, self._redact(json.dumps(facts, indent=2)) + "\n")
 
