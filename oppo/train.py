@@ -258,6 +258,7 @@ async def run(
                 progress=assembly.progress,
                 calls=assembly.at_work,
                 call_seconds=chosen.call_seconds,
+                saving=assembly.is_saving,
                 last_resort=last_resort,
             )
         )

@@ -41,6 +41,9 @@ _SERVING = "lower step.batch, step.extra or sampling.max_new_tokens, or choose m
 _TRAINING = "lower trainer.micro_batch_tokens"
 _LOADING = "choose models.dtype = 'bfloat16', or a smaller model"
 
+_TRAINER, _SAVE = "trainer", "save"
+_SAVING = f"{_TRAINER}: {_SAVE}"
+
 _AS_FUNCTION = (
     "A reward of another kind (several labels, another tokenizer, no causal model) is served as a function: set "
     "models.reward = 'file.py:function', which is given prompts and completions as text "
@@ -91,6 +94,10 @@ class Assembly:
             calls.append(self.reward.at_work)
         return tuple(filter(None, calls))
 
+    def is_saving(self) -> bool:
+        """Return whether what was learned is being saved at this moment."""
+        return _SAVING in self.at_work()
+
     async def checkpoint(self, checkpoints: Checkpoints, step: int, score: float, state: State) -> None:
         """Write a checkpoint: the state given, the trainer's, and what is trained, each model with the tokenizer.
 
@@ -134,7 +141,7 @@ class Assembly:
                 self._write_tokenizers(path)
 
         try:
-            await self.trainer.call("save", write)
+            await self.trainer.call(_SAVE, write)
         except Exception as error:  # safetensors and tokenizers raise errors of their own when a disk is full
             raise ModelError(
                 f"what was learned could not be saved in {directory}, and nothing half-written is left there: {error}"
@@ -225,7 +232,7 @@ def _assembled(
             actor,
             critic,
             sampling=sampling,
-            thread=ModelThread(places.training, "trainer", _TRAINING),
+            thread=ModelThread(places.training, _TRAINER, _TRAINING),
             settings=trainer_settings(settings),
         ),
         text=text,

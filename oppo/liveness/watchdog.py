@@ -7,7 +7,8 @@
 
 It looks from outside because what hangs may be the event loop itself. What moves a run is an item sent, a piece of
 work done by a model, a step, or any change of what ``progress`` returns. One long call, of a model or a reward
-function, looks from outside as a hang does: it is named when a stall is told of, and may last ``call_seconds``.
+function, looks from outside as a hang does: it is named when a stall is told of, and may last ``call_seconds``. So may
+what comes after a run was cancelled, as long as something moves, or what was learned is being saved.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ CALL_SECONDS = 3600.0
 """How long one call may be at work while nothing else moves."""
 
 GRACE_SECONDS = 30.0
-"""How long a run that has been cancelled may take to save what was learned and come to its end."""
+"""For how long a run that has been cancelled may neither move nor save what was learned before it is at its end."""
 
 State: TypeAlias = Literal["in flight", "parked", "finished"]
 
@@ -78,8 +79,10 @@ class Watchdog(Observer):
         progress: whatever changes while work goes on that sends nothing, such as a count of decode steps.
         calls: names the calls that are at work, if any.
         call_seconds: the limit instead of ``seconds`` while a call is at work, where it is longer; 0 sets none.
-        last_resort: called from the watchdog's thread when a cancelled run has not ended within ``grace`` seconds: a
-            thread that never returns cannot be ended but with the process.
+        saving: whether what was learned is being saved: a cancelled run is waited for meanwhile.
+        last_resort: called from the watchdog's thread when a cancelled run has not ended, and for ``grace`` seconds
+            neither moved nor saved, or has not ended after ``call_seconds``: a thread that never returns cannot be
+            ended but with the process.
         grace: seconds.
         clock: seconds.
     """
@@ -94,6 +97,7 @@ class Watchdog(Observer):
         progress: Callable[[], object] = int,
         calls: Callable[[], tuple[str, ...]] = tuple,
         call_seconds: float = CALL_SECONDS,
+        saving: Callable[[], bool] = bool,
         last_resort: Callable[[HangError], None] | None = None,
         grace: float = GRACE_SECONDS,
         clock: Callable[[], float] = now,
@@ -105,6 +109,7 @@ class Watchdog(Observer):
         self._progress = progress
         self._calls = calls
         self._call_seconds = call_seconds
+        self._saving = saving
         self._last_resort = last_resort
         self._grace = grace
         self._clock = clock
@@ -210,8 +215,14 @@ class Watchdog(Observer):
         self._hang = hang = HangError(f"{stall.sentence()} ({self._written(stall)})")
         if self._loop is not None and self._scope is not None:
             self._loop.call_soon_threadsafe(self._scope.cancel)
-        if not self._over.wait(self._grace) and self._last_resort is not None:
-            self._last_resort(hang)
+        until = self._clock() + (self._call_seconds or math.inf)
+        while not self._over.wait(self._grace):
+            before, self._seen = self._seen, (self._moves, self._progress())
+            still = self._seen == before and not self._saving()
+            if still or self._clock() >= until:
+                if self._last_resort is not None:
+                    self._last_resort(hang)
+                return
 
     def _written(self, stall: Stall) -> str:
         rollouts: dict[str, list[int]] = {"in flight": [], "parked": [], "finished": []}

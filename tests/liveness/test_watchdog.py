@@ -231,6 +231,55 @@ async def test_what_cannot_be_cancelled_is_left_to_the_last_resort(tmp_path: Pat
     assert errors == [await hang(graph, watchdog, trap)]
 
 
+@pytest.mark.parametrize(("limit", "periods"), [(0.0, 20), (0.25, 5)])
+async def test_a_cancelled_run_is_waited_for_while_it_saves_up_to_the_limit_of_a_call(
+    tmp_path: Path, limit: float, periods: int
+) -> None:
+    trap, errors, looks = Trap(), list[HangError](), list[int]()
+
+    def saving() -> bool:
+        trap.at += 0.05
+        looks.append(1)
+        return len(looks) < 20
+
+    def end(error: HangError) -> None:
+        errors.append(error)
+        trap.opened.set()
+
+    watchdog = Watchdog(
+        0.1,
+        report=tmp_path / "r.json",
+        call_seconds=limit,
+        saving=saving,
+        last_resort=end,
+        grace=0.01,
+        clock=trap.clock,
+    )
+    error = await hang(hanging(trap).replace(reward=Score(Unbearable(trap))), watchdog, trap)
+    assert errors == [error]
+    assert len(looks) == periods
+
+
+async def test_a_cancelled_run_is_waited_for_while_it_moves(tmp_path: Path) -> None:
+    trap, errors, left = Trap(), list[HangError](), list(range(10))
+
+    def end(error: HangError) -> None:
+        errors.append(error)
+        trap.opened.set()
+
+    def progress() -> int:
+        if watchdog._hang is not None and left:
+            left.pop()
+        return len(left)
+
+    watchdog = Watchdog(
+        0.1, report=tmp_path / "r.json", progress=progress, last_resort=end, grace=0.01, clock=trap.clock
+    )
+    error = await hang(hanging(trap).replace(reward=Score(Unbearable(trap))), watchdog, trap)
+    assert errors == [error]
+    assert not left
+
+
 async def test_a_loop_that_is_blocked_is_reported_from_outside(tmp_path: Path) -> None:
     trap, errors = Trap(), list[HangError]()
 
