@@ -68,7 +68,8 @@ class RunSection(Section):
         default=3, description="end a run after so many updates in a row that were not finite, with the batch; 0: never"
     )
     checkpoint_every: Count = Field(
-        default=0, description="write a checkpoint, from which `oppo resume` goes on, after so many steps; 0: never"
+        default=0,
+        description="write a checkpoint, from which `oppo resume` goes on, after so many steps and the last; 0: never",
     )
     keep_last: PositiveInt = Field(default=2, description="how many of the newest checkpoints are kept")
     keep_best: bool = Field(default=False, description="keep the checkpoint of the best mean score too")
