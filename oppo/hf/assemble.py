@@ -377,6 +377,6 @@ def _sampling(settings: Settings, text: Text, actor: PreTrainedModel) -> Samplin
         top_p=section.top_p,
         stop=text.stop(section.stop, end_ids(actor)),
         min_new_tokens=section.min_new_tokens,
-        stop_strings=section.stop_strings,
+        stop_strings=text.stop_strings(section.stop_strings),
         seed=section.seed,
     )

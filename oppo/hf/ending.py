@@ -52,11 +52,14 @@ class Ending:
         return "length" if len(tokens) >= limit else None
 
     def _completed(self, tokens: Sequence[int]) -> bool:
-        """Return whether the last token completes a stop text."""
+        """Return whether the last token completes a stop text.
+
+        Texts are compared, and not their lengths: while a character lacks some of its tokens, others stand for it.
+        """
         tail = tokens[-self._window :]
         text = self._decode(tail)
-        found = [stop for stop in self._sampling.stop_strings if stop in text]
+        found = [(stop, text.rfind(stop)) for stop in self._sampling.stop_strings if stop in text]
         if not found:
             return False
-        before = len(self._decode(tail[:-1]))
-        return any(text.rfind(stop) + len(stop) > before for stop in found)
+        earlier = [self._decode(tail[:n]) for n in range(1, len(tail))]
+        return any(not any(before.startswith(stop, at) for before in earlier) for stop, at in found)

@@ -54,6 +54,23 @@ class Text:
             raise ConfigError(f"sampling.stop: {unknown[0]} is no token id; there are {len(self.tokenizer)} tokens")
         return tuple(ids)
 
+    def stop_strings(self, wanted: Sequence[str]) -> tuple[str, ...]:
+        """Return the texts that end a response, each of which can be found in what :meth:`decode` gives.
+
+        Raises:
+            ConfigError: a text contains a special token, which is never part of decoded text.
+        """
+        added = self.tokenizer.added_tokens_decoder.values()
+        special = {*self.tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
+        for stop in wanted:
+            if hidden := sorted(token for token in special if token and token in stop):
+                number = self.tokenizer.convert_tokens_to_ids(hidden[0])
+                raise ConfigError(
+                    f"sampling.stop_strings: {stop!r} contains the special token {hidden[0]!r}, which is left out of "
+                    f"decoded text, so no response would end there: put the token, id {number}, into sampling.stop"
+                )
+        return tuple(wanted)
+
     def _id(self, stop: int | str) -> int:
         if isinstance(stop, int):
             return stop

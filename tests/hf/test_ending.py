@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -38,6 +38,40 @@ def test_a_response_ends_with_the_token_that_completes_a_stop_text() -> None:
     assert ended([6, 5, 1], "bc") == 2, "a token may hold more than the text"
     assert ended([1, 1, 1], "b") is None
     assert ended([1, 1, 2, 9], "c", "b") == 3
+
+
+def bytes_text(tokens: Sequence[int]) -> str:
+    """Return the text of tokens that are one byte each, as a byte-level tokenizer gives it."""
+    return bytes(tokens).decode("utf-8", errors="replace")
+
+
+def byte_runs_text(tokens: Sequence[int]) -> str:
+    """Return the same as a tokenizer with a fallback to bytes gives it: a run that is no text is a mark for each."""
+    try:
+        return bytes(tokens).decode("utf-8")
+    except UnicodeDecodeError:
+        return "\ufffd" * len(tokens)
+
+
+@pytest.mark.parametrize("decode", [bytes_text, byte_runs_text])
+@pytest.mark.parametrize("stop", ["\N{OCTAGONAL SIGN}", "so\N{OCTAGONAL SIGN}", "\N{LATIN SMALL LETTER E WITH ACUTE}"])
+@pytest.mark.parametrize("young", [0, 3])
+def test_a_text_whose_last_character_takes_several_tokens_ends_a_response(
+    decode: Callable[[Sequence[int]], str], stop: str, young: int
+) -> None:
+    ending = Ending(Sampling(stop_strings=(stop,), min_new_tokens=young), decode)
+    tokens = list(f"also{stop} and on".encode())
+    found = next(n for n in range(1, len(tokens) + 1) if ending.reason(tokens[:n], 99) == "stop")
+    assert bytes(tokens[:found]).decode() == f"also{stop}"
+
+
+@pytest.mark.parametrize("decode", [bytes_text, byte_runs_text])
+def test_a_character_that_is_incomplete_makes_no_earlier_text_a_new_one(decode: Callable[[Sequence[int]], str]) -> None:
+    first, later = "\N{OCTAGONAL SIGN}", "\N{LATIN SMALL LETTER E WITH ACUTE}"
+    ending = Ending(Sampling(stop_strings=(first,), min_new_tokens=4), decode)
+    tokens = list(f"{first}{later}{first}".encode())
+    reasons = [ending.reason(tokens[:n], 99) for n in range(1, len(tokens) + 1)]
+    assert reasons == [*[None] * (len(tokens) - 1), "stop"]
 
 
 def test_a_text_is_found_however_long_the_response_is() -> None:

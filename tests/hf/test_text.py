@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from tokenizers import Tokenizer as Words, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer as Words, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from oppo.errors import ConfigError
@@ -41,6 +41,18 @@ def test_stops_may_be_ids_and_texts_of_one_token() -> None:
 def test_a_stop_that_is_no_token_is_refused(wanted: tuple[int | str, ...], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         text().stop(wanted, ())
+
+
+def test_a_stop_text_with_a_special_token_is_refused_because_decoded_text_has_none() -> None:
+    told = text()
+    assert told.stop_strings(("a b", "\n")) == ("a b", "\n")
+    with pytest.raises(ConfigError, match=r"'b </s>' contains the special token '</s>'.* id 2, into sampling\.stop"):
+        told.stop_strings(("a", "b </s>"))
+    told.tokenizer.add_tokens([AddedToken("<|turn|>", special=True), AddedToken("<|note|>", special=False)])
+    assert told.decode([3, 5, 6]) == "a <|note|>"
+    assert told.stop_strings(("<|note|>",)) == ("<|note|>",)
+    with pytest.raises(ConfigError, match=r"special token '<\|turn\|>'.* id 5, into sampling\.stop"):
+        told.stop_strings(("<|turn|>",))
 
 
 def test_without_any_end_of_sequence_a_stop_must_be_given() -> None:
