@@ -286,6 +286,8 @@ class Batch:
         metrics: what the estimator measured on the way (KL, entropy of the sampled tokens, means).
         dropped: the rollouts of this step that are not trained.
         deferred: the rollouts carried into the next step.
+        has_reference: whether ``reference`` is of a reference model; false: nobody was asked, and others stand for it.
+        has_proximal: whether somebody was asked for ``proximal``; false: the behaviour's stand for it.
     """
 
     responses: tuple[Response, ...]
@@ -305,6 +307,8 @@ class Batch:
     metrics: Mapping[str, float] = field(default_factory=dict)
     dropped: tuple[Drop, ...] = ()
     deferred: tuple[Defer, ...] = ()
+    has_reference: bool = True
+    has_proximal: bool = True
 
     def __len__(self) -> int:
         return len(self.responses)

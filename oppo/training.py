@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias, get_args
 
 from oppo.errors import ConfigError
 from oppo.estimators import KLEstimator
+from oppo.events import Batch
 from oppo.staleness import Correction
 
 Schedule: TypeAlias = Literal["constant", "constant_with_warmup", "linear", "cosine"]
@@ -118,6 +119,26 @@ class TrainerSettings:
                     f"{each.name} = {chosen} is about a critic, and there is none: leave it out, or give the trainer a "
                     "critic"
                 )
+
+    def require_of(self, batch: Batch) -> None:
+        """Accept a batch that holds all that is learnt from.
+
+        Raises:
+            ConfigError: log-probs are missing from it; those that stand for them would make a KL to the policy itself,
+                and weights of 1.
+        """
+        if self.kl and not batch.has_reference:
+            raise ConfigError(
+                f"kl = {self.kl} in the loss is a KL to a reference, and the batch has no log-probs of one: give the "
+                "recipe reference=, for example oppo.hf.ReferenceLogprobs, or leave kl at 0"
+            )
+        if self.correction.asked and not batch.has_proximal:
+            chosen = f"denominator={self.correction.denominator!r}, weight={self.correction.weight!r}"
+            raise ConfigError(
+                f"correction = Correction({chosen}) needs the log-probs of stale tokens under the weights that are "
+                "about to be updated, and the batch has none: give the recipe proximal=, for example "
+                "oppo.hf.ProximalLogprobs, or leave the correction out"
+            )
 
     def _require_schedule(self) -> None:
         if self.schedule not in get_args(Schedule):

@@ -32,6 +32,7 @@ class Tally:
 
     Attributes:
         drift: of their tokens.
+        has_reference: whether there is one; without it nothing is said of a KL to it.
         measured: of each minibatch that made a step.
         norms: of its gradients, before they were clipped: the actor's, and the critic's if there is one.
         nonfinite: the rollouts of minibatches that made none.
@@ -40,6 +41,7 @@ class Tally:
     """
 
     drift: Drift
+    has_reference: bool = True
     measured: list[Measured] = field(default_factory=list)
     norms: list[tuple[float, ...]] = field(default_factory=list)
     nonfinite: set[int] = field(default_factory=set)
@@ -65,11 +67,12 @@ class Tally:
             "policy/approxkl_avg": mean.approxkl,
             "policy/clipfrac_avg": mean.clipfrac,
             "policy/entropy_avg": mean.entropy,
-            "policy/kl_avg": mean.kl,
             "val/ratio": mean.ratio,
             "val/ratio_var": float(np.var(ratios, ddof=1)) if len(ratios) > 1 else 0.0,
             "train/grad_norm": actor_norm,
         }
+        if self.has_reference:
+            told["policy/kl_avg"] = mean.kl
         for norm in critic_norm:
             told |= {
                 "loss/value_avg": mean.value,

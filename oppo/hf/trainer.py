@@ -136,7 +136,11 @@ class HfTrainer:
 
         A minibatch whose loss or gradient is not finite changes nothing but the report: its rollouts are in
         ``nonfinite``, each once.
+
+        Raises:
+            ConfigError: the settings ask for log-probs that the batch does not have.
         """
+        self.settings.require_of(batch)
         return await self._thread.call("update", self._update, batch)
 
     async def publish(self, *followers: Follower) -> None:
@@ -201,7 +205,7 @@ class HfTrainer:
 
     def _update(self, batch: Batch) -> Trained:
         rate = self._set_learning_rates()
-        tally = Tally(Drift(self._version, self.settings.clip))
+        tally = Tally(Drift(self._version, self.settings.clip), has_reference=batch.has_reference)
         try:
             for rows in self._minibatches(batch):
                 self._step(batch, rows, tally)

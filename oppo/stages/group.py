@@ -130,8 +130,7 @@ class GroupRelative:
         for members in groups:
             relative[members] = group_advantages(worth[members], self.advantage)
         advantages = np.where(batch.sampled, np.repeat(relative, np.diff(batch.offsets)), np.float32(0))
-        referred = any(row.reference is not None for row in compared)
-        metrics = {**objective.metrics(batch, referred=referred), **_spread([worth[members] for members in groups])}
+        metrics = {**objective.metrics(batch), **_spread([worth[members] for members in groups])}
         return replace(batch, rewards=rewards, advantages=advantages, metrics=metrics)
 
 

@@ -66,12 +66,10 @@ class Objective:
         """Return what sets the coefficient of the next batch."""
         return control.after(self._mean_kl(batch), len(batch)) if len(batch) else control
 
-    def metrics(self, batch: Batch, *, referred: bool = True) -> dict[str, float]:
+    def metrics(self, batch: Batch) -> dict[str, float]:
         """Return the means over a batch, under TRL's names; nothing of an empty one.
 
-        Args:
-            batch: the one this is of.
-            referred: whether there is a reference: without one nothing is said of a KL to it.
+        Without a reference nothing is said of a KL to it.
         """
         if not len(batch):
             return {}
@@ -86,7 +84,7 @@ class Objective:
             "objective/scores_std": float(np.std(batch.scores)),
             "objective/shaped_scores": shaped,
         }
-        return {name: value for name, value in told.items() if referred or name not in OF_THE_REFERENCE}
+        return {name: value for name, value in told.items() if batch.has_reference or name not in OF_THE_REFERENCE}
 
     def _mean_kl(self, batch: Batch) -> float:
         """Return the mean over responses, in nats a response."""

@@ -78,6 +78,8 @@ def unestimated(rows: Sequence[Row], dropped: Sequence[Drop] = (), deferred: Seq
         returns=np.zeros(tokens, np.float32),
         dropped=tuple(dropped),
         deferred=tuple(deferred),
+        has_reference=all(row.reference is not None for row in rows),
+        has_proximal=all(row.proximal is not None for row in rows),
     )
 
 

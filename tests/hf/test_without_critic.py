@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -114,6 +115,52 @@ async def test_a_minibatch_that_is_not_finite_is_skipped(thread: Thread) -> None
 def test_a_setting_that_is_about_a_critic_is_refused(thread: Thread, setting: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"{setting} = {value} is about a critic, and there is none"):
         make(thread, None, **{setting: value})
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (
+            {"kl": 0.01, "kl_estimator": "k3"},
+            r"kl = 0\.01 in the loss .* no log-probs of one: give the recipe reference=",
+        ),
+        (
+            {"correction": Correction(weight="truncated")},
+            r"weight='truncated'\) needs the log-probs of stale tokens .* give the recipe proximal=",
+        ),
+        ({"correction": Correction(denominator="proximal")}, r"denominator='proximal'.* give the recipe proximal="),
+    ],
+)
+async def test_what_the_loss_asks_for_and_the_recipe_does_not_give_is_refused_and_nothing_stands_for_it(
+    thread: Thread, settings: dict[str, object], sentence: str
+) -> None:
+    trainer, _ = make(thread, None, **settings)
+    graph = grpo(
+        policy=HfPolicy(trainer._actor, sampling=Sampling(max_new_tokens=8, stop=(1, 2), seed=3), thread=thread),
+        reward=RewardModel(tiny.scalar(seed=4), thread=thread),
+        trainer=trainer,
+        admission=Overcommit(batch=2, extra=0),
+        samples=2,
+    )
+
+    async def one_step() -> None:
+        async with graph.open(prompts(8)) as run:
+            async for _ in run.steps(1):
+                pass
+
+    before = weights_digest(trainer._actor)
+    with pytest.raises(ConfigError, match=sentence):
+        await one_step()
+    assert (trainer.version, weights_digest(trainer._actor)) == (0, before)
+
+
+async def test_without_a_reference_nothing_is_said_of_a_kl_to_it(thread: Thread) -> None:
+    trainers = [make(thread) for _ in range(2)]
+    beside, alone = [
+        (await trainer.update(replace(batch, has_reference=referred))).metrics
+        for (trainer, batch), referred in zip(trainers, (True, False), strict=True)
+    ]
+    assert beside.keys() - alone.keys() == {"policy/kl_avg"}
 
 
 async def ran(correction: Correction | None, *, extra: int) -> tuple[str, Sequence[float]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,14 @@ def test_every_sampled_token_has_the_advantage_of_its_response_and_given_ones_ha
     rows = [Row(finish(0, length=2, given=1), None, 0.0), Row(finish(1, length=3), None, 2.0)]
     batch = GroupRelative("centred").batch(rows)
     assert batch.advantages.tolist() == [-1, -1, 0, 1, 1, 1]
+
+
+def test_a_batch_says_which_log_probs_it_has() -> None:
+    plain, known = row(0, 1.0), row(1, 2.0, reference=-1.0)
+    again = replace(known, proximal=np.full(4, -1, np.float32))
+    said = [GroupRelative().batch([one, one]) for one in (plain, known, again)]
+    assert [batch.has_reference for batch in said] == [False, True, True]
+    assert [batch.has_proximal for batch in said] == [False, False, True]
 
 
 def test_the_kl_to_the_reference_is_taken_from_what_a_response_is_worth() -> None:
