@@ -6,6 +6,7 @@ Everything is per response, one dimension, float32 in and out; sums are taken in
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, TypeAlias
 
@@ -24,6 +25,9 @@ GROUP_EPSILON = 1e-4
 
 MAX_KL_ERROR = 0.2
 """The adaptive KL coefficient sees at most this relative error (Ziegler et al. 2019, section 2.2)."""
+
+MIN_KL_FACTOR = 0.1
+"""One step leaves at least this share of the adaptive KL coefficient."""
 
 
 def gae(rewards: FloatArray, values: FloatArray, gamma: float, lam: float) -> tuple[FloatArray, FloatArray]:
@@ -185,10 +189,11 @@ class FixedKL:
 class AdaptiveKL:
     """A KL coefficient that steers the KL towards a target (Ziegler et al. 2019, arXiv 1909.08593, section 2.2).
 
-    ``coefficient *= 1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon``.
+    ``coefficient *= 1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon``, where that is a tenth or more; and a
+    tenth where the step is so large beside the horizon that it is less: at 0 the coefficient would stay for good.
 
     Attributes:
-        initial: the coefficient to use now.
+        initial: the coefficient to use now, more than 0: what multiplies 0 leaves it 0.
         target: nats per response.
         horizon: rollouts over which a full error moves the coefficient by a factor of about e**0.2.
 
@@ -203,6 +208,10 @@ class AdaptiveKL:
 
     def __post_init__(self) -> None:
         _require_coefficient(self.initial)
+        if not self.initial:
+            raise ValueError(
+                "the KL coefficient must be more than 0 where it adapts, not 0: multiplied, it would stay there"
+            )
         if not self.target > 0:
             raise ValueError(f"the KL target must be positive, not {self.target}")
         if not self.horizon > 0:
@@ -216,12 +225,13 @@ class AdaptiveKL:
     def after(self, kl: float, samples: int) -> AdaptiveKL:
         """Return the coefficient after ``samples`` rollouts; a KL that is not a number leaves it where it is.
 
-        It never becomes negative, however many rollouts a step has.
+        It stays above 0, however many rollouts a step has.
         """
         if not np.isfinite(kl):
             return self
         error = min(max(kl / self.target - 1.0, -MAX_KL_ERROR), MAX_KL_ERROR)
-        return replace(self, initial=max(0.0, self.initial * (1.0 + error * samples / self.horizon)))
+        factor = max(MIN_KL_FACTOR, 1.0 + error * samples / self.horizon)
+        return replace(self, initial=max(sys.float_info.min, self.initial * factor))
 
 
 def _require_coefficient(coefficient: float) -> None:

@@ -110,6 +110,8 @@ class StepSection(Section):
             )
         if (self.kl_target is None) != (self.kl_horizon is None):
             raise ValueError("kl_target and kl_horizon go together: give both (adaptive KL) or neither (constant)")
+        if self.kl_target is not None and not self.kl:
+            raise ValueError("kl_target adapts the penalty by multiplying it: give step.kl, where it begins, above 0")
         if self.kl_in == "loss" and self.kl_target is not None:
             raise ValueError("kl_target adapts the penalty in the reward: leave it out where kl_in = 'loss'")
         if self.kl_in == "loss" and self.kl_estimator == "k1":

@@ -136,6 +136,10 @@ def test_an_unknown_section_names_the_nearest_one(tmp_path: Path) -> None:
         ('[step]\nchunk = "half"\n', "step.chunk: expected a whole number or 'whole' or 'tuned', got 'half'"),
         ("[step]\nbatch = 4\nextra = 5\n", "extra must be at most batch (4), so that overdue rollouts fit; got 5"),
         ("[step]\nkl_target = 3.0\n", "kl_target and kl_horizon go together"),
+        (
+            "[step]\nkl = 0.0\nkl_target = 3.0\nkl_horizon = 9\n",
+            "kl_target adapts the penalty by multiplying it: give step.kl, where it begins, above 0",
+        ),
         ("[step]\nkl = nan\n", "step.kl: expected a finite number, got nan"),
         ('[step]\nkl_in = "loss"\n', "kl_in = 'loss' needs kl_estimator = 'k2' or 'k3'"),
         (

@@ -135,8 +135,15 @@ def test_the_adaptive_coefficient_follows_the_clipped_relative_error(kl: float, 
     assert before.coefficient == 0.5
 
 
-def test_the_adaptive_coefficient_never_becomes_negative() -> None:
-    assert AdaptiveKL(0.5, target=6.0, horizon=1).after(0.0, 64).coefficient == 0.0
+@pytest.mark.parametrize("horizon", [1, 12.8, 14, 640])
+def test_the_adaptive_coefficient_never_reaches_zero_and_comes_back(horizon: float) -> None:
+    control = AdaptiveKL(0.5, target=6.0, horizon=horizon)
+    small = control.after(0.0, 64)
+    assert small.coefficient == pytest.approx(0.5 * max(0.1, 1 - 0.2 * 64 / horizon))
+    assert small.after(60.0, 64).coefficient > small.coefficient
+    for _ in range(2000):
+        small = small.after(0.0, 64)
+    assert 0 < small.after(0.0, 64).coefficient < small.after(60.0, 64).coefficient
 
 
 def test_the_adaptive_coefficient_brings_a_responding_kl_to_its_target() -> None:
@@ -151,7 +158,13 @@ def test_a_fixed_coefficient_never_moves() -> None:
 
 
 @pytest.mark.parametrize(
-    "build", [lambda: FixedKL(-1.0), lambda: AdaptiveKL(0.1, 0.0), lambda: AdaptiveKL(0.1, 6.0, 0.0)]
+    "build",
+    [
+        lambda: FixedKL(-1.0),
+        lambda: AdaptiveKL(0.0),
+        lambda: AdaptiveKL(0.1, 0.0),
+        lambda: AdaptiveKL(0.1, 6.0, 0.0),
+    ],
 )
 def test_impossible_kl_controls_are_refused(build: object) -> None:
     assert callable(build)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oppo.errors import ConfigError
-from oppo.estimators import AdaptiveKL, GroupAdvantage, KLEstimator, group_advantages
+from oppo.estimators import GroupAdvantage, KLEstimator, group_advantages
 from oppo.events import Batch, Defer, Drop, Finish, FloatArray, RolloutEvent, Scored
 from oppo.graph import Receiver, Sender, join, where
 from oppo.shaping import ScoreShaping
@@ -64,7 +64,7 @@ class GroupRelative:
     @property
     def refers(self) -> bool:
         """Whether a reference is needed."""
-        return isinstance(self._control, AdaptiveKL) or self._control.coefficient > 0
+        return self._control.coefficient > 0
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return what was learned of KL and scores so far."""

@@ -200,7 +200,7 @@ def test_a_reference_and_proximal_log_probs_are_told_from_one_another_by_what_wa
     ("options", "inputs", "sentence"),
     [
         ({"kl": 0.1}, 0, "given 0 inputs of log-probs; expected those of the reference (its kl = 0.1 needs them)"),
-        ({"kl": AdaptiveKL(0.0)}, 0, "expected those of the reference (its kl = 0.0 needs them)"),
+        ({"kl": AdaptiveKL(0.1)}, 0, "expected those of the reference (its kl = 0.1 needs them)"),
         (
             {"kl": 0.1, "proximal": True},
             1,
