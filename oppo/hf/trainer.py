@@ -20,10 +20,12 @@ import anyio
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from oppo.errors import ConfigError
 from oppo.events import Batch
 from oppo.hf.actor_critic import ActorCritic, require_value_head, trained
 from oppo.hf.drift import Drift
@@ -98,7 +100,12 @@ class HfTrainer:
         self._sampling = sampling
         self._thread = thread
         # Models and batches stay where the actor is; of what accelerate would choose there is one for the process.
-        self._accelerator = Accelerator(device_placement=False, mixed_precision="no")
+        # A plugin goes before the environment, a number of steps would not: nothing but an update accumulates here.
+        self._accelerator = Accelerator(
+            device_placement=False,
+            mixed_precision="no",
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+        )
         for model in models:
             model.train(mode=False)
             if self.settings.gradient_checkpointing:
@@ -138,7 +145,8 @@ class HfTrainer:
         ``nonfinite``, each once.
 
         Raises:
-            ConfigError: the settings ask for log-probs that the batch does not have.
+            ConfigError: the settings ask for log-probs that the batch does not have, or another ``Accelerator`` of the
+                process accumulates gradients.
         """
         self.settings.require_of(batch)
         return await self._thread.call("update", self._update, batch)
@@ -223,7 +231,18 @@ class HfTrainer:
         for epoch in range(self.settings.epochs):
             yield from minibatches(rows, self.settings.minibatches, (self.settings.seed, self._version, epoch))
 
+    def _require_every_step(self) -> None:
+        """Raise where accelerate, whose state is the process's, would divide losses or leave optimizer steps out."""
+        steps, made = self._accelerator.gradient_accumulation_steps, self._accelerator.sync_gradients
+        if steps != 1 or not made:
+            raise ConfigError(
+                f"accelerate accumulates gradients over {steps} steps{'' if made else ', and makes none now'}: "
+                "expected 1, and each one made. Its state is shared in a process: give every other Accelerator "
+                "gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1), or train in another process"
+            )
+
     def _step(self, batch: Batch, rows: NDArray[np.int64], tally: Tally) -> None:
+        self._require_every_step()
         spans = batch.rows()
         total = float(sum(int(batch.sampled[spans[r]].sum()) for r in rows))
         parts: list[Tensor] = []

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
@@ -19,7 +20,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from oppo.errors import ModelError, ModelRefused
+from oppo.errors import ConfigError, ModelError, ModelRefused
 from oppo.estimators import gae, kl_estimate, shaped_rewards, whiten
 from oppo.events import Batch, BoolArray, FloatArray, IntArray, Prompt, Response
 from oppo.hf.digest import weights_digest
@@ -264,6 +265,38 @@ async def test_a_minibatch_that_is_not_finite_is_skipped_and_its_rollouts_are_re
     assert trained.metrics["train/minibatches"] == 2 * (len(LENGTHS) - 1)
     assert all(math.isfinite(value) for value in trained.metrics.values())
     assert all(p.isfinite().all() for p in trainer._models.parameters())
+
+
+async def test_an_environment_that_accumulates_gradients_changes_no_bit(
+    thread: Thread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def trained() -> str:
+        trainer = make(thread, minibatches=2)
+        await trainer.update(rollouts(trainer._actor, critic_of(trainer)))
+        return digest(trainer)
+
+    plain = await trained()
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    assert await trained() == plain
+
+
+@pytest.mark.parametrize("state", ["num_steps", "sync_gradients"])
+async def test_an_update_that_accelerate_would_scale_or_skip_is_refused(thread: Thread, state: str) -> None:
+    trainer = make(thread)
+    batch = rollouts(trainer._actor, critic_of(trainer))
+    before = digest(trainer)
+    other = Accelerator(gradient_accumulation_steps=4 if state == "num_steps" else 1)
+    other.sync_gradients = state == "num_steps"
+    try:
+        with pytest.raises(
+            ConfigError, match=r"accelerate accumulates gradients over \d steps.*: expected 1, and each"
+        ):
+            await trainer.update(batch)
+    finally:
+        other.gradient_accumulation_steps, other.sync_gradients = 1, True
+    assert (digest(trainer), trainer.version) == (before, 0)
+    await trainer.update(batch)
+    assert trainer.version == 1
 
 
 async def test_an_update_of_which_nothing_is_finite_changes_no_bit_but_counts(thread: Thread) -> None:
