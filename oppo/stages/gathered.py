@@ -34,7 +34,7 @@ class Gathered:
         values: Scored[FloatArray] | Drop | None = None,
         proximal: Scored[FloatArray] | Drop | None = None,
     ) -> None:
-        """Take what was said of one rollout: a row, or a drop where somebody dropped it or said no finite number.
+        """Take what was said of one rollout: a row, or a drop where somebody dropped it or it cannot be trained.
 
         Nobody may have been asked for anything but the score: ``None``.
 

@@ -13,6 +13,9 @@ LARGEST = float(np.finfo(np.float32).max)
 NONFINITE = "nonfinite"
 """How the reason of a drop begins whose cause is a number that is not finite."""
 
+UNSAMPLED = "nothing was sampled"
+"""Why a rollout is dropped whose response is empty, or was given: no token of it has earned the score."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
@@ -38,7 +41,12 @@ class Row:
         return self.finish.response.logprobs if self.proximal is None else self.proximal
 
     def fault(self) -> str | None:
-        """Return why the rollout cannot be trained: the first thing said of it that is no finite float32."""
+        """Return why the rollout cannot be trained: nothing of it was sampled, or something said of it is not finite.
+
+        Of several numbers that are no finite float32, the first is told.
+        """
+        if not self.finish.response.sampled.any():
+            return UNSAMPLED
         said: Mapping[str, float | FloatArray | None] = {
             "score": self.score,
             "reference log-prob": self.reference,

@@ -12,10 +12,11 @@ import pytest
 
 from oppo.errors import ConfigError
 from oppo.estimators import FixedKL, whiten
-from oppo.events import Batch, Chunk, Defer, Drop, Finish, FloatArray, Prompt, Response, RolloutEvent, Scored
+from oppo.events import Batch, Chunk, Defer, Drop, Finish, FloatArray, Given, Prompt, Response, RolloutEvent, Scored
 from oppo.graph.channel import Channel
 from oppo.shaping import ScoreShaping
 from oppo.stages import GAE
+from oppo.stages.gathered import Gathered
 from oppo.stages.rows import Row
 from oppo.testing import run_virtual
 from tests.pipelines import Pipeline, Setting, same_batches
@@ -120,6 +121,19 @@ def test_a_number_that_is_not_finite_drops_its_rollout_alone(
     assert spoilt.dropped == (Drop(2, reason),)
     assert np.array_equal(spoilt.advantages, without.advantages)
     assert spoilt.metrics == without.metrics
+
+
+@pytest.mark.parametrize("length", [0, 4])
+def test_a_rollout_of_which_nothing_was_sampled_is_dropped_by_name_and_the_others_are_trained(length: int) -> None:
+    given = Given(2, 0, np.arange(length, dtype=np.int32))
+    silent = Finish(2, Response.empty(finish(2).response.prompt).then(given), "length")
+    zeros = Scored(2, np.zeros(length, np.float32), 0)
+    gathered = Gathered()
+    for end, said in ((finish(1), per_token(1)), (silent, zeros), (finish(3), per_token(3))):
+        gathered.take(end, said, Scored(end.rollout, 1.0, 0), said)
+    batch = GAE().batch(*gathered.in_order())
+    assert batch.rollouts == (1, 3)
+    assert batch.dropped == (Drop(2, "nothing was sampled"),)
 
 
 def test_the_last_token_earns_the_shaped_score_and_the_batch_keeps_the_raw_one() -> None:
