@@ -182,11 +182,15 @@ class Trained:
 
     Attributes:
         metrics: under the names of ``metrics.jsonl``.
-        nonfinite: rollouts of minibatches whose loss or gradient was not finite: their optimizer step was skipped.
+        nonfinite: rollouts that took part in no optimizer step, because loss or gradient was not finite wherever they
+            were.
+        skipped: rollouts of every minibatch whose optimizer step was skipped for that; those of them that took part in
+            another one are trained.
     """
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     nonfinite: tuple[int, ...] = ()
+    skipped: tuple[int, ...] = ()
 
 
 class Trainer(Protocol):

@@ -35,7 +35,9 @@ class Tally:
         has_reference: whether there is one; without it nothing is said of a KL to it.
         measured: of each minibatch that made a step.
         norms: of its gradients, before they were clipped: the actor's, and the critic's if there is one.
-        nonfinite: the rollouts of minibatches that made none.
+        stepped: the rollouts of those.
+        skipped: the rollouts of minibatches that made none.
+        minibatches_skipped: how many those were.
         micro_batches: how many were read.
         padding, read: tokens, of which the first were padding.
     """
@@ -44,7 +46,9 @@ class Tally:
     has_reference: bool = True
     measured: list[Measured] = field(default_factory=list)
     norms: list[tuple[float, ...]] = field(default_factory=list)
-    nonfinite: set[int] = field(default_factory=set)
+    stepped: set[int] = field(default_factory=set)
+    skipped: set[int] = field(default_factory=set)
+    minibatches_skipped: int = 0
     micro_batches: int = 0
     padding: int = 0
     read: int = 0
@@ -53,6 +57,7 @@ class Tally:
         """Return TRL's names for the means over minibatches that made a step, and ours for the work done."""
         work = {
             "train/minibatches": float(len(self.measured)),
+            "train/minibatches_skipped": float(self.minibatches_skipped),
             "train/micro_batches": float(self.micro_batches),
             "train/padding_fraction": self.padding / self.read if self.read else 0.0,
         }

@@ -142,7 +142,7 @@ class HfTrainer:
         """Train on one batch; the version then is one more, even if every minibatch was skipped.
 
         A minibatch whose loss or gradient is not finite changes nothing but the report: its rollouts are in
-        ``nonfinite``, each once.
+        ``skipped``, each once, and in ``nonfinite`` where no other minibatch trained them.
 
         Raises:
             ConfigError: the settings ask for log-probs that the batch does not have, or another ``Accelerator`` of the
@@ -221,9 +221,11 @@ class HfTrainer:
             self._clear_gradients()
         self._version += 1
         self._episodes += len(batch)
+        skipped = tuple(rollout for rollout in batch.rollouts if rollout in tally.skipped)
         return Trained(
             metrics=tally.metrics() | self._counts(batch) | {"lr": rate, "episode": float(self._episodes)},
-            nonfinite=tuple(rollout for rollout in batch.rollouts if rollout in tally.nonfinite),
+            nonfinite=tuple(rollout for rollout in skipped if rollout not in tally.stepped),
+            skipped=skipped,
         )
 
     def _minibatches(self, batch: Batch) -> Iterator[NDArray[np.int64]]:
@@ -257,13 +259,16 @@ class HfTrainer:
         tally.drift.opening = False
         measured = Measured(*torch.stack(parts).sum(0).tolist())
         norms = tuple(self._clip(part) for part in self._weights)
+        rollouts = {batch.responses[r].prompt.rollout for r in rows}
         if np.isfinite((measured.policy, measured.value, *norms)).all():
             self._optimizer.step()
             self._masters.write_back()
             tally.measured.append(measured)
             tally.norms.append(norms)
+            tally.stepped |= rollouts
         else:
-            tally.nonfinite.update(batch.rollouts[r] for r in rows)
+            tally.minibatches_skipped += 1
+            tally.skipped |= rollouts
         self._clear_gradients()
 
     def _backward(self, part: MicroBatch, total: float, drift: Drift) -> Tensor:

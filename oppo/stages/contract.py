@@ -98,7 +98,7 @@ def require_trained(trained: Trained, trainer: Trainer, before: int, batch: Batc
     """
     if trainer.version != before + 1:
         raise ProtocolError(f"after an update of version {before} the trainer's is {trainer.version}, not {before + 1}")
-    strangers = sorted(set(trained.nonfinite) - set(batch.rollouts))
+    strangers = sorted({*trained.nonfinite, *trained.skipped} - set(batch.rollouts))
     if strangers:
         raise ProtocolError(f"the update names rollouts {strangers} as not finite, which are not in its batch")
 

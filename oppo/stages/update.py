@@ -74,9 +74,9 @@ class Update:
             await self.trainer.publish(*self.publish)
             require_published(self.trainer, self.publish)
             end = anyio.current_time()
-            skipped = set(trained.nonfinite)
+            untrained = set(trained.nonfinite)
             rollouts = batch.rollouts
-            rows = [row for row, rollout in enumerate(rollouts) if rollout not in skipped]
+            rows = [row for row, rollout in enumerate(rollouts) if rollout not in untrained]
             report = StepReport(
                 index=self._step.index,
                 version=self.trainer.version,
@@ -124,11 +124,12 @@ class Update:
 def nonfinite(batch: Batch, trained: Trained) -> tuple[int, ...]:
     """Return the rollouts that say that training has diverged.
 
-    Those of minibatches that were skipped; or, where nothing was left to train, those that were dropped because a
-    number was not finite. One bad score among good ones does not count.
+    Those of minibatches that were skipped, though others may have trained them; or, where nothing was left to train,
+    those that were dropped because a number was not finite. One bad score among good ones does not count.
     """
-    if trained.nonfinite or len(batch):
-        return trained.nonfinite
+    told = trained.skipped or trained.nonfinite
+    if told or len(batch):
+        return told
     return tuple(drop.rollout for drop in batch.dropped if drop.reason.startswith(NONFINITE))
 
 

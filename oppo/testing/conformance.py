@@ -261,8 +261,9 @@ async def check_trainer(make: Make[Trainer], batch: Batch, followers: Sequence[F
     before = trainer.version
     trained = await trainer.update(batch)
     require(trainer.version == before + 1, f"after one update the version is {trainer.version}, not {before + 1}")
-    strangers = set(trained.nonfinite) - set(batch.rollouts)
-    require(not strangers, f"nonfinite names rollouts that are not in the batch: {sorted(strangers)}")
+    for name, told in (("nonfinite", trained.nonfinite), ("skipped", trained.skipped)):
+        strangers = set(told) - set(batch.rollouts)
+        require(not strangers, f"{name} names rollouts that are not in the batch: {sorted(strangers)}")
     await trainer.publish(*followers)
     behind = [type(follower).__name__ for follower in followers if follower.version != trainer.version]
     require(not behind, f"publish() left followers at another version than {trainer.version}: {behind}")

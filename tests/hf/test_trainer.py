@@ -261,10 +261,22 @@ async def test_a_minibatch_that_is_not_finite_is_skipped_and_its_rollouts_are_re
     batch = rollouts(trainer._actor, critic_of(trainer))
     batch.advantages[batch.rows()[3]] = np.nan
     trained = await trainer.update(batch)
-    assert trained.nonfinite == (13,)
+    assert trained.nonfinite == trained.skipped == (13,)
     assert trained.metrics["train/minibatches"] == 2 * (len(LENGTHS) - 1)
+    assert trained.metrics["train/minibatches_skipped"] == 2
     assert all(math.isfinite(value) for value in trained.metrics.values())
     assert all(p.isfinite().all() for p in trainer._models.parameters())
+
+
+async def test_a_rollout_that_another_minibatch_trained_is_not_reported_as_not_finite(thread: Thread) -> None:
+    trainer = make(thread, epochs=4, minibatches=3)
+    batch = rollouts(trainer._actor, critic_of(trainer))
+    batch.advantages[batch.rows()[3]] = np.nan
+    trained = await trainer.update(batch)
+    assert trained.nonfinite == (13,)
+    assert {13} < set(trained.skipped) <= set(batch.rollouts)
+    assert trained.metrics["train/minibatches"] == 4 * 2
+    assert trained.metrics["train/minibatches_skipped"] == 4
 
 
 async def test_an_environment_that_accumulates_gradients_changes_no_bit(
@@ -359,7 +371,7 @@ async def test_the_metrics_of_an_update_are_trls_and_the_work_done(thread: Threa
         "policy/kl_avg", "val/clipfrac_avg", "val/ratio", "val/ratio_var", "val/num_eos_tokens", "lr", "episode",
         "train/grad_norm", "train/critic_grad_norm", "train/minibatches", "train/micro_batches",
         "train/padding_fraction", "train/tokens", "policy/clipfrac_lag_0", "mismatch/kl", "mismatch/kl_current",
-        "mismatch/ess", "mismatch/weight", "mismatch/masked",
+        "mismatch/ess", "mismatch/weight", "mismatch/masked", "train/minibatches_skipped",
     }  # fmt: skip
     assert metrics["train/minibatches"] == 4
     assert metrics["train/micro_batches"] > 4

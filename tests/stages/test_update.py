@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,9 +15,11 @@ from safetensors.numpy import load_file
 from oppo.admission import Verdict, together
 from oppo.admission.verdict import Bottleneck
 from oppo.errors import ModelDiverged
+from oppo.events import Batch
+from oppo.models import Trained
 from oppo.report.dump import dump_batch
 from oppo.stages import GAE, Update
-from oppo.testing import FakeScorer, run_virtual
+from oppo.testing import FakeScorer, FakeTrainer, run_virtual
 from tests.pipelines import Pipeline, Setting
 
 
@@ -43,6 +46,18 @@ def test_a_finite_update_in_between_begins_the_count_again() -> None:
     pipeline = diverging(lambda update: update % 3 != 0, max_nonfinite=3)
     run_virtual(pipeline.run)
     assert len(pipeline.reports) == 9
+
+
+def test_minibatches_that_are_skipped_end_the_run_though_others_trained_their_rollouts() -> None:
+    class Skipping(FakeTrainer):
+        async def update(self, batch: Batch) -> Trained:
+            return replace(await super().update(batch), skipped=batch.rollouts[:2])
+
+    pipeline = Pipeline(Setting(steps=9, prompts=1_000))
+    pipeline.trainer = Skipping()
+    with pytest.raises(ModelDiverged, match=r"in 3 updates in a row, lastly for rollouts \[8, 9\]: lower"):
+        run_virtual(pipeline.run)
+    assert [(report.trained, report.dropped) for report in pipeline.reports] == [((0, 1, 2, 3), ()), ((4, 5, 6, 7), ())]
 
 
 def test_with_zero_the_run_never_ends_early() -> None:
