@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from oppo.errors import ModelRefused
+from oppo.hf.anatomy import keeps_logits
 from oppo.hf.packing import MicroBatch
 from oppo.hf.trunk import OwnHead, shares_trunk
 
@@ -21,6 +22,7 @@ class ActorCritic(nn.Module):
         super().__init__()
         self.actor = actor
         self.critic = critic
+        self._keeps = keeps_logits(actor)
         self._own_head = OwnHead(actor) if critic is not None and shares_trunk(actor, critic) else None
 
     def forward(self, batch: MicroBatch, *, actor_learns: bool = True) -> tuple[Tensor, Tensor | None]:
@@ -33,7 +35,9 @@ class ActorCritic(nn.Module):
 
         with torch.set_grad_enabled(actor_learns):
             if self._own_head is None:
-                logits: Tensor = self.actor(batch.ids, logits_to_keep=batch.keep, **inputs).logits
+                kept = {"logits_to_keep": batch.keep} if self._keeps else {}
+                logits: Tensor = self.actor(batch.ids, **kept, **inputs).logits
+                logits = logits if self._keeps else logits[:, batch.keep]
             else:
                 hidden = read(self.actor)
                 logits = self._own_head(hidden)

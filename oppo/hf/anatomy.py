@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 
 from torch import nn
@@ -23,6 +24,11 @@ def backbone(model: PreTrainedModel) -> PreTrainedModel:
     if not isinstance(found, PreTrainedModel):
         raise ModelRefused(f"{type(model).__name__} has no transformers backbone, but a {type(found).__name__}")
     return found
+
+
+def keeps_logits(model: PreTrainedModel) -> bool:
+    """Return whether a forward pass can be told, by ``logits_to_keep``, at which positions logits are wanted."""
+    return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
 def vocabulary(model: PreTrainedModel) -> int:

@@ -12,7 +12,6 @@ its logits there only. Padding is never stored: its keys and values are dropped 
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 
@@ -21,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from oppo.errors import ModelError, ProtocolError
-from oppo.hf.anatomy import longest
+from oppo.hf.anatomy import keeps_logits, longest
 from oppo.hf.cache import Place, SlabCache
 from oppo.hf.lockstep import Lockstep
 from oppo.hf.masks import Masks
@@ -82,7 +81,7 @@ class Incremental:
         self._in_parts = parts and attend_in_parts(model)
         self._ordered = ordered
         self._masks = Masks(model)
-        self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._keeps = keeps_logits(model)
         self._shelves = [Slab(columns) for columns in _class_lengths(classes, self.max_length)]
         self._stepped: list[Slab] = []
         self._cache = SlabCache(int(text.num_hidden_layers))

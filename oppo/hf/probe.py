@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from oppo.errors import ModelRefused
-from oppo.hf.anatomy import backbone, routed, vocabulary
+from oppo.hf.anatomy import backbone, keeps_logits, routed, vocabulary
 from oppo.hf.incremental import Incremental
 from oppo.hf.masks import window_of
 
@@ -178,7 +178,7 @@ def _difference(model: PreTrainedModel, got: Tensor, want: Tensor) -> tuple[floa
 
 def _one_shot(model: PreTrainedModel, tokens: Tensor, keep: int) -> Tensor:
     """Return the outputs [keep, D] at the last positions of one row, as the model itself computes them."""
-    kept = {"logits_to_keep": keep} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    kept = {"logits_to_keep": keep} if keeps_logits(model) else {}
     ids = tokens[None]
     output = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **kept)
     seen: Tensor = output.logits if "logits" in output else output.last_hidden_state

@@ -17,8 +17,10 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    LlamaForCausalLM,
     PreTrainedModel,
 )
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from oppo.errors import ConfigError, ModelError, ModelRefused
 from oppo.estimators import gae, kl_estimate, shaped_rewards, whiten
@@ -223,6 +225,28 @@ async def test_the_same_batch_and_seed_give_the_same_bits(thread: Thread) -> Non
     first = await trained(0)
     assert await trained(0) == first
     assert await trained(1) != first
+
+
+async def test_an_actor_that_gives_all_logits_is_trained_as_one_that_can_be_told_which(thread: Thread) -> None:
+    class Whole(LlamaForCausalLM):
+        def forward(self, input_ids: Tensor, position_ids: Tensor, *, use_cache: bool) -> CausalLMOutputWithPast:
+            made: CausalLMOutputWithPast = super().forward(
+                input_ids, position_ids=position_ids, use_cache=use_cache, return_dict=True
+            )
+            return made
+
+    async def trained(kind: type[LlamaForCausalLM]) -> dict[str, Tensor]:
+        actor, critic = tiny.causal(seed=1), tiny.scalar(seed=2)
+        batch = rollouts(actor, critic)
+        actor.__class__ = kind
+        settings = TrainerSettings(learning_rate=1e-3, epochs=2, micro_batch_tokens=40)
+        trainer = HfTrainer(actor, critic, sampling=SAMPLING, thread=thread, settings=settings)
+        await trainer.update(batch)
+        return actor.state_dict()
+
+    told, whole = await trained(LlamaForCausalLM), await trained(Whole)
+    for name, tensor in told.items():
+        torch.testing.assert_close(whole[name], tensor, rtol=1e-4, atol=1e-5)
 
 
 async def test_tokens_that_were_not_sampled_do_not_train(thread: Thread) -> None:
