@@ -152,6 +152,18 @@ class Incremental:
         return out
 
     @torch.inference_mode()
+    def stand_apart(self, rows: Sequence[int]) -> None:
+        """Let ``rows``, if they are stepped next, attend in a part for each length, whatever that costs: for a probe.
+
+        Where a model does not attend in parts, nothing changes.
+
+        Raises:
+            ModelError: a row has no room for another token.
+            ProtocolError: a row is named twice.
+        """
+        self._lockstep = self._in_step(rows, overhead=0)
+
+    @torch.inference_mode()
     def forget(self, rows: Iterable[int]) -> None:
         """Free the memory of ``rows``; unknown rows are fine."""
         freed: dict[Slab, list[int]] = {}
@@ -207,13 +219,17 @@ class Incremental:
         slab.add(row for row in incoming if row not in self._homes)
         self._homes.update(dict.fromkeys(incoming, slab))
 
-    def _seat(self, rows: Sequence[int]) -> list[tuple[Slab, list[int]]]:
-        """Give each part of ``rows`` a slab in which its rows can grow by a token: that which holds most of it."""
+    def _seat(self, rows: Sequence[int], overhead: int | None) -> list[tuple[Slab, list[int]]]:
+        """Give each part of ``rows`` a slab in which its rows can grow by a token: that which holds most of it.
+
+        Another part costs ``overhead`` tokens; unless given, what it takes for this model.
+        """
         grown = self._grown(rows, [1] * len(rows))
         lengths = list(grown.values())
         parts = [list(range(len(rows)))]
         if self._in_parts and rows and (per_token := self._bytes_per_token()):
-            parts = parted(lengths, overhead_of(per_token / len(self._cache.layers)))
+            own = overhead_of(per_token / len(self._cache.layers))
+            parts = parted(lengths, own if overhead is None else overhead)
         seats = dict[Slab, list[int]]()
         for part in parts:
             members = [rows[at] for at in part]
@@ -269,10 +285,10 @@ class Incremental:
         )
         return self._forward([Place(slab, site)], ids, positions, keep=keep)
 
-    def _in_step(self, rows: Sequence[int]) -> Lockstep:
+    def _in_step(self, rows: Sequence[int], overhead: int | None = None) -> Lockstep:
         """Bring ``rows``, part by part, to the front of slabs in which they can be stepped."""
         device, places, batch = self._model.device, list[Place](), list[int]()
-        for slab, members in self._seat(rows):
+        for slab, members in self._seat(rows, overhead):
             slab.bring_forward(members, ordered=self._ordered)
             front = slab.rows[: len(members)]
             lengths = [self.length(row) for row in front]

@@ -46,14 +46,17 @@ READING: tuple[tuple[str, dict[int, int]], ...] = (
     ("extend", {MIDDLE: 9}),
     ("extend", {SHORT: 5, LONG: 12}),
     ("step", {SHORT: 1, LONG: 1, MIDDLE: 1}),
-    ("step", {SHORT: 1, LONG: 1, MIDDLE: 1}),
+    ("apart", {SHORT: 1, LONG: 1, MIDDLE: 1}),
     ("extend", {MIDDLE: 14, LONG: 9}),
     ("step", {MIDDLE: 1, SHORT: 1, LONG: 1}),
     ("forget", {SHORT: 0}),
     ("extend", {LONG: 24, MIDDLE: 15}),
     ("step", {MIDDLE: 1, LONG: 1}),
 )
-"""How the rows are read: ragged chunks, steps between them, moves to longer classes, a row that leaves."""
+"""How the rows are read: ragged chunks, steps between them, moves to longer classes, a row that leaves.
+
+One step is in parts, which rows as short as these would otherwise never be.
+"""
 
 
 def probe(model: PreTrainedModel, *, tolerance: float | None = None) -> None:
@@ -127,10 +130,12 @@ def _compare(model: PreTrainedModel, limit: float) -> None:
         pieces = {row: piece for row, piece in pieces.items() if len(piece)}
         if not pieces:
             continue
-        if kind == "step":
-            outputs = list(incremental.step(list(pieces), torch.cat(list(pieces.values())))[:, None])
-        else:
+        if kind == "extend":
             outputs = incremental.extend(list(pieces), list(pieces.values()))
+        else:
+            if kind == "apart":
+                incremental.stand_apart(list(pieces))
+            outputs = list(incremental.step(list(pieces), torch.cat(list(pieces.values())))[:, None])
         for row, output in zip(pieces, outputs, strict=True):
             read[row].append((starts[row], output))
     for row, tokens in rows.items():

@@ -32,6 +32,7 @@ from transformers import (
 from oppo.errors import ModelRefused
 from oppo.hf.anatomy import backbone
 from oppo.hf.masks import Masks
+from oppo.hf.parts import Parts
 from oppo.hf.probe import probe
 from oppo.hf.slabs import Site, Slab
 from tests.hf import tiny
@@ -239,6 +240,23 @@ def test_a_cache_that_returns_another_rows_keys_is_found(monkeypatch: pytest.Mon
     monkeypatch.setattr(Slab, "store", swapped)
     with pytest.raises(ModelRefused, match="read in pieces"):
         probe(tiny.causal("llama"))
+
+
+def test_a_fault_of_attention_in_parts_is_found_though_short_rows_would_be_one_rectangle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = list[int]()
+
+    def faulty(tensors: tuple[Tensor, ...]) -> Parts:
+        made.append(len(tensors))
+        return Parts(tuple(map(torch.zeros_like, tensors)))
+
+    monkeypatch.setattr("oppo.hf.parts.PART_BYTES", 256 * 1024)  # as it is outside of these tests
+    monkeypatch.setattr("oppo.hf.cache.Parts", faulty)
+    with pytest.raises(ModelRefused, match="read in pieces"):
+        probe(tiny.causal("llama"))
+    assert set(made) == {3}
+    probe(tiny.causal("gptj"))
 
 
 @pytest.mark.parametrize("name", tiny.WINDOWED)
