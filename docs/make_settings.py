@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from oppo.config import Settings
-from oppo.sections import Section
+from oppo.sections import ByAlgorithm, Section
 
 PAGE = Path(__file__).with_name("settings.md")
 
@@ -166,19 +166,25 @@ def _because(key: str, why: str) -> str:
 
 
 def _default(field: FieldInfo) -> str:
-    if field.default is PydanticUndefined:
-        return "**required**"
-    match field.default:
+    if isinstance(choice := field.default_factory, ByAlgorithm):
+        own = [f"{_spelt(value)} for `{algorithm}`" for algorithm, value in choice.own.items()]
+        return ", ".join([_spelt(choice.usual), *own])
+    return "**required**" if field.default is PydanticUndefined else _spelt(field.default)
+
+
+def _spelt(value: object) -> str:
+    """Return a value as it is written in the file."""
+    match value:
         case None:
             return "absent"
         case bool():
-            return f"`{str(field.default).lower()}`"
+            return f"`{str(value).lower()}`"
         case tuple():
-            return f"`{list(field.default)}`"
+            return f"`{list(value)}`"
         case str():
-            return f'`"{field.default}"`'
+            return f'`"{value}"`'
         case _:
-            return f"`{field.default}`"
+            return f"`{value}`"
 
 
 def _values(field: FieldInfo) -> str:

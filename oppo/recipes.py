@@ -110,11 +110,12 @@ def grpo(
         samples: responses to each prompt, a group.
         advantage: how they are compared; see :func:`oppo.estimators.group_advantages`.
         reference: ``None`` where no KL to one is asked for, here or in the loss.
-        kl: coefficient of the KL penalty in what a response is worth, or a controller for it.
+        kl: coefficient of the KL penalty in what a response is worth, or a controller for it; none where that is
+            ``standardised``.
         shaping: what is made of the scores before they are compared; nothing unless given.
 
     Raises:
-        ConfigError: there are fewer than two samples, or a KL penalty without a reference.
+        ConfigError: there are fewer than two samples, or a KL penalty is standardised or without a reference.
     """
     if samples < 2:
         raise ConfigError(f"samples must be 2 or more, not {samples}: a response alone has nothing to be compared with")

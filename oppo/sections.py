@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Generic, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
@@ -13,7 +15,23 @@ Fraction: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 NonNegative: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count: TypeAlias = Annotated[int, Field(ge=0)]
+KLPlace: TypeAlias = Literal["reward", "loss"]
 AdmissionName: TypeAlias = Literal["overcommit", "adaptive", "slope", "slope-algorithm1", "tail-batched"]
+
+
+V = TypeVar("V")
+
+
+@dataclass(frozen=True)
+class ByAlgorithm(Generic[V]):
+    """The default of a key of ``[step]`` that some algorithms have another one of."""
+
+    usual: V
+    own: Mapping[str, V]
+
+    def __call__(self, section: dict[str, Any]) -> V:
+        """Return the default beside the keys that come before this one."""
+        return self.own.get(section.get("algorithm", ""), self.usual)
 
 
 class Section(BaseModel):
@@ -28,7 +46,7 @@ class StepSection(Section):
     algorithm: Literal["ppo", "grpo", "rloo"] = Field(
         default="ppo",
         description="how advantages are estimated: `ppo` with a critic, by GAE; `grpo` and `rloo` without one, by "
-        'comparing the responses to each prompt with one another (GRPO\'s own KL is `kl_in = "loss"` with k3)',
+        "comparing the responses to each prompt with one another",
     )
     samples: Annotated[int, Field(ge=2)] | None = Field(
         default=None,
@@ -58,10 +76,15 @@ class StepSection(Section):
         "part of `max_new_tokens` that is tried out every 50 steps",
     )
     kl: NonNegative = Field(default=0.05, description="coefficient of the KL penalty (its first value when adaptive)")
-    kl_in: Literal["reward", "loss"] = Field(
-        default="reward", description="whether the KL penalty is part of the reward, or of the loss"
+    kl_in: KLPlace = Field(
+        default_factory=ByAlgorithm[KLPlace]("reward", {"grpo": "loss"}),
+        description="whether the KL penalty is part of the reward, or of the loss; not of a reward that is "
+        "standardised, as `grpo` does",
     )
-    kl_estimator: KLEstimator = Field(default="k1", description="estimator of the KL penalty; k2 or k3 in the loss")
+    kl_estimator: KLEstimator = Field(
+        default_factory=ByAlgorithm[KLEstimator]("k1", {"grpo": "k3"}),
+        description="estimator of the KL penalty; k2 or k3 in the loss",
+    )
     kl_target: Positive | None = Field(default=None, description="adapt the coefficient to hold this KL per rollout")
     kl_horizon: PositiveInt | None = Field(default=None, description="rollouts over which the coefficient adapts")
     score_norm: bool = Field(default=False, description="normalise scores by the mean and spread of all so far")
@@ -112,6 +135,11 @@ class StepSection(Section):
             raise ValueError("kl_target and kl_horizon go together: give both (adaptive KL) or neither (constant)")
         if self.kl_target is not None and not self.kl:
             raise ValueError("kl_target adapts the penalty by multiplying it: give step.kl, where it begins, above 0")
+        if self.algorithm == "grpo" and self.kl_in == "reward" and self.kl > 0:
+            raise ValueError(
+                "algorithm = 'grpo' standardises rewards, so that where the scores of a group tie a KL in them is of "
+                "full size at any coefficient: put it into the loss with step.kl_in = 'loss', or choose 'rloo'"
+            )
         if self.kl_in == "loss" and self.kl_target is not None:
             raise ValueError("kl_target adapts the penalty in the reward: leave it out where kl_in = 'loss'")
         if self.kl_in == "loss" and self.kl_estimator == "k1":

@@ -97,6 +97,25 @@ def test_the_runs_seed_reaches_every_section_that_names_none(tmp_path: Path) -> 
     assert (settings.data.seed, settings.sampling.seed, settings.trainer.seed) == (7, 3, 7)
 
 
+def test_grpo_has_its_kl_in_the_loss_unless_it_is_told_otherwise(tmp_path: Path) -> None:
+    def placed(*overrides: str) -> tuple[str, str, float]:
+        settings = loaded(tmp_path, "", *overrides)
+        assert resolve(tomllib.loads(settings.toml()), Path("/elsewhere")) == settings
+        return settings.step.kl_in, settings.step.kl_estimator, trainer_settings(settings).kl
+
+    assert placed("step.algorithm=grpo") == ("loss", "k3", 0.05)
+    assert placed("step.algorithm=grpo", "step.kl_estimator=k2") == ("loss", "k2", 0.05)
+    assert placed("step.algorithm=grpo", "step.kl_in=reward", "step.kl=0") == ("reward", "k3", 0)
+    assert placed("step.algorithm=rloo") == placed("step.algorithm=ppo") == placed() == ("reward", "k1", 0)
+
+
+@pytest.mark.parametrize("further", [(), ("step.kl=0", "step.kl_target=6", "step.kl_horizon=100")])
+def test_a_kl_in_the_reward_is_refused_where_rewards_are_standardised(tmp_path: Path, further: tuple[str, ...]) -> None:
+    said = refused(tmp_path, "", "step.algorithm=grpo", "step.kl_in=reward", *further)
+    assert said.startswith("[step]: algorithm = 'grpo' standardises rewards, so that where the scores of a group tie")
+    assert "put it into the loss with step.kl_in = 'loss', or choose 'rloo'" in said
+
+
 def test_the_resolved_file_means_the_same_anywhere(tmp_path: Path) -> None:
     settings = loaded(
         tmp_path, '[step]\nkl_target = 6.0\nkl_horizon = 100\nchunk = "whole"\n[sampling]\nstop = [1, "x"]\n'

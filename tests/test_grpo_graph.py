@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,6 @@ from hypothesis import example, given, strategies as st
 
 from oppo.admission import Overcommit
 from oppo.errors import ConfigError
-from oppo.estimators import GroupAdvantage
 from oppo.events import FloatArray, StepReport
 from oppo.graph import Graph
 from oppo.recipes import grpo
@@ -24,7 +24,6 @@ CARRIED = Setting(lengths=(5, 9, 3, 30, 21, 7, 8, 60), extra=2, steps=4, samples
 class Grouped(Pipeline):
     """The recipe on fakes; it has a critic, to which nobody speaks."""
 
-    advantage: GroupAdvantage = "standardised"
     referred: bool = True
 
     def graph(self) -> Graph[StepReport]:
@@ -37,7 +36,7 @@ class Grouped(Pipeline):
             trainer=self.trainer,
             admission=self.admission or Overcommit(s.batch, s.extra, s.max_deferrals),
             samples=s.samples,
-            advantage=self.advantage,
+            advantage="leave_one_out" if self.referred else "standardised",
             kl=0.05 if self.referred else 0.0,
             reference=self.reference if self.referred else None,
             proximal=recorded if self.proximal else None,
@@ -122,15 +121,16 @@ def test_the_graph_has_no_critic_and_only_the_scorers_it_was_given() -> None:
     ("options", "sentence"),
     [
         ({"samples": 1}, "samples must be 2 or more, not 1: a response alone has nothing to be compared with"),
-        ({"kl": 0.05}, "a KL penalty, kl = 0.05, is one to a reference: give one, or leave kl at 0"),
+        ({"kl": 0.05}, "advantage = 'standardised' cannot have a KL in the reward, got kl = 0.05"),
+        ({"kl": 0.05, "advantage": "centred"}, "a KL penalty, kl = 0.05, is one to a reference: give one, or leave"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_runs(options: dict[str, float], sentence: str) -> None:
+def test_what_cannot_be_is_refused_before_anything_runs(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         grpo(
             policy=FakePolicy(),
             reward=FakeScorer(fake_scalar),
             trainer=FakeTrainer(),
             admission=Overcommit(batch=4),
-            **options,  # type: ignore[arg-type] # the point of the test
+            **options,
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -63,8 +65,10 @@ def test_an_interruption_neither_loses_nor_doubles_a_prompt_or_a_token(
         assert np.all(np.diff(response.versions) >= 0)
 
 
-@pytest.mark.parametrize("kind", [GAE, GroupRelative])
-def test_controllers_of_kl_and_scores_go_on_where_they_were(kind: type[GAE | GroupRelative]) -> None:
+@pytest.mark.parametrize("kind", [GAE, partial(GroupRelative, "centred")], ids=["GAE", "GroupRelative"])
+def test_controllers_of_kl_and_scores_go_on_where_they_were(
+    kind: Callable[..., GAE | GroupRelative],
+) -> None:
     learned = kind(kl=AdaptiveKL(0.2, target=1.0, horizon=10), shaping=ScoreShaping(norm=True))
     learned._control = learned._control.after(5.0, 4)
     learned.shaping = learned.shaping.after(np.array([1, 2, 5], np.float32))

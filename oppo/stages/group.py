@@ -38,14 +38,15 @@ class GroupRelative:
         advantage: ``leave_one_out`` (RLOO), ``standardised`` (GRPO) or ``centred`` (Dr. GRPO); see
             :func:`oppo.estimators.group_advantages`.
         kl: coefficient of the KL penalty in what a response is worth, as in RLOO: a number, or a controller that adapts
-            it to a target. GRPO has its KL in the loss instead: ``TrainerSettings.kl``. Both need a reference.
+            it to a target. GRPO has its KL in the loss instead, ``TrainerSettings.kl``: what is standardised is of the
+            same size at any coefficient, and all of it where scores tie. Both need a reference.
         kl_estimator: ``k1``, ``k2`` or ``k3`` (Schulman, "Approximating KL divergence", 2020).
         shaping: what is made of the scores first; replaced by its successor after each batch.
         proximal: whether the last input has log-probs under the weights that are about to be updated, which corrections
             for stale tokens need.
 
     Raises:
-        ConfigError: there is no such estimator, or ``kl`` is no coefficient.
+        ConfigError: there is no such estimator, ``kl`` is no coefficient, or would be standardised.
         ValueError: the coefficient of the KL penalty is negative or not finite.
     """
 
@@ -60,6 +61,13 @@ class GroupRelative:
         if self.advantage not in get_args(GroupAdvantage):
             raise ConfigError(f"advantage must be one of {', '.join(get_args(GroupAdvantage))}, not {self.advantage!r}")
         self._control = controlled(self.kl, self.kl_estimator)
+        if self.advantage == "standardised" and self.refers:
+            raise ConfigError(
+                f"advantage = 'standardised' cannot have a KL in the reward, got kl = {self.kl}: where the scores of a "
+                "group tie, what is standardised is the KL alone, of full size at any coefficient; put it into the "
+                'loss, with step.kl_in="loss" or TrainerSettings(kl=..., kl_estimator="k3"), or choose \'centred\' or '
+                "'leave_one_out'"
+            )
 
     @property
     def refers(self) -> bool:
@@ -130,7 +138,8 @@ class GroupRelative:
         for members in groups:
             relative[members] = group_advantages(worth[members], self.advantage)
         advantages = np.where(batch.sampled, np.repeat(relative, np.diff(batch.offsets)), np.float32(0))
-        metrics = {**objective.metrics(batch), **_spread([worth[members] for members in groups])}
+        spread = _spread([objective.shaped[members] for members in groups])
+        metrics = {**objective.metrics(batch), **spread}
         return replace(batch, rewards=rewards, advantages=advantages, metrics=metrics)
 
 
@@ -141,10 +150,10 @@ def _groups(batch: Batch) -> Sequence[NDArray[np.intp]]:
 
 
 def _spread(groups: Sequence[FloatArray]) -> Mapping[str, float]:
-    """Return how different the responses of a group are: their deviation, and how many groups teach nothing."""
+    """Return how different the scores of a group are: their deviation, and in how many groups they teach nothing."""
     if not groups:
         return {}
-    deviations = [float(worth.std(ddof=1, dtype=np.float64)) for worth in groups]
+    deviations = [float(scores.std(ddof=1, dtype=np.float64)) for scores in groups]
     return {
         "objective/group_std": float(np.mean(deviations)),
         "objective/frac_zero_std": float(np.mean([not deviation for deviation in deviations])),

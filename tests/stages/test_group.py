@@ -94,7 +94,7 @@ def test_the_kl_to_the_reference_is_taken_from_what_a_response_is_worth() -> Non
 
 def test_a_controller_of_the_coefficient_learns_from_each_batch() -> None:
     rows = [row(0, 1.0, reference=-1.5), row(1, 1.0, reference=-1.5)]
-    stage = GroupRelative(kl=AdaptiveKL(0.1, target=1.0, horizon=4))
+    stage = GroupRelative("leave_one_out", kl=AdaptiveKL(0.1, target=1.0, horizon=4))
     first, second = stage.batch(rows), stage.batch(rows)
     assert (first.metrics["objective/kl"], first.metrics["objective/kl_coef"]) == (2, 0.1)
     assert second.metrics["objective/kl_coef"] == pytest.approx(0.1 * (1 + 0.2 * 2 / 4))
@@ -116,6 +116,14 @@ def test_the_metrics_say_how_many_groups_teach_nothing() -> None:
     assert batch.metrics["objective/frac_zero_std"] == 0.5
     assert batch.metrics["objective/group_std"] == pytest.approx(1.0)
     assert firsts(batch)[:3] == [0, 0, 0]
+
+
+def test_a_group_whose_scores_tie_is_counted_whatever_its_kl_is() -> None:
+    rows = [row(k, score, reference=-1.0 - k) for k, score in enumerate([1, 1, 1, 3, 1, 2])]
+    batch = GroupRelative("leave_one_out", kl=0.1).batch(rows)
+    assert any(firsts(batch)[:3]), "the KL teaches"
+    assert batch.metrics["objective/frac_zero_std"] == 0.5
+    assert batch.metrics["objective/group_std"] == pytest.approx(0.5)
 
 
 def test_scores_are_shaped_before_they_are_compared_and_what_was_learned_of_them_is_kept() -> None:
@@ -187,7 +195,7 @@ def test_a_reference_and_proximal_log_probs_are_told_from_one_another_by_what_wa
     (neither,) = sent(GroupRelative(), ENDS, SCORES)
     (referred,) = sent(GroupRelative(), ENDS, SCORES, per_token(-2))
     (proximal,) = sent(GroupRelative(proximal=True), ENDS, SCORES, per_token(-3))
-    (both,) = sent(GroupRelative(kl=0.1, proximal=True), ENDS, SCORES, per_token(-2), per_token(-3))
+    (both,) = sent(GroupRelative("centred", kl=0.1, proximal=True), ENDS, SCORES, per_token(-2), per_token(-3))
     batches = neither, referred, proximal, both
     assert [batch.rollouts for batch in batches] == [(0, 1, 2)] * 4
     assert [float(batch.logprobs[0]) for batch in batches] == [-1, -1, -1, -1]
@@ -212,7 +220,7 @@ def test_a_reference_and_proximal_log_probs_are_told_from_one_another_by_what_wa
 )
 def test_inputs_that_do_not_fit_what_was_asked_are_refused(options: dict[str, Any], inputs: int, sentence: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(sentence)):
-        sent(GroupRelative(**options), ENDS, SCORES, *[per_token(-1)] * inputs)
+        sent(GroupRelative("centred", **options), ENDS, SCORES, *[per_token(-1)] * inputs)
 
 
 def test_what_is_not_finite_or_dropped_leaves_its_group_and_the_others_go_on() -> None:
@@ -246,6 +254,8 @@ def test_a_step_without_a_rollout_sends_nothing_and_one_that_only_carries_sends_
         ({"kl_estimator": "k9"}, "kl_estimator must be one of k1, k2, k3, not 'k9'"),
         ({"kl": "0.1"}, "kl must be a number, or a controller such as oppo.AdaptiveKL, not '0.1'"),
         ({"kl": -0.1}, "the KL coefficient must be 0 or more and finite, not -0.1"),
+        ({"kl": 0.1}, "advantage = 'standardised' cannot have a KL in the reward, got kl = 0.1: where the scores of a"),
+        ({"kl": AdaptiveKL(0.0)}, 'put it into the loss, with step.kl_in="loss"'),
     ],
 )
 def test_what_cannot_be_compared_with_is_refused_at_once(choice: dict[str, Any], sentence: str) -> None:
