@@ -235,6 +235,11 @@ class Settings(Section):
             self._require_no_critic()
         return self
 
+        if not self.has_critic and self.sampling.temperature == 0:
+            raise ValueError(
+                f"step.algorithm = {self.step.algorithm!r} compares the responses to a prompt with one another, and "
+                "sampling.temperature = 0 makes them all the same: give one above 0"
+            )
     @property
     def has_critic(self) -> bool:
         """Whether values are estimated, by a model that is trained too."""

@@ -84,11 +84,16 @@ def test_without_a_critic_there_is_none_by_default_and_groups_have_a_size(tmp_pa
         ("step.lam=0.9", "so nothing is made of step.lam = 0.9: leave that out"),
         ("step.lam=0.9 trainer.critic_warmup=1", "nothing is made of step.lam = 0.9, trainer.critic_warmup = 1: leave"),
         ("trainer.value_clip=none", "so nothing is made of trainer.value_clip = 'none': leave that out"),
+        (
+            "sampling.temperature=0.0",
+            "with one another, and sampling.temperature = 0 makes them all the same: give one above 0",
+        ),
+        ("step.algorithm=rloo sampling.temperature=0", "step.algorithm = 'rloo' compares the responses to a prompt"),
         ("step.samples=1", "step.samples: "),
         ("step.algorithm=ppo step.samples=4", "algorithm = 'ppo' makes one response to each prompt: leave samples out"),
     ],
 )
-def test_what_is_about_a_critic_is_refused_where_there_is_none(tmp_path: Path, override: str, sentence: str) -> None:
+def test_what_means_nothing_without_a_critic_is_refused(tmp_path: Path, override: str, sentence: str) -> None:
     assert sentence in refused(tmp_path, "", "step.algorithm=grpo", *override.split(" "))
 
 
