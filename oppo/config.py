@@ -19,6 +19,7 @@ from pydantic import Field, PositiveInt, ValidationError, field_validator, model
 
 from oppo.errors import ConfigError
 from oppo.faults import Faults
+from oppo.overrides import overridden, seeded
 from oppo.sections import Count, NonNegative, Positive, Section, StepSection
 from oppo.training import Schedule, TrainerSettings
 
@@ -28,7 +29,6 @@ Filled: TypeAlias = Annotated[str, Field(min_length=1)]
 
 _FUNCTION = re.compile(r"^(?P<file>.+\.py):(?P<function>[^:/\\]+)$")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
-_SEEDED = ("data", "sampling", "trainer")
 _OF_A_CRITIC = {
     "models": ("critic", "shared_trunk"),
     "step": ("gamma", "lam", "whiten_rewards"),
@@ -43,7 +43,9 @@ class RunSection(Section):
     directory: Filled = Field(default="runs", description="the folder that holds runs")
     steps: PositiveInt = Field(default=100, description="how many updates to make")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
-        default=0, description="seeds the data order, sampling and training"
+        default=0,
+        description="seeds the data order, sampling and training; `--set run.seed=N` moves the seeds of the sections "
+        "with it that were the same",
     )
     exact: bool = Field(default=False, description="make every bit independent of timing (slower; float32, CPU)")
     cores: Count = Field(default=0, description="cores to work with; 0: all that the process may use")
@@ -233,13 +235,13 @@ class Settings(Section):
             raise ValueError(f"run.exact needs models.device = 'cpu' (or 'auto'), got {self.models.device!r}")
         if not self.has_critic:
             self._require_no_critic()
-        return self
-
         if not self.has_critic and self.sampling.temperature == 0:
             raise ValueError(
                 f"step.algorithm = {self.step.algorithm!r} compares the responses to a prompt with one another, and "
                 "sampling.temperature = 0 makes them all the same: give one above 0"
             )
+        return self
+
     @property
     def has_critic(self) -> bool:
         """Whether values are estimated, by a model that is trained too."""
@@ -281,9 +283,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Settings:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror or error}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    for override in overrides:
-        _override(document, override)
-    return resolve(document, path.absolute().parent)
+    return resolve(overridden(document, overrides), path.absolute().parent)
 
 
 def resolve(document: Mapping[str, object], folder: Path) -> Settings:
@@ -293,7 +293,7 @@ def resolve(document: Mapping[str, object], folder: Path) -> Settings:
         ConfigError: a setting is unknown, missing or out of range.
     """
     try:
-        settings = Settings.model_validate(_seeded(document))
+        settings = Settings.model_validate(seeded(document))
     except ValidationError as error:
         raise ConfigError(Faults(Settings).told(error)) from error
     models = settings.models
@@ -329,41 +329,6 @@ def trainer_settings(settings: Settings) -> TrainerSettings:
     if step.kl_in == "loss":
         section |= {"kl": step.kl, "kl_estimator": step.kl_estimator}
     return TrainerSettings(**section, total_steps=settings.run.steps, correction=step.correction())
-
-
-def _override(document: dict[str, object], override: str) -> None:
-    key, equals, text = override.partition("=")
-    names = [name.strip() for name in key.split(".")]
-    if not equals or len(names) != 2 or not all(names):
-        raise ConfigError(f"--set expects section.key=value, such as step.kl=0.1; got {override!r}")
-    section = document.setdefault(names[0], {})
-    if not isinstance(section, dict):
-        raise ConfigError(f"--set {override}: {names[0]!r} is not a section of this file but the value {section!r}")
-    section[names[1]] = _value(text.strip())
-
-
-def _value(text: str) -> object:
-    """Return ``text`` as one TOML value, or as it stands where it is none."""
-    try:
-        document = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
-        return text
-    return document["value"] if len(document) == 1 else text
-
-
-def _seeded(document: Mapping[str, object]) -> dict[str, object]:
-    """Return the document with the run's seed in every section that has a seed and names none."""
-    filled: dict[str, object] = dict(document)
-    run = document.get("run")
-    if not isinstance(run, Mapping) or type(run.get("seed")) is not int:
-        return filled
-    for name in _SEEDED:
-        section = document.get(name, {})
-        if isinstance(section, Mapping):
-            filled[name] = {"seed": run["seed"], **section}
-    if "data" not in document:
-        del filled["data"]
-    return filled
 
 
 def _path(text: str, folder: Path) -> str:

@@ -38,6 +38,7 @@ LEAVES = frozenset(
         "config",
         "sections",
         "faults",
+        "overrides",
         "data",
         "rewards",
         "train",

@@ -97,11 +97,6 @@ def test_what_means_nothing_without_a_critic_is_refused(tmp_path: Path, override
     assert sentence in refused(tmp_path, "", "step.algorithm=grpo", *override.split(" "))
 
 
-def test_the_runs_seed_reaches_every_section_that_names_none(tmp_path: Path) -> None:
-    settings = loaded(tmp_path, "[run]\nseed = 7\n[sampling]\nseed = 3\n")
-    assert (settings.data.seed, settings.sampling.seed, settings.trainer.seed) == (7, 3, 7)
-
-
 def test_grpo_has_its_kl_in_the_loss_unless_it_is_told_otherwise(tmp_path: Path) -> None:
     def placed(*overrides: str) -> tuple[str, str, float]:
         settings = loaded(tmp_path, "", *overrides)
@@ -119,6 +114,34 @@ def test_a_kl_in_the_reward_is_refused_where_rewards_are_standardised(tmp_path: 
     said = refused(tmp_path, "", "step.algorithm=grpo", "step.kl_in=reward", *further)
     assert said.startswith("[step]: algorithm = 'grpo' standardises rewards, so that where the scores of a group tie")
     assert "put it into the loss with step.kl_in = 'loss', or choose 'rloo'" in said
+
+
+def test_the_runs_seed_reaches_every_section_that_names_none(tmp_path: Path) -> None:
+    settings = loaded(tmp_path, "[run]\nseed = 7\n[sampling]\nseed = 3\n")
+    assert (settings.data.seed, settings.sampling.seed, settings.trainer.seed) == (7, 3, 7)
+
+
+def seeds(settings: Settings) -> tuple[int, int, int, int]:
+    return settings.run.seed, settings.data.seed, settings.sampling.seed, settings.trainer.seed
+
+
+def test_another_seed_for_a_resolved_file_reaches_every_section_that_had_the_runs(tmp_path: Path) -> None:
+    resolved = loaded(tmp_path, "[run]\nseed = 7\n[sampling]\nseed = 3\n").toml()
+    assert seeds(loaded(tmp_path, "", "run.seed=1", base=resolved)) == (1, 1, 3, 1)
+    assert seeds(loaded(tmp_path, "", "data.seed=7", "run.seed=1", base=resolved)) == (1, 7, 3, 1)
+    assert seeds(loaded(tmp_path, "", "run.name=again", base=resolved)) == (7, 7, 3, 7)
+    of_the_default = loaded(tmp_path).toml()
+    assert seeds(loaded(tmp_path, "", "run.seed=1", "trainer.seed=0", base=of_the_default)) == (1, 1, 1, 0)
+
+
+def test_a_seed_that_a_section_alone_names_is_its_own_whatever_the_runs_becomes(tmp_path: Path) -> None:
+    assert seeds(loaded(tmp_path, "[sampling]\nseed = 0\n", "run.seed=1")) == (1, 1, 0, 1)
+
+
+@pytest.mark.parametrize("run", ["seed = true", "seed = 7"])
+def test_a_seed_that_is_none_is_told_wherever_it_stands(tmp_path: Path, run: str) -> None:
+    said = refused(tmp_path, f"[run]\n{run}\n[sampling]\nseed = 7\n", "run.seed=many")
+    assert said == "run.seed: expected a whole number, got 'many'"
 
 
 def test_the_resolved_file_means_the_same_anywhere(tmp_path: Path) -> None:
