@@ -18,11 +18,11 @@ from types import ModuleType
 from typing import Literal, SupportsFloat, TypeAlias
 
 import anyio
-import anyio.to_thread
 
 from oppo.errors import RewardError
 from oppo.events import Chunk, Drop, Finish, Given, Prompt
 from oppo.models import RewardFunction, Scorer
+from oppo.placement.errand import errand
 
 OnFailure: TypeAlias = Literal["fail", "drop", "retry"]
 """What becomes of a failure: the run stops; the rollout is not trained; the function is asked again, then it stops."""
@@ -44,8 +44,8 @@ class FunctionReward(Scorer[float | Drop]):
         function: ``f(prompts, completions, **columns)``, sync or async; every argument is a list with one item for each
             rollout. ``prompts`` holds the data's own ``prompt`` column where there is one, else the prompt's text;
             ``columns`` are the data's other columns, those that the function names or all if it takes ``**``.
-            A sync function runs in a worker thread, inline on a loop of virtual time. One that never returns does not
-            keep a cancelled run from ending.
+            A sync function runs in a thread of its own, inline on a loop of virtual time. One that never returns keeps
+            neither a cancelled run nor the process from ending.
         decode: token ids to text, without special tokens.
         name: the function's name in errors.
         prompt_column: the column handed over as ``prompts``.
@@ -152,7 +152,7 @@ class FunctionReward(Scorer[float | Drop]):
 
         virtual = bool(getattr(asyncio.get_running_loop(), "virtual", False))
         inline = virtual or _is_async(self._function)
-        result = call() if inline else await anyio.to_thread.run_sync(call, abandon_on_cancel=True)
+        result = call() if inline else await errand(f"oppo-reward-{self.name}", call)
         return await result if isinstance(result, Awaitable) else result
 
     def _arguments(self, finished: Sequence[Finish]) -> dict[str, object]:

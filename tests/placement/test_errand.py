@@ -1,0 +1,132 @@
+"""An errand ends with its work, or without it where its caller is cancelled; it keeps no process from ending."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from contextvars import ContextVar
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from oppo.placement.errand import errand
+
+NAMED: ContextVar[str] = ContextVar("NAMED", default="nobody")
+
+
+async def test_it_returns_what_its_work_returns_and_works_in_a_thread_that_keeps_no_process() -> None:
+    thread = await errand("mine", threading.current_thread)
+    assert thread is not threading.current_thread()
+    assert (thread.name, thread.daemon) == ("mine", True)
+
+
+async def test_its_work_has_the_callers_context_and_cannot_change_it() -> None:
+    NAMED.set("somebody")
+
+    def rename() -> str:
+        before = NAMED.get()
+        NAMED.set("somebody else")
+        return before
+
+    assert await errand("mine", rename) == "somebody"
+    assert NAMED.get() == "somebody"
+
+
+async def test_its_work_may_run_an_event_loop() -> None:
+    async def inner() -> str:
+        return "done"
+
+    assert await errand("mine", lambda: anyio.run(inner)) == "done"
+
+
+async def test_what_its_work_raises_is_raised_here() -> None:
+    with pytest.raises(ZeroDivisionError):
+        await errand("mine", lambda: 1 / 0)
+    nothing = iter(())
+    with pytest.raises(RuntimeError, match="StopIteration") as caught:
+        await errand("mine", lambda: next(nothing))
+    assert isinstance(caught.value.__cause__, StopIteration)
+
+
+async def test_no_more_work_at_a_time_than_threads_are_allowed() -> None:
+    limiter = anyio.to_thread.current_default_thread_limiter()
+    before, limiter.total_tokens = limiter.total_tokens, 2
+    at_work, most, lock = 0, 0, threading.Lock()
+
+    def work() -> None:
+        nonlocal at_work, most
+        with lock:
+            at_work += 1
+            most = max(most, at_work)
+        threading.Event().wait(0.01)
+        with lock:
+            at_work -= 1
+
+    try:
+        async with anyio.create_task_group() as tasks:
+            for _ in range(6):
+                tasks.start_soon(errand, "mine", work)
+    finally:
+        limiter.total_tokens = before
+    assert most <= 2
+
+
+async def test_a_caller_that_is_cancelled_leaves_its_work_behind() -> None:
+    entered, release = threading.Event(), threading.Event()
+
+    def work() -> None:
+        entered.set()
+        release.wait(60)
+
+    try:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(errand, "mine", work)
+            await anyio.to_thread.run_sync(entered.wait, 60)
+            tasks.cancel_scope.cancel()
+        assert not release.is_set()
+    finally:
+        release.set()
+
+
+STUCK = """
+import threading
+import anyio
+from oppo import FunctionReward, Overcommit, ppo
+from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer
+from oppo.testing import fake_per_token, prompts
+
+entered = threading.Event()
+
+def reward(prompts, completions):
+    entered.set()
+    threading.Event().wait()
+
+class Critic(FakeCritic):
+    async def finish(self, finished):
+        while not entered.is_set():
+            await anyio.sleep(0.01)
+        raise LookupError("the critic is gone")
+
+async def main():
+    graph = ppo(
+        policy=FakePolicy(lambda prompt: 3),
+        reference=FakeScorer(fake_per_token),
+        reward=FunctionReward(reward, str),
+        critic=Critic(),
+        trainer=FakeTrainer(),
+        admission=Overcommit(batch=2),
+    )
+    async with graph.open(prompts(9)) as run:
+        async for _ in run.steps(2):
+            pass
+
+anyio.run(main)
+"""
+
+
+def test_a_reward_function_that_never_returns_does_not_keep_the_process_of_a_run_that_failed() -> None:
+    done = subprocess.run([sys.executable, "-c", STUCK], timeout=60, check=False, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "LookupError: the critic is gone" in done.stderr
