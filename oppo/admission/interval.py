@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from oppo.admission.poisson import summed, tabulated
 from oppo.admission.survival import FloatVector, Survival
 
 GRID = 256
@@ -28,6 +29,9 @@ GRID = 256
 
 TABLE = 4096
 """Points at which the survival function is tabulated."""
+
+KNOTS = 64
+"""At most so many values of ``extra`` are solved for, so that a large batch costs little more than a small one."""
 
 ROUNDS = 16
 """Halvings of the bracket of N: its error is below ``longest / 2**16``."""
@@ -46,6 +50,8 @@ def cut_intervals(survival: Survival, batch: int, most: int, max_deferrals: int)
     table = np.append(survival(np.linspace(0.0, longest, TABLE, endpoint=False, dtype=np.float64)), 0.0)
     width = longest / GRID
     after = (np.arange(GRID) + 0.5) * width
+    extras = looked_at(most)
+    at_most = summed if len(extras) > most else tabulated(extras)
 
     def remaining(tokens: FloatVector) -> FloatVector:
         """Return the units of one step's admission that are longer than so many tokens."""
@@ -54,27 +60,28 @@ def cut_intervals(survival: Survival, batch: int, most: int, max_deferrals: int)
         return left
 
     def expected(interval: FloatVector) -> FloatVector:
-        """Return how long a step lasts whose forerunners lasted ``interval``, for each ``extra``."""
+        """Return how long a step lasts whose forerunners lasted ``interval``, for each of ``extras``."""
         ages = np.arange(max_deferrals)[:, None, None] * interval[:, None]
         parked = remaining(ages + after).sum(0)
         overdue = remaining(max_deferrals * interval[:, None] + after)
-        lasts: FloatVector = (1 - _at_most(parked) * np.exp(-overdue)).sum(1) * width
+        lasts: FloatVector = (1 - at_most(parked) * np.exp(-overdue)).sum(1) * width
         return lasts
 
-    low, high = np.zeros(most + 1), np.full(most + 1, longest)
+    low, high = np.zeros(len(extras)), np.full(len(extras), longest)
     for _ in range(ROUNDS):  # a longer interval leaves less to do: where the two meet there is one solution
         middle = (low + high) / 2
         longer = expected(middle) > middle
         low, high = np.where(longer, middle, low), np.where(longer, high, middle)
     intervals: FloatVector = np.maximum(1.0, (low + high) / 2)
-    return intervals
+    return np.interp(np.arange(most + 1), extras, intervals)
 
 
-def _at_most(means: FloatVector) -> FloatVector:
-    """Return the probability that a Poisson variable is at most r, for row r of its means, in their shape."""
-    probability = np.exp(-means)
-    total = probability.copy()
-    for count in range(1, len(means)):
-        probability = probability * means / count
-        total[count:] += probability[count:]
-    return total
+def looked_at(most: int) -> list[int]:
+    """Return the values of ``extra`` whose interval is solved for: all if they are few, else 0 .. ``most`` with gaps.
+
+    The gaps are of equal size in square roots, so at most that of the spread of a Poisson variable of that mean.
+    """
+    if most < KNOTS:
+        return list(range(most + 1))
+    roots = np.linspace(0.0, most**0.5, KNOTS, dtype=np.float64)
+    return [int(each) for each in np.unique(np.rint(roots**2))]

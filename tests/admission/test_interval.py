@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from oppo.admission import Overcommit
-from oppo.admission.interval import cut_intervals
+from oppo.admission.interval import KNOTS, cut_intervals, looked_at
 from oppo.admission.survival import Survival, kaplan_meier
 from oppo.events import Prompt
 from oppo.stages.ledger import Ledger
@@ -69,3 +69,26 @@ def test_while_more_are_at_the_cap_than_may_be_carried_nothing_is_gained() -> No
     intervals = cut_intervals(kaplan_meier(lengths.tolist(), parked=[]), 112, 28, 2)
     assert intervals[:7] == pytest.approx(np.full(7, 2_000), rel=0.03)
     assert intervals[28] < 0.75 * 2_000
+
+
+@pytest.mark.parametrize("sigma", [0.4, 0.9])
+def test_many_extra_units_are_predicted_as_few_are(sigma: float) -> None:
+    curve = kaplan_meier(lognormal(3_000, sigma, 2_000).tolist(), parked=[])
+    few, many = cut_intervals(curve, 256, KNOTS - 1, 2), cut_intervals(curve, 256, 200, 2)
+    assert many[:KNOTS] == pytest.approx(few, rel=0.01)
+
+
+def test_a_batch_of_thousands_is_predicted_too() -> None:
+    uniform = Survival(np.arange(1, 1001, dtype=np.float64), 1 - np.arange(1, 1001) / 1000)
+    intervals = cut_intervals(uniform, 4_000, 2_000, 4)
+    assert bool(np.all(np.diff(intervals) <= 0))
+    # After N > 500 tokens B * (1 - N / 1000) of the units admitted last remain, and none of those before them.
+    assert intervals[[500, 1_000, 1_500]] == pytest.approx([875, 750, 625], rel=0.02)
+
+
+@pytest.mark.parametrize("most", [0, 1, 63, 64, 250, 1_000, 50_000])
+def test_however_many_extra_units_may_be_a_few_of_their_numbers_are_looked_at(most: int) -> None:
+    extras = looked_at(most)
+    assert (extras[0], extras[-1]) == (0, most)
+    assert len(set(extras)) == len(extras) == min(most + 1, len(extras)) <= KNOTS
+    assert extras == sorted(extras)
