@@ -59,7 +59,7 @@ class Pace:
 
 
 def pace(window: Sequence[Observation], batch: int) -> Pace:
-    """Return what the steps in the window say; they have all decoded something.
+    """Return what the steps in the window say; they have all decoded something, and that took time.
 
     Args:
         window: observations, in any order.

@@ -105,8 +105,11 @@ class TailAdaptive:
         return {**self._now.figures(), "deferral/predicted_seconds": self._predicted}
 
     def observe(self, seen: Observation) -> None:
-        """Take a step into account, and decide on the next; one that only trained what was carried says nothing."""
-        if not seen.finished or not seen.decode_steps:
+        """Take a step into account, and decide on the next.
+
+        One that only trained what was carried says nothing, nor does one of models that take no time.
+        """
+        if not seen.finished or not seen.decode_steps or not seen.decode_seconds > 0:
             return
         self._seen = [*self._seen, seen][-self.window :]
         seconds = self.predictions()

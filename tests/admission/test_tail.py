@@ -131,6 +131,17 @@ def test_a_step_that_decoded_nothing_says_nothing() -> None:
     assert controller.state_dict() == before
 
 
+def test_a_step_of_models_that_take_no_time_says_nothing() -> None:
+    controller = TailAdaptive(BATCH)
+    observations = World(step=0.0, rest=0.0).observations(1) + World().observations(3)
+    assert told(controller, observations)[0] == 0
+    assert controller.state_dict()["seen"] == [each.as_json() for each in observations[1:]]
+    pipeline = adaptive(Setting(lengths=(5, 9, 3, 30)))
+    pipeline.policy.seconds = 0.0
+    run_virtual(pipeline.run)
+    assert [step.metrics["deferral/extra"] for step in pipeline.reports] == [0.0] * 3
+
+
 def test_it_says_what_it_expects_of_a_step() -> None:
     controller = TailAdaptive(BATCH, price=1000.0)
     assert controller.predicted_seconds is None
