@@ -10,6 +10,9 @@ from typing import TypeAlias
 Series: TypeAlias = Mapping[str, Sequence[float | None]]
 
 WIDTH, HEIGHT = 560, 220
+MAX_BARS = 500
+"""As many as can be told apart: with more, a page about a long run would be megabytes of them."""
+
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 28, 44
 _COLOURS = ("#2563eb", "#d97706", "#059669", "#7c3aed", "#dc2626")
 
@@ -29,15 +32,22 @@ def lines(title: str, series: Series) -> str:
 
 
 def stacked(title: str, series: Series) -> str:
-    """Return a chart with one bar a step, the series on top of one another; a missing value counts as nothing."""
+    """Return a chart with one bar a step, the series on top of one another; a missing value counts as nothing.
+
+    Of more than ``MAX_BARS`` steps it has one bar for several of them, their mean, and says so.
+    """
     count = max((len(each) for each in series.values()), default=0)
     columns = [
         [max(0.0, (each[i] if i < len(each) else None) or 0.0) for each in series.values()] for i in range(count)
     ]
+    stride = math.ceil(count / MAX_BARS)
+    if stride > 1:
+        columns = [_mean(columns[first : first + stride]) for first in range(0, count, stride)]
+        title = f"{title}, means of {stride} steps"
     high = max((math.fsum(column) for column in columns), default=0.0)
     if high <= 0 or not math.isfinite(high):
         return _frame(title, (), "", _text(WIDTH / 2, HEIGHT / 2, "nothing measured", "middle"))
-    width = (WIDTH - _LEFT - _RIGHT) / count
+    width = (WIDTH - _LEFT - _RIGHT) / len(columns)
     bars = []
     for index, column in enumerate(columns):
         floor = 0.0
@@ -49,6 +59,11 @@ def stacked(title: str, series: Series) -> str:
             )
             floor += value
     return _frame(title, tuple(series), _axes(0, high, count), "".join(bars))
+
+
+def _mean(columns: Sequence[Sequence[float]]) -> list[float]:
+    """Return the mean of some steps, for each series."""
+    return [math.fsum(values) / len(columns) for values in zip(*columns, strict=True)]
 
 
 def _path(values: Sequence[float | None], count: int, low: float, high: float) -> str:
