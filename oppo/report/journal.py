@@ -55,7 +55,7 @@ def story(path: Path, rollout: int) -> list[Record]:
 
 def observations(path: Path, first: int = 0) -> dict[int, Observation]:
     """Return what controllers were told of the steps from ``first`` on, by step, as the journal at ``path`` says."""
-    seen = [cast("dict[str, Json]", record["seen"]) for record in read(path) if record["event"] == OBSERVED]
+    seen = (cast("dict[str, Json]", record["seen"]) for record in read(path) if record["event"] == OBSERVED)
     told = map(Observation.from_json, seen)
     return {each.step: each for each in told if each.step >= first}
 

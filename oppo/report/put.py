@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from oppo.durable import sync
@@ -13,12 +14,22 @@ def put(path: Path, text: str) -> None:
     Raises:
         OSError: it could not be written.
     """
+    put_parts(path, (text,))
+
+
+def put_parts(path: Path, texts: Iterable[str]) -> None:
+    """Do the same with a text that comes in parts, and may be made from what was there.
+
+    Raises:
+        OSError: it could not be written.
+    """
     aside = path.with_name(f".{path.name}.partial")
     try:
-        aside.write_text(text, encoding="utf-8")
+        with aside.open("w", encoding="utf-8") as file:
+            file.writelines(texts)
         sync(aside)
         aside.replace(path)
         sync(path.parent)
-    except OSError:
+    except BaseException:
         aside.unlink(missing_ok=True)
         raise

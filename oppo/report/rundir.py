@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, closing
 from itertools import groupby
@@ -225,11 +226,13 @@ class RunDirectory(Observer):
     def _rewind(self, steps: int) -> None:
         """Take the records back to the first ``steps`` steps, and know of them what their writer knew."""
         (self.path / SUMMARY).unlink(missing_ok=True)
-        records = {name: rewind(self.path / name, steps) for name in RECORDS}
-        self._records = [cast("Metrics", each) for each in records["metrics.jsonl"]]
-        of_step = [list(group) for _, group in groupby(records["samples.jsonl"], key=itemgetter("step"))]
-        self._first_samples = of_step[0] if of_step else []
-        self._last_samples = of_step[1:][-_SHOWN_STEPS:]
+        for name in RECORDS:
+            rewind(self.path / name, steps)
+        self._records = [cast("Metrics", each) for each in journal.read(self.path / "metrics.jsonl")]
+        shown = journal.read(self.path / "samples.jsonl")
+        of_step = (list(group) for _, group in groupby(shown, key=itemgetter("step")))
+        self._first_samples = next(of_step, [])
+        self._last_samples = list(deque(of_step, _SHOWN_STEPS))
 
     def _take_spans(self) -> list[Span]:
         with self._lock:

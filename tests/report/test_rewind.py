@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
+from oppo.report.journal import read
 from oppo.report.rewind import rewind
 
 
@@ -22,7 +24,8 @@ def spelled(records: list[dict[str, object]]) -> str:
 def test_the_first_steps_stay_whatever_their_text_holds(tmp_path: Path, text: str) -> None:
     file = tmp_path / "samples.jsonl"
     file.write_text(spelled(records(5, text)), encoding="utf-8")
-    assert rewind(file, 3) == records(3, text)
+    rewind(file, 3)
+    assert list(read(file)) == records(3, text)
     assert file.read_text(encoding="utf-8") == spelled(records(3, text))
 
 
@@ -30,8 +33,30 @@ def test_the_first_steps_stay_whatever_their_text_holds(tmp_path: Path, text: st
 def test_a_line_that_was_torn_is_dropped_wherever_it_was_torn(tmp_path: Path, kept: int) -> None:
     file = tmp_path / "samples.jsonl"
     file.write_bytes(spelled(records(2)).encode() + '{"\N{GRINNING FACE}'.encode()[:kept])
-    assert rewind(file, 9) == records(2)
+    rewind(file, 9)
+    assert list(read(file)) == records(2)
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_a_file_that_is_not_there_holds_nothing(tmp_path: Path) -> None:
-    assert rewind(tmp_path / "journal.jsonl", 3) == []
+    rewind(tmp_path / "journal.jsonl", 3)
+    assert (tmp_path / "journal.jsonl").read_text() == ""
+
+
+def test_observations_of_later_steps_stay_behind_the_first_steps(tmp_path: Path) -> None:
+    file = tmp_path / "journal.jsonl"
+    told = [{**each, "event": event} for each in records(4) for event in ("admitted", "observed")]
+    file.write_text(spelled(told), encoding="utf-8")
+    rewind(file, 2)
+    assert list(read(file)) == [*told[:4], told[5], told[7]]
+
+
+def test_a_file_is_never_in_memory_as_a_whole(tmp_path: Path) -> None:
+    file = tmp_path / "journal.jsonl"
+    file.write_text(spelled(records(4_000, "a" * 1_000)), encoding="utf-8")
+    tracemalloc.start()
+    rewind(file, 3_999)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 400_000 < file.stat().st_size / 10
+    assert sum(1 for _ in read(file)) == 3_999
