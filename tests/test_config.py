@@ -109,9 +109,8 @@ def test_grpo_has_its_kl_in_the_loss_unless_it_is_told_otherwise(tmp_path: Path)
     assert placed("step.algorithm=rloo") == placed("step.algorithm=ppo") == placed() == ("reward", "k1", 0)
 
 
-@pytest.mark.parametrize("further", [(), ("step.kl=0", "step.kl_target=6", "step.kl_horizon=100")])
-def test_a_kl_in_the_reward_is_refused_where_rewards_are_standardised(tmp_path: Path, further: tuple[str, ...]) -> None:
-    said = refused(tmp_path, "", "step.algorithm=grpo", "step.kl_in=reward", *further)
+def test_a_kl_in_the_reward_is_refused_where_rewards_are_standardised(tmp_path: Path) -> None:
+    said = refused(tmp_path, "", "step.algorithm=grpo", "step.kl_in=reward")
     assert said.startswith("[step]: algorithm = 'grpo' standardises rewards, so that where the scores of a group tie")
     assert "put it into the loss with step.kl_in = 'loss', or choose 'rloo'" in said
 
