@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
+from itertools import groupby
+from operator import itemgetter
 from typing import TypeAlias
 
 Series: TypeAlias = Mapping[str, Sequence[float | None]]
 
 WIDTH, HEIGHT = 560, 220
-MAX_BARS = 500
-"""As many as can be told apart: with more, a page about a long run would be megabytes of them."""
+MOST = 500
+"""As many steps as can be told apart: with more, a page about a long run would be megabytes of them."""
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 28, 44
 _COLOURS = ("#2563eb", "#d97706", "#059669", "#7c3aed", "#dc2626")
 
 
 def lines(title: str, series: Series) -> str:
-    """Return a chart with one line for each series; a missing or non-finite value is a gap."""
+    """Return a chart with one line for each series; a missing or non-finite value is a gap.
+
+    Of more than ``MOST`` steps it has the lowest and the highest of each so many, so that no spike is lost.
+    """
     values = [v for each in series.values() for v in each if v is not None and math.isfinite(v)]
     if not values:
         return _frame(title, (), "", _text(WIDTH / 2, HEIGHT / 2, "nothing measured", "middle"))
@@ -34,13 +39,13 @@ def lines(title: str, series: Series) -> str:
 def stacked(title: str, series: Series) -> str:
     """Return a chart with one bar a step, the series on top of one another; a missing value counts as nothing.
 
-    Of more than ``MAX_BARS`` steps it has one bar for several of them, their mean, and says so.
+    Of more than ``MOST`` steps it has one bar for several of them, their mean, and says so.
     """
     count = max((len(each) for each in series.values()), default=0)
     columns = [
         [max(0.0, (each[i] if i < len(each) else None) or 0.0) for each in series.values()] for i in range(count)
     ]
-    stride = math.ceil(count / MAX_BARS)
+    stride = math.ceil(count / MOST)
     if stride > 1:
         columns = [_mean(columns[first : first + stride]) for first in range(0, count, stride)]
         title = f"{title}, means of {stride} steps"
@@ -68,15 +73,24 @@ def _mean(columns: Sequence[Sequence[float]]) -> list[float]:
 
 def _path(values: Sequence[float | None], count: int, low: float, high: float) -> str:
     parts, pen_down = [], False
-    for index, value in enumerate(values):
-        if value is None or not math.isfinite(value):
-            pen_down = False
-            continue
-        x = _LEFT + (WIDTH - _LEFT - _RIGHT) * (index / (count - 1) if count > 1 else 0.5)
-        y = _y(value, low, high)
-        parts.append(f"{'L' if pen_down else 'M'}{x:.2f} {y:.2f}" + ("" if pen_down else f"L{x + 0.01:.2f} {y:.2f}"))
-        pen_down = True
+    for points in _points(values, math.ceil(count / MOST)):
+        for index, value in points:
+            x = _LEFT + (WIDTH - _LEFT - _RIGHT) * (index / (count - 1) if count > 1 else 0.5)
+            y = _y(value, low, high)
+            start = "" if pen_down else f"L{x + 0.01:.2f} {y:.2f}"
+            parts.append(f"{'L' if pen_down else 'M'}{x:.2f} {y:.2f}{start}")
+            pen_down = True
+        pen_down = bool(points)
     return "".join(parts)
+
+
+def _points(values: Sequence[float | None], stride: int) -> Iterator[list[tuple[int, float]]]:
+    """Yield the lowest and the highest value of each so many steps, with their steps, in order; none of a gap."""
+    known = [(index, value) for index, value in enumerate(values) if value is not None and math.isfinite(value)]
+    within = {block: list(points) for block, points in groupby(known, key=lambda point: point[0] // stride)}
+    for block in range(math.ceil(len(values) / stride)):
+        points = sorted(within.get(block, ()), key=itemgetter(1))
+        yield sorted({*points[:1], *points[-1:]})
 
 
 def _y(value: float, low: float, high: float) -> float:

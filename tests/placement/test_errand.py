@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from contextvars import ContextVar
 
 import anyio
@@ -44,7 +45,7 @@ async def test_its_work_may_run_an_event_loop() -> None:
 async def test_what_its_work_raises_is_raised_here() -> None:
     with pytest.raises(ZeroDivisionError):
         await errand("mine", lambda: 1 / 0)
-    nothing = iter(())
+    nothing: Iterator[int] = iter(())
     with pytest.raises(RuntimeError, match="StopIteration") as caught:
         await errand("mine", lambda: next(nothing))
     assert isinstance(caught.value.__cause__, StopIteration)

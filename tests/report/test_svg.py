@@ -5,7 +5,7 @@ from xml.etree import ElementTree as ET
 import pytest
 from hypothesis import given, strategies as st
 
-from oppo.report.svg import HEIGHT, MAX_BARS, WIDTH, lines, stacked
+from oppo.report.svg import HEIGHT, MOST, WIDTH, lines, stacked
 
 SVG = "{http://www.w3.org/2000/svg}"
 VALUES = st.lists(st.one_of(st.none(), st.floats(-1e6, 1e6)), min_size=1, max_size=30)
@@ -33,17 +33,27 @@ def test_stacked_bars_stand_on_one_another() -> None:
     assert update["y"] + update["height"] == pytest.approx(decode["y"], abs=0.02)
 
 
-@pytest.mark.parametrize(("steps", "bars_of"), [(MAX_BARS, 1), (MAX_BARS + 1, 2), (20_000, 40), (20_001, 41)])
+@pytest.mark.parametrize(("steps", "bars_of"), [(MOST, 1), (MOST + 1, 2), (20_000, 40), (20_001, 41)])
 def test_a_long_run_has_bars_of_several_steps_and_says_so(steps: int, bars_of: int) -> None:
     values = [float(step % 2) for step in range(steps)]
     chart = stacked("time", {"decode": values, "update": [1.0] * steps})
     drawn = bars(chart)
-    assert len(drawn) == 2 * -(-steps // bars_of) <= 2 * MAX_BARS
+    assert len(drawn) == 2 * -(-steps // bars_of) <= 2 * MOST
     assert drawn[-1]["x"] + drawn[-1]["width"] == pytest.approx(WIDTH - 12, abs=1)
     assert f"step {steps - 1}<" in chart
     assert (f"time, means of {bars_of} steps" in chart) == (bars_of > 1)
     if bars_of == 40:
         assert drawn[0]["height"] == pytest.approx(drawn[1]["height"] / 2, abs=0.02)
+
+
+def test_a_line_of_a_long_run_has_a_few_points_and_every_spike() -> None:
+    values = [float(step % 7) for step in range(20_000)]
+    values[12_345] = 100.0
+    (path,) = ET.fromstring(lines("KL", {"KL": values})).iter(f"{SVG}path")
+    drawn = path.get("d", "")
+    assert drawn.count("M") == 1
+    assert drawn.count("L") <= 2 * MOST
+    assert sum(float(point.split(" ")[1]) < HEIGHT / 4 for point in drawn[1:].split("L")) == 1
 
 
 def test_a_missing_value_is_a_gap_in_the_line() -> None:
