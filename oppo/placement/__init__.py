@@ -7,13 +7,14 @@
     Process   in a child process        an interpreter of its own; arguments and results cross a socket
 
 A *resident* is a synchronous object that lives in a place for good; :meth:`Hosting.host` puts it there and returns the
-asynchronous handle to its methods. Residents of one place take turns, in the order of the calls. Weights do not cross:
-they lie in memory that both processes see (:class:`~oppo.placement.block.Block`).
+asynchronous handle to its methods. Residents of one place take turns, in the order of the calls but for those that are
+made :func:`ahead` of others. Weights do not cross: they lie in memory that both processes see
+(:class:`~oppo.placement.block.Block`).
 """
 
 from oppo.placement.inline import Inline
-from oppo.placement.place import Hosted, Hosting, Journal, Place
+from oppo.placement.place import Hosted, Hosting, Journal, Place, ahead
 from oppo.placement.process import Process
 from oppo.placement.thread import Thread
 
-__all__ = ["Hosted", "Hosting", "Inline", "Journal", "Place", "Process", "Thread"]
+__all__ = ["Hosted", "Hosting", "Inline", "Journal", "Place", "Process", "Thread", "ahead"]

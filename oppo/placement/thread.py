@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import count
+from queue import PriorityQueue
 from types import TracebackType
 from typing import Concatenate, Generic, ParamSpec, Self, TypeVar
 
@@ -12,7 +14,7 @@ import anyio
 
 from oppo import observe
 from oppo.errors import ModelLost
-from oppo.placement.place import Hosted, Journal, reported
+from oppo.placement.place import Hosted, Journal, is_ahead, reported
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -25,7 +27,8 @@ class Thread:
     Args:
         name: shown in traces, errors and the thread list.
         listener: called, from the thread, with the span of each call.
-        setup: called once in the thread before anything else, for example to set the intra-op thread count.
+        setup: called once in the thread before anything else, for example to set the intra-op thread count; what it
+            raises, the call raises that came first, and it is tried again for the next.
 
     Example:
         >>> async def main() -> int:
@@ -45,7 +48,10 @@ class Thread:
         self.name = name
         self.listener = listener
         self.at_work = ""
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"oppo-{name}", initializer=setup)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"oppo-{name}")
+        self._setup = setup
+        self._line = PriorityQueue[tuple[bool, int, Callable[[], None]]]()
+        self._numbers = count()
         self._open = True
 
     async def call(self, label: str, work: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -67,17 +73,37 @@ class Thread:
         """
         if not self._open:
             raise ModelLost(f"the thread of {self.name!r} is closed, so it cannot do {label!r}")
-        future = asyncio.get_running_loop().run_in_executor(
-            self._pool, self._timed, track, label, lambda: work(*args, **kwargs)
-        )
+        future = self._queued(track, label, lambda: work(*args, **kwargs))
         with anyio.CancelScope(shield=True):
-            result = await _outlasting(future)
+            result = await _outlasting(asyncio.wrap_future(future))
         await anyio.lowlevel.checkpoint_if_cancelled()
         return result
 
-    def _timed(self, track: str, label: str, work: Callable[[], R]) -> R:
-        with reported(self, track, label):
-            return work()
+    def _queued(self, track: str, label: str, work: Callable[[], R]) -> Future[R]:
+        future = Future[R]()
+
+        def do() -> None:
+            try:
+                self._set_up()
+                with reported(self, track, label):
+                    result = work()
+            except BaseException as error:  # noqa: BLE001 - raised where the call is waited for
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        self._line.put((not is_ahead(), next(self._numbers), do))
+        self._pool.submit(self._do_next)
+        return future
+
+    def _do_next(self) -> None:
+        *_, do = self._line.get()
+        do()
+
+    def _set_up(self) -> None:
+        if self._setup is not None:
+            self._setup()
+            self._setup = None
 
     def host(self, resident: T, *, track: str = "", journal: Journal | None = None) -> Hosted[T]:
         """Give ``resident`` a home; a thread is lost with its process only, so nothing is noted in a journal."""

@@ -15,6 +15,7 @@ from oppo.events import Chunk, Defer, Drop, Finish, Given, Prompt, RolloutEvent,
 from oppo.graph import Receiver, Sender, Step
 from oppo.models import Follower, Scorer
 from oppo.observe import Span
+from oppo.placement import ahead
 from oppo.stages.contract import require_count
 
 T = TypeVar("T")
@@ -35,10 +36,12 @@ class Session:
 class Score(Generic[T]):
     """Streams rollouts into a scorer as they grow and sends its value of each when it is complete.
 
-    Everything that has queued up while the scorer was busy is read in one call; finished rollouts come first, so that
-    the step's critical path is short, and rollouts that stay in flight fill the time that is left. A session made
-    with other weights than the scorer has now is dropped and replayed once, when its rollout finishes; of a scorer
-    that follows the trainer, parked rollouts are forgotten at once, since its weights are about to change.
+    Everything that has queued up while the scorer was busy is read in one call. Finished rollouts come first, so that
+    the step's critical path is short, and go ahead of what other scorers in the same place read of rollouts that go on;
+    those fill the time that is left.
+
+    A session made with other weights than the scorer has now is dropped and replayed once, when its rollout finishes;
+    of a scorer that follows the trainer, parked rollouts are forgotten at once, since its weights are about to change.
 
     A scorer that cannot say anything of a rollout answers with a ``Drop`` in the place of its value: the rollout is
     then not trained, and everything else goes on.
@@ -75,22 +78,30 @@ class Score(Generic[T]):
             await self._forget(sorted(over))
             urgent = {event.rollout for event in finished}
             growing = [event for event in events if isinstance(event, GROWING) and event.rollout not in over]
-            await self._extend([event for event in growing if event.rollout in urgent])
-            if finished:
-                await self._replay(finished)
-                with self._scoring("finish", finished):
-                    values = await self.scorer.finish(finished)
-                    require_count(values, len(finished), "finish() of the scorer")
-                for event, value in zip(finished, values, strict=True):
-                    del self._sessions[event.rollout]
-                    await out.send(
-                        Drop(event.rollout, value.reason)
-                        if isinstance(value, Drop)
-                        else Scored(event.rollout, value, self.scorer.version)
-                    )
+            with ahead():
+                await self._extend([event for event in growing if event.rollout in urgent])
+                for result in await self._finish(finished):
+                    await out.send(result)
             for drop in dropped:
                 await out.send(drop)
             await self._extend([event for event in growing if event.rollout not in urgent])
+
+    async def _finish(self, finished: Sequence[Finish]) -> list[Scored[T] | Drop]:
+        """Return what the scorer says of each."""
+        if not finished:
+            return []
+        await self._replay(finished)
+        with self._scoring("finish", finished):
+            values = await self.scorer.finish(finished)
+            require_count(values, len(finished), "finish() of the scorer")
+        for event in finished:
+            del self._sessions[event.rollout]
+        return [
+            Drop(event.rollout, value.reason)
+            if isinstance(value, Drop)
+            else Scored(event.rollout, value, self.scorer.version)
+            for event, value in zip(finished, values, strict=True)
+        ]
 
     def _ends_session(self, event: RolloutEvent) -> bool:
         if isinstance(event, Defer):

@@ -10,7 +10,7 @@ import pytest
 
 from oppo.errors import ModelLost
 from oppo.observe import Span
-from oppo.placement import Thread
+from oppo.placement import Thread, ahead
 from tests.placement.residents import Total
 
 
@@ -98,6 +98,42 @@ async def test_calls_run_in_one_thread_in_order_after_its_setup_and_are_reported
     assert [what for what, _ in seen] == ["setup", "first", "second"]
     assert len({ident for _, ident in seen} | {threading.get_ident()}) == 2
     assert [(span.track, span.label) for span in spans] == [("model", "first"), ("model", "second")]
+
+
+async def test_calls_made_ahead_overtake_those_that_wait_but_not_the_one_in_progress() -> None:
+    work, seen = Work(), list[str]()
+
+    async def urgently(what: str) -> None:
+        with ahead():
+            await thread.call(what, seen.append, what)
+
+    with Thread("scorers") as thread:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(thread.call, "work", work)
+            await work.until_begun()
+            for what in ("first", "second"):
+                tasks.start_soon(thread.call, what, seen.append, what)
+            for what in ("urgent", "more urgent"):
+                tasks.start_soon(urgently, what)
+            await anyio.wait_all_tasks_blocked()
+            assert not seen
+            work.go_on.set()
+    assert seen == ["urgent", "more urgent", "first", "second"]
+
+
+async def test_a_setup_that_fails_is_the_callers_error_and_is_tried_again() -> None:
+    attempts: list[int] = []
+
+    def setup() -> None:
+        attempts.append(len(attempts))
+        if len(attempts) == 1:
+            raise ZeroDivisionError("no threads")
+
+    with Thread("model", setup=setup) as thread:
+        with pytest.raises(ZeroDivisionError, match="no threads"):
+            await thread.call("work", int)
+        assert [await thread.call("work", int), await thread.call("work", int)] == [0, 0]
+    assert attempts == [0, 1]
 
 
 async def test_a_closed_thread_says_what_it_cannot_do() -> None:

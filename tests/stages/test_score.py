@@ -10,6 +10,7 @@ import pytest
 
 from oppo.events import Chunk, Defer, Drop, Finish, FloatArray, Given, Prompt, Response, RolloutEvent, Scored
 from oppo.graph.channel import Channel
+from oppo.placement.place import is_ahead
 from oppo.stages import Score
 from oppo.stages.score import waves
 from oppo.testing import FakeCritic, FakeScorer, fake_scalar, run_virtual
@@ -111,6 +112,36 @@ def test_finished_rollouts_are_scored_before_anything_is_read_of_those_that_go_o
     done = chunk(2)
     run_virtual(scored, Score(Noting(fake_scalar)), prompt(1), prompt(2), chunk(1), done, finish(2, done))
     assert read == [2, 2, 1, 1]
+
+
+@dataclass(eq=False)
+class Noted(FakeScorer[float]):
+    """Notes what it is called for, and whether ahead of others."""
+
+    notes: list[tuple[str, list[int], bool]] = field(default_factory=list)
+
+    async def extend(self, events: Sequence[Prompt | Chunk | Given]) -> None:
+        self._note("extend", events)
+        await super().extend(events)
+
+    async def finish(self, finished: Sequence[Finish]) -> Sequence[float]:
+        self._note("finish", finished)
+        return await super().finish(finished)
+
+    def _note(self, label: str, events: Sequence[Prompt | Chunk | Given | Finish]) -> None:
+        self.notes.append((label, [event.rollout for event in events], is_ahead()))
+
+
+def test_what_has_finished_goes_ahead_in_its_place_and_nothing_else_does() -> None:
+    scorer, done = Noted(fake_scalar), chunk(2)
+    run_virtual(scored, Score(scorer), prompt(1), prompt(2), chunk(1), done, finish(2, done))
+    assert scorer.notes == [
+        ("extend", [2], True),
+        ("extend", [2], True),
+        ("finish", [2], True),
+        ("extend", [1], False),
+        ("extend", [1], False),
+    ]
 
 
 def test_closing_forgets_the_sessions_of_parked_rollouts() -> None:
