@@ -158,6 +158,7 @@ def demo(
 def bench(request: Annotated[Request, Parameter(name="*")] = Request()) -> int:  # noqa: B008 - it is frozen
     """Measure a PPO step: what overlap gains, where it gains nothing, and what it costs."""
     console = Console()
+    request.require_writable()
     if request.engine:
         from oppo.bench import engine  # noqa: PLC0415 - `oppo --help` should be quick
 

@@ -9,6 +9,7 @@ from typing import Annotated, TypeAlias
 from cyclopts import Parameter
 
 from oppo.bench.workloads import Scorers
+from oppo.errors import ConfigError
 
 Flag: TypeAlias = Annotated[bool, Parameter(negative=(), show_default=False)]
 
@@ -52,3 +53,24 @@ class Request:
     device: str = "cpu"
     actor: str = "0.5b"
     cache: Path | None = None
+
+    def require_writable(self) -> None:
+        """Raise before anything is measured whose results would have no place; folders are made.
+
+        Raises:
+            ConfigError: a file that results should go to cannot be written.
+        """
+        for option, file in (("--json", self.json), ("--plot", self.plot)):
+            if file is None:
+                continue
+            try:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                before = file.exists()
+                file.open("a").close()
+                if not before:
+                    file.unlink()
+            except OSError as error:
+                raise ConfigError(
+                    f"{option}: {file} cannot be written, so nothing is measured: {error.strerror or error}; name a "
+                    "file in a folder that is yours"
+                ) from error

@@ -11,6 +11,7 @@ import pytest
 from oppo.bench.command import chosen
 from oppo.bench.decoders import bench
 from oppo.bench.plot import require_matplotlib
+from oppo.bench.request import Request
 from oppo.bench.workloads import SMOKE
 from oppo.cli import main
 from oppo.errors import ConfigError
@@ -31,6 +32,26 @@ KEYS = {
     "verdict",
 }
 PLOTS = find_spec("matplotlib") is not None
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+@pytest.mark.parametrize("kind", [(), ("--engine",), ("--decoding",)], ids=["ladder", "engine", "decoding"])
+def test_nothing_is_measured_whose_results_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, kind: tuple[str, ...]
+) -> None:
+    (tmp_path / "taken").write_text("a file, and no folder")
+    assert main(["bench", *kind, option, str(tmp_path / "taken" / "results")]) == 2
+    assert f"{option}: {tmp_path}/taken/results cannot be written, so nothing is measured" in capsys.readouterr().err
+    assert main(["bench", *kind, option, str(tmp_path)]) == 2
+    assert "Is a directory" in capsys.readouterr().err
+
+
+def test_looking_whether_results_can_be_written_leaves_no_file_and_harms_none(tmp_path: Path) -> None:
+    old, new = tmp_path / "old.json", tmp_path / "folder" / "new.json"
+    old.write_text("kept")
+    Request(json=old).require_writable()
+    Request(json=new).require_writable()
+    assert (old.read_text(), new.exists(), new.parent.is_dir()) == ("kept", False, True)
 
 
 @pytest.mark.timeout(600)
