@@ -22,8 +22,9 @@ class Process:
     """One child process, owned by one model or shared by several that should take turns on the same cores.
 
     A resident goes there pickled, as it is when it is hosted, and is made there when it is first called. Its methods
-    are called in one thread, in the order of the calls; spans are the child's, on the clock that both processes share.
-    Errors come back as themselves. The child writes to the parent's output, leaves Ctrl-C to it, and dies with it.
+    are called in one thread, in the order of the calls but for those made :func:`~oppo.placement.ahead` of others.
+    Spans are the child's, on the clock that both processes share. Errors come back as themselves. The child writes to
+    the parent's output, leaves Ctrl-C to it, and dies with it.
 
     A child that dies is :class:`~oppo.errors.ModelLost` for the call in progress at once, and for every later one. With
     ``restarts`` it is started again instead: its residents are made again, are told what their journals hold, and the
