@@ -105,10 +105,14 @@ class Choice:
 
 
 def fingerprint(directory: Path) -> str:
-    """Return 12 hexadecimal digits that change with the workload, and not with what was measured on its models."""
+    """Return 12 hexadecimal digits that change with a peer's work: models, prompts, what ``spec.json`` asks of it.
+
+    They do not change with what is ours alone, as how large a chunk is, nor with what was measured on the models.
+    """
     spec = json.loads((directory / "spec.json").read_text(encoding="utf-8"))
-    spec.pop("measured", None)
-    told = hashlib.sha256(json.dumps(spec, sort_keys=True).encode())
+    models = spec.pop("recipe")["models"]
+    spec.pop("measured")
+    told = hashlib.sha256(json.dumps([spec, models], sort_keys=True).encode())
     told.update((directory / "prompts.jsonl").read_bytes())
     return told.hexdigest()[:12]
 

@@ -23,8 +23,8 @@ def dump_batch(batch: Batch, folder: Path) -> Path:
 
     Row ``r`` owns ``offsets[r] : offsets[r + 1]`` of the per-token arrays and ``prompt_offsets[r] :
     prompt_offsets[r + 1]`` of ``prompts``. ``support_ids`` and ``support_counts`` are the ids that each token was drawn
-    from (see :class:`oppo.support.Support`), empty where nothing was left out. Whatever else the data held for a prompt
-    is not written.
+    from (see :class:`oppo.support.Support`), empty where nothing was left out. The JSON says whether ``reference`` and
+    ``proximal`` are what somebody was asked for. Whatever else the data held for a prompt is not written.
 
     Raises:
         OSError: it cannot be written.
@@ -46,7 +46,9 @@ def dump_batch(batch: Batch, folder: Path) -> Path:
         for response, reason in zip(batch.responses, batch.reasons, strict=True)
     ]
     dropped = [{"rollout": drop.rollout, "reason": drop.reason} for drop in batch.dropped]
+    asked = {"has_reference": batch.has_reference, "has_proximal": batch.has_proximal}
+    told = {"rows": rows, "dropped": dropped} | asked
     folder.mkdir(parents=True, exist_ok=True)
     save_file(arrays, folder / "batch.safetensors")
-    (folder / "batch.json").write_text(json.dumps({"rows": rows, "dropped": dropped}, indent=2) + "\n", "utf-8")
+    (folder / "batch.json").write_text(json.dumps(told, indent=2) + "\n", "utf-8")
     return folder

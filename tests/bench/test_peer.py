@@ -69,7 +69,8 @@ except InputEnded:
 def workload(directory: Path, **changes: object) -> Path:
     """Return a directory with everything of a workload but its models."""
     directory.mkdir(exist_ok=True)
-    said = {name: getattr(SPEC, name) for name in Spec.__dataclass_fields__} | {"measured": 1} | changes
+    said = {name: getattr(SPEC, name) for name in Spec.__dataclass_fields__}
+    said |= {"measured": 1, "recipe": {"models": {"taught": 9}, "chunk": 32}} | changes
     (directory / "spec.json").write_text(json.dumps(said))
     rows = [json.dumps({"tokens": list(prompt.tokens), "length": prompt.length}) for prompt in PROMPTS]
     (directory / "prompts.jsonl").write_text("\n".join(rows) + "\n")
@@ -245,9 +246,11 @@ def test_a_choice_says_when_it_is_not_what_was_swept(tmp_path: Path) -> None:
     assert "was never swept" in untried.origin
 
 
-def test_a_workload_is_the_same_whatever_was_measured_on_its_models(tmp_path: Path) -> None:
+def test_a_workload_is_another_when_the_work_of_a_peer_is(tmp_path: Path) -> None:
     before = fingerprint(workload(tmp_path))
     assert fingerprint(workload(tmp_path, measured=2)) == before
+    assert fingerprint(workload(tmp_path, recipe={"models": {"taught": 9}, "chunk": 64})) == before
+    assert fingerprint(workload(tmp_path, recipe={"models": {"taught": 7}, "chunk": 32})) != before
     assert fingerprint(workload(tmp_path, epochs=4)) != before
 
 
