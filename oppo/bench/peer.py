@@ -110,8 +110,8 @@ def fingerprint(directory: Path) -> str:
     They do not change with what is ours alone, as how large a chunk is, nor with what was measured on the models.
     """
     spec = json.loads((directory / "spec.json").read_text(encoding="utf-8"))
-    models = spec.pop("recipe")["models"]
-    spec.pop("measured")
+    models = spec.pop("recipe", {}).get("models")
+    spec.pop("measured", None)
     told = hashlib.sha256(json.dumps([spec, models], sort_keys=True).encode())
     told.update((directory / "prompts.jsonl").read_bytes())
     return told.hexdigest()[:12]

@@ -153,7 +153,7 @@ SHORTER: Final = replace(
     prompt_tokens=(12, 24),
     shares=(),
 )
-"""What the other workloads are made from."""
+"""``paper`` with a shorter tail: what the other workloads of these models are made from."""
 
 TRAIN_BOUND: Final = replace(
     SHORTER,

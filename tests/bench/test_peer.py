@@ -254,6 +254,13 @@ def test_a_workload_is_another_when_the_work_of_a_peer_is(tmp_path: Path) -> Non
     assert fingerprint(workload(tmp_path, epochs=4)) != before
 
 
+def test_a_workload_that_says_what_a_peer_needs_and_no_more_can_be_swept(tmp_path: Path) -> None:
+    bare = workload(tmp_path)
+    said = json.loads((bare / "spec.json").read_text())
+    (bare / "spec.json").write_text(json.dumps({name: said[name] for name in Spec.__dataclass_fields__}))
+    assert choose(sweep_of(bare), bare, cores=2).origin == "the fastest of 2 cells on a machine with 2 cores"
+
+
 def test_the_command_names_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="from a checkout"):
         command(tmp_path, Cell(4, 1, 1), checkout=tmp_path)
