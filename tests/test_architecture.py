@@ -64,6 +64,7 @@ BANNED = {
     "eval": "never",
     "exec": "never",
 }
+CORES = PACKAGE / "hf" / "cpu.py"
 CLOCKS = {"time", "monotonic", "perf_counter"}
 
 MAX_FILE_LINES = 400
@@ -149,6 +150,8 @@ def test_banned_calls_are_not_made() -> None:
                 faults.append(f"{where}: {BANNED.get(name, 'never')}")
             if owner == "time" and name in CLOCKS and module_of(path) != "observe":
                 faults.append(f"{where}: use oppo.observe.now, or the loop's clock")
+            if name == "set_num_threads" and path != CORES:
+                faults.append(f"{where}: use oppo.hf.cpu.use_cores, which no other thread's count can overtake")
     assert not faults
 
 

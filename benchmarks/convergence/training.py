@@ -19,8 +19,8 @@ from oppo.bench.pipeline import held
 from oppo.demo.assets import Assets, cache_directory, make_assets
 from oppo.demo.examination import examine
 from oppo.demo.run import FULL, SHORT, Plan as Demo, settings_of
+from oppo.hf.cpu import available_cores, use_cores
 from oppo.hf.load import load_tokenizer
-from oppo.hf.places import available_cores, use_cores
 from oppo.hf.text import Text
 from oppo.models import Sampling
 from oppo.train import FINAL, Session, prepare, run

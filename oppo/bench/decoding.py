@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from oppo import observe
 from oppo.events import Prompt
+from oppo.hf.cpu import use_cores
 from oppo.hf.decoding import Decoder, DecodeStep, Row
 from oppo.models import Sampling
 
@@ -104,7 +105,7 @@ def compare_decoding(
             f"{list(prompts)}"
         )
     before = torch.get_num_threads()
-    torch.set_num_threads(threads)
+    use_cores(threads)
     try:
         contest = _Contest(model, lengths, prompts)
         contest.ours()
@@ -116,7 +117,7 @@ def compare_decoding(
                 run()
                 seconds.append(clock() - start)
     finally:
-        torch.set_num_threads(before)
+        use_cores(before)
     total = sum(lengths)
     speeds = [tuple(total / second for second in seconds) for seconds in (ours, generate)]
     return DecodingComparison(len(lengths), total, speeds[0], speeds[1], contest.occupancy())

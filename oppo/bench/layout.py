@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from oppo.bench.workloads import Layout
+from oppo.hf.cpu import use_cores
 from oppo.hf.device import use_stream
 
 
@@ -30,7 +31,7 @@ class Seat:
         """Bind the calling thread, and those that torch starts for it."""
         if hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, self.cores)
-        torch.set_num_threads(self.threads)
+        use_cores(self.threads)
 
 
 @dataclass(frozen=True, slots=True)

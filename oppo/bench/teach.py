@@ -14,6 +14,7 @@ from oppo.bench.countdown import EOS, FILLERS, PAD, Countdown, lessons
 from oppo.bench.workloads import Shape
 from oppo.demo.pretrain import IGNORED, Schedule, descend, rate
 from oppo.events import Prompt
+from oppo.hf.cpu import use_cores
 from oppo.hf.policy import HfPolicy
 from oppo.models import Sampling
 from oppo.placement import Thread
@@ -105,7 +106,7 @@ def lengths_written(actor: PreTrainedModel, prompts: Sequence[Prompt], *, cap: i
 
     async def write() -> list[int]:
         lengths = []
-        with Thread("teacher", setup=lambda: torch.set_num_threads(1)) as thread:
+        with Thread("teacher", setup=lambda: use_cores(1)) as thread:
             policy = HfPolicy(actor, sampling=sampling, thread=thread)
             decodes = await policy.open(prompts)
             async with policy.decoding(decodes, lambda finished: False):

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import anyio
 import numpy as np
-import torch
 
 from oppo.data import read_prompts
 from oppo.evaluate import respond, score_all
 from oppo.events import FloatArray, Prompt
+from oppo.hf.cpu import available_cores, use_cores
 from oppo.hf.load import load_causal, load_scalar, load_tokenizer
-from oppo.hf.places import available_cores
 from oppo.hf.policy import HfPolicy
 from oppo.hf.scorers import ReferenceLogprobs, RewardModel
 from oppo.hf.text import Text
@@ -50,7 +49,7 @@ def examine(actor: Path, *, base: Path, reward: Path, held_out: Path, sampling: 
     """
     text = Text(load_tokenizer(base))
     prompts = read_prompts(held_out, text)[:count]
-    with Thread("examination", setup=lambda: torch.set_num_threads(available_cores())) as thread:
+    with Thread("examination", setup=lambda: use_cores(available_cores())) as thread:
         policy = HfPolicy(load_causal(actor), sampling=sampling, thread=thread)
         reference = ReferenceLogprobs(load_causal(base), sampling=sampling, thread=thread)
         return anyio.run(_examine, policy, reference, RewardModel(load_scalar(reward), thread=thread), prompts, text)

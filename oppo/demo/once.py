@@ -12,6 +12,8 @@ from typing import Final
 import torch
 from transformers.utils import logging as transformers_logging
 
+from oppo.hf.cpu import use_cores
+
 COMPLETE: Final = "COMPLETE"
 """The file that is written last: without it a directory is not used."""
 
@@ -50,11 +52,11 @@ def alone(seed: int) -> Iterator[None]:
     before, bars = torch.get_num_threads(), transformers_logging.is_progress_bar_enabled()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        torch.set_num_threads(1)
+        use_cores(1)
         transformers_logging.disable_progress_bar()
         try:
             yield
         finally:
-            torch.set_num_threads(before)
+            use_cores(before)
             if bars:
                 transformers_logging.enable_progress_bar()

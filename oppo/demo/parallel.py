@@ -14,6 +14,8 @@ from typing import Generic, TypeVar
 
 import torch
 
+from oppo.hf.cpu import use_cores
+
 M = TypeVar("M", bound=torch.nn.Module)
 
 
@@ -34,7 +36,7 @@ class Shares(Generic[M]):
         for replica in self._replicas[1:]:
             for own, shared in zip(replica.parameters(), model.parameters(), strict=True):
                 own.data = shared.data
-        self._pool = ThreadPoolExecutor(threads, "oppo-demo", initializer=torch.set_num_threads, initargs=(1,))
+        self._pool = ThreadPoolExecutor(threads, "oppo-demo", initializer=use_cores, initargs=(1,))
 
     def backward(self, losses: Sequence[Callable[[M], torch.Tensor]]) -> float:
         """Set the gradient of the sum of the losses, one for each share; return that sum.

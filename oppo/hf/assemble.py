@@ -18,12 +18,13 @@ from oppo.durable import whole
 from oppo.errors import ConfigError, ModelError
 from oppo.events import Drop, FloatArray
 from oppo.hf.anatomy import end_ids, longest, vocabulary
+from oppo.hf.cpu import available_cores
 from oppo.hf.device import device_of, settled
 from oppo.hf.directory import require_no_code, require_safetensors
 from oppo.hf.load import load_causal, load_scalar, load_tokenizer, quiet
 from oppo.hf.lora import add_lora, twin
 from oppo.hf.memory import ModelPlace, ModelThread, attributed
-from oppo.hf.places import Places, available_cores
+from oppo.hf.places import Places
 from oppo.hf.policy import HfPolicy
 from oppo.hf.precision import require_supported
 from oppo.hf.proximal import ProximalLogprobs

@@ -8,7 +8,6 @@ whatever the schedule and the places, so runs can be compared bit for bit.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import partial
 from typing import Literal, NamedTuple, TypeAlias
@@ -16,6 +15,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 
 from oppo.errors import ConfigError
+from oppo.hf.cpu import use_cores
 from oppo.hf.device import DeviceThread, use_stream
 from oppo.placement import Place, Process, Thread
 
@@ -89,15 +89,3 @@ def settle(cores: int, device: torch.device) -> None:
     """Let this thread compute on so many cores, and on the device in a stream of its own."""
     use_cores(cores)
     use_stream(device)
-
-
-def use_cores(count: int) -> None:
-    """Let this thread, and those it starts, compute on ``count`` cores."""
-    torch.set_num_threads(count)
-
-
-def available_cores() -> int:
-    """Return how many cores this process may use: those it is bound to, no more than ``OMP_NUM_THREADS`` says."""
-    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    wanted = os.environ.get("OMP_NUM_THREADS", "")
-    return min(bound, int(wanted)) if wanted.isdecimal() and int(wanted) else bound

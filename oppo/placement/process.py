@@ -34,7 +34,7 @@ class Process:
         name: shown in traces, errors and the list of processes.
         listener: called, from a thread of this process, with the span of each call.
         setup: called once in the child before anything else, for example
-            ``functools.partial(torch.set_num_threads, 1)``; importable by name.
+            ``functools.partial(oppo.hf.cpu.use_cores, 1)``; importable by name.
         restarts: how many dead children are replaced.
         tell: told, in a sentence, of each child that is replaced; from another thread.
 

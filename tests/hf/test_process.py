@@ -17,9 +17,9 @@ from oppo.admission import Overcommit
 from oppo.chunking import Fixed
 from oppo.errors import ModelError, ModelLost, ProtocolError
 from oppo.events import Finish, FloatArray, Prompt
+from oppo.hf.cpu import use_cores
 from oppo.hf.digest import weights_digest
 from oppo.hf.memory import ModelPlace
-from oppo.hf.places import use_cores
 from oppo.hf.policy import HfPolicy
 from oppo.hf.scorers import ReferenceLogprobs, RewardModel, ValueModel
 from oppo.hf.trainer import HfTrainer

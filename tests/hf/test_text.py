@@ -5,7 +5,6 @@ from tokenizers import AddedToken, Tokenizer as Words, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from oppo.errors import ConfigError
-from oppo.hf.places import available_cores
 from oppo.hf.text import Text
 
 VOCABULARY = {"<unk>": 0, "<s>": 1, "</s>": 2, "a": 3, "b": 4}
@@ -64,10 +63,3 @@ def test_tokenizers_differ_where_a_token_has_another_number() -> None:
     assert text().differs(text()) is None
     assert text().differs(text({**VOCABULARY, "a": 4, "b": 3})) == "token 'a' is 3 here and 4 there"
     assert text().differs(text({**VOCABULARY, "c": 5})) == "it has 6 tokens instead of 5"
-
-
-def test_no_more_cores_are_used_than_the_environment_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert available_cores() == 1
-    monkeypatch.setenv("OMP_NUM_THREADS", "many")
-    assert available_cores() >= 1
