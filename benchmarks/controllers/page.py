@@ -52,7 +52,7 @@ B / 4 the decode steps N between two cuts solve
     parked(x) = B * sum over k < max_deferrals of S(k N + x),    overdue(x) = B * S(max_deferrals * N + x)
 
 and the predicted step is `max(decode + tail, busy)` of the slowest scorer, plus the rest. The least Delta is taken
-whose `seconds * (1 + price * Delta / B)` is within 1.25 % of the lowest. It does so from the second step on: what one
+whose `seconds * (1 + price * Delta / B)` is within 1.15 % of the lowest. It does so from the second step on: what one
 step has shown decides it, with a prior of how decoding is paid for.
 
 ## How `SlopeAdaptive` decides

@@ -16,7 +16,7 @@ from oppo.admission.protocol import AdmitView, CutView
 from oppo.admission.survival import FloatVector, kaplan_meier
 from oppo.errors import AdmissionError
 
-MARGIN = 0.0125
+MARGIN = 0.0115
 """Costs within this part of the lowest count as equal: the estimates are not better than that."""
 
 RISE = 4
@@ -35,7 +35,7 @@ class TailAdaptive:
         cost(Delta) = seconds(Delta) * (1 + price * brake * Delta / B)
         brake       = max(1, mismatch KL / kl_target, ess_target / effective sample size)
 
-    and the least Delta is taken whose cost is within 1.25 % of the lowest: at once if it is less than the present one,
+    and the least Delta is taken whose cost is within 1.15 % of the lowest: at once if it is less than the present one,
     at most doubling if it is more. The first step defers nothing; it is all that the second one is decided by. Because
     all of the curve is looked at, a plateau before a gain (many responses at the cap) does not stop it, and where a
     scorer or the update takes the time it defers nothing: nothing is gained.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from oppo import observe
@@ -13,27 +12,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
-
-
-_ahead: ContextVar[bool] = ContextVar("ahead", default=False)
-
-
-@contextmanager
-def ahead() -> Iterator[None]:
-    """Let calls of this task, while it lasts, come before those of others that wait in the same place.
-
-    For what a step waits for. No call in progress is interrupted, and such calls keep their order among them.
-    """
-    before = _ahead.set(True)
-    try:
-        yield
-    finally:
-        _ahead.reset(before)
-
-
-def is_ahead() -> bool:
-    """Return whether this task's calls come before others."""
-    return _ahead.get()
 
 
 class Hosted(Protocol[T_co]):

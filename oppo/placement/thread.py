@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import count
-from queue import PriorityQueue
 from types import TracebackType
 from typing import Concatenate, Generic, ParamSpec, Self, TypeVar
 
@@ -14,7 +12,9 @@ import anyio
 
 from oppo import observe
 from oppo.errors import ModelLost
-from oppo.placement.place import Hosted, Journal, is_ahead, reported
+from oppo.placement.line import Line, Waiting
+from oppo.placement.place import Hosted, Journal, reported
+from oppo.placement.turns import GaveWay, courtesy, precedence
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -50,8 +50,7 @@ class Thread:
         self.at_work = ""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"oppo-{name}")
         self._setup = setup
-        self._line = PriorityQueue[tuple[bool, int, Callable[[], None]]]()
-        self._numbers = count()
+        self._line = Line()
         self._open = True
 
     async def call(self, label: str, work: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -81,6 +80,7 @@ class Thread:
 
     def _queued(self, track: str, label: str, work: Callable[[], R]) -> Future[R]:
         future = Future[R]()
+        mine = precedence()
 
         def do() -> None:
             try:
@@ -92,13 +92,22 @@ class Thread:
             else:
                 future.set_result(result)
 
-        self._line.put((not is_ahead(), next(self._numbers), do))
+        if mine is not None:
+            mine.hold(self._line)
+        self._line.put(
+            Waiting(
+                urgent=mine is not None,
+                begin=do,
+                gives_way=courtesy(),
+                withdraw=lambda: future.set_exception(GaveWay()),
+            )
+        )
         self._pool.submit(self._do_next)
         return future
 
     def _do_next(self) -> None:
-        *_, do = self._line.get()
-        do()
+        if (begin := self._line.take()) is not None:
+            begin()
 
     def _set_up(self) -> None:
         if self._setup is not None:
@@ -111,8 +120,9 @@ class Thread:
         return _ThreadResident(self, resident, track)
 
     def close(self) -> None:
-        """End the thread after the call in progress; idempotent."""
+        """End the thread after the calls that it has been given; idempotent."""
         self._open = False
+        self._line.close()
         self._pool.shutdown(wait=True)
 
     def __enter__(self) -> Self:

@@ -2,46 +2,57 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
 import anyio
 
-from oppo.errors import noted
-from oppo.events import Chunk, Defer, Drop, Finish, Given, Prompt, RolloutEvent, Scored
+from oppo.errors import as_itself, noted
+from oppo.events import Defer, Drop, Finish, Prompt, RolloutEvent, Scored
 from oppo.graph import Receiver, Sender, Step
 from oppo.models import Follower, Scorer
 from oppo.observe import Span
-from oppo.placement import ahead
+from oppo.placement import GaveWay, ahead, giving_way
+from oppo.stages.backlog import Backlog, Growth, waves
 from oppo.stages.contract import require_count
 
 T = TypeVar("T")
 
-GROWING = (Chunk, Prompt, Given)
-"""What a scorer reads."""
+TURN = 0.3
+"""Seconds that a call of which nobody needs the result may last: whatever finishes meanwhile has to wait."""
+
+RISE = 1.1
+"""A token is thought to take the least it has taken, times this for each call since: others in the place take turns."""
 
 
 @dataclass(slots=True)
 class Session:
-    """What a scorer has read of one rollout, and with which weights; valid while both still hold."""
+    """What a scorer has read of one rollout, and with which weights; valid while both still hold.
+
+    Attributes:
+        read: by a scorer that follows the trainer, which will have to read it again if the rollout is carried.
+    """
 
     version: int
     length: int = 0
+    read: list[Growth] = field(default_factory=list)
 
 
 @dataclass(eq=False)
 class Score(Generic[T]):
     """Streams rollouts into a scorer as they grow and sends its value of each when it is complete.
 
-    Everything that has queued up while the scorer was busy is read in one call. Finished rollouts come first, so that
-    the step's critical path is short, and go ahead of what other scorers in the same place read of rollouts that go on;
-    those fill the time that is left.
+    Finished rollouts come first, so that the step's critical path is short, and go ahead of what other scorers in the
+    same place read of rollouts that go on. Those fill the time that is left: what has queued up is read together, in
+    calls that do not last long, and what still waits for its turn gives way to a rollout that has finished.
 
-    A session made with other weights than the scorer has now is dropped and replayed once, when its rollout finishes;
-    of a scorer that follows the trainer, parked rollouts are forgotten at once, since its weights are about to change.
+    A session made with other weights than the scorer has now is dropped and replayed once, when its rollout finishes.
+    A scorer that follows the trainer forgets parked rollouts at once, since its weights are about to change, and reads
+    them again in the next step before they finish.
 
     A scorer that cannot say anything of a rollout answers with a ``Drop`` in the place of its value: the rollout is
     then not trained, and everything else goes on.
@@ -54,7 +65,12 @@ class Score(Generic[T]):
 
     scorer: Scorer[T | Drop]
     _sessions: dict[int, Session] = field(default_factory=dict, init=False, repr=False)
+    _carried: list[Growth] = field(default_factory=list, init=False, repr=False)
     _step: Step = field(default=Step(0, 1, 0.0), init=False, repr=False)
+    _pace: float = field(default=0.0, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._follows = isinstance(self.scorer, Follower)
 
     async def __aenter__(self) -> Self:
         return self
@@ -63,6 +79,7 @@ class Score(Generic[T]):
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
         """Forget every session."""
+        self._carried.clear()
         await self._forget(list(self._sessions))
 
     def begin(self, step: Step) -> None:
@@ -71,20 +88,42 @@ class Score(Generic[T]):
 
     async def run(self, rollout: Receiver[RolloutEvent], /, *, out: Sender[Scored[T] | Drop]) -> None:
         """Score one step's finished rollouts."""
+        backlog = Backlog()
+        with as_itself():
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._listen, rollout, backlog, name="listen")
+                while await backlog.is_left():
+                    await self._settle(backlog, out)
+                    await self._go_on(backlog)
+
+    async def _listen(self, rollout: Receiver[RolloutEvent], backlog: Backlog) -> None:
+        """Take what comes, also while the scorer works; what must be read again comes before it."""
         while events := await rollout.drain():
-            finished = [event for event in events if isinstance(event, Finish)]
-            dropped = [event for event in events if isinstance(event, Drop)]
-            over = {event.rollout for event in events if self._ends_session(event)}
-            await self._forget(sorted(over))
-            urgent = {event.rollout for event in finished}
-            growing = [event for event in events if isinstance(event, GROWING) and event.rollout not in over]
-            with ahead():
-                await self._extend([event for event in growing if event.rollout in urgent])
-                for result in await self._finish(finished):
-                    await out.send(result)
-            for drop in dropped:
-                await out.send(drop)
-            await self._extend([event for event in growing if event.rollout not in urgent])
+            carried, self._carried = self._carried, []
+            backlog.add((*carried, *events))
+        backlog.end()
+
+    async def _settle(self, backlog: Backlog, out: Sender[Scored[T] | Drop]) -> None:
+        """Score what has finished, and let go of what will not finish in this step."""
+        news = backlog.news()
+        with ahead():
+            await self._extend(news.unread)
+            results = await self._finish(news.finished)
+        for result in (*results, *news.dropped):
+            await out.send(result)
+        over: list[Drop | Defer] = [*news.dropped, *(each for each in news.deferred if each.restart or self._follows)]
+        for event in over:
+            unread, session = backlog.give_up(event.rollout), self._sessions.get(event.rollout)
+            if isinstance(event, Defer) and not event.restart:
+                self._carried += [*(session.read if session else []), *unread]
+        await self._forget(sorted(event.rollout for event in over))
+
+    async def _go_on(self, backlog: Backlog) -> None:
+        """Read some of what nobody waits for, unless somebody does before it is this call's turn."""
+        portion = backlog.portion(TURN / self._pace if self._pace else math.inf)
+        with suppress(GaveWay), giving_way(backlog.is_urgent):
+            await self._read(portion)
+            backlog.read(portion)
 
     async def _finish(self, finished: Sequence[Finish]) -> list[Scored[T] | Drop]:
         """Return what the scorer says of each."""
@@ -103,21 +142,27 @@ class Score(Generic[T]):
             for event, value in zip(finished, values, strict=True)
         ]
 
-    def _ends_session(self, event: RolloutEvent) -> bool:
-        if isinstance(event, Defer):
-            return event.restart or isinstance(self.scorer, Follower)
-        return isinstance(event, Drop)
-
-    async def _extend(self, events: Sequence[Prompt | Chunk | Given]) -> None:
+    async def _extend(self, events: Sequence[Growth]) -> None:
         for wave in waves(events):
-            parts = [event for event in wave if self._accepts(event)]
-            if parts:
-                with self._scoring("extend", parts):
-                    await self.scorer.extend(parts)
-                for part in parts:
-                    self._sessions[part.rollout].length += len(part.tokens)
+            await self._read(wave)
 
-    def _accepts(self, event: Prompt | Chunk | Given) -> bool:
+    async def _read(self, events: Sequence[Growth]) -> None:
+        """Read what the sessions can take; at most one event of each."""
+        parts = [event for event in events if self._accepts(event)]
+        if not parts:
+            return
+        start = anyio.current_time()
+        with self._scoring("extend", parts):
+            await self.scorer.extend(parts)
+        pace = (anyio.current_time() - start) / max(1, sum(len(part.tokens) for part in parts))
+        self._pace = min(pace, RISE * self._pace) if self._pace else pace
+        for part in parts:
+            session = self._sessions[part.rollout]
+            session.length += len(part.tokens)
+            if self._follows:
+                session.read.append(part)
+
+    def _accepts(self, event: Growth) -> bool:
         if isinstance(event, Prompt):
             self._sessions[event.rollout] = Session(self.scorer.version)
             return True
@@ -142,7 +187,7 @@ class Score(Generic[T]):
                 await self.scorer.forget(known)
 
     @contextmanager
-    def _scoring(self, label: str, events: Sequence[Prompt | Chunk | Given | Finish]) -> Iterator[None]:
+    def _scoring(self, label: str, events: Sequence[Growth | Finish]) -> Iterator[None]:
         """Note when the scorer worked; name the rollouts in an error."""
         start = anyio.current_time()
         try:
@@ -151,40 +196,3 @@ class Score(Generic[T]):
             error.add_note(f"while scoring rollouts {[event.rollout for event in events]}")
             raise
         self._step.spans.append(Span(self._step.stage, label, start, anyio.current_time()))
-
-
-def waves(events: Sequence[Prompt | Chunk | Given]) -> Iterator[list[Prompt | Chunk | Given]]:
-    """Yield the events in order, in lists that hold at most one event of each rollout; contiguous chunks are merged."""
-    wave: dict[int, Prompt | Chunk | Given] = {}
-    longer: dict[int, list[Prompt | Chunk | Given]] = {}
-    for event in events:
-        first = wave.setdefault(event.rollout, event)
-        if first is not event:
-            longer.setdefault(event.rollout, [first]).append(event)
-    stories = [shortened(story) for story in longer.values()]
-    wave.update((story[0].rollout, story[0]) for story in stories)
-    if wave:
-        yield list(wave.values())
-    place = 1
-    while stories := [story for story in stories if len(story) > place]:
-        yield [story[place] for story in stories]
-        place += 1
-
-
-def shortened(story: Sequence[Prompt | Chunk | Given]) -> list[Prompt | Chunk | Given]:
-    """Return the events of one rollout in order; chunks that follow one another are one."""
-    events: list[Prompt | Chunk | Given] = []
-    run: list[Chunk] = []
-    for event in story:
-        if isinstance(event, Chunk):
-            run.append(event)
-        else:
-            events += whole(run)
-            events.append(event)
-            run.clear()
-    return events + whole(run)
-
-
-def whole(run: Sequence[Chunk]) -> list[Prompt | Chunk | Given]:
-    """Return chunks that follow one another as one, if there are any."""
-    return [run[0].merge(*run[1:]) if len(run) > 1 else run[0]] if run else []

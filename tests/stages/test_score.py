@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
+import anyio
 import numpy as np
 import pytest
 
 from oppo.events import Chunk, Defer, Drop, Finish, FloatArray, Given, Prompt, Response, RolloutEvent, Scored
 from oppo.graph.channel import Channel
-from oppo.placement.place import is_ahead
+from oppo.placement import GaveWay
+from oppo.placement.turns import courtesy, precedence
 from oppo.stages import Score
-from oppo.stages.score import waves
+from oppo.stages.score import TURN
 from oppo.testing import FakeCritic, FakeScorer, fake_scalar, run_virtual
 
 
@@ -129,7 +132,7 @@ class Noted(FakeScorer[float]):
         return await super().finish(finished)
 
     def _note(self, label: str, events: Sequence[Prompt | Chunk | Given | Finish]) -> None:
-        self.notes.append((label, [event.rollout for event in events], is_ahead()))
+        self.notes.append((label, [event.rollout for event in events], precedence() is not None))
 
 
 def test_what_has_finished_goes_ahead_in_its_place_and_nothing_else_does() -> None:
@@ -142,6 +145,89 @@ def test_what_has_finished_goes_ahead_in_its_place_and_nothing_else_does() -> No
         ("extend", [1], False),
         ("extend", [1], False),
     ]
+
+
+class NotedCritic(FakeCritic):
+    """Notes what it reads: rollouts and numbers of tokens, call by call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[list[tuple[int, int]]] = []
+
+    async def extend(self, events: Sequence[Prompt | Chunk | Given]) -> None:
+        self.notes.append([(event.rollout, len(event.tokens)) for event in events])
+        await super().extend(events)
+
+
+@dataclass(eq=False)
+class Courteous(Noted):
+    """Gives way whenever it may and something better has come, as a place does that others work in."""
+
+    async def extend(self, events: Sequence[Prompt | Chunk | Given]) -> None:
+        is_better = courtesy()
+        await anyio.sleep(1)
+        if is_better():
+            raise GaveWay
+        await super().extend(events)
+
+
+def test_what_goes_on_gives_way_to_what_has_finished_and_is_read_later() -> None:
+    async def main() -> list[object]:
+        channel, out = Channel[RolloutEvent]("generate->score", 100), Out()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(Score(scorer).run, channel, out=out))
+            for event in (prompt(1), prompt(2)):
+                channel.send_nowait(event)
+            await anyio.sleep(1.5)
+            for piece in (chunk(1), done):
+                channel.send_nowait(piece)
+            await anyio.sleep(0.5)  # the scorer waits for its turn to read both
+            channel.send_nowait(finish(2, done))
+            channel.close()
+        return out.items
+
+    scorer, done = Courteous(fake_scalar), chunk(2)
+    scores = run_virtual(main)
+    assert [each.rollout for each in scores if isinstance(each, Scored)] == [2]
+    assert scorer.notes == [
+        ("extend", [1, 2], False),
+        ("extend", [2], True),
+        ("finish", [2], True),
+        ("extend", [1], False),
+    ]
+    assert scorer.tokens == 7 + 7, "everything is read once"
+
+
+def test_what_nobody_waits_for_is_read_in_short_calls() -> None:
+    """A token takes so long that eight of them, and not nine, take as long as such a call may."""
+    scorer = Noted(fake_scalar, per_token=TURN / 8.5)
+    events = [prompt(0), *(each for n in range(1, 5) for each in (prompt(n), chunk(n)))]
+    run_virtual(scored, Score(scorer), *events)
+    first, *others = [rollouts for _, rollouts, _ in scorer.notes]
+    assert first == [0, 1, 2, 3, 4], "nobody knows yet how long a token takes"
+    assert others == [[1, 2], [3, 4]]
+
+
+def test_a_critic_reads_a_carried_rollout_again_before_it_finishes() -> None:
+    """With the weights that there are then, and what came in the step before as one piece."""
+    critic = NotedCritic()
+    stage = Score(critic)
+    run_virtual(scored, stage, prompt(1), prompt(2), chunk(1), chunk(2))
+    run_virtual(scored, stage, chunk(1, start=4), Defer(1, 1), Defer(2, 1))
+    assert not critic.sessions
+    critic.version, critic.notes = 1, []
+    run_virtual(scored, stage, chunk(2, start=4))
+    assert critic.notes == [[(1, 3), (2, 3)], [(1, 8), (2, 8)]], "the prompts, and then all that followed them"
+    run_virtual(scored, stage, finish(2, chunk(2, length=8)), finish(1, chunk(1, length=8)))
+    assert critic.notes[2:] == []
+
+
+def test_what_was_given_up_is_not_read_again() -> None:
+    critic = NotedCritic()
+    stage = Score(critic)
+    run_virtual(scored, stage, prompt(1), prompt(2), chunk(1), chunk(2), Defer(1, 1, restart=True), Drop(2, "filtered"))
+    run_virtual(scored, stage, prompt(3))
+    assert critic.notes == [[(3, 3)]]
 
 
 def test_closing_forgets_the_sessions_of_parked_rollouts() -> None:
@@ -178,20 +264,3 @@ def test_an_error_of_the_model_names_the_rollouts(at: str) -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         run_virtual(scored, Score(Broken(at)), prompt(4), chunk(4), finish(4, chunk(4)))
     assert caught.value.__notes__ == ["while scoring rollouts [4]"]
-
-
-def test_a_wave_holds_one_event_of_a_rollout_and_chunks_that_follow_one_another_are_one() -> None:
-    def chunk(rollout: int, start: int, length: int) -> Chunk:
-        ints = np.arange(start, start + length, dtype=np.int32)
-        return Chunk(rollout, start, ints, np.zeros(length, np.float32), ints)
-
-    prompts = [Prompt(n, n, np.zeros(1, np.int32)) for n in range(2)]
-    tool = Given(1, 3, np.zeros(2, np.int32))
-    events: list[Prompt | Chunk | Given]
-    events = [prompts[0], prompts[1], chunk(1, 0, 1), chunk(2, 4, 3), chunk(1, 1, 2), tool, chunk(1, 5, 1)]
-    first, second, third, fourth = waves(events)
-    assert first == [prompts[0], prompts[1], events[3]]
-    assert [(part.start, part.tokens.tolist()) for part in second if isinstance(part, Chunk)] == [(0, [0, 1, 2])]
-    assert third == [tool]
-    assert fourth == [events[-1]]
-    assert not list(waves([]))
