@@ -119,7 +119,7 @@ def test_twenty_runs_killed_at_random_moments_and_resumed_end_with_the_same_weig
 def test_an_adaptive_run_that_is_killed_decides_again_as_it_had(folder: Path) -> None:
     """It predicts seconds from measured seconds, of which none would come out twice."""
     name, run = "adaptive", folder / "runs" / "adaptive"
-    killed(folder, name, 6.2, "run.exact=false", "step.admission=adaptive", "run.steps=9", "run.checkpoint_every=4")
+    killed(folder, name, 6.6, "run.exact=false", "step.admission=adaptive", "run.steps=9", "run.checkpoint_every=4")
     before, seen = records(folder, name, "metrics.jsonl"), observations(run / JOURNAL, 4)
     assert set(seen) >= {4, 5}
     assert resume(folder, name) == DONE
