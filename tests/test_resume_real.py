@@ -119,18 +119,18 @@ def test_twenty_runs_killed_at_random_moments_and_resumed_end_with_the_same_weig
 def test_an_adaptive_run_that_is_killed_decides_again_as_it_had(folder: Path) -> None:
     """It predicts seconds from measured seconds, of which none would come out twice."""
     name, run = "adaptive", folder / "runs" / "adaptive"
-    killed(folder, name, 6.6, "run.exact=false", "step.admission=adaptive", "run.steps=9", "run.checkpoint_every=4")
-    before, seen = records(folder, name, "metrics.jsonl"), observations(run / JOURNAL, 4)
-    assert set(seen) >= {4, 5}
+    killed(folder, name, 8.2, "run.exact=false", "step.admission=adaptive", "run.steps=14", "run.checkpoint_every=6")
+    before, seen = records(folder, name, "metrics.jsonl"), observations(run / JOURNAL, 6)
+    assert set(seen) >= {6}
     assert resume(folder, name) == DONE
     after = records(folder, name, "metrics.jsonl")
-    assert [each["step"] for each in after] == list(range(9))
+    assert [each["step"] for each in after] == list(range(14))
     for was, now in zip(before, after, strict=False):
         assert [was.get(figure) for figure in (EXTRA, PREDICTED)] == [now.get(figure) for figure in (EXTRA, PREDICTED)]
-    assert PREDICTED in after[5]
-    assert before[5]["seconds"] != after[5]["seconds"]
+    assert PREDICTED in after[7]
+    assert before[6]["seconds"] != after[6]["seconds"]
     again = observations(run / JOURNAL)
-    assert sorted(again) == list(range(9))
+    assert sorted(again) == list(range(14))
     assert {step: again[step] for step in seen} == seen
 
 
