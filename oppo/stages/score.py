@@ -87,8 +87,10 @@ class Score(Generic[T]):
         self._step = step
 
     async def run(self, rollout: Receiver[RolloutEvent], /, *, out: Sender[Scored[T] | Drop]) -> None:
-        """Score one step's finished rollouts."""
+        """Score one step's finished rollouts; first comes what must be read again of those that were carried."""
         backlog = Backlog()
+        backlog.add(self._carried)
+        self._carried = []
         with as_itself():
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._listen, rollout, backlog, name="listen")
@@ -97,10 +99,9 @@ class Score(Generic[T]):
                     await self._go_on(backlog)
 
     async def _listen(self, rollout: Receiver[RolloutEvent], backlog: Backlog) -> None:
-        """Take what comes, also while the scorer works; what must be read again comes before it."""
+        """Take what comes, also while the scorer works."""
         while events := await rollout.drain():
-            carried, self._carried = self._carried, []
-            backlog.add((*carried, *events))
+            backlog.add(events)
         backlog.end()
 
     async def _settle(self, backlog: Backlog, out: Sender[Scored[T] | Drop]) -> None:

@@ -55,6 +55,18 @@ async def scored(stage: Score[float] | Score[FloatArray], *events: RolloutEvent)
     return out.items
 
 
+async def scored_apart(stage: Score[float] | Score[FloatArray], *events: RolloutEvent) -> list[object]:
+    """Run one step in which the scorer has dealt with each event before the next one comes."""
+    channel, out = Channel[RolloutEvent]("generate->score", 100), Out()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(partial(stage.run, channel, out=out))
+        for event in events:
+            channel.send_nowait(event)
+            await anyio.sleep(1.0)
+        channel.close()
+    return out.items
+
+
 def test_a_rollout_that_was_dropped_before_it_was_read_leaves_no_session() -> None:
     scorer = FakeScorer(fake_scalar)
     sent = run_virtual(scored, Score(scorer), prompt(1), chunk(1), Drop(1, "filtered"))
@@ -220,6 +232,18 @@ def test_a_critic_reads_a_carried_rollout_again_before_it_finishes() -> None:
     assert critic.notes == [[(1, 3), (2, 3)], [(1, 8), (2, 8)]], "the prompts, and then all that followed them"
     run_virtual(scored, stage, finish(2, chunk(2, length=8)), finish(1, chunk(1, length=8)))
     assert critic.notes[2:] == []
+
+
+def test_a_critic_reads_a_carried_rollout_again_in_the_next_step_though_others_are_parked_after_it() -> None:
+    critic = NotedCritic()
+    stage = Score(critic)
+    run_virtual(scored_apart, stage, prompt(1), prompt(2), chunk(1), chunk(2), Defer(1, 1), Defer(2, 1))
+    assert critic.notes == [[(1, 3)], [(2, 3)], [(1, 4)], [(2, 4)]]
+    critic.version, critic.notes = 1, []
+    run_virtual(scored_apart, stage, finish(1, chunk(1)), Defer(2, 2))
+    assert critic.notes == [[(1, 3), (2, 3)], [(1, 4)], [(2, 4)]]
+    run_virtual(scored_apart, stage, finish(2, chunk(2)))
+    assert critic.notes[3:] == [[(2, 3)], [(2, 4)]], "parked again, it waits for the step after that"
 
 
 def test_what_was_given_up_is_not_read_again() -> None:
