@@ -41,8 +41,7 @@ async def respond(policy: Policy, prompts: Sequence[Prompt]) -> list[Finish]:
 
 async def score_all(scorer: Scorer[T], finished: Sequence[Finish]) -> Sequence[T]:
     """Return what the scorer says of each finished rollout, read in one piece."""
-    await scorer.extend([event.response.prompt for event in finished])
-    await scorer.extend([event.response.chunk() for event in finished])
+    await scorer.extend([part for event in finished for part in (event.response.prompt, event.response.chunk())])
     return await scorer.finish(finished)
 
 

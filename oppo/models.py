@@ -167,7 +167,7 @@ class Scorer(Protocol[T_co]):
         """Version of the weights; constant for a frozen model."""
 
     async def extend(self, events: Sequence[Prompt | Chunk | Given]) -> None:
-        """Read more of some rollouts: at most one event each, contiguous; ``Prompt`` opens a session."""
+        """Read more of some rollouts, the events of each in order and contiguous; ``Prompt`` opens a session."""
 
     async def finish(self, finished: Sequence[Finish]) -> Sequence[T_co]:
         """Return one value for each rollout, all of which has been read, and forget its session."""

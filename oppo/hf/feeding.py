@@ -16,7 +16,7 @@ Kind: TypeAlias = Literal["prompt", "chunk", "given"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Feed:
-    """Events for a scorer, at most one for each rollout.
+    """Events for a scorer, those of each rollout in order.
 
     Pickled they are what a scorer reads of them: token ids, in one array. Other columns of the data do not cross, and
     the log-probs and versions of a chunk are 0 then.
@@ -96,10 +96,9 @@ class Fed:
                 self._close(argument)
 
     def replay(self) -> Iterator[tuple[Callable[..., object], tuple[object, ...]]]:
-        """Return a call with every open prompt, and one with the tokens that followed."""
-        yield self._extend, (Feed(list(self._prompts.values())),)
+        """Return a call with every open prompt and the tokens that followed."""
         followed = [_joined(rollout, pieces) for rollout, pieces in self._pieces.items() if pieces]
-        yield self._extend, (Feed(followed, supports=self._supports),)
+        yield self._extend, (Feed([*self._prompts.values(), *followed], supports=self._supports),)
 
     def _add(self, feed: Feed) -> None:
         for event in feed.events:

@@ -98,15 +98,20 @@ class Incremental:
         self._lengths.setdefault(row, 0)
 
     @torch.inference_mode()
-    def extend(self, rows: Sequence[int], tokens: Sequence[Tensor], *, last_only: bool = False) -> list[Tensor]:
+    def extend(
+        self, rows: Sequence[int], tokens: Sequence[Tensor], *, last: Sequence[int] | None = None
+    ) -> list[Tensor]:
         """Append ``tokens[i]``, int64 [n_i] with n_i >= 1, to ``rows[i]``; return the outputs at the new positions.
 
         A row extended alone from the same length by as many tokens gives the same bits whatever else is held here.
         Reading copies keys and values where the rows are not adjacent in their slab; that is small beside the work
         on the chunk itself.
 
+        Args:
+            last: k_i of 1 .. n_i: outputs are wanted at the last k_i of a row's new positions; ``None``: at all.
+
         Returns:
-            For each row [n_i, D], or [1, D] with ``last_only``.
+            For each row [k_i, D].
 
         Raises:
             ModelError: a row would grow beyond ``max_length``; nothing has been read then.
@@ -118,13 +123,13 @@ class Incremental:
             raise ProtocolError(f"row {rows[sizes.index(0)]} was extended by no tokens; expected at least one")
         outputs: dict[int, Tensor] = {}
         pieces = dict(zip(rows, tokens, strict=True))
+        wanted = dict(zip(rows, sizes if last is None else last, strict=True))
         for slab, members in self._admitted(rows, sizes):
             members.sort(key=slab.slot)
             ragged = [pieces[row] for row in members]
-            width = max(map(len, ragged))
-            outs = self._read(slab, members, ragged, keep=1 if last_only else width)
+            outs = self._read(slab, members, ragged, keep=max(wanted[row] for row in members))
             for row, piece, out in zip(members, ragged, outs, strict=True):
-                outputs[row] = out[-1:] if last_only else out[width - len(piece) :]
+                outputs[row] = out[-wanted[row] :]
                 self._lengths[row] = self.length(row) + len(piece)
         return [outputs[row] for row in rows]
 

@@ -103,4 +103,5 @@ class Prefill(Generic[R]):
 
     def _pass(self, portion: Sequence[tuple[R, Tensor]]) -> list[Tensor]:
         self.tokens += sum(len(tokens) for _, tokens in portion)
-        return self._reader.extend([row.key for row, _ in portion], [tokens for _, tokens in portion], last_only=True)
+        rows, tokens = [row.key for row, _ in portion], [tokens for _, tokens in portion]
+        return self._reader.extend(rows, tokens, last=[1] * len(rows))

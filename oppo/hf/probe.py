@@ -119,7 +119,7 @@ def _compare(model: PreTrainedModel, limit: float) -> None:
     rows = {row: tokens[:longest] for row, tokens in rows.items()}
     _causal(model, rows[MIDDLE], limit)
     read: dict[int, list[tuple[int, Tensor]]] = {row: [] for row in rows}
-    first = incremental.extend([LONG], [rows[LONG][: max(longest - TAIL, 1)]], last_only=True)[0]
+    first = incremental.extend([LONG], [rows[LONG][: max(longest - TAIL, 1)]], last=[1])[0]
     read[LONG].append((incremental.length(LONG) - 1, first))
     for kind, amounts in READING:
         if kind == "forget":

@@ -94,8 +94,7 @@ class ProximalLogprobs(ReferenceLogprobs):
         if not finished:
             return []
         try:
-            await super().extend([event.response.prompt for event in finished])
-            await super().extend([event.response.chunk() for event in finished])
+            await super().extend([part for each in finished for part in (each.response.prompt, each.response.chunk())])
             return await super().finish(finished)
         except BaseException:
             with anyio.CancelScope(shield=True):

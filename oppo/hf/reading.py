@@ -74,6 +74,11 @@ class Stretch:
         """Whether no token of the response is in it."""
         return self.end <= self.session.prompt
 
+    @property
+    def telling(self) -> int:
+        """How many of its last positions tell something of the response: predict a token of it, or will be asked to."""
+        return max(1, self.end - max(self.session.prompt - 1, self.start))
+
 
 class Reader:
     """Reads rollouts with one model and tells a scorer what came out.
@@ -83,8 +88,8 @@ class Reader:
         name: the model's, for errors.
         vocabulary: token ids must be smaller.
         device: where the model is.
-        keep: called with each stretch and the outputs [k, D] at its last k positions: all of them, or one where
-            ``wide`` is set and the stretch lies in the prompt.
+        keep: called with each stretch and the outputs [k, D] at its last k positions: all of them, or, where ``wide``
+            is set, those that tell something of the response.
         exact: each rollout alone, on the grid.
         wide: outputs are logits, worth computing only where they are needed; the supports of tokens are kept for them.
     """
@@ -116,7 +121,8 @@ class Reader:
             ModelError: a token is outside the vocabulary, or a sequence longer than the model reads.
             ProtocolError: a rollout is opened twice, was never opened, or has a gap.
         """
-        self._advance([self._received(event) for event in events], final=False)
+        grown = {event.rollout: self._received(event) for event in events}
+        self._advance(list(grown.values()), final=False)
 
     def finish(self, lengths: Mapping[int, int]) -> list[Session]:
         """Read what is left of finished rollouts; return their sessions, in order, which are forgotten here.
@@ -191,11 +197,9 @@ class Reader:
 
     def _advance(self, sessions: Sequence[Session], *, final: bool) -> None:
         for batch in self._alone(sessions, final=final) if self._exact else self._together(sessions):
-            last_only = self._wide and batch[0].in_prompt
+            last = [stretch.telling for stretch in batch] if self._wide else None
             rows, tokens = [stretch.session.rollout for stretch in batch], [stretch.tokens for stretch in batch]
-            for stretch, outputs in zip(
-                batch, self._incremental.extend(rows, tokens, last_only=last_only), strict=True
-            ):
+            for stretch, outputs in zip(batch, self._incremental.extend(rows, tokens, last=last), strict=True):
                 self._keep(stretch, outputs)
 
     def _alone(self, sessions: Sequence[Session], *, final: bool) -> Iterator[list[Stretch]]:
@@ -207,12 +211,17 @@ class Reader:
         waiting = list(sessions)
         while waiting := [session for session in waiting if len(session.unread)]:
             stretches = [self._taken(session, TOKENS_PER_PASS) for session in waiting]
-            for in_prompt in (True, False):
-                alike = [stretch for stretch in stretches if stretch.in_prompt == in_prompt]
+            for alike in self._alike(stretches):
                 lengths = [len(stretch.tokens) for stretch in alike]
                 overhead = overhead_on(self._device)
                 for group in cheapest_groups(lengths, range(len(alike)), overhead=overhead, budget=TOKENS_PER_PASS):
                     yield [alike[at] for at in group]
+
+    def _alike(self, stretches: list[Stretch]) -> list[list[Stretch]]:
+        """Return stretches that may share a pass: outputs are computed for each as for the one that needs most."""
+        if not self._wide:
+            return [stretches]
+        return [[stretch for stretch in stretches if stretch.in_prompt == silent] for silent in (True, False)]
 
     def _taken(self, session: Session, limit: int) -> Stretch:
         tokens, session.unread = session.unread[:limit], session.unread[limit:]

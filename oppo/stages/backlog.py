@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TypeAlias
 
 import anyio
@@ -84,59 +86,20 @@ class Backlog:
         return self._unread.pop(rollout, [])
 
     def portion(self, tokens: float) -> list[Growth]:
-        """Return the next event of each rollout, or of as many as have so many tokens together, and of one at least.
+        """Return what is to be read, or as much of it as has so many tokens together, and one event at least.
 
-        They are held until they are :meth:`read`. Those come first that have waited longest.
+        It is held until it is :meth:`read`. Those rollouts come first that have waited longest.
         """
         portion: list[Growth] = []
-        for story in self._unread.values():
-            story[:] = shortened(story)
-            tokens -= len(story[0].tokens)
+        for event in chain.from_iterable(self._unread.values()):
+            tokens -= len(event.tokens)
             if portion and tokens < 0:
                 break
-            portion.append(story[0])
+            portion.append(event)
         return portion
 
     def read(self, portion: Iterable[Growth]) -> None:
         """Take note that this has been read; what follows it waits behind all others."""
-        for event in portion:
-            _, *left = self._unread.pop(event.rollout)
-            if left:
-                self._unread[event.rollout] = left
-
-
-def waves(events: Sequence[Growth]) -> Iterator[list[Growth]]:
-    """Yield the events in order, in lists that hold at most one event of each rollout; contiguous chunks are merged."""
-    wave: dict[int, Growth] = {}
-    longer: dict[int, list[Growth]] = {}
-    for event in events:
-        first = wave.setdefault(event.rollout, event)
-        if first is not event:
-            longer.setdefault(event.rollout, [first]).append(event)
-    stories = [shortened(story) for story in longer.values()]
-    wave.update((story[0].rollout, story[0]) for story in stories)
-    if wave:
-        yield list(wave.values())
-    place = 1
-    while stories := [story for story in stories if len(story) > place]:
-        yield [story[place] for story in stories]
-        place += 1
-
-
-def shortened(story: Sequence[Growth]) -> list[Growth]:
-    """Return the events of one rollout in order; chunks that follow one another are one."""
-    events: list[Growth] = []
-    run: list[Chunk] = []
-    for event in story:
-        if isinstance(event, Chunk):
-            run.append(event)
-        else:
-            events += whole(run)
-            events.append(event)
-            run.clear()
-    return events + whole(run)
-
-
-def whole(run: Sequence[Chunk]) -> list[Growth]:
-    """Return chunks that follow one another as one, if there are any."""
-    return [run[0].merge(*run[1:]) if len(run) > 1 else run[0]] if run else []
+        for rollout, count in Counter(event.rollout for event in portion).items():
+            if left := self._unread.pop(rollout)[count:]:
+                self._unread[rollout] = left

@@ -17,7 +17,7 @@ from oppo.graph import Receiver, Sender, Step
 from oppo.models import Follower, Scorer
 from oppo.observe import Span
 from oppo.placement import GaveWay, ahead, giving_way
-from oppo.stages.backlog import Backlog, Growth, waves
+from oppo.stages.backlog import Backlog, Growth
 from oppo.stages.contract import require_count
 
 T = TypeVar("T")
@@ -108,7 +108,7 @@ class Score(Generic[T]):
         """Score what has finished, and let go of what will not finish in this step."""
         news = backlog.news()
         with ahead():
-            await self._extend(news.unread)
+            await self._read(news.unread)
             results = await self._finish(news.finished)
         for result in (*results, *news.dropped):
             await out.send(result)
@@ -143,12 +143,8 @@ class Score(Generic[T]):
             for event, value in zip(finished, values, strict=True)
         ]
 
-    async def _extend(self, events: Sequence[Growth]) -> None:
-        for wave in waves(events):
-            await self._read(wave)
-
     async def _read(self, events: Sequence[Growth]) -> None:
-        """Read what the sessions can take; at most one event of each."""
+        """Read what the sessions can take."""
         parts = [event for event in events if self._accepts(event)]
         if not parts:
             return
@@ -173,8 +169,7 @@ class Score(Generic[T]):
     async def _replay(self, finished: Sequence[Finish]) -> None:
         stale = [event.response for event in finished if not self._valid(event)]
         await self._forget([response.prompt.rollout for response in stale])
-        await self._extend([response.prompt for response in stale])
-        await self._extend([piece for response in stale for piece in response.pieces()])
+        await self._read([part for response in stale for part in (response.prompt, *response.pieces())])
 
     def _valid(self, event: Finish) -> bool:
         session = self._sessions.get(event.rollout)
@@ -194,6 +189,6 @@ class Score(Generic[T]):
         try:
             yield
         except Exception as error:
-            error.add_note(f"while scoring rollouts {[event.rollout for event in events]}")
+            error.add_note(f"while scoring rollouts {list(dict.fromkeys(event.rollout for event in events))}")
             raise
         self._step.spans.append(Span(self._step.stage, label, start, anyio.current_time()))

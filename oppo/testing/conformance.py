@@ -216,8 +216,8 @@ async def check_scorer(make: Make[Scorer[T]], finished: Sequence[Finish], close:
         ProtocolError: what was expected and what came.
     """
     whole = await make()
-    await whole.extend([event.response.prompt for event in finished])
-    await whole.extend([part(event, 0, len(event.response)) for event in finished])
+    for event in finished:
+        await whole.extend([event.response.prompt, part(event, 0, 1), part(event, 1, len(event.response))])
     expected = await whole.finish(finished)
     require(len(expected) == len(finished), f"finish() of {len(finished)} rollouts returned {len(expected)} values")
     for size in (1, 2, 3):

@@ -80,8 +80,9 @@ def run(reader: Incremental, name: str, work: list[Operation]) -> None:
             reader.forget(rows)
             continue
         pieces = [sequence(row)[at[row] : at[row] + n] for row, n in zip(rows, sizes, strict=True)]
-        for row, n, got in zip(rows, sizes, reader.extend(rows, pieces, last_only=kind == "last"), strict=True):
-            assert len(got) == (1 if kind == "last" else n)
+        last = [dice.choice([1, n]) for n in sizes] if kind == "last" else None
+        for row, n, k, got in zip(rows, sizes, last or sizes, reader.extend(rows, pieces, last=last), strict=True):
+            assert len(got) == k
             assert_close(got, one_shot(name, row)[at[row] + n - len(got) : at[row] + n])
 
 
@@ -225,7 +226,7 @@ def test_memory_stays_near_what_live_tokens_need() -> None:
     dice = random.Random(0)
     lengths = {row: min(2000, max(8, round(dice.lognormvariate(5.0, 1.0)))) for row in range(128)}
     for row, length in lengths.items():
-        reader.extend([row], [sequence(0, 2000)[:length]], last_only=True)
+        reader.extend([row], [sequence(0, 2000)[:length]], last=[1])
     allocated, needed = reader.memory()
     assert allocated <= 1.6 * needed
     reader.forget(dice.sample(list(lengths), 90))
@@ -250,7 +251,7 @@ def narrow() -> Incremental:
 
 def occupancies(reader: Incremental, lengths: dict[int, int]) -> list[float]:
     """Read prompts, step all rows while one after the other leaves; return bytes taken for each that is needed."""
-    reader.extend(list(lengths), [sequence(0, 2000)[:length] for length in lengths.values()], last_only=True)
+    reader.extend(list(lengths), [sequence(0, 2000)[:n] for n in lengths.values()], last=[1] * len(lengths))
     live, seen = list(lengths), []
     for at in range(90):
         reader.step(live, torch.full((len(live),), 5))

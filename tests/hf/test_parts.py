@@ -75,7 +75,7 @@ def test_a_rows_place_among_parts_does_not_show() -> None:
     reader = Incremental(backbone(model))
     for order in ([0, 1, 2, 3, 4, 5], [5, 3, 1, 4, 0, 2]):
         reader.clear()
-        reader.extend(order, [tokens[row][:-1] for row in order], last_only=True)
+        reader.extend(order, [tokens[row][:-1] for row in order], last=[1] * len(order))
         got = reader.step(order, torch.stack([tokens[row][-1] for row in order]))
         for row, out in zip(order, got, strict=True):
             with torch.no_grad():

@@ -58,7 +58,8 @@ async def stream(scorer: Scorer[object], made: Sequence[Response], seed: int) ->
             if rollout not in fed:
                 events.append(response.prompt)
                 fed[rollout] = 0
-                continue
+                if dice.random() < 0.5:
+                    continue
             tokens = response.tokens[fed[rollout] : fed[rollout] + dice.choice([1, 3, 16, 32, 70])]
             if len(tokens):
                 given = dice.random() < 0.2
@@ -228,8 +229,8 @@ async def test_a_long_chunk_is_read_in_several_passes(thread: Thread, monkeypatc
     model = tiny.causal("llama")
     scorer = ReferenceLogprobs(model, sampling=Sampling(temperature=TEMPERATURE), thread=thread)
     made = responses()
-    await scorer.extend([response.prompt for response in made])
-    await scorer.extend([chunk(response.prompt.rollout, 0, response.tokens) for response in made])
+    for response in made:
+        await scorer.extend([response.prompt, chunk(response.prompt.rollout, 0, response.tokens)])
     values = await scorer.finish([Finish(response.prompt.rollout, response, "eos") for response in made])
     for response, got in zip(made, values, strict=True):
         assert_close(got, expected_logprobs(model, response))
@@ -245,6 +246,16 @@ async def test_responses_of_very_different_length_are_read_with_little_padding(t
     read.clear()
     await scorer.extend([chunk(n, 0, each) for n, each in enumerate(tokens)])
     assert sum(lengths) <= sum(read) < 1.5 * sum(lengths)
+
+
+async def test_no_logits_are_computed_that_say_nothing_of_a_response(thread: Thread) -> None:
+    model, made = tiny.causal("llama"), list[int]()
+    model.lm_head.register_forward_pre_hook(lambda _, given: made.append(given[0].shape[1]))
+    scorer = ReferenceLogprobs(model, sampling=Sampling(temperature=TEMPERATURE), thread=thread)
+    prompt = np.full(30, 5, np.int32)
+    made.clear()
+    await scorer.extend([Prompt(1, 1, prompt), chunk(1, 0, prompt[:4]), Prompt(2, 2, prompt)])
+    assert sorted(made) == [1, 5], "after a prompt alone, the last; else that before the response, and all in it"
 
 
 async def test_new_weights_are_used_from_the_next_call_on(thread: Thread) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given, strategies as st
 
-from oppo.events import Chunk, Defer, Drop, Finish, Given, Prompt, Response
-from oppo.stages.backlog import Backlog, waves
+from oppo.events import Chunk, Defer, Drop, Finish, Prompt, Response
+from oppo.stages.backlog import Backlog
 
 
 def prompt(rollout: int) -> Prompt:
@@ -29,9 +29,10 @@ def sizes(backlog: Backlog, tokens: float) -> list[tuple[int, int]]:
 def test_a_portion_is_as_many_tokens_as_asked_for_and_at_least_one_event() -> None:
     backlog = Backlog()
     backlog.add([chunk(1, 0, 2), chunk(2, 0, 3), chunk(1, 2, 2), chunk(3, 0, 1)])
-    assert sizes(backlog, 1) == [(1, 4)], "what follows in the same rollout is one with it"
-    assert sizes(backlog, 7) == [(1, 4), (2, 3)]
-    assert sizes(backlog, 8) == [(1, 4), (2, 3), (3, 1)]
+    assert sizes(backlog, 1) == [(1, 2)]
+    assert sizes(backlog, 6) == [(1, 2), (1, 2)], "the next three would be too many"
+    assert sizes(backlog, 7) == [(1, 2), (1, 2), (2, 3)]
+    assert sizes(backlog, 8) == [(1, 2), (1, 2), (2, 3), (3, 1)]
 
 
 def test_what_has_been_read_is_gone_and_what_follows_it_waits_behind_others() -> None:
@@ -40,7 +41,7 @@ def test_what_has_been_read_is_gone_and_what_follows_it_waits_behind_others() ->
     first = backlog.portion(1)
     backlog.add([chunk(1, 5, 1)])  # while it is read
     backlog.read(first)
-    assert sizes(backlog, 100) == [(2, 1), (1, 6)]
+    assert sizes(backlog, 100) == [(2, 1), (1, 5), (1, 1)]
 
 
 def test_news_take_what_is_unread_of_finished_rollouts_with_them() -> None:
@@ -86,16 +87,3 @@ def test_everything_is_read_once_and_in_order(came: list[tuple[int, int]], reads
     while backlog.portion(1):
         take(5)
     assert read == length
-
-
-def test_a_wave_holds_one_event_of_a_rollout_and_chunks_that_follow_one_another_are_one() -> None:
-    prompts = [Prompt(n, n, np.zeros(1, np.int32)) for n in range(2)]
-    tool = Given(1, 3, np.zeros(2, np.int32))
-    events: list[Prompt | Chunk | Given]
-    events = [prompts[0], prompts[1], chunk(1, 0, 1), chunk(2, 4, 3), chunk(1, 1, 2), tool, chunk(1, 5, 1)]
-    first, second, third, fourth = waves(events)
-    assert first == [prompts[0], prompts[1], events[3]]
-    assert [(part.start, part.tokens.tolist()) for part in second if isinstance(part, Chunk)] == [(0, [0, 1, 2])]
-    assert third == [tool]
-    assert fourth == [events[-1]]
-    assert not list(waves([]))

@@ -151,11 +151,9 @@ def test_what_has_finished_goes_ahead_in_its_place_and_nothing_else_does() -> No
     scorer, done = Noted(fake_scalar), chunk(2)
     run_virtual(scored, Score(scorer), prompt(1), prompt(2), chunk(1), done, finish(2, done))
     assert scorer.notes == [
-        ("extend", [2], True),
-        ("extend", [2], True),
+        ("extend", [2, 2], True),
         ("finish", [2], True),
-        ("extend", [1], False),
-        ("extend", [1], False),
+        ("extend", [1, 1], False),
     ]
 
 
@@ -213,15 +211,16 @@ def test_what_goes_on_gives_way_to_what_has_finished_and_is_read_later() -> None
 def test_what_nobody_waits_for_is_read_in_short_calls() -> None:
     """A token takes so long that eight of them, and not nine, take as long as such a call may."""
     scorer = Noted(fake_scalar, per_token=TURN / 8.5)
-    events = [prompt(0), *(each for n in range(1, 5) for each in (prompt(n), chunk(n)))]
-    run_virtual(scored, Score(scorer), *events)
-    first, *others = [rollouts for _, rollouts, _ in scorer.notes]
-    assert first == [0, 1, 2, 3, 4], "nobody knows yet how long a token takes"
-    assert others == [[1, 2], [3, 4]]
+    stage = Score(scorer)
+    events = [each for n in range(1, 4) for each in (prompt(n), chunk(n))]
+    run_virtual(scored, stage, *events)
+    assert [rollouts for _, rollouts, _ in scorer.notes] == [[1, 1, 2, 2, 3, 3]], "nobody knows how long a token takes"
+    run_virtual(scored, stage, *(chunk(n, start) for n in range(1, 4) for start in (4, 8)))
+    assert [rollouts for _, rollouts, _ in scorer.notes[1:]] == [[1, 1], [2, 2], [3, 3]]
 
 
 def test_a_critic_reads_a_carried_rollout_again_before_it_finishes() -> None:
-    """With the weights that there are then, and what came in the step before as one piece."""
+    """With the weights that there are then, and together with what comes now."""
     critic = NotedCritic()
     stage = Score(critic)
     run_virtual(scored, stage, prompt(1), prompt(2), chunk(1), chunk(2))
@@ -229,7 +228,8 @@ def test_a_critic_reads_a_carried_rollout_again_before_it_finishes() -> None:
     assert not critic.sessions
     critic.version, critic.notes = 1, []
     run_virtual(scored, stage, chunk(2, start=4))
-    assert critic.notes == [[(1, 3), (2, 3)], [(1, 8), (2, 8)]], "the prompts, and then all that followed them"
+    again = [(1, 3), (1, 4), (1, 4), (2, 3), (2, 4)]
+    assert critic.notes == [again, [(2, 4)]]
     run_virtual(scored, stage, finish(2, chunk(2, length=8)), finish(1, chunk(1, length=8)))
     assert critic.notes[2:] == []
 
@@ -241,9 +241,9 @@ def test_a_critic_reads_a_carried_rollout_again_in_the_next_step_though_others_a
     assert critic.notes == [[(1, 3)], [(2, 3)], [(1, 4)], [(2, 4)]]
     critic.version, critic.notes = 1, []
     run_virtual(scored_apart, stage, finish(1, chunk(1)), Defer(2, 2))
-    assert critic.notes == [[(1, 3), (2, 3)], [(1, 4)], [(2, 4)]]
+    assert critic.notes == [[(1, 3), (1, 4), (2, 3), (2, 4)]]
     run_virtual(scored_apart, stage, finish(2, chunk(2)))
-    assert critic.notes[3:] == [[(2, 3)], [(2, 4)]], "parked again, it waits for the step after that"
+    assert critic.notes[1:] == [[(2, 3), (2, 4)]], "parked again, it waits for the step after that"
 
 
 def test_what_was_given_up_is_not_read_again() -> None:
