@@ -87,10 +87,8 @@ class Score(Generic[T]):
         self._step = step
 
     async def run(self, rollout: Receiver[RolloutEvent], /, *, out: Sender[Scored[T] | Drop]) -> None:
-        """Score one step's finished rollouts; first comes what must be read again of those that were carried."""
+        """Score one step's finished rollouts."""
         backlog = Backlog()
-        backlog.add(self._carried)
-        self._carried = []
         with as_itself():
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._listen, rollout, backlog, name="listen")
@@ -99,9 +97,11 @@ class Score(Generic[T]):
                     await self._go_on(backlog)
 
     async def _listen(self, rollout: Receiver[RolloutEvent], backlog: Backlog) -> None:
-        """Take what comes, also while the scorer works."""
+        """Take what comes, also while the scorer works; what the last step left to be read again comes before it."""
+        again, self._carried = self._carried, []
         while events := await rollout.drain():
-            backlog.add(events)
+            backlog.add((*again, *events))
+            again.clear()
         backlog.end()
 
     async def _settle(self, backlog: Backlog, out: Sender[Scored[T] | Drop]) -> None:

@@ -228,10 +228,9 @@ def test_a_critic_reads_a_carried_rollout_again_before_it_finishes() -> None:
     assert not critic.sessions
     critic.version, critic.notes = 1, []
     run_virtual(scored, stage, chunk(2, start=4))
-    again = [(1, 3), (1, 4), (1, 4), (2, 3), (2, 4)]
-    assert critic.notes == [again, [(2, 4)]]
+    assert critic.notes == [[(1, 3), (1, 4), (1, 4), (2, 3), (2, 4), (2, 4)]]
     run_virtual(scored, stage, finish(2, chunk(2, length=8)), finish(1, chunk(1, length=8)))
-    assert critic.notes[2:] == []
+    assert critic.notes[1:] == []
 
 
 def test_a_critic_reads_a_carried_rollout_again_in_the_next_step_though_others_are_parked_after_it() -> None:
@@ -241,9 +240,27 @@ def test_a_critic_reads_a_carried_rollout_again_in_the_next_step_though_others_a
     assert critic.notes == [[(1, 3)], [(2, 3)], [(1, 4)], [(2, 4)]]
     critic.version, critic.notes = 1, []
     run_virtual(scored_apart, stage, finish(1, chunk(1)), Defer(2, 2))
-    assert critic.notes == [[(1, 3), (1, 4), (2, 3), (2, 4)]]
+    assert critic.notes == [[(1, 3), (1, 4)], [(2, 3), (2, 4)]]
     run_virtual(scored_apart, stage, finish(2, chunk(2)))
-    assert critic.notes[1:] == [[(2, 3), (2, 4)]], "parked again, it waits for the step after that"
+    assert critic.notes[2:] == [[(2, 3), (2, 4)]], "parked again, it waits for the step after that"
+
+
+def test_nothing_is_read_again_before_something_comes() -> None:
+    """Where a stage before this one holds everything back while it is decoded, scorers have nothing to do either."""
+
+    async def main() -> None:
+        critic, channel = NotedCritic(), Channel[RolloutEvent]("generate->score", 100)
+        stage = Score(critic)
+        await scored(stage, prompt(1), chunk(1), Defer(1, 1))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(stage.run, channel, out=Out()))
+            await anyio.sleep(1.0)
+            assert not critic.notes
+            channel.send_nowait(chunk(1, start=4))
+            channel.close()
+        assert critic.notes == [[(1, 3), (1, 4), (1, 4)]]
+
+    run_virtual(main)
 
 
 def test_what_was_given_up_is_not_read_again() -> None:
