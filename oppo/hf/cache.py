@@ -54,7 +54,7 @@ class SlabLayer(CacheLayerMixin):
         if len(self._aim.places) == 1:
             slab, site = self._aim.places[0]
             return slab.store(self._number, key_states, value_states, site)
-        sizes = [len(site.to_slots) for _, site in self._aim.places]
+        sizes = [site.rows for _, site in self._aim.places]
         news = zip(key_states.split(sizes), value_states.split(sizes), strict=True)
         stored = [
             slab.store(self._number, *new, site) for (slab, site), new in zip(self._aim.places, news, strict=True)

@@ -2,9 +2,10 @@
 
 ::
 
-    extend(rows, ragged tokens)  ->  one forward pass for each length class, chunks padded on the left
-    step(rows, one token each)   ->  one forward pass: keys and values are sliced, never gathered, and each part of
-                                     the rows, of similar length, attends to a rectangle of its own
+    extend(rows, ragged tokens)  ->  one forward pass, chunks padded on the left; each length class of the rows
+                                     attends to a rectangle of its own
+    step(rows, one token each)   ->  the same with parts of similar length, and keys and values are sliced, never
+                                     gathered
 
 Chunks are padded on the left, so that the last token of every row stands in the last column and a causal LM computes
 its logits there only. Padding is never stored: its keys and values are dropped before the slab is written.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,6 +31,9 @@ from oppo.hf.slabs import Site, Slab, index, run_of
 
 SHORTEST_CLASS = 64
 """Sequences up to this length share a slab; the next class is twice as long, and so on."""
+
+Seat: TypeAlias = tuple[Slab, list[int]]
+"""Rows, and the slab that they live in."""
 
 
 class Incremental:
@@ -89,6 +94,11 @@ class Incremental:
         self._lengths: dict[int, int] = {}
         self._lockstep: Lockstep | None = None
 
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return torch.device(self._model.device)
+
     def length(self, row: int) -> int:
         """Return the number of tokens that ``row`` has read; 0 for an unknown row."""
         return self._lengths.get(row, 0)
@@ -124,10 +134,11 @@ class Incremental:
         outputs: dict[int, Tensor] = {}
         pieces = dict(zip(rows, tokens, strict=True))
         wanted = dict(zip(rows, sizes if last is None else last, strict=True))
-        for slab, members in self._admitted(rows, sizes):
-            members.sort(key=slab.slot)
+        seats = self._admitted(rows, sizes)
+        for shared in [seats] if self._in_parts else [[seat] for seat in seats]:
+            members = [row for _, held in shared for row in held]
             ragged = [pieces[row] for row in members]
-            outs = self._read(slab, members, ragged, keep=max(wanted[row] for row in members))
+            outs = self._read(shared, ragged, keep=max((wanted[row] for row in members), default=0))
             for row, piece, out in zip(members, ragged, outs, strict=True):
                 outputs[row] = out[-wanted[row] :]
                 self._lengths[row] = self.length(row) + len(piece)
@@ -195,8 +206,8 @@ class Incremental:
         """Return what a token takes over all layers; 0 before anything was read."""
         return max(slab.bytes_per_token() for slab in (*self._shelves, *self._stepped))
 
-    def _admitted(self, rows: Sequence[int], more: Sequence[int]) -> list[tuple[Slab, list[int]]]:
-        """Give each row a slot in which it can grow by ``more[i]`` tokens; return the rows of each slab."""
+    def _admitted(self, rows: Sequence[int], more: Sequence[int]) -> list[Seat]:
+        """Give each row a slot in which it can grow by ``more[i]`` tokens; return the rows of each slab, by slot."""
         groups: dict[Slab, list[int]] = {}
         grown = self._grown(rows, more)
         for row, length in grown.items():
@@ -206,7 +217,7 @@ class Incremental:
             groups.setdefault(home, []).append(row)
         for slab, members in groups.items():
             self._move(members, slab, max(grown[row] for row in members), spared=groups.keys())
-        return list(groups.items())
+        return [(slab, sorted(members, key=slab.slot)) for slab, members in groups.items()]
 
     def _move(self, rows: Iterable[int], slab: Slab, columns: int, *, spared: Container[Slab]) -> None:
         """Let ``rows`` live in ``slab``, in sequences of so many ``columns``.
@@ -224,7 +235,7 @@ class Incremental:
         slab.add(row for row in incoming if row not in self._homes)
         self._homes.update(dict.fromkeys(incoming, slab))
 
-    def _seat(self, rows: Sequence[int], overhead: int | None) -> list[tuple[Slab, list[int]]]:
+    def _seat(self, rows: Sequence[int], overhead: int | None) -> list[Seat]:
         """Give each part of ``rows`` a slab in which its rows can grow by a token: that which holds most of it.
 
         Another part costs ``overhead`` tokens; unless given, what it takes for this model.
@@ -267,11 +278,11 @@ class Incremental:
                 )
         return lengths
 
-    def _read(self, slab: Slab, rows: Sequence[int], ragged: Sequence[Tensor], *, keep: int) -> Tensor:
-        """Read one chunk for each row; return the outputs [n, keep, D] of the last ``keep`` columns."""
+    def _read(self, seats: Sequence[Seat], ragged: Sequence[Tensor], *, keep: int) -> Tensor:
+        """Read one chunk for each row, in the order of the seats; return the last ``keep`` outputs [n, keep, D]."""
         device = self._model.device
         sizes = [len(piece) for piece in ragged]
-        width, starts, slots = max(sizes), [self.length(row) for row in rows], [slab.slot(row) for row in rows]
+        width, starts = max(sizes), [self.length(row) for _, rows in seats for row in rows]
         pads = index([width - size for size in sizes], device)[:, None]
         columns = torch.arange(width, device=device)
         real = columns >= pads
@@ -279,16 +290,21 @@ class Incremental:
         positions = (index(starts, device)[:, None] + columns - pads).where(real, 0)
         ids = positions.new_zeros(positions.shape)
         ids[real] = torch.cat([piece.to(device) for piece in ragged])
-        where = index(slots, device)[:, None].expand_as(positions)
-        chosen = None if min(sizes) == width else real.flatten().nonzero()[:, 0]
-        site = Site(
-            slots=run_of(slots) or index(slots, device),
-            end=max(start + size for start, size in zip(starts, sizes, strict=True)),
-            to_slots=where[real],
-            to_columns=positions[real],
-            chosen=chosen,
-        )
-        return self._forward([Place(slab, site)], ids, positions, keep=keep)
+        places, first = list[Place](), 0
+        for slab, rows in seats:
+            part = slice(first, first + len(rows))
+            slots = [slab.slot(row) for row in rows]
+            where = index(slots, device)[:, None].expand(-1, width)
+            site = Site(
+                slots=run_of(slots) or index(slots, device),
+                end=max(start + size for start, size in zip(starts[part], sizes[part], strict=True)),
+                to_slots=where[real[part]],
+                to_columns=positions[part][real[part]],
+                chosen=None if min(sizes[part]) == width else real[part].flatten().nonzero()[:, 0],
+            )
+            places.append(Place(slab, site))
+            first = part.stop
+        return self._forward(places, ids, positions, keep=keep)
 
     def _in_step(self, rows: Sequence[int], overhead: int | None = None) -> Lockstep:
         """Bring ``rows``, part by part, to the front of slabs in which they can be stepped."""

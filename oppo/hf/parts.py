@@ -2,10 +2,9 @@
 
 All rows share the pass's matrices, whose weights are read once. Only attention looks at keys and values, and as one
 rectangle those of a batch take what its longest row needs, times the rows: carried rollouts beside fresh ones would
-multiply what is held and what is read. So rows are split into parts of similar length, where that saves more than
-another part costs. A cache hands out its keys and
-values as :class:`Parts`, and the attention function that is registered here with transformers, SDPA in all else, goes
-over them one by one.
+multiply what is held and what is read. So rows are split into parts of similar length; where they take a token each,
+only where that saves more than another part costs. A cache hands out its keys and values as :class:`Parts`, and the
+attention function that is registered here with transformers, SDPA in all else, goes over them one by one.
 """
 
 from __future__ import annotations
@@ -16,10 +15,12 @@ from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from oppo.errors import ModelRefused
 from oppo.hf.grouping import cheapest_groups
 
 NAME = "sdpa_in_parts"
@@ -83,18 +84,48 @@ def _attention(
     key: Tensor | Parts,
     value: Tensor | Parts,
     attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """Attend, [n, q, heads, head_dim]: with SDPA as transformers does, part by part where there are parts."""
-    if not isinstance(key, Parts) or not isinstance(value, Parts):
-        return _sdpa(module, query, key, value, attention_mask, **kwargs)
-    seen, first = list[Tensor](), 0
-    for keys, values in zip(key.tensors, value.tensors, strict=True):
-        rows = slice(first, first + len(keys))
-        mask = None if attention_mask is None else attention_mask[rows, :, :, : keys.shape[2]]
-        seen.append(_sdpa(module, query[rows], keys, values, mask, **kwargs)[0])
-        first = rows.stop
+    """Attend, [n, q, heads, head_dim]: with SDPA as transformers does, part by part where there are parts.
+
+    Raises:
+        ModelRefused: there are parts, and scores are biased or capped.
+    """
+    if not isinstance(key, Parts) or not isinstance(value, Parts) or attention_mask is None:
+        return _sdpa(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    for strange in ("position_bias", "softcap"):
+        if kwargs.get(strange) is not None:
+            raise ModelRefused(
+                f"{type(module).__name__} attends with a {strange}, which parts cannot: load the model with "
+                "attn_implementation='eager'"
+            )
+    attend = _attend_once if query.shape[2] == 1 else _attend
+    sizes = [len(keys) for keys in key.tensors]
+    parts = zip(query.split(sizes), key.tensors, value.tensors, attention_mask.split(sizes), strict=True)
+    seen = [
+        attend(module, queries, keys, values, mask[..., : keys.shape[2]], scaling=scaling)
+        for queries, keys, values, mask in parts
+    ]
     return torch.cat(seen), None
+
+
+def _attend(
+    module: nn.Module, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, *, scaling: float | None
+) -> Tensor:
+    return _sdpa(module, query, keys, values, mask, scaling=scaling)[0]
+
+
+def _attend_once(
+    module: nn.Module, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, *, scaling: float | None
+) -> Tensor:
+    """Do the same with one query for each row: heads that share keys and values stand where other queries would."""
+    del module
+    rows, heads, _queries, size = query.shape
+    sharing = query.reshape(rows, keys.shape[1], -1, size)
+    seen = scaled_dot_product_attention(sharing, keys, values, attn_mask=mask, scale=scaling)
+    return seen.reshape(rows, 1, heads, -1)
 
 
 AttentionInterface.register(NAME, _attention)

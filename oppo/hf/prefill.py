@@ -8,6 +8,7 @@ from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
+from oppo.hf.grouping import cheapest_groups, overhead_on
 from oppo.hf.incremental import Incremental
 
 GRID = 32
@@ -102,6 +103,11 @@ class Prefill(Generic[R]):
         return bool(self._waiting) and self._waiting[0][0] is row
 
     def _pass(self, portion: Sequence[tuple[R, Tensor]]) -> list[Tensor]:
-        self.tokens += sum(len(tokens) for _, tokens in portion)
-        rows, tokens = [row.key for row, _ in portion], [tokens for _, tokens in portion]
-        return self._reader.extend(rows, tokens, last=[1] * len(rows))
+        """Read a portion in the passes that together cost least; return the logits [1, V] after each row."""
+        lengths = [len(tokens) for _, tokens in portion]
+        self.tokens += sum(lengths)
+        logits: dict[int, Tensor] = {}
+        for group in cheapest_groups(lengths, range(len(portion)), overhead=overhead_on(self._reader.device)):
+            rows, tokens = [portion[at][0].key for at in group], [portion[at][1] for at in group]
+            logits.update(zip(group, self._reader.extend(rows, tokens, last=[1] * len(group)), strict=True))
+        return [logits[at] for at in range(len(portion))]

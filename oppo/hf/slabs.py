@@ -47,6 +47,11 @@ class Site:
     chosen: Tensor | None
     _places: dict[int, Tensor] = field(default_factory=dict)
 
+    @property
+    def rows(self) -> int:
+        """How many batch rows there are."""
+        return self.slots.stop - self.slots.start if isinstance(self.slots, slice) else len(self.slots)
+
     def places(self, heads: int, columns: int) -> Tensor:
         """Return where new tokens are in a slab [capacity * heads * columns, ...], int64 [m * heads]; made once."""
         places = self._places.get(heads)
