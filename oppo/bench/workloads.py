@@ -138,7 +138,7 @@ PAPER: Final = Workload(
     about="a reward model seven times the actor, a long tail of lengths, one epoch: the regime of the OPPO paper",
     lengths=Lengths(median=24, sigma=1.5, cap=768),  # of 24 the longest is 7 means, as of 112 with a sigma of 0.95
     prompt_tokens=(16, 40),
-    models=DEEP_AND_THIN,
+    models=replace(DEEP_AND_THIN, reward=Shape(hidden=384, intermediate=1152, layers=10, heads=8)),
     shares=(
         Bound("split", "decode", 0.50, 0.60),
         Bound("split", "score", 0.25, 0.30),
@@ -151,6 +151,7 @@ SHORTER: Final = replace(
     PAPER,
     lengths=Lengths(median=24, sigma=1.35, cap=512),  # of 24 the longest is 6 means
     prompt_tokens=(12, 24),
+    models=DEEP_AND_THIN,
     shares=(),
 )
 """``paper`` with a shorter tail: what the other workloads of these models are made from."""

@@ -55,7 +55,7 @@ class SlabLayer(CacheLayerMixin):
             slab, site = self._aim.places[0]
             return slab.store(self._number, key_states, value_states, site)
         sizes = [site.rows for _, site in self._aim.places]
-        news = zip(key_states.split(sizes), value_states.split(sizes), strict=True)
+        news = zip(key_states.split_with_sizes(sizes), value_states.split_with_sizes(sizes), strict=True)
         stored = [
             slab.store(self._number, *new, site) for (slab, site), new in zip(self._aim.places, news, strict=True)
         ]

@@ -20,7 +20,6 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from oppo.errors import ModelRefused
 from oppo.hf.grouping import cheapest_groups
 
 NAME = "sdpa_in_parts"
@@ -32,6 +31,9 @@ PART_BYTES = 256 * 1024
 On a CPU, of models with 128, 768 and 1,536 bytes a token, it takes as long as reading 0.3, 0.6 and 1.1 million of them;
 fewer are asked for, since what is not read is not held either.
 """
+
+UNUSUAL = ("position_bias", "softcap")
+"""What some models ask of attention besides a mask and a scale."""
 
 _sdpa = cast("Callable[..., tuple[Tensor, None]]", sdpa_attention_forward)
 
@@ -84,47 +86,36 @@ def _attention(
     key: Tensor | Parts,
     value: Tensor | Parts,
     attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """Attend, [n, q, heads, head_dim]: with SDPA as transformers does, part by part where there are parts.
-
-    Raises:
-        ModelRefused: there are parts, and scores are biased or capped.
-    """
-    if not isinstance(key, Parts) or not isinstance(value, Parts) or attention_mask is None:
-        return _sdpa(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    for strange in ("position_bias", "softcap"):
-        if kwargs.get(strange) is not None:
-            raise ModelRefused(
-                f"{type(module).__name__} attends with a {strange}, which parts cannot: load the model with "
-                "attn_implementation='eager'"
-            )
-    attend = _attend_once if query.shape[2] == 1 else _attend
+    """Attend as transformers does with SDPA, part by part where there are parts; return [n, q, heads, head_dim]."""
+    if not (isinstance(key, Parts) and isinstance(value, Parts) and attention_mask is not None):
+        return _attend(module, query, cast("Tensor", key), cast("Tensor", value), attention_mask, **kwargs), None
     sizes = [len(keys) for keys in key.tensors]
-    parts = zip(query.split(sizes), key.tensors, value.tensors, attention_mask.split(sizes), strict=True)
+    parts = zip(
+        query.split_with_sizes(sizes), key.tensors, value.tensors, attention_mask.split_with_sizes(sizes), strict=True
+    )
     seen = [
-        attend(module, queries, keys, values, mask[..., : keys.shape[2]], scaling=scaling)
+        _attend(module, queries, keys, values, mask[..., : keys.shape[2]], **kwargs)
         for queries, keys, values, mask in parts
     ]
     return torch.cat(seen), None
 
 
 def _attend(
-    module: nn.Module, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, *, scaling: float | None
+    module: nn.Module, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, **kwargs: object
 ) -> Tensor:
-    return _sdpa(module, query, keys, values, mask, scaling=scaling)[0]
+    """Attend to one rectangle.
 
-
-def _attend_once(
-    module: nn.Module, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, *, scaling: float | None
-) -> Tensor:
-    """Do the same with one query for each row: heads that share keys and values stand where other queries would."""
-    del module
+    With a single query for each row, heads that share keys stand where its other queries would. So do they in
+    transformers' function, but in a short pass what that looks at first takes as long as attention.
+    """
+    unusual = module.training or any(kwargs.get(name) is not None for name in UNUSUAL)
+    if query.shape[2] > 1 or mask is None or mask.shape[1] > 1 or unusual:
+        return _sdpa(module, query, keys, values, mask, **kwargs)[0]
     rows, heads, _queries, size = query.shape
-    sharing = query.reshape(rows, keys.shape[1], -1, size)
-    seen = scaled_dot_product_attention(sharing, keys, values, attn_mask=mask, scale=scaling)
+    sharing, scale = query.reshape(rows, keys.shape[1], -1, size), cast("float | None", kwargs.get("scaling"))
+    seen = scaled_dot_product_attention(sharing, keys, values, attn_mask=mask, scale=scale)
     return seen.reshape(rows, 1, heads, -1)
 
 
