@@ -135,7 +135,7 @@ On the machine it was tuned on, 32 rows take 1.5 times as long as 8.
 
 PAPER: Final = Workload(
     name="paper",
-    about="a reward model seven times the actor, a long tail of lengths, one epoch: the regime of the OPPO paper",
+    about="a reward model eight times the actor, a long tail of lengths, one epoch: the regime of the OPPO paper",
     lengths=Lengths(median=24, sigma=1.5, cap=768),  # of 24 the longest is 7 means, as of 112 with a sigma of 0.95
     prompt_tokens=(16, 40),
     models=replace(DEEP_AND_THIN, reward=Shape(hidden=384, intermediate=1152, layers=10, heads=8)),
