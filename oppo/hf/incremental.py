@@ -46,8 +46,9 @@ class Incremental:
         classes: the shortest length classes of rows that are read in chunks; longer ones follow by doubling, up to
             ``max_length``. With one class as long as that, all of them share a slab.
         head: applied to the outputs [n, q, D], for example a reward model's score layer.
-        parts: step rows of very different length in parts of similar length, where that saves more than it costs.
-            Otherwise, and where a model does not let its attention be replaced, they are one rectangle.
+        parts: let rows of very different length share a pass and attend in parts of similar length; in steps, where
+            that saves more than it costs. Otherwise, and where a model does not let its attention be replaced, rows
+            that are stepped are one rectangle, and those of each length class are read in a pass of their own.
         ordered: keep rows that are stepped together in the order of the call. Kernels treat the last rows of an odd
             batch differently, so without it the bits of a step depend on which rows came and went before. With it
             they depend on the rows of the step, and on what lengths they had when these rows were first stepped
@@ -135,10 +136,10 @@ class Incremental:
         pieces = dict(zip(rows, tokens, strict=True))
         wanted = dict(zip(rows, sizes if last is None else last, strict=True))
         seats = self._admitted(rows, sizes)
-        for shared in [seats] if self._in_parts else [[seat] for seat in seats]:
+        for shared in [seats] if seats and self._in_parts else [[seat] for seat in seats]:
             members = [row for _, held in shared for row in held]
             ragged = [pieces[row] for row in members]
-            outs = self._read(shared, ragged, keep=max((wanted[row] for row in members), default=0))
+            outs = self._read(shared, ragged, keep=max(wanted[row] for row in members))
             for row, piece, out in zip(members, ragged, outs, strict=True):
                 outputs[row] = out[-wanted[row] :]
                 self._lengths[row] = self.length(row) + len(piece)

@@ -157,8 +157,8 @@ class Slab:
         holes = sorted(slot for slot in gone if slot < live)
         movers = [slot for slot in range(live, before) if slot not in gone]
         for store in self._tensors():
-            for hole, mover in zip(holes, movers, strict=True):
-                store[hole] = store[mover]
+            if holes:
+                store[holes] = store[movers]
             store[live:before].zero_()
         for hole, mover in zip(holes, movers, strict=True):
             self.rows[hole] = self.rows[mover]

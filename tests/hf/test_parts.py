@@ -129,6 +129,7 @@ def test_rows_of_every_length_are_read_in_one_pass_and_attend_apart() -> None:
     pieces = [all_[start : start + n] for all_, start, n in zip(tokens, starts, sizes, strict=True)]
     got = reader.extend(range(4), pieces)
     assert passes == [(4, 5)]
+    assert reader.extend([], []) == []
     for sequence, start, size, out in zip(tokens, starts, sizes, got, strict=True):
         with torch.no_grad():
             want = model(input_ids=sequence[None]).logits[0, start : start + size]
