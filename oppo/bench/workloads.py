@@ -138,7 +138,7 @@ PAPER: Final = Workload(
     about="a reward model eight times the actor, a long tail of lengths, one epoch: the regime of the OPPO paper",
     lengths=Lengths(median=24, sigma=1.5, cap=768),  # of 24 the longest is 7 means, as of 112 with a sigma of 0.95
     prompt_tokens=(16, 40),
-    models=replace(DEEP_AND_THIN, reward=Shape(hidden=384, intermediate=1152, layers=10, heads=8)),
+    models=replace(DEEP_AND_THIN, reward=Shape(hidden=384, intermediate=1152, layers=10, heads=8)),  # for the shares
     shares=(
         Bound("split", "decode", 0.50, 0.60),
         Bound("split", "score", 0.25, 0.30),
@@ -154,7 +154,7 @@ SHORTER: Final = replace(
     models=DEEP_AND_THIN,
     shares=(),
 )
-"""``paper`` with a shorter tail: what the other workloads of these models are made from."""
+"""``paper`` with a shorter tail and a smaller reward model: what the other workloads are made from."""
 
 TRAIN_BOUND: Final = replace(
     SHORTER,

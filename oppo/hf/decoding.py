@@ -105,7 +105,7 @@ class Decoder:
     Args:
         model: a causal LM.
         exact: read prompts so that no row's bits depend on another row, and keep rows in admission order.
-        prefill_tokens: how many tokens, padding included, are read in one forward pass.
+        prefill_tokens: how many tokens, padding included, are read between two decode steps.
         decode: gives the text of tokens, for stop texts.
     """
 

@@ -153,8 +153,8 @@ class HfPolicy:
             as they are, cheaper but a mixture of versions.
         exact: read prompts row by row on a fixed grid; then runs in which the same rollouts are decoded together
             agree bit for bit (float32 on a CPU).
-        prefill_tokens: how many tokens, padding included, are read in one forward pass. Between two decode steps there
-            is at most one such pass, so that a long prompt holds nobody up; with ``exact`` all are read at once.
+        prefill_tokens: how many tokens, padding included, are read between two decode steps, so that a long prompt
+            holds nobody up; with ``exact`` all are read at once.
         decode: gives the text of tokens; needed for ``sampling.stop_strings``, and called from the model's thread.
         limit: at how many tokens, ``sampling.max_new_tokens`` at most, the response to a prompt ends in any case.
 

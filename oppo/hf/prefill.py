@@ -36,8 +36,9 @@ R = TypeVar("R", bound=Readable)
 class Prefill(Generic[R]):
     """Rows that wait to be read: the shortest first, what has been read of them already is not read again.
 
-    A portion is one forward pass over at most ``budget`` tokens, padding included: as many whole rows of like length as
-    fit, or a piece of one that does not. With ``exact`` all rows are read at once, each alone on a grid.
+    A portion has at most ``budget`` tokens, as one rectangle: as many whole rows of like length as fit, or a piece of
+    one that does not. It is read in one forward pass, or in several where those cost less together. With ``exact`` all
+    rows are read at once, each alone on a grid.
 
     Args:
         reader: reads them.

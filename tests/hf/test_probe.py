@@ -242,22 +242,23 @@ def test_a_cache_that_returns_another_rows_keys_is_found(monkeypatch: pytest.Mon
         probe(tiny.causal("llama"))
 
 
+@pytest.mark.parametrize("count", [2, 3])
 def test_a_fault_of_attention_in_parts_is_found_though_short_rows_would_be_one_rectangle(
+    count: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Three rows stand apart when they are stepped; only two that have grown differently are read together."""
     monkeypatch.setattr("oppo.hf.parts.PART_BYTES", 256 * 1024)  # as it is outside of these tests
-    for count in (2, 3):
-        made = list[int]()
+    made = list[int]()
 
-        def faulty(tensors: tuple[Tensor, ...], count: int = count, made: list[int] = made) -> Parts:
-            made.append(len(tensors))
-            return Parts(tuple(map(torch.zeros_like, tensors)) if len(tensors) == count else tensors)
+    def faulty(tensors: tuple[Tensor, ...]) -> Parts:
+        made.append(len(tensors))
+        return Parts(tuple(map(torch.zeros_like, tensors)) if len(tensors) == count else tensors)
 
-        monkeypatch.setattr("oppo.hf.cache.Parts", faulty)
-        with pytest.raises(ModelRefused, match="read in pieces"):
-            probe(tiny.causal("llama"))
-        assert set(made) == {2, 3}
+    monkeypatch.setattr("oppo.hf.cache.Parts", faulty)
+    with pytest.raises(ModelRefused, match="read in pieces"):
+        probe(tiny.causal("llama"))
+    assert set(made) == {2, 3}
     probe(tiny.causal("gptj"))
 
 
