@@ -132,7 +132,13 @@ class ModelsSection(Section):
     @property
     def reward_is_function(self) -> bool:
         """Whether the reward is a Python function rather than a model."""
-        return _FUNCTION.match(self.reward) is not None
+        return self.reward_file is not None
+
+    @property
+    def reward_file(self) -> Path | None:
+        """The file of the reward function, where the reward is one."""
+        function = _FUNCTION.match(self.reward)
+        return None if function is None else Path(function["file"])
 
 
 class DataSection(Section):

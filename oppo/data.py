@@ -6,7 +6,6 @@ so the same seed asks the same question of the same noise at any chunk size, ove
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -38,15 +37,6 @@ class Tokenizer(Protocol):
 
     def encode_chat(self, messages: Sequence[Message]) -> Sequence[int]:
         """Return the token ids of a conversation that ends where the assistant is to speak."""
-
-
-def digest(path: Path) -> str:
-    """Return what tells one content of a file from another: its SHA-256, or why it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        return error.strerror or str(error)
 
 
 def read_prompts(

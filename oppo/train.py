@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from oppo.carried import with_columns, without_columns
 from oppo.checkpoint import Checkpoint, Checkpoints
 from oppo.compose import compose
 from oppo.config import Settings, trainer_settings
-from oppo.data import PromptStream, digest, read_prompts
+from oppo.data import PromptStream, read_prompts
 from oppo.errors import ConfigError, DataError, HangError
 from oppo.events import Prompt, StepReport
 from oppo.graph import Graph, Run
@@ -32,6 +32,7 @@ from oppo.report.lock import Lock
 from oppo.report.rundir import ended, require_unused
 from oppo.report.samples import Decode
 from oppo.resume import CHECKPOINTS, locked, newest
+from oppo.sources import changed, digests
 
 if TYPE_CHECKING:
     from oppo.hf.assemble import Assembly
@@ -49,7 +50,7 @@ class Session:
     """A run that is ready to begin; a context manager that ends the models' threads, and lets go of the run directory.
 
     Attributes:
-        digest: of the prompt file as it was read.
+        sources: digests of the files that the run is made of, as they were read.
         checkpoints: of the run.
         checkpoint: where the run goes on; ``None``: it begins.
         lock: of the run directory, where there is a run in it already, with which this one goes on.
@@ -59,7 +60,7 @@ class Session:
     assembly: Assembly
     graph: Graph[StepReport]
     prompts: PromptStream
-    digest: str
+    sources: Mapping[str, str]
     checkpoints: Checkpoints
     checkpoint: Checkpoint | None = None
     lock: Lock | None = None
@@ -92,13 +93,9 @@ class Session:
         state = {
             "run": without_columns(running.state_dict()),
             "prompts": self.prompts.state_dict(),
-            "digest": self.digest,
+            "sources": dict(self.sources),
         }
         await self.assembly.checkpoint(self.checkpoints, report.index + 1, report.score, state)
-
-    def prompts_changed(self) -> bool:
-        """Return whether the prompt file is another now than the one that was read."""
-        return digest(Path(self.settings.data.prompts)) != self.digest
 
     def __enter__(self) -> Self:
         return self
@@ -143,58 +140,67 @@ def prepare(
         from oppo.hf.assemble import assemble, load_text  # noqa: PLC0415 - torch takes seconds to import
 
         text = load_text(settings)
-        prompts, read = settled_prompts(settings, text, tell)
+        sources = digests(settings)
+        prompts = settled_prompts(settings, text, tell, sources)
         stream = PromptStream(prompts, seed=settings.data.seed, epochs=settings.data.epochs)
         if (lasts := steps_of(settings, stream)) < chosen.steps:
             tell(short_of(settings, lasts))
         if checkpoint is not None:
-            require_going_on(settings, checkpoint, read, lasts)
+            require_going_on(settings, checkpoint, lasts)
         assembly = stack.enter_context(assemble(settings, text, tell))
         require_room(prompts, assembly.sampling.max_new_tokens, assembly.positions)
         done = 0 if checkpoint is None else checkpoint.step
         replay = observations(settings.run_directory / JOURNAL, done) if resume else {}
         graph = compose(settings, assembly, replay)
         stack.pop_all()
-    return Session(settings, assembly, graph, stream, read, checkpoints, checkpoint, lock)
+    return Session(settings, assembly, graph, stream, sources, checkpoints, checkpoint, lock)
 
 
-def settled_prompts(settings: Settings, text: Text, tell: Callable[[str], None]) -> tuple[list[Prompt], str]:
-    """Return the prompts, and the digest of the file that they were read from.
+def settled_prompts(
+    settings: Settings, text: Text, tell: Callable[[str], None], sources: Mapping[str, str]
+) -> list[Prompt]:
+    """Return the prompts.
+
+    Args:
+        settings: of the run.
+        text: reads them.
+        tell: told, in a sentence, what is being done.
+        sources: digests of the files before any of them is read.
 
     Raises:
         DataError: the file cannot be used, or changed while it was read.
     """
-    data, file = settings.data, Path(settings.data.prompts)
+    data = settings.data
     tell(f"reading {data.prompts}")
-    before = digest(file)
     prompts = read_prompts(
-        file,
+        Path(data.prompts),
         text,
         column=data.column,
         max_prompt_tokens=data.max_prompt_tokens,
         over_long=data.over_long,
         tell=tell,
     )
-    if digest(file) != before:
+    for file in changed(settings, sources):
         raise DataError(f"{file} changed while it was read: start again when nobody writes it any more")
-    return prompts, before
+    return prompts
 
 
-def require_going_on(settings: Settings, checkpoint: Checkpoint, read: str, lasts: int) -> None:
-    """Check that there are steps left, or an end to come to, and that the prompts are those with which it began.
+def require_going_on(settings: Settings, checkpoint: Checkpoint, lasts: int) -> None:
+    """Check that there are steps left, or an end to come to, and that the run is made of the files it began with.
 
     Args:
         settings: of the run.
         checkpoint: where it goes on.
-        read: digest of the prompt file.
         lasts: how many steps the run makes in all.
 
     Raises:
-        DataError: the prompts are others, or no further steps can be made of them.
+        DataError: a file is another, or no further steps can be made of the prompts.
     """
-    if checkpoint.state()["digest"] != read:
-        file = settings.data.prompts
-        raise DataError(f"{file} is not what it was when the run began, so its prompts cannot be taken up again")
+    for file in changed(settings, checkpoint.state()["sources"]):
+        raise DataError(
+            f"{file} is not what it was when the run began, and a run goes on with the prompts and the reward function "
+            "that it had: put it back as it was, or start a new run"
+        )
     made = ended(settings.run_directory)
     if made is not None and lasts <= made:
         raise DataError(f"the run has made all of the {made} steps that its data lasts for: there is nothing to resume")
@@ -283,8 +289,8 @@ def note_data(session: Session, log: RunLog) -> None:
     chosen = session.settings
     if session.steps < chosen.run.steps:
         log.note("data ended", steps=session.steps, wanted=chosen.run.steps)
-    if session.prompts_changed():
-        log.note("prompts changed", file=chosen.data.prompts, used="as they were when the run began")
+    for file in changed(chosen, session.sources):
+        log.note("file changed", file=str(file), used="as it was when the run began")
 
 
 def directory_of(session: Session, heartbeat: Heartbeat) -> RunDirectory:

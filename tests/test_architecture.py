@@ -48,6 +48,7 @@ LEAVES = frozenset(
         "checkpoint",
         "durable",
         "resume",
+        "sources",
         "interrupt",
     }
 )

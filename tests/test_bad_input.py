@@ -233,7 +233,7 @@ def test_a_prompt_file_that_changes_meanwhile_changes_nothing_and_is_noted(workp
     overrides = ("data.prompts=moving.jsonl", "models.reward=meddler.py:meddle", "run.panel=off")
     assert oppo(workplace, "", "run.name=moving", *overrides) == 0
     assert sum(each["event"] == "trained" for each in records(workplace, "moving", "journal.jsonl")) == 8
-    noted = [each for each in records(workplace, "moving", "log.jsonl") if each["event"] == "prompts changed"]
+    noted = [each for each in records(workplace, "moving", "log.jsonl") if each["event"] == "file changed"]
     assert [each["level"] for each in noted] == ["warning"]
 
 

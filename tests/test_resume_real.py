@@ -318,6 +318,20 @@ def test_other_prompts_are_not_taken_for_the_run_s_own(folder: Path, capsys: pyt
     assert "prompts.jsonl is not what it was when the run began" in capsys.readouterr().err
 
 
+def test_another_reward_function_is_not_taken_for_the_run_s_own(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reward = folder / "brevity.py"
+    reward.write_text("def score(prompts, completions):\n    return [-float(len(each)) for each in completions]\n")
+    brief = ("run.steps=1", "run.checkpoint_every=1", "run.name=brief", "models.reward=brevity.py:score")
+    assert oppo(folder, "", *brief) == DONE
+    reward.write_text(reward.read_text().replace("-float", "float"))
+    assert resume(folder, "brief", "run.steps=2") == UNUSABLE
+    assert f"{reward} is not what it was when the run began" in capsys.readouterr().err
+    reward.write_text(reward.read_text().replace("float", "-float"))
+    assert resume(folder, "brief", "run.steps=2") == DONE
+
+
 def test_a_directory_without_a_run_or_a_checkpoint_says_so(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
