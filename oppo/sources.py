@@ -26,14 +26,16 @@ def digests(settings: Settings) -> dict[str, str]:
     return {setting: digest(file) for setting, file in files_of(settings).items()}
 
 
-def changed(settings: Settings, before: Mapping[str, str]) -> list[Path]:
+def changed(settings: Settings, before: Mapping[str, str], now: Mapping[str, str] | None = None) -> list[Path]:
     """Return the files that are not what they were.
 
     Args:
         settings: of the run.
         before: what :func:`digests` returned then.
+        now: what it returned later; ``None``: what it returns at this moment.
     """
-    return [file for setting, file in files_of(settings).items() if digest(file) != before.get(setting)]
+    now = digests(settings) if now is None else now
+    return [file for setting, file in files_of(settings).items() if now.get(setting) != before.get(setting)]
 
 
 def digest(path: Path) -> str:

@@ -146,7 +146,7 @@ def prepare(
         if (lasts := steps_of(settings, stream)) < chosen.steps:
             tell(short_of(settings, lasts))
         if checkpoint is not None:
-            require_going_on(settings, checkpoint, lasts)
+            require_going_on(settings, checkpoint, sources, lasts)
         assembly = stack.enter_context(assemble(settings, text, tell))
         require_room(prompts, assembly.sampling.max_new_tokens, assembly.positions)
         done = 0 if checkpoint is None else checkpoint.step
@@ -185,18 +185,19 @@ def settled_prompts(
     return prompts
 
 
-def require_going_on(settings: Settings, checkpoint: Checkpoint, lasts: int) -> None:
+def require_going_on(settings: Settings, checkpoint: Checkpoint, sources: Mapping[str, str], lasts: int) -> None:
     """Check that there are steps left, or an end to come to, and that the run is made of the files it began with.
 
     Args:
         settings: of the run.
         checkpoint: where it goes on.
+        sources: digests of the files as they were read.
         lasts: how many steps the run makes in all.
 
     Raises:
         DataError: a file is another, or no further steps can be made of the prompts.
     """
-    for file in changed(settings, checkpoint.state()["sources"]):
+    for file in changed(settings, checkpoint.state()["sources"], sources):
         raise DataError(
             f"{file} is not what it was when the run began, and a run goes on with the prompts and the reward function "
             "that it had: put it back as it was, or start a new run"
