@@ -12,14 +12,17 @@ demo: $(STAMP)
 	@$(BIN)/oppo demo $(DEMO)
 
 test: $(STAMP) lint types
-	$(BIN)/pytest -m "not deep and not gpu" --durations=15
+	$(BIN)/pytest $(WORKERS) -m "not deep and not gpu" --durations=15
+
+# A file's tests share what they have made, so each file is one worker's.
+WORKERS ?= --numprocesses logical --maxprocesses 8 --dist loadfile
 
 lint: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 
 types: $(STAMP)
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers auto
 
 # Random schedules in all; fewer are quicker: make test-deep SCHEDULES=2000
 SCHEDULES ?= 10000

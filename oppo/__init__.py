@@ -38,6 +38,7 @@ from oppo.events import (
     rollout_of,
 )
 from oppo.graph import Graph, GraphBuilder, Receiver, Run, Sender, Step, Stream, join, where
+from oppo.liveness import watched
 from oppo.models import Decode, Follower, Piece, Policy, Sampling, Scorer, Trained, Trainer, Weights
 from oppo.placement import Inline, Process, Thread
 from oppo.recipes import grpo, ppo
@@ -133,5 +134,6 @@ __all__ = [
     "read_prompts",
     "rollout_of",
     "unestimated",
+    "watched",
     "where",
 ]

@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from oppo.durable import whole
+from oppo.durable import whole, writing
 from oppo.errors import CheckpointError, OppoError
 from oppo.observe import silent
 
@@ -108,7 +108,7 @@ class Checkpoints:
         Raises:
             CheckpointError: there is one of that step already, or it could not be written; nothing half-written stays.
         """
-        path = self._directory / f"step-{step:06d}"
+        path = self._directory / _named(step)
         if path.exists():
             self._discard_damaged(path)
         try:
@@ -117,7 +117,7 @@ class Checkpoints:
                 _seal(aside, step, score)
         except OppoError:
             raise
-        except Exception as error:  # safetensors and tokenizers raise errors of their own when a disk is full
+        except Exception as error:  # whatever the body writes with has errors of its own
             raise CheckpointError(
                 f"the checkpoint {path} could not be written, and nothing half-written is left there: "
                 f"{getattr(error, 'strerror', None) or error}"
@@ -178,8 +178,11 @@ def write_state(directory: Path, state: State) -> None:
     """
     arrays: dict[str, Array] = {}
     plain = _split(state, "", arrays)
-    (directory / "state.json").write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
-    save_file({path: np.ascontiguousarray(array) for path, array in arrays.items()}, directory / "state.safetensors")
+    with writing(directory / "state.json"):
+        (directory / "state.json").write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
+    file = directory / "state.safetensors"
+    with writing(file):
+        save_file({path: np.ascontiguousarray(array) for path, array in arrays.items()}, file)
 
 
 def read_state(directory: Path) -> State:
@@ -207,7 +210,9 @@ def verified(path: Path) -> Checkpoint:
     """
     sealed = _sealed(path)
     if sealed is None:
-        raise CheckpointError(f"{path} is no complete checkpoint: its file {COMPLETE} is missing or unreadable")
+        raise CheckpointError(
+            f"{path} is no complete checkpoint: its file {COMPLETE} is missing, unreadable or of another step"
+        )
     expected = _digests(json.loads((path / COMPLETE).read_text(encoding="utf-8")))
     there = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()} - {COMPLETE}
     wrong = sorted(expected.keys() ^ there)
@@ -223,9 +228,14 @@ def _sealed(path: Path) -> Checkpoint | None:
         seal = json.loads((path / COMPLETE).read_text(encoding="utf-8"))
         _digests(seal)
         score = math.nan if seal["score"] is None else float(seal["score"])
-        return Checkpoint(path, int(seal["step"]), score)
+        step = int(seal["step"])
+        return Checkpoint(path, step, score) if path.name == _named(step) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def _named(step: int) -> str:
+    return f"step-{step:06d}"
 
 
 def _digests(seal: Mapping[str, Mapping[str, str]]) -> dict[str, str]:

@@ -1,11 +1,14 @@
 """The command line: ``oppo train``, ``oppo resume``, ``oppo demo``, ``oppo bench``, ``oppo --version``.
 
-Exit codes: 0, done; 1, a run failed; 2, settings, data or models cannot be used; 130, ended by Ctrl-C.
+Exit codes: 0, done; 1, a run failed; 2, settings, data or models cannot be used; 3, a run trained nothing; 128 and the
+number of a signal, ended by it: 130 by Ctrl-C, 143 by SIGTERM.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -19,18 +22,22 @@ from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
 
 from oppo.bench.request import Request
-from oppo.errors import ConfigError, DataError, HangError, OppoError
+from oppo.errors import ConfigError, DataError, HangError, NothingTrained, OppoError
+from oppo.interrupt import Stopped, stoppable
 from oppo.redact import redacted
+from oppo.report.display import displays
 from oppo.report.panel import harmless
 
 if TYPE_CHECKING:
     from oppo.config import Settings
 
-DONE, FAILED, UNUSABLE, INTERRUPTED = 0, 1, 2, 130
+DONE, FAILED, UNUSABLE, UNTRAINED, INTERRUPTED = 0, 1, 2, 3, 130
 
 
+@displays()
+@stoppable()
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code."""
+    """Run one command and return its exit code; a terminal or a pipe that goes away meanwhile ends nothing."""
     app = App(
         name="oppo",
         help="PPO-style RLHF as a streaming graph of async stages.",
@@ -48,12 +55,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = app(list(sys.argv[1:] if arguments is None else arguments))
     except CycloptsError as error:
         return complain(str(error), UNUSABLE)
-    except OppoError as error:
-        return complain(paragraph(error), UNUSABLE if isinstance(error, ConfigError | DataError) else FAILED)
-    except OSError as error:
-        return complain(paragraph(error), FAILED)
-    except KeyboardInterrupt:
-        return complain("interrupted", INTERRUPTED)
+    except (OppoError, OSError) as error:
+        return complain(paragraph(error), code_of(error))
+    except KeyboardInterrupt as error:
+        return complain("interrupted", code_of(error))
+    except (SystemExit, asyncio.CancelledError) as error:  # of code that was given: no end of a run
+        return complain(f"error: the program was left by a {type(error).__name__} that nothing asked for", FAILED)
     except Exception:  # noqa: BLE001 - the boundary to the terminal: a fault of this program or of code it was given
         return complain(traceback.format_exc(), FAILED)
     return code if isinstance(code, int) else DONE
@@ -87,6 +94,7 @@ def resume(
     /,
     *,
     override: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), show_default=False)] = (),
+    accept_changed_code: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
 ) -> int:
     """Go on with a run from its newest checkpoint, half-written responses included.
 
@@ -96,18 +104,22 @@ def resume(
         The run directory.
     override
         Change one setting of those that may change: section.key=value. Can be repeated.
+    accept_changed_code
+        Go on with the file of the reward function as it is now, though the run began with another.
     """
     from oppo.resume import settings_of  # noqa: PLC0415 - `oppo --help` should be quick
 
-    return carry_out(settings_of(run, override), resume=True)
+    return carry_out(settings_of(run, override), resume=True, accept_changed_code=accept_changed_code)
 
 
-def carry_out(settings: Settings, *, resume: bool = False, dry_run: bool = False) -> int:
+def carry_out(
+    settings: Settings, *, resume: bool = False, dry_run: bool = False, accept_changed_code: bool = False
+) -> int:
     """Prepare and run what the settings say; return the command's exit code."""
     from oppo.train import FINAL, prepare, run  # noqa: PLC0415 - `oppo --help` should be quick
 
     try:
-        session = prepare(settings, note, resume=resume, trial=dry_run)
+        session = prepare(settings, note, resume=resume, trial=dry_run, accept_changed_code=accept_changed_code)
     except OppoError as error:
         return complain(paragraph(error), UNUSABLE)
     console = Console()
@@ -120,11 +132,17 @@ def carry_out(settings: Settings, *, resume: bool = False, dry_run: bool = False
                 anyio.run(partial(run, session, console, last_resort=leave))
             except HangError as error:
                 leave(error)
-    except KeyboardInterrupt:  # told when the models' threads have ended what they were at: it may be a save
+            except Exception as error:
+                if session.checkpoints.sealed:
+                    error.add_note(f"go on with `oppo resume {settings.run_directory}`")
+                raise
+    except KeyboardInterrupt as error:  # said when the models' threads have ended what they were at: it may be a save
         final = settings.run_directory / FINAL
+        ended = f"interrupted by {error}" if isinstance(error, Stopped) and error.by != signal.SIGINT else "interrupted"
         saved = f"what was learned is in {final}" if final.exists() else "nothing was saved"
         advice = f"go on with `oppo resume {settings.run_directory}`" if session.checkpoints.sealed else ""
-        return complain("; ".join(filter(None, ("interrupted", saved, advice))), INTERRUPTED)
+        said = "; ".join(filter(None, (ended, saved, advice)))
+        return complain("\n".join([said, *getattr(error, "__notes__", ())]), code_of(error))
     made, wanted = session.steps, settings.run.steps
     ended = f" after {made} of {wanted} steps, with the end of the data" if made < wanted else ""
     console.out(f"done{ended}: {settings.run_directory / 'report.html'}", highlight=False)
@@ -173,6 +191,15 @@ def bench(request: Annotated[Request, Parameter(name="*")] = Request()) -> int: 
 
     measure(request, console if console.is_terminal else Console(width=WIDTH), note)
     return DONE
+
+
+def code_of(error: BaseException) -> int:
+    """Return the exit code of a command that ends with ``error``."""
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + error.by if isinstance(error, Stopped) else INTERRUPTED
+    if isinstance(error, NothingTrained):
+        return UNTRAINED
+    return UNUSABLE if isinstance(error, ConfigError | DataError) else FAILED
 
 
 def complain(text: str, code: int) -> int:

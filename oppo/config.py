@@ -8,6 +8,7 @@ resolved file means the same wherever it lies.
 from __future__ import annotations
 
 import math
+import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -58,7 +59,11 @@ class RunSection(Section):
         default="auto", description="how progress is shown; auto: live on a terminal, else lines"
     )
     samples: Count = Field(default=4, description="rollouts a step written to samples.jsonl with their text")
-    trace: bool = Field(default=True, description="write trace.json for chrome://tracing or Perfetto")
+    trace: Count | Literal["all"] = Field(
+        default=20,
+        description="steps at the beginning of the run, and as many at its end, that trace.json shows in "
+        "chrome://tracing or Perfetto; `all`: every step, 0: none",
+    )
     watchdog_seconds: NonNegative = Field(
         default=600.0, description="end a run in which nothing has moved for so long, with hang-report.json; 0: never"
     )
@@ -66,11 +71,17 @@ class RunSection(Section):
         default=3600.0,
         description="the same while one call of a model or a reward function is at work, where it is longer; 0: never",
     )
+    scorer_restarts: Count = Field(
+        default=3, description="how often in an hour a process of the scorers that has died is started again"
+    )
+    max_empty: Count = Field(
+        default=5, description="end a run after so many steps in a row in which no rollout was trained; 0: never"
+    )
     max_nonfinite: Count = Field(
         default=3, description="end a run after so many updates in a row that were not finite, with the batch; 0: never"
     )
     checkpoint_every: Count = Field(
-        default=0,
+        default=25,
         description="write a checkpoint, from which `oppo resume` goes on, after so many steps and the last; 0: never",
     )
     keep_last: PositiveInt = Field(default=2, description="how many of the newest checkpoints are kept")
@@ -108,9 +119,17 @@ class ModelsSection(Section):
         default=False,
         description="read weights that come as pickles only: tensors and nothing else of them (`weights_only`)",
     )
+    ignore_unused_weights: bool = Field(
+        default=False, description="leave out weights that a model does not use, and say which, instead of refusing it"
+    )
     reward_failure: Literal["fail", "drop", "retry"] = Field(
         default="fail",
         description="when a reward function fails: stop the run, drop the rollout, or call again, then stop",
+    )
+    reward_process: bool = Field(
+        default=False,
+        description="call a sync reward function in a process of its own, one call at a time: it may then hold the "
+        "interpreter lock for long, or crash, which is a failure like others",
     )
 
     @model_validator(mode="after")
@@ -284,10 +303,10 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Settings:
         ConfigError: the file cannot be read or is no TOML, or a setting is unknown, missing or out of range.
     """
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        document = tomllib.loads(_text(path))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror or error}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # of TOML, of UTF-8, of numbers too long, of a NUL in the path
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     return resolve(overridden(document, overrides), path.absolute().parent)
 
@@ -337,8 +356,18 @@ def trainer_settings(settings: Settings) -> TrainerSettings:
     return TrainerSettings(**section, total_steps=settings.run.steps, correction=step.correction())
 
 
+def _text(path: Path) -> str:
+    """Return what a file says; one that is no regular file, and may never end, is not opened."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise OSError("it is no regular file")
+    return path.read_text(encoding="utf-8")
+
+
 def _path(text: str, folder: Path) -> str:
-    return str((folder / Path(text).expanduser()).resolve())
+    try:
+        return str((folder / Path(text).expanduser()).resolve())
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, an unknown ~user, a NUL
+        raise ConfigError(f"{text!r} is no path that can be followed: {error}") from error
 
 
 def _model(text: str, folder: Path) -> str:
@@ -346,4 +375,4 @@ def _model(text: str, folder: Path) -> str:
     if (function := _FUNCTION.match(text)) is not None:
         return f"{_path(function['file'], folder)}:{function['function']}"
     spelt_as_path = text.startswith((".", "/", "~"))
-    return _path(text, folder) if text and (spelt_as_path or (folder / text).exists()) else text
+    return _path(text, folder) if text and (spelt_as_path or os.path.lexists(folder / text)) else text

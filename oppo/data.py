@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 
-from oppo.errors import DataError
+from oppo.errors import DataError, said
 from oppo.events import IntArray, Prompt
 from oppo.observe import silent
 
@@ -89,8 +90,11 @@ def read_prompts(
 
 def _encoded(value: object, tokenizer: Tokenizer, place: str) -> IntArray:
     """Return int32 [P], P >= 1."""
+    tokens: Sequence[int] = ()
     if isinstance(value, str):
-        tokens = tokenizer.encode(value) if value.strip() else ()
+        if value.strip():
+            with _encoding(value, place, "the policy's tokenizer"):
+                tokens = tokenizer.encode(value)
     elif isinstance(value, list):
         messages = [_message(each, place) for each in value]
         if messages and not tokenizer.has_chat_template:
@@ -98,12 +102,29 @@ def _encoded(value: object, tokenizer: Tokenizer, place: str) -> IntArray:
                 f"{place}: chat messages need a tokenizer with a chat template, and the policy's has none; "
                 "give the prompt as plain text, or set the tokenizer's chat_template"
             )
-        tokens = tokenizer.encode_chat(messages) if messages else ()
+        if messages:
+            with _encoding(value, place, "the chat template of the policy's tokenizer"):
+                tokens = tokenizer.encode_chat(messages)
     else:
         raise DataError(f"{place}: expected text or a list of chat messages, got {_shown(value)}")
     if not len(tokens):
         raise DataError(f"{place}: the prompt is empty")
     return np.asarray(tokens, np.int32)
+
+
+@contextmanager
+def _encoding(value: object, place: str, by: str) -> Iterator[None]:
+    """Say whatever a tokenizer, or the template that came with it, raises in a sentence that names the prompt.
+
+    Raises:
+        DataError: something was raised inside, other than that memory ran out.
+    """
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:  # any kind: a template is a program, and a tokenizer may be one too
+        raise DataError(f"{place}: {by} cannot read {_shown(value)}: {said(error)}") from error
 
 
 def _message(value: object, place: str) -> Message:
@@ -116,8 +137,6 @@ def _message(value: object, place: str) -> Message:
 
 def _rows(path: Path) -> Iterator[tuple[str, Row]]:
     """Yield each row with the words that say where it stands."""
-    if not path.is_file():
-        raise DataError(f"there is no prompt file {path}")
     if path.suffix == ".jsonl":
         return _json_rows(path)
     if path.suffix == ".parquet":
@@ -125,9 +144,21 @@ def _rows(path: Path) -> Iterator[tuple[str, Row]]:
     raise DataError(f"{path}: expected a .jsonl or .parquet file")
 
 
+def _regular(path: Path) -> Path:
+    """Return a path only if it is one of a file; a pipe or a device may never end.
+
+    Raises:
+        DataError: it is not.
+        OSError: it cannot be told.
+    """
+    if not path.is_file():
+        raise DataError(f"there is no prompt file {path}" + ", but a directory, pipe or device" * path.exists())
+    return path
+
+
 def _json_rows(path: Path) -> Iterator[tuple[str, Row]]:
     try:
-        with path.open(encoding="utf-8") as lines:
+        with _regular(path).open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     place = f"{path}, line {number}"
@@ -143,6 +174,8 @@ def _json_row(line: str, place: str) -> Row:
         row: object = json.loads(line)
     except json.JSONDecodeError as error:
         raise DataError(f"{place}: not valid JSON: {error.msg} at character {error.pos + 1}") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists without end
+        raise DataError(f"{place}: not valid JSON: {error}") from error
     if not isinstance(row, dict):
         raise DataError(f"{place}: expected a JSON object, got {_shown(row)}")
     return row
@@ -153,7 +186,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Row]]:
     from pyarrow import parquet  # noqa: PLC0415
 
     try:
-        table = parquet.read_table(path)
+        table = parquet.read_table(_regular(path))
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path} is not a readable parquet file: {error}") from error
     for number, row in enumerate(table.to_pylist(), 1):

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from oppo.errors import OppoError
+
 
 def sync(path: Path) -> None:
     """Return once a file's content, or a directory's names, are on the disk.
@@ -59,10 +61,28 @@ def whole(path: Path) -> Iterator[Path]:
         yield aside
         for each in (*aside.rglob("*"), aside):
             sync(each)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise OSError(f"{error.strerror or error}".replace(str(aside), str(path))) from error
         raise
     _put(aside, path)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Have an error of the body say that it was writing ``path``.
+
+    Raises:
+        OSError: it could not be written; whatever the body raised, for libraries have errors of their own for full
+            disks.
+    """
+    try:
+        yield
+    except (OppoError, MemoryError):
+        raise
+    except Exception as error:
+        raise OSError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def sweep(directory: Path) -> None:

@@ -12,6 +12,7 @@
     ├── DataError         a prompt file or a prompt cannot be used
     ├── RewardError       a reward function failed or returned something that is no score
     ├── CheckpointError   a checkpoint cannot be written, is damaged, or does not fit the run
+    ├── NothingTrained    step after step, or a whole run, trained no rollout: counts the drops by reason
     └── ModelError
         ├── ModelRefused  a model cannot be served exactly: raised at load, names the reason
         ├── ModelDiverged updates went on being not finite: names the rollouts and where the batch lies
@@ -20,8 +21,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+import math
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+
+import anyio
 
 
 class OppoError(Exception):
@@ -64,6 +70,10 @@ class CheckpointError(OppoError):
     """A checkpoint cannot be written, is damaged, or is of another run."""
 
 
+class NothingTrained(OppoError):  # noqa: N818 - it says what happened
+    """Step after step, or a whole run, trained no rollout; the message counts the drops by reason."""
+
+
 class ModelError(OppoError):
     """A model cannot do what it was asked to."""
 
@@ -87,19 +97,116 @@ def as_itself() -> Iterator[None]:
         yield
     except BaseExceptionGroup as group:
         first, *others = leaves(group)
-        for other in others:
-            first.add_note(f"and then {type(other).__name__}: {other}")
+        note_others(first, others)
         raise first from first.__cause__
 
 
 @contextmanager
 def noted(sentence: str) -> Iterator[None]:
-    """Add ``sentence`` to an error of the body, as a note."""
+    """Add ``sentence`` to an error of the body, as a note; a cancellation that comes from within is such an error.
+
+    Raises:
+        ProtocolError: the body was cancelled, though neither its scopes nor its task were.
+    """
     try:
-        yield
+        with not_cancelled_from_within():
+            yield
     except Exception as error:
         error.add_note(sentence)
         raise
+
+
+@contextmanager
+def not_cancelled_from_within() -> Iterator[None]:
+    """Make an error of a ``CancelledError`` that the body raises on its own, which would look like an orderly end.
+
+    A ``KeyboardInterrupt`` that has broken into a call that was cancelled is a part of that cancellation.
+
+    Raises:
+        ProtocolError: the body was cancelled, though neither its scopes nor its task were.
+    """
+    try:
+        yield
+    except asyncio.CancelledError as error:
+        if is_cancelled():
+            raise
+        raise ProtocolError(
+            "a CancelledError was raised, and nothing had cancelled this call: an error was expected, or a result; "
+            "catch the cancellation of tasks where they are awaited"
+        ) from error
+    except KeyboardInterrupt as error:
+        if is_cancelled():
+            raise asyncio.CancelledError from error
+        raise
+
+
+def running_loop() -> asyncio.AbstractEventLoop:
+    """Return the event loop that runs, which must be asyncio's, or one of its kind such as uvloop's.
+
+    Raises:
+        OppoError: another one runs, trio's for example.
+    """
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        raise OppoError(
+            "oppo runs on asyncio, uvloop included, and no event loop of asyncio is running here: run the program with "
+            "anyio.run(main) or asyncio.run(main), not under trio"
+        ) from None
+
+
+def is_cancelled() -> bool:
+    """Return whether a cancel scope around the current task, or the task itself, has been cancelled."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no event loop runs in this thread
+        return False
+    return anyio.current_effective_deadline() == -math.inf or bool(task and task.cancelling())
+
+
+@contextmanager
+def behind(error: BaseException | None, doing: str) -> Iterator[None]:
+    """Let an error of the body not hide ``error``, which came before: it becomes a note of it.
+
+    Args:
+        error: what is under way; ``None``: nothing, so an error of the body is raised.
+        doing: what the body does, for example ``closing the log``.
+    """
+    try:
+        yield
+    except Exception as later:
+        if error is None:
+            raise
+        error.add_note(f"and then, while {doing}, {type(later).__name__}: {later}")
+
+
+def note_others(first: BaseException, others: Iterable[BaseException]) -> None:
+    """Add a note to ``first`` for each kind of error that came with it: the first of the kind, and how many more.
+
+    Errors whose words differ in their numbers only, those of rollouts for example, are of one kind.
+    """
+    kinds: dict[str, list[str]] = {}
+    for other in others:
+        kinds.setdefault(_kind(other), []).append(_with_place(other))
+    if alike := kinds.pop(_kind(first), []):
+        first.add_note(f"and {len(alike)} more like it")
+    for shown, *more in kinds.values():
+        first.add_note(f"and then {shown}" + (f", and {len(more)} more like it" if more else ""))
+
+
+def _kind(error: BaseException) -> str:
+    return re.sub(r"\d+", "", f"{type(error).__name__}: {error}")
+
+
+def _with_place(error: BaseException) -> str:
+    """Return an error in words, with the last of its notes, which says where it arose."""
+    places = getattr(error, "__notes__", [])[-1:]
+    return " ".join([f"{type(error).__name__}: {error}", *(f"({place})" for place in places)])
+
+
+def said(error: BaseException, most: int = 240) -> str:
+    """Return an error as one line of about ``most`` characters: its type, and what it says."""
+    return shortened(" ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":"), most)
 
 
 def leaves(error: BaseException) -> list[BaseException]:
@@ -107,3 +214,9 @@ def leaves(error: BaseException) -> list[BaseException]:
     if isinstance(error, BaseExceptionGroup):
         return [leaf for member in error.exceptions for leaf in leaves(member)]
     return [error]
+
+
+def shortened(text: str, limit: int = 2000) -> str:
+    """Return at most ``limit`` characters of ``text``, all of which UTF-8 can write, and how many there are."""
+    kept = text[:limit].encode("utf-8", "backslashreplace").decode("utf-8")
+    return kept if len(text) <= limit else f"{kept}... ({len(text)} characters)"

@@ -1,57 +1,107 @@
-"""Ctrl-C: the first time it asks for an end after the step in progress, the second time it is one."""
+"""Ctrl-C, SIGTERM and SIGHUP: the first asks for an end after the step in progress, the second is one."""
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from types import FrameType
 
 import anyio
 
-from oppo.errors import as_itself
+from oppo.errors import running_loop
 
-ENDING = "ending after this step, then saving; press Ctrl-C again to end at once"
-"""What whoever has pressed it once should know."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Sent by a terminal, by a scheduler that wants its machine back, and by a terminal that is closed."""
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal has ended a run.
+
+    Attributes:
+        by: the signal.
+    """
+
+    def __init__(self, by: signal.Signals) -> None:
+        super().__init__(by.name)
+        self.by = by
 
 
 @dataclass(slots=True)
 class Interrupt:
-    """Whether the run has been asked to end."""
+    """Whether the run has been asked to end, and by which signal."""
 
-    asked: bool = False
+    asked: signal.Signals | None = None
 
 
 @asynccontextmanager
-async def interruptible(*tell: Callable[[], None]) -> AsyncIterator[Interrupt]:
-    """Yield what says whether Ctrl-C was pressed while the context is open; a second press ends it.
+async def interruptible(*tell: Callable[[signal.Signals], None]) -> AsyncIterator[Interrupt]:
+    """Yield what says whether a signal has come while the context is open; a second one ends the context.
 
-    Off the main thread there are no signals, and nothing is ever asked.
+    Off the main thread there are no signals, and nothing is ever asked. Signals that the process ignores, as SIGHUP
+    under ``nohup``, stay ignored.
 
     Args:
-        tell: each is called when the run is asked to end.
+        tell: each is called on the event loop when the run is asked to end.
 
     Raises:
-        KeyboardInterrupt: it was pressed a second time.
+        Stopped: a second signal came. While something blocks the event loop it is raised there.
     """
     interrupt = Interrupt()
     if threading.current_thread() is not threading.main_thread():
         yield interrupt
         return
+    loop, heard = running_loop(), threading.Event()
 
-    async def listen(*, task_status: anyio.abc.TaskStatus[None]) -> None:
-        with anyio.open_signal_receiver(signal.SIGINT) as presses:
-            task_status.started()
-            async for _ in presses:
-                if interrupt.asked:
-                    raise KeyboardInterrupt
-                interrupt.asked = True
-                for each in tell:
-                    each()
+    def hear(number: signal.Signals) -> None:
+        heard.set()
+        for each in tell:
+            each(number)
 
-    with as_itself():
-        async with anyio.create_task_group() as tasks:
-            await tasks.start(listen, name="listen to Ctrl-C")
-            yield interrupt
-            tasks.cancel_scope.cancel()
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        del frame
+        if interrupt.asked is None:
+            interrupt.asked = signal.Signals(number)
+            loop.call_soon_threadsafe(hear, interrupt.asked)
+        elif heard.is_set():
+            loop.call_soon_threadsafe(scope.cancel)
+        else:  # something blocks the loop, in this thread
+            scope.cancel()
+            raise Stopped(interrupt.asked)
+
+    with anyio.CancelScope() as scope, _handling(on_signal):
+        yield interrupt
+    if scope.cancelled_caught and interrupt.asked is not None:
+        raise Stopped(interrupt.asked)
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """Let a signal raise :class:`Stopped` while the context is open, as Ctrl-C raises ``KeyboardInterrupt``.
+
+    For what a program does outside of :func:`interruptible`; off the main thread nothing changes.
+    """
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        del frame
+        raise Stopped(signal.Signals(number))
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    with _handling(stop):
+        yield
+
+
+@contextmanager
+def _handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    before = {
+        number: signal.signal(number, handler) for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN
+    }
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)

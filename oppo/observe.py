@@ -43,6 +43,22 @@ def silent(sentence: str) -> None:
     del sentence
 
 
+class Notices:
+    """Sentences about what goes on, for those that listen at the time.
+
+    Attributes:
+        listeners: called with each sentence, from any thread.
+    """
+
+    def __init__(self, *listeners: Callable[[str], None]) -> None:
+        self.listeners = list(listeners)
+
+    def __call__(self, sentence: str) -> None:
+        """Pass a sentence on."""
+        for listener in self.listeners:
+            listener(sentence)
+
+
 class Observer(Protocol):
     """Told what happens in a run, on its event loop; must not block and must not raise."""
 
@@ -54,3 +70,38 @@ class Observer(Protocol):
 
     def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
         """A step is over; ``channels`` holds each channel's counters by ``source->target``."""
+
+
+class Expendable(Observer):
+    """An observer that may fail alone: after its first error it is left out, and the run goes on.
+
+    Args:
+        observer: may raise.
+        tell: called with a sentence about its error.
+    """
+
+    def __init__(self, observer: Observer, tell: Callable[[str], None]) -> None:
+        self._observer = observer
+        self._tell = tell
+        self._works = True
+
+    def on_item(self, step: int, stage: str, item: object, at: float) -> None:
+        """Pass it on."""
+        self._pass_on(lambda: self._observer.on_item(step, stage, item, at))
+
+    def on_span(self, span: Span) -> None:
+        """Pass it on."""
+        self._pass_on(lambda: self._observer.on_span(span))
+
+    def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
+        """Pass it on."""
+        self._pass_on(lambda: self._observer.on_step(step, result, channels))
+
+    def _pass_on(self, say: Callable[[], None]) -> None:
+        if not self._works:
+            return
+        try:
+            say()
+        except Exception as error:  # noqa: BLE001 - the boundary around what a run can do without
+            self._works = False
+            self._tell(f"{type(self._observer).__name__} has failed and is left out: {type(error).__name__}: {error}")

@@ -76,6 +76,6 @@ def _value(text: str) -> object:
     """Return ``text`` as one TOML value, or as it stands where it is none."""
     try:
         document = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
     return document["value"] if len(document) == 1 else text

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from oppo.checkpoint import Checkpoint, Checkpoints
 from oppo.config import Settings, load
 from oppo.errors import CheckpointError, ConfigError
-from oppo.report.journal import read
 from oppo.report.lock import Lock
-from oppo.report.rundir import ended
+from oppo.report.occupancy import METRICS, ended
+from oppo.report.records import read
 
 CHECKPOINTS = "checkpoints"
 """Where a run directory holds its checkpoints."""
@@ -23,10 +24,13 @@ MAY_CHANGE = frozenset(
         "run.trace",
         "run.watchdog_seconds",
         "run.call_seconds",
+        "run.scorer_restarts",
+        "run.max_empty",
         "run.max_nonfinite",
         "run.checkpoint_every",
         "run.keep_last",
         "run.keep_best",
+        "models.reward_process",
     }
 )
 """Settings that may be others when a run goes on: none of them changes what a step does.
@@ -47,28 +51,45 @@ def settings_of(directory: Path, overrides: Sequence[str] = ()) -> Settings:
     file = directory / "config.toml"
     if not file.is_file():
         raise ConfigError(f"there is no run to resume in {directory}: expected the file {file}")
-    before, settings = load(file), load(file, overrides)
-    changed = {key for key, _ in _flat(before).items() ^ _flat(settings).items()}
-    if refused := sorted(changed - MAY_CHANGE - ROUNDING):
-        raise ConfigError(
-            f"{', '.join(refused)} cannot change when a run is resumed: start a new run for that; what may change is "
-            f"{', '.join(sorted(MAY_CHANGE if before.run.exact else MAY_CHANGE | ROUNDING))}"
-        )
-    if before.run.exact and (refused := sorted(changed & ROUNDING)):
-        raise ConfigError(
-            f"{', '.join(refused)} cannot change when a run is resumed that is exact: sums would be rounded in another "
-            "order, and every bit is to be that of an uninterrupted run; start a new run for that"
-        )
-    if settings.run.steps != before.run.steps and not settings.trainer.schedule.startswith("constant"):
-        raise ConfigError(
-            f"run.steps cannot change from {before.run.steps} to {settings.run.steps}: the {settings.trainer.schedule} "
-            "schedule of the learning rate is laid out over the steps of the run"
-        )
+    settings = load(file, overrides)
+    require_same(fingerprints(load(file)), settings)
     if settings.run_directory.resolve() != directory.resolve():
         raise ConfigError(
             f"{file} is of the run in {settings.run_directory}: a run is resumed where it was, so move it back there"
         )
     return settings
+
+
+def require_same(before: Mapping[str, str], settings: Settings, *, of: str = "") -> None:
+    """Check that a run goes on with the settings that it had, but for those that may change.
+
+    Args:
+        before: what :func:`fingerprints` returned then; settings that were not there then are not compared.
+        settings: of now.
+        of: what was written with the former, where that is not the file of the run.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    now = fingerprints(settings)
+    changed = {key for key, value in before.items() if now.get(key, value) != value}
+    exact, schedule = settings.run.exact, settings.trainer.schedule
+    where = f", and {of} was written with other values than config.toml has" if of else ""
+    if refused := sorted(changed - MAY_CHANGE - ROUNDING):
+        raise ConfigError(
+            f"{', '.join(refused)} cannot change when a run is resumed{where}: put it back as it was, or start a new "
+            f"run; what may change is {', '.join(sorted(MAY_CHANGE if exact else MAY_CHANGE | ROUNDING))}"
+        )
+    if exact and (refused := sorted(changed & ROUNDING)):
+        raise ConfigError(
+            f"{', '.join(refused)} cannot change when a run is resumed that is exact{where}: sums would be rounded in "
+            "another order, and every bit is to be that of an uninterrupted run; start a new run for that"
+        )
+    if "run.steps" in changed and not schedule.startswith("constant"):
+        raise ConfigError(
+            f"run.steps cannot change{where}: the {schedule} schedule of the learning rate is laid out over the steps "
+            "of the run"
+        )
 
 
 def locked(settings: Settings) -> Lock:
@@ -116,14 +137,14 @@ def _why(settings: Settings) -> str:
 
 def is_young(settings: Settings) -> bool:
     """Return whether a run has made so few steps that it may be without a checkpoint although it writes them."""
-    over = sum(1 for _ in read(settings.run_directory / "metrics.jsonl"))
+    over = sum(1 for _ in read(settings.run_directory / METRICS))
     return 0 < settings.run.checkpoint_every >= over
 
 
-def _flat(settings: Settings) -> dict[str, str]:
-    """Return every setting as text under ``section.key``."""
+def fingerprints(settings: Settings) -> dict[str, str]:
+    """Return a digest of every setting, under ``section.key``: a value may hold a secret, in a URL for example."""
     return {
-        f"{section}.{key}": repr(value)
+        f"{section}.{key}": hashlib.sha256(repr(value).encode()).hexdigest()[:16]
         for section, values in settings.model_dump().items()
         for key, value in values.items()
     }

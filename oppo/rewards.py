@@ -7,22 +7,27 @@ one finite number for each. Anything else is a failure, and what becomes of it i
 
 from __future__ import annotations
 
-import asyncio
-import importlib.util
+import copy
 import inspect
 import math
-import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from pathlib import Path
-from types import ModuleType
-from typing import Literal, SupportsFloat, TypeAlias
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence, Set as AbstractSet
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from types import TracebackType
+from typing import Literal, Self, SupportsFloat, TypeAlias, cast
 
 import anyio
 
-from oppo.errors import RewardError
+from oppo import user_code
+from oppo.errors import ModelError, RewardError, as_itself, running_loop
 from oppo.events import Chunk, Drop, Finish, Given, Prompt
 from oppo.models import RewardFunction, Scorer
+from oppo.observe import silent
+from oppo.placement.apart import Apart
 from oppo.placement.errand import errand
+from oppo.user_code import contained, shown
 
 OnFailure: TypeAlias = Literal["fail", "drop", "retry"]
 """What becomes of a failure: the run stops; the rollout is not trained; the function is asked again, then it stops."""
@@ -40,22 +45,31 @@ class RewardFailure(RewardError):  # noqa: N818 - it says what happened
 class FunctionReward(Scorer[float | Drop]):
     """A Python function as the reward; it sees whole responses only, so it has nothing to prefill.
 
+    Whatever the function does is its failure, ``sys.exit()`` and a ``CancelledError`` of its own included.
+
     Args:
-        function: ``f(prompts, completions, **columns)``, sync or async; every argument is a list with one item for each
-            rollout. ``prompts`` holds the data's own ``prompt`` column where there is one, else the prompt's text;
-            ``columns`` are the data's other columns, those that the function names or all if it takes ``**``.
-            A sync function runs in a thread of its own, inline on a loop of virtual time. One that never returns keeps
-            neither a cancelled run nor the process from ending.
+        function: ``f(prompts, completions, **columns)``, sync or async, or its ``file.py:name``; every argument is a
+            list with one item for each rollout. ``prompts`` holds the data's own ``prompt`` column where there is one,
+            else the prompt's text; ``columns`` are copies of the data's other columns: those that the function names,
+            or all if it takes ``**``. A sync function runs in a thread of its own, inline on a loop of virtual time.
+            One that never returns keeps neither a cancelled run nor the process from ending.
         decode: token ids to text, without special tokens.
         name: the function's name in errors.
         prompt_column: the column handed over as ``prompts``.
         on_failure: ``fail`` raises. ``retry`` calls again after each of ``pauses``, then raises. ``drop`` calls again
-            for each rollout alone, and drops those for which it still fails: which ones these are does not depend on
-            what they finished together with. A column that is asked for but not there always raises.
+            for each rollout alone, several of them at a time, and drops those for which it still fails: which ones
+            these are does not depend on what they finished together with. A column that is asked for but not there
+            always raises.
         pauses: seconds before each further attempt of ``retry``.
+        process: call the function in a process of its own, one call at a time: it may then hold the interpreter lock
+            or crash. It must be sync, and importable by name.
+        tell: called with a sentence about each failure that is tried again.
 
     Attributes:
-        at_work: names the function while it is being called; empty otherwise.
+        at_work: names the function while it is being called, or waits to be called again; empty otherwise.
+
+    Raises:
+        RewardError: the function takes no ``prompts`` and ``completions``, or cannot be called in a process.
 
     Example:
         >>> async def main() -> list[float | Drop]:
@@ -67,27 +81,42 @@ class FunctionReward(Scorer[float | Drop]):
 
     def __init__(
         self,
-        function: RewardFunction,
+        function: RewardFunction | str,
         decode: Callable[[Sequence[int]], str],
         *,
         name: str | None = None,
         prompt_column: str = "prompt",
         on_failure: OnFailure = "fail",
         pauses: Sequence[float] = PAUSES,
+        process: bool = False,
+        tell: Callable[[str], None] = silent,
     ) -> None:
-        self.name = name or str(getattr(function, "__name__", type(function).__name__))
+        self._judge = _Judge.of(function, name)
+        self.name = self._judge.name
         self.at_work = ""
-        self._function = function
         self._decode = decode
         self._prompt_column = prompt_column
         self._on_failure = on_failure
         self._pauses = tuple(pauses) if on_failure == "retry" else ()
-        parameters = _parameters(function, self.name)
+        self._tell = tell
+        self._calls = 0
+        parameters = _parameters(self._judge.function, self.name)
         kinds = inspect.Parameter
         self._takes_all = any(p.kind is kinds.VAR_KEYWORD for p in parameters.values())
         named = [p for p in parameters.values() if p.kind in {kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY}]
         self._named = tuple(p.name for p in named if p.name not in _RESERVED)
         self._required = tuple(p.name for p in named if p.name in self._named and p.default is kinds.empty)
+        self._apart = self._in_process() if process else None
+
+    def _in_process(self) -> Apart[_Judge]:
+        if self._judge.is_async:
+            raise RewardError(
+                f"reward function {self.name!r} is async, and a process of its own is for sync ones: leave that out"
+            )
+        try:
+            return Apart(self.name, self._judge)
+        except ModelError as error:
+            raise RewardError(f"reward function {self.name!r}: {error}") from error
 
     @property
     def version(self) -> int:
@@ -109,51 +138,65 @@ class FunctionReward(Scorer[float | Drop]):
         """
         if not finished:
             return []
-        for pause in self._pauses:
+        attempts = len(self._pauses) + 1
+        for attempt, pause in enumerate(self._pauses, 2):
             try:
                 return [*await self._attempt(finished)]
-            except RewardFailure:
-                await anyio.sleep(pause)
+            except RewardFailure as failure:
+                self._tell(f"{failure}; attempt {attempt} of {attempts} follows in {pause:g} s")
+                with self._working(f", which failed and is called again after {pause:g} s"):
+                    await anyio.sleep(pause)
         try:
             return [*await self._attempt(finished)]
         except RewardFailure as failure:
             if self._on_failure != "drop":
                 if self._pauses:
-                    failure.add_note(f"it was the last of {len(self._pauses) + 1} attempts")
+                    failure.add_note(f"it was the last of {attempts} attempts")
                 raise
-        return [await self._alone(each) for each in finished]
+        return await self._each_alone(finished)
 
-    async def _alone(self, finished: Finish) -> float | Drop:
-        """Return the score of one rollout, or a record of why there is none."""
-        try:
-            (score,) = await self._attempt([finished])
-        except RewardFailure as failure:
-            return Drop(finished.rollout, str(failure))
-        return score
+    async def _each_alone(self, finished: Sequence[Finish]) -> list[float | Drop]:
+        """Return the score of each rollout, or a record of why there is none; all are asked for at once."""
+        scores: dict[int, float | Drop] = {}
+
+        async def ask(one: Finish) -> None:
+            try:
+                (scores[one.rollout],) = await self._attempt([one])
+            except RewardFailure as failure:
+                scores[one.rollout] = Drop(one.rollout, str(failure))
+
+        with as_itself():
+            async with anyio.create_task_group() as tasks:
+                for each in finished:
+                    tasks.start_soon(ask, each)
+        return [scores[each.rollout] for each in finished]
 
     async def _attempt(self, finished: Sequence[Finish]) -> list[float]:
         """Return the score of each rollout; what the function itself did wrong is raised as a ``RewardFailure``."""
-        arguments = self._arguments(finished)
-        self.at_work = f"reward function {self.name!r}"
+        arguments, rollouts = self._arguments(finished), [each.rollout for each in finished]
+        with self._working():
+            if self._judge.is_async:
+                return await self._judge.answer(arguments, rollouts)
+            if getattr(running_loop(), "virtual", False):
+                return self._judge.scores(arguments, rollouts)
+            if self._apart is None:
+                work = partial(self._judge.scores, arguments, rollouts)
+                return await errand(f"oppo-reward-{self.name}", work)
+            try:
+                return await self._apart.call(_Judge.scores, arguments, rollouts)
+            except ModelError as error:
+                raise self._judge.failure(f"was lost: {error}", rollouts) from error
+
+    @contextmanager
+    def _working(self, how: str = "") -> Iterator[None]:
+        """Name the function as being at work; several calls may be at a time."""
+        self._calls += 1
+        self.at_work = f"reward function {self.name!r}{how}"
         try:
-            result = await self._call(arguments)
-        except Exception as error:  # the boundary to the user's code: named, kept as the cause, re-raised
-            rollouts = ", ".join(str(each.rollout) for each in finished)
-            raise RewardFailure(
-                f"reward function {self.name!r} raised {type(error).__name__}: {error} (rollouts {rollouts})"
-            ) from error
+            yield
         finally:
-            self.at_work = ""
-        return self._scores(result, finished)
-
-    async def _call(self, arguments: Mapping[str, object]) -> object:
-        def call() -> object:
-            return self._function(**arguments)
-
-        virtual = bool(getattr(asyncio.get_running_loop(), "virtual", False))
-        inline = virtual or _is_async(self._function)
-        result = call() if inline else await errand(f"oppo-reward-{self.name}", call)
-        return await result if isinstance(result, Awaitable) else result
+            self._calls -= 1
+            self.at_work = self.at_work if self._calls else ""
 
     def _arguments(self, finished: Sequence[Finish]) -> dict[str, object]:
         prompts = [each.response.prompt for each in finished]
@@ -168,80 +211,124 @@ class FunctionReward(Scorer[float | Drop]):
                 f"the columns there are {', '.join(columns) or '(none)'}"
             )
         wanted = columns if self._takes_all else [name for name in columns if name in self._named]
+        # Copies, since rollouts of a group, and later epochs, are given the same columns again.
         return {
-            "prompts": [p.columns.get(self._prompt_column) or self._decode(p.tokens.tolist()) for p in prompts],
+            "prompts": [
+                copy.deepcopy(p.columns.get(self._prompt_column)) or self._decode(p.tokens.tolist()) for p in prompts
+            ],
             "completions": [self._decode(each.response.tokens.tolist()) for each in finished],
-            **{name: [prompt.columns.get(name) for prompt in prompts] for name in wanted},
+            **{name: [copy.deepcopy(prompt.columns.get(name)) for prompt in prompts] for name in wanted},
         }
 
-    def _scores(self, result: object, finished: Sequence[Finish]) -> list[float]:
-        try:
-            values: list[object] = list(result)  # type: ignore[call-overload]  # whatever a user's function returned
-        except TypeError:
-            values = []
-            single = True
-        else:
-            single = isinstance(result, str | bytes | Mapping)
-        if single or len(values) != len(finished):
-            came = f"{type(result).__name__} {result!r}" if single else f"{len(values)}"
-            raise RewardFailure(
-                f"reward function {self.name!r} must return {len(finished)} numbers, one for each completion; "
-                f"got {came}"
-            )
-        return [self._score(value, each.rollout) for value, each in zip(values, finished, strict=True)]
+    def close(self) -> None:
+        """End the process that the function is called in, if there is one; idempotent."""
+        if self._apart is not None:
+            self._apart.close()
 
-    def _score(self, value: object, rollout: int) -> float:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Judge:
+    """A reward function where it is called: in a thread, in a process, or on the event loop if it is async.
+
+    Attributes:
+        spec: ``file.py:function``, by which it is loaded in a process; empty for one that is importable by name.
+    """
+
+    name: str
+    function: RewardFunction
+    spec: str = ""
+
+    @classmethod
+    def of(cls, function: RewardFunction | str, name: str | None) -> _Judge:
+        if isinstance(function, str):
+            return cls(name or function.rpartition(":")[2], load_function(function), function)
+        return cls(name or str(getattr(function, "__name__", type(function).__name__)), function)
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return (_Judge.of, (self.spec, self.name)) if self.spec else (_Judge, (self.name, self.function))
+
+    @property
+    def is_async(self) -> bool:
+        call = getattr(self.function, "__call__", None)  # noqa: B004 - asks what calling it does
+        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)
+
+    def scores(self, arguments: Mapping[str, object], rollouts: Sequence[int]) -> list[float]:
+        """Call the function; return a finite number for each rollout.
+
+        Raises:
+            RewardFailure: there is none.
+        """
+        with self._contained(rollouts):
+            items, came = _items(self.function(**arguments), len(rollouts))
+        return self._scores(items, came, rollouts)
+
+    async def answer(self, arguments: Mapping[str, object], rollouts: Sequence[int]) -> list[float]:
+        """Return the same of an async function.
+
+        Raises:
+            RewardFailure: there is none.
+        """
+        with self._contained(rollouts):
+            result = self.function(**arguments)
+            items, came = _items(await result if isinstance(result, Awaitable) else result, len(rollouts))
+        return self._scores(items, came, rollouts)
+
+    def failure(self, what: str, rollouts: Sequence[int]) -> RewardFailure:
+        return RewardFailure(f"reward function {self.name!r} {what} (rollouts {', '.join(map(str, rollouts))})")
+
+    def _contained(self, rollouts: Sequence[int]) -> AbstractContextManager[None]:
+        return contained(lambda words: self.failure(f"raised {words}", rollouts))
+
+    def _scores(self, items: Sequence[object], came: str, rollouts: Sequence[int]) -> list[float]:
+        if came:
+            raise RewardFailure(
+                f"reward function {self.name!r} must return {len(rollouts)} numbers, one for each completion, in a "
+                f"list; got {came}"
+            )
+        return [self._score(item, rollout) for item, rollout in zip(items, rollouts, strict=True)]
+
+    def _score(self, item: object, rollout: int) -> float:
         score = math.nan
-        if isinstance(value, SupportsFloat):
-            try:
-                score = float(value)
-            except (TypeError, ValueError, RuntimeError):  # an array or a tensor of several numbers
-                score = math.nan
+        complex_array = getattr(getattr(item, "dtype", None), "kind", "") == "c"
+        if isinstance(item, SupportsFloat) and not isinstance(item, complex) and not complex_array:
+            with suppress(Exception):  # an array of several numbers, a number too large, or a __float__ that raises
+                score = float(item)
         if not math.isfinite(score):
             raise RewardFailure(
                 f"reward function {self.name!r} must return a finite number for each completion; "
-                f"for rollout {rollout} it returned {value!r} ({type(value).__name__})"
+                f"for rollout {rollout} it returned {shown(item)}"
             )
         return score
 
 
+def _items(result: object, count: int) -> tuple[Sequence[object], str]:
+    """Return the items of what a function returned, and what is wrong with them as a whole; empty: nothing.
+
+    A generator is read here, to one item beyond those that were asked for: it may raise, and it may never end.
+    """
+    ordered = isinstance(result, Iterable) and not isinstance(result, str | bytes | Mapping | AbstractSet)
+    if not ordered:
+        return (), shown(result)
+    items = list(islice(cast("Iterable[object]", result), count + 1))
+    return items, "" if len(items) == count else f"{len(items)}" if len(items) < count else f"more than {count}"
+
+
 def load_function(spec: str) -> RewardFunction:
-    """Return the function that ``file.py:function`` names; the file is run as a module of its own.
+    """Return the reward function that ``file.py:function`` names; the file is run as a module of its own.
 
     Raises:
         RewardError: there is no such file or function, the file cannot be run, or the function takes no
             ``prompts`` and ``completions``.
     """
-    text, _, name = spec.rpartition(":")
-    path = Path(text)
-    if not text or path.suffix != ".py":
-        raise RewardError(f"a reward function is named as file.py:function; got {spec!r}")
-    if not path.is_file():
-        raise RewardError(f"there is no file {path} to take the reward function {name!r} from")
-    module = _module(path)
-    function: object = getattr(module, name, None)
-    if function is None:
-        there = [key for key, value in vars(module).items() if inspect.isroutine(value) and not key.startswith("_")]
-        raise RewardError(f"{path} has no function {name!r}; the functions there are {', '.join(there) or '(none)'}")
-    if not callable(function):
-        raise RewardError(f"{spec} is not a function but {function!r} ({type(function).__name__})")
-    _parameters(function, name)
+    function = user_code.load_function(spec, RewardError)
+    _parameters(function, spec.rpartition(":")[2])
     return function
-
-
-def _module(path: Path) -> ModuleType:
-    name = f"oppo_reward_{path.stem}"
-    found = importlib.util.spec_from_file_location(name, path)
-    if found is None or found.loader is None:
-        raise RewardError(f"{path} cannot be loaded as a Python module")
-    module = importlib.util.module_from_spec(found)
-    sys.modules[name] = module  # dataclasses and pickle look their module up by name
-    try:
-        found.loader.exec_module(module)
-    except Exception as error:  # the boundary to the user's code: named, kept as the cause, re-raised
-        del sys.modules[name]
-        raise RewardError(f"{path} cannot be run: {type(error).__name__}: {error}") from error
-    return module
 
 
 def _parameters(function: Callable[..., object], name: str) -> Mapping[str, inspect.Parameter]:
@@ -257,7 +344,3 @@ def _parameters(function: Callable[..., object], name: str) -> Mapping[str, insp
             f"reward function {name!r} must take (prompts, completions, **columns); its signature is {name}{signature}"
         )
     return parameters
-
-
-def _is_async(function: Callable[..., object]) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004 - asks what calling it does

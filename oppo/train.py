@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+import signal
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,24 +19,25 @@ from oppo.carried import with_columns, without_columns
 from oppo.checkpoint import Checkpoint, Checkpoints
 from oppo.compose import compose
 from oppo.config import Settings, trainer_settings
-from oppo.data import PromptStream, read_prompts
-from oppo.errors import ConfigError, DataError, HangError
-from oppo.events import Prompt, StepReport
+from oppo.data import PromptStream
+from oppo.emptiness import EmptySteps
+from oppo.errors import CheckpointError, HangError, behind
+from oppo.events import StepReport
 from oppo.graph import Graph, Run
-from oppo.interrupt import ENDING, Interrupt, interruptible
-from oppo.liveness import Heartbeat, Watchdog
-from oppo.observe import Observer, silent
+from oppo.interrupt import Interrupt, Stopped, interruptible
+from oppo.liveness import Heartbeat, Stall, Watchdog
+from oppo.observe import Expendable, Notices, Observer, silent
+from oppo.origin import Origin, require_continued
 from oppo.report import Panel, RunDirectory, RunLog, observations
 from oppo.report.journal import JOURNAL
 from oppo.report.lock import Lock
-from oppo.report.rundir import ended, require_unused
+from oppo.report.occupancy import require_unused
 from oppo.report.samples import Decode
 from oppo.resume import CHECKPOINTS, locked, newest
-from oppo.sources import changed, digests
+from oppo.supply import require_room, require_unfinished, settled_prompts, short_of, steps_of
 
 if TYPE_CHECKING:
     from oppo.hf.assemble import Assembly
-    from oppo.hf.text import Text
 
 FINAL = Path(CHECKPOINTS, "final")
 """Where a run directory holds what was learned: ``actor`` and ``critic``, if there is one, each with its tokenizer."""
@@ -50,8 +51,9 @@ class Session:
     """A run that is ready to begin; a context manager that ends the models' threads, and lets go of the run directory.
 
     Attributes:
-        sources: digests of the files that the run is made of, as they were read.
+        origin: what the run is made of, its files as they were read.
         checkpoints: of the run.
+        notices: what is said while it is prepared and run.
         checkpoint: where the run goes on; ``None``: it begins.
         lock: of the run directory, where there is a run in it already, with which this one goes on.
     """
@@ -60,8 +62,9 @@ class Session:
     assembly: Assembly
     graph: Graph[StepReport]
     prompts: PromptStream
-    sources: Mapping[str, str]
+    origin: Origin
     checkpoints: Checkpoints
+    notices: Notices
     checkpoint: Checkpoint | None = None
     lock: Lock | None = None
 
@@ -80,8 +83,14 @@ class Session:
         if self.checkpoint is None:
             return
         state = self.checkpoint.state()
-        running.load_state_dict(with_columns(state["run"], lambda number: self.prompts.at(number).columns))
-        self.prompts.load_state_dict(state["prompts"])
+        try:
+            running.load_state_dict(with_columns(state["run"], lambda number: self.prompts.at(number).columns))
+            self.prompts.load_state_dict(state["prompts"])
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise CheckpointError(
+                f"the state in {self.checkpoint.path} does not fit this run ({type(error).__name__}: {error}): it is "
+                "of another version of oppo, or was edited; start a new run"
+            ) from error
         await self.assembly.restore(self.checkpoint.path)
 
     async def keep(self, running: Run[StepReport], report: StepReport) -> None:
@@ -93,7 +102,7 @@ class Session:
         state = {
             "run": without_columns(running.state_dict()),
             "prompts": self.prompts.state_dict(),
-            "sources": dict(self.sources),
+            **self.origin.state(),
         }
         await self.assembly.checkpoint(self.checkpoints, report.index + 1, report.score, state)
 
@@ -107,7 +116,12 @@ class Session:
 
 
 def prepare(
-    settings: Settings, tell: Callable[[str], None] = silent, *, resume: bool = False, trial: bool = False
+    settings: Settings,
+    tell: Callable[[str], None] = silent,
+    *,
+    resume: bool = False,
+    trial: bool = False,
+    accept_changed_code: bool = False,
 ) -> Session:
     """Return a session with everything loaded and checked; nothing is written.
 
@@ -117,11 +131,12 @@ def prepare(
         resume: go on from the newest checkpoint of the run directory, or from the beginning if it was killed before its
             first, instead of beginning in an unused one. The directory is locked from before that is looked for.
         trial: it is not to be run, so the run directory may be in use.
+        accept_changed_code: go on with another file of a reward function than the run began with.
 
     Raises:
         OppoError: a setting, the data, the reward or a model cannot be used, or another run writes the run directory.
     """
-    chosen = settings.run
+    chosen, tell = settings.run, Notices(tell)
     checkpoints = Checkpoints(
         settings.run_directory / CHECKPOINTS, keep_last=chosen.keep_last, keep_best=chosen.keep_best, tell=tell
     )
@@ -139,89 +154,23 @@ def prepare(
         trainer_settings(settings)
         from oppo.hf.assemble import assemble, load_text  # noqa: PLC0415 - torch takes seconds to import
 
-        text = load_text(settings)
-        sources = digests(settings)
-        prompts = settled_prompts(settings, text, tell, sources)
+        text = load_text(settings, tell)
+        origin = Origin.of(settings)
+        prompts = settled_prompts(settings, text, tell, origin)
         stream = PromptStream(prompts, seed=settings.data.seed, epochs=settings.data.epochs)
         if (lasts := steps_of(settings, stream)) < chosen.steps:
             tell(short_of(settings, lasts))
         if checkpoint is not None:
-            require_going_on(settings, checkpoint, sources, lasts)
+            before = Origin.restored(checkpoint.state())
+            require_continued(before, origin, settings, tell, accept_changed_code=accept_changed_code)
+            require_unfinished(settings, lasts)
         assembly = stack.enter_context(assemble(settings, text, tell))
         require_room(prompts, assembly.sampling.max_new_tokens, assembly.positions)
         done = 0 if checkpoint is None else checkpoint.step
         replay = observations(settings.run_directory / JOURNAL, done) if resume else {}
         graph = compose(settings, assembly, replay)
         stack.pop_all()
-    return Session(settings, assembly, graph, stream, sources, checkpoints, checkpoint, lock)
-
-
-def settled_prompts(
-    settings: Settings, text: Text, tell: Callable[[str], None], sources: Mapping[str, str]
-) -> list[Prompt]:
-    """Return the prompts.
-
-    Args:
-        settings: of the run.
-        text: reads them.
-        tell: told, in a sentence, what is being done.
-        sources: digests of the files before any of them is read.
-
-    Raises:
-        DataError: the file cannot be used, or changed while it was read.
-    """
-    data = settings.data
-    tell(f"reading {data.prompts}")
-    prompts = read_prompts(
-        Path(data.prompts),
-        text,
-        column=data.column,
-        max_prompt_tokens=data.max_prompt_tokens,
-        over_long=data.over_long,
-        tell=tell,
-    )
-    for file in changed(settings, sources):
-        raise DataError(f"{file} changed while it was read: start again when nobody writes it any more")
-    return prompts
-
-
-def require_going_on(settings: Settings, checkpoint: Checkpoint, sources: Mapping[str, str], lasts: int) -> None:
-    """Check that there are steps left, or an end to come to, and that the run is made of the files it began with.
-
-    Args:
-        settings: of the run.
-        checkpoint: where it goes on.
-        sources: digests of the files as they were read.
-        lasts: how many steps the run makes in all.
-
-    Raises:
-        DataError: a file is another, or no further steps can be made of the prompts.
-    """
-    for file in changed(settings, checkpoint.state()["sources"], sources):
-        raise DataError(
-            f"{file} is not what it was when the run began, and a run goes on with the prompts and the reward function "
-            "that it had: put it back as it was, or start a new run"
-        )
-    made = ended(settings.run_directory)
-    if made is not None and lasts <= made:
-        raise DataError(f"the run has made all of the {made} steps that its data lasts for: there is nothing to resume")
-
-
-def steps_of(settings: Settings, prompts: PromptStream) -> int:
-    """Return how many steps a run makes: ``run.steps``, or as many as its prompts last for, the last one smaller."""
-    if not settings.data.epochs:
-        return settings.run.steps
-    return min(settings.run.steps, math.ceil(len(prompts) / settings.step.batch))
-
-
-def short_of(settings: Settings, lasts: int) -> str:
-    """Return in words that the data ends before the steps do, and what that does to the learning rate."""
-    steps, schedule = settings.run.steps, settings.trainer.schedule
-    laid_out = f" and the {schedule} schedule of the learning rate breaks off there" * (schedule != "constant")
-    return (
-        f"the data lasts for {lasts} of {steps} steps: the run ends after these{laid_out}; set run.steps = {lasts}, or "
-        f"raise data.epochs from {settings.data.epochs} (0: as many as the steps need)"
-    )
+    return Session(settings, assembly, graph, stream, origin, checkpoints, tell, checkpoint, lock)
 
 
 async def run(
@@ -233,8 +182,8 @@ async def run(
 ) -> RunDirectory:
     """Run every step, write the run directory, and save what was trained under ``checkpoints/final``.
 
-    It is saved however the run ends, once it has made an update. Ctrl-C ends it after the step in progress, with a
-    checkpoint; a second one at once, but for an update in progress.
+    It is saved however the run ends, once it has made an update. Ctrl-C, SIGTERM and SIGHUP end it after the step in
+    progress, with a checkpoint; a second one at once, but for an update in progress.
 
     Args:
         session: what to run.
@@ -247,7 +196,8 @@ async def run(
         HangError: nothing had moved for ``run.watchdog_seconds``.
         ModelError: what was learned could not be saved.
         CheckpointError: a checkpoint could not be written.
-        KeyboardInterrupt: Ctrl-C was pressed.
+        NothingTrained: no rollout was trained in ``run.max_empty`` steps in a row, or in the whole run.
+        Stopped: a signal asked for the end.
     """
     settings, assembly = session.settings, session.assembly
     chosen, decode = settings.run, assembly.text.decode
@@ -256,28 +206,23 @@ async def run(
     with ExitStack() as stack:
         stack.enter_context(directory)
         log = stack.enter_context(RunLog(directory.path / "log.jsonl", chosen.name))
+        session.notices.listeners.append(log.notice)
+        stack.callback(session.notices.listeners.remove, log.notice)
+        for fault in directory.faults:
+            session.notices(fault)
         panel = stack.enter_context(panel_of(settings, console, decode))
-        watchdog = stack.enter_context(
-            Watchdog(
-                chosen.watchdog_seconds,
-                report=directory.path / HANG_REPORT,
-                listeners=[log.on_stall, panel.on_stall],
-                progress=assembly.progress,
-                calls=assembly.at_work,
-                call_seconds=chosen.call_seconds,
-                saving=assembly.is_saving,
-                last_resort=last_resort,
-            )
-        )
+        listeners = [log.on_stall, panel.on_stall]
+        watchdog = stack.enter_context(watchdog_of(session, directory, listeners, last_resort))
         assembly.listen(directory.model_span, watchdog.on_span)
-        watching = [directory, log, panel, watchdog, *observers]
+        watching = [directory, log, Expendable(panel, session.notices), watchdog, *observers]
         async with (
             saving(assembly, directory.path / FINAL),
             heartbeat.beating(),
+            watchdog.guarding(),
             session.graph.open(session.prompts, observers=watching) as running,
-            watchdog.guarding(running),
-            interruptible(log.on_interrupt, partial(console.out, ENDING, highlight=False)) as interrupt,
+            interruptible(log.on_interrupt, partial(say_ending, console)) as interrupt,
         ):
+            watchdog.watch(running)
             panel.watch(running.snapshot)
             await make_steps(session, running, interrupt, directory)
         note_data(session, log)
@@ -285,12 +230,45 @@ async def run(
     return directory
 
 
+def watchdog_of(
+    session: Session,
+    directory: RunDirectory,
+    listeners: Sequence[Callable[[Stall], None]],
+    last_resort: Callable[[HangError], None] | None,
+) -> Watchdog:
+    """Return what ends the run when nothing moves in it."""
+    chosen, assembly = session.settings.run, session.assembly
+
+    def leave(error: HangError) -> None:
+        directory.abandon()
+        if last_resort is not None:
+            last_resort(error)
+
+    return Watchdog(
+        chosen.watchdog_seconds,
+        report=directory.path / HANG_REPORT,
+        listeners=listeners,
+        progress=assembly.progress,
+        calls=assembly.at_work,
+        call_seconds=chosen.call_seconds,
+        saving=assembly.is_saving,
+        free=assembly.places.abort,
+        last_resort=None if last_resort is None else leave,
+    )
+
+
+def say_ending(console: Console, by: signal.Signals) -> None:
+    """Say what a signal does."""
+    name = "Ctrl-C" if by is signal.SIGINT else by.name
+    console.out(f"{name}: ending after this step, then saving; once more ends the run at once", highlight=False)
+
+
 def note_data(session: Session, log: RunLog) -> None:
     """Log what whoever reads the results should know of the data."""
     chosen = session.settings
     if session.steps < chosen.run.steps:
         log.note("data ended", steps=session.steps, wanted=chosen.run.steps)
-    for file in changed(chosen, session.sources):
+    for file in session.origin.changed(chosen).values():
         log.note("file changed", file=str(file), used="as it was when the run began")
 
 
@@ -306,7 +284,7 @@ def directory_of(session: Session, heartbeat: Heartbeat) -> RunDirectory:
         config=settings.toml(),
         decode=session.assembly.text.decode,
         keep=settings.run.samples,
-        trace=settings.run.trace,
+        trace=None if settings.run.trace == "all" else settings.run.trace,
         gauges={"loop/worst_gap_s": heartbeat.take},
         resumed_at=None if session.lock is None else session.done,
         lock=session.lock,
@@ -319,21 +297,25 @@ async def make_steps(session: Session, running: Run[StepReport], interrupt: Inte
     The records of the steps before a checkpoint are in the files before it is: a run that goes on has them all.
 
     Raises:
-        KeyboardInterrupt: it was asked to.
+        NothingTrained: no rollout was trained in ``run.max_empty`` steps in a row, or in the whole run.
+        Stopped: it was asked to end.
     """
     chosen = session.settings.run
+    empty = EmptySteps(chosen.max_empty)
     await session.restore(running)
     if session.done >= session.steps:  # it was killed between its last step and its end
         await session.assembly.save(directory.path / FINAL)
     async for report in running.steps(chosen.steps - session.done):
         made = report.index + 1
         due = chosen.checkpoint_every and (made % chosen.checkpoint_every == 0 or made == session.steps)
-        early = interrupt.asked and made < session.steps
+        early = interrupt.asked if made < session.steps else None
         if due or early:
             await anyio.to_thread.run_sync(directory.settle)
             await session.keep(running, report)
         if early:
-            raise KeyboardInterrupt
+            raise Stopped(early)
+        empty.after(report)
+    empty.require_trained(directory.trained, session.steps)
 
 
 def panel_of(settings: Settings, console: Console, decode: Decode) -> Panel:
@@ -360,23 +342,7 @@ async def saving(assembly: Assembly, path: Path) -> AsyncIterator[None]:
     try:
         yield
     except BaseException as error:
-        try:
+        with behind(error, f"saving {path}"):
             await save()
-        except Exception as later:  # noqa: BLE001 - the boundary that may not hide the first error: it becomes a note
-            error.add_note(f"and then {later}")
         raise
     await save()
-
-
-def require_room(prompts: Sequence[Prompt], max_new_tokens: int, positions: int) -> None:
-    """Check that the longest prompt and the longest response fit together into every model.
-
-    Raises:
-        ConfigError: they do not.
-    """
-    longest = max(len(prompt.tokens) for prompt in prompts)
-    if longest + max_new_tokens > positions:
-        raise ConfigError(
-            f"a prompt of {longest} tokens and a response of sampling.max_new_tokens = {max_new_tokens} do not fit "
-            f"into the models' {positions} positions: lower sampling.max_new_tokens or data.max_prompt_tokens"
-        )

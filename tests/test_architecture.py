@@ -48,8 +48,11 @@ LEAVES = frozenset(
         "checkpoint",
         "durable",
         "resume",
-        "sources",
+        "origin",
+        "emptiness",
+        "supply",
         "interrupt",
+        "user_code",
     }
 )
 """Nothing in a layer imports these."""

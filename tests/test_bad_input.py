@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 
+from oppo.cli import UNTRAINED
 from oppo.data import read_prompts
 from oppo.hf.packing import MicroBatch
 from oppo.liveness import Watchdog
@@ -66,7 +67,7 @@ def _one_thread_here() -> None:
         ("data.prompts=file", ["file: expected a .jsonl or .parquet file"]),
         ("run.steps=many", ["run.steps: expected a whole number, got 'many'"]),
         ("models.policy=", ["models.policy: "]),
-        ("models.policy=file", ["models.policy: no tokenizer could be loaded"]),
+        ("models.policy=file", ["models.policy: ", "file' is no directory here"]),
         ("models.reference=small", ["models.reference: ", "knows the token ids below 64", "any below 96"]),
         ("models.reward=two-labels", ["models.reward: ", "score.weight is [2, 32]", "'file.py:function'"]),
         ("models.reward=foreign", ["models.reward: ", "does not share the policy's tokenizer", "'file.py:function'"]),
@@ -121,10 +122,12 @@ def test_a_second_run_in_the_same_directory_is_told_who_is_there(
 
 def test_a_disk_that_is_full_leaves_nothing_half_written(workplace: Path) -> None:
     limit = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))"
-    code, _, said = run(workplace, "run.name=full", "run.steps=1", "run.trace=false", before=limit)
+    overrides = ("run.name=full", "run.steps=1", "run.trace=0", "run.checkpoint_every=0")
+    code, _, said = run(workplace, *overrides, before=limit)
     assert code == 1, said
-    assert "error: what was learned could not be saved in " in said
-    assert "nothing half-written is left there" in said
+    final = workplace / "runs" / "full" / "checkpoints" / "final"
+    assert f"error: what was learned could not be saved in {final}, and nothing half-written is left there: " in said
+    assert f"{final / 'actor'}: Error while serializing: I/O error: File too large" in said
     assert "Traceback" not in said
     directory = workplace / "runs" / "full"
     assert [path for path in directory.rglob("*") if "partial" in path.name or "safetensors" in path.name] == []
@@ -135,11 +138,12 @@ def test_a_disk_that_is_full_leaves_nothing_half_written(workplace: Path) -> Non
 
 def test_a_disk_that_is_full_when_a_checkpoint_is_written_is_a_sentence(workplace: Path) -> None:
     limit = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))"
-    overrides = ("run.name=full-early", "run.steps=2", "run.trace=false", "run.checkpoint_every=1")
+    overrides = ("run.name=full-early", "run.steps=2", "run.trace=0", "run.checkpoint_every=1")
     code, _, said = run(workplace, *overrides, before=limit)
     assert code == 1, said
     checkpoints = workplace / "runs" / "full-early" / "checkpoints"
     assert f"error: the checkpoint {checkpoints / 'step-000001'} could not be written, and nothing half-" in said
+    assert f"and then, while saving {checkpoints / 'final'}, ModelError: what was learned could not be saved" in said
     assert "Traceback" not in said
     assert list(checkpoints.iterdir()) == []
     assert len(records(workplace, "full-early", "metrics.jsonl")) == 1
@@ -248,7 +252,7 @@ def test_a_prompt_file_that_changes_while_it_is_read_is_refused(
             file.write('{"prompt": "w5"}\n')
         return read_prompts(path, *arguments, **options)  # type: ignore[arg-type]  # passed on as they came
 
-    monkeypatch.setattr("oppo.train.read_prompts", read)
+    monkeypatch.setattr("oppo.supply.read_prompts", read)
     assert oppo(workplace, "", "run.name=growing", "data.prompts=growing.jsonl") == 2
     assert "growing.jsonl changed while it was read: start again" in capsys.readouterr().err
 
@@ -311,11 +315,28 @@ def test_a_reward_that_fails_for_some_is_trained_on_the_others(workplace: Path) 
     assert all("it returned nan" in str(each["reason"]) for each in dropped)
 
 
-def test_a_step_whose_rollouts_are_all_dropped_trains_nothing_and_goes_on(workplace: Path) -> None:
-    overrides = ("models.reward=reward.py:broken", "models.reward_failure=drop", "run.panel=off")
-    assert oppo(workplace, "", "run.name=nothing", *overrides) == 0
-    steps = records(workplace, "nothing", "metrics.jsonl")
-    assert [(each["trained"], each["dropped"], each["version"]) for each in steps] == [(0, 4, 1), (0, 4, 2)]
+@pytest.mark.parametrize(
+    ("settings", "steps", "sentence"),
+    [
+        ("run.max_empty=2 run.steps=9", 2, "error: no rollout was trained in 2 steps in a row (8 x reward function "),
+        (
+            "run.max_empty=0",
+            2,
+            "error: no rollout was trained in the 2 steps of the run: 8 x reward function 'broken' ",
+        ),
+    ],
+)
+def test_a_run_that_trains_nothing_ends_with_the_reasons_and_a_code_of_its_own(
+    workplace: Path, settings: str, steps: int, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = f"nothing-{steps}-{len(settings)}"
+    overrides = ("models.reward=reward.py:broken", "models.reward_failure=drop", "run.panel=off", *settings.split())
+    assert oppo(workplace, "", f"run.name={name}", *overrides) == UNTRAINED
+    made = records(workplace, name, "metrics.jsonl")
+    assert [(each["trained"], each["dropped"], each["version"]) for each in made] == [(0, 4, 1), (0, 4, 2)]
+    assert sentence in capsys.readouterr().err
+    assert json.loads((workplace / "runs" / name / "summary.json").read_text())["complete"] is False
+    assert records(workplace, name, "log.jsonl")[-1]["event"] == "failed"
 
 
 def test_a_step_measures_how_long_the_loop_was_kept_from_its_work(workplace: Path) -> None:

@@ -115,6 +115,15 @@ def test_a_file_too_many_is_damage(tmp_path: Path) -> None:
         verified(tmp_path / "step-000001")
 
 
+@pytest.mark.parametrize("step", [-3, 2, None])
+def test_a_checkpoint_that_says_it_is_of_another_step_is_none(tmp_path: Path, step: object) -> None:
+    written(Checkpoints(tmp_path), 1)
+    seal = json.loads((tmp_path / "step-000001" / COMPLETE).read_text())
+    (tmp_path / "step-000001" / COMPLETE).write_text(json.dumps(seal | {"step": step}))
+    with pytest.raises(CheckpointError, match="is missing, unreadable or of another step"):
+        verified(tmp_path / "step-000001")
+
+
 @pytest.mark.parametrize("kind", [OSError, SafetensorError, Exception])
 def test_an_error_while_writing_says_what_it_was_and_leaves_nothing(tmp_path: Path, kind: type[Exception]) -> None:
     checkpoints = Checkpoints(tmp_path)

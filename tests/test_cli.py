@@ -154,7 +154,7 @@ def test_exact_runs_learn_the_same_bits_streamed_and_serial(workplace: Path) -> 
     ("override", "sentence"),
     [
         ("step.bathc=3", "error: unknown key 'step.bathc' (did you mean 'batch'?)"),
-        ("models.policy=./nowhere", "no tokenizer could be loaded: "),
+        ("models.policy=./nowhere", "nowhere' is no directory here"),
         ("models.reward=foreign", "does not share the policy's tokenizer: token 'w3' is 3 here and absent there"),
         ("models.reward=reward.py:shrot", "has no function 'shrot'; the functions there are short, broken,"),
         ("models.reward=actor", "a reward from an untrained head would be noise"),

@@ -20,7 +20,8 @@ from oppo.checkpoint import read_state, write_state
 from oppo.chunking import Fixed
 from oppo.events import Batch
 from oppo.report import RunDirectory, observations
-from oppo.report.journal import JOURNAL, OBSERVED, Record, read
+from oppo.report.journal import JOURNAL
+from oppo.report.records import OBSERVED, Record, read
 from oppo.testing import run_virtual
 from tests.pipelines import Pipeline, Setting, same_batches
 
@@ -92,7 +93,7 @@ class Life:
     async def _live(self) -> None:
         pipeline, done = self._pipeline, self.start or 0
         source = pipeline.prompts()
-        with RunDirectory(self.path, keep=0, trace=False, threaded=False, resumed_at=self.start) as directory:
+        with RunDirectory(self.path, keep=0, trace=0, threaded=False, resumed_at=self.start) as directory:
             self._inherited = len(self.journal)
             async with pipeline.graph().open(source, observers=[directory]) as run:
                 if done:

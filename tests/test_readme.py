@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from oppo.testing import (
     prompts,
     run_virtual,
 )
+from tests.forked import Program
 from tests.hf import tiny
 from tests.workplace import tokenizer
 
@@ -40,9 +42,10 @@ def test_the_program_of_the_readme_trains(tmp_path: Path) -> None:
         tokenizer().save_pretrained(tmp_path / name)
     lines = [json.dumps({"prompt": f"w{5 + n} w{9 + n}"}) for n in range(40)]
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
-    ran = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
-    assert [line.split(":")[0] for line in ran.stdout.splitlines()] == ["0", "1", "2"]
+    with Program(program, folder=tmp_path) as ran:
+        out, said = ran.communicate(timeout=120)
+    assert ran.returncode == 0, said
+    assert [line.split(":")[0] for line in out.splitlines()] == ["0", "1", "2"]
 
 
 def test_the_recipe_of_the_readme_is_the_recipe_and_a_stage_keeps_its_other_options() -> None:
@@ -123,6 +126,22 @@ def test_the_files_the_readme_names_exist() -> None:
 
 @pytest.mark.parametrize("example", sorted(path.name for path in (ROOT / "examples").glob("[0-9]*.py")))
 def test_the_examples_run(example: str) -> None:
-    ran = subprocess.run([sys.executable, ROOT / "examples" / example], capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
-    assert "step 2" in ran.stdout
+    with Program(f"import runpy\nrunpy.run_path({str(ROOT / 'examples' / example)!r}, run_name='__main__')") as ran:
+        out, said = ran.communicate(timeout=120)
+    assert ran.returncode == 0, said
+    assert "step 2" in out
+
+
+def test_links_of_the_readme_lead_somewhere_here_and_on_a_package_index() -> None:
+    metadata = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    source = metadata["project"]["urls"]["Source"]
+    shown = README
+    for each in metadata["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]:
+        shown = re.sub(each["pattern"], each["replacement"], shown)
+    here, there = ([*re.finditer(r"\]\(([^)\s\",]+)\)", text)] for text in (README, shown))
+    relative = [link[1] for link in here if not link[1].startswith(("http", "#"))]
+    assert relative
+    assert [link for link in relative if not (ROOT / link).exists()] == []
+    assert [link[1] for link in there if not link[1].startswith(("http", "#"))] == []
+    assert all(link[1].startswith((source, "https://arxiv.org/")) for link in there)
+    assert re.findall(r"```python.*?```", shown, re.DOTALL) == re.findall(r"```python.*?```", README, re.DOTALL)

@@ -15,19 +15,22 @@ from statistics import median
 import pytest
 from safetensors.numpy import load_file
 
-from oppo.cli import DONE, FAILED, INTERRUPTED, UNUSABLE, main
+from oppo.checkpoint import COMPLETE, _seal as seal, verified
+from oppo.cli import DONE, FAILED, UNUSABLE, main
+from oppo.config import load
 from oppo.errors import CheckpointError, ConfigError, ModelError
 from oppo.report import observations
-from oppo.report.journal import JOURNAL, OBSERVED
+from oppo.report.journal import JOURNAL
 from oppo.report.lock import is_locked
-from oppo.report.rewind import rewind
-from oppo.report.rundir import SUMMARY
-from oppo.resume import settings_of
+from oppo.report.occupancy import SUMMARY
+from oppo.report.records import OBSERVED, rewind
+from oppo.resume import fingerprints, settings_of
 from oppo.train import FINAL, prepare
+from tests.forked import Program
 from tests.workplace import furnish, oppo, records, start
 
 STEPS = 6
-EXACT = (f"run.steps={STEPS}", "run.exact=true", "run.checkpoint_every=2", "step.chunk=3", "run.trace=false")
+EXACT = (f"run.steps={STEPS}", "run.exact=true", "run.checkpoint_every=2", "step.chunk=3", "run.trace=0")
 EXTRA = "deferral/extra"
 PREDICTED = "deferral/predicted_seconds"
 
@@ -71,7 +74,7 @@ def steps_of(run: Path) -> int:
     return metrics.read_bytes().count(b"\n") if metrics.exists() else -1
 
 
-def wait(process: subprocess.Popen[str], seconds: float) -> None:
+def wait(process: Program, seconds: float) -> None:
     """Let time pass, unless the process ends."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(seconds)
@@ -134,16 +137,19 @@ def test_an_adaptive_run_that_is_killed_decides_again_as_it_had(folder: Path) ->
     assert {step: again[step] for step in seen} == seen
 
 
-def test_ctrl_c_ends_after_a_step_with_a_checkpoint_from_which_the_run_goes_on(folder: Path) -> None:
+def test_a_signal_ends_after_a_step_with_a_checkpoint_from_which_the_run_goes_on(folder: Path) -> None:
+    """As a scheduler does that wants its machine back; a terminal's Ctrl-C takes the same way."""
     with start(folder, *EXACT, "run.checkpoint_every=0", "run.name=stopped") as process:
         assert process.stdout is not None
         process.stdout.readline()
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
         out, said = process.communicate(timeout=120)
     run = folder / "runs" / "stopped"
-    assert process.returncode == INTERRUPTED, said
-    assert "ending after this step, then saving; press Ctrl-C again to end at once\n" in out
-    assert f"go on with `oppo resume {run}`" in said
+    assert process.returncode == 128 + signal.SIGTERM, said
+    assert "SIGTERM: ending after this step, then saving; once more ends the run at once\n" in out
+    assert f"interrupted by SIGTERM; what was learned is in {run / FINAL}; go on with `oppo resume {run}`" in said
+    logged = [each for each in records(folder, "stopped", "log.jsonl") if each["event"] == "interrupted"]
+    assert [each["by"] for each in logged] == ["SIGTERM", "SIGTERM"]
     assert resume(folder, "stopped") == DONE
     same_as_whole(folder, "stopped")
 
@@ -153,7 +159,20 @@ def copied(folder: Path, whole: str, name: str) -> Path:
     run = shutil.copytree(folder / "runs" / whole, folder / "runs" / name)
     config = (run / "config.toml").read_text()
     (run / "config.toml").write_text(config.replace(f'name = "{whole}"', f'name = "{name}"'))
+    own = fingerprints(load(run / "config.toml"))
+    for checkpoint in (run / "checkpoints").glob("step-*"):
+        state = json.loads((checkpoint / "state.json").read_text())
+        state["origin"]["settings"]["run.name"] = own["run.name"]
+        reseal(checkpoint, state)
     return run
+
+
+def reseal(checkpoint: Path, state: object) -> None:
+    """Write another state into a checkpoint, which is whole afterwards."""
+    sealed = verified(checkpoint)
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    (checkpoint / COMPLETE).unlink()
+    seal(checkpoint, sealed.step, sealed.score)
 
 
 def damaged(folder: Path, whole: str, name: str) -> None:
@@ -332,11 +351,92 @@ def test_another_reward_function_is_not_taken_for_the_run_s_own(
     assert resume(folder, "brief", "run.steps=2") == DONE
 
 
+@pytest.mark.parametrize("accepted", [False, True])
+def test_another_reward_function_is_gone_on_with_only_where_that_is_asked_for(
+    folder: Path, accepted: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reward, name = folder / "length.py", f"accepted-{accepted}"
+    reward.write_text("def score(prompts, completions):\n    return [1.0 for _ in completions]\n")
+    ones = ("run.steps=1", f"run.name={name}", "models.reward=length.py:score")
+    assert oppo(folder, "", *ones) == DONE
+    reward.write_text(reward.read_text().replace("1.0", "2.0"))
+    command = ["resume", str(folder / "runs" / name), "--set", "run.steps=2"]
+    assert main([*command, *["--accept-changed-code"] * accepted]) == (DONE if accepted else UNUSABLE)
+    said = capsys.readouterr().err
+    if accepted:
+        assert f"{reward} is not what it was when the run began; the run goes on with it as it is now" in said
+        assert [each["score"] for each in records(folder, name, "metrics.jsonl")] == [1.0, 2.0]
+    else:
+        assert "or go on with it as it is now (--accept-changed-code)" in said
+
+
+def test_a_checkpoint_of_another_run_is_not_taken_for_the_run_s_own(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = ("run.name=other", "run.steps=6", "step.kl=0.5")
+    assert oppo(folder, "", *other) == DONE
+    run = copied(folder, "whole", "taken")
+    shutil.rmtree(run / "checkpoints")
+    shutil.copytree(folder / "runs" / "other" / "checkpoints", run / "checkpoints")
+    assert resume(folder, "taken", "run.steps=7") == UNUSABLE
+    said = capsys.readouterr().err
+    assert (
+        "run.exact, run.name, step.chunk, step.kl cannot change when a run is resumed, and its checkpoint was" in said
+    )
+
+
+def test_settings_that_were_edited_by_hand_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = copied(folder, "whole", "edited")
+    config = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(config.replace("\nkl = 0.05\n", "\nkl = 0.9\n"))
+    assert resume(folder, "edited", "run.steps=7") == UNUSABLE
+    assert "step.kl cannot change when a run is resumed, and its checkpoint was written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"origin": 3}, "does not say what its run was made of (TypeError: "),
+        ({"run": {}}, "does not fit this run (KeyError: 'stages')"),
+        ({"prompts": []}, "does not fit this run (TypeError: "),
+    ],
+)
+def test_a_state_that_was_edited_by_hand_is_a_sentence(
+    folder: Path, change: dict[str, object], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(folder / "runs" / "forged", ignore_errors=True)
+    run = copied(folder, "whole", "forged")
+    checkpoint = run / "checkpoints" / "step-000006"
+    reseal(checkpoint, json.loads((checkpoint / "state.json").read_text()) | change)
+    assert resume(folder, "forged", "run.steps=7") != DONE
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert "Traceback" not in said
+
+
+def test_other_libraries_and_damaged_records_are_told_and_the_run_goes_on(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = copied(folder, "whole", "aged")
+    checkpoint = run / "checkpoints" / "step-000006"
+    state = json.loads((checkpoint / "state.json").read_text())
+    state["origin"]["libraries"]["torch"] = "2.9.0"
+    reseal(checkpoint, state)
+    metrics = run / "metrics.jsonl"
+    metrics.write_bytes(metrics.read_bytes().replace(b'"step"', b'"st\xffp"', 1))
+    assert resume(folder, "aged", "run.steps=7") == DONE
+    assert "the run was made with torch 2.9.0 so far, and goes on with torch " in capsys.readouterr().err
+    assert [each["step"] for each in records(folder, "aged", "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    notices = [str(each["text"]) for each in records(folder, "aged", "log.jsonl") if each["event"] == "notice"]
+    assert f"{metrics}: left out as damaged: line 1; see metrics.jsonl.damaged" in notices
+    assert f"{metrics}: no record of step 0, nor of what was trained then" in notices
+
+
 def test_a_directory_without_a_run_or_a_checkpoint_says_so(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["resume", str(tmp_path)]) == UNUSABLE
     assert "there is no run to resume in" in capsys.readouterr().err
-    assert oppo(folder, "", "run.name=none", "run.steps=1") == DONE
+    assert oppo(folder, "", "run.name=none", "run.steps=1", "run.checkpoint_every=0") == DONE
     assert resume(folder, "none") == UNUSABLE
     assert "writes them if run.checkpoint_every is set" in capsys.readouterr().err

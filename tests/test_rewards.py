@@ -100,11 +100,11 @@ async def test_nothing_finished_calls_nothing() -> None:
         ([1.0, "2"], "for rollout 8 it returned '2' (str)"),
         ([1.0, [2.0, 3.0]], "for rollout 8 it returned [2.0, 3.0] (list)"),
         ([1.0, np.array([2.0, 3.0])], "for rollout 8 it returned array([2., 3.]) (ndarray)"),
-        ([1.0], "must return 2 numbers, one for each completion; got 1"),
-        (1.0, "must return 2 numbers, one for each completion; got float 1.0"),
-        (None, "got NoneType None"),
-        ("ab", "got str 'ab'"),
-        ({1: 1, 2: 2}, "got dict {1: 1, 2: 2}"),
+        ([1.0], "must return 2 numbers, one for each completion, in a list; got 1"),
+        (1.0, "must return 2 numbers, one for each completion, in a list; got 1.0 (float)"),
+        (None, "got None (NoneType)"),
+        ("ab", "got 'ab' (str)"),
+        ({1: 1, 2: 2}, "got {1: 1, 2: 2} (dict)"),
     ],
 )
 async def test_what_is_no_score_stops_the_run(returned: object, sentence: str) -> None:
@@ -121,7 +121,9 @@ async def test_a_function_that_raises_is_named_with_its_rollouts() -> None:
     def reward(prompts: list[str], completions: list[str]) -> list[float]:
         raise KeyError("gold")
 
-    with pytest.raises(RewardError, match=r"'reward' raised KeyError: 'gold' \(rollouts 3, 8\)") as caught:
+    with pytest.raises(
+        RewardError, match=r"'reward' raised KeyError: 'gold' at .*rewards.py:\d+ in reward \(rollouts 3, 8\)"
+    ) as caught:
         await FunctionReward(reward, decode).finish(TWO)
     assert isinstance(caught.value.__cause__, KeyError)
 
@@ -195,11 +197,12 @@ async def test_a_failure_is_dropped_for_the_rollouts_it_concerns_and_no_others()
         return [1 / (len(completion) - 1) for completion in completions]
 
     scored = await FunctionReward(reward, decode, on_failure="drop").finish(TWO)
-    assert scored == [
-        0.5,
-        Drop(8, "reward function 'reward' raised ZeroDivisionError: division by zero (rollouts 8)"),
-    ]
-    assert calls == [2, 1, 1], "after a failure each rollout is asked for alone"
+    good, bad = scored
+    assert good == 0.5
+    assert isinstance(bad, Drop)
+    assert bad.rollout == 8
+    assert bad.reason.startswith("reward function 'reward' raised ZeroDivisionError: division by zero at ")
+    assert sorted(calls) == [1, 1, 2], "after a failure each rollout is asked for alone"
 
 
 async def test_what_is_no_score_is_dropped_with_its_reason() -> None:

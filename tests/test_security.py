@@ -64,7 +64,7 @@ def canaries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("canaries")
-@pytest.mark.parametrize(("policy", "code"), [("fail", 1), ("drop", 0)])
+@pytest.mark.parametrize(("policy", "code"), [("fail", 1), ("drop", 3)])
 def test_no_secret_reaches_the_run_directory_or_the_terminal(
     workplace: Path, policy: str, code: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -133,7 +133,8 @@ def test_tensors_in_pickles_are_read_where_that_is_asked_for(workplace: Path) ->
 def test_a_run_writes_safetensors_and_text_only(workplace: Path) -> None:
     assert oppo(workplace, "", "run.name=written", "run.steps=1", "run.panel=off") == 0
     suffixes = {path.suffix for path in (workplace / "runs" / "written").rglob("*") if path.is_file()}
-    assert suffixes <= {".toml", ".json", ".jsonl", ".html", ".safetensors", ".jinja"}
+    assert suffixes <= {".toml", ".json", ".jsonl", ".html", ".safetensors", ".jinja", ""}
+    assert {path.name for path in (workplace / "runs" / "written").rglob("*") if not path.suffix} >= {"COMPLETE"}
 
 
 def test_nothing_in_the_package_unpickles_or_imports_by_name() -> None:
@@ -145,7 +146,7 @@ def test_nothing_in_the_package_unpickles_or_imports_by_name() -> None:
             names += [ast.unparse(node.func)] if isinstance(node, ast.Call) else []
             faults += [f"{path.relative_to(ROOT)}: {name}" for name in names if FORBIDDEN.search(name)]
     allowed = (
-        "oppo/rewards.py: importlib.util",  # the one place that runs a file, which the user has named
+        "oppo/user_code.py: importlib.util",  # the one place that runs a file, which the user has named
         "oppo/placement/child.py: subprocess",  # the one place that starts a process: this package's own worker
         "oppo/bench/contestant.py: subprocess",  # starts the programs that it compares: our worker, and the peer
         "oppo/bench/plot.py: importlib.util",  # asks whether matplotlib, an extra, is there
@@ -171,7 +172,7 @@ def test_reading_a_run_again_imports_and_runs_nothing_of_it(workplace: Path) -> 
         "assert settings.models.reward.endswith('reward.py:short')\n"
         "assert story(directory / 'journal.jsonl', 0)\n"
         "assert not {'torch', 'transformers', 'pickle5'} & set(sys.modules)\n"
-        "assert not [name for name in sys.modules if name.startswith('oppo_reward')]\n"
+        "assert not [name for name in sys.modules if name.startswith('oppo_user')]\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
 

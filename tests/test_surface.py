@@ -76,6 +76,7 @@ NAMES = [
     "TrainerSettings",
     "Tuned",
     "unestimated",
+    "watched",
     "Update",
     "Weights",
     "where",

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 from tokenizers import Tokenizer as Words, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from oppo.cli import main
+from tests.forked import Program
 from tests.hf import tiny
 
 CONFIG = """
@@ -112,7 +110,7 @@ def oppo(folder: Path, command: str = "", *overrides: str) -> int:
     return main(["train", str(folder / "config.toml"), *command.split(), *_set(overrides)])
 
 
-def start(folder: Path, *overrides: str, before: str = "", **environment: str) -> subprocess.Popen[str]:
+def start(folder: Path, *overrides: str, before: str = "", **environment: str) -> Program:
     """Start ``oppo train`` in a process of its own.
 
     Args:
@@ -121,23 +119,15 @@ def start(folder: Path, *overrides: str, before: str = "", **environment: str) -
         before: Python that the process runs first.
         environment: further variables.
     """
-    # A shell that runs this in the background has SIGINT ignored, and children inherit that.
-    signals = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)"
-    program = f"import sys\n{signals}\n{before}\nfrom oppo.cli import main\nsys.exit(main())"
-    return subprocess.Popen(
-        [sys.executable, "-c", program, "train", str(folder / "config.toml"), *_set(overrides)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    program = f"import sys\n{before}\nfrom oppo.cli import main\nsys.exit(main())"
+    return Program(program, ["train", str(folder / "config.toml"), *_set(overrides)], environment)
 
 
 def run(folder: Path, *overrides: str, before: str = "", **environment: str) -> tuple[int, str, str]:
     """Run ``oppo train`` in a process of its own; return its exit code and what it said on either stream."""
     with start(folder, *overrides, before=before, **environment) as process:
         out, said = process.communicate(timeout=240)
-    return process.returncode, out, said
+        return process.wait(), out, said
 
 
 def records(folder: Path, run_name: str, file: str) -> list[dict[str, object]]:

@@ -30,7 +30,7 @@ class Arm:
         document = demo.model_dump(exclude_none=True)
         extra = {} if self.share is None else {"admission": "overcommit", "extra": round(self.share * batch)}
         document["step"] |= {"batch": batch, **extra, **self.step}
-        document["run"] |= {"panel": "off", "trace": False, "samples": 0}
+        document["run"] |= {"panel": "off", "trace": 0, "samples": 0}
         return Settings.model_validate(document)
 
 

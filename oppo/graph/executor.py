@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -10,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import anyio
 
-from oppo.errors import ProtocolError, leaves
+from oppo.errors import ProtocolError, leaves, not_cancelled_from_within, note_others, running_loop
 from oppo.graph.channel import Channel, Sender, channel_table
 from oppo.graph.fanout import FanOut, Target
 from oppo.graph.ports import Step
@@ -76,6 +75,7 @@ class Execution(Generic[T]):
         self._result = Result[T](topology.result)
         self._failures: list[BaseException] = []
         self._running: list[str] = []
+        self._returned: set[str] = set()
         self._channels: dict[tuple[str, str], Channel[Any]] = {
             (name, node.name): Channel(f"{name}->{node.name}", node.capacity, topology.merge, topology.key)
             for node in topology.nodes
@@ -99,7 +99,10 @@ class Execution(Generic[T]):
             for channel in self._channels.values():
                 channel.close()
         if self._failures:
-            raise self._first_failure()
+            first, *others = self._failures
+            note_others(first, others)
+            raise first
+        self._require_returned()
         return self._result.items()
 
     async def _run_stages(self) -> None:
@@ -112,7 +115,9 @@ class Execution(Generic[T]):
         inputs = [self._channels.get((name, node.name), self._source) for name in node.inputs]
         self._running.append(node.name)
         try:
-            await node.stage.run(*inputs, out=self._outlet(node))
+            with not_cancelled_from_within():
+                await node.stage.run(*inputs, out=self._outlet(node))
+            self._returned.add(node.name)
             for channel in inputs:
                 channel.abandon()
             span = Span(node.name, "run", start, anyio.current_time(), {"step": self._step.index})
@@ -143,17 +148,22 @@ class Execution(Generic[T]):
         at = anyio.current_time()
         tell(self._observers, lambda observer: observer.on_item(self._step.index, stage, item, at))
 
-    def _first_failure(self) -> BaseException:
-        """Return the error that came first, with a note for each other one."""
-        first, *others = self._failures
-        for other in others:
-            where = (getattr(other, "__notes__", None) or [""])[-1]
-            first.add_note(f"and then {type(other).__name__}: {other} ({where})")
-        return first
+    def _require_returned(self) -> None:
+        """Raise if a stage neither returned nor failed: an end that was cancelled from within is none.
+
+        Raises:
+            ProtocolError: a stage cancelled its own task.
+        """
+        gone = [node.name for node in self._topology.nodes if node.name not in self._returned]
+        if gone:
+            raise ProtocolError(
+                f"stage {gone[0]!r} of graph {self._topology.name!r}, step {self._step.index}, cancelled itself or "
+                "another stage: a stage returns when its inputs have ended, or raises an error"
+            )
 
     @contextmanager
     def _deadlocks_described(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
+        loop = running_loop()
         withdraw = loop.on_deadlock(self._stuck) if isinstance(loop, ReportsDeadlocks) else None
         try:
             yield

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import anyio
 from anyio.lowlevel import RunVar
 
-from oppo.errors import GraphError
+from oppo.errors import GraphError, running_loop
 from oppo.graph.executor import Execution, tell
 from oppo.graph.ports import UNKNOWN, Observing, Opened, Stateful, Step, Stepwise
 from oppo.graph.snapshot import Snapshot
@@ -38,6 +38,10 @@ class Run(Generic[O]):
         self._index = 0
         self._state = "ready"
         self._execution: Execution[O] | None = None
+
+    def listen(self, observer: Observer) -> None:
+        """Tell one more observer what happens, from the next step on."""
+        self._observers = (*self._observers, observer)
 
     def steps(self, count: int) -> AsyncIterator[O]:
         """Return an iterator that runs one step for each item asked of it.
@@ -194,6 +198,7 @@ class _Steps(Generic[O]):
 @asynccontextmanager
 async def opened(run: Run[O], topology: Topology) -> AsyncIterator[Run[O]]:
     """Enter the stages of a graph, and leave them when the context ends, whatever ends it."""
+    running_loop()
     with _occupied(topology), anyio.CancelScope() as scope:
         # Stages may hold cancel scopes of their own, and scopes must nest: so the one that shields their exit is
         # entered before them.

@@ -14,13 +14,14 @@ from transformers import PreTrainedModel
 
 from oppo.checkpoint import Checkpoints, State, write_state
 from oppo.config import Settings, trainer_settings
-from oppo.durable import whole
-from oppo.errors import ConfigError, ModelError
+from oppo.durable import whole, writing
+from oppo.errors import ConfigError, ModelError, ModelRefused
 from oppo.events import Drop, FloatArray
 from oppo.hf.anatomy import end_ids, longest, vocabulary
 from oppo.hf.cpu import available_cores
 from oppo.hf.device import device_of, settled
-from oppo.hf.directory import require_no_code, require_safetensors
+from oppo.hf.directory import holds_tokenizer
+from oppo.hf.hub import located
 from oppo.hf.load import load_causal, load_scalar, load_tokenizer, quiet
 from oppo.hf.lora import add_lora, twin
 from oppo.hf.memory import ModelPlace, ModelThread, attributed
@@ -35,7 +36,7 @@ from oppo.hf.trunk import value_model_on
 from oppo.models import Sampling, Scorer
 from oppo.observe import Span, SpanListener
 from oppo.placement import Hosting
-from oppo.rewards import FunctionReward, load_function
+from oppo.rewards import FunctionReward
 from oppo.stages.update import followers
 
 _SERVING = "lower step.batch, step.extra or sampling.max_new_tokens, or choose models.dtype = 'bfloat16'"
@@ -125,7 +126,8 @@ class Assembly:
 
     def _write_tokenizers(self, directory: Path) -> None:
         for name in ("actor",) if self.critic is None else ("actor", "critic"):
-            self.text.tokenizer.save_pretrained(directory / name)
+            with writing(directory / name):
+                self.text.tokenizer.save_pretrained(directory / name)
 
     async def save(self, directory: Path) -> None:
         """Write what is trained, each model with the tokenizer; the directory appears complete or not at all.
@@ -143,7 +145,7 @@ class Assembly:
 
         try:
             await self.trainer.call(_SAVE, write)
-        except Exception as error:  # safetensors and tokenizers raise errors of their own when a disk is full
+        except OSError as error:
             raise ModelError(
                 f"what was learned could not be saved in {directory}, and nothing half-written is left there: {error}"
             ) from error
@@ -152,19 +154,24 @@ class Assembly:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if isinstance(self.reward, FunctionReward):
+            self.reward.close()
         self.places.close()
 
 
-def load_text(settings: Settings) -> Text:
+def load_text(settings: Settings, tell: Callable[[str], None]) -> Text:
     """Return the policy's tokenizer.
 
+    Args:
+        settings: of the run.
+        tell: told, in a sentence, that a hub is asked for it.
+
     Raises:
-        ConfigError: there is none, or it needs code that is not trusted.
+        ConfigError: there is none, it is damaged, or it needs code that is not trusted.
     """
     models = settings.models
     try:
-        require_no_code(models.policy, trusted=models.trust_remote_code)
-        return Text(load_tokenizer(models.policy, trust_remote_code=models.trust_remote_code))
+        return Text(load_tokenizer(models.policy, trust_remote_code=models.trust_remote_code, tell=tell))
     except ConfigError as error:
         raise ConfigError(f"models.policy: {error}") from error
 
@@ -179,17 +186,18 @@ def assemble(settings: Settings, text: Text, tell: Callable[[str], None]) -> Ass
     Args:
         settings: of the run.
         text: the policy's tokenizer.
-        tell: told, in a sentence, what is being loaded.
+        tell: told, in a sentence, what is being loaded, and what of it is left out or new.
 
     Raises:
         ConfigError: the device is not there, a model cannot be loaded, or reads other token ids than the policy.
         RewardError: the reward function cannot be loaded.
         ModelRefused: a model cannot be served exactly.
     """
-    reward = _function(settings, text)
+    reward = _function(settings, text, tell)
     run = settings.run
     device = _device(settings)
-    places = Places.of(run.cores or available_cores(), device, run.scorers, tell)
+    cores = run.cores or available_cores()
+    places = Places.of(cores, device, run.scorers, tell, restarts=run.scorer_restarts)
     with ExitStack() as stack:
         stack.callback(places.close)
         assembly = _assembled(settings, text, places, reward, _Loader(settings, text, device, tell))
@@ -302,6 +310,8 @@ class _Loader:
                 device=self._device,
                 trust_remote_code=self._models.trust_remote_code,
                 allow_pickle=self._models.allow_pickle,
+                ignore_unused=self._models.ignore_unused_weights,
+                tell=self._tell,
             )
             require_supported(model.dtype, model.device)
             self._require_same_tokens(name, model)
@@ -316,7 +326,9 @@ class _Loader:
                 device=self._device,
                 trust_remote_code=self._models.trust_remote_code,
                 allow_pickle=self._models.allow_pickle,
+                ignore_unused=self._models.ignore_unused_weights,
                 new_head=new_head,
+                tell=self._tell,
             )
             require_supported(model.dtype, model.device)
             self._require_same_tokens(name, model)
@@ -328,12 +340,10 @@ class _Loader:
         self._tell(f"loading the {name} {path}")
         try:
             with attributed(name, "it was loaded", _LOADING):
-                require_no_code(path, trusted=self._models.trust_remote_code)
-                require_safetensors(path, allow_pickle=self._models.allow_pickle)
                 yield path
-        except ConfigError as error:
+        except (ConfigError, ModelRefused) as error:
             advice = [_AS_FUNCTION] if name == "reward" else []
-            raise ConfigError("\n".join([f"models.{name}: {error}", *advice])) from error
+            raise type(error)("\n".join([f"models.{name}: {error}", *advice])) from error
 
     def _require_same_tokens(self, name: str, model: PreTrainedModel) -> None:
         """Refuse a model that reads the policy's token ids differently: it would score gibberish."""
@@ -349,23 +359,25 @@ class _Loader:
             )
         if path == policy:
             return
-        try:
-            other = Text(load_tokenizer(path, trust_remote_code=self._models.trust_remote_code))
-        except ConfigError:  # a directory without a tokenizer of its own: nothing to compare
-            return
+        trusted = self._models.trust_remote_code
+        if not holds_tokenizer(located(path, weights=False, trust_remote_code=trusted, tell=self._tell)):
+            return  # nothing to compare
+        other = Text(load_tokenizer(path, trust_remote_code=trusted, tell=self._tell))
         if (difference := self._text.differs(other)) is not None:
             raise ConfigError(f"{path} does not share the policy's tokenizer: {difference}")
 
 
-def _function(settings: Settings, text: Text) -> FunctionReward | None:
+def _function(settings: Settings, text: Text, tell: Callable[[str], None]) -> FunctionReward | None:
     """Return the reward function, where the reward is one."""
     if not settings.models.reward_is_function:
         return None
     return FunctionReward(
-        load_function(settings.models.reward),
+        settings.models.reward,
         text.decode,
         prompt_column=settings.data.column,
         on_failure=settings.models.reward_failure,
+        process=settings.models.reward_process,
+        tell=tell,
     )
 
 

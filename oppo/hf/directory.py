@@ -1,52 +1,224 @@
-"""What the directory of a model must be before anything of it is read: data, never code."""
+"""What the directory of a model must be before a library reads it: data that is whole, and its own; never code."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from dataclasses import dataclass
+from pathlib import Path, PurePath
 
+from safetensors import SafetensorError, safe_open
 from transformers import CONFIG_MAPPING
 
 from oppo.errors import ConfigError
+
+CONFIG, GENERATION, ADAPTER = "config.json", "generation_config.json", "adapter_config.json"
+
+OBJECTS = (
+    *(CONFIG, GENERATION, ADAPTER, "model.safetensors.index.json"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+)
+"""Files that libraries read, and that hold one JSON object each."""
+
+TOKENIZERS = ("*token*", "vocab*", "*.model")
+"""What files of a tokenizer are called."""
+
+SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
+"""Where transformers looks for weights, in this order; an index names the files that hold them."""
+
+PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+"""Where it looks next, if it may read pickles."""
 
 PICKLES = ("bin", "pt", "pth", "ckpt", "pkl")
 """Suffixes under which weights come as pickles."""
 
 
-def require_no_code(path: str, *, trusted: bool) -> None:
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """What a directory with an adapter holds.
+
+    Attributes:
+        base: name of the model that the adapter is for.
+        tensors: names of the weights, as those of that model where they take the place of one.
+    """
+
+    base: str
+    tensors: frozenset[str]
+
+
+def read_object(file: Path) -> dict[str, object]:
+    """Return the JSON object that a file holds.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds something else.
+    """
+    try:
+        found: object = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file}: expected a JSON object, got {type(found).__name__}")
+    return found
+
+
+def holdings(directory: Path) -> str:
+    """Return the names of what a directory holds, in words."""
+    return ", ".join(sorted(entry.name for entry in directory.glob("*"))) or "nothing"
+
+
+def holds_tokenizer(directory: Path) -> bool:
+    """Return whether a directory holds what may be files of a tokenizer."""
+    return any(True for pattern in TOKENIZERS for _ in directory.glob(pattern))
+
+
+def require_json(directory: Path) -> None:
+    """Return only if every file of a directory that must hold a JSON object does.
+
+    Raises:
+        ConfigError: one does not.
+    """
+    for file in (directory / name for name in OBJECTS):
+        if file.is_file():
+            read_object(file)
+
+
+def require_data(directory: Path, *, trusted: bool, allow_pickle: bool) -> list[str]:
+    """Return the names of a model's tensors, none where pickles hold them, if all that will be read is data.
+
+    Raises:
+        ConfigError: there is no model, it needs code that is not trusted, its weights are quantised, or a file is
+            missing, damaged, outside of the directory or, unless those are allowed, a pickle.
+    """
+    if not (directory / CONFIG).is_file():
+        raise _without_model(directory)
+    if (directory / ADAPTER).exists():
+        raise ConfigError(f"{directory} holds an adapter beside a model: expected either in a directory of its own")
+    require_no_code(directory, trusted=trusted)
+    _require_plain(directory)
+    return _weights(directory, allow_pickle=allow_pickle)
+
+
+def require_no_code(directory: Path, *, trusted: bool) -> None:
     """Refuse a directory whose model needs code that comes with it, unless that is trusted.
 
     Raises:
         ConfigError: it does.
     """
-    config = Path(path) / "config.json"
+    config = directory / CONFIG
     if trusted or not config.is_file():
         return
-    try:
-        described: object = json.loads(config.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{config} is not valid JSON: {error}") from error
-    if isinstance(described, dict) and described.get("auto_map") and described.get("model_type") not in CONFIG_MAPPING:
-        code = ", ".join(sorted(entry.name for entry in Path(path).glob("*.py"))) or "elsewhere"
+    described = read_object(config)
+    kind = described.get("model_type")
+    if described.get("auto_map") and not (isinstance(kind, str) and kind in CONFIG_MAPPING):
+        code = ", ".join(sorted(entry.name for entry in directory.glob("*.py"))) or "elsewhere"
         raise ConfigError(
-            f"{path} is a {described.get('model_type')!r}, which transformers does not know, and would run code of "
+            f"{directory} is a {kind!r}, which transformers does not know, and would run code of "
             f"its own ({code}): read it, and if you trust it set models.trust_remote_code = true"
         )
 
 
-def require_safetensors(path: str, *, allow_pickle: bool) -> None:
-    """Refuse a directory that holds weights as pickles only, unless those are allowed: a pickle can hold any code.
+def require_adapter(directory: Path, *, allow_pickle: bool) -> Adapter | None:
+    """Return what a directory holds that is that of an adapter; ``None`` where it is not.
 
     Raises:
-        ConfigError: it does.
+        ConfigError: the adapter names no model, or its weights are missing, damaged or a pickle.
     """
-    if allow_pickle:
-        return
-    directory = Path(path)
-    pickles = sorted(each.name for suffix in PICKLES for each in directory.glob(f"*.{suffix}"))
-    if pickles and not any(directory.glob("*.safetensors")):
+    if not (file := directory / ADAPTER).is_file() or (directory / CONFIG).exists():
+        return None
+    base = read_object(file).get("base_model_name_or_path")
+    if not isinstance(base, str):
+        raise ConfigError(f"{file}: expected the model that it is for under base_model_name_or_path, got {base!r}")
+    weights = ["adapter_model.safetensors", "adapter_model.bin"]
+    names = _tensors(
+        directory,
+        [name for name in weights if (directory / name).is_file()][:1] or weights[:1],
+        allow_pickle=allow_pickle,
+    )
+    return Adapter(base, frozenset(name.removeprefix("base_model.model.") for name in names))
+
+
+def shards(index: Path) -> list[str]:
+    """Return the names of the files that hold the weights, as an index says; none where there is no index.
+
+    Raises:
+        ConfigError: it is no index.
+    """
+    if not index.is_file():
+        return []
+    described = read_object(index)
+    names = described.get("weight_map")
+    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+        raise ConfigError(f"{index}: expected a weight_map from the name of each tensor to that of its file")
+    if not isinstance(described.get("metadata"), dict):
+        raise ConfigError(f"{index}: expected metadata beside the weight_map, an object that may be empty")
+    return sorted(set(names.values()))
+
+
+def _require_plain(directory: Path) -> None:
+    """Refuse weights that are quantised, and generation settings that transformers would pass over as damaged."""
+    if quantised := read_object(directory / CONFIG).get("quantization_config"):
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
         raise ConfigError(
-            f"{path} holds its weights only as pickles ({', '.join(pickles[:3])}), which can run any code when they "
-            "are read: expected *.safetensors. If you trust them, set models.allow_pickle = true, which reads tensors "
-            "and builds nothing else, or write the model once with save_pretrained(), which makes safetensors"
+            f"the weights at {directory} are quantised ({method}), and neither trained nor served exactly: expected "
+            "those they were made from, in float32, bfloat16 or float16"
         )
+    if (file := directory / GENERATION).is_file():
+        ends = read_object(file).get("eos_token_id")
+        if not all(type(each) is int for each in (ends if isinstance(ends, list) else [ends]) if ends is not None):
+            raise ConfigError(f"{file}: expected token ids under eos_token_id, got {ends!r}")
+
+
+def _weights(directory: Path, *, allow_pickle: bool) -> list[str]:
+    named = read_object(directory / CONFIG).get("transformers_weights")
+    for name in (named,) if isinstance(named, str) else SAFETENSORS + (PICKLED if allow_pickle else ()):
+        if (file := directory / name).is_file():
+            names = shards(file) if name.endswith(".json") else [name]
+            return _tensors(directory, names, allow_pickle=allow_pickle)
+    pickles = sorted(each.name for suffix in PICKLES for each in directory.glob(f"*.{suffix}"))
+    if pickles and not allow_pickle:
+        raise _pickled(directory, pickles)
+    raise _without_model(directory)
+
+
+def _tensors(directory: Path, names: list[str], *, allow_pickle: bool) -> list[str]:
+    """Return the names of the tensors that files hold, but for those in pickles; each file is there, and whole.
+
+    It is the name that stays inside of the directory. What lies under it may be a link, as it is in the hub's cache.
+    """
+    found: list[str] = []
+    pickles = [name for name in names if not name.endswith(".safetensors")]
+    for name in names:
+        file = directory / name
+        if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
+            raise ConfigError(f"weights of {directory} are said to be in {name!r}, which is outside of that directory")
+        if not file.is_file():
+            raise ConfigError(f"{file} is not there, and should hold weights")
+        if name in pickles and allow_pickle:
+            continue
+        if name in pickles:
+            raise _pickled(directory, pickles)
+        try:
+            with safe_open(file, framework="pt") as opened:
+                found += opened.keys()
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(
+                f"{file} is no safetensors file, or not the whole of one (a git clone has them after `git lfs pull`): "
+                f"{error}"
+            ) from error
+    return found
+
+
+def _without_model(directory: Path) -> ConfigError:
+    return ConfigError(
+        f"no model could be loaded: the directory {str(directory)!r} holds {holdings(directory)}; looked for "
+        "config.json and *.safetensors"
+    )
+
+
+def _pickled(directory: Path, pickles: list[str]) -> ConfigError:
+    return ConfigError(
+        f"{directory} holds its weights only as pickles ({', '.join(pickles[:3])}), which can run any code when they "
+        "are read: expected *.safetensors. If you trust them, set models.allow_pickle = true, which reads tensors "
+        "and builds nothing else, or write the model once with save_pretrained(), which makes safetensors"
+    )

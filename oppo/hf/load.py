@@ -1,5 +1,9 @@
 """Models and tokenizers by directory or hub name, from safetensors, probed before anybody relies on them.
 
+A model is loaded in three passes: over its files (:mod:`oppo.hf.directory`), over its names and shapes, on the device
+``meta`` where nothing is allocated, and over its weights. What the libraries that do so make of a file that is damaged,
+foreign or lying becomes a sentence that names it.
+
 Weights that come as pickles are refused unless they are asked for; then tensors are read, and nothing else is built.
 
 The attention implementation is transformers' own choice: SDPA where a model supports it, eager otherwise.
@@ -7,15 +11,14 @@ The attention implementation is transformers' own choice: SDPA where a model sup
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypedDict, cast
+from typing import Literal, cast
 
 import torch
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -25,12 +28,14 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from oppo.errors import ConfigError, ModelRefused
+from oppo.errors import ConfigError, OppoError, said
 from oppo.hf.device import CPU
+from oppo.hf.directory import CONFIG, holdings, require_adapter, require_data, require_json, require_no_code
+from oppo.hf.fit import Info, Kind, lacking_of, require_finite, require_kind, some, unused_of
+from oppo.hf.hub import located
+from oppo.hf.memory import ran_out
 from oppo.hf.probe import probe
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
+from oppo.observe import silent
 
 _DTYPES: dict[str, torch.dtype | Literal["auto"]] = {
     "float32": torch.float32,
@@ -42,111 +47,6 @@ _DTYPES: dict[str, torch.dtype | Literal["auto"]] = {
 
 ALIGNMENT = 64
 """Bytes: tensors of torch's own begin at multiples on a CPU. Kernels round otherwise where they do not."""
-
-
-class _Info(TypedDict):
-    """What transformers says of a checkpoint: names, and names with the shape that came and the one wanted."""
-
-    missing_keys: Collection[str]
-    mismatched_keys: Collection[tuple[str, Collection[int], Collection[int]]]
-
-
-def load_causal(
-    path: str | Path,
-    *,
-    dtype: str = "float32",
-    device: torch.device | str = CPU,
-    trust_remote_code: bool = False,
-    allow_pickle: bool = False,
-) -> PreTrainedModel:
-    """Return the causal language model at a directory or hub name, in evaluation mode, probed.
-
-    Args:
-        path: a directory with ``config.json`` and safetensors, or a hub name.
-        dtype: ``float32``, ``bfloat16``, ``float16`` or ``auto`` (the checkpoint's).
-        device: where it is moved to.
-        trust_remote_code: run code that comes with the model.
-        allow_pickle: where there are no safetensors, read tensors from pickles (``weights_only``).
-
-    Raises:
-        ConfigError: there is no such model, it has no safetensors, or the dtype is unknown.
-        ModelRefused: there is no such model of its architecture, or it cannot be served exactly.
-    """
-    model, missing = _load(
-        AutoModelForCausalLM,
-        path,
-        dtype=dtype,
-        device=device,
-        trust_remote_code=trust_remote_code,
-        allow_pickle=allow_pickle,
-    )
-    if missing:
-        raise ConfigError(
-            f"the checkpoint at {str(path)!r} has no {', '.join(missing)}: expected that of a causal language model, "
-            f"not of {_architecture(model)}"
-        )
-    probe(model)
-    return model
-
-
-def load_scalar(
-    path: str | Path,
-    *,
-    dtype: str = "float32",
-    device: torch.device | str = CPU,
-    trust_remote_code: bool = False,
-    allow_pickle: bool = False,
-    new_head: bool = False,
-) -> PreTrainedModel:
-    """Return the model at a directory or hub name as one that gives one number, in evaluation mode, probed.
-
-    Args:
-        path: a directory with ``config.json`` and safetensors, or a hub name.
-        dtype: ``float32``, ``bfloat16``, ``float16`` or ``auto`` (the checkpoint's).
-        device: where it is moved to.
-        trust_remote_code: run code that comes with the model.
-        allow_pickle: where there are no safetensors, read tensors from pickles (``weights_only``).
-        new_head: let the checkpoint lack a scalar head and begin with one of zeros: for a critic, never for a reward.
-
-    Raises:
-        ConfigError: there is no such model, it has no safetensors or no scalar head, or the dtype is unknown.
-        ModelRefused: there is no such model of its architecture, or it cannot be served exactly.
-    """
-    model, missing = _load(
-        AutoModelForSequenceClassification,
-        path,
-        dtype=dtype,
-        device=device,
-        trust_remote_code=trust_remote_code,
-        allow_pickle=allow_pickle,
-        num_labels=1,
-    )
-    backbone = [name for name in missing if name.startswith(f"{model.base_model_prefix}.")]
-    if backbone:
-        raise ConfigError(f"the checkpoint at {str(path)!r} has no {', '.join(backbone)}: it is incomplete")
-    if missing and not new_head:
-        raise ConfigError(
-            f"the checkpoint at {str(path)!r} has no {', '.join(missing)}: expected a sequence classification model "
-            "with one label; a reward from an untrained head would be noise"
-        )
-    with torch.no_grad():
-        for name in missing:
-            model.get_parameter(name).zero_()
-    probe(model)
-    return model
-
-
-def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Return the tokenizer at a directory or hub name.
-
-    Raises:
-        ConfigError: there is no such tokenizer.
-    """
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ConfigError(_not_found("tokenizer", path, error)) from error
-    return tokenizer
 
 
 @contextmanager
@@ -163,51 +63,207 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+def load_causal(
+    path: str | Path,
+    *,
+    dtype: str = "float32",
+    device: torch.device | str = CPU,
+    trust_remote_code: bool = False,
+    allow_pickle: bool = False,
+    ignore_unused: bool = False,
+    tell: Callable[[str], None] = silent,
+) -> PreTrainedModel:
+    """Return the causal language model at a directory or hub name, in evaluation mode, probed.
+
+    Args:
+        path: a directory with ``config.json`` and safetensors, or with an adapter for such a model, or a hub name.
+        dtype: ``float32``, ``bfloat16``, ``float16`` or ``auto`` (the checkpoint's).
+        device: where it is moved to.
+        trust_remote_code: run code that comes with the model.
+        allow_pickle: where there are no safetensors, read tensors from pickles (``weights_only``).
+        ignore_unused: leave out weights that the model does not use.
+        tell: told, in a sentence, that a hub is asked, and which weights are left out.
+
+    Raises:
+        ConfigError: there is no such model, a file of it is damaged, or its weights are not those that its
+            ``config.json`` describes; or the dtype is unknown.
+        ModelRefused: there is no such model of its architecture, or it cannot be served exactly.
+    """
+    return _load(
+        AutoModelForCausalLM,
+        path,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        allow_pickle=allow_pickle,
+        ignore_unused=ignore_unused,
+        tell=tell,
+    )
+
+
+def load_scalar(
+    path: str | Path,
+    *,
+    dtype: str = "float32",
+    device: torch.device | str = CPU,
+    trust_remote_code: bool = False,
+    allow_pickle: bool = False,
+    ignore_unused: bool = False,
+    new_head: bool = False,
+    tell: Callable[[str], None] = silent,
+) -> PreTrainedModel:
+    """Return the model at a directory or hub name as one that gives one number, in evaluation mode, probed.
+
+    The head for logits of a checkpoint that has one is left out.
+
+    Args:
+        path: a directory with ``config.json`` and safetensors, or with an adapter for such a model, or a hub name.
+        dtype: ``float32``, ``bfloat16``, ``float16`` or ``auto`` (the checkpoint's).
+        device: where it is moved to.
+        trust_remote_code: run code that comes with the model.
+        allow_pickle: where there are no safetensors, read tensors from pickles (``weights_only``).
+        ignore_unused: leave out all weights that the model does not use.
+        new_head: let the checkpoint lack a scalar head and begin with one of zeros: for a critic, never for a reward.
+        tell: told, in a sentence, that a hub is asked, which weights are left out, and that the head is new.
+
+    Raises:
+        ConfigError: there is no such model, a file of it is damaged, its weights are not those that its
+            ``config.json`` describes, or it has no scalar head; or the dtype is unknown.
+        ModelRefused: there is no such model of its architecture, or it cannot be served exactly.
+    """
+    return _load(
+        AutoModelForSequenceClassification,
+        path,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        allow_pickle=allow_pickle,
+        ignore_unused=ignore_unused,
+        tell=tell,
+        new_head=new_head,
+        num_labels=1,
+    )
+
+
+@quiet()
+def load_tokenizer(
+    path: str | Path, *, trust_remote_code: bool = False, tell: Callable[[str], None] = silent
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer at a directory or hub name.
+
+    Args:
+        path: a directory, or a hub name.
+        trust_remote_code: run code that comes with the model.
+        tell: told, in a sentence, that a hub is asked.
+
+    Raises:
+        ConfigError: there is no such tokenizer, a file of it is damaged, or it needs code that is not trusted.
+    """
+    directory = located(path, weights=False, trust_remote_code=trust_remote_code, tell=tell)
+    require_no_code(directory, trusted=trust_remote_code)
+    with _reading(directory, f"{directory / CONFIG} cannot be used"), suppress(OSError, ValueError):  # it may lack one
+        AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    found = f"the directory {str(directory)!r} holds {holdings(directory)}; looked for tokenizer.json or a vocabulary"
+    with _reading(directory, f"no tokenizer could be loaded: {found}"):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            directory, trust_remote_code=trust_remote_code
+        )
+        tokenizer.name_or_path = str(path)
+        if not tokenizer.get_vocab().keys() - tokenizer.added_tokens_encoder.keys():
+            raise ConfigError(f"no tokenizer could be loaded: {found}")
+    return tokenizer
+
+
+@contextmanager
+def _reading(directory: Path, otherwise: str) -> Iterator[None]:
+    """Say whatever libraries raise over the files of a directory in one sentence, of the damaged file if it is known.
+
+    Raises:
+        ConfigError: something was raised, other than that memory ran out; it is told after the words ``otherwise``.
+    """
+    try:
+        yield
+    except OppoError:
+        raise
+    except Exception as error:  # any kind: a file reaches deep into several libraries before one of them notices
+        if ran_out(error):
+            raise
+        if type(error).__name__ == "UnpicklingError":  # by its name, since nothing here imports pickle
+            raise ConfigError(
+                f"the pickles at {str(directory)!r} are damaged, or hold more than tensors, and nothing else is built "
+                "from them: expected weights as save_pretrained() writes them"
+            ) from None  # torch would advise to build whatever they hold
+        require_json(directory)
+        raise ConfigError(f"{otherwise} ({said(error)})") from error
+
+
+@quiet()
 def _load(
-    kind: type[AutoModelForCausalLM | AutoModelForSequenceClassification],
+    kind: Kind,
     path: str | Path,
     *,
     dtype: str,
     device: torch.device | str,
     trust_remote_code: bool,
     allow_pickle: bool,
+    ignore_unused: bool,
+    tell: Callable[[str], None],
+    new_head: bool = False,
     num_labels: int | None = None,
-) -> tuple[PreTrainedModel, list[str]]:
-    """Return a model and the names of its parameters that the checkpoint does not have."""
+) -> PreTrainedModel:
     if dtype not in _DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(_DTYPES)}, not {dtype!r}")
-    try:
-        with quiet():
-            loaded = kind.from_pretrained(
-                path,
-                dtype=_DTYPES[dtype],
-                trust_remote_code=trust_remote_code,
-                use_safetensors=None if allow_pickle else True,
-                weights_only=True,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # said below, in one sentence
-                **({} if num_labels is None else {"num_labels": num_labels}),
-            )
-    except Exception as error:  # what is no safetensors, config or pickle of tensors is refused by many kinds of error
-        if type(error).__name__ == "UnpicklingError":  # by its name, since nothing here imports pickle
-            raise ConfigError(
-                f"the pickles at {str(path)!r} are damaged, or hold more than tensors, and nothing else is built from "
-                "them: expected weights as save_pretrained() writes them"
-            ) from None  # torch would advise to build whatever they hold
-        if not isinstance(error, OSError | ValueError | RuntimeError):
-            raise
-        if (lacking := _lacking(kind, path)) is not None:
-            raise ModelRefused(lacking) from error
-        raise ConfigError(_not_found("model", path, error)) from error
-    model, info = cast("tuple[PreTrainedModel, _Info]", loaded)
-    if info["mismatched_keys"]:
-        wrong = [f"{name} is {list(came)}, not {list(wanted)}" for name, came, wanted in info["mismatched_keys"]]
-        raise ConfigError(
-            f"the checkpoint at {str(path)!r} does not fit {type(model).__name__}: {', '.join(sorted(wrong)[:3])}"
+    find = partial(located, weights=True, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code, tell=tell)
+    directory = find(path)
+    adapter = require_adapter(directory, allow_pickle=allow_pickle)
+    base = directory if adapter is None else find(adapter.base)
+    with _reading(base, f"no model can be made of {base / CONFIG} and the weights beside it"):
+        tensors = require_data(base, trusted=trust_remote_code, allow_pickle=allow_pickle)
+        require_kind(kind, base, tensors, trusted=trust_remote_code)
+        options: dict[str, object] = {
+            "dtype": _DTYPES[dtype],
+            "trust_remote_code": trust_remote_code,
+            "use_safetensors": None if allow_pickle else True,
+            "weights_only": True,
+            "ignore_mismatched_sizes": True,  # said below, in one sentence
+            **({} if num_labels is None else {"num_labels": num_labels}),
+        }
+        trial, info = cast(
+            "tuple[PreTrainedModel, Info]",
+            kind.from_pretrained(base, device_map="meta", output_loading_info=True, **options),
         )
-    _align(model)
-    torch.nn.Module.to(model, device=device)
-    return model, sorted(info["missing_keys"])
+        lacking = lacking_of(trial, info, path, given=() if adapter is None else adapter.tensors, new_head=new_head)
+        left_out = unused_of(trial, info, path, ignore=ignore_unused)
+        model = cast("PreTrainedModel", kind.from_pretrained(base, **options))
+        with torch.no_grad():
+            for name in lacking:
+                model.get_parameter(name).zero_()
+        if adapter is not None:
+            left_out += _adapted(model, directory, path, ignore=ignore_unused)
+        model.name_or_path = model.config.name_or_path = str(path if adapter is None else adapter.base)
+        require_finite(model, path)
+        _align(model)
+        torch.nn.Module.to(model, device=device)
+        probe(model)
+    if left_out:
+        tell(f"{path} has {some(left_out)}, left out since {type(model).__name__} does not use that")
+    if lacking:
+        tell(f"{path} has no {some(lacking)}: the head is new, and begins at zero")
+    return model
+
+
+def _adapted(model: PreTrainedModel, directory: Path, path: str | Path, *, ignore: bool) -> list[str]:
+    """Put the adapter of a directory into a model, frozen; return its weights that the model does not use."""
+    with _reading(directory, f"the adapter in {directory} cannot be used"):
+        info = model.load_adapter(
+            str(directory),
+            use_safetensors=(directory / "adapter_model.safetensors").is_file(),
+            weights_only=True,
+            dtype=model.dtype,
+            ignore_mismatched_sizes=True,
+        ).to_dict()
+        lacking_of(model, info, path)
+        return unused_of(model, info, path, ignore=ignore)
 
 
 @torch.no_grad()
@@ -220,39 +276,3 @@ def _align(model: PreTrainedModel) -> None:
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.data_ptr() % ALIGNMENT:
             tensor.data = tensor.data.clone()
-
-
-def _lacking(kind: type[AutoModelForCausalLM | AutoModelForSequenceClassification], path: str | Path) -> str | None:
-    """Return a sentence if transformers knows the architecture at ``path``, but not as a model of this kind."""
-    try:
-        with quiet():
-            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError):
-        return None
-    if kind is AutoModelForCausalLM:
-        mapping, wanted = MODEL_FOR_CAUSAL_LM_MAPPING, "causal language model"
-    else:
-        mapping, wanted = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, "sequence classification model"
-    if type(config) in mapping:
-        return None
-    return (
-        f"the model at {str(path)!r} is of type {config.model_type!r}, of which transformers has no {wanted}: "
-        "take one of another architecture"
-    )
-
-
-def _not_found(what: str, path: str | Path, error: Exception) -> str:
-    """Return a sentence that says what was looked for, where, and why it could not be had."""
-    directory = Path(path).expanduser()
-    if directory.is_dir():
-        there = sorted(entry.name for entry in directory.iterdir())
-        where = f"the directory {str(directory)!r} holds {', '.join(there) or 'nothing'}"
-    else:
-        where = f"{str(path)!r} is no directory here, and as a hub name it could not be had"
-    wanted = "config.json and *.safetensors" if what == "model" else "tokenizer.json or a vocabulary"
-    reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return f"no {what} could be loaded: {where}; looked for {wanted} ({reason})"
-
-
-def _architecture(model: PreTrainedModel) -> str:
-    return ", ".join(getattr(model.config, "architectures", None) or ["an unknown architecture"])

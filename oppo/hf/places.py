@@ -21,9 +21,6 @@ from oppo.placement import Place, Process, Thread
 
 Scorers: TypeAlias = Literal["auto", "thread", "process"]
 
-RESTARTS = 3
-"""How many dead processes of the scorers a run replaces: one may be an accident, more are a fault that stays."""
-
 
 class Places(NamedTuple):
     """The places of a run; closed together."""
@@ -33,7 +30,9 @@ class Places(NamedTuple):
     training: Thread
 
     @classmethod
-    def of(cls, cores: int, device: torch.device, scorers: Scorers, tell: Callable[[str], None]) -> Places:
+    def of(
+        cls, cores: int, device: torch.device, scorers: Scorers, tell: Callable[[str], None], *, restarts: int = 3
+    ) -> Places:
         """Return places that share ``cores``, for models on ``device``.
 
         ``auto`` is a process wherever scorers can compute beside the actor: on a CPU with two cores or more. There both
@@ -44,6 +43,7 @@ class Places(NamedTuple):
             device: where the models are.
             scorers: where the scorers work.
             tell: told, in a sentence, of processes that are started.
+            restarts: how many dead processes of the scorers are replaced in an hour.
 
         Raises:
             ConfigError: a process is asked for, which cannot be given what is on a GPU.
@@ -60,7 +60,9 @@ class Places(NamedTuple):
         few = max(1, cores - cores // 2)
         return cls(
             kind("actor", setup=partial(settle, max(1, cores // 2), device)),
-            kind("scorers", setup=partial(settle, few, device)) if scorers == "thread" else _process(few, tell),
+            kind("scorers", setup=partial(settle, few, device))
+            if scorers == "thread"
+            else _process(few, tell, restarts),
             kind("trainer", setup=partial(settle, cores, device)),
         )
 
@@ -74,15 +76,20 @@ class Places(NamedTuple):
         if isinstance(self.scoring, Process):
             self.scoring.settle()
 
+    def abort(self) -> None:
+        """End what hangs in another process, so that what was learned can be saved; safe to call from any thread."""
+        if isinstance(self.scoring, Process):
+            self.scoring.abort()
+
     def close(self) -> None:
         """Close each of them after the call in progress."""
         for place in self:
             place.close()
 
 
-def _process(cores: int, tell: Callable[[str], None]) -> Process:
+def _process(cores: int, tell: Callable[[str], None], restarts: int) -> Process:
     tell("starting the scorers' process")
-    return Process("scorers", setup=partial(use_cores, cores), restarts=RESTARTS, tell=tell)
+    return Process("scorers", setup=partial(use_cores, cores), restarts=restarts, tell=tell)
 
 
 def settle(cores: int, device: torch.device) -> None:

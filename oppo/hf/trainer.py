@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from oppo.durable import writing
 from oppo.errors import ConfigError
 from oppo.events import Batch
 from oppo.hf.actor_critic import ActorCritic, require_value_head, trained
@@ -182,9 +183,10 @@ class HfTrainer:
 
     def write_models(self, directory: Path) -> None:
         """Write what :meth:`save` does; to be called in the trainer's thread."""
-        with quiet():
+        with quiet(), writing(directory / "actor"):
             self._actor.save_pretrained(directory / "actor")
-            if self._critic is not None:
+        if self._critic is not None:
+            with quiet(), writing(directory / "critic"):
                 self._critic.save_pretrained(directory / "critic", state_dict=merged(self._critic))
 
     async def restore(self, directory: Path) -> None:

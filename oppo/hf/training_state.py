@@ -10,6 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from oppo.durable import writing
 from oppo.errors import CheckpointError
 
 FILE = "trainer.safetensors"
@@ -31,14 +32,15 @@ def write_training(
         counts: of updates, for example.
 
     Raises:
-        SafetensorError: it cannot be written.
+        OSError: it cannot be written.
     """
     tensors = {
         f"{kind}/{name}": tensor.detach().contiguous()
         for name, parameter in trained.items()
         for kind, tensor in {PARAMETER: parameter, **optimizer.state[parameter]}.items()
     }
-    save_file(tensors, directory / FILE, metadata={name: str(count) for name, count in counts.items()})
+    with writing(directory / FILE):
+        save_file(tensors, directory / FILE, metadata={name: str(count) for name, count in counts.items()})
 
 
 @torch.no_grad()

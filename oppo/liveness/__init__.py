@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from oppo.liveness.heartbeat import Heartbeat
 from oppo.liveness.watchdog import Stall, Watchdog
+from oppo.liveness.watched import watched
 
-__all__ = ["Heartbeat", "Stall", "Watchdog"]
+__all__ = ["Heartbeat", "Stall", "Watchdog", "watched"]

@@ -2,13 +2,16 @@
 
 ::
 
-    nothing has moved for    notice            2 notice, 4 notice, ...      seconds                 + grace
-                             listeners told    listeners told again         report, cancelled       last resort
+    nothing has moved for    notice       2 notice, 4 notice, ...    seconds              + grace    + grace
+                             listeners    listeners again            report, cancelled    free       last resort
 
 It looks from outside because what hangs may be the event loop itself. What moves a run is an item sent, a piece of
 work done by a model, a step, or any change of what ``progress`` returns. One long call, of a model or a reward
 function, looks from outside as a hang does: it is named when a stall is told of, and may last ``call_seconds``. So may
 what comes after a run was cancelled, as long as something moves, or what was learned is being saved.
+
+Code that holds the interpreter lock keeps every thread from running, this one included: there a timer of the system has
+the last word (:class:`~oppo.liveness.last_word.LastWord`), in a program that has a last resort.
 """
 
 from __future__ import annotations
@@ -18,18 +21,20 @@ import json
 import math
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Protocol, Self, TypeAlias
 
 import anyio
 
-from oppo.errors import HangError
+from oppo.errors import HangError, note_others, running_loop
 from oppo.events import Chunk, Defer, Drop, Finish, Given, Prompt, StepReport
 from oppo.graph import Snapshot
 from oppo.liveness.hang import hang_report
+from oppo.liveness.last_word import LastWord
 from oppo.observe import Observer, Span, now
 from oppo.redact import redacted
 
@@ -80,10 +85,12 @@ class Watchdog(Observer):
         calls: names the calls that are at work, if any.
         call_seconds: the limit instead of ``seconds`` while a call is at work, where it is longer; 0 sets none.
         saving: whether what was learned is being saved: a cancelled run is waited for meanwhile.
-        last_resort: called from the watchdog's thread when a cancelled run has not ended, and for ``grace`` seconds
-            neither moved nor saved, or has not ended after ``call_seconds``: a thread that never returns cannot be
-            ended but with the process.
+        free: called from the watchdog's thread when a cancelled run has not ended, and for ``grace`` seconds neither
+            moved nor saved: ends what can be ended, such as child processes.
+        last_resort: the same, after that, or when the run has not ended after ``call_seconds``: a thread that never
+            returns cannot be ended but with the process.
         grace: seconds.
+        names: what ``seconds`` and ``call_seconds`` are called where they are chosen, for the error.
         clock: seconds.
     """
 
@@ -98,8 +105,10 @@ class Watchdog(Observer):
         calls: Callable[[], tuple[str, ...]] = tuple,
         call_seconds: float = CALL_SECONDS,
         saving: Callable[[], bool] = bool,
+        free: Callable[[], object] = int,
         last_resort: Callable[[HangError], None] | None = None,
         grace: float = GRACE_SECONDS,
+        names: tuple[str, str] = ("run.watchdog_seconds", "run.call_seconds"),
         clock: Callable[[], float] = now,
     ) -> None:
         self._seconds = seconds
@@ -110,19 +119,23 @@ class Watchdog(Observer):
         self._calls = calls
         self._call_seconds = call_seconds
         self._saving = saving
+        self._free = free
         self._last_resort = last_resort
         self._grace = grace
+        self._names = names
         self._clock = clock
         self._moves = 0
         self._seen: tuple[int, object] = (0, None)
         self._since = clock()
         self._due = notice
         self._rollouts: dict[int, State] = {}
+        self._guarding = False
         self._run: Watched | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._scope: anyio.CancelScope | None = None
         self._hang: HangError | None = None
         self._over = threading.Event()
+        self._last_word = LastWord(seconds) if seconds and last_resort is not None else None
         self._thread = threading.Thread(target=self._watch, name="oppo-watchdog", daemon=True)
 
     def on_item(self, step: int, stage: str, item: object, at: float) -> None:
@@ -152,38 +165,54 @@ class Watchdog(Observer):
                 self._rollouts.pop(rollout, None)
 
     @asynccontextmanager
-    async def guarding(self, run: Watched) -> AsyncIterator[None]:
-        """Watch a run while the context is open.
+    async def guarding(self, run: Watched | None = None) -> AsyncIterator[None]:
+        """Watch what happens while the context is open.
+
+        Args:
+            run: which is open, or is :meth:`watch`-ed once it is.
 
         Raises:
             HangError: nothing had moved for too long, so what ran inside was cancelled.
         """
-        self._loop = asyncio.get_running_loop()
+        self._loop = running_loop()
+        self._run = run
         with anyio.CancelScope() as scope:
             self._scope = scope
             self._since, self._due = self._clock(), self._notice
-            self._run = run
+            self._guarding = True
             try:
                 yield
+            except Exception as error:
+                if self._hang is None:
+                    raise
+                note_others(self._hang, [error])  # of what was ended by force
+                raise self._hang from error
             finally:
-                self._run = None
+                self._guarding = False
         if self._hang is not None and scope.cancelled_caught:
             raise self._hang
 
+    def watch(self, run: Watched) -> None:
+        """Say of this run, from now on, who waits for whom."""
+        self._run = run
+
     def look(self) -> Stall | None:
         """Return a stall that is to be told of now, if there is one."""
-        run, at = self._run, self._clock()
+        at = self._clock()
         seen = (self._moves, self._progress())
-        if run is None or seen != self._seen:
+        if not self._guarding or seen != self._seen:
             self._seen, self._since, self._due = seen, at, self._notice
             return None
         still, calls = at - self._since, self._calls()
         if still >= self._limit(calls):
-            return Stall(still, run.snapshot(), final=True, calls=calls)
+            return Stall(still, self._snapshot(), final=True, calls=calls)
         if still >= self._due:
             self._due *= 2
-            return Stall(still, run.snapshot(), calls=calls)
+            return Stall(still, self._snapshot(), calls=calls)
         return None
+
+    def _snapshot(self) -> Snapshot | None:
+        return None if self._run is None else self._run.snapshot()
 
     def _limit(self, calls: tuple[str, ...]) -> float:
         if not self._seconds or (calls and not self._call_seconds):
@@ -191,24 +220,34 @@ class Watchdog(Observer):
         return max(self._seconds, self._call_seconds) if calls else self._seconds
 
     def __enter__(self) -> Self:
+        if self._last_word is not None:
+            self._last_word.__enter__()
         self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._over.set()
         self._thread.join()
+        if self._last_word is not None:
+            self._last_word.__exit__(kind, error, tb)
 
     def _watch(self) -> None:
         pause = min(1.0, self._notice / 4, *([self._seconds / 4] if self._seconds else []))
         while not self._over.wait(pause):
+            self._wind_up()
             stall = self.look()
             if stall is None:
                 continue
             for tell in self._listeners:
-                tell(stall)
+                with suppress(Exception):  # the log's disk may be full: the run is ended all the same
+                    tell(stall)
             if stall.final:
                 self._end(stall)
                 return
+
+    def _wind_up(self) -> None:
+        if self._last_word is not None:
+            self._last_word.wind_up()
 
     def _end(self, stall: Stall) -> None:
         """Write the report, cancel the run, and see to it that it ends."""
@@ -216,13 +255,15 @@ class Watchdog(Observer):
         if self._loop is not None and self._scope is not None:
             self._loop.call_soon_threadsafe(self._scope.cancel)
         until = self._clock() + (self._call_seconds or math.inf)
-        while not self._over.wait(self._grace):
+        remedies: list[Callable[[], object]] = [self._free]
+        if self._last_resort is not None:
+            remedies.append(partial(self._last_resort, hang))
+        while remedies and not self._over.wait(self._grace):
+            self._wind_up()
             before, self._seen = self._seen, (self._moves, self._progress())
             still = self._seen == before and not self._saving()
             if still or self._clock() >= until:
-                if self._last_resort is not None:
-                    self._last_resort(hang)
-                return
+                remedies.pop(0)()
 
     def _written(self, stall: Stall) -> str:
         rollouts: dict[str, list[int]] = {"in flight": [], "parked": [], "finished": []}
@@ -233,7 +274,7 @@ class Watchdog(Observer):
             self._report.write_text(redacted(json.dumps(report, indent=1)) + "\n", encoding="utf-8")
         except OSError as error:
             return f"{self._report} could not be written: {error.strerror or error}"
-        name, limit = "run.watchdog_seconds", self._seconds
+        name, limit = self._names[0], self._seconds
         if stall.calls and self._call_seconds > self._seconds:
-            name, limit = "run.call_seconds", self._call_seconds
+            name, limit = self._names[1], self._call_seconds
         return f"see {self._report}; {name} = {limit:g} is the limit, 0 sets none"

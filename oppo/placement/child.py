@@ -79,6 +79,11 @@ class Child:
         self._connection.close()
         self._reap()
 
+    def kill(self) -> None:
+        """End the child at once, whatever it is doing; a thread that waits for an answer learns that it is gone."""
+        self._process.kill()
+        self._process.wait()
+
     def _send(self, packet: Packet) -> None:
         try:
             send(self._connection, packet)

@@ -13,6 +13,8 @@ from typing import TypeVar
 
 import anyio.to_thread
 
+from oppo.errors import running_loop
+
 R = TypeVar("R")
 
 
@@ -26,7 +28,7 @@ async def errand(name: str, work: Callable[[], R]) -> R:
         name: shown in the thread list.
         work: a call without arguments.
     """
-    loop, context = asyncio.get_running_loop(), _outside()
+    loop, context = running_loop(), _outside()
     outcome: Future[R] = Future()
     over = asyncio.Event()
 

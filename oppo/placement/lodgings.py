@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+from oppo import observe
 from oppo.errors import ModelLost
 from oppo.placement.child import Child, Gone
 from oppo.placement.place import Journal
 from oppo.placement.wire import Answer, Call, Failure, Packet, Settle, pack, pack_with_blocks
 
 A = TypeVar("A")
+
+STRETCH = 3600.0
+"""Seconds: a process that dies so often in an hour has a fault that stays; one in a day is an accident."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,7 +47,7 @@ class Lodgings:
     Args:
         name: of the place.
         setup: called once in each child before anything else.
-        restarts: how many dead children are replaced.
+        restarts: how many dead children are replaced in any stretch of :data:`STRETCH` seconds.
         tell: told, in a sentence, of each.
     """
 
@@ -52,7 +57,8 @@ class Lodgings:
         self._name = name
         self._setup = setup
         self._restarts = restarts
-        self._restarted = 0
+        self._restarted: deque[float] = deque()
+        self._aborted = False
         self._tell = tell
         self._lodgers: list[Lodger] = []
         self._child = Child(name, setup)
@@ -101,6 +107,11 @@ class Lodgings:
             lodger.journal.note(order.work, order.args)
         return answer
 
+    def abort(self) -> None:
+        """Kill the child, and replace it no more: a call in progress is lost; safe to call from any thread."""
+        self._aborted = True
+        self._child.kill()
+
     def close(self) -> None:
         """End the child; idempotent."""
         self._child.end()
@@ -137,10 +148,15 @@ class Lodgings:
         Raises:
             ModelLost: that has been done as often as it may.
         """
-        if self._restarted == self._restarts:
-            often = f"; no more than restarts={self._restarts} dead processes are replaced" if self._restarts else ""
-            raise ModelLost(lost + often) from None
-        self._restarted += 1
+        now = observe.now()
+        while self._restarted and self._restarted[0] <= now - STRETCH:
+            self._restarted.popleft()
+        if self._aborted or len(self._restarted) >= self._restarts:
+            limit = f"; no more than restarts={self._restarts} dead processes are replaced in {STRETCH / 3600:g} h"
+            raise ModelLost(lost + (limit if self._restarts and not self._aborted else "")) from None
+        self._restarted.append(now)
         self._child.end()
-        self._tell(f"{lost}: it is started again ({self._restarted} of {self._restarts})")
+        self._tell(f"{lost}: it is started again ({len(self._restarted)} of {self._restarts})")
         self._child = Child(self._name, self._setup)
+        if self._aborted:  # while it was started
+            self._child.kill()

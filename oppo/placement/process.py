@@ -35,7 +35,7 @@ class Process:
         listener: called, from a thread of this process, with the span of each call.
         setup: called once in the child before anything else, for example
             ``functools.partial(oppo.hf.cpu.use_cores, 1)``; importable by name.
-        restarts: how many dead children are replaced.
+        restarts: how many dead children are replaced in an hour.
         tell: told, in a sentence, of each child that is replaced; from another thread.
 
     Raises:
@@ -131,6 +131,10 @@ class Process:
         if not self._open:
             raise ModelLost(f"the process of {self.name!r} is closed, so it cannot do {label!r}")
         return await self._thread.call(label, work)
+
+    def abort(self) -> None:
+        """Kill the child, whatever it is doing: the call in progress, and every later one, is ``ModelLost``."""
+        self._lodgings.abort()
 
     def close(self) -> None:
         """End the child after the call in progress; idempotent."""

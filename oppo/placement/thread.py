@@ -11,7 +11,7 @@ from typing import Concatenate, Generic, ParamSpec, Self, TypeVar
 import anyio
 
 from oppo import observe
-from oppo.errors import ModelLost
+from oppo.errors import ModelLost, running_loop
 from oppo.placement.line import Line, Waiting
 from oppo.placement.place import Hosted, Journal, reported
 from oppo.placement.turns import GaveWay, courtesy, precedence
@@ -70,6 +70,7 @@ class Thread:
         Raises:
             ModelLost: the thread has been closed.
         """
+        running_loop()
         if not self._open:
             raise ModelLost(f"the thread of {self.name!r} is closed, so it cannot do {label!r}")
         future = self._queued(track, label, lambda: work(*args, **kwargs))

@@ -8,21 +8,17 @@ killed and resumed do the observations of the steps that were made again come ea
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeAlias, cast
+from typing import cast
 
 from oppo.admission import Observation
 from oppo.admission.observation import Json
 from oppo.events import Chunk, Defer, Finish, Prompt, StepReport
-
-Record: TypeAlias = dict[str, object]
+from oppo.report.records import OBSERVED, Record, read
 
 JOURNAL = "journal.jsonl"
 """Where a run directory holds it."""
-
-OBSERVED = "observed"
 
 
 def entry(step: int, item: object, at: float) -> Record | None:
@@ -55,22 +51,17 @@ def story(path: Path, rollout: int) -> list[Record]:
 
 def observations(path: Path, first: int = 0) -> dict[int, Observation]:
     """Return what controllers were told of the steps from ``first`` on, by step, as the journal at ``path`` says."""
-    seen = (cast("dict[str, Json]", record["seen"]) for record in read(path) if record["event"] == OBSERVED)
-    told = map(Observation.from_json, seen)
-    return {each.step: each for each in told if each.step >= first}
+    seen = (record.get("seen") for record in read(path) if record.get("event") == OBSERVED)
+    told = (_observation(each) for each in seen)
+    return {each.step: each for each in told if each is not None and each.step >= first}
 
 
-def read(path: Path) -> Iterator[Record]:
-    """Yield the objects of a file of one a line, up to a line that a kill has torn; none where there is no file."""
-    if not path.exists():
-        return
-    with path.open("rb") as lines:  # a torn line may end within a character
-        for line in lines:
-            try:
-                record: Record = json.loads(line)
-            except ValueError:
-                return
-            yield record
+def _observation(seen: object) -> Observation | None:
+    """Return an observation as it was journalled; ``None`` for one that was damaged since."""
+    try:
+        return Observation.from_json(cast("dict[str, Json]", seen))
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
 
 
 def _line(step: int, at: float, event: str, rollout: int, **more: object) -> Record:

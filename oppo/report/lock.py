@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import fcntl
-from os import getpid
+import os
 from pathlib import Path
+from typing import TextIO
 
 from oppo.errors import ConfigError
 
@@ -24,13 +25,24 @@ class Lock:
         self._path = directory / LOCK
         self._file = self._path.open("a+", encoding="utf-8")
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            while not self._is_had():
+                self._file.close()
+                self._file = self._path.open("a+", encoding="utf-8")
         except BlockingIOError as error:
             self._file.close()
             raise ConfigError(taken(directory)) from error
         self._file.truncate(0)
-        self._file.write(f"{getpid()}\n")
+        self._file.write(f"{os.getpid()}\n")
         self._file.flush()
+
+    def _is_had(self) -> bool:
+        """Lock the open file; return whether it still is the one at the path: its last owner may have removed it.
+
+        Raises:
+            BlockingIOError: another run holds it.
+        """
+        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return _is_at(self._path, self._file)
 
     def release(self) -> None:
         """Let others have the directory; idempotent."""
@@ -53,8 +65,18 @@ def is_locked(directory: Path) -> bool:
 
 def taken(directory: Path) -> str:
     """Return the sentence that says who is writing the directory."""
-    owner = (directory / LOCK).read_text(encoding="utf-8").strip() or "unknown"
+    try:
+        owner = (directory / LOCK).read_text(encoding="utf-8").strip()
+    except OSError:  # it has ended meanwhile
+        owner = ""
     return (
-        f"the run directory {directory} is being written by another run (process {owner}): "
+        f"the run directory {directory} is being written by another run (process {owner or 'unknown'}): "
         f"choose another run.name, or wait for it to end"
     )
+
+
+def _is_at(path: Path, file: TextIO) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import platform
+import signal
 from collections.abc import Mapping
+from contextlib import closing
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +16,7 @@ import structlog
 from structlog.tracebacks import ExceptionDictTransformer
 
 from oppo.admission import Verdict
+from oppo.errors import behind
 from oppo.events import StepReport
 from oppo.liveness import Stall
 from oppo.observe import Observer, Span
@@ -71,9 +74,13 @@ class RunLog(Observer):
         """Log something that whoever reads the results should know."""
         self._log.warning(event, **facts)
 
-    def on_interrupt(self) -> None:
+    def notice(self, sentence: str) -> None:
+        """Log a sentence about what goes on; safe to call from any thread."""
+        self._log.warning("notice", text=sentence)
+
+    def on_interrupt(self, by: signal.Signals) -> None:
         """Log that the run was asked to end."""
-        self._log.warning("interrupted", then="the step in progress ends, a checkpoint is written")
+        self._log.warning("interrupted", by=by.name, then="the step in progress ends, a checkpoint is written")
 
     def on_stall(self, stall: Stall) -> None:
         """Log who waits for whom; safe to call from any thread."""
@@ -86,13 +93,13 @@ class RunLog(Observer):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if error is None:
-            self._log.info("end")
-        elif isinstance(error, Exception):
-            self._log.error("failed", exc_info=error, notes=getattr(error, "__notes__", []))
-        else:
-            self._log.warning("interrupted", by=type(error).__name__)
-        self._file.close()
+        with behind(error, "writing the log"), closing(self._file):
+            if error is None:
+                self._log.info("end")
+            elif isinstance(error, Exception):
+                self._log.error("failed", exc_info=error, notes=getattr(error, "__notes__", []))
+            else:
+                self._log.warning("interrupted", by=str(error) or type(error).__name__)
 
 
 def _bottleneck(report: StepReport) -> dict[str, object]:

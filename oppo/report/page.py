@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 from oppo.admission.verdict import BOTTLENECKS, PREFIX, Verdict, together
-from oppo.report.journal import Record
 from oppo.report.metrics import summary
+from oppo.report.records import Record
 from oppo.report.svg import lines, stacked
 
 _STYLE = """

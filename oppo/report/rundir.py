@@ -6,11 +6,13 @@
 ``samples.jsonl``     a few rollouts of each step, with text and score
 ``journal.jsonl``     what became of every rollout, and what controllers were told of every step
 ``log.jsonl``         how the run began, its steps, what was dropped, how it ended (:mod:`oppo.report.log`)
-``trace.json``        Chrome trace: a track for each stage and model, an arrow for each rollout
+``trace.json``        Chrome trace of the first and the last steps: a track for each stage and model, an arrow for
+                      each rollout
 ``summary.json``      what the run came to, and whether that was its end, with everything saved: ``complete``
 ``report.html``       charts, summary and samples, self-contained
 ``hang-report.json``  only where a run was ended because nothing moved (:mod:`oppo.liveness`)
 ``nonfinite/``        only where a run was ended because it diverged: its last batch (:mod:`oppo.report.dump`)
+``*.damaged``         lines of a record that were no record any more when the run was resumed
 ====================  ===================================================================================
 """
 
@@ -20,8 +22,9 @@ import json
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -29,20 +32,21 @@ from types import TracebackType
 from typing import Self, TextIO, cast
 
 from oppo.durable import make, sync
-from oppo.errors import ConfigError
+from oppo.errors import ConfigError, behind
 from oppo.events import Batch, StepReport
 from oppo.observe import Observer, Span
 from oppo.redact import redactor
 from oppo.report import journal
-from oppo.report.journal import JOURNAL, Record
-from oppo.report.lock import LOCK, Lock, is_locked, taken
+from oppo.report.journal import JOURNAL
+from oppo.report.lock import Lock
 from oppo.report.metrics import Metrics, finite, record, summary
+from oppo.report.occupancy import METRICS, SUMMARY, clear, require_stepless, require_unused
 from oppo.report.overlap import Role, occupation
 from oppo.report.page import page
 from oppo.report.put import put
-from oppo.report.rewind import rewind
+from oppo.report.records import Record, gaps, read, rewind
 from oppo.report.samples import Decode, samples
-from oppo.report.trace import CLOSING, OPENING, Trace
+from oppo.report.trace import TRACED, Trace, TraceFile
 from oppo.report.writer import Writer
 
 ROLES: Mapping[str, Role] = {
@@ -54,11 +58,8 @@ ROLES: Mapping[str, Role] = {
 }
 """What the models of ``oppo train`` do, by the names of their tracks."""
 
-RECORDS = ("metrics.jsonl", "samples.jsonl", JOURNAL)
-"""Files of one object a line, each with its ``step``; :mod:`oppo.report.journal` reads the last of them."""
-
-SUMMARY = "summary.json"
-"""Written last, however the run ends; :func:`ended` reads it."""
+RECORDS = (METRICS, "samples.jsonl", JOURNAL)
+"""Files of one object a line, each with its ``step`` (:mod:`oppo.report.records`)."""
 
 _SHOWN_STEPS = 3  # steps at the start and at the end whose samples the page shows
 
@@ -69,11 +70,11 @@ class RunDirectory(Observer):
     The directory is locked meanwhile, and no secret reaches its files (:mod:`oppo.redact`).
 
     Args:
-        path: the directory; made, and must be empty if it exists.
+        path: the directory; made, and must be empty if it exists, but for what a run has left that made no step.
         config: text of ``config.toml``.
         decode: token ids to text; without it no samples are written.
         keep: rollouts of each step in ``samples.jsonl``.
-        trace: write ``trace.json``.
+        trace: steps at the beginning, and as many at the end, that ``trace.json`` shows; ``None``: all; 0: no trace.
         threaded: write in a thread; false writes at once, as virtual time needs it.
         roles: what each model track does, for the overlap metrics.
         source: the stage whose items are the rollouts' events.
@@ -82,6 +83,10 @@ class RunDirectory(Observer):
             for observations, and the records go on from there; the trace goes on in ``trace-<steps>.json``.
             ``None``: a new run.
         lock: of the directory, where it is held already; released when the directory is complete.
+
+    Attributes:
+        trained: rollouts that the run has trained so far.
+        faults: sentences about records that were damaged when the run was resumed.
 
     Raises:
         ConfigError: the directory is already used, by a run that is over or one that goes on, or cannot be written.
@@ -94,7 +99,7 @@ class RunDirectory(Observer):
         config: str = "",
         decode: Decode | None = None,
         keep: int = 4,
-        trace: bool = True,
+        trace: int | None = TRACED,
         threaded: bool = True,
         roles: Mapping[str, Role] = ROLES,
         source: str = "generate",
@@ -109,10 +114,12 @@ class RunDirectory(Observer):
         self._source = source
         self._gauges = dict(gauges or {})
         self._redact = redactor()
-        self._trace = Trace() if trace else None
+        self._trace = None if trace == 0 else Trace()
+        self._trace_file: TraceFile | None = None
         self._lock = threading.Lock()
         self._model_spans: list[Span] = []  # guarded by the lock: models report from their own threads
-        self._records: list[Metrics] = []
+        self.trained = 0
+        self.faults: list[str] = []
         self._first_samples: list[Record] = []
         self._last_samples: list[list[Record]] = []
         self._at = 0.0
@@ -122,20 +129,22 @@ class RunDirectory(Observer):
         self._concluded = False
         if resumed_at is None:
             require_unused(path)
-        self._trace_file = "trace.json" if resumed_at is None else f"trace-{resumed_at:06d}.json"
         try:
             make(path)
-            self._open.callback((lock or Lock(path)).release)
+            self._held = lock or Lock(path)
+            self._open.callback(self._held.release)
             if resumed_at is None:
-                _require_empty(path)  # again: another run may have come and gone before the lock was had
+                require_stepless(path)  # again: another run may have come and gone before the lock was had
+                clear(path)
             else:
                 self._rewind(resumed_at)
             put(path / "config.toml", self._redact(config))
             for name in RECORDS:
                 self._files[name] = self._open.enter_context((path / name).open("a", encoding="utf-8"))
-            if trace:
-                traced = (path / self._trace_file).open("w", encoding="utf-8")
-                self._files[self._trace_file] = self._open.enter_context(traced)
+            if self._trace is not None:
+                name = "trace.json" if resumed_at is None else f"trace-{resumed_at:06d}.json"
+                self._files[name] = self._open.enter_context((path / name).open("w", encoding="utf-8"))
+                self._trace_file = TraceFile(self._files[name], trace)
         except OSError as error:
             self._open.close()
             raise ConfigError(f"the run directory {path} cannot be written: {error.strerror or error}") from error
@@ -143,8 +152,6 @@ class RunDirectory(Observer):
             self._open.close()
             raise
         self._writer = Writer(threaded=threaded)
-        if trace:
-            self._write(self._trace_file, OPENING)
 
     def model_span(self, span: Span) -> None:
         """Take note of a model's work; the listener for model threads, safe to call from any of them."""
@@ -173,14 +180,12 @@ class RunDirectory(Observer):
         if isinstance(result, StepReport):
             metrics = record(result, channels, occupation(spans, self._roles))
             metrics |= {name: finite(gauge()) for name, gauge in self._gauges.items()}
-            self._records.append(metrics)
-            self._write_records("metrics.jsonl", [metrics])
+            self.trained += len(result.trained)
+            self._write_records(METRICS, [metrics])
             self._write_records(JOURNAL, journal.endings(step, result, self._at))
+        if self._trace is not None and self._trace_file is not None:
+            self._writer.submit(partial(self._trace_file.write, *self._trace.take()))
         self._flush()
-
-    def summary(self) -> dict[str, float | int | None]:
-        """Return what the run comes to so far."""
-        return {**summary(self._records), "complete": self._concluded}
 
     def conclude(self) -> None:
         """Note that the run has come to its end, and that everything it learned is saved."""
@@ -195,6 +200,10 @@ class RunDirectory(Observer):
         self._writer.settle()
         self._sync()
 
+    def abandon(self) -> None:
+        """Let others have the directory as it is: the process ends at once."""
+        self._held.release()
+
     def close(self) -> None:
         """Complete the directory: the last spans, the summary, the page; idempotent.
 
@@ -206,30 +215,27 @@ class RunDirectory(Observer):
         self._closed = True
         with self._open, closing(self._writer):  # whatever fails, every file is closed
             self._take_spans()
+            if self._trace is not None and self._trace_file is not None:
+                self._writer.submit(partial(self._trace_file.close, *self._trace.take()))
             self._flush()
-            if self._trace is not None:
-                self._write(self._trace_file, CLOSING)
-            shown = [*self._first_samples, *(each for step in self._last_samples for each in step)]
-            self._writer.submit(lambda: self._complete(page(self.path.name, self._records, shown), self.summary()))
+            self._writer.submit(self._complete)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        try:
+        with behind(error, f"completing the run directory {self.path}"):
             self.close()
-        except OSError as later:
-            if error is None:
-                raise
-            error.add_note(f"and then the run directory {self.path} could not be completed: {later}")
 
     def _rewind(self, steps: int) -> None:
         """Take the records back to the first ``steps`` steps, and know of them what their writer knew."""
         (self.path / SUMMARY).unlink(missing_ok=True)
         for name in RECORDS:
-            rewind(self.path / name, steps)
-        self._records = [cast("Metrics", each) for each in journal.read(self.path / "metrics.jsonl")]
-        shown = journal.read(self.path / "samples.jsonl")
+            self.faults += rewind(self.path / name, steps)
+        for name in (METRICS, JOURNAL):
+            self.faults += gaps(self.path / name, steps)
+        self.trained = int(summary(self._metrics())["trained"] or 0)
+        shown = read(self.path / "samples.jsonl")
         of_step = (list(group) for _, group in groupby(shown, key=itemgetter("step")))
         self._first_samples = next(of_step, [])
         self._last_samples = list(deque(of_step, _SHOWN_STEPS))
@@ -260,9 +266,11 @@ class RunDirectory(Observer):
     def _append(self, file: TextIO, text: str) -> None:
         file.write(self._redact(text))
 
+    def _metrics(self) -> Sequence[Metrics]:
+        """Return the metrics of all steps, as they were written."""
+        return [cast("Metrics", each) for each in read(self.path / METRICS)]
+
     def _flush(self) -> None:
-        if self._trace is not None:
-            self._write(self._trace_file, self._trace.take())
         for file in self._files.values():
             self._writer.submit(file.flush)
 
@@ -271,47 +279,10 @@ class RunDirectory(Observer):
             os.fsync(self._files[name].fileno())
         sync(self.path)
 
-    def _complete(self, html: str, facts: Mapping[str, object]) -> None:
+    def _complete(self) -> None:
         self._sync()
-        put(self.path / "report.html", self._redact(html))
+        shown = [*self._first_samples, *(each for step in self._last_samples for each in step)]
+        metrics = self._metrics()
+        put(self.path / "report.html", self._redact(page(self.path.name, metrics, shown)))
+        facts = {**summary(metrics), "complete": self._concluded}
         put(self.path / SUMMARY, self._redact(json.dumps(facts, indent=2)) + "\n")
-
-
-def ended(path: Path) -> int | None:
-    """Return after how many steps a run came to its end, everything it learned saved; ``None``: it has not."""
-    try:
-        facts: dict[str, object] = json.loads((path / SUMMARY).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return cast("int", facts["steps"]) if facts.get("complete") is True else None
-
-
-def require_unused(path: Path) -> None:
-    """Check that a run could write ``path``: nothing is in it, and it can be made if it is not there.
-
-    Raises:
-        ConfigError: it is used, is being written by another run, is no directory, or cannot be written.
-    """
-    try:
-        there = next(each for each in (path, *path.parents) if each.exists())
-        fit = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
-        if fit and there == path:
-            if is_locked(path):
-                raise ConfigError(taken(path))
-            _require_empty(path)
-    except OSError as error:
-        raise ConfigError(f"the run directory {path} cannot be used: {error.strerror or error}") from error
-    if not fit:
-        what = "cannot be written to" if there.is_dir() else "is no directory"
-        raise ConfigError(f"the run directory {path} cannot be used: {there} {what}; choose another run.directory")
-
-
-def _require_empty(path: Path) -> None:
-    used = sorted(entry.name for entry in path.iterdir() if entry.name != LOCK)
-    if used:
-        resumable = any(path.glob("checkpoints/step-*"))
-        advice = [f"go on with `oppo resume {path}`"] if resumable else []
-        raise ConfigError(
-            f"the run directory {path} is already used (it holds {', '.join(used[:3])}"
-            f"{', ...' if len(used) > 3 else ''}): {', '.join([*advice, 'choose another run.name'])}, or remove it"
-        )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 from oppo.events import Batch
-from oppo.report.journal import Record
+from oppo.report.records import Record
 
 Decode: TypeAlias = Callable[[Sequence[int]], str]
 

@@ -7,7 +7,8 @@ a crash can still be opened.
 from __future__ import annotations
 
 import json
-from typing import Literal, TypeAlias
+from collections import deque
+from typing import Literal, TextIO, TypeAlias
 
 from oppo.events import Chunk, Defer, Finish, Given, Prompt
 from oppo.observe import Span
@@ -17,6 +18,9 @@ Process: TypeAlias = Literal["stages", "models"]
 
 _PIDS: dict[Process, int] = {"stages": 1, "models": 2}
 
+TRACED = 20
+"""Steps at the beginning of a run, and as many at its end, that its trace shows unless told otherwise."""
+
 
 class Trace:
     """Turns spans and items into trace events; says each track's name once. Writes nothing itself."""
@@ -24,9 +28,10 @@ class Trace:
     def __init__(self) -> None:
         self._tids: dict[tuple[Process, str], int] = {}
         self._parked: set[int] = set()
-        self._events: list[Event] = [
+        self._names: list[Event] = [
             {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}} for name, pid in _PIDS.items()
         ]
+        self._events: list[Event] = []
 
     def span(self, span: Span, process: Process) -> None:
         """Add a slice to the span's track."""
@@ -50,11 +55,11 @@ class Trace:
             self._parked.discard(item.rollout)
             self._arrow("f", stage, item.rollout, at)
 
-    def take(self) -> str:
-        """Return the text that continues the file by what was added since the last call."""
-        text = "".join(json.dumps(event, separators=(",", ":")) + ",\n" for event in self._events)
-        self._events = []
-        return text
+    def take(self) -> tuple[str, str]:
+        """Return what was added since the last call, as text: the names of new tracks, and what happened on tracks."""
+        names, events = _text(self._names), _text(self._events)
+        self._names, self._events = [], []
+        return names, events
 
     def _arrow(self, phase: str, stage: str, rollout: int, at: float) -> None:
         place = self._place("stages", stage)
@@ -73,12 +78,68 @@ class Trace:
         if key not in self._tids:
             self._tids[key] = len(self._tids) + 1
             name = {"ph": "M", "name": "thread_name", "pid": pid, "tid": self._tids[key], "args": {"name": track}}
-            self._events.append(name)
+            self._names.append(name)
         return {"pid": pid, "tid": self._tids[key]}
 
 
-OPENING = "[\n"
-CLOSING = '{"ph":"M","name":"process_labels","pid":1,"args":{"labels":"oppo"}}\n]\n'
+class TraceFile:
+    """Holds the first steps of a run and the last ones; steps between are taken out while the run goes on.
+
+    While it is open, the file has up to twice as many of the last steps.
+
+    Args:
+        file: open for writing, empty.
+        steps: at the beginning, and as many at the end, 1 or more; ``None``: all.
+    """
+
+    def __init__(self, file: TextIO, steps: int | None) -> None:
+        self._file = file
+        self._limit = steps
+        self._first = 0
+        self._later = 0
+        self._begin_of_later = 0
+        self._names = ""
+        self._last: deque[str] = deque(maxlen=steps)
+        file.write("[\n")
+
+    def write(self, names: str, events: str) -> None:
+        """Write what a step came to.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self._file.write(names + events)
+        if self._limit is None:
+            return
+        if self._first < self._limit:
+            self._first += 1
+            self._begin_of_later = self._file.tell()
+            return
+        self._names += names
+        self._last.append(events)
+        self._later += 1
+        if self._later == 2 * self._limit:
+            self._shorten()
+
+    def close(self, names: str, events: str) -> None:
+        """Write what came after the last step, and leave the first and the last steps, and nothing between.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self._shorten()
+        self._file.write(f'{names}{events}{{"ph":"M","name":"process_labels","pid":1,"args":{{"labels":"oppo"}}}}\n]\n')
+
+    def _shorten(self) -> None:
+        if self._later > len(self._last):
+            self._file.seek(self._begin_of_later)
+            self._file.truncate()
+            self._file.write(self._names + "".join(self._last))
+            self._later = len(self._last)
+
+
+def _text(events: list[Event]) -> str:
+    return "".join(json.dumps(event, separators=(",", ":")) + ",\n" for event in events)
 
 
 def _microseconds(at: float) -> float:

@@ -5,22 +5,50 @@ Looked at is what would corrupt a batch, lose a rollout or make a run hang; :mod
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Sized
+from inspect import isroutine
 from typing import SupportsFloat
 
 import numpy as np
 
-from oppo.errors import ProtocolError
+from oppo.errors import ProtocolError, shortened
 from oppo.events import Batch, Finish
 from oppo.models import Follower, Piece, Trained, Trainer
 
 
-def require_count(answers: Sequence[object], asked: int, what: str) -> None:
+def require_model(given: object, kind: str, members: Sequence[str]) -> None:
+    """Raise unless an object has what the stages use of a model of this kind.
+
+    Args:
+        given: where a model was expected.
+        kind: name of the protocol, of :mod:`oppo.models` or :mod:`oppo.admission`.
+        members: of the protocol.
+
+    Raises:
+        ProtocolError: it lacks a member.
+    """
+    lacking = [name for name in members if not hasattr(given, name)]
+    if not lacking:
+        return
+    name = getattr(given, "__name__", None)
+    came = type(given).__name__ + (f" {name!r}" if isinstance(name, str) else "")
+    wrap = "; a reward function goes into FunctionReward(function, decode)" if isroutine(given) else ""
+    raise ProtocolError(
+        f"expected the protocol {kind}, an object with {', '.join(members)}; got {came}, which has no "
+        f"{', '.join(lacking)}{wrap}"
+    )
+
+
+def require_count(answers: object, asked: int, what: str) -> None:
     """Raise unless a model answered as often as it was asked.
 
     Raises:
         ProtocolError: it did not.
     """
+    if not (isinstance(answers, Sized) and isinstance(answers, Iterable)):
+        raise ProtocolError(
+            f"{what} must return a list, one item for each of {asked} rollouts; got {described(answers)}"
+        )
     if len(answers) != asked:
         raise ProtocolError(f"{what} was asked for {asked} rollouts and answered for {len(answers)}")
 
@@ -37,6 +65,8 @@ def require_piece(piece: Piece, rollout: int, oldest: int, newest: int) -> None:
     Raises:
         ProtocolError: it cannot.
     """
+    if not isinstance(piece, Piece):
+        raise ProtocolError(f"rollout {rollout}: read() must return a Piece; got {described(piece)}")
     n, versions = len(piece.tokens), piece.versions
     if not n:
         if piece.state != "cut":
@@ -84,10 +114,10 @@ def require_per_token(values: object, finish: Finish, what: str) -> None:
 
 
 def described(value: object) -> str:
-    """Return what a value is, on a line: arrays by their shape."""
+    """Return what a value is, on a line of bounded length: arrays by their shape."""
     if isinstance(value, np.ndarray):
         return f"an array of shape {value.shape} and type {value.dtype}"
-    return f"{type(value).__name__} {value!r}"
+    return f"{type(value).__name__} {shortened(repr(value))}"
 
 
 def require_trained(trained: Trained, trainer: Trainer, before: int, batch: Batch) -> None:
@@ -96,6 +126,8 @@ def require_trained(trained: Trained, trainer: Trainer, before: int, batch: Batc
     Raises:
         ProtocolError: it did not.
     """
+    if not isinstance(trained, Trained):
+        raise ProtocolError(f"update() of the trainer must return oppo.Trained(metrics, ...); got {described(trained)}")
     if trainer.version != before + 1:
         raise ProtocolError(f"after an update of version {before} the trainer's is {trainer.version}, not {before + 1}")
     strangers = sorted({*trained.nonfinite, *trained.skipped} - set(batch.rollouts))

@@ -16,7 +16,7 @@ from oppo.errors import ProtocolError, noted
 from oppo.events import Chunk, Defer, Finish, FinishReason, Given, Prompt, Response, RolloutEvent, StepReport
 from oppo.graph import Receiver, Sender, Stateful, Step
 from oppo.models import Decode, Policy
-from oppo.stages.contract import require_count, require_piece
+from oppo.stages.contract import require_count, require_model, require_piece
 from oppo.stages.intake import prompt_of
 from oppo.stages.ledger import Ledger, Unit
 from oppo.stages.measure import DecodeSpan, Decoding, observation
@@ -79,6 +79,9 @@ class Generate:
     replay: Mapping[int, Observation] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        require_model(self.policy, "Policy", ("version", "load", "open", "decoding"))
+        require_model(self.admission, "Admission", ("batch", "max_deferrals", "admit", "cut", "observe"))
+        require_model(self.chunks, "ChunkSize", ("size", "observe"))
         self._ledger = Ledger(self.admission)
         self._flights: dict[int, Flight] = {}
         self._restored: list[Parked] = []

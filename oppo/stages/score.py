@@ -18,7 +18,7 @@ from oppo.models import Follower, Scorer
 from oppo.observe import Span
 from oppo.placement import GaveWay, ahead, giving_way
 from oppo.stages.backlog import Backlog, Growth
-from oppo.stages.contract import require_count
+from oppo.stages.contract import require_count, require_model
 
 T = TypeVar("T")
 
@@ -70,6 +70,7 @@ class Score(Generic[T]):
     _pace: float = field(default=0.0, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        require_model(self.scorer, "Scorer", ("version", "extend", "finish", "forget"))
         self._follows = isinstance(self.scorer, Follower)
 
     async def __aenter__(self) -> Self:
@@ -186,9 +187,6 @@ class Score(Generic[T]):
     def _scoring(self, label: str, events: Sequence[Growth | Finish]) -> Iterator[None]:
         """Note when the scorer worked; name the rollouts in an error."""
         start = anyio.current_time()
-        try:
+        with noted(f"while scoring rollouts {list(dict.fromkeys(event.rollout for event in events))}"):
             yield
-        except Exception as error:
-            error.add_note(f"while scoring rollouts {list(dict.fromkeys(event.rollout for event in events))}")
-            raise
         self._step.spans.append(Span(self._step.stage, label, start, anyio.current_time()))

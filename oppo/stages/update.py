@@ -16,7 +16,7 @@ from oppo.events import Batch, Drop, StepReport
 from oppo.graph import Receiver, Sender, Step
 from oppo.models import Follower, Trained, Trainer
 from oppo.observe import Span
-from oppo.stages.contract import require_published, require_trained
+from oppo.stages.contract import require_model, require_published, require_trained
 from oppo.stages.lengths import LengthBias
 from oppo.stages.measure import observation
 from oppo.stages.rows import NONFINITE
@@ -43,6 +43,11 @@ class Update:
     _nonfinite: int = field(default=0, init=False, repr=False)
     _lengths: LengthBias = field(default_factory=LengthBias, init=False, repr=False)
     _step: Step = field(default=Step(0, 1, 0.0), init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        require_model(self.trainer, "Trainer", ("version", "update", "publish"))
+        for follower in self.publish:
+            require_model(follower, "Follower", ("version", "load"))
 
     def begin(self, step: Step) -> None:
         """Learn the step's number and when it started."""

@@ -54,6 +54,7 @@ def test_looking_whether_results_can_be_written_leaves_no_file_and_harms_none(tm
     assert (old.read_text(), new.exists(), new.parent.is_dir()) == ("kept", False, True)
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(600)
 def test_the_smoke_workload_runs_through_the_whole_ladder_s_machinery(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 import numpy as np
@@ -95,15 +95,25 @@ def test_the_page_shows_the_results(results: Results) -> None:
     )
 
 
+def assert_comes_out_again(results: Results, cell: Cell) -> None:
+    """Simulate a cell; sums are rounded otherwise on another processor, and decisions are the same."""
+    ours, theirs = asdict(cell.run()), asdict(results.outcomes[cell])
+    inexact = {name for name, value in theirs.items() if isinstance(value, float)}
+    assert {name: ours[name] for name in ours.keys() - inexact} == {
+        name: theirs[name] for name in ours.keys() - inexact
+    }
+    expected = {name: theirs[name] for name in inexact}
+    assert {name: ours[name] for name in inexact} == pytest.approx(expected, rel=1e-9, nan_ok=True)
+
+
 def test_what_is_published_comes_out_again(results: Results) -> None:
-    cell = Cell("modern", "train-bound", "tail")
-    assert cell.run() == results.outcomes[cell]
+    assert_comes_out_again(results, Cell("modern", "train-bound", "tail"))
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("cell", [cell for engine in ENGINES for cell in cells(engine)][::29], ids=str)
 def test_one_in_twenty_nine_of_what_is_published_comes_out_again(results: Results, cell: Cell) -> None:
-    assert repr(cell.run()) == repr(results.outcomes[cell]), "as text, where NaN equals NaN"
+    assert_comes_out_again(results, cell)
 
 
 def test_a_small_run_gains_time_from_deferring_and_foretells_it() -> None:

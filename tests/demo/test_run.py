@@ -36,6 +36,7 @@ def learned(directory: Path) -> dict[str, object]:
     return facts
 
 
+@pytest.mark.deep
 def test_a_short_demo_learns_and_leaves_a_run_that_can_be_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from huggingface_hub.constants import ENDPOINT, HF_HUB_ETAG_TIMEOUT
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     BloomConfig,
     BloomForCausalLM,
     PreTrainedTokenizerFast,
@@ -24,6 +27,7 @@ from transformers import (
 from oppo.errors import ConfigError, ModelRefused
 from oppo.hf.digest import weights_digest
 from oppo.hf.load import ALIGNMENT, load_causal, load_scalar, load_tokenizer
+from oppo.hf.lora import add_lora
 from tests.hf import tiny
 
 
@@ -87,7 +91,9 @@ def test_a_reward_model_is_no_policy(scalar: Path) -> None:
 
 def test_a_path_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
     for load in (load_causal, load_scalar, load_tokenizer):
-        with pytest.raises(ConfigError, match=r"loaded: '.*nowhere' is no directory here"):
+        with pytest.raises(
+            ConfigError, match=r"'.*nowhere' is no directory here, nor could it be the name of a model at a hub"
+        ):
             load(tmp_path / "nowhere")
 
 
@@ -100,7 +106,7 @@ def test_a_directory_without_a_model_says_what_it_holds(tmp_path: Path) -> None:
 def test_pickled_weights_are_not_read(causal: Path, tmp_path: Path) -> None:
     shutil.copy(causal / "config.json", tmp_path)
     torch.save(load_file(causal / "model.safetensors"), tmp_path / "pytorch_model.bin")
-    with pytest.raises(ConfigError, match=r"pytorch_model\.bin; looked for config\.json and \*\.safetensors"):
+    with pytest.raises(ConfigError, match=r"holds its weights only as pickles \(pytorch_model\.bin\)"):
         load_causal(tmp_path)
 
 
@@ -135,7 +141,7 @@ def test_code_that_comes_with_a_model_runs_only_where_it_is_trusted(
     code = {"AutoConfig": "code_of_novel.NovelConfig", "AutoModelForCausalLM": "code_of_novel.NovelForCausalLM"}
     (novel / "config.json").write_text(json.dumps(config | {"model_type": "novel", "auto_map": code}))
     (novel / "code_of_novel.py").write_text(NOVEL)
-    with pytest.raises(ConfigError, match="no model could be loaded"):
+    with pytest.raises(ConfigError, match=r"would run code of its own \(code_of_novel\.py\)"):
         load_causal(novel)
     assert not (tmp_path / "modules").exists()
     model = load_causal(novel, trust_remote_code=True)
@@ -168,3 +174,210 @@ def test_a_tokenizer_is_loaded(tmp_path: Path) -> None:
     words = Tokenizer(WordLevel({"good": 0, "bad": 1, "?": 2}, unk_token="?"))
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained(tmp_path)
     assert load_tokenizer(tmp_path).convert_tokens_to_ids(["bad", "good"]) == [1, 0]
+
+
+def test_a_vocabulary_of_nothing_but_special_tokens_is_none(tmp_path: Path) -> None:
+    tiny.causal("gpt2").save_pretrained(tmp_path)
+    assert len(AutoTokenizer.from_pretrained(tmp_path)) == 1, "which is what transformers makes of no file at all"
+    with pytest.raises(ConfigError, match=r"no tokenizer could be loaded: the directory .* looked for tokenizer\.json"):
+        load_tokenizer(tmp_path)
+
+
+def rewrite(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Add tensors to the weights of a model."""
+    held = {name: tensor.clone() for name, tensor in load_file(directory / "model.safetensors").items()}
+    save_file(held | tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.fixture
+def reward(tmp_path: Path) -> Path:
+    """A reward model whose embedding could be the head of a causal one."""
+    config = tiny.CONFIGS["llama"]()
+    config.num_labels, config.tie_word_embeddings = 1, True
+    tiny.scalar_of(config).save_pretrained(tmp_path / "reward")
+    return tmp_path / "reward"
+
+
+def test_weights_that_a_model_does_not_use_are_refused_and_left_out_where_that_is_asked_for(reward: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has score\.weight, which LlamaForCausalLM does not use.*ignore_unused_w"):
+        load_causal(reward)
+    told: list[str] = []
+    assert type(load_causal(reward, ignore_unused=True, tell=told.append)).__name__ == "LlamaForCausalLM"
+    assert told == [f"{reward} has score.weight, left out since LlamaForCausalLM does not use that"]
+
+
+def test_a_layer_that_a_config_leaves_out_is_noticed(causal: Path, scalar: Path, tmp_path: Path) -> None:
+    for name, model, load in (("causal", causal, load_causal), ("scalar", scalar, load_scalar)):
+        shutil.copytree(model, tmp_path / name)
+        config = json.loads((model / "config.json").read_text())
+        config |= {"num_hidden_layers": 1} if name == "scalar" else {"n_layer": 1}
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ConfigError, match=r"(h|layers)\.1\..* more, which .* does not use"):
+            load(tmp_path / name)
+
+
+def test_a_head_for_logits_is_left_out_of_a_model_that_gives_one_number(reward: Path) -> None:
+    rewrite(reward, {"lm_head.weight": torch.zeros(tiny.VOCABULARY, tiny.HIDDEN)})
+    told: list[str] = []
+    load_scalar(reward, tell=told.append)
+    assert told == [f"{reward} has lm_head.weight, left out since LlamaForSequenceClassification does not use that"]
+    rewrite(reward, {"v_head.weight": torch.zeros(1, tiny.HIDDEN)})
+    with pytest.raises(ConfigError, match=r"has v_head\.weight, which LlamaForSequenceClassification does not use"):
+        load_scalar(reward)
+
+
+def test_a_new_head_is_told(causal: Path) -> None:
+    told: list[str] = []
+    load_scalar(causal, new_head=True, tell=told.append)
+    assert told == [f"{causal} has no score.weight: the head is new, and begins at zero"]
+
+
+@pytest.mark.parametrize(
+    ("name", "constants"),
+    [
+        ("gpt2", ("transformer.h.0.attn.bias", "transformer.h.0.attn.masked_bias")),
+        ("gptj", ("transformer.h.0.attn.bias", "transformer.h.0.attn.masked_bias")),
+        ("gptj", ("transformer.h.0.attn.embed_positions",)),
+        ("neox", ("gpt_neox.layers.0.attention.masked_bias", "gpt_neox.layers.0.attention.rotary_emb.inv_freq")),
+        ("opt", ("model.decoder.version",)),
+        ("llama", ("model.layers.0.self_attn.rotary_emb.inv_freq",)),
+    ],
+    ids=str,
+)
+def test_constants_that_checkpoints_once_held_are_no_weights(
+    tmp_path: Path, name: str, constants: tuple[str, ...]
+) -> None:
+    tiny.causal(name).save_pretrained(tmp_path)
+    rewrite(tmp_path, {constant: torch.zeros(4) for constant in constants})
+    told: list[str] = []
+    assert weights_digest(load_causal(tmp_path, tell=told.append)) == weights_digest(tiny.causal(name))
+    assert told == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_weight_that_is_no_number_is_named(reward: Path, dtype: str) -> None:
+    weight = load_file(reward / "model.safetensors")["model.norm.weight"]
+    weight[7] = 1e30 if dtype == "float16" else torch.nan
+    rewrite(reward, {"model.norm.weight": weight})
+    with pytest.raises(ConfigError, match=rf"model\.norm\.weight of the .* NaN or infinite numbers in torch\.{dtype}"):
+        load_scalar(reward, dtype=dtype)
+
+
+def test_no_index_leads_to_a_pickle_or_out_of_the_directory(causal: Path, tmp_path: Path) -> None:
+    weights = load_file(causal / "model.safetensors")
+    torch.save(weights, tmp_path / "outside.bin")
+    for name in ("inside.bin", "../outside.bin", str(tmp_path / "outside.bin")):
+        model = tmp_path / "model"
+        shutil.copytree(causal, model, dirs_exist_ok=True)
+        (model / "model.safetensors").unlink(missing_ok=True)
+        torch.save(weights, model / "inside.bin")
+        index = {"metadata": {}, "weight_map": dict.fromkeys(weights, name)}
+        (model / "model.safetensors.index.json").write_text(json.dumps(index))
+        for load in (load_causal, load_scalar):
+            with pytest.raises(ConfigError, match=r"only as pickles|outside of that directory"):
+                load(model)
+    with pytest.raises(ConfigError, match="outside of that directory"):
+        load_causal(model, allow_pickle=True)
+
+
+def test_running_out_of_memory_is_no_damage(causal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        torch.empty(1 << 50, dtype=torch.uint8)
+
+    monkeypatch.setattr("oppo.hf.load._align", full)
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        load_causal(causal)
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    """An adapter that changes what its base says."""
+    base = tmp_path / "base"
+    tiny.causal("llama", seed=1).save_pretrained(base)
+    model = load_causal(base)
+    add_lora(model, 4, 8)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * parameter.requires_grad)
+    model.save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def test_an_adapter_is_loaded_with_its_base(adapter: Path) -> None:
+    ours = load_causal(adapter)
+    theirs = AutoModelForCausalLM.from_pretrained(adapter)
+    assert weights_digest(ours) == weights_digest(theirs)
+    assert weights_digest(ours) != weights_digest(load_causal(adapter.parent / "base"))
+
+
+def test_an_adapter_and_its_base_are_data_and_whole(adapter: Path) -> None:
+    with pytest.raises(ConfigError, match=r"adapter' has no score\.weight"):
+        load_scalar(adapter)
+    weights = load_file(adapter / "adapter_model.safetensors")
+    torch.save(weights, adapter / "adapter_model.bin")
+    (adapter / "adapter_model.safetensors").rename(adapter / "away")
+    with pytest.raises(ConfigError, match=r"only as pickles \(adapter_model\.bin\)"):
+        load_causal(adapter)
+    assert weights_digest(load_causal(adapter, allow_pickle=True))
+    weights.popitem()
+    save_file(weights, adapter / "adapter_model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"adapter' has no .*lora_.*: it is incomplete"):
+        load_causal(adapter)
+    (adapter / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"adapter_model\.safetensors is no safetensors file"):
+        load_causal(adapter)
+    (adapter / "away").rename(adapter / "adapter_model.safetensors")
+    rewrite(adapter.parent / "base", {"model.fourth.weight": torch.zeros(2)})
+    with pytest.raises(ConfigError, match=r"has model\.fourth\.weight, which LlamaForCausalLM does not use"):
+        load_causal(adapter)
+    shutil.copy(adapter.parent / "base" / "config.json", adapter)
+    with pytest.raises(ConfigError, match="an adapter beside a model"):
+        load_causal(adapter)
+
+
+@pytest.fixture
+def hub_copy(causal: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What the hub's cache holds of ``owner/kept``: links to files whose names are digests."""
+    repository = tmp_path / "models--owner--kept"
+    snapshot = repository / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("a" * 40)
+    (repository / "blobs").mkdir()
+    for number, file in enumerate(sorted(causal.iterdir())):
+        shutil.copy(file, repository / "blobs" / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    return snapshot
+
+
+def test_what_this_machine_keeps_of_a_hub_is_read_through_its_links(hub_copy: Path, causal: Path) -> None:
+    model = load_causal("owner/kept")
+    assert weights_digest(model) == weights_digest(load_causal(causal))
+    assert model.name_or_path == "owner/kept", "by which adapters name their base"
+    (hub_copy / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"snapshots/a+' holds config\.json.*; looked for"):
+        load_causal("owner/kept")
+
+
+def test_a_hub_is_asked_once_and_that_is_told(hub_copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, float]] = []
+
+    def refuse(_: object, name: str, *, timeout: float) -> None:
+        asked.append((name, timeout))
+        raise TimeoutError("no answer")
+
+    monkeypatch.setattr("oppo.hf.hub.is_offline_mode", lambda: False)
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", refuse)
+    told: list[str] = []
+    tell = told.append
+    with pytest.raises(ConfigError, match=r"^'owner/none' is no directory here, .* \(TimeoutError: no answer\)$"):
+        load_causal("owner/none", tell=tell)
+    assert asked == [("owner/none", HF_HUB_ETAG_TIMEOUT)]
+    assert told == [f"owner/none is no directory here: asking {ENDPOINT} for it"]
+    for load in (load_causal, load_causal, partial(load_scalar, new_head=True)):
+        load("owner/kept", tell=tell)
+    assert asked[1:] == [("owner/kept", HF_HUB_ETAG_TIMEOUT)]
+    assert told[1] == f"owner/kept is no directory here: asking {ENDPOINT} for it"
+    assert told[2] == f"taking owner/kept as this machine's copy {hub_copy} has it (TimeoutError: no answer)"
+    assert told[3:] == ["owner/kept has no score.weight: the head is new, and begins at zero"]

@@ -143,6 +143,14 @@ async def trained(scoring: Place, *, kill_between_steps: bool = False) -> tuple[
     return weights_digest(ours["actor"]), weights_digest(ours["critic"])
 
 
+async def test_a_run_is_the_same_though_its_scorers_die_in_the_middle_of_a_call(thread: Thread, tmp_path: Path) -> None:
+    (tmp_path / "finish").touch()  # as if it had died there already
+    with Process("scorers", setup=partial(deadly, tmp_path), restarts=1) as process:
+        assert await trained(process) == await trained(thread)
+    assert (tmp_path / "extend").exists()
+
+
+@pytest.mark.deep
 async def test_a_run_is_the_same_though_its_scorers_die_in_extend_in_finish_and_between_steps(
     thread: Thread, tmp_path: Path
 ) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,7 +19,7 @@ from oppo.admission import Overcommit
 from oppo.errors import HangError
 from oppo.events import Finish, StepReport
 from oppo.graph import Graph, Snapshot, Wait
-from oppo.liveness import Stall, Watchdog
+from oppo.liveness import Stall, Watchdog, watched
 from oppo.observe import Span
 from oppo.recipes import ppo
 from oppo.rewards import FunctionReward
@@ -231,7 +234,7 @@ async def test_what_cannot_be_cancelled_is_left_to_the_last_resort(tmp_path: Pat
     assert errors == [await hang(graph, watchdog, trap)]
 
 
-@pytest.mark.parametrize(("limit", "periods"), [(0.0, 20), (0.25, 5)])
+@pytest.mark.parametrize(("limit", "periods"), [(0.0, 21), (0.25, 6)])
 async def test_a_cancelled_run_is_waited_for_while_it_saves_up_to_the_limit_of_a_call(
     tmp_path: Path, limit: float, periods: int
 ) -> None:
@@ -257,7 +260,7 @@ async def test_a_cancelled_run_is_waited_for_while_it_saves_up_to_the_limit_of_a
     )
     error = await hang(hanging(trap).replace(reward=Score(Unbearable(trap))), watchdog, trap)
     assert errors == [error]
-    assert len(looks) == periods
+    assert len(looks) == periods, "one of them to end what can be ended without the process"
 
 
 async def test_a_cancelled_run_is_waited_for_while_it_moves(tmp_path: Path) -> None:
@@ -312,3 +315,50 @@ async def test_a_run_that_moves_is_left_alone(tmp_path: Path) -> None:
     with Watchdog(60, report=tmp_path / "r.json") as watchdog:
         await play_on(hanging(trap), watchdog)
     assert not (tmp_path / "r.json").exists()
+
+
+LOCKED = """
+import re, sys
+from pathlib import Path
+from oppo.liveness import Watchdog, last_word
+
+last_word.CPU_SECONDS = 0.1
+
+def hold_the_lock():
+    re.match(r"(a+)+$", "a" * 60 + "b")
+
+with Watchdog(0.5, report=Path(sys.argv[1]), last_resort=print):
+    hold_the_lock()
+"""
+
+
+def test_the_last_word_comes_from_outside_of_the_interpreter_lock(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LOCKED, str(tmp_path / "r.json")],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == -signal.SIGPROF, done.stderr
+    assert "in hold_the_lock" in done.stderr
+
+
+async def test_a_run_of_a_program_is_watched_in_one_line(tmp_path: Path) -> None:
+    trap, told = Trap(), list[str]()
+    reward = FunctionReward(lambda prompts, completions: trap.fall(), str, name="stuck")
+    graph = hanging(trap).replace(reward=Score(reward))
+    limits = {"seconds": 0.2, "call_seconds": 0.3, "notice": 0.1, "report": tmp_path / "r.json", "tell": told.append}
+
+    async def run() -> None:
+        async with graph.open(prompts(10)) as run, watched(run, reward, **limits):  # type: ignore[arg-type]  # as they are named
+            async for _ in run.steps(3):
+                pass
+
+    try:
+        with pytest.raises(HangError, match=r"in a call: reward function 'stuck' .*; call_seconds = 0.3 is the limit"):
+            await run()
+    finally:
+        trap.opened.set()
+    assert told[0].startswith("nothing has moved for 0 s: ")
+    assert json.loads((tmp_path / "r.json").read_text())["at_work"] == ["reward"]

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from oppo.errors import ModelError, ModelLost, ProtocolError
@@ -195,6 +196,40 @@ async def test_a_child_that_dies_is_replaced_and_its_residents_are_told_what_the
         with pytest.raises(ModelLost, match=r"SIGKILL.*; no more than restarts=2 dead processes are replaced"):
             await one.call("add", Total.add, 1)
     assert [sentence.rpartition("started again ")[2] for sentence in told] == ["(1 of 2)", "(2 of 2)"]
+
+
+async def test_restarts_are_counted_by_the_hour(monkeypatch: pytest.MonkeyPatch) -> None:
+    at = [0.0]
+    monkeypatch.setattr("oppo.observe.now", lambda: at[0])
+    with Process("scorers", restarts=1) as process:
+        total = process.host(Total())
+        for hour in range(3):
+            at[0] = 3600.0 * hour
+            os.kill(process.pid, signal.SIGKILL)
+            assert await total.call("add", Total.add, 1) == 1
+        os.kill(process.pid, signal.SIGKILL)
+        with pytest.raises(ModelLost, match=r"no more than restarts=1 dead processes are replaced in 1 h"):
+            await total.call("add", Total.add, 1)
+
+
+async def test_a_child_that_hangs_can_be_ended_and_is_not_replaced() -> None:
+    with Process("scorers", restarts=3) as process:
+        total, lost = process.host(Total()), list[str]()
+        assert await total.call("add", Total.add, 1) == 1
+        os.kill(process.pid, signal.SIGSTOP)
+
+        async def ask() -> None:
+            with pytest.raises(ModelLost, match="was killed by SIGKILL") as caught:
+                await total.call("extend", Total.add, 1)
+            lost.append(str(caught.value))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask)
+            await anyio.lowlevel.checkpoint()
+            process.abort()
+        with pytest.raises(ModelLost):
+            await total.call("extend", Total.add, 1)
+    assert len(lost) == 1
 
 
 PROGRAM = """

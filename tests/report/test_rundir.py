@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -12,8 +13,8 @@ from oppo.errors import ConfigError
 from oppo.events import Defer
 from oppo.observe import Span
 from oppo.report import RunDirectory, observations, story
-from oppo.report.journal import JOURNAL, Record
-from oppo.report.rewind import rewind
+from oppo.report.journal import JOURNAL
+from oppo.report.records import Record, rewind
 from oppo.report.rundir import RECORDS
 from tests.report.synthetic import decode, play, play_second
 
@@ -142,7 +143,9 @@ def test_a_disk_that_fails_at_the_end_does_not_hide_what_ended_the_run(tmp_path:
         os.dup2(full.fileno(), directory._files["trace.json"].fileno())
     with pytest.raises(ValueError, match="the first error") as caught, directory:
         raise ValueError("the first error")
-    assert "could not be completed: [Errno 28] No space left on device" in caught.value.__notes__[0]
+    (note,) = caught.value.__notes__
+    assert note.startswith("and then, while completing the run directory ")
+    assert note.endswith(", OSError: [Errno 28] No space left on device")
     assert not list((tmp_path / "x").glob("*.partial"))
 
 
@@ -195,3 +198,70 @@ def test_text_with_other_line_ends_and_a_line_torn_within_a_character_are_read_a
 def test_a_run_in_progress_cannot_be_resumed(tmp_path: Path) -> None:
     with RunDirectory(tmp_path / "x"), pytest.raises(ConfigError, match="is being written by another run"):
         RunDirectory(tmp_path / "x", resumed_at=0)
+
+
+def steps_of(path: Path) -> list[str]:
+    """Return the steps that a trace shows, in order."""
+    events = json.loads((path / "trace.json").read_text())
+    assert {event["args"]["name"] for event in events if event["name"] == "thread_name"} >= {"step"}
+    return [event["name"] for event in events if event["ph"] == "X"]
+
+
+@pytest.mark.parametrize(("count", "shown"), [(1, [0]), (4, [0, 1, 2, 3]), (9, [0, 1, 7, 8]), (40, [0, 1, 38, 39])])
+def test_a_trace_shows_the_first_and_the_last_steps(tmp_path: Path, count: int, shown: list[int]) -> None:
+    longest = 0
+    with RunDirectory(tmp_path / "x", trace=2, threaded=False) as directory:
+        for step in range(count):
+            directory.on_span(Span("step", str(step), step, step + 1))
+            directory.on_step(step, None, {})
+            longest = max(longest, (directory.path / "trace.json").read_text().count('"ph":"X"'))
+    assert longest <= 2 + 2 * 2
+    assert steps_of(directory.path) == [str(step) for step in shown]
+
+
+def test_a_trace_can_show_every_step_or_none(tmp_path: Path) -> None:
+    for name, trace in (("all", None), ("none", 0)):
+        with RunDirectory(tmp_path / name, trace=trace, threaded=False) as directory:
+            for step in range(50):
+                directory.on_span(Span("step", str(step), step, step + 1))
+                directory.on_step(step, None, {})
+    assert len(steps_of(tmp_path / "all")) == 50
+    assert not (tmp_path / "none" / "trace.json").exists()
+
+
+def test_records_are_not_held_in_memory(tmp_path: Path) -> None:
+    held = []
+    with RunDirectory(tmp_path / "x", trace=0, threaded=False, keep=0) as directory:
+        for _ in range(3):
+            for _ in range(100):
+                play(directory)
+            gc.collect()
+            held.append(len(gc.get_objects()))
+    assert held[2] - held[1] < 100, "objects for two hundred steps"
+    assert json.loads((directory.path / "summary.json").read_text())["steps"] == 600
+
+
+def test_a_run_that_made_no_step_leaves_its_name_to_the_next(tmp_path: Path) -> None:
+    with RunDirectory(tmp_path / "x", config="first\n") as directory:
+        directory.on_item(0, "generate", Defer(0, 1), 0.0)
+        (directory.path / "log.jsonl").write_text("what went wrong\n")
+    with RunDirectory(tmp_path / "x", config="second\n") as directory:
+        play(directory)
+    assert (directory.path / "config.toml").read_text() == "second\n"
+    assert (directory.path / "log.jsonl").read_text() == "what went wrong\n"
+    assert lines(directory.path / JOURNAL)[0]["event"] == "admitted"
+    with pytest.raises(ConfigError, match="is already used"):
+        RunDirectory(tmp_path / "x")
+
+
+def test_a_resumed_run_says_which_records_were_damaged_and_goes_on(tmp_path: Path) -> None:
+    path = written(tmp_path, threaded=False)
+    first, *rest = (path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (path / "metrics.jsonl").write_bytes(first.replace(b"step", b"st\xffp", 1) + b"".join(rest))
+    with RunDirectory(path, decode=decode, threaded=False, resumed_at=2) as directory:
+        assert directory.faults == [
+            f"{path / 'metrics.jsonl'}: left out as damaged: line 1; see metrics.jsonl.damaged",
+            f"{path / 'metrics.jsonl'}: no record of step 0, nor of what was trained then",
+        ]
+    assert [each["step"] for each in lines(path / "metrics.jsonl")] == [1]
+    assert (path / "metrics.jsonl.damaged").exists()

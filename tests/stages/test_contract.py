@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
+from oppo.admission import Overcommit
 from oppo.errors import ProtocolError
 from oppo.events import Batch, Finish, FloatArray, Prompt
 from oppo.models import Trained, Weights
+from oppo.stages import Generate, Score, Update
 from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_per_token, run_virtual
 from oppo.testing.fakes import FakeDecode
 from tests.pipelines import Pipeline, Setting
@@ -179,3 +184,77 @@ def test_a_group_that_is_being_given_up_when_the_run_fails_leaves_no_decode_open
     with pytest.raises(OSError, match="gone"):
         run_virtual(pipeline.run)
     assert [decode.closed for decode in policy.opened] == [True, True]
+
+
+def length(prompts: list[str], completions: list[str]) -> list[float]:
+    return [float(len(completion)) for completion in completions]
+
+
+def test_a_bare_reward_function_is_refused_with_what_it_goes_into() -> None:
+    with pytest.raises(ProtocolError) as caught:
+        Score(length)  # type: ignore[arg-type]  # that is the fault
+    assert str(caught.value) == (
+        "expected the protocol Scorer, an object with version, extend, finish, forget; got function 'length', which "
+        "has no version, extend, finish, forget; a reward function goes into FunctionReward(function, decode)"
+    )
+
+
+ANYTHING: Any = object()
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: Generate(ANYTHING, Overcommit(2)), "Policy, an object with version, load, open, decoding"),
+        (lambda: Generate(FakePolicy(), ANYTHING), "Admission, an object with batch, max_deferrals, admit, cut"),
+        (lambda: Generate(FakePolicy(), Overcommit(2), ANYTHING), "ChunkSize, an object with size, observe"),
+        (lambda: Update(ANYTHING), "Trainer, an object with version, update, publish"),
+        (lambda: Update(FakeTrainer(), [ANYTHING]), "Follower, an object with version, load; got object, which"),
+    ],
+)
+def test_what_is_no_model_is_refused_when_its_stage_is_made(make: Callable[[], object], sentence: str) -> None:
+    with pytest.raises(ProtocolError, match=re.escape(sentence)):
+        make()
+
+
+class Careless(FakeTrainer):
+    """Returns its metrics, and nothing around them."""
+
+    async def update(self, batch: Batch) -> Trained:
+        return dict((await super().update(batch)).metrics)  # type: ignore[return-value]  # that is the fault
+
+
+def test_an_update_that_returns_a_dictionary_is_refused() -> None:
+    pipeline = Pipeline(SETTING)
+    pipeline.trainer = Careless()
+    sentence, _ = refused(pipeline)
+    assert sentence.startswith("update() of the trainer must return oppo.Trained(metrics, ...); got dict {'loss/fake'")
+
+
+class Mute(FakeScorer[float]):
+    """Says nothing."""
+
+    async def finish(self, finished: Sequence[Finish]) -> Sequence[float]:
+        await super().finish(finished)
+        return None  # type: ignore[return-value]  # that is the fault
+
+
+def test_a_scorer_that_returns_nothing_is_refused() -> None:
+    sentence, notes = refused(Pipeline(SETTING, reward=Mute(lambda finish, tokens, version: 0.0)))
+    assert "finish() of the scorer must return a list, one item for each of " in sentence
+    assert sentence.endswith("got NoneType None")
+    assert notes[0].startswith("while scoring rollouts ")
+
+
+class Impatient(FakeScorer[float]):
+    """Raises what awaiting a task raises that one has cancelled oneself."""
+
+    async def finish(self, finished: Sequence[Finish]) -> Sequence[float]:
+        raise asyncio.CancelledError
+
+
+def test_a_scorer_that_is_cancelled_from_within_is_refused() -> None:
+    sentence, notes = refused(Pipeline(SETTING, reward=Impatient(lambda finish, tokens, version: 0.0)))
+    assert sentence.startswith("a CancelledError was raised, and nothing had cancelled this call")
+    assert notes[0].startswith("while scoring rollouts ")
+    assert notes[1] == "in stage 'reward' of graph 'ppo', step 0"

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from oppo.report.journal import read
-from oppo.report.rewind import rewind
+from oppo.report.records import gaps, read, rewind
 
 
 def records(count: int, text: str = "") -> list[dict[str, object]]:
@@ -49,6 +48,27 @@ def test_observations_of_later_steps_stay_behind_the_first_steps(tmp_path: Path)
     file.write_text(spelled(told), encoding="utf-8")
     rewind(file, 2)
     assert list(read(file)) == [*told[:4], told[5], told[7]]
+
+
+DAMAGED = (b'{"step": 1, "te\xff"}\n', b"{}\n", b"3\n", b'{"step": "1"}\n', b"[" * 9000 + b"\n", b"\n")
+
+
+@pytest.mark.parametrize("line", DAMAGED, ids=range(len(DAMAGED)))
+def test_a_damaged_line_is_kept_aside_and_what_follows_it_stays(tmp_path: Path, line: bytes) -> None:
+    file = tmp_path / "metrics.jsonl"
+    before, after = spelled(records(2)).encode(), spelled(records(4)[3:]).encode()
+    file.write_bytes(before + line + after)
+    assert rewind(file, 9) == [f"{file}: left out as damaged: line 3; see metrics.jsonl.damaged"]
+    assert file.read_bytes() == before + after
+    assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == line
+    assert gaps(file, 4) == [f"{file}: no record of step 2, nor of what was trained then"]
+
+
+def test_a_tail_that_is_lost_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(spelled(records(3)), encoding="utf-8")
+    assert gaps(file, 3) == []
+    assert gaps(file, 40) == [f"{file}: no record of steps 3, 4, 5, 6, 7 and 32 more, nor of what was trained then"]
 
 
 def test_a_file_is_never_in_memory_as_a_whole(tmp_path: Path) -> None:

@@ -1,0 +1,118 @@
+"""Code that a user gives by name, and the boundary around it: whatever it does is an error that says where it arose."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import inspect
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+from oppo.errors import is_cancelled, leaves, shortened
+
+_OURS = str(Path(__file__).parent)
+_LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+@contextmanager
+def contained(refuse: Callable[[str], Exception]) -> Iterator[None]:
+    """Raise ``refuse(words)`` instead of whatever the body raises: ``sys.exit()`` and its own cancellations included.
+
+    A cancellation from outside passes, and so does ``KeyboardInterrupt``, as a part of it where there is one.
+
+    Args:
+        refuse: makes the error; the words are those of :func:`worded`.
+    """
+    try:
+        yield
+    except asyncio.CancelledError as error:
+        if is_cancelled():
+            raise
+        raise refuse(worded(error)) from error
+    except KeyboardInterrupt as error:
+        if is_cancelled():
+            raise asyncio.CancelledError from error
+        raise
+    except (Exception, SystemExit) as error:  # the boundary to the user's code: worded, kept as the cause, re-raised
+        raise refuse(worded(error)) from error
+
+
+def worded(error: BaseException) -> str:
+    """Return what was raised and where in the user's code, as in ``KeyError: 'gold' at /home/me/r.py:3 in f``.
+
+    Of an exception group, its first error. The words are of bounded length, whatever the error says.
+    """
+    first, *others = leaves(error)
+    try:
+        text = str(first)
+    except Exception as failure:  # noqa: BLE001 - the boundary to the user's code: its error cannot even be printed
+        text = f"({type(failure).__name__} in its __str__)"
+    more = f", and {len(others)} more" if others else ""
+    return f"{type(first).__name__}: {shortened(text)}{more}{_place(first)}"
+
+
+def shown(value: object) -> str:
+    """Return a value and its type, in words of bounded length, whatever its ``__repr__`` does."""
+    try:
+        text = repr(value)
+    except Exception as failure:  # noqa: BLE001 - the boundary to the user's code: its value cannot even be printed
+        text = f"({type(failure).__name__} in its __repr__)"
+    return f"{shortened(text, 200)} ({type(value).__name__})"
+
+
+def _place(error: BaseException) -> str:
+    """Return the last line of the user's code that the error came through, or of a library where there is none."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_OURS)]
+    theirs = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<frozen"))]
+    last = next(reversed(theirs or frames), None)
+    return "" if last is None else f" at {last.filename}:{last.lineno} in {last.name}"
+
+
+def load_function(spec: str, refuse: Callable[[str], Exception]) -> Callable[..., object]:
+    """Return the function that ``file.py:function`` names; the file is run as a module of its own.
+
+    Args:
+        spec: file and function.
+        refuse: makes the error that is raised when there is no such file or function, or the file cannot be run.
+    """
+    text, _, name = spec.rpartition(":")
+    path = Path(text)
+    if not text or path.suffix != ".py":
+        raise refuse(f"a function is named as file.py:function; got {spec!r}")
+    if not path.is_file():
+        raise refuse(f"there is no file {path} to take the function {name!r} from")
+    function: object = getattr(_module(path, refuse), name, None)
+    if function is None:
+        there = _functions(sys.modules[_name(path)])
+        raise refuse(f"{path} has no function {name!r}; the functions there are {', '.join(there) or '(none)'}")
+    if not callable(function):
+        raise refuse(f"{spec} is not a function but {shown(function)}")
+    return function
+
+
+def _name(path: Path) -> str:
+    return f"oppo_user_{path.stem}"
+
+
+def _functions(module: ModuleType) -> list[str]:
+    return [key for key, value in vars(module).items() if inspect.isroutine(value) and not key.startswith("_")]
+
+
+def _module(path: Path, refuse: Callable[[str], Exception]) -> ModuleType:
+    found = importlib.util.spec_from_file_location(_name(path), path)
+    if found is None or found.loader is None:
+        raise refuse(f"{path} cannot be loaded as a Python module")
+    module = importlib.util.module_from_spec(found)
+    sys.modules[_name(path)] = module  # dataclasses and pickle look their module up by name
+    try:
+        with contained(lambda words: refuse(f"{path} cannot be run: {words}")):
+            found.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[_name(path)]
+        raise
+    return module

@@ -1,0 +1,79 @@
+"""Signals ask a run to end, then end it; they are left alone outside of it."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from oppo.interrupt import SIGNALS, Stopped, interruptible
+
+each_signal = pytest.mark.parametrize("number", SIGNALS)
+
+
+@each_signal
+async def test_the_first_asks_and_the_second_ends(number: signal.Signals) -> None:
+    told: list[signal.Signals] = []
+    steps: list[str] = []
+
+    async def make_steps() -> None:
+        async with interruptible(told.append) as interrupt:
+            signal.raise_signal(number)
+            await anyio.lowlevel.checkpoint()
+            assert interrupt.asked is number
+            assert told == [number]
+            steps.append("asked")
+            signal.raise_signal(signal.SIGINT)
+            await anyio.sleep(10)
+            steps.append("went on")
+
+    with pytest.raises(Stopped) as caught:
+        await make_steps()
+    assert steps == ["asked"]
+    assert caught.value.by is number
+
+
+async def test_while_the_event_loop_is_blocked_the_second_is_raised_where_it_is() -> None:
+    async def block() -> None:
+        async with interruptible() as interrupt:
+            signal.raise_signal(signal.SIGTERM)
+            assert interrupt.asked is signal.SIGTERM
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(Stopped):
+        await block()
+
+
+async def test_what_the_process_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        async with interruptible() as interrupt:
+            signal.raise_signal(signal.SIGHUP)
+            await anyio.lowlevel.checkpoint()
+            assert interrupt.asked is None
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+async def test_what_handled_them_before_does_so_again() -> None:
+    before = [signal.getsignal(number) for number in SIGNALS]
+    async with interruptible():
+        assert [signal.getsignal(number) for number in SIGNALS] != before
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+def test_in_another_thread_nothing_is_ever_asked() -> None:
+    asked: list[object] = []
+
+    async def main() -> None:
+        async with interruptible() as interrupt:
+            asked.append(interrupt.asked)
+
+    thread = threading.Thread(target=anyio.run, args=(main,))
+    thread.start()
+    thread.join()
+    assert asked == [None]

@@ -1,0 +1,254 @@
+"""Whatever a user's function does is its failure, in words of bounded length that say where it arose."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import numpy as np
+import pytest
+
+from oppo.errors import RewardError
+from oppo.events import Drop, Finish
+from oppo.rewards import FunctionReward, load_function
+from oppo.testing.loop import run_virtual
+from tests.test_rewards import TWO, decode, finish, module
+
+
+class UnspeakableError(Exception):
+    """Cannot even be printed."""
+
+    def __str__(self) -> str:
+        raise OSError("no words")
+
+
+class Unfloatable:
+    """Says that it is a number, and is none."""
+
+    def __float__(self) -> float:
+        raise KeyError("gold")
+
+    def __repr__(self) -> str:
+        raise OSError("no words")
+
+
+def replaced(finished: Finish, columns: dict[str, object]) -> Finish:
+    """Return the same rollout with other columns."""
+    return finish(finished.rollout, finished.response.tokens.tolist(), columns)
+
+
+def raising(error: BaseException) -> Callable[..., object]:
+    def reward(prompts: list[str], completions: list[str]) -> object:
+        raise error
+
+    return reward
+
+
+def returning(make: Callable[[], object]) -> Callable[..., object]:
+    def reward(prompts: list[str], completions: list[str]) -> object:
+        return make()
+
+    return reward
+
+
+def late() -> Iterator[float]:
+    yield 1.0
+    raise ValueError("in the second")
+
+
+def endless() -> Iterator[float]:
+    while True:
+        yield 1.0
+
+
+async def hedged(prompts: list[str], completions: list[str]) -> list[float]:
+    """Ask twice, as against a slow service, and give one of the two up."""
+    task = asyncio.ensure_future(asyncio.sleep(10))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task)
+    return [0.0 for _ in completions]
+
+
+async def impatient(prompts: list[str], completions: list[str]) -> list[float]:
+    sys.exit(0)
+
+
+MISBEHAVIOUR = [
+    pytest.param(raising(SystemExit(0)), "raised SystemExit: 0 at ", id="exit"),
+    pytest.param(impatient, "raised SystemExit: 0 at ", id="exit on the loop"),
+    pytest.param(hedged, "raised CancelledError: ", id="cancelled"),
+    pytest.param(raising(UnspeakableError()), "UnspeakableError: (OSError in its __str__) at ", id="unspeakable"),
+    pytest.param(raising(ValueError("x" * 3_000_000)), "x... (3000000 characters) at ", id="three megabytes"),
+    pytest.param(raising(ValueError("\ud800")), "raised ValueError: \\ud800 at ", id="lone surrogate"),
+    pytest.param(
+        raising(ExceptionGroup("tasks", [KeyError("gold"), OSError()])), "raised KeyError: 'gold', and 1 ", id="group"
+    ),
+    pytest.param(returning(late), "raised ValueError: in the second at ", id="late"),
+    pytest.param(returning(endless), "must return 2 numbers, one for each completion, in a list; got ", id="endless"),
+    pytest.param(returning(lambda: [10**400, 0]), "for rollout 3 it returned 1000", id="too large"),
+    pytest.param(returning(lambda: [10**5000, 0]), "returned (ValueError in its __repr__) (int)", id="far too large"),
+    pytest.param(returning(lambda: [Unfloatable(), 0]), "it returned (OSError in its __repr__) (Unf", id="no float"),
+    pytest.param(returning(lambda: [1 + 2j, 0]), "it returned (1+2j) (complex)", id="complex"),
+    pytest.param(returning(lambda: np.array([1, 2], np.complex64)), "it returned np.complex64(1", id="complex array"),
+    pytest.param(returning(lambda: {1.0, 2.0}), "in a list; got {1.0, 2.0} (set)", id="set"),
+    pytest.param(returning({1.0: 1, 2.0: 2}.keys), "got dict_keys([1.0, 2.0]) (dict_keys)", id="keys"),
+]  # fmt: skip
+"""What a function may do, and what is said of it."""
+
+
+@pytest.mark.parametrize(("function", "sentence"), MISBEHAVIOUR)
+async def test_whatever_a_function_does_is_its_failure(function: Callable[..., object], sentence: str) -> None:
+    with pytest.raises(RewardError) as caught:
+        await FunctionReward(function, decode).finish(TWO)
+    said = str(caught.value)
+    assert sentence in said
+    assert len(said) < 3000
+    assert said.encode("utf-8")
+
+
+@pytest.mark.parametrize(("function", "sentence"), MISBEHAVIOUR)
+async def test_every_failure_can_be_dropped_and_tried_again(function: Callable[..., object], sentence: str) -> None:
+    dropped = await FunctionReward(function, decode, on_failure="drop").finish(TWO)
+    assert [type(each) for each in dropped] == [Drop, Drop]
+    told: list[str] = []
+    with pytest.raises(RewardError):
+        await FunctionReward(function, decode, on_failure="retry", pauses=(0.0,), tell=told.append).finish(TWO)
+    assert len(told) == 1
+    assert sentence in told[0]
+    assert told[0].endswith("; attempt 2 of 2 follows in 0 s")
+
+
+async def test_the_place_of_an_error_is_a_line_of_the_users_file(tmp_path: Path) -> None:
+    source = "import json\ndef f(prompts, completions):\n    return json.loads('{')\n"
+    spec = f"{module(tmp_path, source)}:f"
+    with pytest.raises(
+        RewardError, match=rf"raised JSONDecodeError: .* at {tmp_path}/mine.py:3 in f \(rollouts 3, 8\)"
+    ):
+        await FunctionReward(spec, decode).finish(TWO)
+
+
+@pytest.mark.parametrize("source", ["import sys\nsys.exit(0)\n", "raise __import__('asyncio').CancelledError\n"])
+def test_a_file_that_ends_the_program_when_it_is_loaded_is_refused(tmp_path: Path, source: str) -> None:
+    with pytest.raises(
+        RewardError, match=r"mine.py cannot be run: (SystemExit: 0|CancelledError: ) at .*mine.py:\d in <m"
+    ):
+        load_function(f"{module(tmp_path, source)}:f")
+
+
+async def test_what_a_function_does_to_its_columns_stays_with_it() -> None:
+    column = {"tests": [1, 2]}
+
+    def reward(prompts: list[object], completions: list[str], answer: list[dict[str, list[int]]]) -> list[float]:
+        return [float(each["tests"].pop()) for each in answer]
+
+    finished = [replaced(each, {"answer": column}) for each in TWO]
+    assert await FunctionReward(reward, decode).finish(finished) == [2.0, 2.0]
+    assert column == {"tests": [1, 2]}
+
+
+def test_what_is_asked_for_alone_is_asked_for_at_once() -> None:
+    async def reward(prompts: list[str], completions: list[str]) -> list[float]:
+        await anyio.sleep(5)
+        return [float("nan") for _ in completions]
+
+    async def seconds() -> float:
+        dropped = await FunctionReward(reward, decode, on_failure="drop").finish(TWO)
+        assert [type(each) for each in dropped] == [Drop, Drop]
+        return anyio.current_time()
+
+    assert run_virtual(seconds) == 10.0, "one wait for all together, and one for each alone"
+
+
+def test_a_function_that_waits_to_be_called_again_is_at_work() -> None:
+    async def reward(prompts: list[str], completions: list[str]) -> list[float]:
+        raise ConnectionError("the judge is away")
+
+    async def main() -> str:
+        judge = FunctionReward(reward, decode, on_failure="retry", pauses=(60.0,))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(judge.finish, TWO)
+            await anyio.sleep(30)
+            at_work = judge.at_work
+            tasks.cancel_scope.cancel()
+        assert not judge.at_work
+        return at_work
+
+    assert run_virtual(main) == "reward function 'reward', which failed and is called again after 60 s"
+
+
+def wait_for(mark: Path) -> None:
+    while not mark.exists():
+        threading.Event().wait(0.02)
+
+
+APART = """
+import os, re
+def pid(prompts, completions): return [float(os.getpid())] * len(completions)
+def gone(prompts, completions): os._exit(0)
+def leaving(prompts, completions): raise SystemExit(0)
+def wrong(prompts, completions): return [completions[0]["x"]]
+def locked(prompts, completions):
+    open(prompts[0], "w").close()
+    re.match(r"(a+)+$", "a" * 60 + "b")  # holds the interpreter lock for years
+async def waiting(prompts, completions): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("gone", "reward function 'gone' was lost: the process of 'gone' ended with exit code 0 (rollouts 3, 8)"),
+        ("leaving", "reward function 'leaving' raised SystemExit: 0 at "),
+        ("wrong", "mine.py:6 in wrong (rollouts 3, 8)"),
+    ],
+)
+async def test_a_function_in_a_process_of_its_own_may_do_the_same(tmp_path: Path, name: str, sentence: str) -> None:
+    with FunctionReward(f"{module(tmp_path, APART)}:{name}", decode, process=True) as reward:
+        for _ in range(2):
+            with pytest.raises(RewardError) as caught:
+                await reward.finish(TWO)
+            assert sentence in str(caught.value)
+
+
+async def test_a_process_goes_on_from_call_to_call_and_ends_with_its_reward(tmp_path: Path) -> None:
+    with FunctionReward(f"{module(tmp_path, APART)}:pid", decode, process=True) as reward:
+        first, again, *_ = [*await reward.finish(TWO), *await reward.finish(TWO)]
+        assert first == again
+        assert isinstance(first, float)
+        os.kill(int(first), 0)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(first), 0)
+
+
+async def test_a_function_that_holds_the_interpreter_lock_can_be_given_up_in_a_process(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    locked = FunctionReward(f"{module(tmp_path, APART)}:locked", decode, process=True)
+    finished = [replaced(each, {"prompt": str(mark)}) for each in TWO]
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(locked.finish, finished)
+        await anyio.to_thread.run_sync(wait_for, mark)
+        tasks.cancel_scope.cancel()
+    assert not locked.at_work
+
+
+@pytest.mark.parametrize(
+    ("function", "sentence"),
+    [
+        ("waiting", "'waiting' is async, and a process of its own is for sync ones"),
+        (lambda prompts, completions: [], "'<lambda>': this cannot go to another process: "),
+    ],
+)
+def test_what_cannot_be_called_in_a_process_is_refused(
+    tmp_path: Path, function: str | Callable[..., Sequence[float]], sentence: str
+) -> None:
+    spec = f"{module(tmp_path, APART)}:{function}" if isinstance(function, str) else function
+    with pytest.raises(RewardError) as caught:
+        FunctionReward(spec, decode, process=True)
+    assert sentence in str(caught.value)
