@@ -133,7 +133,7 @@ class Decode(Protocol):
     """One rollout being decoded. Between steps nobody owns it; its tokens wait in it."""
 
     async def read(self, limit: int) -> Piece:
-        """Return the next tokens: ``limit`` of them, or fewer at the end of the response or at the cut.
+        """Return the next tokens: ``limit`` of them, or fewer where given ones begin or end, at the end or at the cut.
 
         Cancel-safe: a cancelled read has taken nothing.
         """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
 
 import anyio
 import anyio.lowlevel
@@ -12,6 +13,15 @@ import pytest
 from oppo.interrupt import SIGNALS, Stopped, interruptible
 
 each_signal = pytest.mark.parametrize("number", SIGNALS)
+
+
+@pytest.fixture(autouse=True)
+def handled_by_default() -> Iterator[None]:
+    """Whatever the one who runs the tests ignores, as a shell does for what it runs in the background."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @each_signal

@@ -36,14 +36,22 @@ class Transcript:
     pieces: list[Piece] = field(default_factory=list)
 
     @property
-    def tokens(self) -> list[int]:
-        """All tokens, in order."""
-        return [int(token) for piece in self.pieces for token in piece.tokens]
+    def tokens(self) -> list[tuple[int, bool]]:
+        """All tokens, in order, and whether each was given."""
+        return [(int(token), piece.given) for piece in self.pieces for token in piece.tokens]
 
     @property
     def state(self) -> str:
         """The state of the last piece."""
         return self.pieces[-1].state if self.pieces else "live"
+
+    def first_half(self, prompt: Prompt) -> Response:
+        """Return the response to ``prompt`` as it was after half of the pieces."""
+        half, start = Response.empty(prompt), 0
+        for piece in self.pieces[: len(self.pieces) // 2]:
+            half = half.then(piece.event(prompt.rollout, start))
+            start += len(piece.tokens)
+        return half
 
 
 @dataclass
@@ -86,25 +94,30 @@ class _Session:
         rollout = self.prompts[k].rollout
         while True:
             piece = await self.decodes[k].read(limit)
+            _check_piece(rollout, piece, limit, self.transcripts[k].pieces)
             self.transcripts[k].pieces.append(piece)
-            n = len(piece.tokens)
-            require(
-                n == len(piece.logprobs) == len(piece.versions), f"rollout {rollout}: a piece's arrays differ in length"
-            )
-            require(n <= limit, f"rollout {rollout}: read({limit}) returned {n} tokens")
-            require(n > 0 or piece.state == "cut", f"rollout {rollout}: an empty piece with state {piece.state!r}")
-            require(piece.state != "live" or n == limit, f"rollout {rollout}: a live piece holds {n} of {limit} tokens")
-            require(bool(np.all(piece.logprobs <= 0)), f"rollout {rollout}: a log-prob is above 0")
-            require(
-                piece.support.describes(n) and bool(piece.support.holds(piece.tokens).all()),
-                f"rollout {rollout}: a token of a piece is outside of its own support",
-            )
             if piece.state in {"eos", "stop", "length"}:
                 require(
                     rollout in self.reported, f"rollout {rollout}: its last piece was readable before cut() was told"
                 )
             if piece.state != "live":
                 return
+
+
+def _check_piece(rollout: int, piece: Piece, limit: int, earlier: Sequence[Piece]) -> None:
+    n = len(piece.tokens)
+    require(n == len(piece.logprobs) == len(piece.versions), f"rollout {rollout}: a piece's arrays differ in length")
+    require(n <= limit, f"rollout {rollout}: read({limit}) returned {n} tokens")
+    require(n > 0 or piece.state == "cut", f"rollout {rollout}: an empty piece with state {piece.state!r}")
+    for before in earlier[-1:]:
+        have, whole = len(before.tokens), before.state != "live" or before.given is not piece.given
+        require(whole or have == limit, f"rollout {rollout}: a live piece holds {have} of {limit} tokens")
+    if not piece.given:
+        require(bool(np.all(piece.logprobs <= 0)), f"rollout {rollout}: a log-prob is above 0")
+        require(
+            piece.support.describes(n) and bool(piece.support.holds(piece.tokens).all()),
+            f"rollout {rollout}: a token of a piece is outside of its own support",
+        )
 
 
 async def _session(make: Make[Policy], prompts: Sequence[Prompt], cut_at: int = 1_000_000) -> _Session:
@@ -142,7 +155,7 @@ async def check_policy(make: Make[Policy], prompts: Sequence[Prompt]) -> None:
     await _check_resuming(make, whole)
 
 
-async def _check_cut(make: Make[Policy], prompts: Sequence[Prompt], expected: list[list[int]]) -> None:
+async def _check_cut(make: Make[Policy], prompts: Sequence[Prompt], expected: list[list[tuple[int, bool]]]) -> None:
     session = await _session(make, prompts, cut_at=1)
     steps = 0
     while any(transcript.state in {"live", "cut"} for transcript in session.transcripts):
@@ -166,17 +179,15 @@ async def _check_cut(make: Make[Policy], prompts: Sequence[Prompt], expected: li
 
 
 async def _check_resuming(make: Make[Policy], whole: _Session) -> None:
-    halves = []
-    for prompt, transcript in zip(whole.prompts, whole.transcripts, strict=True):
-        tokens = np.array(transcript.tokens[: len(transcript.tokens) // 2], np.int32)
-        zeros = np.zeros(len(tokens), np.int32)
-        half = Chunk(prompt.rollout, 0, tokens, zeros.astype(np.float32), zeros)
-        halves.append(Response.empty(prompt).then(half))
+    halves = [t.first_half(prompt) for prompt, t in zip(whole.prompts, whole.transcripts, strict=True)]
     policy = await make()
     session = _Session(policy, whole.prompts, await policy.open(halves), [Transcript() for _ in halves])
     await session.decode(limit=4)
     require(
-        [[*half.tokens.tolist(), *t.tokens] for half, t in zip(halves, session.transcripts, strict=True)]
+        [
+            [*zip(half.tokens.tolist(), (~half.sampled).tolist(), strict=True), *t.tokens]
+            for half, t in zip(halves, session.transcripts, strict=True)
+        ]
         == [t.tokens for t in whole.transcripts],
         "responses that were opened half-written did not go on as they were written",
     )

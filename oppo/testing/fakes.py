@@ -130,9 +130,9 @@ class FakePolicy:
     decode_steps: int = 0
 
     def __post_init__(self) -> None:
-        self._live: list[FakeDecode] = []
+        self._live: dict[FakeDecode, None] = {}  # an ordered set
         self._cut: Cut | None = None
-        self._turn = anyio.Lock()
+        self._step: anyio.Event | None = None
 
     async def open(self, rollouts: Sequence[Prompt | Response]) -> Sequence[FakeDecode]:
         """Make a decode for each, which goes on after the tokens of a response."""
@@ -164,7 +164,7 @@ class FakePolicy:
 
     @asynccontextmanager
     async def _decoding(self, live: list[FakeDecode], cut: Cut) -> AsyncIterator[None]:
-        self._live, self._cut = [decode for decode in live if not decode.done], cut
+        self._live, self._cut = dict.fromkeys(decode for decode in live if not decode.done), cut
         try:
             if self.style == "pull":
                 yield
@@ -176,7 +176,7 @@ class FakePolicy:
                         yield
                         pumps.cancel_scope.cancel()
         finally:
-            self._live, self._cut = [], None
+            self._live, self._cut = {}, None
 
     def support(self, tokens: IntArray) -> Support:
         """Return the support of tokens: each and the ``kept - 1`` ids after it."""
@@ -190,16 +190,25 @@ class FakePolicy:
         return decode in self._live
 
     async def advance(self, reader: FakeDecode) -> None:
-        """Do one decode step for every live rollout, unless another reader's turn brought ``reader`` on meanwhile."""
+        """Do one decode step for every live rollout, or wait for the one that another reader does meanwhile."""
         made = reader.made
-        async with self._turn:
-            if reader.made > made or not self.is_decoding(reader):
-                return
-            await anyio.sleep(self.seconds)
-            self.decode_steps += 1
-            for decode in self._live:
-                decode.grow()
-            self._settle([decode for decode in self._live if decode.done])
+        while reader.made == made and self.is_decoding(reader):
+            if self._step is not None:
+                await self._step.wait()
+                continue
+            self._step = done = anyio.Event()
+            try:
+                await self._decode_step()
+            finally:
+                self._step = None
+                done.set()
+
+    async def _decode_step(self) -> None:
+        await anyio.sleep(self.seconds)
+        self.decode_steps += 1
+        for decode in self._live:
+            decode.grow()
+        self._settle([decode for decode in self._live if decode.done])
 
     async def _pump(self, decode: FakeDecode) -> None:
         while not decode.done:
@@ -214,9 +223,10 @@ class FakePolicy:
         """Take what has ended out of the live rollouts, and all the others too if that is the cut."""
         if not ended or self._cut is None:
             return
-        self._live = [decode for decode in self._live if decode not in ended]
+        for decode in ended:
+            del self._live[decode]
         if self._cut(sorted(decode.prompt.rollout for decode in ended)):
-            parked, self._live = self._live, []
+            parked, self._live = self._live, {}
             for decode in parked:
                 decode.wake()
 

@@ -291,6 +291,7 @@ async def test_a_loop_that_is_blocked_is_reported_from_outside(tmp_path: Path) -
         trap.opened.set()
 
     async def blocking(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
+        await anyio.wait_all_tasks_blocked()
         trap.fall()
         return [0.0 for _ in completions]
 

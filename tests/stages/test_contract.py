@@ -38,14 +38,15 @@ class Early(FakePolicy):
     async def advance(self, reader: FakeDecode) -> None:
         await super().advance(reader)
         if self.decode_steps == 2:
-            self._live = []
+            self._live = {}
 
 
 class Silent(FakePolicy):
     """Does not say what has finished."""
 
     def _settle(self, ended: list[FakeDecode]) -> None:
-        self._live = [decode for decode in self._live if decode not in ended]
+        for decode in ended:
+            del self._live[decode]
 
 
 class Boasting(FakePolicy):

@@ -43,6 +43,15 @@ def test_the_fake_policy_keeps_the_contract_in_both_styles(style: Style) -> None
     run_virtual(check_policy, make, prompts(6))
 
 
+@pytest.mark.parametrize("style", ["pull", "push"])
+@pytest.mark.parametrize("given", [range(1), range(3, 6), range(1, 20), range(4, 100)], ids=str)
+def test_a_policy_whose_tokens_are_partly_given_keeps_it_too(style: Style, given: range) -> None:
+    async def make() -> FakePolicy:
+        return FakePolicy(length=lambda prompt: 8 + prompt.admission % 7, style=style, given=lambda prompt: given)
+
+    run_virtual(check_policy, make, prompts(6))
+
+
 def test_the_fake_scorers_keep_the_contract() -> None:
     async def scalar() -> FakeScorer[float]:
         return FakeScorer(fake_scalar)
@@ -83,7 +92,8 @@ class Deaf(FakePolicy):
     """Never tells the cut."""
 
     def _settle(self, ended: list[FakeDecode]) -> None:
-        self._live = [decode for decode in self._live if decode not in ended]
+        for decode in ended:
+            del self._live[decode]
 
 
 class Restless(FakePolicy):
@@ -108,9 +118,18 @@ class Short(FakePolicy):
         return Support(tokens[1:], np.ones(len(tokens) - 1, np.int32))
 
 
+class Unsure(FakePolicy):
+    """Gives the fourth token of each response, but not when it has written half of it before."""
+
+    async def open(self, rollouts: Sequence[Prompt | Response]) -> Sequence[FakeDecode]:
+        self.given = lambda prompt: range(3, 4) if isinstance(rollouts[0], Prompt) else range(0)
+        return await super().open(rollouts)
+
+
 @pytest.mark.parametrize(
     ("policy", "sentence"),
     [
+        (Unsure, "did not go on as they were written"),
         (Elsewhere, "outside of its own support"),
         (Short, "outside of its own support"),
         (ForgetfulPolicy, "a live piece holds 2 of 3 tokens"),
