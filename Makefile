@@ -39,8 +39,11 @@ bench: $(STAMP)
 	$(BIN)/oppo bench --plot runs/bench.png $(BENCH)
 
 # TRL's PPO trainer, in an environment of its own, beside ours: benchmarks/README.md.
+PEER_MODES := serial,chunk
 bench-peer: $(STAMP) $(PEER)/.installed
-	$(BIN)/oppo bench --layout shared --modes serial,chunk --peer trl $(BENCH)
+	$(BIN)/oppo bench --peer trl $(call unless_asked,--layout,shared) $(call unless_asked,--modes,$(PEER_MODES)) $(BENCH)
+
+unless_asked = $(if $(filter $(1) $(1)=%,$(BENCH)),,$(1) $(2))
 
 # The settings under which it is fastest, for the comparison: make bench-peer-sweep WORKLOADS="DIR ..."
 bench-peer-sweep: $(STAMP) $(PEER)/.installed

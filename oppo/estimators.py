@@ -81,8 +81,9 @@ def kl_estimate(logprobs: FloatArray, reference: FloatArray, estimator: KLEstima
 def shaped_rewards(score: float, kl: FloatArray, coefficient: float, sampled: BoolArray | None = None) -> FloatArray:
     """Return the reward of each token: the KL penalty everywhere, and the score at the last sampled token.
 
-    TRL adds the score one position later, to the padding behind a response that ended early; the two agree where no
-    padding follows.
+    The action that ends a response, EOS, earns the score, and the value of what comes after it is 0. TRL puts the score
+    of a response that ended early one position later, at a slot that has a value but no token, and trains that value
+    too; the two agree where every response reaches the cap.
 
     Args:
         score: the reward model's scalar.

@@ -46,7 +46,7 @@ def test_gae_equals_torchrl(case: dict[str, float]) -> None:
     assert advantages.dtype == returns.dtype == np.float32
 
 
-def test_rewards_advantages_and_returns_equal_those_of_a_trl_update() -> None:
+def test_rewards_advantages_and_returns_equal_those_of_a_trl_update_whose_responses_reach_the_cap() -> None:
     golden = GOLDEN["update"]
     rows = range(len(golden["scores"]))
     kl = [kl_estimate(floats(golden["logprobs"][r]), floats(golden["ref_logprobs"][r])) for r in rows]
@@ -59,6 +59,22 @@ def test_rewards_advantages_and_returns_equal_those_of_a_trl_update() -> None:
     close([returns for _, returns in estimates], floats(golden["returns"]))
     whitened = whiten(advantages, np.ones(len(advantages), np.bool_))
     close(whitened, floats(golden["whitened"]).ravel())
+
+
+def test_where_a_response_ends_early_trl_has_one_slot_more() -> None:
+    """There the score and a value lie one slot past EOS, where no token is; here they lie on EOS, which ended it."""
+    golden, cap = GOLDEN["early"], len(GOLDEN["early"]["rewards"][0])
+    for r, score in enumerate(golden["scores"]):
+        n = golden["padding_mask"][r].count(False)
+        penalty = -np.float32(SETTING["kl"]) * floats(golden["kl"][r][:n])
+        ours, values = shaped_rewards(score, floats(golden["kl"][r][:n]), SETTING["kl"]), floats(golden["values"][r])
+        advantages, _ = gae(ours, values[:n], SETTING["gamma"], SETTING["lam"])
+        theirs = np.append(penalty, np.float32(score)) if n < cap else ours
+        close(golden["rewards"][r], np.append(theirs, np.zeros(cap - len(theirs))))
+        close(golden["advantages"][r][:n], gae(theirs, values[: len(theirs)], SETTING["gamma"], SETTING["lam"])[0][:n])
+        close(ours[:-1], penalty[:-1])
+        close(ours[-1], penalty[-1] + score)
+        assert np.allclose(advantages, golden["advantages"][r][:n], atol=1e-5) is (n == cap)
 
 
 @pytest.mark.parametrize("case", GOLDEN["kl"], ids=lambda case: str(case["estimator"]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -279,3 +280,19 @@ def test_the_command_names_what_is_missing(tmp_path: Path) -> None:
 def test_the_committed_sweep_can_be_read() -> None:
     for found in Sweep.read(CHECKOUT / SWEEP).workloads.values():
         assert found.best in {each.cell for each in found.cells}
+
+
+@pytest.mark.parametrize(
+    ("asked", "options"),
+    [
+        ("", "--layout shared --modes serial,chunk"),
+        ("--workload capped", "--layout shared --modes serial,chunk --workload capped"),
+        ("--modes chunk,fixed", "--layout shared --modes chunk,fixed"),
+        ("--modes=chunk --layout split", "--modes=chunk --layout split"),
+    ],
+)
+def test_the_command_of_the_makefile_is_told_each_option_once(asked: str, options: str) -> None:
+    dry = ["make", "--dry-run", "--no-print-directory", "bench-peer", f"BENCH={asked}"]
+    commands = subprocess.run(dry, cwd=CHECKOUT, check=True, capture_output=True, text=True).stdout
+    (line,) = [line for line in commands.splitlines() if "oppo bench" in line]
+    assert line.split()[1:] == ["bench", "--peer", "trl", *options.split()]

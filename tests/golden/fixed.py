@@ -13,6 +13,8 @@ from oppo.events import FloatArray, IntArray
 VOCABULARY, PAD, EOS = 48, 47, 46
 PROMPT, RESPONSE = (2, 5, 6, 3, 6, 4, 2, 5), 7
 """Lengths of the eight prompts, and of every response."""
+EARLY = (3, 1, 6, 7, 2, 5, 4, 6)
+"""Tokens of each early response, EOS with them; one has none and is as long as the cap."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,15 @@ def prompts() -> list[IntArray]:
 def responses() -> list[IntArray]:
     """Return a response to each prompt, all of one length, without an end token."""
     return [tokens(200 + k, RESPONSE) for k in range(len(PROMPT))]
+
+
+def early() -> list[IntArray]:
+    """Return a response to each prompt, padded as TRL pads them: all but one end in EOS before the cap."""
+    whole = responses()
+    for response, length in zip(whole, EARLY, strict=True):
+        if length < RESPONSE:
+            response[length - 1], response[length:] = EOS, PAD
+    return whole
 
 
 def tokens(seed: int, length: int) -> IntArray:

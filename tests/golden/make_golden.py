@@ -4,7 +4,7 @@ Made with TRL 1.12.0 (the last release with ``trl.experimental.ppo``), torchrl 0
 transformers 5.23.0, accelerate 1.15.0, datasets and numpy 2.4.6, in an environment of their own; none of TRL, torchrl
 and datasets is a dependency of this package, its tests included. To make them again::
 
-    pip install torch==2.13.0 transformers==5.23.0 accelerate==1.15.0 datasets trl==1.12.0 torchrl==0.14.1
+    pip install torch==2.13.0 transformers==5.23.0 accelerate==1.15.0 datasets trl==1.12.0 torchrl==0.14.1 structlog
     python -m tests.golden.make_golden
 
 What is whose:
@@ -14,6 +14,7 @@ What is whose:
 - ``loss``, ``kl``: the arithmetic lies inside of ``PPOTrainer.train``; those source lines are cut out of the installed
   file between two markers and executed on fixed inputs, with their gradients.
 - ``update``: one whole update by a real ``PPOTrainer`` (prompts padded on the left, three epochs, one minibatch).
+- ``early``: the arrays of another, whose responses end in EOS at lengths of their own; what it trained is not kept.
   Only ``batch_generation`` is replaced, so that the responses are the fixed ones; per-row arrays are read from the
   frame of ``train`` when it whitens the advantages; metrics are what it logs; the trained weights are all written.
 """
@@ -25,8 +26,9 @@ import json
 import os
 import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 os.environ.update(HF_HUB_OFFLINE="1", TRL_EXPERIMENTAL_SILENCE="1", ACCELERATE_USE_CPU="true")
 
@@ -40,16 +42,22 @@ from torchrl.objectives.value.functional import generalized_advantage_estimate  
 from transformers import PreTrainedTokenizerFast
 from trl.experimental.ppo import PPOConfig, PPOTrainer
 
+from oppo.events import IntArray
 from tests.golden import fixed
 
 HERE = Path(__file__).parent
-CAPTURED = ("logprobs", "ref_logprobs", "values", "scores", "kl", "rewards", "returns")
+MASKED_WHITEN = peer.masked_whiten
+CAPTURED = ("logprobs", "ref_logprobs", "values", "scores", "kl", "rewards", "returns", "padding_mask")
 
 
 def main() -> None:
     torch.set_num_threads(1)
     np.random.seed(0)  # noqa: NPY002 - the peer shuffles with it; the order of rows moves last bits only
-    golden = {"gae": gae(), "whiten": whiten(), "loss": loss(), "kl": kl(), "update": update()}
+    golden = {"gae": gae(), "whiten": whiten(), "loss": loss(), "kl": kl()}
+    golden["update"], trained = update(fixed.responses())
+    golden["early"], _ = update(fixed.early(), stop_token="eos")
+    del golden["update"]["padding_mask"], golden["early"]["metrics"], golden["early"]["grad_norms"]
+    save_file(trained, HERE / "ppo_trained.safetensors")
     (HERE / "ppo.json").write_text(json.dumps(golden, indent=1) + "\n")
 
 
@@ -159,9 +167,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>", padding_side="left")
 
 
-def update() -> dict[str, Any]:
+def update(
+    responses: Sequence[IntArray], stop_token: Literal["eos"] | None = None
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     setting, rows = fixed.Setting(), len(fixed.PROMPT)
-    answers = {tuple(p.tolist()): r for p, r in zip(fixed.prompts(), fixed.responses(), strict=True)}
+    answers = {tuple(p.tolist()): r for p, r in zip(fixed.prompts(), responses, strict=True)}
     order: list[int] = []
 
     def generation(
@@ -177,13 +187,12 @@ def update() -> dict[str, Any]:
 
     def whitened(values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = True) -> torch.Tensor:
         scope = sys._getframe(1).f_locals
-        result: torch.Tensor = original(values, mask, shift_mean)
+        result: torch.Tensor = MASKED_WHITEN(values, mask, shift_mean)
         unsort = np.argsort(order)
         captured.update({name: listed(scope[name][unsort]) for name in CAPTURED})
         captured.update(advantages=listed(values[unsort]), whitened=listed(result[unsort]))
         return result
 
-    original = peer.masked_whiten
     peer.batch_generation, peer.masked_whiten = generation, whitened
     args = PPOConfig(
         output_dir="/tmp/golden_output", use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
@@ -192,7 +201,7 @@ def update() -> dict[str, Any]:
         response_length=fixed.RESPONSE, local_rollout_forward_batch_size=rows, learning_rate=setting.learning_rate,
         lr_scheduler_type="constant", adam_epsilon=setting.eps, temperature=setting.temperature, gamma=setting.gamma,
         lam=setting.lam, kl_coef=setting.kl, cliprange=setting.clip, cliprange_value=setting.value_clip,
-        vf_coef=setting.value_coefficient, missing_eos_penalty=None, stop_token=None,
+        vf_coef=setting.value_coefficient, missing_eos_penalty=None, stop_token=stop_token,
     )  # fmt: skip
     actor, critic = fixed.causal(1), fixed.scalar(2)
     trainer = PPOTrainer(
@@ -215,9 +224,8 @@ def update() -> dict[str, Any]:
     trainer.train()
     tensors = {f"actor.{k}": v.contiguous() for k, v in actor.state_dict().items()}
     tensors |= {f"critic.{k}": v.contiguous() for k, v in critic.state_dict().items()}
-    save_file(tensors, HERE / "ppo_trained.safetensors")
     named = {k: v for k, v in metrics.items() if "/" in k}
-    return captured | {"metrics": named, "grad_norms": norms}
+    return captured | {"metrics": named, "grad_norms": norms}, tensors
 
 
 if __name__ == "__main__":
