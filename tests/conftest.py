@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tests share few cores
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-SCHEDULES = int(os.environ.get("OPPO_SCHEDULES", "300"))
+SCHEDULES = int(os.environ.get("OPPO_SCHEDULES", "200"))
 """How many random schedules are tried in all, at least."""
 
 PROPERTIES = 12

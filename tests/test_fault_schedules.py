@@ -38,7 +38,7 @@ from tests.pipelines import Setting, same_batches
 
 pytestmark = pytest.mark.schedules
 
-SCHEDULES = int(os.environ.get("OPPO_SCHEDULES", "300"))
+SCHEDULES = int(os.environ.get("OPPO_SCHEDULES", "200"))
 """As many as are asked for, not a share of them: six parts with anything in the script, three slow, one of a reward
 server that flaps."""
 

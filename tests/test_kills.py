@@ -192,7 +192,7 @@ def nothing_is_lost_or_doubled(life: Life) -> bool:
     )
 
 
-@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.deep), 3])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_run_killed_at_any_line_of_its_journal_goes_on_as_if_it_had_not_been(
     tmp_path: Path, policy: str, every: int

@@ -126,7 +126,10 @@ def test_a_small_run_gains_time_from_deferring_and_foretells_it() -> None:
     assert adaptive.extras[0] == 0, "it only watches at first"
 
 
-@pytest.mark.parametrize("row", [0.375e-3, 0.75e-3], ids=["cheap rows", "dear rows"])
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(0.375e-3, id="cheap rows"), pytest.param(0.75e-3, id="dear rows", marks=pytest.mark.deep)],
+)
 def test_a_short_run_of_small_batches_is_nearly_as_good_as_the_best_delta_for_it(row: float) -> None:
     """After its first step, at the price it is asked for; nobody knows the best Delta beforehand."""
     batch, steps, seeds = 24, 14, range(3)
