@@ -53,7 +53,7 @@ CAPTURED = ("logprobs", "ref_logprobs", "values", "scores", "kl", "rewards", "re
 def main() -> None:
     torch.set_num_threads(1)
     np.random.seed(0)  # noqa: NPY002 - the peer shuffles with it; the order of rows moves last bits only
-    golden = {"gae": gae(), "whiten": whiten(), "loss": loss(), "kl": kl()}
+    golden: dict[str, Any] = {"gae": gae(), "whiten": whiten(), "loss": loss(), "kl": kl()}
     golden["update"], trained = update(fixed.responses())
     golden["early"], _ = update(fixed.early(), stop_token="eos")
     del golden["update"]["padding_mask"], golden["early"]["metrics"], golden["early"]["grad_norms"]

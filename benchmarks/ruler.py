@@ -1,0 +1,240 @@
+"""``python -m benchmarks.ruler OLD [NEW]``: whether two commits train the same, to the last bit, on this machine.
+
+Each commit makes the same exact runs through ``oppo train`` and ``oppo resume``: every algorithm, adapters, a shared
+trunk, corrections for stale tokens, truncated sampling, deferral, resumption, scorers in a process. What must be equal
+are the tensors that were learned, the text and scores of every rollout, what the journal says of each, and the metrics
+that are no times. NEW is the working tree unless given. A key that has another name in one of the two is looked up in
+``RENAMED`` by what that commit's ``docs/settings.md`` lists.
+
+Prints a line for each run, and ends with exit code 1 if one differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import torch
+from safetensors.torch import load_file
+
+from tests.workplace import furnish
+
+ROOT: Final = Path(__file__).parents[1]
+
+EXACT: Final = {
+    "run.exact": "true",
+    "run.cores": "1",
+    "run.panel": '"off"',
+    "run.steps": "5",
+    "run.checkpoint_every": "2",
+    "run.keep_last": "9",
+    "run.samples": "1000",
+    "run.scorers": '"thread"',
+    "models.policy": '"actor"',
+    "models.reward": '"reward"',
+    "data.prompts": '"prompts.jsonl"',
+    "sampling.max_new_tokens": "24",
+    "sampling.stop": "[2, 8, 15, 23, 37, 51, 66, 80]",
+    "step.batch": "4",
+    "step.extra": "3",
+    "step.chunk": "3",
+    "trainer.epochs": "2",
+    "trainer.minibatches": "2",
+    "trainer.learning_rate": "1e-3",
+    "trainer.micro_batch_tokens": "64",
+}
+"""Short responses of different lengths, three rollouts more in flight than are trained, several micro-batches."""
+
+GROUPS: Final = {"step.samples": "3", "step.batch": "2", "step.extra": "2"}
+
+RUNS: Final[Mapping[str, Mapping[str, str]]] = {
+    "ppo": {},
+    "ppo-kept": {"step.on_publish": '"keep"'},
+    "ppo-waiting": {"step.extra": "0", "step.chunk": '"whole"'},
+    "ppo-shaped": {
+        "step.whiten_rewards": "true",
+        "step.score_norm": "true",
+        "step.kl_target": "0.5",
+        "step.kl_horizon": "50",
+    },
+    "ppo-function": {"models.reward": '"reward.py:short"'},
+    "ppo-process": {"run.scorers": '"process"'},
+    "tail-batched": {"step.admission": '"tail-batched"', "step.extra": ""},
+    "grpo": {"step.algorithm": '"grpo"', **GROUPS},
+    "rloo": {"step.algorithm": '"rloo"', **GROUPS},
+    "lora": {"models.lora_rank": "4"},
+    "shared-trunk": {"models.shared_trunk": "true"},
+    "truncated": {"sampling.top_k": "20", "sampling.top_p": "0.9", "sampling.min_new_tokens": "2"},
+    "proximal": {"step.denominator": '"proximal"', "step.weight": '"truncated"'},
+    "masked": {"step.weight": '"mask_sequence"', "step.weight_low": "0.99"},
+    "kl-in-loss": {"step.kl_in": '"loss"', "step.kl_estimator": '"k3"', "trainer.entropy_coefficient": "0.01"},
+}
+"""What each changes; a key without a value is left out."""
+
+RESUMED: Final = ("ppo", "grpo", "lora", "shared-trunk", "proximal")
+"""Made a second time, and gone on with from the checkpoint of their second step."""
+RESUMED_SUFFIX: Final = "-resumed"
+
+RENAMED: Final[Mapping[str, str]] = {}
+"""Names of keys today, by those above."""
+
+UNTOLD: Final = ("at", "seen")
+"""Of a journal's record: times."""
+
+TIMES: Final = (
+    "seconds", "timing_s/", "throughput/", "overlap/", "queue/", "bottleneck/", "loop/", "memory/", "admission/",
+)  # fmt: skip
+"""Beginnings of the names of metrics that time or the machine decides."""
+
+SIDE: Final = """
+import json, sys
+from oppo.cli import main
+for arguments in json.load(sys.stdin):
+    if (code := main(arguments)) != 0:
+        sys.exit(f"oppo {' '.join(arguments)}: exit code {code}")
+"""
+"""What each commit runs, in an interpreter of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What a run has made, as far as timing does not decide it."""
+
+    tensors: Mapping[str, torch.Tensor]
+    records: Mapping[str, list[str]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, run: Path) -> Made:
+        """Read a run directory."""
+        final = run / "checkpoints" / "final"
+        tensors = {
+            f"{path.relative_to(final)}:{name}": tensor
+            for path in sorted(final.rglob("*.safetensors"))
+            for name, tensor in load_file(path).items()
+        }
+        if not tensors:
+            raise SystemExit(f"{final} holds no tensors: the run has not ended")
+        return cls(
+            tensors,
+            {
+                "samples": sorted(_lines(run / "samples.jsonl")),
+                "journal": sorted(_lines(run / "journal.jsonl")),
+                "metrics": list(_lines(run / "metrics.jsonl")),
+            },
+        )
+
+    def differs(self, other: Made) -> str:
+        """Return in what another differs first; empty: in nothing."""
+        if self.tensors.keys() != other.tensors.keys():
+            return f"tensors: {sorted(self.tensors.keys() ^ other.tensors.keys())[:3]} are in one only"
+        for name, tensor in self.tensors.items():
+            if not torch.equal(tensor, other.tensors[name]):
+                return f"tensor {name} by up to {(tensor.float() - other.tensors[name].float()).abs().max():.3g}"
+        for kind, mine in self.records.items():
+            theirs = other.records[kind]
+            for before, after in zip(mine, theirs, strict=False):
+                if before != after:
+                    return f"{kind}: {before[:300]} is now {after[:300]}"
+            if len(mine) != len(theirs):
+                return f"{kind}: {len(mine)} lines are now {len(theirs)}"
+        return ""
+
+
+def _lines(path: Path) -> Iterator[str]:
+    for line in path.read_text(encoding="utf-8").splitlines():
+        record = {key: value for key, value in json.loads(line).items() if key not in UNTOLD}
+        yield json.dumps({key: value for key, value in record.items() if not key.startswith(TIMES)}, sort_keys=True)
+
+
+@contextmanager
+def checkout(revision: str | None, folder: Path) -> Iterator[Path]:
+    """Yield a folder that holds a commit; the working tree if none is named."""
+    if revision is None:
+        yield ROOT
+        return
+    subprocess.run(["git", "worktree", "add", "--quiet", "--detach", str(folder), revision], cwd=ROOT, check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["git", "worktree", "remove", "--force", str(folder)], cwd=ROOT, check=True)
+
+
+def make_runs(source: Path, workplace: Path, runs: Sequence[str]) -> dict[str, Made]:
+    """Make the runs with the code in ``source``, and return what each has made."""
+    known = (source / "docs" / "settings.md").read_text(encoding="utf-8")
+    directory = workplace / "runs"
+    again = {f"{name}{RESUMED_SUFFIX}": RUNS[name] for name in runs if name in RESUMED}
+    every = {name: RUNS[name] for name in runs} | again
+    for name, changes in every.items():
+        settings = {**EXACT, **changes, "run.directory": f'"{directory}"', "run.name": f'"{name}"'}
+        document = _document({_spelled(key, known): value for key, value in settings.items() if value})
+        (workplace / f"{name}.toml").write_text(document, encoding="utf-8")
+    _oppo(source, [["train", str(workplace / f"{name}.toml")] for name in every])
+    for name in again:
+        (directory / name / "summary.json").unlink()  # as if it had been killed before its end
+        for later in ("final", "step-000004", "step-000005"):
+            shutil.rmtree(directory / name / "checkpoints" / later)
+    _oppo(source, [["resume", str(directory / name)] for name in again])
+    return {name: Made.read(directory / name) for name in every}
+
+
+def _document(settings: Mapping[str, str]) -> str:
+    lines = {section: f"[{section}]" for section in sorted({key.split(".")[0] for key in settings})}
+    for key, value in settings.items():
+        section, name = key.split(".")
+        lines[section] += f"\n{name} = {value}"
+    return "\n\n".join(lines.values()) + "\n"
+
+
+def _spelled(key: str, known: str) -> str:
+    section, name = key.split(".")
+    today = RENAMED.get(key, key)
+    part = known.partition(f"## `[{section}]`")[2].partition("\n## ")[0]
+    return key if f"| `{name}` |" in part else today
+
+
+def _oppo(source: Path, commands: Sequence[Sequence[str]]) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(source), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    made = subprocess.run(
+        [sys.executable, "-c", SIDE], cwd=source, env=environment, input=json.dumps(commands), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
+    )  # fmt: skip
+    if made.returncode != 0:
+        raise SystemExit(f"in {source}:\n{made.stdout[-3000:]}")
+
+
+def main() -> None:
+    """Compare two commits."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("old", help="a commit")
+    parser.add_argument("new", nargs="?", help="another; the working tree unless given")
+    parser.add_argument("--runs", default=",".join(RUNS), help="which, by name")
+    asked = parser.parse_args()
+    runs = asked.runs.split(",")
+    with tempfile.TemporaryDirectory() as folder:
+        made = []
+        for side, revision in (("old", asked.old), ("new", asked.new)):
+            workplace = Path(folder) / side
+            workplace.mkdir()
+            furnish(workplace)
+            with checkout(revision, Path(folder) / f"{side}-source") as source:
+                made.append(make_runs(source, workplace, runs))
+    old, new = made
+    different = {name: old[name].differs(new[name]) for name in old}
+    for name, sentence in different.items():
+        print(f"{name}: {sentence or 'the same'}")
+    sys.exit(any(different.values()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""The ruler sees the last bit, and a word of a record; it does not see times."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from benchmarks.ruler import Made
+
+
+def written(run: Path, weight: float = 1.0, at: float = 0.0, reason: str = "stop", score: float = 0.5) -> Made:
+    final = run / "checkpoints" / "final" / "actor"
+    final.mkdir(parents=True)
+    save_file({"weight": torch.tensor([weight, 2.0])}, final / "model.safetensors")
+    for name, record in (
+        ("samples", {"rollout": 0, "completion": "a b"}),
+        ("journal", {"at": at, "event": "finished", "reason": reason}),
+        ("metrics", {"step": 0, "seconds": at, "timing_s/step": at, "objective/scores": score}),
+    ):
+        (run / f"{name}.jsonl").write_text(json.dumps(record) + "\n")
+    return Made.read(run)
+
+
+def test_times_make_no_difference(tmp_path: Path) -> None:
+    assert written(tmp_path / "a").differs(written(tmp_path / "b", at=3.0)) == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"weight": 1.0 + 2**-23}, "tensor actor/model.safetensors:weight by up to 1.19e-07"),
+        ({"reason": "length"}, 'journal: {"event": "finished", "reason": "stop"} is now'),
+        ({"score": 0.25}, 'metrics: {"objective/scores": 0.5, "step": 0} is now'),
+    ],
+)
+def test_what_differs_is_named(tmp_path: Path, change: dict[str, float], sentence: str) -> None:
+    changed = written(tmp_path / "b", **change)  # type: ignore[arg-type]  # a string where it is a reason
+    assert written(tmp_path / "a").differs(changed).startswith(sentence)
+
+
+def test_a_run_that_has_not_ended_is_not_compared(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="has not ended"):
+        Made.read(tmp_path)
