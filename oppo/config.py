@@ -112,8 +112,9 @@ class ModelsSection(Section):
     )
     attention: Literal["auto", "parts", "whole", "eager"] = Field(
         default="auto",
-        description="how served models attend: SDPA with rows in `parts` of similar length, SDPA over `whole` "
-        "rectangles, or `eager`; auto: the first of them in which a model agrees with its one-shot forward pass",
+        description="how served models attend: SDPA with rows in `parts` of similar length, SDPA with `whole` batches "
+        "as long as their longest row, or `eager`, as long too; auto: SDPA where transformers has it, in parts where a "
+        "model then agrees with its one-shot forward pass",
     )
     lora_rank: Count = Field(
         default=0, description="train adapters of this rank instead of the policy's weights; 0: all weights"
