@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import ParamSpec, TypeVar
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     CohereConfig,
@@ -151,6 +153,9 @@ WHOLE: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "glm4-moe-lite": lambda: build(Glm4MoeLiteConfig, _LATENT, _DEEPSEEK),
     "youtu": lambda: build(YoutuConfig, _LATENT),
     "longcat": lambda: build(LongcatFlashConfig, _without(_LATENT, "num_hidden_layers"), _DEEPSEEK, _LONGCAT),
+    # By their names: the lowest transformers that is served has neither.
+    "axk1": lambda: build(partial(AutoConfig.for_model, "axk1"), _LATENT, _DEEPSEEK),
+    "minicpm3": lambda: build(partial(AutoConfig.for_model, "minicpm3"), _LATENT),
     "diffllama": lambda: build(DiffLlamaConfig, GROUPED),
     "jetmoe": lambda: build(JetMoeConfig, GROUPED, kv_channels=8, num_local_experts=4, num_experts_per_tok=2),
     "doge": lambda: build(DogeConfig, GROUPED),
