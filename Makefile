@@ -5,8 +5,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PEER   := .venv-peer
+LOWEST := .venv-lowest
 
-.PHONY: demo test test-deep test-gpu lint types bench bench-peer bench-peer-sweep clean
+.PHONY: demo test test-deep test-lowest test-gpu lint types bench bench-peer bench-peer-sweep clean
 
 demo: $(STAMP)
 	@$(BIN)/oppo demo $(DEMO)
@@ -28,6 +29,23 @@ types: $(STAMP)
 SCHEDULES ?= 10000
 test-deep: $(STAMP)
 	OPPO_SCHEDULES=$(SCHEDULES) $(BIN)/pytest -m "(deep or schedules) and not gpu" --timeout=1800 --durations=15
+
+# The lowest versions that pyproject.toml allows: the examples, what loads and serves models, whole runs.
+test-lowest: $(LOWEST)/.installed
+	$(LOWEST)/bin/python -m pytest $(WORKERS) -m "not deep and not gpu" --durations=5 $(LOWEST_TESTS)
+
+LOWEST_TESTS ?= tests/examples tests/graph tests/hf/test_cache.py tests/hf/test_load.py tests/hf/test_lora.py \
+	tests/hf/test_probe.py tests/hf/test_trainer.py tests/report tests/test_checkpoint.py tests/test_cli.py \
+	tests/test_config.py tests/test_data.py tests/test_readme.py tests/test_train.py tests/test_train_models.py
+
+# But for torch: versions below the constraints' come as CUDA builds of several GB.
+$(LOWEST)/.installed: pyproject.toml constraints.txt
+	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
+	grep '^torch==' constraints.txt > $(LOWEST)/constraints.txt
+	$(LOWEST)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch uv
+	$(LOWEST)/bin/uv pip install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct \
+		-c $(LOWEST)/constraints.txt -e '.[test]'
+	@touch $@
 
 # On the interpreter at hand, with what it has installed: for machines that come with their own CUDA build of torch.
 test-gpu:
@@ -65,4 +83,4 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) $(PEER) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEER) $(LOWEST) .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -41,6 +41,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "models.shared_trunk": ("shared backbone, value head", ""),
     "models.dtype": ("precision of the weights", "dtype"),
     "models.device": ("device, GPU", ""),
+    "models.attention": ("attention implementation", "attn_implementation"),
     "models.lora_rank": ("LoRA rank, r", "lora_r"),
     "models.lora_alpha": ("LoRA alpha", "lora_alpha"),
     "models.trust_remote_code": ("custom code", "trust_remote_code"),

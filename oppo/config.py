@@ -110,6 +110,12 @@ class ModelsSection(Section):
         description="where the models are: `auto`, `cpu`, `cuda`, or one of several as `cuda:1`; auto: `cuda` where "
         "there is one and `run.exact` is off, else `cpu`",
     )
+    attention: Literal["auto", "parts", "whole", "eager"] = Field(
+        default="auto",
+        description="how served models attend: SDPA with rows in `parts` of similar length, SDPA with `whole` batches "
+        "as long as their longest row, or `eager`, as long too; auto: SDPA where transformers has it, in parts where a "
+        "model then agrees with its one-shot forward pass",
+    )
     lora_rank: Count = Field(
         default=0, description="train adapters of this rank instead of the policy's weights; 0: all weights"
     )

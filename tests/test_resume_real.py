@@ -420,12 +420,12 @@ def test_other_libraries_and_damaged_records_are_told_and_the_run_goes_on(
     run = copied(folder, "whole", "aged")
     checkpoint = run / "checkpoints" / "step-000006"
     state = json.loads((checkpoint / "state.json").read_text())
-    state["origin"]["libraries"]["torch"] = "2.9.0"
+    state["origin"]["libraries"]["torch"] = "2.0.0"
     reseal(checkpoint, state)
     metrics = run / "metrics.jsonl"
     metrics.write_bytes(metrics.read_bytes().replace(b'"step"', b'"st\xffp"', 1))
     assert resume(folder, "aged", "run.steps=7") == DONE
-    assert "the run was made with torch 2.9.0 so far, and goes on with torch " in capsys.readouterr().err
+    assert "the run was made with torch 2.0.0 so far, and goes on with torch " in capsys.readouterr().err
     assert [each["step"] for each in records(folder, "aged", "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
     notices = [str(each["text"]) for each in records(folder, "aged", "log.jsonl") if each["event"] == "notice"]
     assert f"{metrics}: left out as damaged: line 1; see metrics.jsonl.damaged" in notices

@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from oppo.config import load
-from tests.workplace import furnish, oppo, records
+from tests.hf import tiny
+from tests.workplace import furnish, oppo, records, tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -59,3 +60,18 @@ def test_bfloat16_models_are_served_and_trained(workplace: Path) -> None:
     before = load_file(workplace / "actor" / "model.safetensors")
     assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
     assert any(not torch.equal(tensor, before[name].bfloat16()) for name, tensor in written.items())
+
+
+def test_a_policy_that_cannot_attend_in_parts_is_trained_and_what_serving_it_costs_is_said(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny.of(tiny.WHOLE["diffllama"]()).save_pretrained(workplace / "whole")
+    tokenizer().save_pretrained(workplace / "whole")
+    overrides = (f"models.policy={workplace / 'whole'}", "models.reward=reward.py:short", "models.critic=reward")
+    assert oppo(workplace, "", "run.name=whole", "run.panel=lines", *overrides) == 0
+    metrics(workplace, "whole")
+    assert f"{workplace / 'whole'} is served with attention 'whole': each row" in capsys.readouterr().err
+    assert oppo(workplace, "", "run.name=refused", "models.attention=parts", *overrides) == 2
+    refusal = capsys.readouterr().err
+    assert "models.policy: DiffLlamaForCausalLM" in refusal
+    assert "with attention 'parts': " in refusal

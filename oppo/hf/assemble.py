@@ -311,6 +311,7 @@ class _Loader:
                 trust_remote_code=self._models.trust_remote_code,
                 allow_pickle=self._models.allow_pickle,
                 ignore_unused=self._models.ignore_unused_weights,
+                attention=self._models.attention,
                 tell=self._tell,
             )
             require_supported(model.dtype, model.device)
@@ -327,6 +328,7 @@ class _Loader:
                 trust_remote_code=self._models.trust_remote_code,
                 allow_pickle=self._models.allow_pickle,
                 ignore_unused=self._models.ignore_unused_weights,
+                attention=self._models.attention,
                 new_head=new_head,
                 tell=self._tell,
             )

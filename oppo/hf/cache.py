@@ -75,6 +75,9 @@ class SlabLayer(CacheLayerMixin):
         """Return the longest sequence that the slab can hold."""
         return max(slab.longest for slab, _ in self._aim.places)
 
+    get_max_cache_shape = get_max_length
+    """What transformers calls it before 5.13."""
+
 
 class SlabCache(Cache):
     """A transformers cache that is aimed at places in slabs before each forward pass."""

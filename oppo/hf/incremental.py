@@ -47,7 +47,7 @@ class Incremental:
             ``max_length``. With one class as long as that, all of them share a slab.
         head: applied to the outputs [n, q, D], for example a reward model's score layer.
         parts: let rows of very different length share a pass and attend in parts of similar length; in steps, where
-            that saves more than it costs. Otherwise, and where a model does not let its attention be replaced, rows
+            that saves more than it costs. Otherwise, and where a model cannot attend so (:mod:`oppo.hf.ways`), rows
             that are stepped are one rectangle, and those of each length class are read in a pass of their own.
         ordered: keep rows that are stepped together in the order of the call. Kernels treat the last rows of an odd
             batch differently, so without it the bits of a step depend on which rows came and went before. With it

@@ -6,7 +6,8 @@ foreign or lying becomes a sentence that names it.
 
 Weights that come as pickles are refused unless they are asked for; then tensors are read, and nothing else is built.
 
-The attention implementation is transformers' own choice: SDPA where a model supports it, eager otherwise.
+The attention implementation is transformers' own choice, SDPA where a model supports it, unless eager attention is
+asked for. In which way SDPA serves a model (:mod:`oppo.hf.ways`), the probe finds out.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ from transformers import (
 from transformers.utils import logging
 
 from oppo.errors import ConfigError, OppoError, said
+from oppo.hf.anatomy import score_head
 from oppo.hf.device import CPU
 from oppo.hf.directory import CONFIG, holdings, require_adapter, require_data, require_json, require_no_code
 from oppo.hf.fit import Info, Kind, lacking_of, require_finite, require_kind, some, unused_of
 from oppo.hf.hub import located
 from oppo.hf.memory import ran_out
 from oppo.hf.probe import probe
+from oppo.hf.ways import CHOICES, COSTS, Choice
 from oppo.observe import silent
 
 _DTYPES: dict[str, torch.dtype | Literal["auto"]] = {
@@ -71,6 +74,7 @@ def load_causal(
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
     ignore_unused: bool = False,
+    attention: Choice = "auto",
     tell: Callable[[str], None] = silent,
 ) -> PreTrainedModel:
     """Return the causal language model at a directory or hub name, in evaluation mode, probed.
@@ -82,11 +86,12 @@ def load_causal(
         trust_remote_code: run code that comes with the model.
         allow_pickle: where there are no safetensors, read tensors from pickles (``weights_only``).
         ignore_unused: leave out weights that the model does not use.
-        tell: told, in a sentence, that a hub is asked, and which weights are left out.
+        attention: the way in which it is served; ``auto``: the fastest in which it can be (:mod:`oppo.hf.ways`).
+        tell: told, in a sentence, that a hub is asked, which weights are left out, and the way if it is a slower one.
 
     Raises:
         ConfigError: there is no such model, a file of it is damaged, or its weights are not those that its
-            ``config.json`` describes; or the dtype is unknown.
+            ``config.json`` describes; or the dtype or the way is unknown.
         ModelRefused: there is no such model of its architecture, or it cannot be served exactly.
     """
     return _load(
@@ -97,6 +102,7 @@ def load_causal(
         trust_remote_code=trust_remote_code,
         allow_pickle=allow_pickle,
         ignore_unused=ignore_unused,
+        attention=attention,
         tell=tell,
     )
 
@@ -109,6 +115,7 @@ def load_scalar(
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
     ignore_unused: bool = False,
+    attention: Choice = "auto",
     new_head: bool = False,
     tell: Callable[[str], None] = silent,
 ) -> PreTrainedModel:
@@ -123,12 +130,14 @@ def load_scalar(
         trust_remote_code: run code that comes with the model.
         allow_pickle: where there are no safetensors, read tensors from pickles (``weights_only``).
         ignore_unused: leave out all weights that the model does not use.
+        attention: the way in which it is served; ``auto``: the fastest in which it can be (:mod:`oppo.hf.ways`).
         new_head: let the checkpoint lack a scalar head and begin with one of zeros: for a critic, never for a reward.
-        tell: told, in a sentence, that a hub is asked, which weights are left out, and that the head is new.
+        tell: told, in a sentence, that a hub is asked, which weights are left out, that the head is new, and the way if
+            it is a slower one.
 
     Raises:
         ConfigError: there is no such model, a file of it is damaged, its weights are not those that its
-            ``config.json`` describes, or it has no scalar head; or the dtype is unknown.
+            ``config.json`` describes, or it has no scalar head; or the dtype or the way is unknown.
         ModelRefused: there is no such model of its architecture, or it cannot be served exactly.
     """
     return _load(
@@ -139,6 +148,7 @@ def load_scalar(
         trust_remote_code=trust_remote_code,
         allow_pickle=allow_pickle,
         ignore_unused=ignore_unused,
+        attention=attention,
         tell=tell,
         new_head=new_head,
         num_labels=1,
@@ -207,12 +217,15 @@ def _load(
     trust_remote_code: bool,
     allow_pickle: bool,
     ignore_unused: bool,
+    attention: Choice,
     tell: Callable[[str], None],
     new_head: bool = False,
     num_labels: int | None = None,
 ) -> PreTrainedModel:
     if dtype not in _DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(_DTYPES)}, not {dtype!r}")
+    if attention not in CHOICES:
+        raise ConfigError(f"attention must be one of {', '.join(CHOICES)}, not {attention!r}")
     find = partial(located, weights=True, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code, tell=tell)
     directory = find(path)
     adapter = require_adapter(directory, allow_pickle=allow_pickle)
@@ -227,11 +240,14 @@ def _load(
             "weights_only": True,
             "ignore_mismatched_sizes": True,  # said below, in one sentence
             **({} if num_labels is None else {"num_labels": num_labels}),
+            **({"attn_implementation": "eager"} if attention == "eager" else {}),
         }
         trial, info = cast(
             "tuple[PreTrainedModel, Info]",
             kind.from_pretrained(base, device_map="meta", output_loading_info=True, **options),
         )
+        if kind is AutoModelForSequenceClassification:
+            score_head(trial)
         lacking = lacking_of(trial, info, path, given=() if adapter is None else adapter.tensors, new_head=new_head)
         left_out = unused_of(trial, info, path, ignore=ignore_unused)
         model = cast("PreTrainedModel", kind.from_pretrained(base, **options))
@@ -244,7 +260,9 @@ def _load(
         require_finite(model, path)
         _align(model)
         torch.nn.Module.to(model, device=device)
-        probe(model)
+        way = probe(model, attention=attention)
+    if way != "parts" and attention == "auto":
+        tell(f"{path} is served with attention {way!r}: {COSTS[way]}")
     if left_out:
         tell(f"{path} has {some(left_out)}, left out since {type(model).__name__} does not use that")
     if lacking:

@@ -30,7 +30,7 @@ def attention(model: PreTrainedModel) -> Attention:
         ModelRefused: neither with SDPA nor eagerly: no other implementation takes a mask for each row.
     """
     implementation = model.config.get_text_config()._attn_implementation  # noqa: SLF001 - transformers has no public name
-    if implementation in {"sdpa", parts.NAME}:
+    if implementation in {"sdpa", parts.NAME, parts.WHOLE}:
         return "sdpa"
     if implementation == "eager":
         return "eager"

@@ -25,6 +25,9 @@ from oppo.hf.grouping import cheapest_groups
 NAME = "sdpa_in_parts"
 """What this implementation of attention is called in a model's config; a saved config does not mention it."""
 
+WHOLE = "sdpa_of_whole_rows"
+"""What SDPA is called there for a model that is not to be given parts, though its attention could be replaced."""
+
 PART_BYTES = 256 * 1024
 """Saving so many bytes of keys and values in each layer is worth another part, which takes time of its own.
 
@@ -67,18 +70,32 @@ def overhead_of(bytes_per_token: float) -> int:
     return math.ceil(PART_BYTES / bytes_per_token)
 
 
-def attend_in_parts(model: PreTrainedModel) -> bool:
-    """Let ``model`` attend in parts from now on if it attends with SDPA, through transformers' interface.
+def replaceable(model: PreTrainedModel) -> bool:
+    """Return whether ``model`` attends with SDPA, through transformers' interface."""
+    implementation = model.config.get_text_config()._attn_implementation  # noqa: SLF001 - no public names
+    return implementation in {"sdpa", NAME, WHOLE} and model._supports_attention_backend  # noqa: SLF001
+
+
+def replace(model: PreTrainedModel, *, whole: bool) -> None:
+    """Let ``model``, which is :func:`replaceable`, attend in parts from now on, or to ``whole`` rows.
 
     Nothing changes for forward passes whose cache hands out whole tensors.
+    """
+    # The setter that checks loads kernels by name.
+    model.config.get_text_config()._attn_implementation = WHOLE if whole else NAME  # noqa: SLF001
+
+
+def attend_in_parts(model: PreTrainedModel) -> bool:
+    """Let ``model`` attend in parts from now on if it can, unless it was told to attend to whole rows.
 
     Returns:
         Whether its cache may hand out :class:`Parts`.
     """
-    text = model.config.get_text_config()
-    if text._attn_implementation == "sdpa" and model._supports_attention_backend:  # noqa: SLF001 - no public names
-        text._attn_implementation = NAME  # noqa: SLF001 - the setter that checks loads kernels by name
-    return bool(text._attn_implementation == NAME)  # noqa: SLF001
+    told = model.config.get_text_config()._attn_implementation == WHOLE  # noqa: SLF001 - no public names
+    if told or not replaceable(model):
+        return False
+    replace(model, whole=False)
+    return True
 
 
 def _attention(
@@ -121,4 +138,6 @@ def _attend(
 
 
 AttentionInterface.register(NAME, _attention)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+AttentionInterface.register(WHOLE, sdpa_attention_forward)
+for _name in (NAME, WHOLE):
+    AttentionMaskInterface.register(_name, sdpa_mask)

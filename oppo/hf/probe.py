@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from oppo.errors import ModelRefused
 from oppo.hf.anatomy import backbone, keeps_logits, routed, vocabulary
 from oppo.hf.incremental import Incremental
 from oppo.hf.masks import window_of
+from oppo.hf.ways import Choice, Way, attend, ways_of
 
 TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 """Largest difference allowed at a position, in units of the largest output there; two-byte types hide small faults."""
@@ -59,17 +61,18 @@ One step is in parts, which rows as short as these would otherwise never be.
 """
 
 
-def probe(model: PreTrainedModel, *, tolerance: float | None = None) -> None:
-    """Return only if ``model``, read in pieces beside other rows, agrees with its own one-shot forward pass.
+def probe(model: PreTrainedModel, *, tolerance: float | None = None, attention: Choice = "auto") -> Way:
+    """Return the way in which ``model``, read in pieces beside other rows, agrees with its own one-shot forward pass.
 
-    A causal LM is compared by its logits, any other model by the last hidden states of its backbone. The longest row
-    exceeds the sliding window, if there is one, and is about 80 tokens long otherwise.
+    It attends in this way from now on. A causal LM is compared by its logits, any other model by the last hidden states
+    of its backbone. The longest row exceeds the sliding window, if there is one, and is about 80 tokens long otherwise.
 
     Of a mixture of experts the median position of each row must agree, within :data:`ROUTED_TOLERANCE` at least.
 
     Args:
         model: any model with a causal backbone.
         tolerance: instead of the one for the model's dtype in :data:`TOLERANCES`.
+        attention: the only way to be tried; ``auto``: the fastest in which it agrees (:mod:`oppo.hf.ways`).
 
     Raises:
         ModelRefused: names the model, what was compared and by how much it differs, or why it was not tried.
@@ -81,11 +84,30 @@ def probe(model: PreTrainedModel, *, tolerance: float | None = None) -> None:
     limit = TOLERANCES.get(model.dtype, 1e-4) if tolerance is None else tolerance
     if routed(model) and tolerance is None:
         limit = max(limit, ROUTED_TOLERANCE)
+    *faster, last = ways_of(served) if attention == "auto" else (attention,)
+    for way in faster:
+        with suppress(ModelRefused):
+            _try(served, way, limit)
+            return way
+    _try(served, last, limit)
+    return last
+
+
+def _try(model: PreTrainedModel, way: Way, limit: float) -> None:
+    """Return only if ``model`` agrees with itself in this way.
+
+    Raises:
+        ModelRefused: it does not, or it has no such way.
+    """
+    attend(model, way)
     try:
         with torch.inference_mode():
-            _compare(served, limit)
+            _compare(model, limit)
     except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        raise ModelRefused(f"{_name(model)} cannot be served row by row: it failed when probed: {error!r}") from error
+        raise ModelRefused(
+            f"{_name(model)} cannot be served row by row with attention {way!r}: it failed when probed ({error!r})"
+            + (": choose 'auto' or 'whole'" if way == "parts" else "")
+        ) from error
 
 
 def _name(model: PreTrainedModel) -> str:

@@ -160,6 +160,13 @@ async def test_a_streamed_ppo_step_agrees_with_plain_forward_passes(name: str) -
     assert max(len(response.prompt.tokens) + len(response) for response in batch.responses) > 64
 
 
+@pytest.mark.parametrize("name", ["deepseek-v3", "diffllama"])
+async def test_a_streamed_ppo_step_with_whole_rows_agrees_with_plain_forward_passes(name: str) -> None:
+    actor = tiny.of(tiny.WHOLE[name]())
+    tiny.apart(probe)(actor)  # which finds that it must be served so
+    await assert_a_step_is_what_plain_forwards_say(models_around(actor), prompts())
+
+
 def test_the_architectures_that_attend_eagerly_are_known() -> None:
     names = [name for name in tiny.CONFIGS if tiny.causal(name).config._attn_implementation == "eager"]
     assert tuple(names) == EAGER

@@ -11,6 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from oppo.errors import ModelError, ModelRefused, ProtocolError
 from oppo.hf.anatomy import backbone, score_head
+from oppo.hf.cache import Aim, Place, SlabLayer
 from oppo.hf.incremental import Incremental
 from oppo.hf.slabs import Site, Slab, index
 from tests.hf import tiny
@@ -316,6 +317,14 @@ def first_keys(slab: Slab) -> list[float]:
     nothing = torch.zeros(0, 1, 0, 1)
     keys, _ = slab.store(0, nothing, nothing, Site(slice(0, len(slab)), 1, site.to_slots, site.to_columns, None))
     return keys[:, 0, 0, 0].tolist()
+
+
+@pytest.mark.parametrize("name", ["get_max_length", "get_max_cache_shape"])
+def test_a_layer_tells_what_it_can_hold_under_either_name_that_transformers_has_for_it(name: str) -> None:
+    nothing = index([], torch.device("cpu"))
+    everywhere = Site(slice(0, 0), 0, nothing, nothing, None)
+    layer = SlabLayer(0, Aim([Place(slab, everywhere) for slab in (Slab(16), Slab(64))]))
+    assert getattr(layer, name)() == 64
 
 
 def test_live_rows_stay_at_the_front_of_a_slab() -> None:

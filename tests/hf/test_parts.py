@@ -85,7 +85,7 @@ def test_whatever_it_is_asked_for_attention_is_that_of_transformers(groups: int,
         asked = {"scaling": 0.3, "dropout": 0.5 * module.training, "position_bias": bias}
         seen.append(ALL_ATTENTION_FUNCTIONS[name](module, query, key, value, mask, **asked)[0])
     assert seen[0].shape == (5, queries, 4, 8)
-    assert torch.equal(*seen)
+    torch.testing.assert_close(*seen)  # to the bit where transformers, too, lets heads stand as queries; 5.10 does not
 
 
 @pytest.mark.parametrize("queries", [1, 4])

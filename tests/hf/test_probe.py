@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    AutoModelForCausalLM,
     BertConfig,
     BertForSequenceClassification,
     BloomConfig,
@@ -32,9 +33,10 @@ from transformers import (
 from oppo.errors import ModelRefused
 from oppo.hf.anatomy import backbone
 from oppo.hf.masks import Masks
-from oppo.hf.parts import Parts
+from oppo.hf.parts import Parts, attend_in_parts
 from oppo.hf.probe import probe
 from oppo.hf.slabs import Site, Slab
+from oppo.hf.ways import Way
 from tests.hf import tiny
 
 torch.set_num_threads(1)
@@ -52,6 +54,47 @@ def of(
 @pytest.mark.parametrize("name", tiny.CONFIGS)
 def test_a_causal_model_that_agrees_with_itself_passes(name: str) -> None:
     probe(tiny.causal(name))
+
+
+def serves(model: PreTrainedModel, way: Way) -> bool:
+    try:
+        return probe(model, attention=way) == way
+    except ModelRefused:
+        return False
+
+
+SOME = ("deepseek-v3", "diffllama")
+OTHERS = [pytest.param(name, marks=pytest.mark.deep) for name in tiny.WHOLE if name not in SOME]
+
+
+@pytest.mark.parametrize("name", [*SOME, *OTHERS])
+def test_a_model_that_looks_at_keys_or_values_before_it_attends_is_served_in_the_fastest_way_that_it_can_be(
+    name: str,
+) -> None:
+    config = tiny.WHOLE[name]()
+    ways: list[Way] = [way for way in ("parts", "whole") if serves(tiny.of(config), way)]
+    # Before 5.15 transformers expanded latent keys and values on their way into the cache.
+    assert ways == (["parts", "whole"] if "parts" in ways and name != "diffllama" else ["whole"])
+    model = tiny.of(config)
+    assert probe(model) == ways[0]
+    assert attend_in_parts(model) == (ways[0] == "parts"), "whoever serves it abides by that"
+    assert probe(AutoModelForCausalLM.from_config(config, attn_implementation="eager")) == "eager"
+
+
+def test_a_model_that_cannot_attend_in_parts_is_refused_if_it_has_to() -> None:
+    with pytest.raises(ModelRefused, match=r"DiffLlama.* with attention 'parts': "):
+        probe(tiny.of(tiny.WHOLE["diffllama"]()), attention="parts")
+
+
+def test_a_way_that_a_model_was_not_loaded_for_is_refused() -> None:
+    with pytest.raises(
+        ModelRefused, match="with attention 'eager': it was loaded with 'sdpa', so expected 'parts', 'who"
+    ):
+        probe(tiny.causal("llama"), attention="eager")
+    with pytest.raises(
+        ModelRefused, match=r"GPTJ.* 'whole': it was loaded with 'eager', so expected 'eager' or 'auto'"
+    ):
+        probe(tiny.causal("gptj"), attention="whole")
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3"])
@@ -257,9 +300,10 @@ def test_a_fault_of_attention_in_parts_is_found_though_short_rows_would_be_one_r
 
     monkeypatch.setattr("oppo.hf.cache.Parts", faulty)
     with pytest.raises(ModelRefused, match="read in pieces"):
-        probe(tiny.causal("llama"))
+        probe(tiny.causal("llama"), attention="parts")
     assert set(made) == {2, 3}
-    probe(tiny.causal("gptj"))
+    assert probe(tiny.causal("llama")) == "whole", "what does not serve is not taken"
+    assert probe(tiny.causal("gptj")) == "eager"
 
 
 @pytest.mark.parametrize("name", tiny.WINDOWED)

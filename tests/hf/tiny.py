@@ -4,22 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import ParamSpec, TypeVar
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     CohereConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    DiffLlamaConfig,
+    DogeConfig,
     FalconConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    Glm4MoeLiteConfig,
     GPT2Config,
     GPTJConfig,
     GPTNeoXConfig,
     GraniteConfig,
+    JetMoeConfig,
     LlamaConfig,
+    LongcatFlashConfig,
     MistralConfig,
     Olmo2Config,
     OPTConfig,
@@ -34,6 +43,7 @@ from transformers import (
     SmolLM3Config,
     StableLmConfig,
     Starcoder2Config,
+    YoutuConfig,
 )
 
 P = ParamSpec("P")
@@ -73,6 +83,10 @@ _OPT = {
 }
 
 
+def _without(sizes: Mapping[str, object], name: str) -> Mapping[str, object]:
+    return {key: value for key, value in sizes.items() if key != name}
+
+
 def build(kind: Callable[..., PreTrainedConfig], *shared: Mapping[str, object], **settings: object) -> PreTrainedConfig:
     """Return a config; each architecture has its own names for the same sizes."""
     return kind(**{name: value for group in (*shared, settings) for name, value in group.items()})
@@ -106,6 +120,47 @@ CONFIGS: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "smollm3": lambda: build(SmolLM3Config, GROUPED, no_rope_layers=[1, 0]),
 }
 """The architectures that are served, by a short name."""
+
+_LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    **_BODY,
+    "num_key_value_heads": 4,
+}
+_DEEPSEEK = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+_LONGCAT = {
+    "ffn_hidden_size": 48,
+    "expert_ffn_hidden_size": 16,
+    "num_layers": 1,
+    "moe_topk": 2,
+    "zero_expert_num": 2,
+    "head_dim": 8,
+}
+
+WHOLE: Mapping[str, Callable[[], PreTrainedConfig]] = {
+    "deepseek-v2": lambda: build(DeepseekV2Config, _LATENT, _DEEPSEEK),
+    "deepseek-v3": lambda: build(DeepseekV3Config, _LATENT, _DEEPSEEK),
+    "glm4-moe-lite": lambda: build(Glm4MoeLiteConfig, _LATENT, _DEEPSEEK),
+    "youtu": lambda: build(YoutuConfig, _LATENT),
+    "longcat": lambda: build(LongcatFlashConfig, _without(_LATENT, "num_hidden_layers"), _DEEPSEEK, _LONGCAT),
+    # By their names: the lowest transformers that is served has neither.
+    "axk1": lambda: build(partial(AutoConfig.for_model, "axk1"), _LATENT, _DEEPSEEK),
+    "minicpm3": lambda: build(partial(AutoConfig.for_model, "minicpm3"), _LATENT),
+    "diffllama": lambda: build(DiffLlamaConfig, GROUPED),
+    "jetmoe": lambda: build(JetMoeConfig, GROUPED, kv_channels=8, num_local_experts=4, num_experts_per_tok=2),
+    "doge": lambda: build(DogeConfig, GROUPED),
+}
+"""Those that do something to keys or values between cache and attention, so that rows cannot attend in parts."""
 
 PLAIN = ("llama", "qwen2", "qwen3", "gpt2", "neox")
 """Those without a sliding window."""
