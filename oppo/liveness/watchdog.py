@@ -35,6 +35,7 @@ from oppo.events import Chunk, Defer, Drop, Finish, Given, Prompt, StepReport
 from oppo.graph import Snapshot
 from oppo.liveness.hang import hang_report
 from oppo.liveness.last_word import LastWord
+from oppo.numeric import require_real
 from oppo.observe import Observer, Span, now
 from oppo.redact import redacted
 
@@ -111,6 +112,8 @@ class Watchdog(Observer):
         names: tuple[str, str] = ("run.watchdog_seconds", "run.call_seconds"),
         clock: Callable[[], float] = now,
     ) -> None:
+        for name, value in zip((*names, "notice", "grace"), (seconds, call_seconds, notice, grace), strict=True):
+            require_real(name, value, 0, infinite=True)
         self._seconds = seconds
         self._report = report
         self._notice = notice

@@ -34,6 +34,7 @@ from typing import Self, TextIO, cast
 from oppo.durable import make, sync
 from oppo.errors import ConfigError, behind
 from oppo.events import Batch, StepReport
+from oppo.numeric import require_whole
 from oppo.observe import Observer, Span
 from oppo.redact import redactor
 from oppo.report import journal
@@ -89,7 +90,8 @@ class RunDirectory(Observer):
         faults: sentences about records that were damaged when the run was resumed.
 
     Raises:
-        ConfigError: the directory is already used, by a run that is over or one that goes on, or cannot be written.
+        ConfigError: a number is none, or the directory is already used, by a run that is over or one that goes on, or
+            cannot be written.
     """
 
     def __init__(
@@ -107,6 +109,8 @@ class RunDirectory(Observer):
         resumed_at: int | None = None,
         lock: Lock | None = None,
     ) -> None:
+        for name, number in (("keep", keep), ("trace", trace or 0), ("resumed_at", resumed_at or 0)):
+            require_whole(name, number, 0, error=ConfigError)
         self.path = path
         self._decode = decode
         self._keep = keep
