@@ -24,7 +24,6 @@ from rich.console import Console
 from oppo.bench.request import Request
 from oppo.errors import ConfigError, DataError, HangError, NothingTrained, OppoError
 from oppo.interrupt import Stopped, stoppable
-from oppo.redact import redacted
 from oppo.report.display import displays
 from oppo.report.panel import harmless
 
@@ -126,7 +125,7 @@ def carry_out(
     try:
         with session:
             if dry_run:
-                console.out(redacted(settings.toml()), session.graph.table(), sep="\n", highlight=False)
+                console.out(settings.toml(), session.graph.table(), sep="\n", highlight=False)
                 return DONE
             try:
                 anyio.run(partial(run, session, console, last_resort=leave))

@@ -19,7 +19,7 @@ import tomli_w
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from oppo.errors import ConfigError
-from oppo.faults import Faults
+from oppo.faults import Faults, require_public
 from oppo.overrides import SEEDS, overridden, seeded
 from oppo.sections import Count, NonNegative, Positive, PositiveCount, Seconds, Section, StepSection
 from oppo.training import Schedule, TrainerSettings
@@ -264,13 +264,11 @@ class Settings(Section):
             raise ValueError(f"run.exact needs models.device = 'cpu' (or 'auto'), got {self.models.device!r}")
         if self.trainer.schedule == "constant" and self.trainer.warmup_steps:
             raise ValueError(
-                "trainer.schedule = 'constant' has no warm-up: leave trainer.warmup_steps out, got "
-                f"{self.trainer.warmup_steps}, or choose 'constant_with_warmup'"
+                f"trainer.warmup_steps: schedule 'constant' has no warm-up, got {self.trainer.warmup_steps}: leave it "
+                "out, or choose trainer.schedule = 'constant_with_warmup'"
             )
-        if self.trainer.warmup_steps >= self.run.steps:
-            raise ValueError(
-                f"trainer.warmup_steps must be less than run.steps ({self.run.steps}), got {self.trainer.warmup_steps}"
-            )
+        if (rise := self.trainer.warmup_steps) >= self.run.steps:
+            raise ValueError(f"trainer.warmup_steps: expected fewer than run.steps ({self.run.steps}), got {rise}")
         if not self.has_critic:
             self._require_no_critic()
         if not self.has_critic and self.sampling.temperature == 0:
@@ -346,13 +344,15 @@ def resolve(document: Mapping[str, object], folder: Path) -> Settings:
         "reference": _model(models.reference, folder) or policy,
         "critic": _model(models.critic, folder) or own_critic,
     }
-    return settings.model_copy(
+    settings = settings.model_copy(
         update={
             "run": settings.run.model_copy(update={"directory": _path(settings.run.directory, folder)}),
             "models": models.model_copy(update=resolved),
             "data": settings.data.model_copy(update={"prompts": _path(settings.data.prompts, folder)}),
         }
     )
+    require_public(settings)
+    return settings
 
 
 def trainer_settings(settings: Settings) -> TrainerSettings:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ValidationError
 
-from oppo.errors import shortened
+from oppo.errors import ConfigError, shortened
+from oppo.redact import holds_secret, redacted
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -90,6 +91,23 @@ class Faults:
         near = difflib.get_close_matches(place[-1], known, n=1, cutoff=0.5)
         guess = f" (did you mean {near[0]!r}?)" if near else ""
         return f"unknown {kind} {'.'.join(place)!r}{guess}; the {kind}s of {home} are {listed(known)}"
+
+
+def require_public(settings: BaseModel) -> None:
+    """Accept settings that may stand in a file as they are.
+
+    Raises:
+        ConfigError: one holds a secret.
+    """
+    for name, section in settings.model_dump(mode="json").items():
+        for key, value in section.items():
+            if any(
+                isinstance(text, str) and holds_secret(text) for text in (value if type(value) is list else [value])
+            ):
+                raise ConfigError(
+                    f"{name}.{key} holds a secret, got {redacted(str(value))}: a run keeps its settings in a file, so "
+                    "give it in the environment, or by a login, and leave it out here"
+                )
 
 
 def expectation(detail: ErrorDetails) -> str:

@@ -221,11 +221,11 @@ def test_an_unknown_section_names_the_nearest_one(tmp_path: Path) -> None:
         ("[step]\nlam = nan\n", "step.lam: expected a finite number, got nan"),
         (
             "[trainer]\nwarmup_steps = 4\n",
-            "trainer.schedule = 'constant' has no warm-up: leave trainer.warmup_steps out, got 4, or choose",
+            "trainer.warmup_steps: schedule 'constant' has no warm-up, got 4: leave it out, or choose trainer.schedule",
         ),
         (
             '[run]\nsteps = 4\n[trainer]\nschedule = "linear"\nwarmup_steps = 4\n',
-            "trainer.warmup_steps must be less than run.steps (4), got 4",
+            "trainer.warmup_steps: expected fewer than run.steps (4), got 4",
         ),
         ("[sampling]\ntop_p = 0.0\n", "sampling.top_p: expected a number greater than 0, got 0.0"),
         (
