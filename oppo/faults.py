@@ -101,9 +101,8 @@ def require_public(settings: BaseModel) -> None:
     """
     for name, section in settings.model_dump(mode="json").items():
         for key, value in section.items():
-            if any(
-                isinstance(text, str) and holds_secret(text) for text in (value if type(value) is list else [value])
-            ):
+            texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
+            if any(map(holds_secret, texts)):
                 raise ConfigError(
                     f"{name}.{key} holds a secret, got {redacted(str(value))}: a run keeps its settings in a file, so "
                     "give it in the environment, or by a login, and leave it out here"

@@ -12,6 +12,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from html import escape
 from urllib.parse import quote
 
@@ -30,7 +31,8 @@ _NAME = re.compile(
 )
 _WORDS = r"sshpass|(?<=_)pwd|secret|password|passwd|passphrase|credential|api[_-]?key|access[_-]?key"
 _TOKENS = (
-    r"(?<![\w-])(?:(?:\w{1,20}[_-])?(?:access|auth|refresh|id|api|bearer|session|hf)[_-]?)?token|--[\w-]{0,40}?token"
+    r"(?<![\w-])(?:(?:\w{1,20}[_-])?(?:access|auth|refresh|id|api|bearer|session|hf)[_-]?)?token"
+    r"|(?<!-)--[\w-]{0,40}?token"
 )
 _PREFIXES = r"hf_|sk-|gh[opusr]_|github_pat_|glpat-|npm_|xox[abeprs]-|[rs]k_(?:live|test|prod)_"
 _BEFORE, _AFTER = r"(?<![\w/\\-])", r"(?![\w/\\-]|\.\w)"
@@ -50,7 +52,7 @@ gitleaks (github.com/gitleaks/gitleaks, config/gitleaks.toml: ``aws-access-token
 _PROBABLE: tuple[tuple[str, str], ...] = (
     (r"(?i)(\bAuthorization['\"]?\s?[:=]\s?['\"]?(?:\w+\s+)?)[\w.~+/=-]{4,}", rf"\1{HIDDEN}"),
     (r"\b(Bearer|Basic) [\w.~+/=-]{16,}", rf"\1 {HIDDEN}"),
-    (rf"(?i)(--[\w-]{{0,40}}?(?:{_WORDS}|token)=)(?!\\?['\"])[^\s'\"\\]+", rf"\1{HIDDEN}"),
+    (rf"(?i)((?<!-)--[\w-]{{0,40}}?(?:{_WORDS}|token)=)(?!\\?['\"])[^\s'\"\\]+", rf"\1{HIDDEN}"),
     (rf"(?i)((?:{_WORDS})=)(?!\\?['\"])[^\s'\"<>&,;)\\]+", rf"\1{HIDDEN}"),
     (rf"(?i)((?:{_WORDS}|{_TOKENS})['\"]?\s?[:=]\s?(['\"]))(?:\\.|(?!\2|\\).)+", rf"\1{HIDDEN}"),
     (rf"(?i)((?:{_WORDS}|{_TOKENS})\\['\"]\s?[:=]\s?\\(['\"]))(?:(?!\\\2).)+", rf"\1{HIDDEN}"),
@@ -113,12 +115,17 @@ def _without(text: str, values: list[str], shapes: Iterable[tuple[str, str]]) ->
 def _secrets(environment: Mapping[str, str] | None) -> tuple[list[str], list[str]]:
     """Return the values to hide, long and short, as they are spelt in text, JSON, HTML and URLs; the longest first."""
     variables = os.environ if environment is None else environment
-    values = {value for name, value in variables.items() if _NAME.search(name) and _is_secret(value)}
+    values = {value for name, value in variables.items() if _names_secret(name) and _is_secret(value)}
     spelt = {
         form for value in values for form in (value, json.dumps(value)[1:-1], escape(value), quote(value, safe=""))
     }
     ordered = sorted(spelt, key=len, reverse=True)  # one may be the beginning of another
     return [value for value in ordered if len(value) >= LONG], [value for value in ordered if len(value) < LONG]
+
+
+@lru_cache(1024)
+def _names_secret(name: str) -> bool:
+    return _NAME.search(name) is not None
 
 
 def _is_secret(value: str) -> bool:
