@@ -24,10 +24,12 @@ def require_whole(name: str, value: object, least: int = WHOLE.start, *, error: 
     Raises:
         error: it is none: a bool, a float (though it be 1.0), a NaN, too small or of more than 64 bits.
     """
-    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) not in WHOLE:
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise error(f"{name} must be a whole number, not {value!r}")
     if int(value) < least:
         raise error(f"{name} must be at least {least}, not {value}")
+    if int(value) >= WHOLE.stop:
+        raise error(f"{name} must be below 2**63, not {value}")
 
 
 def require_real(
