@@ -11,7 +11,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from oppo.config import Settings
-from oppo.sections import ByAlgorithm, Section
+from oppo.overrides import SEEDS
+from oppo.sections import MOST, ByAlgorithm, Section
 
 PAGE = Path(__file__).with_name("settings.md")
 
@@ -122,6 +123,7 @@ DEMO: Mapping[str, str] = {
 """Where ``make demo`` is not at the default, and why."""
 
 WORDS: Mapping[object, str] = {int: "whole number", float: "number", str: "text", bool: "`true` or `false`"}
+UNTOLD = (MOST, SEEDS.stop)  # bounds that nobody meets
 BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 PREFACE = """\
@@ -216,7 +218,7 @@ def _kinds(annotation: object) -> list[str]:
 def _limits(rules: Iterable[object]) -> list[str]:
     """Return the bounds that a value keeps: ``> 0``."""
     found = [(sign, getattr(rule, name, None)) for rule in rules for name, sign in BOUNDS.items()]
-    limits = [f"{sign} {limit}" for sign, limit in found if limit is not None and limit != 2**63]
+    limits = [f"{sign} {limit}" for sign, limit in found if limit is not None and limit not in UNTOLD]
     return [", ".join(limits)] if limits else []
 
 

@@ -24,7 +24,7 @@ from rich.console import Console
 from oppo.bench.request import Request
 from oppo.errors import ConfigError, DataError, HangError, NothingTrained, OppoError
 from oppo.interrupt import Stopped, stoppable
-from oppo.redact import redacted
+from oppo.numeric import require_whole
 from oppo.report.display import displays
 from oppo.report.panel import harmless
 
@@ -126,7 +126,7 @@ def carry_out(
     try:
         with session:
             if dry_run:
-                console.out(redacted(settings.toml()), session.graph.table(), sep="\n", highlight=False)
+                console.out(settings.toml(), session.graph.table(), sep="\n", highlight=False)
                 return DONE
             try:
                 anyio.run(partial(run, session, console, last_resort=leave))
@@ -166,6 +166,7 @@ def demo(
     directory
         The folder that holds runs.
     """
+    require_whole("--seed", seed, 0, error=ConfigError)
     Console().out("oppo demo: making a small language model, then training it with streamed PPO", highlight=False)
     from oppo.demo.run import demo as run_demo  # noqa: PLC0415 - torch takes seconds to import
 

@@ -16,15 +16,17 @@ from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
 import tomli_w
-from pydantic import Field, PositiveInt, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from oppo.errors import ConfigError
-from oppo.faults import Faults
-from oppo.overrides import overridden, seeded
-from oppo.sections import Count, NonNegative, Positive, Section, StepSection
+from oppo.faults import Faults, require_public
+from oppo.overrides import SEEDS, overridden, seeded
+from oppo.sections import Count, NonNegative, Positive, PositiveCount, Seconds, Section, StepSection
 from oppo.training import Schedule, TrainerSettings
 
-Seed: TypeAlias = Annotated[int, Field(ge=0, lt=2**63, description="whole number; the run's own when absent")]
+Seed: TypeAlias = Annotated[
+    int, Field(ge=SEEDS.start, lt=SEEDS.stop, description="whole number; the run's own when absent")
+]
 Name: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 Filled: TypeAlias = Annotated[str, Field(min_length=1)]
 
@@ -42,14 +44,16 @@ class RunSection(Section):
 
     name: Name = Field(default="run", description="the run's folder inside `directory`")
     directory: Filled = Field(default="runs", description="the folder that holds runs")
-    steps: PositiveInt = Field(default=100, description="how many updates to make")
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
+    steps: PositiveCount = Field(default=100, description="how many updates to make")
+    seed: Annotated[int, Field(ge=SEEDS.start, lt=SEEDS.stop)] = Field(
         default=0,
         description="seeds the data order, sampling and training; `--set run.seed=N` moves the seeds of the sections "
         "with it that were the same",
     )
     exact: bool = Field(default=False, description="make every bit independent of timing (slower; float32, CPU)")
-    cores: Count = Field(default=0, description="cores to work with; 0: all that the process may use")
+    cores: Annotated[int, Field(ge=0, le=1024)] = Field(
+        default=0, description="cores to work with; 0: all that the process may use"
+    )
     scorers: Literal["auto", "thread", "process"] = Field(
         default="auto",
         description="where reward, reference and critic work: in a thread beside the actor's, or in a process of their "
@@ -64,10 +68,10 @@ class RunSection(Section):
         description="steps at the beginning of the run, and as many at its end, that trace.json shows in "
         "chrome://tracing or Perfetto; `all`: every step, 0: none",
     )
-    watchdog_seconds: NonNegative = Field(
+    watchdog_seconds: Seconds = Field(
         default=600.0, description="end a run in which nothing has moved for so long, with hang-report.json; 0: never"
     )
-    call_seconds: NonNegative = Field(
+    call_seconds: Seconds = Field(
         default=3600.0,
         description="the same while one call of a model or a reward function is at work, where it is longer; 0: never",
     )
@@ -84,7 +88,7 @@ class RunSection(Section):
         default=25,
         description="write a checkpoint, from which `oppo resume` goes on, after so many steps and the last; 0: never",
     )
-    keep_last: PositiveInt = Field(default=2, description="how many of the newest checkpoints are kept")
+    keep_last: PositiveCount = Field(default=2, description="how many of the newest checkpoints are kept")
     keep_best: bool = Field(default=False, description="keep the checkpoint of the best mean score too")
 
 
@@ -119,7 +123,7 @@ class ModelsSection(Section):
     lora_rank: Count = Field(
         default=0, description="train adapters of this rank instead of the policy's weights; 0: all weights"
     )
-    lora_alpha: PositiveInt = Field(default=32, description="adapters are scaled by lora_alpha / lora_rank")
+    lora_alpha: PositiveCount = Field(default=32, description="adapters are scaled by lora_alpha / lora_rank")
     trust_remote_code: bool = Field(default=False, description="run code that comes with a model")
     allow_pickle: bool = Field(
         default=False,
@@ -171,7 +175,7 @@ class DataSection(Section):
 
     prompts: Filled = Field(description="a .jsonl or .parquet file")
     column: Filled = Field(default="prompt", description="the column that holds the prompt: text, or chat messages")
-    max_prompt_tokens: PositiveInt = Field(default=512, description="a longer prompt is over-long")
+    max_prompt_tokens: PositiveCount = Field(default=512, description="a longer prompt is over-long")
     over_long: Literal["filter", "truncate", "error"] = Field(
         default="filter", description="what to do with over-long prompts"
     )
@@ -182,17 +186,17 @@ class DataSection(Section):
 class SamplingSection(Section):
     """``[sampling]``: how the policy draws tokens (see :class:`oppo.models.Sampling`)."""
 
-    max_new_tokens: PositiveInt = Field(default=128, description="a response ends at this length")
+    max_new_tokens: PositiveCount = Field(default=128, description="a response ends at this length")
     temperature: NonNegative = Field(default=1.0, description="divides the logits; 0 is greedy")
     top_k: Count = Field(
         default=0, description="only the k most likely tokens are drawn, and log-probs are among them; 0 keeps all"
     )
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
+    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = Field(
         default=1.0,
         description="only the most likely tokens that reach this probability are drawn, and log-probs are among them; "
         "their ids are stored (4 bytes each, for each token), which `top_k` bounds; 1 keeps all",
     )
-    stop: Annotated[tuple[int | str, ...], Field(strict=False)] = Field(
+    stop: Annotated[tuple[int | Filled, ...], Field(strict=False)] = Field(
         default=(),
         description="token ids, or texts that are one token each; the tokenizer's end of sequence when empty",
     )
@@ -222,8 +226,8 @@ class TrainerSection(Section):
     critic_warmup: Count = Field(
         default=0, description="updates at the beginning that train the critic only (on a shared trunk: its head)"
     )
-    epochs: PositiveInt = Field(default=4, description="passes over each batch")
-    minibatches: PositiveInt = Field(default=1, description="optimizer steps in each pass")
+    epochs: PositiveCount = Field(default=4, description="passes over each batch")
+    minibatches: PositiveCount = Field(default=1, description="optimizer steps in each pass")
     clip: Positive = Field(default=0.2, description="how far the probability ratio may move from 1")
     value_clip: Positive | Literal["none"] = Field(default=0.2, description="how far a value may move in an update")
     value_coefficient: NonNegative = Field(default=0.1, description="weight of the value loss")
@@ -237,7 +241,7 @@ class TrainerSection(Section):
     gradient_checkpointing: Count = Field(
         default=0, description="recompute every n-th layer in the backward pass: 1 is all layers, 0 none"
     )
-    micro_batch_tokens: PositiveInt = Field(
+    micro_batch_tokens: PositiveCount = Field(
         default=4096, description="at most so many tokens, padding included, in a forward pass"
     )
     seed: Seed = 0
@@ -264,6 +268,13 @@ class Settings(Section):
             raise ValueError(f"run.exact needs models.dtype = 'float32', got {self.models.dtype!r}")
         if self.run.exact and self.models.device.startswith("cuda"):
             raise ValueError(f"run.exact needs models.device = 'cpu' (or 'auto'), got {self.models.device!r}")
+        if self.trainer.schedule == "constant" and self.trainer.warmup_steps:
+            raise ValueError(
+                f"trainer.warmup_steps: schedule 'constant' has no warm-up, got {self.trainer.warmup_steps}: leave it "
+                "out, or choose trainer.schedule = 'constant_with_warmup'"
+            )
+        if (rise := self.trainer.warmup_steps) >= self.run.steps:
+            raise ValueError(f"trainer.warmup_steps: expected fewer than run.steps ({self.run.steps}), got {rise}")
         if not self.has_critic:
             self._require_no_critic()
         if not self.has_critic and self.sampling.temperature == 0:
@@ -339,13 +350,15 @@ def resolve(document: Mapping[str, object], folder: Path) -> Settings:
         "reference": _model(models.reference, folder) or policy,
         "critic": _model(models.critic, folder) or own_critic,
     }
-    return settings.model_copy(
+    settings = settings.model_copy(
         update={
             "run": settings.run.model_copy(update={"directory": _path(settings.run.directory, folder)}),
             "models": models.model_copy(update=resolved),
             "data": settings.data.model_copy(update={"prompts": _path(settings.data.prompts, folder)}),
         }
     )
+    require_public(settings)
+    return settings
 
 
 def trainer_settings(settings: Settings) -> TrainerSettings:

@@ -17,6 +17,7 @@ import numpy as np
 
 from oppo.errors import DataError, said
 from oppo.events import IntArray, Prompt
+from oppo.numeric import require_whole
 from oppo.observe import silent
 
 OverLong: TypeAlias = Literal["filter", "truncate", "error"]
@@ -63,6 +64,7 @@ def read_prompts(
     Raises:
         DataError: the file cannot be read, a row is malformed, a prompt is empty, or no prompt is left.
     """
+    require_whole("max_prompt_tokens", max_prompt_tokens, 1)
     prompts: list[Prompt] = []
     long: list[str] = []
     total = 0
@@ -218,6 +220,8 @@ class PromptStream(Iterator[Prompt]):
     def __init__(self, prompts: Sequence[Prompt], *, seed: int = 0, epochs: int = 0, position: int = 0) -> None:
         if not prompts:
             raise DataError("a prompt stream needs at least one prompt")
+        for name, number in (("seed", seed), ("epochs", epochs), ("position", position)):
+            require_whole(name, number, 0)
         self._prompts = tuple(prompts)
         self._seed = seed
         self._epochs = epochs

@@ -9,8 +9,27 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ValidationError
 
+from oppo.errors import ConfigError, shortened
+from oppo.redact import holds_secret, redacted
+
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
+
+SHOWN = 200
+"""Characters of a wrong value that are shown."""
+
+_WORDS = {
+    "string_pattern_mismatch": "letters, digits, '.', '_' and '-' only, beginning with a letter or a digit",
+    "string_too_short": "text that is not empty",
+    "string_type": "a string",
+    "int_type": "a whole number",
+    "int_parsing_size": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "tuple_type": "a list",
+}
+"""What was expected, by the kind of fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +46,8 @@ class Faults:
         """Return one line for each setting that is wrong."""
         grouped: dict[tuple[str, ...], list[ErrorDetails]] = {}
         for detail in error.errors(include_url=False):
+            if detail["type"] == "default_factory_not_called":  # of a default that depends on the key that is wrong
+                continue
             grouped.setdefault(tuple(str(part) for part in detail["loc"][:2]), []).append(detail)
         lines = [self._sentence(place, details) for place, details in grouped.items()]
         if len(lines) == 1:
@@ -45,9 +66,10 @@ class Faults:
         if detail["type"] == "value_error":
             return f"{where}: {detail['msg'].removeprefix('Value error, ')}"
         if detail["type"] in {"model_type", "model_attributes_type"}:
-            return f"{where}: expected {self._wanted(place)}, got {detail['input']!r}"
+            return f"{where}: expected {self._wanted(place)}, got {shortened(repr(detail['input']), SHOWN)}"
+        item = next((f"item {part} to be " for part in detail["loc"][2:] if isinstance(part, int)), "")
         expected = " or ".join(dict.fromkeys(expectation(each) for each in details))
-        return f"{where}: expected {expected}, got {detail['input']!r}"
+        return f"{where}: expected {item}{expected}, got {shortened(repr(detail['input']), SHOWN)}"
 
     def _keys(self, section: str) -> dict[str, str]:
         """Return the keys of a section, each with its description."""
@@ -71,16 +93,28 @@ class Faults:
         return f"unknown {kind} {'.'.join(place)!r}{guess}; the {kind}s of {home} are {listed(known)}"
 
 
+def require_public(settings: BaseModel) -> None:
+    """Accept settings that may stand in a file as they are.
+
+    Raises:
+        ConfigError: one holds a secret.
+    """
+    for name, section in settings.model_dump(mode="json").items():
+        for key, value in section.items():
+            texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
+            if any(map(holds_secret, texts)):
+                raise ConfigError(
+                    f"{name}.{key} holds a secret, got {redacted(str(value))}: a run keeps its settings in a file, so "
+                    "give it in the environment, or by a login, and leave it out here"
+                )
+
+
 def expectation(detail: ErrorDetails) -> str:
     """Return what a value should have been, in the words of a file of settings."""
-    if detail["type"] == "string_pattern_mismatch":
-        return "letters, digits, '.', '_' and '-' only, beginning with a letter or a digit"
-    text = detail["msg"].removeprefix("Input should be ").removeprefix("a valid ")
-    index = f"item {detail['loc'][2]} to be " if len(detail["loc"]) > 2 and isinstance(detail["loc"][2], int) else ""
-    if text.startswith(("greater", "less")):
-        return f"{index}a number {text}"
-    words = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "a string"}
-    return index + words.get(text, text)
+    if (words := _WORDS.get(detail["type"])) is not None:
+        return words
+    text = detail["msg"].removeprefix("Input should be ")
+    return f"a number {text}" if text.startswith(("greater", "less")) else text
 
 
 def listed(names: Iterable[str]) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from oppo.events import Batch, Chunk, Finish, FloatArray, Given, IntArray, Prompt, Response
+from oppo.numeric import require_numbers, require_whole
 from oppo.support import Support
 
 T_co = TypeVar("T_co", covariant=True)
@@ -60,6 +61,8 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        require_numbers(self)
+        require_whole("seed of Sampling", self.seed, 0)
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
         if self.temperature < 0:

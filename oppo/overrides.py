@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 
 from oppo.errors import ConfigError
 
+SEEDS = range(2**63)
+"""What a seed may be."""
+
 SEEDED = ("data", "sampling", "trainer")
 """The sections that have a seed of their own: the run's, unless they name another."""
 
@@ -56,7 +59,7 @@ def _let_follow(document: Mapping[str, object]) -> None:
 def _seed(section: object) -> int | None:
     """Return the seed that a section names; ``None``: it names none, or one that will be refused."""
     seed = section.get("seed") if isinstance(section, Mapping) else None
-    return seed if type(seed) is int else None
+    return seed if type(seed) is int and seed in SEEDS else None
 
 
 def _copied(value: object) -> object:

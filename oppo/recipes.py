@@ -12,6 +12,7 @@ from oppo.estimators import AdaptiveKL, FixedKL, GroupAdvantage, KLEstimator
 from oppo.events import Drop, FloatArray, Prompt, Scored, StepReport, merge_chunks, rollout_of
 from oppo.graph import Graph, GraphBuilder, Stream
 from oppo.models import Policy, Scorer, Trainer
+from oppo.numeric import require_whole
 from oppo.shaping import ScoreShaping
 from oppo.stages import GAE, Generate, GroupRelative, ProximalGAE, Score, Update
 from oppo.stages.update import Dump, followers
@@ -117,6 +118,7 @@ def grpo(
     Raises:
         ConfigError: there are fewer than two samples, or a KL penalty is standardised or without a reference.
     """
+    require_whole("samples", samples, error=ConfigError)
     if samples < 2:
         raise ConfigError(f"samples must be 2 or more, not {samples}: a response alone has nothing to be compared with")
     shaping, further = shaping or ScoreShaping(), list[Stream[Scored[FloatArray] | Drop]]()

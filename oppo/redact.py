@@ -1,7 +1,9 @@
-"""Secrets out of text: whatever a run writes or says passes through :func:`redacted` first.
+"""Secrets out of text that people read: the terminal, the log, what errors say, samples, reports of a hang.
 
-What counts as one: the value of an environment variable whose name says so, a password in a URL, a query parameter or
-an ``Authorization`` header whose name says so, and tokens of well-known shapes.
+What counts as one: the value of an environment variable whose name says so, a password in a URL or behind its name, a
+query parameter or an ``Authorization`` header, and tokens of well-known shapes. What is read back is never changed, so
+settings that hold a secret are refused (:func:`holds_secret`). A value may be an ordinary word, and a name may begin as
+tokens do: such is hidden where it stands alone, not as a part of a path.
 """
 
 from __future__ import annotations
@@ -9,60 +11,128 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from html import escape
+from urllib.parse import quote
 
 HIDDEN = "***"
 
 SHORTEST = 6
 """Characters. A shorter value, like one that is a number, would garble whatever happens to hold it."""
 
-_WORDS = r"token|secret|password|passwd|passphrase|credential|signature|api[_-]?key|access[_-]?key"
+LONG = 16
+"""Characters. A value of so many is hidden wherever it is; a shorter one may be a word of a path."""
+
 _NAME = re.compile(
-    r"token(?:$|_)|secret|passwd|password|passphrase|credential|(?:^|_|api|access)key(?:$|_)|(?:^|_)(?:auth|pat)$",
+    r"token(?:$|_)|secret|passwd|password|passphrase|credential|(?:^|_|api|access)key(?:$|_)|^aws_session"
+    r"|(?:^|_)(?:auth|pat)$|_pwd$|(?:^|_|ssh|pg)pass$",
     re.IGNORECASE,
 )
-_SHAPES: tuple[tuple[re.Pattern[str], str], ...] = (
-    (re.compile(r"(?<=://)[^\s/@'\"<>]+(?=@)"), HIDDEN),
-    (re.compile(rf"([?&;](?:[\w-]*(?:{_WORDS})|key|sig|auth)=)[^&\s'\"<>#\\]+", re.IGNORECASE), rf"\1{HIDDEN}"),
-    (re.compile(r"\b((?:Bearer|Basic)\s+)[\w.~+/=-]{8,}", re.IGNORECASE), rf"\1{HIDDEN}"),
-    (re.compile(r"\b(?:hf_|sk-|ghp_|gho_|github_pat_|glpat-|xox[abp]-)[\w-]{8,}"), HIDDEN),
+_WORDS = r"sshpass|(?<=_)pwd|secret|password|passwd|passphrase|credential|api[_-]?key|access[_-]?key"
+_TOKENS = (
+    r"(?<![\w-])(?:(?:\w{1,20}[_-])?(?:access|auth|refresh|id|api|bearer|session|hf)[_-]?)?token"
+    r"|(?<!-)--[\w-]{0,40}?token"
 )
+_PREFIXES = r"hf_|sk-|gh[opusr]_|github_pat_|glpat-|npm_|xox[abeprs]-|[rs]k_(?:live|test|prod)_"
+_BEFORE, _AFTER = r"(?<![\w/\\-])", r"(?![\w/\\-]|\.\w)"
 
+_CERTAIN: tuple[tuple[str, str], ...] = (
+    (r"(?<=://)[^\s/@'\"<>]+(?=@)", HIDDEN),
+    (rf"(?i)([?&;][\w-]{{0,40}}?(?:{_WORDS}|token|signature|key|sig|auth)=)[^&\s'\"<>#\\]+", rf"\1{HIDDEN}"),
+    (rf"\b(?:{_PREFIXES})[\w-]{{0,40}}?(?=[a-zA-Z]*\d)[a-zA-Z0-9]{{16,}}[\w-]*", HIDDEN),
+    (r"\b(?:A3T[A-Z0-9]|AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{16}\b", HIDDEN),
+    (r"\beyJ[\w-]{5,}\.eyJ[\w-]{5,}\.[\w-]*", HIDDEN),
+    (r"(-----BEGIN[ A-Z0-9]{0,40}PRIVATE KEY-----)[\s\S]*?(?=-----END|\Z)", rf"\1{HIDDEN}"),
+)
+"""Patterns of what is hidden everywhere, and what stands there then. The shapes of tokens are those of the rules of
+gitleaks (github.com/gitleaks/gitleaks, config/gitleaks.toml: ``aws-access-token``, ``jwt``, ``stripe-access-token``,
+``private-key`` and others), which is a program that finds them in files."""
 
-def redactor(environment: Mapping[str, str] | None = None) -> Callable[[str], str]:
-    """Return a function that does what :func:`redacted` does, with the environment as it is now.
-
-    Args:
-        environment: variables whose values may be secrets; the process's own unless given.
-    """
-    values = _secrets(os.environ if environment is None else environment)
-
-    def redact(text: str) -> str:
-        for value in values:
-            text = text.replace(value, HIDDEN)
-        for shape, replacement in _SHAPES:
-            text = shape.sub(replacement, text)
-        return text
-
-    return redact
+_PROBABLE: tuple[tuple[str, str], ...] = (
+    (r"(?i)(\bAuthorization['\"]?\s?[:=]\s?['\"]?(?:\w+\s+)?)[\w.~+/=-]{4,}", rf"\1{HIDDEN}"),
+    (r"\b(Bearer|Basic) [\w.~+/=-]{16,}", rf"\1 {HIDDEN}"),
+    (rf"(?i)((?<!-)--[\w-]{{0,40}}?(?:{_WORDS}|token)=)(?!\\?['\"])[^\s'\"\\]+", rf"\1{HIDDEN}"),
+    (rf"(?i)((?:{_WORDS})=)(?!\\?['\"])[^\s'\"<>&,;)\\]+", rf"\1{HIDDEN}"),
+    (rf"(?i)((?:{_WORDS}|{_TOKENS})['\"]?\s?[:=]\s?(['\"]))(?:\\.|(?!\2|\\).)+", rf"\1{HIDDEN}"),
+    (rf"(?i)((?:{_WORDS}|{_TOKENS})\\['\"]\s?[:=]\s?\\(['\"]))(?:(?!\\\2).)+", rf"\1{HIDDEN}"),
+    (rf"{_BEFORE}(?:{_PREFIXES})[\w-]{{8,}}{_AFTER}", HIDDEN),
+)
+"""Patterns of what is hidden in text for people: what follows a name that says so, and what begins as tokens do."""
 
 
 def redacted(text: str, environment: Mapping[str, str] | None = None) -> str:
-    """Return ``text`` with every secret replaced by ``***``, be it plain, JSON or HTML.
+    """Return ``text`` with every secret replaced by ``***``.
+
+    Args:
+        text: for people, not the text of a file that is read back.
+        environment: variables whose values may be secrets; the process's own unless given.
 
     Example:
         >>> redacted("https://me:pw@host/x?token=abc&n=1", {})
         'https://***@host/x?token=***&n=1'
-        >>> redacted("said hunter2!", {"DB_PASSWORD": "hunter2"})
-        'said ***!'
+        >>> redacted("said hunter2! in runs/hunter2/demo", {"DB_PASSWORD": "hunter2"})
+        'said ***! in runs/hunter2/demo'
     """
-    return redactor(environment)(text)
+    long, short = _secrets(environment)
+    if short:
+        text = re.sub(f"{_BEFORE}(?:{_any(short)}){_AFTER}", HIDDEN, text)
+    return _without(text, long, (*_CERTAIN, *_PROBABLE))
 
 
-def _secrets(environment: Mapping[str, str]) -> list[str]:
-    """Return the values to hide, as they are spelt in text, JSON and HTML; the longest first."""
-    values = [value for name, value in environment.items() if _NAME.search(name)]
-    kept = {value for value in values if len(value) >= SHORTEST and not value.replace(".", "").isdecimal()}
-    spelt = {form for value in kept for form in (value, json.dumps(value)[1:-1], escape(value))}
-    return sorted(spelt, key=len, reverse=True)  # one may be the beginning of another
+def redacted_values(value: object, redact: Callable[[str], str] = redacted) -> object:
+    """Return what is to be written as JSON with every text in it redacted; keys and structure stay."""
+    match value:
+        case str():
+            return redact(value)
+        case Mapping():
+            return {key: redacted_values(each, redact) for key, each in value.items()}
+        case list() | tuple():
+            return [redacted_values(each, redact) for each in value]
+        case _:
+            return value
+
+
+def holds_secret(text: str, environment: Mapping[str, str] | None = None) -> bool:
+    """Return whether there certainly is a secret in ``text``: a word that also is a password is none.
+
+    Example:
+        >>> holds_secret("https://me:pw@host/model", {}), holds_secret("hf_models/secret=1", {})
+        (True, False)
+    """
+    long, _ = _secrets(environment)
+    return _without(text, long, _CERTAIN) != text
+
+
+def _without(text: str, values: list[str], shapes: Iterable[tuple[str, str]]) -> str:
+    for value in values:
+        text = text.replace(value, HIDDEN)
+    for shape, replacement in shapes:
+        text = re.sub(shape, replacement, text)
+    return text
+
+
+def _secrets(environment: Mapping[str, str] | None) -> tuple[list[str], list[str]]:
+    """Return the values to hide, long and short, as they are spelt in text, JSON, HTML and URLs; the longest first."""
+    variables = os.environ if environment is None else environment
+    values = {value for name, value in variables.items() if _names_secret(name) and _is_secret(value)}
+    spelt = {
+        form for value in values for form in (value, json.dumps(value)[1:-1], escape(value), quote(value, safe=""))
+    }
+    ordered = sorted(spelt, key=len, reverse=True)  # one may be the beginning of another
+    return [value for value in ordered if len(value) >= LONG], [value for value in ordered if len(value) < LONG]
+
+
+@lru_cache(1024)
+def _names_secret(name: str) -> bool:
+    return _NAME.search(name) is not None
+
+
+def _is_secret(value: str) -> bool:
+    """Return whether a value is more than a number, and not the path of a file that holds the secret."""
+    garbles = len(value) < SHORTEST or value.replace(".", "").isdecimal()
+    return not garbles and not (value.startswith("/") and os.path.lexists(value))
+
+
+def _any(values: list[str]) -> str:
+    return "|".join(map(re.escape, values))

@@ -24,6 +24,7 @@ from oppo import user_code
 from oppo.errors import ModelError, RewardError, as_itself, running_loop
 from oppo.events import Chunk, Drop, Finish, Given, Prompt
 from oppo.models import RewardFunction, Scorer
+from oppo.numeric import require_real
 from oppo.observe import silent
 from oppo.placement.apart import Apart
 from oppo.placement.errand import errand
@@ -98,6 +99,8 @@ class FunctionReward(Scorer[float | Drop]):
         self._prompt_column = prompt_column
         self._on_failure = on_failure
         self._pauses = tuple(pauses) if on_failure == "retry" else ()
+        for pause in self._pauses:
+            require_real("a pause", pause, 0)
         self._tell = tell
         self._calls = 0
         parameters = _parameters(self._judge.function, self.name)

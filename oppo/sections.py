@@ -6,15 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, Literal, TypeAlias, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from oppo.estimators import KLEstimator
 from oppo.staleness import Correction, Denominator
 
-Fraction: TypeAlias = Annotated[float, Field(ge=0, le=1)]
+MOST = 2**31
+"""Counts stay below: they are numbers of steps, rollouts, tokens and bytes, and many become an int32."""
+
+Fraction: TypeAlias = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 NonNegative: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Count: TypeAlias = Annotated[int, Field(ge=0)]
+Seconds: TypeAlias = Annotated[float, Field(ge=0, lt=MOST, allow_inf_nan=False)]
+Count: TypeAlias = Annotated[int, Field(ge=0, lt=MOST)]
+PositiveCount: TypeAlias = Annotated[int, Field(gt=0, lt=MOST)]
 KLPlace: TypeAlias = Literal["reward", "loss"]
 AdmissionName: TypeAlias = Literal["overcommit", "adaptive", "slope", "slope-algorithm1", "tail-batched"]
 
@@ -48,18 +53,18 @@ class StepSection(Section):
         description="how advantages are estimated: `ppo` with a critic, by GAE; `grpo` and `rloo` without one, by "
         "comparing the responses to each prompt with one another",
     )
-    samples: Annotated[int, Field(ge=2)] | None = Field(
+    samples: Annotated[int, Field(ge=2, lt=MOST)] | None = Field(
         default=None,
         description="responses to each prompt, where they are compared; `batch` and `extra` count prompts then; when "
         "absent 8, or one for `ppo`",
     )
-    batch: PositiveInt = Field(default=32, description="rollouts trained in a step")
+    batch: PositiveCount = Field(default=32, description="rollouts trained in a step")
     extra: Count | None = Field(
         default=None,
         description="rollouts kept in flight beyond the batch, or the most of them where `admission` adapts their "
         "number; when absent 0 (no rollout is ever carried over), or a quarter of the batch",
     )
-    max_deferrals: PositiveInt = Field(default=2, description="a rollout carried over this often is waited for")
+    max_deferrals: PositiveCount = Field(default=2, description="a rollout carried over this often is waited for")
     admission: AdmissionName = Field(
         default="overcommit",
         description="how many are kept in flight: `overcommit` always `extra`; `adaptive` as many as save time at the "
@@ -70,7 +75,7 @@ class StepSection(Section):
     lag_price: NonNegative = Field(
         default=1.0, description="what a mean lag of one step costs `adaptive`, in parts of a step's time"
     )
-    chunk: PositiveInt | Literal["whole", "tuned"] = Field(
+    chunk: PositiveCount | Literal["whole", "tuned"] = Field(
         default=32,
         description="tokens streamed to the scorers at a time; `whole`: each response when it has ended; `tuned`: a "
         "part of `max_new_tokens` that is tried out every 50 steps",
@@ -86,7 +91,7 @@ class StepSection(Section):
         description="estimator of the KL penalty; k2 or k3 in the loss",
     )
     kl_target: Positive | None = Field(default=None, description="adapt the coefficient to hold this KL per rollout")
-    kl_horizon: PositiveInt | None = Field(default=None, description="rollouts over which the coefficient adapts")
+    kl_horizon: PositiveCount | None = Field(default=None, description="rollouts over which the coefficient adapts")
     score_norm: bool = Field(default=False, description="normalise scores by the mean and spread of all so far")
     score_clip: Positive | None = Field(default=None, description="bound scores to this on either side of 0")
     reward_scale: Positive = Field(default=1.0, description="multiplies the scores")

@@ -40,6 +40,7 @@ from numpy.typing import NDArray
 
 from oppo.errors import ConfigError
 from oppo.events import BoolArray, FloatArray
+from oppo.numeric import require_numbers
 
 Denominator: TypeAlias = Literal["behaviour", "proximal"]
 TokenWeight: TypeAlias = Literal["none", "truncated", "mask"]
@@ -97,6 +98,7 @@ class Correction:
         for name, choices in (("denominator", Denominator), ("weight", TokenWeight), ("level", Level)):
             if getattr(self, name) not in get_args(choices):
                 raise ConfigError(f"{name} must be one of {', '.join(get_args(choices))}, not {getattr(self, name)!r}")
+        require_numbers(self, infinite=["cap", "low", "high"], error=ConfigError)
         low, high = self.band
         if not 1 <= self.cap < math.inf:
             raise ConfigError(

@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias, get_args
 from oppo.errors import ConfigError
 from oppo.estimators import KLEstimator
 from oppo.events import Batch
+from oppo.numeric import require_numbers
 from oppo.staleness import Correction
 
 Schedule: TypeAlias = Literal["constant", "constant_with_warmup", "linear", "cosine"]
@@ -80,6 +81,7 @@ class TrainerSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        require_numbers(self, infinite=["value_clip", "max_grad_norm"], error=ConfigError)
         for name in ("epochs", "minibatches", "micro_batch_tokens"):
             _require(name, getattr(self, name), at_least=1)
         for name in (

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from oppo.cli import main
 from oppo.config import load
+from oppo.hf.cpu import available_cores
 from oppo.hf.digest import weights_digest
 from oppo.report import story
 from oppo.train import prepare, run as train
@@ -238,6 +239,12 @@ def test_each_model_works_in_one_thread_for_life_with_its_own_share_of_the_cores
     assert sorted(map(sorted, seen.values())) == sorted(
         map(sorted, [{("oppo-actor_0", 1), trained}, {scored, trained}, frozen, frozen])
     )
+
+
+def test_more_cores_than_there_are_is_said(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert oppo(workplace, "--dry-run", "run.name=wide", "run.cores=1000", "run.scorers=thread") == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"run.cores = 1000 is more than the {available_cores()} that this process may use" in said
 
 
 @pytest.mark.parametrize("arguments", ["--help", "--version", "train --help"])

@@ -2,14 +2,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import tomllib
+from datetime import date
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from oppo.config import Settings, TrainerSection, load, resolve, trainer_settings
 from oppo.errors import ConfigError
 from oppo.models import Sampling
+from oppo.sections import Section
 from oppo.staleness import Correction
 from oppo.training import TrainerSettings
 
@@ -203,11 +207,30 @@ def test_an_unknown_section_names_the_nearest_one(tmp_path: Path) -> None:
         ("[step]\nscore_clip = 0\n", "step.score_clip: expected a number greater than 0, got 0"),
         ('[trainer]\nvalue_clip = "off"\n', "trainer.value_clip: expected a number or 'none', got 'off'"),
         ("[sampling]\nmin_new_tokens = 200\n", "min_new_tokens must be at most max_new_tokens; got 200"),
-        ('[sampling]\nstop_strings = [""]\n', "sampling.stop_strings: expected"),
+        (
+            '[sampling]\nstop_strings = [""]\n',
+            "sampling.stop_strings: expected item 0 to be text that is not empty, got ''",
+        ),
+        ("[sampling]\nstop = 3\n", "sampling.stop: expected a list, got 3"),
+        ('[run]\ndirectory = ""\n', "run.directory: expected text that is not empty, got ''"),
+        ('[run]\ntrace = "most"\n', "run.trace: expected a whole number or 'all', got 'most'"),
+        ("[run]\ntrace = -1\n", "run.trace: expected a number greater than or equal to 0 or 'all', got -1"),
+        ("[run]\ncores = 100000\n", "run.cores: expected a number less than or equal to 1024, got 100000"),
+        (f"[run]\nsteps = {10**30}\n", f"run.steps: expected a number less than 2147483648, got {10**30}"),
+        ("[run]\nwatchdog_seconds = 1e30\n", "run.watchdog_seconds: expected a number less than 2147483648, got 1e+30"),
+        ("[step]\nlam = nan\n", "step.lam: expected a finite number, got nan"),
+        (
+            "[trainer]\nwarmup_steps = 4\n",
+            "trainer.warmup_steps: schedule 'constant' has no warm-up, got 4: leave it out, or choose trainer.schedule",
+        ),
+        (
+            '[run]\nsteps = 4\n[trainer]\nschedule = "linear"\nwarmup_steps = 4\n',
+            "trainer.warmup_steps: expected fewer than run.steps (4), got 4",
+        ),
         ("[sampling]\ntop_p = 0.0\n", "sampling.top_p: expected a number greater than 0, got 0.0"),
         (
             "[sampling]\nstop = [1, 2.5]\n",
-            "sampling.stop: expected item 1 to be a whole number or item 1 to be a string",
+            "sampling.stop: expected item 1 to be a whole number or a string, got 2.5",
         ),
         ('[run]\nexact = true\n[models]\ndtype = "auto"\n', "run.exact needs models.dtype = 'float32'"),
         ('[run]\nexact = true\n[models]\ndevice = "cuda"\n', "run.exact needs models.device = 'cpu'"),
@@ -220,6 +243,47 @@ def test_a_wrong_value_is_a_sentence(tmp_path: Path, text: str, sentence: str) -
         base = ""
         text += 'policy = "a"\nreward = "b"\n[data]\nprompts = "p.jsonl"\n'
     assert sentence in refused(tmp_path, text, base=base)
+
+
+@pytest.mark.parametrize(
+    "value", [True, -3, 2**70, 1.5, 1e30, math.nan, math.inf, "", "\0", [], [[]], {"a": 1}, date.min]
+)
+def test_a_value_of_any_kind_is_taken_or_is_a_sentence_in_the_words_of_the_file(value: object) -> None:
+    for section, field in Settings.model_fields.items():
+        for key in cast("type[Section]", field.annotation).model_fields:
+            document: dict[str, dict[str, object]] = {
+                "models": {"policy": "a", "reward": "b"},
+                "data": {"prompts": "p"},
+            }
+            document[section] = document.get(section, {}) | {key: value}
+            try:
+                resolve(document, Path("/"))
+            except ConfigError as error:
+                said = str(error)
+                assert f"{section}.{key}" in said or key in said.removeprefix(f"[{section}]: ") or value == "\0"
+                assert len(said.splitlines()) == 1
+                assert not re.search(
+                    "input|should|valid|factory|undefined|constrain|tuple|character|literal", said.lower()
+                )
+
+
+@pytest.mark.parametrize("section", ["run", "sampling", "step", "trainer"])
+def test_two_faults_of_a_section_are_two_sentences(section: str, tmp_path: Path) -> None:
+    key = {"run": "steps", "sampling": "top_k", "step": "batch", "trainer": "epochs"}[section]
+    said = refused(tmp_path, f"[{section}]\n{key} = 'four'\nnovel = 1\n").splitlines()
+    assert said[:2] == ["2 settings are wrong:", f"  {section}.{key}: expected a whole number, got 'four'"]
+    assert len(said) == 3
+
+
+def test_a_wrong_value_is_shown_in_part_where_it_is_long(tmp_path: Path) -> None:
+    said = refused(tmp_path, f"[run]\nsteps = '{'4' * 5000}'\n")
+    assert said.startswith("run.steps: expected a whole number, got '444")
+    assert said.endswith("4... (5002 characters)")
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63])
+def test_a_seed_out_of_range_is_one_fault_though_all_sections_follow_it(tmp_path: Path, seed: int) -> None:
+    assert refused(tmp_path, f"[run]\nseed = {seed}\n").startswith("run.seed: expected a number ")
 
 
 def test_a_fault_of_several_sections_begins_with_what_it_is_about(tmp_path: Path) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from html import escape
+from pathlib import Path
 
 import pytest
 
-from oppo.redact import redacted
+from oppo.redact import holds_secret, redacted, redacted_values
 
 ENVIRONMENT = {
     "JUDGE_PASSWORD": 'a"quoted<canary>',
@@ -16,6 +17,11 @@ ENVIRONMENT = {
     "AWS_SECRET_ACCESS_KEY": "canary/aws+key",
     "WANDB_API_KEY": "canary-wandb",
     "GITHUB_PAT": "canary-pat",
+    "MYSQL_PWD": "canary-pwd",
+    "SSHPASS": "canary-pass",
+    "AWS_SESSION": "canary-session",
+    "PWD": "/harmless/here",
+    "SSH_ASKPASS": "/usr/bin/harmless",
     "MAX_TOKENS": "100000",
     "ACCESS_TOKEN": "31415926",
     "TOKENIZERS_PARALLELISM": "harmless",
@@ -44,6 +50,11 @@ def test_the_value_of_a_secret_variable_is_hidden_however_it_is_spelt(name: str)
         "the monkey=banana and the token budget",
         '{"token": 3, "score": 0.5}',
         "risk-averse sk-1",
+        "eos_token='</s>' pad_token=\"<pad>\"",
+        '{"token": 3, "tokens": ["a"], "secretary": "b"}',
+        "a basic understanding of authorization, however",
+        "/data/hf_checkpoints/policy and hf_checkpoints/actor.safetensors",
+        "runs/canary-pat/demo-1 and /tmp/canary-pat: canary-pat/config.toml, canary-pat.toml, my-canary-pat",
     ],
 )
 def test_what_is_no_secret_stays(text: str) -> None:
@@ -63,6 +74,17 @@ def test_what_is_no_secret_stays(text: str) -> None:
         "hf_canarycanary",
         "sk-canarycanary",
         "github_pat_canarycanary",
+        "/cache/hf_canaryCANARY123456789canary/model",
+        "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiJjYW5hcnkifQ.canary_signature",
+        "sk_live_canary0canary0canary",
+        'body {"password": "canary \\" canary", "n": 1}',
+        r"body {\"password\": \"canary canary\", \"n\": 1}",
+        "{'access_token': 'canary'}",
+        "tool --token=canary --n=3",
+        "tool --api-token='canary canary'",
+        "password=canary, host=here",
+        "MYSQL_PWD=canary",
+        "-----BEGIN RSA PRIVATE KEY-----\ncanary\n-----END RSA PRIVATE KEY-----",
     ],
 )
 def test_secrets_in_urls_headers_and_of_known_shapes_are_hidden(text: str) -> None:
@@ -72,3 +94,44 @@ def test_secrets_in_urls_headers_and_of_known_shapes_are_hidden(text: str) -> No
 
 def test_a_url_keeps_what_is_no_secret() -> None:
     assert redacted("GET https://me:pw@host/a?token=x&n=1 failed", {}) == "GET https://***@host/a?token=***&n=1 failed"
+
+
+def test_the_key_of_an_account_is_hidden() -> None:
+    assert redacted("AKIAIOSFODNN7EXAMPLE and ASIAIOSFODNN7EXAMPLE", {}) == "*** and ***"
+
+
+def test_json_stays_json_and_keeps_its_keys() -> None:
+    facts = {"rollout": ["rollout", 3, None], "said": {"password": '{"password": "a\\"b", "n": 1}'}, "ok": True}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("APP_SECRET", "rollout")
+        hidden = redacted_values(facts)
+    assert hidden == {"rollout": ["***", 3, None], "said": {"password": '{"password": "***", "n": 1}'}, "ok": True}
+
+
+def test_a_variable_that_names_a_file_holds_no_secret(tmp_path: Path) -> None:
+    assert redacted(f"cannot read {tmp_path}", {"GOOGLE_APPLICATION_CREDENTIALS": str(tmp_path)}).endswith(
+        str(tmp_path)
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "certain"),
+    [
+        ("https://me:canary@host/model", True),
+        ("/models/hf_canaryCANARY123456789canary", True),
+        ("/models/canary-long-token", True),
+        ("/runs/canary-pat", False),
+        ("canary-pat", False),
+        ("org/hf_models", False),
+        ('"password": "', False),
+    ],
+)
+def test_only_what_certainly_is_a_secret_counts_as_one_in_settings(text: str, certain: bool) -> None:
+    assert holds_secret(text, ENVIRONMENT) is certain
+
+
+@pytest.mark.parametrize(
+    "unit", ["-", "?", "a_", "hf_", "://", 'password="', "eyJ.", "-----BEGIN PRIVATE KEY-----", "\\"]
+)
+def test_no_text_takes_long(unit: str) -> None:
+    redacted(unit * (60_000 // len(unit)), ENVIRONMENT)  # and returns: no pattern goes over a text again and again

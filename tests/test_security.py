@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from oppo.cli import main
+from oppo.config import load
 from oppo.hf.digest import weights_digest
 from oppo.hf.load import load_causal
 from tests.hf import tiny
@@ -78,17 +79,31 @@ def test_no_secret_reaches_the_run_directory_or_the_terminal(
 
 
 @pytest.mark.usefixtures("canaries")
-def test_no_secret_of_the_settings_is_shown(workplace: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_secret_in_the_settings_is_refused_and_not_shown(workplace: Path, capfd: pytest.CaptureFixture[str]) -> None:
     secret = CANARIES["JUDGE_PASSWORD"]
     shutil.copytree(workplace / "actor", workplace / secret)
     settings = ("run.name=shown", f"models.policy={secret}", f"models.reference={secret}", "models.reward=reward")
-    assert oppo(workplace, "--dry-run", *settings) == 0
-    assert oppo(workplace, "", *settings) == 0
+    assert oppo(workplace, "--dry-run", *settings) == 2
+    assert oppo(workplace, "", *settings) == 2
     assert oppo(workplace, "", "run.name=other", "models.reference=https://me:canary-in-url@host/model") == 2
     printed = capfd.readouterr()
     assert "https://***@host/model" in printed.err
-    assert 'policy = "' in printed.out
-    assert leaks(workplace / "runs" / "shown", printed.out, printed.err) == []
+    assert f"models.policy holds a secret, got {workplace}/***: a run keeps its settings in a file, so " in printed.err
+    assert leaks(workplace / "runs", printed.out, printed.err) == []
+
+
+def test_a_password_that_is_an_ordinary_word_changes_nothing_that_is_read_back(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DB_PASSWORD", "rollout")
+    monkeypatch.setenv("APP_SECRET", "event-1")
+    overrides = ("run.directory=rollout", "run.name=event-1", "run.steps=1", "run.checkpoint_every=1", "run.panel=off")
+    assert oppo(workplace, "", *overrides) == 0
+    directory = workplace / "rollout" / "event-1"
+    assert load(directory / "config.toml").run_directory == directory
+    assert {"rollout", "event"} <= json.loads((directory / "journal.jsonl").read_text().splitlines()[0]).keys()
+    assert main(["resume", str(directory), "--set", "run.steps=2"]) == 0
+    assert str(directory / "report.html") in capfd.readouterr().out
 
 
 class Payload:

@@ -60,7 +60,7 @@ def test_scores_that_are_all_equal_become_zero() -> None:
     ("clip", "scale", "penalty", "sentence"),
     [
         (0.0, 1.0, 0.0, "clip must be more than 0, not 0.0"),
-        (1.0, math.nan, 0.0, "scale of the reward must be more than 0 and finite, not nan"),
+        (1.0, math.nan, 0.0, "scale of ScoreShaping must be a finite number, not nan"),
         (1.0, 1.0, -1.0, "missing-EOS penalty must be 0 or more and finite, not -1.0"),
     ],
 )

@@ -31,7 +31,10 @@ def test_the_schedules_are_those_of_transformers(schedule: Schedule) -> None:
         ({"epochs": 0}, "epochs must be 1 or more, not 0"),
         ({"clip": 0.0}, "clip must be more than 0, not 0.0"),
         ({"learning_rate": -1.0}, "learning_rate must be 0 or more"),
-        ({"critic_learning_rate": math.nan}, "critic_learning_rate must be 0 or more, not nan"),
+        (
+            {"critic_learning_rate": math.nan},
+            "critic_learning_rate of TrainerSettings must be a finite number, not nan",
+        ),
         ({"entropy_coefficient": -0.1}, "entropy_coefficient must be 0 or more, not -0.1"),
         ({"kl_estimator": "k4"}, "kl_estimator must be one of k1, k2, k3, not 'k4'"),
         ({"critic_warmup": -1}, "critic_warmup must be 0 or more"),

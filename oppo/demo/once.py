@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -13,9 +15,12 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from oppo.hf.cpu import use_cores
+from oppo.report.lock import Lock, is_locked
 
 COMPLETE: Final = "COMPLETE"
 """The file that is written last: without it a directory is not used."""
+
+_BUILDING: Final = ".building-"
 
 
 def made_once(target: Path, build: Callable[[Path], None]) -> Path:
@@ -26,13 +31,38 @@ def made_once(target: Path, build: Callable[[Path], None]) -> Path:
     if (target / COMPLETE).exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".building-", dir=target.parent) as aside:
-        built = Path(aside) / target.name
+    with _aside(target.parent) as aside:
+        built = aside / target.name
         built.mkdir()
         build(built)
         (built / COMPLETE).write_text(target.name + "\n", encoding="utf-8")
         _settle(built, target)
     return target
+
+
+@contextmanager
+def _aside(parent: Path) -> Iterator[Path]:
+    """Make a folder in ``parent`` that lasts as long as the context; those of processes that were killed are deleted.
+
+    A folder is locked while it is somebody's. Between its making and its locking nobody else may look, so that the
+    parent is locked meanwhile.
+    """
+    looking = os.open(parent, os.O_RDONLY)
+    try:
+        fcntl.flock(looking, fcntl.LOCK_EX)
+        for left in parent.glob(f"{_BUILDING}*"):
+            with suppress(OSError):  # another user's
+                if not is_locked(left):
+                    shutil.rmtree(left)
+        aside = Path(tempfile.mkdtemp(prefix=_BUILDING, dir=parent))
+        lock = Lock(aside)
+    finally:
+        os.close(looking)
+    try:
+        yield aside
+    finally:
+        lock.release()
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _settle(built: Path, target: Path) -> None:

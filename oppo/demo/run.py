@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from oppo.demo.verdict import Verdict, hidden_fraction
 from oppo.evaluate import compare
 from oppo.events import Defer, Finish
 from oppo.observe import Span
+from oppo.report.occupancy import require_unused
 from oppo.report.panel import harmless
 from oppo.train import FINAL, prepare, run
 
@@ -62,13 +64,18 @@ def demo(directory: Path, *, short: bool = False, seed: int = 0, cache: Path | N
         short: the quick version: smaller models, fewer steps.
         seed: of everything.
         cache: where what is made once is kept; :func:`cache_directory` unless given.
+
+    Raises:
+        ConfigError: ``directory`` cannot hold a run; nothing is made then.
     """
     plan = SHORT if short else FULL
+    target = unused(directory)
+    require_unused(target)
     console = Console()
     narrator = Narrator(console)
     assets = make_assets(cache or cache_directory(), seed=seed, small=plan.small, progress=narrator.progress)
     introduce(console, assets)
-    settings = settings_of(plan, assets, unused(directory), seed)
+    settings = settings_of(plan, assets, target, seed)
     deferrals = Deferrals()
     with prepare(settings) as session:
         sampling = session.assembly.sampling
@@ -138,7 +145,7 @@ def settings_of(plan: Plan, assets: Assets, target: Path, seed: int) -> Settings
 def unused(directory: Path) -> Path:
     """Return the first of ``demo-1``, ``demo-2``, ... that is not in ``directory``."""
     number = 1
-    while (directory / f"demo-{number}").exists():
+    while os.path.lexists(directory / f"demo-{number}"):
         number += 1
     return (directory / f"demo-{number}").absolute()
 

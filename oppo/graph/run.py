@@ -17,6 +17,7 @@ from oppo.graph.ports import UNKNOWN, Observing, Opened, Stateful, Step, Stepwis
 from oppo.graph.snapshot import Snapshot
 from oppo.graph.source import Source
 from oppo.graph.topology import Node, Topology
+from oppo.numeric import require_whole
 from oppo.observe import Observer, Span
 
 O = TypeVar("O")  # noqa: E741 - O for output, as in the stage protocols
@@ -47,7 +48,11 @@ class Run(Generic[O]):
         """Return an iterator that runs one step for each item asked of it.
 
         It ends after ``count`` steps, or at the first that yields no result: the data has ended.
+
+        Raises:
+            ValueError: ``count`` is no whole number.
         """
+        require_whole("count", count)
         return _Steps(self, count)
 
     async def step(self, *, remaining: int = UNKNOWN) -> O | None:

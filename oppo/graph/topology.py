@@ -103,7 +103,7 @@ class Topology:
         faults = []
         if not node.inputs:
             faults.append(f"{node.name!r} reads nothing: give it at least one stream")
-        if node.capacity < 1:
+        if not isinstance(node.capacity, int) or node.capacity < 1:
             faults.append(f"{node.name!r} has a capacity of {node.capacity}: a channel holds at least 1 item")
         for name in dict.fromkeys(node.inputs):
             if name != SOURCE and name not in self.by_name:

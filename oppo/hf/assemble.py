@@ -196,7 +196,11 @@ def assemble(settings: Settings, text: Text, tell: Callable[[str], None]) -> Ass
     reward = _function(settings, text, tell)
     run = settings.run
     device = _device(settings)
-    cores = run.cores or available_cores()
+    there = available_cores()
+    if (cores := run.cores or there) > there:
+        tell(
+            f"run.cores = {cores} is more than the {there} that this process may use: threads will wait for each other"
+        )
     places = Places.of(cores, device, run.scorers, tell, restarts=run.scorer_restarts)
     with ExitStack() as stack:
         stack.callback(places.close)

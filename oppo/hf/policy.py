@@ -18,6 +18,7 @@ from oppo.hf.decoding import Counters, Decoder, Row
 from oppo.hf.delivery import Delivery
 from oppo.hf.weights import adopt
 from oppo.models import Cut, Decode, Piece, PieceState, Sampling, Weights
+from oppo.numeric import require_whole
 from oppo.support import Support
 
 if TYPE_CHECKING:
@@ -181,8 +182,7 @@ class HfPolicy:
         decode: Callable[[Sequence[int]], str] | None = None,
         limit: Callable[[Prompt], int] | None = None,
     ) -> None:
-        if prefill_tokens < 1:
-            raise ValueError(f"prefill_tokens must be at least 1, not {prefill_tokens}")
+        require_whole("prefill_tokens", prefill_tokens, 1)
         self._model = model
         self._sampling = sampling
         self._thread = thread

@@ -35,8 +35,9 @@ from oppo.events import Chunk, Defer, Drop, Finish, Given, Prompt, StepReport
 from oppo.graph import Snapshot
 from oppo.liveness.hang import hang_report
 from oppo.liveness.last_word import LastWord
+from oppo.numeric import require_real
 from oppo.observe import Observer, Span, now
-from oppo.redact import redacted
+from oppo.redact import redacted_values
 
 NOTICE_SECONDS = 30.0
 """After so long without a move it is said who waits for whom, and again whenever the time has doubled."""
@@ -111,6 +112,8 @@ class Watchdog(Observer):
         names: tuple[str, str] = ("run.watchdog_seconds", "run.call_seconds"),
         clock: Callable[[], float] = now,
     ) -> None:
+        for name, value in zip((*names, "notice", "grace"), (seconds, call_seconds, notice, grace), strict=True):
+            require_real(name, value, 0, infinite=True)
         self._seconds = seconds
         self._report = report
         self._notice = notice
@@ -271,7 +274,7 @@ class Watchdog(Observer):
             rollouts[state].append(rollout)
         report = hang_report(stall.seconds, stall.snapshot, rollouts, self._loop)
         try:
-            self._report.write_text(redacted(json.dumps(report, indent=1)) + "\n", encoding="utf-8")
+            self._report.write_text(json.dumps(redacted_values(report), indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             return f"{self._report} could not be written: {error.strerror or error}"
         name, limit = self._names[0], self._seconds

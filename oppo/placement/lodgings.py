@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from oppo import observe
 from oppo.errors import ModelLost
+from oppo.numeric import require_whole
 from oppo.placement.child import Child, Gone
 from oppo.placement.place import Journal
 from oppo.placement.wire import Answer, Call, Failure, Packet, Settle, pack, pack_with_blocks
@@ -56,6 +57,7 @@ class Lodgings:
     ) -> None:
         self._name = name
         self._setup = setup
+        require_whole("restarts", restarts, 0)
         self._restarts = restarts
         self._restarted: deque[float] = deque()
         self._aborted = False

@@ -10,6 +10,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from oppo.events import Batch
+from oppo.redact import redacted
 
 ARRAYS = (
     "scores", "offsets", "tokens", "versions", "sampled", "logprobs", "proximal", "reference", "values", "rewards",
@@ -45,7 +46,7 @@ def dump_batch(batch: Batch, folder: Path) -> Path:
         }
         for response, reason in zip(batch.responses, batch.reasons, strict=True)
     ]
-    dropped = [{"rollout": drop.rollout, "reason": drop.reason} for drop in batch.dropped]
+    dropped = [{"rollout": drop.rollout, "reason": redacted(drop.reason)} for drop in batch.dropped]
     asked = {"has_reference": batch.has_reference, "has_proximal": batch.has_proximal}
     told = {"rows": rows, "dropped": dropped} | asked
     folder.mkdir(parents=True, exist_ok=True)

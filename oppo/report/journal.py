@@ -15,6 +15,7 @@ from typing import cast
 from oppo.admission import Observation
 from oppo.admission.observation import Json
 from oppo.events import Chunk, Defer, Finish, Prompt, StepReport
+from oppo.redact import redacted
 from oppo.report.records import OBSERVED, Record, read
 
 JOURNAL = "journal.jsonl"
@@ -41,7 +42,7 @@ def endings(step: int, report: StepReport, at: float) -> Iterator[Record]:
     for rollout in report.trained:
         yield _line(step, at, "trained", rollout, version=report.version)
     for drop in report.dropped:
-        yield _line(step, at, "dropped", drop.rollout, reason=drop.reason)
+        yield _line(step, at, "dropped", drop.rollout, reason=redacted(drop.reason))
 
 
 def story(path: Path, rollout: int) -> list[Record]:

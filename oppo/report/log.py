@@ -20,7 +20,7 @@ from oppo.errors import behind
 from oppo.events import StepReport
 from oppo.liveness import Stall
 from oppo.observe import Observer, Span
-from oppo.redact import redacted
+from oppo.redact import redacted_values
 
 LIBRARIES = ("oppo", "torch", "transformers", "accelerate", "numpy")
 
@@ -36,11 +36,11 @@ class RunLog(Observer):
         self._log: structlog.typing.FilteringBoundLogger = structlog.wrap_logger(
             structlog.WriteLogger(self._file),
             processors=[
+                structlog.processors.ExceptionRenderer(ExceptionDictTransformer(show_locals=False)),
+                _without_secrets,
                 structlog.processors.add_log_level,
                 structlog.processors.TimeStamper(fmt="iso", utc=True),
-                structlog.processors.ExceptionRenderer(ExceptionDictTransformer(show_locals=False)),
                 structlog.processors.JSONRenderer(),
-                lambda logger, method, text: redacted(str(text)),
             ],
             wrapper_class=structlog.make_filtering_bound_logger("info"),
             run=run,
@@ -100,6 +100,11 @@ class RunLog(Observer):
                 self._log.error("failed", exc_info=error, notes=getattr(error, "__notes__", []))
             else:
                 self._log.warning("interrupted", by=str(error) or type(error).__name__)
+
+
+def _without_secrets(logger: object, method: str, facts: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    del logger, method
+    return {name: fact if name == "event" else redacted_values(fact) for name, fact in facts.items()}
 
 
 def _bottleneck(report: StepReport) -> dict[str, object]:

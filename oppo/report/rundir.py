@@ -34,8 +34,9 @@ from typing import Self, TextIO, cast
 from oppo.durable import make, sync
 from oppo.errors import ConfigError, behind
 from oppo.events import Batch, StepReport
+from oppo.numeric import require_whole
 from oppo.observe import Observer, Span
-from oppo.redact import redactor
+from oppo.redact import holds_secret
 from oppo.report import journal
 from oppo.report.journal import JOURNAL
 from oppo.report.lock import Lock
@@ -67,7 +68,7 @@ _SHOWN_STEPS = 3  # steps at the start and at the end whose samples the page sho
 class RunDirectory(Observer):
     """An observer that writes a run directory; a context manager that completes it.
 
-    The directory is locked meanwhile, and no secret reaches its files (:mod:`oppo.redact`).
+    The directory is locked meanwhile. Texts in its files are without secrets (:mod:`oppo.redact`); ``config`` must be.
 
     Args:
         path: the directory; made, and must be empty if it exists, but for what a run has left that made no step.
@@ -89,7 +90,8 @@ class RunDirectory(Observer):
         faults: sentences about records that were damaged when the run was resumed.
 
     Raises:
-        ConfigError: the directory is already used, by a run that is over or one that goes on, or cannot be written.
+        ConfigError: a number is none, ``config`` holds a secret, or the directory is already used, by a run that is
+            over or one that goes on, or cannot be written.
     """
 
     def __init__(
@@ -107,13 +109,13 @@ class RunDirectory(Observer):
         resumed_at: int | None = None,
         lock: Lock | None = None,
     ) -> None:
+        _require(config, keep=keep, trace=trace or 0, resumed_at=resumed_at or 0)
         self.path = path
         self._decode = decode
         self._keep = keep
         self._roles = roles
         self._source = source
         self._gauges = dict(gauges or {})
-        self._redact = redactor()
         self._trace = None if trace == 0 else Trace()
         self._trace_file: TraceFile | None = None
         self._lock = threading.Lock()
@@ -138,7 +140,7 @@ class RunDirectory(Observer):
                 clear(path)
             else:
                 self._rewind(resumed_at)
-            put(path / "config.toml", self._redact(config))
+            put(path / "config.toml", config)
             for name in RECORDS:
                 self._files[name] = self._open.enter_context((path / name).open("a", encoding="utf-8"))
             if self._trace is not None:
@@ -264,7 +266,7 @@ class RunDirectory(Observer):
             self._writer.submit(lambda: self._append(self._files[name], text))
 
     def _append(self, file: TextIO, text: str) -> None:
-        file.write(self._redact(text))
+        file.write(text)
 
     def _metrics(self) -> Sequence[Metrics]:
         """Return the metrics of all steps, as they were written."""
@@ -283,6 +285,13 @@ class RunDirectory(Observer):
         self._sync()
         shown = [*self._first_samples, *(each for step in self._last_samples for each in step)]
         metrics = self._metrics()
-        put(self.path / "report.html", self._redact(page(self.path.name, metrics, shown)))
+        put(self.path / "report.html", page(self.path.name, metrics, shown))
         facts = {**summary(metrics), "complete": self._concluded}
-        put(self.path / SUMMARY, self._redact(json.dumps(facts, indent=2)) + "\n")
+        put(self.path / SUMMARY, json.dumps(facts, indent=2) + "\n")
+
+
+def _require(config: str, **counts: int) -> None:
+    for name, count in counts.items():
+        require_whole(name, count, 0, error=ConfigError)
+    if holds_secret(config):
+        raise ConfigError("config holds a secret, and would be written as it is: leave it out of the settings")

@@ -1,4 +1,4 @@
-"""A few rollouts of each step, as text, for people to read."""
+"""A few rollouts of each step, as text, for people to read: without secrets."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 from oppo.events import Batch
+from oppo.redact import redacted
 from oppo.report.records import Record
 
 Decode: TypeAlias = Callable[[Sequence[int]], str]
@@ -27,8 +28,8 @@ def samples(step: int, batch: Batch, count: int, decode: Decode) -> Iterator[Rec
             "kl": float(kl.sum()),
             "tokens": len(response),
             "reason": batch.reasons[row],
-            "prompt": decode(response.prompt.tokens.tolist()),
-            "completion": decode(response.tokens.tolist()),
+            "prompt": redacted(decode(response.prompt.tokens.tolist())),
+            "completion": redacted(decode(response.tokens.tolist())),
         }
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from numbers import Real
 from typing import Any, SupportsFloat
 
 from oppo.errors import ConfigError
 from oppo.estimators import KLEstimator, gae, whiten
 from oppo.events import Batch, Defer, Drop, Finish, FloatArray, RolloutEvent, Scored
 from oppo.graph import Receiver, Sender, join, where
+from oppo.numeric import require_numbers
 from oppo.shaping import ScoreShaping
 from oppo.stages.gathered import Gathered, finished_rollout
 from oppo.stages.objective import KLControl, Objective, controlled, learned, relearned
@@ -49,9 +49,9 @@ class GAE:
     _control: KLControl = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name in ("gamma", "lam"):
-            value = getattr(self, name)
-            if not (isinstance(value, Real) and 0 <= float(value) <= 1):
+        require_numbers(self, error=ConfigError)
+        for name, value in (("gamma", self.gamma), ("lam", self.lam)):
+            if not 0 <= value <= 1:
                 raise ConfigError(f"{name} must be a number from 0 to 1, not {value!r}")
         self._control = controlled(self.kl, self.kl_estimator)
 

@@ -12,10 +12,11 @@ import anyio
 
 from oppo.admission import Admission, Observation, Telling
 from oppo.chunking import ChunkSize, Fixed
-from oppo.errors import ProtocolError, noted
+from oppo.errors import ConfigError, ProtocolError, noted
 from oppo.events import Chunk, Defer, Finish, FinishReason, Given, Prompt, Response, RolloutEvent, StepReport
 from oppo.graph import Receiver, Sender, Stateful, Step
 from oppo.models import Decode, Policy
+from oppo.numeric import require_whole
 from oppo.stages.contract import require_count, require_model, require_piece
 from oppo.stages.intake import prompt_of
 from oppo.stages.ledger import Ledger, Unit
@@ -79,6 +80,7 @@ class Generate:
     replay: Mapping[int, Observation] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        require_whole("samples", self.samples, 1, error=ConfigError)
         require_model(self.policy, "Policy", ("version", "load", "open", "decoding"))
         require_model(self.admission, "Admission", ("batch", "max_deferrals", "admit", "cut", "observe"))
         require_model(self.chunks, "ChunkSize", ("size", "observe"))

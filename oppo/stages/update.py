@@ -11,10 +11,11 @@ import anyio
 import numpy as np
 
 from oppo.admission import verdict
-from oppo.errors import ModelDiverged
+from oppo.errors import ConfigError, ModelDiverged
 from oppo.events import Batch, Drop, StepReport
 from oppo.graph import Receiver, Sender, Step
 from oppo.models import Follower, Trained, Trainer
+from oppo.numeric import require_whole
 from oppo.observe import Span
 from oppo.stages.contract import require_model, require_published, require_trained
 from oppo.stages.lengths import LengthBias
@@ -45,6 +46,7 @@ class Update:
     _step: Step = field(default=Step(0, 1, 0.0), init=False, repr=False)
 
     def __post_init__(self) -> None:
+        require_whole("max_nonfinite", self.max_nonfinite, 0, error=ConfigError)
         require_model(self.trainer, "Trainer", ("version", "update", "publish"))
         for follower in self.publish:
             require_model(follower, "Follower", ("version", "load"))

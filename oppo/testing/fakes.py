@@ -18,6 +18,7 @@ import numpy as np
 from oppo.errors import ProtocolError, as_itself
 from oppo.events import Batch, Chunk, Finish, FloatArray, Given, IntArray, Prompt, Response
 from oppo.models import Cut, Decode, Follower, Piece, PieceState, Trained, Weights
+from oppo.numeric import require_numbers
 from oppo.support import Support
 
 T = TypeVar("T")
@@ -130,6 +131,7 @@ class FakePolicy:
     decode_steps: int = 0
 
     def __post_init__(self) -> None:
+        require_numbers(self)
         self._live: dict[FakeDecode, None] = {}  # an ordered set
         self._cut: Cut | None = None
         self._step: anyio.Event | None = None
@@ -249,6 +251,7 @@ class FakeScorer(Generic[T]):
     tokens: int = 0
 
     def __post_init__(self) -> None:
+        require_numbers(self)
         self.sessions: dict[int, list[int]] = {}
         self._prompt: dict[int, int] = {}
         self._oldest: dict[int, int] = {}
@@ -342,6 +345,9 @@ class FakeTrainer:
     nonfinite: Callable[[int], bool] = lambda rollout: False
     version: int = 0
     batches: list[Batch] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        require_numbers(self)
 
     async def update(self, batch: Batch) -> Trained:
         """Take the batch; the version is one more afterwards."""

@@ -100,6 +100,10 @@ FAULTS: Sequence[tuple[Callable[[Builder, Stream[int]], Stream[Any]], str]] = [
         lambda g, t: g.add("relay", Relay(), t, capacity=0),
         "'relay' has a capacity of 0: a channel holds at least 1 item",
     ),
+    (
+        lambda g, t: g.add("relay", Relay(), t, capacity=float("nan")),  # type: ignore[call-overload]  # no number of items
+        "'relay' has a capacity of nan: a channel holds at least 1 item",
+    ),
     (lambda g, t: broken(g, t, "sum", Add()), "'sum' is given 1 input (take), but Add.run takes 2 (left, right)"),
     (lambda g, t: broken(g, t, "count", Count()), "'count' reads bytes | str from 'take', which sends int"),
     (lambda g, t: broken(g, t, "relay", Relay), "'relay' is the class Relay, not an object of it: write Relay(...)"),

@@ -83,6 +83,27 @@ def test_samples_hold_text_score_and_kl_from_the_worst_to_the_best(tmp_path: Pat
     assert samples[0]["kl"] == 1.0
 
 
+def test_texts_are_without_secrets_and_what_is_read_back_is_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DB_PASSWORD", "nonfinite")
+    monkeypatch.setenv("APP_SECRET", "admitted")
+    monkeypatch.setenv("AWS_SESSION", "rollout")
+    path = written(tmp_path)
+    assert lines(path / "samples.jsonl")[0]["prompt"] == "zero <b>two</b>"
+    assert [(entry["event"], entry.get("reason")) for entry in story(path / "journal.jsonl", 1)] == [
+        ("admitted", None),
+        ("finished", "eos"),
+        ("dropped", "***"),
+    ]
+
+
+def test_a_secret_in_what_would_be_written_as_it_is_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="config holds a secret"):
+        RunDirectory(tmp_path / "new", config='reference = "https://me:pw@host/model"')
+    assert not (tmp_path / "new").exists()
+
+
 def test_the_trace_has_a_track_for_each_worker_and_an_arrow_for_each_rollout(tmp_path: Path) -> None:
     events = json.loads((written(tmp_path) / "trace.json").read_text())
     tracks = {event["args"]["name"] for event in events if event.get("name") == "thread_name"}

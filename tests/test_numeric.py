@@ -1,0 +1,108 @@
+"""Every number that a public constructor takes is a number, or is refused there with a sentence that names it."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import oppo
+from oppo.liveness import Watchdog
+from oppo.numeric import require_numbers, require_real, require_whole
+from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_scalar, prompts
+
+BAD: dict[str, tuple[object, ...]] = {
+    "int": (math.nan, 1e30, 1.5, True, "four", 2**70, np.float32(1)),
+    "float": (math.nan, "four", True, -math.inf),
+}
+
+
+def grpo(**numbers: object) -> object:
+    policy, trainer = FakePolicy(lambda _: 2), FakeTrainer()
+    reward = FakeScorer(fake_scalar)
+    return oppo.grpo(policy=policy, reward=reward, trainer=trainer, admission=oppo.Synchronous(2), **numbers)  # type: ignore[arg-type]  # what a user may pass
+
+
+MADE: dict[str, Callable[..., object]] = {
+    "Sampling": oppo.Sampling,
+    "Fixed": oppo.Fixed,
+    "Tuned": partial(oppo.Tuned, cap=64),
+    "FixedKL": partial(oppo.FixedKL, coefficient=0.1),
+    "AdaptiveKL": partial(oppo.AdaptiveKL, initial=0.1),
+    "Overcommit": partial(oppo.Overcommit, batch=4),
+    "SlopeAdaptive": partial(oppo.SlopeAdaptive, batch=16),
+    "TailAdaptive": partial(oppo.TailAdaptive, batch=16),
+    "TailBatched": partial(oppo.TailBatched, batch=16),
+    "Correction": oppo.Correction,
+    "ScoreShaping": oppo.ScoreShaping,
+    "TrainerSettings": oppo.TrainerSettings,
+    "GAE": oppo.GAE,
+    "Update": partial(oppo.Update, FakeTrainer()),
+    "Generate": partial(oppo.Generate, FakePolicy(lambda _: 2), oppo.Synchronous(2)),
+    "Watchdog": partial(Watchdog, seconds=1.0, report=Path("/proc/none")),
+    "PromptStream": partial(oppo.PromptStream, prompts(2)),
+    "Process": partial(oppo.Process, "scorers"),
+    "RunDirectory": partial(oppo.RunDirectory, Path("/proc/none")),
+    "FakePolicy": partial(FakePolicy, lambda _: 2),
+    "FakeScorer": partial(FakeScorer, fake_scalar),
+    "FakeCritic": FakeCritic,
+    "FakeTrainer": FakeTrainer,
+}
+
+
+def numbers() -> list[tuple[str, str, str]]:
+    """Return constructor, argument and kind of every number."""
+    found = []
+    for name, make in MADE.items():
+        for parameter in inspect.signature(make).parameters.values():
+            kind = str(parameter.annotation).removesuffix(" | None")
+            if kind in BAD:
+                found.append((name, parameter.name, kind))
+    return found
+
+
+def test_the_constructors_have_numbers() -> None:
+    assert {name for name, _, _ in numbers()} == set(MADE)
+    assert len(numbers()) > 50
+
+
+@pytest.mark.parametrize(("name", "argument", "kind"), numbers())
+def test_what_is_no_number_is_refused_by_name_where_it_comes_in(name: str, argument: str, kind: str) -> None:
+    for value in BAD[kind]:
+        with pytest.raises((ValueError, oppo.OppoError), match=f"{argument}|band of a mask") as caught:
+            MADE[name](**{argument: value})
+        assert repr(value) in str(caught.value) or str(value) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: oppo.Sampling(temperature=math.inf), "temperature of Sampling must be a finite number, not inf"),
+        (lambda: oppo.Sampling(seed=-1), "seed of Sampling must be at least 0, not -1"),
+        (lambda: oppo.Sampling(stop=(1, 2.5)), "stop of Sampling must be a whole number, not 2.5"),  # type: ignore[arg-type]
+        (lambda: oppo.Tuned(64, parts=(0.5, math.nan)), "parts of Tuned must be a finite number, not nan"),
+        (lambda: oppo.Tuned(64, parts=0.5), "parts of Tuned must be a tuple of numbers, not 0.5"),  # type: ignore[arg-type]
+        (lambda: oppo.TrainerSettings(betas=(0.9, math.nan)), "betas of TrainerSettings must be a finite number, not"),
+        (lambda: grpo(samples=math.nan), "samples must be a whole number, not nan"),
+        (lambda: oppo.Synchronous(math.nan), "batch of Overcommit must be a whole number, not nan"),  # type: ignore[arg-type]
+        (lambda: oppo.GAE(kl=math.nan), "coefficient of FixedKL must be a finite number, not nan"),
+    ],
+)
+def test_a_sentence_names_the_number_and_what_was_expected(make: Callable[[], object], said: str) -> None:
+    with pytest.raises((ValueError, oppo.OppoError)) as caught:
+        make()
+    assert said in str(caught.value)
+
+
+def test_what_stands_for_a_number_is_one() -> None:
+    require_whole("n", np.int64(3), 3)
+    require_real("x", np.float32(0.5))
+    require_real("x", 1)
+    require_real("x", math.inf, infinite=True)
+    assert oppo.TrainerSettings(value_clip=math.inf, critic_learning_rate=None).value_clip == math.inf
+    require_numbers(oppo.Sampling(max_new_tokens=np.int32(4)))  # type: ignore[arg-type]  # as it comes from an array
