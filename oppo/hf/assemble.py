@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -15,20 +15,18 @@ from transformers import PreTrainedModel
 from oppo.checkpoint import Checkpoints, State, write_state
 from oppo.config import Settings, trainer_settings
 from oppo.durable import whole, writing
-from oppo.errors import ConfigError, ModelError, ModelRefused
+from oppo.errors import ConfigError, ModelError
 from oppo.events import Drop, FloatArray
-from oppo.hf.anatomy import end_ids, longest, vocabulary
+from oppo.hf.anatomy import end_ids, longest
 from oppo.hf.cpu import available_cores
 from oppo.hf.device import device_of, settled
-from oppo.hf.directory import holds_tokenizer
-from oppo.hf.hub import located
-from oppo.hf.load import load_causal, load_scalar, load_tokenizer, quiet
+from oppo.hf.load import load_tokenizer, quiet
 from oppo.hf.lora import add_lora, twin
-from oppo.hf.memory import ModelPlace, ModelThread, attributed
+from oppo.hf.memory import ModelPlace, ModelThread
 from oppo.hf.places import Places
 from oppo.hf.policy import HfPolicy
-from oppo.hf.precision import require_supported
 from oppo.hf.proximal import ProximalLogprobs
+from oppo.hf.roles import RoleLoader
 from oppo.hf.scorers import ReferenceLogprobs, RewardModel, ValueModel
 from oppo.hf.text import Text
 from oppo.hf.trainer import HfTrainer
@@ -41,16 +39,9 @@ from oppo.stages.update import followers
 
 _SERVING = "lower step.batch, step.extra or sampling.max_new_tokens, or choose models.dtype = 'bfloat16'"
 _TRAINING = "lower trainer.micro_batch_tokens"
-_LOADING = "choose models.dtype = 'bfloat16', or a smaller model"
 
 _TRAINER, _SAVE = "trainer", "save"
 _SAVING = f"{_TRAINER}: {_SAVE}"
-
-_AS_FUNCTION = (
-    "A reward of another kind (several labels, another tokenizer, no causal model) is served as a function: set "
-    "models.reward = 'file.py:function', which is given prompts and completions as text "
-    "(oppo.rewards.FunctionReward)."
-)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -204,7 +195,7 @@ def assemble(settings: Settings, text: Text, tell: Callable[[str], None]) -> Ass
     places = Places.of(cores, device, run.scorers, tell, restarts=run.scorer_restarts)
     with ExitStack() as stack:
         stack.callback(places.close)
-        assembly = _assembled(settings, text, places, reward, _Loader(settings, text, device, tell))
+        assembly = _assembled(settings, text, places, reward, RoleLoader(settings, text, device, tell))
         settled(device)
         places.settle()
         stack.pop_all()
@@ -212,7 +203,7 @@ def assemble(settings: Settings, text: Text, tell: Callable[[str], None]) -> Ass
 
 
 def _assembled(
-    settings: Settings, text: Text, places: Places, reward: Scorer[float | Drop] | None, load: _Loader
+    settings: Settings, text: Text, places: Places, reward: Scorer[float | Drop] | None, load: RoleLoader
 ) -> Assembly:
     exact = settings.run.exact
     actor, reference = _actor_and_reference(settings, load)
@@ -262,7 +253,7 @@ def _device(settings: Settings) -> torch.device:
         raise ConfigError(f"models.device: {error}") from error
 
 
-def _actor_and_reference(settings: Settings, load: _Loader) -> tuple[PreTrainedModel, PreTrainedModel]:
+def _actor_and_reference(settings: Settings, load: RoleLoader) -> tuple[PreTrainedModel, PreTrainedModel]:
     """Return what is trained and what it is compared with; with adapters, both over the same base in memory."""
     models = settings.models
     actor = load.causal("policy")
@@ -273,7 +264,7 @@ def _actor_and_reference(settings: Settings, load: _Loader) -> tuple[PreTrainedM
     return actor, reference
 
 
-def _critic(settings: Settings, actor: PreTrainedModel, load: _Loader) -> PreTrainedModel | None:
+def _critic(settings: Settings, actor: PreTrainedModel, load: RoleLoader) -> PreTrainedModel | None:
     """Return the value model, which may be a head on the actor's trunk; ``None`` where nobody asks for values."""
     if not settings.has_critic:
         return None
@@ -293,84 +284,6 @@ def _proximal(
         exact=settings.run.exact,
         on_publish=settings.step.on_publish,
     )
-
-
-class _Loader:
-    """Loads the models of ``settings``; an error names the setting that asked for the model, and what to do."""
-
-    def __init__(self, settings: Settings, text: Text, device: torch.device, tell: Callable[[str], None]) -> None:
-        self._models = settings.models
-        self._text = text
-        self._device = device
-        self._tell = tell
-        self._actor: PreTrainedModel | None = None
-
-    def causal(self, name: str) -> PreTrainedModel:
-        """Return the causal language model of ``models.<name>``; the first is the policy."""
-        with self._loading(name) as path:
-            model = load_causal(
-                path,
-                dtype=self._models.dtype,
-                device=self._device,
-                trust_remote_code=self._models.trust_remote_code,
-                allow_pickle=self._models.allow_pickle,
-                ignore_unused=self._models.ignore_unused_weights,
-                attention=self._models.attention,
-                tell=self._tell,
-            )
-            require_supported(model.dtype, model.device)
-            self._require_same_tokens(name, model)
-        return model
-
-    def scalar(self, name: str, *, new_head: bool = False) -> PreTrainedModel:
-        """Return the model of ``models.<name>`` as one that gives one number."""
-        with self._loading(name) as path:
-            model = load_scalar(
-                path,
-                dtype=self._models.dtype,
-                device=self._device,
-                trust_remote_code=self._models.trust_remote_code,
-                allow_pickle=self._models.allow_pickle,
-                ignore_unused=self._models.ignore_unused_weights,
-                attention=self._models.attention,
-                new_head=new_head,
-                tell=self._tell,
-            )
-            require_supported(model.dtype, model.device)
-            self._require_same_tokens(name, model)
-        return model
-
-    @contextmanager
-    def _loading(self, name: str) -> Iterator[str]:
-        path = str(getattr(self._models, name))
-        self._tell(f"loading the {name} {path}")
-        try:
-            with attributed(name, "it was loaded", _LOADING):
-                yield path
-        except (ConfigError, ModelRefused) as error:
-            advice = [_AS_FUNCTION] if name == "reward" else []
-            raise type(error)("\n".join([f"models.{name}: {error}", *advice])) from error
-
-    def _require_same_tokens(self, name: str, model: PreTrainedModel) -> None:
-        """Refuse a model that reads the policy's token ids differently: it would score gibberish."""
-        if self._actor is None:
-            self._actor = model
-            return
-        path, policy = str(getattr(self._models, name)), self._models.policy
-        ours, theirs = vocabulary(self._actor), vocabulary(model)
-        if theirs < ours:
-            raise ConfigError(
-                f"{path} knows the token ids below {theirs}, but the policy {policy} may choose any below {ours}: "
-                "expected a model of the same vocabulary"
-            )
-        if path == policy:
-            return
-        trusted = self._models.trust_remote_code
-        if not holds_tokenizer(located(path, weights=False, trust_remote_code=trusted, tell=self._tell)):
-            return  # nothing to compare
-        other = Text(load_tokenizer(path, trust_remote_code=trusted, tell=self._tell))
-        if (difference := self._text.differs(other)) is not None:
-            raise ConfigError(f"{path} does not share the policy's tokenizer: {difference}")
 
 
 def _function(settings: Settings, text: Text, tell: Callable[[str], None]) -> FunctionReward | None:
