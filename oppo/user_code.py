@@ -52,8 +52,9 @@ def worded(error: BaseException) -> str:
         text = str(first)
     except Exception as failure:  # noqa: BLE001 - the boundary to the user's code: its error cannot even be printed
         text = f"({type(failure).__name__} in its __str__)"
+    said = f": {shortened(text)}" if text else ""
     more = f", and {len(others)} more" if others else ""
-    return f"{type(first).__name__}: {shortened(text)}{more}{_place(first)}"
+    return f"{type(first).__name__}{said}{more}{_place(first)}"
 
 
 def shown(value: object) -> str:

@@ -18,6 +18,7 @@ from oppo.errors import RewardError
 from oppo.events import Drop, Finish
 from oppo.rewards import FunctionReward, load_function
 from oppo.testing.loop import run_virtual
+from oppo.user_code import worded
 from tests.test_rewards import TWO, decode, finish, module
 
 
@@ -252,3 +253,8 @@ def test_what_cannot_be_called_in_a_process_is_refused(
     with pytest.raises(RewardError) as caught:
         FunctionReward(spec, decode, process=True)
     assert sentence in str(caught.value)
+
+
+def test_an_error_without_words_is_its_name() -> None:
+    assert worded(TimeoutError()) == "TimeoutError"
+    assert worded(TimeoutError("after 3 s")) == "TimeoutError: after 3 s"
