@@ -16,9 +16,7 @@ import numpy as np
 
 from oppo import (
     Batch,
-    Defer,
     Drop,
-    Finish,
     Gathered,
     Generate,
     Graph,
@@ -36,13 +34,10 @@ from oppo import (
     StepReport,
     Trainer,
     Update,
-    finished_rollout,
     followers,
-    join,
     merge_chunks,
     rollout_of,
     unestimated,
-    where,
 )
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, fake_scalar, noise, prompts, run_virtual
 
@@ -61,10 +56,7 @@ class LeaveOneOut:
         self, rollout: Receiver[RolloutEvent], score: Receiver[Scored[float] | Drop], /, *, out: Sender[Batch]
     ) -> None:
         """Send one batch as soon as every finished response is scored."""
-        gathered = Gathered()
-        ends = where(rollout, Finish, Drop, Defer)
-        async for end, scored in join(ends, score, key=finished_rollout, aside=gathered.put_aside):
-            gathered.take(end, None, scored)  # nobody was asked for log-probs of a reference
+        gathered = await Gathered.of(rollout, score)
         if gathered:
             await out.send(batch_of(gathered))
 

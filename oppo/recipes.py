@@ -9,12 +9,12 @@ from oppo.admission import Admission, Observation
 from oppo.chunking import ChunkSize, Fixed
 from oppo.errors import ConfigError
 from oppo.estimators import AdaptiveKL, FixedKL, GroupAdvantage, KLEstimator
-from oppo.events import Drop, FloatArray, Prompt, Scored, StepReport, merge_chunks, rollout_of
-from oppo.graph import Graph, GraphBuilder, Stream
+from oppo.events import Drop, FloatArray, Prompt, StepReport, merge_chunks, rollout_of
+from oppo.graph import Graph, GraphBuilder
 from oppo.models import Policy, Scorer, Trainer
 from oppo.numeric import require_whole
 from oppo.shaping import ScoreShaping
-from oppo.stages import GAE, Generate, GroupRelative, ProximalGAE, Score, Update
+from oppo.stages import GAE, Generate, GroupRelative, Score, Update
 from oppo.stages.update import Dump, followers
 
 
@@ -69,11 +69,8 @@ def ppo(
     value = g.add("value", Score(critic), rollout)
     shaping = shaping or ScoreShaping()
     estimator = GAE(gamma, lam, kl, kl_estimator, shaping=shaping, whiten_rewards=whiten_rewards)
-    if proximal is None:
-        batch = g.add("advantage", estimator, rollout, ref, score, value)
-    else:
-        again = g.add("proximal", Score(proximal), rollout)
-        batch = g.add("advantage", ProximalGAE(estimator), rollout, ref, score, value, again)
+    again = None if proximal is None else g.add("proximal", Score(proximal), rollout)
+    batch = g.add("advantage", estimator, rollout, ref, score, value, proximal=again)
     update = Update(trainer, publish=followers(policy, critic, proximal), max_nonfinite=max_nonfinite, dump=dump)
     return g.build(g.add("update", update, batch))
 
@@ -121,18 +118,15 @@ def grpo(
     require_whole("samples", samples, error=ConfigError)
     if samples < 2:
         raise ConfigError(f"samples must be 2 or more, not {samples}: a response alone has nothing to be compared with")
-    shaping, further = shaping or ScoreShaping(), list[Stream[Scored[FloatArray] | Drop]]()
-    estimator = GroupRelative(advantage, kl, kl_estimator, shaping, proximal=proximal is not None)
+    estimator = GroupRelative(advantage, kl, kl_estimator, shaping or ScoreShaping())
     if reference is None and estimator.refers:
         raise ConfigError(f"a KL penalty, kl = {kl}, is one to a reference: give one, or leave kl at 0")
     capacity = max(16, 4 * admission.batch * samples)
     g: GraphBuilder[Prompt] = GraphBuilder("grpo", capacity=capacity, merge=merge_chunks, key=rollout_of)
     rollout = g.add("generate", Generate(policy, admission, chunks or Fixed(), samples, replay or {}), g.prompts)
     score = g.add("reward", Score(reward), rollout)
-    if reference is not None:
-        further.append(g.add("ref_logp", Score(reference), rollout))
-    if proximal is not None:
-        further.append(g.add("proximal", Score(proximal), rollout))
-    batch = g.add("advantage", estimator, rollout, score, *further)
+    ref = None if reference is None else g.add("ref_logp", Score(reference), rollout)
+    again = None if proximal is None else g.add("proximal", Score(proximal), rollout)
+    batch = g.add("advantage", estimator, rollout, score, reference=ref, proximal=again)
     update = Update(trainer, publish=followers(policy, proximal), max_nonfinite=max_nonfinite, dump=dump)
     return g.build(g.add("update", update, batch))

@@ -29,7 +29,7 @@ from oppo.events import (
 )
 from oppo.graph import Graph, GraphBuilder
 from oppo.observe import Span
-from oppo.stages import GAE, Generate, ProximalGAE, Score, Update
+from oppo.stages import GAE, Generate, Score, Update
 from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_per_token, fake_scalar, prompts
 from oppo.testing.fakes import Style
 
@@ -122,7 +122,7 @@ class Pipeline:
         if self.proximal:
             recorded: FakeScorer[FloatArray] = FakeScorer(lambda event, tokens, version: event.response.logprobs)
             again = g.add("proximal", Score(recorded), rollout)
-            batch = g.add("advantage", ProximalGAE(GAE()), rollout, ref, score, value, again)
+            batch = g.add("advantage", GAE(), rollout, ref, score, value, proximal=again)
         else:
             batch = g.add("advantage", GAE(), rollout, ref, score, value)
         return g.build(g.add("update", Update(self.trainer, publish=[self.policy, self.critic]), batch))

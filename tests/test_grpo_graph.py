@@ -114,7 +114,7 @@ def test_the_graph_has_no_critic_and_only_the_scorers_it_was_given() -> None:
     alone, referred = Grouped(CARRIED, referred=False).graph(), Grouped(CARRIED, proximal=True).graph()
     assert "ref_logp" not in alone.table()
     assert "value" not in referred.table()
-    assert "generate, reward, ref_logp, proximal" in referred.table()
+    assert "generate, reward, reference=ref_logp, proximal=proximal" in referred.table()
 
 
 @pytest.mark.parametrize(

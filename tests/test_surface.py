@@ -47,7 +47,6 @@ NAMES = [
     "Process",
     "Prompt",
     "PromptStream",
-    "ProximalGAE",
     "read_prompts",
     "Receiver",
     "Response",

@@ -17,21 +17,9 @@ from oppo.graph.builder import GraphBuilder, Stream
 from oppo.graph.channel import Channel, ChannelStatistics, Key, Merge, Receiver, Sender
 from oppo.graph.graph import Graph
 from oppo.graph.join import join, where
-from oppo.graph.ports import (
-    AnyStage,
-    Observing,
-    Opened,
-    Stage1,
-    Stage2,
-    Stage3,
-    Stage4,
-    Stage5,
-    Stateful,
-    Step,
-    Stepwise,
-)
 from oppo.graph.run import Run
 from oppo.graph.snapshot import Snapshot, Wait
+from oppo.graph.stage import AnyStage, Observing, Opened, Stage1, Stage2, Stage3, Stage4, Stateful, Step
 from oppo.graph.topology import Node
 
 __all__ = [
@@ -53,10 +41,8 @@ __all__ = [
     "Stage2",
     "Stage3",
     "Stage4",
-    "Stage5",
     "Stateful",
     "Step",
-    "Stepwise",
     "Stream",
     "Wait",
     "join",

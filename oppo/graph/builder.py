@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar, overload
 
 from oppo.graph.channel import Key, Merge
 from oppo.graph.graph import Graph
-from oppo.graph.ports import AnyStage, Stage1, Stage2, Stage3, Stage4, Stage5
+from oppo.graph.stage import AnyStage, Stage1, Stage2, Stage3, Stage4
 from oppo.graph.topology import SOURCE, Node, Topology
 
 T_co = TypeVar("T_co", covariant=True)
@@ -15,7 +15,6 @@ A = TypeVar("A")
 B = TypeVar("B")
 C = TypeVar("C")
 D = TypeVar("D")
-E = TypeVar("E")
 O = TypeVar("O")  # noqa: E741 - O for output, as in the stage protocols
 S = TypeVar("S")
 
@@ -68,10 +67,27 @@ class GraphBuilder(Generic[S]):
         return Stream(SOURCE, self)
 
     @overload
-    def add(self, name: str, stage: Stage1[A, O], a: Stream[A], /, *, capacity: int | None = None) -> Stream[O]: ...
+    def add(
+        self,
+        name: str,
+        stage: Stage1[A, O],
+        a: Stream[A],
+        /,
+        *,
+        capacity: int | None = None,
+        **named: Stream[Any] | None,
+    ) -> Stream[O]: ...
     @overload
     def add(
-        self, name: str, stage: Stage2[A, B, O], a: Stream[A], b: Stream[B], /, *, capacity: int | None = None
+        self,
+        name: str,
+        stage: Stage2[A, B, O],
+        a: Stream[A],
+        b: Stream[B],
+        /,
+        *,
+        capacity: int | None = None,
+        **named: Stream[Any] | None,
     ) -> Stream[O]: ...
     @overload
     def add(
@@ -84,6 +100,7 @@ class GraphBuilder(Generic[S]):
         /,
         *,
         capacity: int | None = None,
+        **named: Stream[Any] | None,
     ) -> Stream[O]: ...
     @overload
     def add(
@@ -97,22 +114,17 @@ class GraphBuilder(Generic[S]):
         /,
         *,
         capacity: int | None = None,
+        **named: Stream[Any] | None,
     ) -> Stream[O]: ...
-    @overload
     def add(
         self,
         name: str,
-        stage: Stage5[A, B, C, D, E, O],
-        a: Stream[A],
-        b: Stream[B],
-        c: Stream[C],
-        d: Stream[D],
-        e: Stream[E],
+        stage: AnyStage,
         /,
-        *,
+        *streams: Stream[Any],
         capacity: int | None = None,
-    ) -> Stream[O]: ...
-    def add(self, name: str, stage: AnyStage, /, *streams: Stream[Any], capacity: int | None = None) -> Stream[Any]:
+        **named: Stream[Any] | None,
+    ) -> Stream[Any]:
         """Add ``stage`` under ``name``, reading ``streams``, and return the handle of its output.
 
         Args:
@@ -120,9 +132,12 @@ class GraphBuilder(Generic[S]):
             stage: any object with ``async def run(self, *inputs: Receiver[...], out: Sender[...])``.
             streams: one for each input of ``run``, in order.
             capacity: bound of each channel it reads, in items; the builder's where ``None``.
+            named: further inputs, by the keywords of ``run`` that take them, or ``None`` where one is not connected;
+                what they carry is checked by :meth:`build`.
         """
         inputs = tuple(self._name_of(stream) for stream in streams)
-        self._nodes.append(Node(name, stage, inputs, self._capacity if capacity is None else capacity))
+        besides = {keyword: self._name_of(stream) for keyword, stream in named.items() if stream is not None}
+        self._nodes.append(Node(name, stage, inputs, self._capacity if capacity is None else capacity, besides))
         return Stream(name, self)
 
     def build(self, result: Stream[O]) -> Graph[O]:

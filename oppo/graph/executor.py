@@ -12,9 +12,9 @@ import anyio
 from oppo.errors import ProtocolError, leaves, not_cancelled_from_within, note_others, running_loop
 from oppo.graph.channel import Channel, Sender, channel_table
 from oppo.graph.fanout import FanOut, Target
-from oppo.graph.ports import Step
 from oppo.graph.snapshot import Snapshot, Wait
 from oppo.graph.source import Source
+from oppo.graph.stage import Step
 from oppo.graph.topology import SOURCE, Node, Topology
 from oppo.observe import Observer, Span
 
@@ -79,7 +79,7 @@ class Execution(Generic[T]):
         self._channels: dict[tuple[str, str], Channel[Any]] = {
             (name, node.name): Channel(f"{name}->{node.name}", node.capacity, topology.merge, topology.key)
             for node in topology.nodes
-            for name in node.inputs
+            for name in node.reads
             if name != SOURCE
         }
 
@@ -112,13 +112,15 @@ class Execution(Generic[T]):
 
     async def _drive(self, node: Node) -> None:
         start = anyio.current_time()
-        inputs = [self._channels.get((name, node.name), self._source) for name in node.inputs]
+        inputs = [self._reader(name, node) for name in node.inputs]
+        named = {keyword: self._reader(name, node) for keyword, name in node.named.items()}
+        keywords = {**named, **({"step": self._step.of(node.name)} if self._topology.ports[node.name].stepped else {})}
         self._running.append(node.name)
         try:
             with not_cancelled_from_within():
-                await node.stage.run(*inputs, out=self._outlet(node))
+                await node.stage.run(*inputs, out=self._outlet(node), **keywords)
             self._returned.add(node.name)
-            for channel in inputs:
+            for channel in (*inputs, *named.values()):
                 channel.abandon()
             span = Span(node.name, "run", start, anyio.current_time(), {"step": self._step.index})
             tell(self._observers, lambda observer: observer.on_span(span))
@@ -133,6 +135,9 @@ class Execution(Generic[T]):
         # until then for everything.
         for reader in self._topology.readers(node.name):
             self._channels[node.name, reader.name].close()
+
+    def _reader(self, name: str, node: Node) -> Channel[Any] | Source:
+        return self._source if name == SOURCE else self._channels[name, node.name]
 
     def _outlet(self, node: Node) -> Sender[Any]:
         targets: list[Target[Any]] = [
@@ -200,6 +205,11 @@ class Execution(Generic[T]):
                 yield Wait(source, target, "room")
         if self._source.statistics().waiting_receivers:
             yield from (Wait(node.name, SOURCE, "an item") for node in self._topology.readers(SOURCE))
+
+    @property
+    def sent(self) -> bool:
+        """Whether any stage has sent anything."""
+        return bool(self._result.items()) or any(channel.statistics().sent for channel in self._channels.values())
 
     def statistics(self) -> Mapping[str, Mapping[str, int]]:
         """Return each channel's counters under ``source->target``."""

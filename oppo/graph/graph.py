@@ -9,9 +9,9 @@ from types import MappingProxyType
 from typing import Generic, TypeVar
 
 from oppo.errors import GraphError
-from oppo.graph.ports import AnyStage
 from oppo.graph.run import Run, opened
 from oppo.graph.source import Source
+from oppo.graph.stage import AnyStage
 from oppo.graph.topology import Node, Topology
 from oppo.observe import Observer
 
@@ -70,14 +70,17 @@ class Graph(Generic[O]):
         changed.require_sound([self._unknown("replaced", name) for name in stages if name not in self.topology.by_name])
         return Graph(changed)
 
-    def rebuild(self, *, without: Iterable[str] = (), **nodes: tuple[AnyStage, *tuple[str, ...]]) -> Graph[O]:
+    def rebuild(
+        self, *, without: Iterable[str] = (), **nodes: tuple[AnyStage, *tuple[str | Mapping[str, str], ...]]
+    ) -> Graph[O]:
         """Return this graph with some nodes removed and others added or wired anew.
 
         Whatever the result no longer depends on is dropped with them.
 
         Args:
             without: names of nodes to remove.
-            nodes: ``name=(stage, "input", ...)``, a new node or another one in place of the old.
+            nodes: ``name=(stage, "input", ...)``, a new node or another one in place of the old; inputs by name as
+                ``{"keyword": "input"}``.
 
         Raises:
             GraphError: a name is unknown, an added node is used by nobody, or the wiring is wrong.
@@ -88,7 +91,13 @@ class Graph(Generic[O]):
         kept = [node for node in self.topology.nodes if node.name not in removed and node.name not in nodes]
         default = self.topology.nodes[0].capacity
         made = [
-            Node(name, stage, tuple(inputs), old[name].capacity if name in old else default)
+            Node(
+                name,
+                stage,
+                tuple(each for each in inputs if isinstance(each, str)),
+                old[name].capacity if name in old else default,
+                {keyword: each[keyword] for each in inputs if not isinstance(each, str) for keyword in each},
+            )
             for name, (stage, *inputs) in nodes.items()
         ]
         changed = replace(self.topology, nodes=(*kept, *made))

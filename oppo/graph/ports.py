@@ -1,173 +1,27 @@
-"""What a stage is, and what its ``run`` says about its inputs and its output.
-
-A stage is any object with ``async def run(self, a: Receiver[A], b: Receiver[B], *, out: Sender[O]) -> None``, of one to
-five inputs. ``run`` is called once a step and returns when its inputs have ended; the executor then closes its output.
-The hooks below are optional, and found by their names.
-"""
+"""What the ``run`` of a stage says about its inputs and its output, read from its signature."""
 
 from __future__ import annotations
 
 import inspect
-import sys
 import types
 import typing
-from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final, Protocol, TypeAlias, TypeVar, runtime_checkable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
 
 from oppo.errors import GraphError
 from oppo.graph.channel import Receiver, Sender
-from oppo.observe import Span
 
-A_contra = TypeVar("A_contra", contravariant=True)
-B_contra = TypeVar("B_contra", contravariant=True)
-C_contra = TypeVar("C_contra", contravariant=True)
-D_contra = TypeVar("D_contra", contravariant=True)
-E_contra = TypeVar("E_contra", contravariant=True)
-O_co = TypeVar("O_co", covariant=True)
-R_contra = TypeVar("R_contra", contravariant=True)
+KEYWORDS: Final = ("out", "step")
+"""Parameters of ``run`` that the executor gives, whatever a graph connects."""
 
-
-class Stage1(Protocol[A_contra, O_co]):
-    """A stage of one input."""
-
-    async def run(self, a: Receiver[A_contra], /, *, out: Sender[O_co]) -> None:
-        """Read the input until it ends, and send what comes of it."""
-
-
-class Stage2(Protocol[A_contra, B_contra, O_co]):
-    """A stage of two inputs, read through :func:`oppo.graph.join`."""
-
-    async def run(self, a: Receiver[A_contra], b: Receiver[B_contra], /, *, out: Sender[O_co]) -> None:
-        """Read the inputs until they end, and send what comes of them."""
-
-
-class Stage3(Protocol[A_contra, B_contra, C_contra, O_co]):
-    """A stage of three inputs, read through :func:`oppo.graph.join`."""
-
-    async def run(
-        self, a: Receiver[A_contra], b: Receiver[B_contra], c: Receiver[C_contra], /, *, out: Sender[O_co]
-    ) -> None:
-        """Read the inputs until they end, and send what comes of them."""
-
-
-class Stage4(Protocol[A_contra, B_contra, C_contra, D_contra, O_co]):
-    """A stage of four inputs, read through :func:`oppo.graph.join`."""
-
-    async def run(
-        self,
-        a: Receiver[A_contra],
-        b: Receiver[B_contra],
-        c: Receiver[C_contra],
-        d: Receiver[D_contra],
-        /,
-        *,
-        out: Sender[O_co],
-    ) -> None:
-        """Read the inputs until they end, and send what comes of them."""
-
-
-class Stage5(Protocol[A_contra, B_contra, C_contra, D_contra, E_contra, O_co]):
-    """A stage of five inputs, read through :func:`oppo.graph.join`."""
-
-    async def run(
-        self,
-        a: Receiver[A_contra],
-        b: Receiver[B_contra],
-        c: Receiver[C_contra],
-        d: Receiver[D_contra],
-        e: Receiver[E_contra],
-        /,
-        *,
-        out: Sender[O_co],
-    ) -> None:
-        """Read the inputs until they end, and send what comes of them."""
-
-
-class AnyStage(Protocol):
-    """A stage whose number and types of inputs are not known statically."""
-
-    @property
-    def run(self) -> Callable[..., Coroutine[Any, Any, None]]:
-        """Called with one receiver for each input, and ``out``."""
-
-
-UNKNOWN: Final = sys.maxsize
-"""Steps that remain in a run of which nobody has said when it ends."""
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One execution of a graph, as one of its stages is told of it.
-
-    ``spans`` and ``measures`` are one board that the stages of an execution share: whoever measures something puts it
-    there, and whoever makes the result or is told of it may read there. It is complete when ``observe`` is called.
-
-    Attributes:
-        index: ordinal in the run, from 0.
-        remaining: how many executions were asked for, this one and those after it; ``UNKNOWN`` where nobody said.
-        started: loop time, in seconds.
-        stage: name of the stage that is told.
-        spans: when the stages worked, on the loop's clock; each names its stage as its track.
-        measures: numbers worth reporting, by name.
-    """
-
-    index: int
-    remaining: int
-    started: float
-    stage: str = ""
-    spans: list[Span] = field(default_factory=list)
-    measures: dict[str, float] = field(default_factory=dict)
-
-
-@runtime_checkable
-class Stepwise(Protocol):
-    """A stage that is told of each step before its ``run`` is called."""
-
-    def begin(self, step: Step) -> None:
-        """Take note of the step that is about to run."""
-
-
-@runtime_checkable
-class Observing(Protocol[R_contra]):
-    """A stage that is told what each step resulted in, after every stage has returned."""
-
-    def observe(self, result: R_contra) -> object:
-        """Take note of the result of the step that has just run; what is returned, observers are told."""
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """A stage that holds, between two steps, what another process would need to go on in its place."""
-
-    def state_dict(self) -> Mapping[str, Any]:
-        """Return plain values and arrays, asked between two steps."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what another stage of this class was at; called before the first step."""
-
-
-@runtime_checkable
-class Opened(Protocol):
-    """A stage that owns something for as long as a run is open: any async context manager."""
-
-    async def __aenter__(self) -> object:
-        """Called when the run opens."""
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: types.TracebackType | None,
-        /,
-    ) -> bool | None:
-        """Called when the run closes, shielded from cancellation."""
-
-
-def has_hooks(stage: object) -> bool:
-    """Whether ``stage`` keeps something between steps, as far as its hooks tell."""
-    return isinstance(stage, Stepwise | Observing | Opened)
-
+_UNIONS: Final = (typing.Union, types.UnionType)
+_BY_NAME: Final = inspect.Parameter.KEYWORD_ONLY
+_BY_POSITION: Final = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    inspect.Parameter.VAR_POSITIONAL,
+)
 
 Classes: TypeAlias = frozenset[type] | None
 """The nominal classes an item may have; ``None`` where the annotation does not say."""
@@ -181,12 +35,18 @@ class Ports:
         names: parameter names of the inputs.
         reads: the classes each input may carry.
         variadic: whether ``run`` takes any number of inputs (``*inputs``), all like the last of ``reads``.
+        named: the classes that each input which is given by name may carry.
+        required: those of them that have no default.
+        stepped: whether ``run`` is told which step it runs.
         sends: the classes the output may carry.
     """
 
     names: tuple[str, ...]
     reads: tuple[Classes, ...]
     variadic: bool
+    named: Mapping[str, Classes]
+    required: frozenset[str]
+    stepped: bool
     sends: Classes
 
     @classmethod
@@ -204,12 +64,19 @@ class Ports:
             raise GraphError(f"is no stage: {kind} has no method `async def run(self, ..., *, out)`")
         if not inspect.iscoroutinefunction(run):
             raise GraphError(f"is no stage: {kind}.run must be `async def` and send its items to `out`")
-        inputs, variadic = _inputs(run, kind)
+        parameters = inspect.signature(run).parameters
+        if "out" not in parameters or parameters["out"].kind is inspect.Parameter.POSITIONAL_ONLY:
+            raise GraphError(f"is no stage: {kind}.run takes no keyword `out: Sender[...]` to send its items to")
+        inputs = [each for each in parameters.values() if each.name not in KEYWORDS and each.kind in _BY_POSITION]
+        named = [each for each in parameters.values() if each.name not in KEYWORDS and each.kind is _BY_NAME]
         return cls(
             names=tuple(parameter.name for parameter in inputs),
             reads=tuple(_carried(run, parameter.annotation, Receiver) for parameter in inputs),
-            variadic=variadic,
-            sends=_carried(run, inspect.signature(run).parameters["out"].annotation, Sender),
+            variadic=any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in inputs),
+            named={parameter.name: _carried(run, parameter.annotation, Receiver) for parameter in named},
+            required=frozenset(each.name for each in named if each.default is inspect.Parameter.empty),
+            stepped="step" in parameters,
+            sends=_carried(run, parameters["out"].annotation, Sender),
         )
 
     def carried(self, position: int) -> Classes:
@@ -221,23 +88,6 @@ class Ports:
         return count >= len(self.names) - 1 if self.variadic else count == len(self.names)
 
 
-def _inputs(run: Callable[..., object], kind: str) -> tuple[list[inspect.Parameter], bool]:
-    inputs, variadic = [], False
-    parameters = inspect.signature(run).parameters
-    if "out" not in parameters or parameters["out"].kind is inspect.Parameter.POSITIONAL_ONLY:
-        raise GraphError(f"is no stage: {kind}.run takes no keyword `out: Sender[...]` to send its items to")
-    for parameter in parameters.values():
-        if parameter.name == "out" or parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            continue
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
-            if parameter.default is inspect.Parameter.empty:
-                raise GraphError(f"is no stage: {kind}.run wants the keyword {parameter.name!r}, which nobody passes")
-            continue
-        variadic = variadic or parameter.kind is inspect.Parameter.VAR_POSITIONAL
-        inputs.append(parameter)
-    return inputs, variadic
-
-
 def _carried(run: Callable[..., object], annotation: object, port: type) -> Classes:
     """Return the classes of the items in ``port[item]``, as far as the annotation can be resolved."""
     holder = types.SimpleNamespace(__annotations__={"port": annotation})
@@ -246,16 +96,16 @@ def _carried(run: Callable[..., object], annotation: object, port: type) -> Clas
         resolved = typing.get_type_hints(holder, getattr(run, "__globals__", {}))["port"]
     except (NameError, AttributeError, TypeError, SyntaxError):
         return None
-    if typing.get_origin(resolved) is not port:
-        return None
-    return _classes(typing.get_args(resolved)[0])
+    options = typing.get_args(resolved) if typing.get_origin(resolved) in _UNIONS else (resolved,)
+    found = [option for option in options if typing.get_origin(option) is port]
+    return _classes(typing.get_args(found[0])[0]) if found else None
 
 
 def _classes(annotation: object) -> Classes:
     origin = typing.get_origin(annotation)
     if origin is typing.Annotated:
         return _classes(typing.get_args(annotation)[0])
-    if origin is typing.Union or origin is types.UnionType:
+    if origin in _UNIONS:
         members = [_classes(member) for member in typing.get_args(annotation)]
         known = [member for member in members if member is not None]
         return frozenset().union(*known) if len(known) == len(members) else None

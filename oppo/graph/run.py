@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import replace
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -13,9 +12,9 @@ from anyio.lowlevel import RunVar
 
 from oppo.errors import GraphError, running_loop
 from oppo.graph.executor import Execution, tell
-from oppo.graph.ports import UNKNOWN, Observing, Opened, Stateful, Step, Stepwise
 from oppo.graph.snapshot import Snapshot
 from oppo.graph.source import Source
+from oppo.graph.stage import UNKNOWN, Observing, Opened, Stateful, Step
 from oppo.graph.topology import Node, Topology
 from oppo.numeric import require_whole
 from oppo.observe import Observer, Span
@@ -39,15 +38,21 @@ class Run(Generic[O]):
         self._index = 0
         self._state = "ready"
         self._execution: Execution[O] | None = None
+        self._ended = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether the prompts have run out, and no stage has sent anything in the last step."""
+        return self._ended
 
     def listen(self, observer: Observer) -> None:
         """Tell one more observer what happens, from the next step on."""
         self._observers = (*self._observers, observer)
 
     def steps(self, count: int) -> AsyncIterator[O]:
-        """Return an iterator that runs one step for each item asked of it.
+        """Return an iterator that runs steps when an item is asked of it, and gives what they result in.
 
-        It ends after ``count`` steps, or at the first that yields no result: the data has ended.
+        It ends after ``count`` steps, or when the prompts have. A step that results in nothing gives no item.
 
         Raises:
             ValueError: ``count`` is no whole number.
@@ -56,7 +61,7 @@ class Run(Generic[O]):
         return _Steps(self, count)
 
     async def step(self, *, remaining: int = UNKNOWN) -> O | None:
-        """Run one step and return its result, or ``None`` when the data has ended.
+        """Run one step and return its result, or ``None`` where it has none: see :attr:`ended`.
 
         Args:
             remaining: how many steps the caller means to run, with this one; stages are told. Where it is not said,
@@ -71,7 +76,7 @@ class Run(Generic[O]):
         return results[0] if results else None
 
     async def advance(self, remaining: int) -> Sequence[O]:
-        """Run one step and return what it results in: one item, or nothing when the data has ended.
+        """Run one step and return what it results in: one item, or nothing.
 
         Raises:
             Exception: as :meth:`step` does.
@@ -90,15 +95,12 @@ class Run(Generic[O]):
 
     async def _execute(self, step: Step) -> Sequence[O]:
         execution = Execution[O](self._topology, step, self._source, self._observers)
-        for node in self._topology.nodes:
-            if isinstance(node.stage, Stepwise):
-                with self._hook("begin", node.name, step):
-                    node.stage.begin(replace(step, stage=node.name))
         self._execution = execution
         try:
             results = await execution.run()
         finally:
             self._execution = None
+        self._ended = self._source.ended and not execution.sent
         for result in results:
             self._observe(step, result)
         if self._observers:
@@ -109,7 +111,7 @@ class Run(Generic[O]):
         for node in self._topology.nodes:
             if isinstance(node.stage, Observing):
                 with self._hook("observe", node.name, step):
-                    said = node.stage.observe(result)
+                    said = node.stage.observe(result, step.of(node.name))
                 if said is not None:
                     self._pass_on(step, node.name, said)
 
@@ -190,14 +192,12 @@ class _Steps(Generic[O]):
         return self
 
     async def __anext__(self) -> O:
-        if self._remaining < 1:
-            raise StopAsyncIteration
-        results = await self._run.advance(self._remaining)
-        if not results:
-            self._remaining = 0
-            raise StopAsyncIteration
-        self._remaining -= 1
-        return results[0]
+        while self._remaining > 0:
+            results = await self._run.advance(self._remaining)
+            self._remaining = 0 if self._run.ended else self._remaining - 1
+            for result in results:
+                return result
+        raise StopAsyncIteration
 
 
 @asynccontextmanager

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 
 from oppo.errors import GraphError
 from oppo.graph.channel import Key, Merge
-from oppo.graph.ports import AnyStage, Ports, fits, has_hooks, in_words
+from oppo.graph.ports import Ports, fits, in_words
+from oppo.graph.stage import AnyStage, has_hooks
 
 SOURCE = "prompts"
 """The name of what is given to a graph from outside."""
@@ -27,12 +28,19 @@ class Node:
         stage: the object whose ``run`` does the work.
         inputs: names of the nodes it reads, or :data:`SOURCE`, in the order of ``run``'s parameters.
         capacity: bound of each channel that it reads.
+        named: names of the nodes it reads besides, by the keywords of ``run`` that they are given as.
     """
 
     name: str
     stage: AnyStage
     inputs: tuple[str, ...]
     capacity: int
+    named: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Names of all nodes it reads."""
+        return (*self.inputs, *self.named.values())
 
 
 @dataclass(frozen=True)
@@ -56,9 +64,18 @@ class Topology:
         """The nodes under their names."""
         return {node.name: node for node in self.nodes}
 
+    @cached_property
+    def ports(self) -> Mapping[str, Ports]:
+        """What each node's ``run`` takes and sends.
+
+        Raises:
+            GraphError: a node is no stage.
+        """
+        return {node.name: Ports.of(node.stage) for node in self.nodes}
+
     def readers(self, name: str) -> Sequence[Node]:
         """Return the nodes that read ``name``."""
-        return [node for node in self.nodes if name in node.inputs]
+        return [node for node in self.nodes if name in node.reads]
 
     def require_sound(self, faults: Sequence[str] = ()) -> None:
         """Accept the graph, or refuse it with everything that is wrong.
@@ -101,17 +118,17 @@ class Topology:
 
     def _wiring(self, node: Node) -> Sequence[str]:
         faults = []
-        if not node.inputs:
+        if not node.reads:
             faults.append(f"{node.name!r} reads nothing: give it at least one stream")
         if not isinstance(node.capacity, int) or node.capacity < 1:
             faults.append(f"{node.name!r} has a capacity of {node.capacity}: a channel holds at least 1 item")
-        for name in dict.fromkeys(node.inputs):
+        for name in dict.fromkeys(node.reads):
             if name != SOURCE and name not in self.by_name:
                 faults.append(
                     f"{node.name!r} reads {name!r}, which is not in this graph: use what its g.add() returned"
                 )
-            if node.inputs.count(name) > 1:
-                faults.append(f"{node.name!r} reads {name!r} {node.inputs.count(name)} times: once is enough")
+            if node.reads.count(name) > 1:
+                faults.append(f"{node.name!r} reads {name!r} {node.reads.count(name)} times: once is enough")
         return faults
 
     def _sharing(self) -> Sequence[str]:
@@ -138,7 +155,7 @@ class Topology:
         if self.result not in self.by_name:
             what = "the source" if self.result == SOURCE else "not in this graph"
             faults.append(f"the result is {self.result!r}, which is {what}: build() takes the output of a stage")
-        read = {name for node in self.nodes for name in node.inputs} | {self.result}
+        read = {name for node in self.nodes for name in node.reads} | {self.result}
         faults += [
             f"nobody reads {node.name!r}: connect it, remove it, or make it the result"
             for node in self.nodes
@@ -152,7 +169,7 @@ class Topology:
         Raises:
             graphlib.CycleError: there is no such order.
         """
-        sorter = TopologicalSorter({node.name: [i for i in node.inputs if i in self.by_name] for node in self.nodes})
+        sorter = TopologicalSorter({node.name: [i for i in node.reads if i in self.by_name] for node in self.nodes})
         return list(sorter.static_order())
 
     def needed(self) -> frozenset[str]:
@@ -163,14 +180,14 @@ class Topology:
             name = todo.pop()
             if name in self.by_name and name not in found:
                 found.add(name)
-                todo += self.by_name[name].inputs
+                todo += self.by_name[name].reads
         return frozenset(found)
 
     def mermaid(self) -> str:
         """Return the graph as a Mermaid flowchart."""
         lines = ["flowchart LR", f"    {SOURCE}([{SOURCE}])"]
         lines += [f'    {node.name}["{node.name}<br/>{type(node.stage).__name__}"]' for node in self.nodes]
-        lines += [f"    {name} --> {node.name}" for node in self.nodes for name in node.inputs]
+        lines += [f"    {name} --> {node.name}" for node in self.nodes for name in node.reads]
         lines += [f"    {self.result} --> result([result])"]
         return "\n".join(lines)
 
@@ -183,7 +200,7 @@ class Topology:
                 (
                     node.name,
                     type(node.stage).__name__,
-                    ", ".join(node.inputs),
+                    ", ".join([*node.inputs, *(f"{keyword}={name}" for keyword, name in node.named.items())]),
                     ", ".join(readers),
                     str(node.capacity),
                 )
@@ -197,18 +214,28 @@ class Topology:
 def _typing(node: Node, ports: Mapping[str, Ports]) -> Sequence[str]:
     mine = ports[node.name]
     kind = type(node.stage).__name__
-    if not node.inputs:
+    if not node.reads:
         return []
     if not mine.accepts(len(node.inputs)):
         wanted = ", ".join(mine.names) or "none"
         given = f"{len(node.inputs)} input{'s' * (len(node.inputs) != 1)} ({', '.join(node.inputs)})"
         return [f"{node.name!r} is given {given}, but {kind}.run takes {len(mine.names)} ({wanted})"]
-    faults = []
-    for position, name in enumerate(node.inputs):
-        if name not in ports or fits(ports[name].sends, mine.carried(position)):
-            continue
-        faults.append(
-            f"{node.name!r} reads {in_words(mine.carried(position))} from {name!r}, "
-            f"which sends {in_words(ports[name].sends)}"
-        )
+    by_name = ", ".join(mine.named) or "none"
+    faults = [
+        f"{node.name!r} is given {keyword}={name!r}, but the inputs by name of {kind}.run are: {by_name}"
+        for keyword, name in node.named.items()
+        if keyword not in mine.named
+    ]
+    faults += [
+        f"{node.name!r} is not given {keyword!r}, which {kind}.run wants by name: connect it with "
+        f"g.add({node.name!r}, ..., {keyword}=stream)"
+        for keyword in sorted(mine.required - node.named.keys())
+    ]
+    edges = [(name, mine.carried(position)) for position, name in enumerate(node.inputs)]
+    edges += [(name, mine.named[keyword]) for keyword, name in node.named.items() if keyword in mine.named]
+    faults += [
+        f"{node.name!r} reads {in_words(read)} from {name!r}, which sends {in_words(ports[name].sends)}"
+        for name, read in edges
+        if name in ports and not fits(ports[name].sends, read)
+    ]
     return faults

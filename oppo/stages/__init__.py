@@ -1,6 +1,6 @@
 """The stages of a PPO step: generate, score, advantage, update. Each is a small object with one ``run``."""
 
-from oppo.stages.gae import GAE, ProximalGAE
+from oppo.stages.gae import GAE
 from oppo.stages.gathered import Gathered, finished_rollout
 from oppo.stages.generate import Generate
 from oppo.stages.group import GroupRelative
@@ -13,7 +13,6 @@ __all__ = [
     "Gathered",
     "Generate",
     "GroupRelative",
-    "ProximalGAE",
     "Row",
     "Score",
     "Update",

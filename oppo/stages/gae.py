@@ -8,11 +8,11 @@ from typing import Any, SupportsFloat
 
 from oppo.errors import ConfigError
 from oppo.estimators import KLEstimator, gae, whiten
-from oppo.events import Batch, Defer, Drop, Finish, FloatArray, RolloutEvent, Scored
-from oppo.graph import Receiver, Sender, join, where
+from oppo.events import Batch, Defer, Drop, FloatArray, RolloutEvent, Scored
+from oppo.graph import Receiver, Sender
 from oppo.numeric import require_numbers
 from oppo.shaping import ScoreShaping
-from oppo.stages.gathered import Gathered, finished_rollout
+from oppo.stages.gathered import Gathered
 from oppo.stages.objective import KLControl, Objective, controlled, learned, relearned
 from oppo.stages.rows import Row, flat, unestimated
 
@@ -72,16 +72,14 @@ class GAE:
         /,
         *,
         out: Sender[Batch],
+        proximal: Receiver[Scored[FloatArray] | Drop] | None = None,
     ) -> None:
-        """Send the step's batch as soon as every finished rollout is scored; nothing when there was no rollout."""
-        gathered = Gathered()
-        ends = where(rollout, Finish, Drop, Defer)
-        async for lanes in join(ends, reference, score, value, key=finished_rollout, aside=gathered.put_aside):
-            gathered.take(*lanes)
-        await self.send(gathered, out)
+        """Send the step's batch as soon as every finished rollout is scored; nothing when there was no rollout.
 
-    async def send(self, gathered: Gathered, out: Sender[Batch]) -> None:
-        """Send the batch of what was gathered, in admission order; nothing when there was no rollout."""
+        ``proximal`` has log-probs under the weights that are about to be updated, which corrections for stale tokens
+        need.
+        """
+        gathered = await Gathered.of(rollout, score, reference=reference, values=value, proximal=proximal)
         if gathered:
             await out.send(self.batch(*gathered.in_order()))
 
@@ -103,41 +101,3 @@ class GAE:
             returns=flat([total for _, total in estimates]),
             metrics=objective.metrics(batch),
         )
-
-
-@dataclass(eq=False)
-class ProximalGAE:
-    """The same with a fifth input: log-probs of stale tokens under the weights that are about to be updated.
-
-    Attributes:
-        estimator: makes the batch; only this stage may use it.
-    """
-
-    estimator: GAE
-
-    def state_dict(self) -> Mapping[str, Any]:
-        """Return what was learned of KL and scores so far."""
-        return self.estimator.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with what another estimator had learned."""
-        self.estimator.load_state_dict(state)
-
-    async def run(
-        self,
-        rollout: Receiver[RolloutEvent],
-        reference: Receiver[Scored[FloatArray] | Drop],
-        score: Receiver[Scored[float] | Drop],
-        value: Receiver[Scored[FloatArray] | Drop],
-        proximal: Receiver[Scored[FloatArray] | Drop],
-        /,
-        *,
-        out: Sender[Batch],
-    ) -> None:
-        """Send the step's batch as soon as every finished rollout is scored; nothing when there was no rollout."""
-        gathered = Gathered()
-        ends = where(rollout, Finish, Drop, Defer)
-        lanes = join(ends, reference, score, value, proximal, key=finished_rollout, aside=gathered.put_aside)
-        async for said in lanes:
-            gathered.take(*said)
-        await self.estimator.send(gathered, out)

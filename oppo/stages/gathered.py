@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from oppo.events import Defer, Drop, Finish, FloatArray, Scored
+from oppo.events import Defer, Drop, Finish, FloatArray, RolloutEvent, Scored
+from oppo.graph import Receiver, join, where
 from oppo.stages.contract import require_per_token, require_score
 from oppo.stages.rows import Row
 
@@ -21,6 +23,34 @@ class Gathered:
     def __bool__(self) -> bool:
         return bool(self.rows or self.dropped or self.deferred)
 
+    @classmethod
+    async def of(
+        cls,
+        rollout: Receiver[RolloutEvent],
+        score: Receiver[Scored[float] | Drop],
+        **per_token: Receiver[Scored[FloatArray] | Drop] | None,
+    ) -> Gathered:
+        """Return what the scorers said of every rollout of a step, once they all have.
+
+        Args:
+            rollout: says which rollouts there are.
+            score: of each.
+            per_token: ``reference``, ``values`` and ``proximal``, where somebody was asked for them.
+
+        Raises:
+            ProtocolError: what was said is not one number, or not one for each response token.
+        """
+        gathered = cls()
+        asked = {name: receiver for name, receiver in per_token.items() if receiver is not None}
+        ends = where(rollout, Finish, Drop, Defer)
+        # Any: no type says how many inputs there are; what they carry is checked when it is taken.
+        lanes: AsyncIterator[tuple[Any, ...]] = join(
+            ends, score, *asked.values(), key=finished_rollout, aside=gathered.put_aside
+        )
+        async for end, scored, *said in lanes:
+            gathered.take(end, scored, **dict(zip(asked, said, strict=True)))
+        return gathered
+
     def put_aside(self, event: Finish | Drop | Defer) -> None:
         """Take note of a rollout that is carried into the next step."""
         if isinstance(event, Defer):
@@ -29,8 +59,8 @@ class Gathered:
     def take(
         self,
         finish: Finish | Drop | Defer,
-        reference: Scored[FloatArray] | Drop | None,
         score: Scored[float] | Drop,
+        reference: Scored[FloatArray] | Drop | None = None,
         values: Scored[FloatArray] | Drop | None = None,
         proximal: Scored[FloatArray] | Drop | None = None,
     ) -> None:
@@ -41,7 +71,7 @@ class Gathered:
         Raises:
             ProtocolError: the score is not one number, or something else not one number for each response token.
         """
-        said = (finish, reference, score, values, proximal)
+        said = (finish, reference, score, values, proximal)  # of several drops, the first counts
         lost = next((one for one in said if isinstance(one, Drop)), None)
         if lost is not None:
             self.dropped.append(lost)

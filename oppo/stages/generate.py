@@ -20,7 +20,7 @@ from oppo.numeric import require_whole
 from oppo.stages.contract import require_count, require_model, require_piece
 from oppo.stages.intake import prompt_of
 from oppo.stages.ledger import Ledger, Unit
-from oppo.stages.measure import DecodeSpan, Decoding, observation
+from oppo.stages.measure import DecodePhase, Decoding, StepMetrics, observation
 from oppo.stages.parked import Parked
 
 
@@ -87,7 +87,6 @@ class Generate:
         self._ledger = Ledger(self.admission)
         self._flights: dict[int, Flight] = {}
         self._restored: list[Parked] = []
-        self._step = Step(0, 1, 0.0)
 
     async def __aenter__(self) -> Self:
         return self
@@ -136,22 +135,18 @@ class Generate:
         both = {"admission": self.admission, "chunks": self.chunks}
         return {name: each for name, each in both.items() if isinstance(each, Stateful)}
 
-    def begin(self, step: Step) -> None:
-        """Learn how many steps are left, so that nothing is admitted that could not be trained."""
-        self._step = step
-
-    def observe(self, report: StepReport) -> Observation | None:
+    def observe(self, report: StepReport, step: Step, /) -> Observation | None:
         """Tell the controllers what a finished step showed; return it, for the journal, unless it is from there."""
         journalled = self.replay.get(report.index)
-        seen = journalled or observation(report, self._step.spans)
+        seen = journalled or observation(report, step)
         self.admission.observe(seen)
         self.chunks.observe(seen)
         return None if journalled else seen
 
-    async def run(self, prompts: Receiver[Prompt], /, *, out: Sender[RolloutEvent]) -> None:
+    async def run(self, prompts: Receiver[Prompt], /, *, out: Sender[RolloutEvent], step: Step) -> None:
         """Run one step's generation, up to its cut."""
         await self._reopen()
-        groups = await self._take(prompts)
+        groups = await self._take(prompts, step)
         complete = self._ledger.begin(groups)
         again = [prompt for unit in self._ledger.restarted for prompt in unit.prompts]
         await self._open(again + [prompt for group in groups for prompt in group])
@@ -165,12 +160,13 @@ class Generate:
             async with decoding, anyio.create_task_group() as readers:
                 for flight in live:
                     readers.start_soon(self._follow, flight, size, out, name=f"read rollout {flight.prompt.rollout}")
-            end, progress = anyio.current_time(), measured.progress()
-            self._step.spans.append(DecodeSpan(self._step.stage, "decode", start, end, progress=progress))
+            step.record(DecodePhase(start, anyio.current_time(), measured.progress()))
             self._require_over(live)
-        for unit in self._ledger.end():
-            if self._ledger.restarts:
-                await self._give_up(unit)
+        carried = self._ledger.end()
+        if self._ledger.restarts:
+            discarded = [await self._give_up(unit) for unit in carried]
+            step.record(StepMetrics({"deferral/discarded_tokens": float(sum(discarded))}))
+        for unit in carried:
             for prompt in unit.prompts:
                 if prompt.rollout in self._flights:
                     await self._announce(self._flights[prompt.rollout], out)
@@ -190,24 +186,23 @@ class Generate:
         if broken:
             raise ProtocolError(f"the policy reported that rollouts {broken} finished, but never gave their last piece")
 
-    async def _give_up(self, unit: Unit) -> None:
-        """Free what there is of a unit that will begin anew; its tokens are counted as discarded."""
+    async def _give_up(self, unit: Unit) -> int:
+        """Free what there is of a unit that will begin anew; return how many tokens are discarded."""
         flights = [self._flights[prompt.rollout] for prompt in unit.prompts if prompt.rollout in self._flights]
         for flight in flights:
             await self._close(flight)
-        before = self._step.measures.get("deferral/discarded_tokens", 0.0)
-        self._step.measures["deferral/discarded_tokens"] = before + sum(flight.length for flight in flights)
+        return sum(flight.length for flight in flights)
 
     async def _close(self, flight: Flight) -> None:
         """Give up its decode; until that is done it is one of those in flight, so that it is not forgotten."""
         await flight.aclose()
         del self._flights[flight.prompt.rollout]
 
-    async def _take(self, prompts: Receiver[Prompt]) -> list[tuple[Prompt, ...]]:
-        wanted = self._ledger.wanted(self._step.remaining)
+    async def _take(self, prompts: Receiver[Prompt], step: Step) -> list[tuple[Prompt, ...]]:
+        wanted = self._ledger.wanted(step.remaining)
         for controller in (self.admission, self.chunks):
             if isinstance(controller, Telling):
-                self._step.measures.update(controller.figures())
+                step.record(StepMetrics(controller.figures()))
         groups: list[tuple[Prompt, ...]] = []
         if wanted:
             async for prompt in prompts:

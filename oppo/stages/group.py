@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, SupportsFloat, get_args
 
@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from oppo.errors import ConfigError
 from oppo.estimators import GroupAdvantage, KLEstimator, group_advantages
-from oppo.events import Batch, Defer, Drop, Finish, FloatArray, RolloutEvent, Scored
-from oppo.graph import Receiver, Sender, join, where
+from oppo.events import Batch, Defer, Drop, FloatArray, RolloutEvent, Scored
+from oppo.graph import Receiver, Sender
 from oppo.shaping import ScoreShaping
-from oppo.stages.gathered import Gathered, finished_rollout
+from oppo.stages.gathered import Gathered
 from oppo.stages.objective import KLControl, Objective, controlled, learned, relearned
 from oppo.stages.rows import Row, unestimated
 
@@ -32,7 +32,8 @@ class GroupRelative:
     dropped a response, or said something of it that is not finite, those that are left of its group are compared; one
     that is left alone is dropped too.
 
-    The inputs are rollouts, scores, log-probs of the reference if there is one, and proximal ones if ``proximal``.
+    Log-probs of a reference, and those under the weights that are about to be updated, which corrections for stale
+    tokens need, are inputs by name: ``reference=`` and ``proximal=``.
 
     Attributes:
         advantage: ``leave_one_out`` (RLOO), ``standardised`` (GRPO) or ``centred`` (Dr. GRPO); see
@@ -42,8 +43,6 @@ class GroupRelative:
             same size at any coefficient, and all of it where scores tie. Both need a reference.
         kl_estimator: ``k1``, ``k2`` or ``k3`` (Schulman, "Approximating KL divergence", 2020).
         shaping: what is made of the scores first; replaced by its successor after each batch.
-        proximal: whether the last input has log-probs under the weights that are about to be updated, which corrections
-            for stale tokens need.
 
     Raises:
         ConfigError: there is no such estimator, ``kl`` is no coefficient, or would be standardised.
@@ -54,7 +53,6 @@ class GroupRelative:
     kl: SupportsFloat | KLControl = 0.0
     kl_estimator: KLEstimator = "k1"
     shaping: ScoreShaping = field(default_factory=ScoreShaping)
-    proximal: bool = False
     _control: KLControl = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -87,39 +85,24 @@ class GroupRelative:
         rollout: Receiver[RolloutEvent],
         score: Receiver[Scored[float] | Drop],
         /,
-        *logprobs: Receiver[Scored[FloatArray] | Drop],
+        *,
         out: Sender[Batch],
+        reference: Receiver[Scored[FloatArray] | Drop] | None = None,
+        proximal: Receiver[Scored[FloatArray] | Drop] | None = None,
     ) -> None:
         """Send the step's batch as soon as every finished rollout is scored; nothing when there was no rollout.
 
         Raises:
-            ConfigError: the inputs are too few or too many for what was asked.
+            ConfigError: a KL penalty has no reference.
         """
-        names = self._names(len(logprobs))
-        gathered = Gathered()
-        ends = where(rollout, Finish, Drop, Defer)
-        # Any: no type says how many log-probs there are; what they are is checked when they are taken.
-        lanes: AsyncIterator[tuple[Any, ...]] = join(
-            ends, score, *logprobs, key=finished_rollout, aside=gathered.put_aside
-        )
-        async for end, scored, *more in lanes:
-            said = dict(zip(names, more, strict=True))
-            gathered.take(end, said.get("reference"), scored, proximal=said.get("proximal"))
+        if self.refers and reference is None:
+            raise ConfigError(
+                f"a KL penalty, kl = {self._control.coefficient}, is one to a reference: connect reference=stream, or "
+                "leave kl at 0"
+            )
+        gathered = await Gathered.of(rollout, score, reference=reference, proximal=proximal)
         if gathered:
             await out.send(self.batch(*gathered.in_order()))
-
-    def _names(self, count: int) -> Sequence[str]:
-        """Return what ``count`` inputs of log-probs are."""
-        names = ["reference", "proximal"] if self.proximal else ["reference"]
-        if not self.refers and count == len(names) - 1:
-            return names[1:]
-        if count != len(names):
-            why = f"(its kl = {self._control.coefficient} needs them)" if self.refers else "(or none of them)"
-            raise ConfigError(
-                f"GroupRelative was given {count} inputs of log-probs; expected those of the reference {why}"
-                f"{' and then proximal ones' if self.proximal else ''}"
-            )
-        return names
 
     def batch(self, rows: Sequence[Row], dropped: Sequence[Drop] = (), deferred: Sequence[Defer] = ()) -> Batch:
         """Return the training batch of these rows, in the order given, and let the KL controller learn from it."""

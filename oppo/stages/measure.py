@@ -1,19 +1,16 @@
-"""What a step showed: from the flights of a step and the spans on its board to one observation."""
+"""What a step showed: what its stages record of it, and the one observation that this comes to."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Protocol
 
 from oppo.admission import Observation, Scoring
 from oppo.events import FinishReason, Prompt, StepReport
-from oppo.observe import Span
-
-LAST = "finish"
-"""Label of the spans at whose end values are known."""
+from oppo.graph import Step
 
 
 class Growing(Protocol):
@@ -45,10 +42,37 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeSpan(Span):
-    """The span in which a step's rollouts are decoded, with what came of them."""
+class DecodePhase:
+    """When a step's rollouts were decoded, and what came of them; recorded once, by the stage that decodes.
 
-    progress: Progress = field(default_factory=Progress)
+    Attributes:
+        start, end: loop time, in seconds.
+    """
+
+    start: float
+    end: float
+    progress: Progress
+
+
+@dataclass(frozen=True, slots=True)
+class ScorerCall:
+    """When a scorer was at work; recorded by the stage that called it, for each call.
+
+    Attributes:
+        start, end: loop time, in seconds.
+        answered: whether values were known at the end.
+    """
+
+    start: float
+    end: float
+    answered: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetrics:
+    """Numbers that belong among the metrics of a step, by their names there; recorded by any stage."""
+
+    values: Mapping[str, float]
 
 
 class Decoding:
@@ -81,19 +105,19 @@ class Decoding:
         )
 
 
-def observation(report: StepReport, spans: Sequence[Span]) -> Observation:
+def observation(report: StepReport, step: Step) -> Observation:
     """Return what a step that is over showed.
 
     Args:
         report: of the step.
-        spans: when its decoder and its scorers worked; what a scorer did after its last value is not counted, since
-            nobody waited for it.
+        step: has the records of the stages that decoded and scored. What a scorer did after its last answer is not
+            counted, since nobody waited for it.
     """
-    decoding = next((span for span in spans if isinstance(span, DecodeSpan)), None)
+    decoding = next((phase for _, phase in step.recorded(DecodePhase)), None)
     progress = decoding.progress if decoding else Progress()
-    scored = [span for span in spans if not isinstance(span, DecodeSpan)]
-    ends = {span.track: span.end for span in scored if span.label == LAST}
-    begin = decoding.start if decoding else min((span.start for span in scored), default=0.0)
+    scored = step.recorded(ScorerCall)
+    ends = {stage: call.end for stage, call in scored if call.answered}
+    begin = decoding.start if decoding else min((call.start for _, call in scored), default=0.0)
     cut = decoding.end if decoding else begin
     ready = max([cut, *ends.values()])
     return Observation(
@@ -106,7 +130,10 @@ def observation(report: StepReport, spans: Sequence[Span]) -> Observation:
         finished=progress.finished,
         capped=progress.capped,
         parked=progress.parked,
-        scoring=tuple(_scoring(scored, stage, cut, end) for stage, end in sorted(ends.items())),
+        scoring=tuple(
+            _scoring(stage, [call for name, call in scored if name == stage and call.end <= end], cut)
+            for stage, end in sorted(ends.items())
+        ),
         rest_seconds=max(0.0, report.seconds - (ready - begin)),
         score=report.score,
         mismatch_kl=_measured(report, "mismatch/kl"),
@@ -120,10 +147,9 @@ def _measured(report: StepReport, name: str) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _scoring(spans: Iterable[Span], stage: str, cut: float, end: float) -> Scoring:
-    mine = [span for span in spans if span.track == stage and span.end <= end]
+def _scoring(stage: str, calls: Sequence[ScorerCall], cut: float) -> Scoring:
     return Scoring(
         stage,
-        before=sum(max(0.0, min(span.end, cut) - span.start) for span in mine),
-        after=sum(max(0.0, span.end - max(span.start, cut)) for span in mine),
+        before=sum(max(0.0, min(call.end, cut) - call.start) for call in calls),
+        after=sum(max(0.0, call.end - max(call.start, cut)) for call in calls),
     )

@@ -15,10 +15,10 @@ from oppo.errors import as_itself, noted
 from oppo.events import Defer, Drop, Finish, Prompt, RolloutEvent, Scored
 from oppo.graph import Receiver, Sender, Step
 from oppo.models import Follower, Scorer
-from oppo.observe import Span
 from oppo.placement import GaveWay, ahead, giving_way
 from oppo.stages.backlog import Backlog, Growth
 from oppo.stages.contract import require_count, require_model
+from oppo.stages.measure import ScorerCall
 
 T = TypeVar("T")
 
@@ -66,7 +66,6 @@ class Score(Generic[T]):
     scorer: Scorer[T | Drop]
     _sessions: dict[int, Session] = field(default_factory=dict, init=False, repr=False)
     _carried: list[Growth] = field(default_factory=list, init=False, repr=False)
-    _step: Step = field(default=Step(0, 1, 0.0), init=False, repr=False)
     _pace: float = field(default=0.0, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -83,19 +82,15 @@ class Score(Generic[T]):
         self._carried.clear()
         await self._forget(list(self._sessions))
 
-    def begin(self, step: Step) -> None:
-        """Learn where to note when the scorer worked."""
-        self._step = step
-
-    async def run(self, rollout: Receiver[RolloutEvent], /, *, out: Sender[Scored[T] | Drop]) -> None:
+    async def run(self, rollout: Receiver[RolloutEvent], /, *, out: Sender[Scored[T] | Drop], step: Step) -> None:
         """Score one step's finished rollouts."""
         backlog = Backlog()
         with as_itself():
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._listen, rollout, backlog, name="listen")
                 while await backlog.is_left():
-                    await self._settle(backlog, out)
-                    await self._go_on(backlog)
+                    await self._settle(backlog, out, step)
+                    await self._go_on(backlog, step)
 
     async def _listen(self, rollout: Receiver[RolloutEvent], backlog: Backlog) -> None:
         """Take what comes, also while the scorer works; what the last step left to be read again comes before it."""
@@ -105,12 +100,12 @@ class Score(Generic[T]):
             again.clear()
         backlog.end()
 
-    async def _settle(self, backlog: Backlog, out: Sender[Scored[T] | Drop]) -> None:
+    async def _settle(self, backlog: Backlog, out: Sender[Scored[T] | Drop], step: Step) -> None:
         """Score what has finished, and let go of what will not finish in this step."""
         news = backlog.news()
         with ahead():
-            await self._read(news.unread)
-            results = await self._finish(news.finished)
+            await self._read(news.unread, step)
+            results = await self._finish(news.finished, step)
         for result in (*results, *news.dropped):
             await out.send(result)
         over: list[Drop | Defer] = [*news.dropped, *(each for each in news.deferred if each.restart or self._follows)]
@@ -120,19 +115,19 @@ class Score(Generic[T]):
                 self._carried += [*(session.read if session else []), *unread]
         await self._forget(sorted(event.rollout for event in over))
 
-    async def _go_on(self, backlog: Backlog) -> None:
+    async def _go_on(self, backlog: Backlog, step: Step) -> None:
         """Read some of what nobody waits for, unless somebody does before it is this call's turn."""
         portion = backlog.portion(TURN / self._pace if self._pace else math.inf)
         with suppress(GaveWay), giving_way(backlog.is_urgent):
-            await self._read(portion)
+            await self._read(portion, step)
             backlog.read(portion)
 
-    async def _finish(self, finished: Sequence[Finish]) -> list[Scored[T] | Drop]:
+    async def _finish(self, finished: Sequence[Finish], step: Step) -> list[Scored[T] | Drop]:
         """Return what the scorer says of each."""
         if not finished:
             return []
-        await self._replay(finished)
-        with self._scoring("finish", finished):
+        await self._replay(finished, step)
+        with _at_work(finished, step, answered=True):
             values = await self.scorer.finish(finished)
             require_count(values, len(finished), "finish() of the scorer")
         for event in finished:
@@ -144,13 +139,13 @@ class Score(Generic[T]):
             for event, value in zip(finished, values, strict=True)
         ]
 
-    async def _read(self, events: Sequence[Growth]) -> None:
+    async def _read(self, events: Sequence[Growth], step: Step) -> None:
         """Read what the sessions can take."""
         parts = [event for event in events if self._accepts(event)]
         if not parts:
             return
         start = anyio.current_time()
-        with self._scoring("extend", parts):
+        with _at_work(parts, step, answered=False):
             await self.scorer.extend(parts)
         pace = (anyio.current_time() - start) / max(1, sum(len(part.tokens) for part in parts))
         self._pace = min(pace, RISE * self._pace) if self._pace else pace
@@ -167,10 +162,10 @@ class Score(Generic[T]):
         session = self._sessions.get(event.rollout)
         return session is not None and session.version == self.scorer.version
 
-    async def _replay(self, finished: Sequence[Finish]) -> None:
+    async def _replay(self, finished: Sequence[Finish], step: Step) -> None:
         stale = [event.response for event in finished if not self._valid(event)]
         await self._forget([response.prompt.rollout for response in stale])
-        await self._read([part for response in stale for part in (response.prompt, *response.pieces())])
+        await self._read([part for response in stale for part in (response.prompt, *response.pieces())], step)
 
     def _valid(self, event: Finish) -> bool:
         session = self._sessions.get(event.rollout)
@@ -183,10 +178,11 @@ class Score(Generic[T]):
             with noted(f"while forgetting rollouts {known}"):
                 await self.scorer.forget(known)
 
-    @contextmanager
-    def _scoring(self, label: str, events: Sequence[Growth | Finish]) -> Iterator[None]:
-        """Note when the scorer worked; name the rollouts in an error."""
-        start = anyio.current_time()
-        with noted(f"while scoring rollouts {list(dict.fromkeys(event.rollout for event in events))}"):
-            yield
-        self._step.spans.append(Span(self._step.stage, label, start, anyio.current_time()))
+
+@contextmanager
+def _at_work(events: Sequence[Growth | Finish], step: Step, *, answered: bool) -> Iterator[None]:
+    """Record when the scorer worked; name the rollouts in an error."""
+    start = anyio.current_time()
+    with noted(f"while scoring rollouts {list(dict.fromkeys(event.rollout for event in events))}"):
+        yield
+    step.record(ScorerCall(start, anyio.current_time(), answered))

@@ -16,10 +16,9 @@ from oppo.events import Batch, Drop, StepReport
 from oppo.graph import Receiver, Sender, Step
 from oppo.models import Follower, Trained, Trainer
 from oppo.numeric import require_whole
-from oppo.observe import Span
 from oppo.stages.contract import require_model, require_published, require_trained
 from oppo.stages.lengths import LengthBias
-from oppo.stages.measure import observation
+from oppo.stages.measure import StepMetrics, observation
 from oppo.stages.rows import NONFINITE
 
 Dump: TypeAlias = Callable[[Batch], Path]
@@ -43,17 +42,12 @@ class Update:
     dump: Dump | None = None
     _nonfinite: int = field(default=0, init=False, repr=False)
     _lengths: LengthBias = field(default_factory=LengthBias, init=False, repr=False)
-    _step: Step = field(default=Step(0, 1, 0.0), init=False, repr=False)
 
     def __post_init__(self) -> None:
         require_whole("max_nonfinite", self.max_nonfinite, 0, error=ConfigError)
         require_model(self.trainer, "Trainer", ("version", "update", "publish"))
         for follower in self.publish:
             require_model(follower, "Follower", ("version", "load"))
-
-    def begin(self, step: Step) -> None:
-        """Learn the step's number and when it started."""
-        self._step = step
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return how many of the last updates in a row were not finite, and the lengths of the last responses."""
@@ -64,7 +58,7 @@ class Update:
         self._nonfinite = int(state["nonfinite"])
         self._lengths.load_state_dict(state["lengths"])
 
-    async def run(self, batches: Receiver[Batch], /, *, out: Sender[StepReport]) -> None:
+    async def run(self, batches: Receiver[Batch], /, *, out: Sender[StepReport], step: Step) -> None:
         """Train, publish, report.
 
         Raises:
@@ -85,25 +79,25 @@ class Update:
             rollouts = batch.rollouts
             rows = [row for row, rollout in enumerate(rollouts) if rollout not in untrained]
             report = StepReport(
-                index=self._step.index,
+                index=step.index,
                 version=self.trainer.version,
                 trained=tuple(rollouts[row] for row in rows),
                 dropped=(*batch.dropped, *(Drop(rollout, NONFINITE) for rollout in trained.nonfinite)),
                 deferred=tuple(batch.deferred),
                 score=float(np.mean(batch.scores[rows])) if rows else float("nan"),
-                seconds=end - self._step.started,
+                seconds=end - step.started,
                 metrics={
                     **batch.metrics,
                     **composition(batch, version),
                     **self._bias(batch),
                     **trained.metrics,
-                    **self._step.measures,
-                    "timing_s/rollouts": scored - self._step.started,
+                    **recorded_metrics(step),
+                    "timing_s/rollouts": scored - step.started,
                     "timing_s/update": updated - scored,
                     "timing_s/publish": end - updated,
                 },
             )
-            await out.send(judged(report, self._step.spans))
+            await out.send(judged(report, step))
 
     def _bias(self, batch: Batch) -> Mapping[str, float]:
         bias = self._lengths.after(batch)
@@ -140,14 +134,14 @@ def nonfinite(batch: Batch, trained: Trained) -> tuple[int, ...]:
     return tuple(drop.rollout for drop in batch.dropped if drop.reason.startswith(NONFINITE))
 
 
-def judged(report: StepReport, spans: Sequence[Span]) -> StepReport:
-    """Return the report with the verdict on its step among the metrics, where something was decoded.
+def recorded_metrics(step: Step) -> Mapping[str, float]:
+    """Return the metrics that stages have recorded; of one name the last counts."""
+    return {name: value for _, metrics in step.recorded(StepMetrics) for name, value in metrics.values.items()}
 
-    Args:
-        report: of the step.
-        spans: when its decoder and its scorers worked.
-    """
-    found = verdict(observation(report, spans))
+
+def judged(report: StepReport, step: Step) -> StepReport:
+    """Return the report with the verdict on its step among the metrics, where something was decoded."""
+    found = verdict(observation(report, step))
     return report if found is None else replace(report, metrics={**report.metrics, **found.as_metrics()})
 
 

@@ -71,11 +71,11 @@ class Stuck:
         await anyio.Event().wait()
 
 
-class Diary(Relay):
+class Diary:
     """A relay with every hook, which writes down when it is called."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self.relay = Relay()
         self.lines: list[str] = []
 
     async def __aenter__(self) -> Self:
@@ -88,10 +88,11 @@ class Diary(Relay):
         await anyio.sleep(1)
         self.lines.append("exit")
 
-    def begin(self, step: Step) -> None:
-        self.lines.append(f"begin {step.index}, {step.remaining} to go, at {step.started}")
+    async def run(self, items: Receiver[int], *, out: Sender[int], step: Step) -> None:
+        self.lines.append(f"run {step.index} as {step.stage}, {step.remaining} to go, at {step.started}")
+        await self.relay.run(items, out=out)
 
-    def observe(self, result: tuple[int, ...]) -> None:
+    def observe(self, result: tuple[int, ...], step: Step, /) -> None:
         self.lines.append(f"observe {result}")
 
 

@@ -121,7 +121,10 @@ FAULTS: Sequence[tuple[Callable[[Builder, Stream[int]], Stream[Any]], str]] = [
     ),
     (
         lambda g, t: broken(g, t, "relay", Demanding()),
-        "'relay' is no stage: Demanding.run wants the keyword 'mood', which nobody passes",
+        (
+            "'relay' is not given 'mood', which Demanding.run wants by name: connect it with "
+            "g.add('relay', ..., mood=stream)"
+        ),
     ),
     (
         lambda g, t: broken(g, t, "any", Any0(), 42),

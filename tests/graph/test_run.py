@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from oppo.errors import DeadlockError, GraphError, ProtocolError
-from oppo.graph import Graph, GraphBuilder, Receiver, Run, Sender
+from oppo.graph import Graph, GraphBuilder, Receiver, Run, Sender, Step
 from oppo.observe import Span
 from oppo.testing.loop import run_virtual
 from tests.graph.stages import Boom, Collect, Diary, Fail, Relay, Stuck, Take, line
@@ -83,11 +83,11 @@ def test_hooks_are_called_in_order() -> None:
 
     assert run_virtual(main) == [
         "enter",
-        "begin 0, 4 to go, at 0.0",
+        "run 0 as relay, 4 to go, at 0.0",
         "observe (0, 1, 2)",
-        "begin 1, 3 to go, at 0.5",
+        "run 1 as relay, 3 to go, at 0.5",
         "observe (3, 4)",
-        "begin 2, 2 to go, at 1.0",
+        "run 2 as relay, 2 to go, at 1.0",
         "exit",
     ]
 
@@ -102,7 +102,7 @@ def test_a_stage_is_left_in_peace_when_the_run_is_cancelled() -> None:
         assert not left_over()
         return diary.lines
 
-    assert run_virtual(main) == ["enter", "begin 0, 1 to go, at 0.0", "exit"]
+    assert run_virtual(main) == ["enter", "run 0 as relay, 1 to go, at 0.0", "exit"]
 
 
 def test_stages_may_hold_task_groups_while_the_run_is_open() -> None:
@@ -126,7 +126,7 @@ def test_stages_may_hold_task_groups_while_the_run_is_open() -> None:
 
 def test_a_failing_hook_is_named() -> None:
     class Bad(Diary):
-        def observe(self, result: tuple[int, ...]) -> None:
+        def observe(self, result: tuple[int, ...], step: Step, /) -> None:
             raise Boom("no")
 
     with pytest.raises(Boom) as caught:
@@ -383,7 +383,7 @@ class Recorder:
 
 def test_observers_are_told_what_a_stage_says_of_a_result() -> None:
     class Saying(Relay):
-        def observe(self, result: tuple[int, ...]) -> str | None:
+        def observe(self, result: tuple[int, ...], step: Step, /) -> str | None:
             return f"made {result}" if 0 in result else None
 
     recorder = Recorder()

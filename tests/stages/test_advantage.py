@@ -130,7 +130,7 @@ def test_a_rollout_of_which_nothing_was_sampled_is_dropped_by_name_and_the_other
     zeros = Scored(2, np.zeros(length, np.float32), 0)
     gathered = Gathered()
     for end, said in ((finish(1), per_token(1)), (silent, zeros), (finish(3), per_token(3))):
-        gathered.take(end, said, Scored(end.rollout, 1.0, 0), said)
+        gathered.take(end, Scored(end.rollout, 1.0, 0), said, said)
     batch = GAE().batch(*gathered.in_order())
     assert batch.rollouts == (1, 3)
     assert batch.dropped == (Drop(2, "nothing was sampled"),)

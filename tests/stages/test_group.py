@@ -154,7 +154,7 @@ PerToken = Scored[FloatArray] | Drop
 
 
 def sent(
-    stage: GroupRelative, events: list[RolloutEvent], scores: list[Said], *logprobs: list[PerToken]
+    stage: GroupRelative, events: list[RolloutEvent], scores: list[Said], **logprobs: list[PerToken]
 ) -> list[Batch]:
     """Return what the stage sends when it is given all of this at once."""
     batches: list[Batch] = []
@@ -165,19 +165,19 @@ def sent(
 
     async def main() -> None:
         rollouts, reward = Channel[RolloutEvent]("generate->advantage", 9), Channel[Said]("reward->advantage", 9)
-        more = [Channel[PerToken](f"{number}->advantage", 9) for number, _ in enumerate(logprobs)]
+        more = {name: Channel[PerToken](f"{name}->advantage", 9) for name in logprobs}
         for event in events:
             rollouts.send_nowait(event)
         for score in scores:
             reward.send_nowait(score)
-        for channel, items in zip(more, logprobs, strict=True):
+        for name, items in logprobs.items():
             for item in items:
-                channel.send_nowait(item)
+                more[name].send_nowait(item)
         rollouts.close()
         reward.close()
-        for lane in more:
+        for lane in more.values():
             lane.close()
-        await stage.run(rollouts, reward, *more, out=Out())
+        await stage.run(rollouts, reward, out=Out(), **more)
 
     run_virtual(main)
     return batches
@@ -191,11 +191,11 @@ def per_token(value: float) -> list[PerToken]:
     return [Scored(rollout, np.full(4, value, np.float32), 0) for rollout in (0, 1, 2)]
 
 
-def test_a_reference_and_proximal_log_probs_are_told_from_one_another_by_what_was_asked() -> None:
+def test_log_probs_of_a_reference_and_proximal_ones_are_inputs_by_name() -> None:
     (neither,) = sent(GroupRelative(), ENDS, SCORES)
-    (referred,) = sent(GroupRelative(), ENDS, SCORES, per_token(-2))
-    (proximal,) = sent(GroupRelative(proximal=True), ENDS, SCORES, per_token(-3))
-    (both,) = sent(GroupRelative("centred", kl=0.1, proximal=True), ENDS, SCORES, per_token(-2), per_token(-3))
+    (referred,) = sent(GroupRelative(), ENDS, SCORES, reference=per_token(-2))
+    (proximal,) = sent(GroupRelative(), ENDS, SCORES, proximal=per_token(-3))
+    (both,) = sent(GroupRelative("centred", kl=0.1), ENDS, SCORES, reference=per_token(-2), proximal=per_token(-3))
     batches = neither, referred, proximal, both
     assert [batch.rollouts for batch in batches] == [(0, 1, 2)] * 4
     assert [float(batch.logprobs[0]) for batch in batches] == [-1, -1, -1, -1]
@@ -204,23 +204,10 @@ def test_a_reference_and_proximal_log_probs_are_told_from_one_another_by_what_wa
     assert [batch.metrics.get("objective/kl") for batch in batches] == [None, 4, None, -4]
 
 
-@pytest.mark.parametrize(
-    ("options", "inputs", "sentence"),
-    [
-        ({"kl": 0.1}, 0, "given 0 inputs of log-probs; expected those of the reference (its kl = 0.1 needs them)"),
-        ({"kl": AdaptiveKL(0.1)}, 0, "expected those of the reference (its kl = 0.1 needs them)"),
-        (
-            {"kl": 0.1, "proximal": True},
-            1,
-            "expected those of the reference (its kl = 0.1 needs them) and then proximal",
-        ),
-        ({}, 2, "given 2 inputs of log-probs; expected those of the reference (or none of them)"),
-        ({"proximal": True}, 0, "expected those of the reference (or none of them) and then proximal ones"),
-    ],
-)
-def test_inputs_that_do_not_fit_what_was_asked_are_refused(options: dict[str, Any], inputs: int, sentence: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(sentence)):
-        sent(GroupRelative("centred", **options), ENDS, SCORES, *[per_token(-1)] * inputs)
+@pytest.mark.parametrize("kl", [0.1, AdaptiveKL(0.1)])
+def test_a_penalty_without_a_reference_is_refused(kl: float | AdaptiveKL) -> None:
+    with pytest.raises(ConfigError, match=r"kl = 0.1, is one to a reference: connect reference=stream"):
+        sent(GroupRelative("centred", kl=kl), ENDS, SCORES, proximal=per_token(-1))
 
 
 def test_what_is_not_finite_or_dropped_leaves_its_group_and_the_others_go_on() -> None:
@@ -234,11 +221,11 @@ def test_what_is_not_finite_or_dropped_leaves_its_group_and_the_others_go_on() -
     assert (batch.rollouts, batch.dropped) == ((0, 2), (Drop(1, "no score"),))
 
 
-@pytest.mark.parametrize("proximal", [False, True])
-def test_a_scorer_that_answers_nothing_is_not_one_that_nobody_asked(*, proximal: bool) -> None:
+@pytest.mark.parametrize("name", ["reference", "proximal"])
+def test_a_scorer_that_answers_nothing_is_not_one_that_nobody_asked(name: str) -> None:
     nothing: list[Any] = [Scored(rollout, None, 0) for rollout in (0, 1, 2)]
     with pytest.raises(ProtocolError, match=r"rollout \d: expected 4 numbers as its .* log-probs, .* got NoneType"):
-        sent(GroupRelative(proximal=proximal), ENDS, SCORES, nothing)
+        sent(GroupRelative(), ENDS, SCORES, **{name: nothing})
 
 
 def test_a_step_without_a_rollout_sends_nothing_and_one_that_only_carries_sends_that() -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from oppo.admission import AdmitView, CutView, Observation, Overcommit, Scoring
 from oppo.events import FinishReason, Prompt, StepReport
-from oppo.observe import Span
-from oppo.stages.measure import DecodeSpan, Decoding, Progress, observation
+from oppo.graph import Step
+from oppo.stages.measure import DecodePhase, Decoding, Progress, ScorerCall, observation
 from oppo.testing import run_virtual
 from tests.pipelines import Pipeline, Setting
 
@@ -44,15 +44,15 @@ def test_lengths_are_those_of_units_and_gains_those_of_rollouts() -> None:
 
 
 def test_seconds_are_told_apart_by_the_cut_and_by_what_was_waited_for() -> None:
-    spans = [
-        Span("reward", "extend", 1.0, 3.0),
-        DecodeSpan("generate", "decode", 2.0, 10.0, progress=Progress(decode_steps=9)),
-        Span("reward", "extend", 9.0, 11.0),
-        Span("reward", "finish", 11.0, 12.0),
-        Span("reward", "extend", 12.0, 40.0),  # parked rollouts, while the update runs: nobody waits for it
-        Span("ref_logp", "finish", 10.0, 15.0),
-    ]
-    seen = observation(report(20.0, mismatch_per_kl=0.5), spans)
+    step = Step(4, 1, 0.0)
+    step.of("generate").record(DecodePhase(2.0, 10.0, Progress(decode_steps=9)))
+    reward, reference = step.of("reward"), step.of("ref_logp")
+    reward.record(ScorerCall(1.0, 3.0, answered=False))
+    reward.record(ScorerCall(9.0, 11.0, answered=False))
+    reward.record(ScorerCall(11.0, 12.0, answered=True))
+    reward.record(ScorerCall(12.0, 40.0, answered=False))  # parked rollouts, meanwhile: nobody waits for it
+    reference.record(ScorerCall(10.0, 15.0, answered=True))
+    seen = observation(report(20.0, mismatch_per_kl=0.5), step)
     assert seen == Observation(
         step=4,
         seconds=20.0,
@@ -141,7 +141,7 @@ def test_what_the_journal_says_of_a_step_is_told_instead_of_what_it_measures_now
 @pytest.mark.parametrize("kl", [math.inf, math.nan])
 def test_a_measure_that_is_not_finite_was_not_measured(kl: float) -> None:
     report = StepReport(0, 1, (), (), (), math.inf, 1.0, {"mismatch/kl": kl, "mismatch/ess": 0.5})
-    seen = observation(report, [])
+    seen = observation(report, Step(0, 1, 0.0))
     assert (seen.mismatch_kl, seen.effective_samples) == (None, 0.5)
     assert json.loads(json.dumps(seen.as_json(), allow_nan=False))["score"] is None
 

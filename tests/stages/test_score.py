@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from oppo.events import Chunk, Defer, Drop, Finish, FloatArray, Given, Prompt, Response, RolloutEvent, Scored
-from oppo.graph.channel import Channel
+from oppo.graph import Channel, Step
 from oppo.placement import GaveWay
 from oppo.placement.turns import courtesy, precedence
 from oppo.stages import Score
@@ -51,7 +51,7 @@ async def scored(stage: Score[float] | Score[FloatArray], *events: RolloutEvent)
     for event in events:
         channel.send_nowait(event)
     channel.close()
-    await stage.run(channel, out=out)
+    await stage.run(channel, out=out, step=Step(0, 1, 0.0))
     return out.items
 
 
@@ -59,7 +59,7 @@ async def scored_apart(stage: Score[float] | Score[FloatArray], *events: Rollout
     """Run one step in which the scorer has dealt with each event before the next one comes."""
     channel, out = Channel[RolloutEvent]("generate->score", 100), Out()
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(partial(stage.run, channel, out=out))
+        tasks.start_soon(partial(stage.run, channel, out=out, step=Step(0, 1, 0.0)))
         for event in events:
             channel.send_nowait(event)
             await anyio.sleep(1.0)
@@ -185,7 +185,7 @@ def test_what_goes_on_gives_way_to_what_has_finished_and_is_read_later() -> None
     async def main() -> list[object]:
         channel, out = Channel[RolloutEvent]("generate->score", 100), Out()
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(partial(Score(scorer).run, channel, out=out))
+            tasks.start_soon(partial(Score(scorer).run, channel, out=out, step=Step(0, 1, 0.0)))
             for event in (prompt(1), prompt(2)):
                 channel.send_nowait(event)
             await anyio.sleep(1.5)
@@ -253,7 +253,7 @@ def test_nothing_is_read_again_before_something_comes() -> None:
         stage = Score(critic)
         await scored(stage, prompt(1), chunk(1), Defer(1, 1))
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(partial(stage.run, channel, out=Out()))
+            tasks.start_soon(partial(stage.run, channel, out=Out(), step=Step(0, 1, 0.0)))
             await anyio.sleep(1.0)
             assert not critic.notes
             channel.send_nowait(chunk(1, start=4))
