@@ -164,8 +164,8 @@ class Generate:
             self._require_over(live)
         carried = self._ledger.end()
         if self._ledger.restarts:
-            discarded = [await self._give_up(unit) for unit in carried]
-            step.record(StepMetrics({"deferral/discarded_tokens": float(sum(discarded))}))
+            if discarded := [await self._give_up(unit) for unit in carried]:
+                step.record(StepMetrics({"deferral/discarded_tokens": float(sum(discarded))}))
         for unit in carried:
             for prompt in unit.prompts:
                 if prompt.rollout in self._flights:
