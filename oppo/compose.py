@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,14 +19,24 @@ from oppo.recipes import grpo, ppo
 from oppo.report.dump import dump_batch
 from oppo.sections import StepSection
 from oppo.shaping import ScoreShaping
-from oppo.stages.rows import NONFINITE
+from oppo.stages import Generate, Update
 
 if TYPE_CHECKING:
     from oppo.hf.assemble import Assembly
 
 
 def compose(settings: Settings, assembly: Assembly, replay: Mapping[int, Observation]) -> Graph[StepReport]:
-    """Return the graph of a step; its controllers are told ``replay`` of the steps that are made again."""
+    """Return the graph of a run's steps; its controllers are told ``replay`` of the steps that are made again."""
+    graph = recipe(settings, assembly)
+    dump = partial(dump_batch, folder=settings.run_directory / "nonfinite")
+    return graph.replace(
+        generate=replace(graph.stage("generate", Generate), replay=replay),
+        update=replace(graph.stage("update", Update), max_nonfinite=settings.run.max_nonfinite, dump=dump),
+    )
+
+
+def recipe(settings: Settings, assembly: Assembly) -> Graph[StepReport]:
+    """Return the graph of the algorithm that ``step.algorithm`` names."""
     step = settings.step
     shaping = ScoreShaping(
         norm=step.score_norm,
@@ -34,7 +45,6 @@ def compose(settings: Settings, assembly: Assembly, replay: Mapping[int, Observa
         missing_eos_penalty=step.missing_eos_penalty,
     )
     admission, chunks = admission_of(step), chunks_of(step, settings.sampling.max_new_tokens)
-    dump = partial(dump_batch, folder=settings.run_directory / NONFINITE)
     if assembly.critic is None:
         return grpo(
             policy=assembly.policy,
@@ -49,9 +59,6 @@ def compose(settings: Settings, assembly: Assembly, replay: Mapping[int, Observa
             kl=reward_kl(step),
             kl_estimator=step.kl_estimator,
             shaping=shaping,
-            max_nonfinite=settings.run.max_nonfinite,
-            dump=dump,
-            replay=replay,
         )
     return ppo(
         policy=assembly.policy,
@@ -68,9 +75,6 @@ def compose(settings: Settings, assembly: Assembly, replay: Mapping[int, Observa
         lam=step.lam,
         shaping=shaping,
         whiten_rewards=step.whiten_rewards,
-        max_nonfinite=settings.run.max_nonfinite,
-        dump=dump,
-        replay=replay,
     )
 
 

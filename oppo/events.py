@@ -225,10 +225,16 @@ class Defer:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """The rollout ends here and will not be trained; ``reason`` says why, for the record."""
+    """The rollout ends here and will not be trained.
+
+    Attributes:
+        reason: why, for the record.
+        nonfinite: whether that is a number of it that was not finite.
+    """
 
     rollout: int
     reason: str
+    nonfinite: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import SupportsFloat
 
-from oppo.admission import Admission, Observation
+from oppo.admission import Admission
 from oppo.chunking import ChunkSize, Fixed
 from oppo.errors import ConfigError
 from oppo.estimators import AdaptiveKL, FixedKL, GroupAdvantage, KLEstimator
@@ -15,7 +14,7 @@ from oppo.models import Policy, Scorer, Trainer
 from oppo.numeric import require_whole
 from oppo.shaping import ScoreShaping
 from oppo.stages import GAE, Generate, GroupRelative, Score, Update
-from oppo.stages.update import Dump, followers
+from oppo.stages.update import followers
 
 
 def ppo(
@@ -34,9 +33,6 @@ def ppo(
     lam: float = 0.95,
     shaping: ScoreShaping | None = None,
     whiten_rewards: bool = False,
-    max_nonfinite: int = 3,
-    dump: Dump | None = None,
-    replay: Mapping[int, Observation] | None = None,
 ) -> Graph[StepReport]:
     """Return PPO with a learned or rule-based reward and a critic (Ziegler et al. 2019), streamed.
 
@@ -56,14 +52,10 @@ def ppo(
         lam: lambda of generalised advantage estimation.
         shaping: what is made of the scores before they are rewards; nothing unless given.
         whiten_rewards: scale the rewards of a batch to unit variance.
-        max_nonfinite: the run ends after so many updates in a row in which something was not finite; 0: never.
-        dump: writes the last batch of such a run.
-        replay: of a run that is resumed: what its controllers were told of each step before it ended
-            (:func:`oppo.report.observations`).
     """
     capacity = max(16, 4 * admission.batch)  # events of all rollouts in flight: a busy scorer wakes to all of them
     g: GraphBuilder[Prompt] = GraphBuilder("ppo", capacity=capacity, merge=merge_chunks, key=rollout_of)
-    rollout = g.add("generate", Generate(policy, admission, chunks or Fixed(), replay=replay or {}), g.prompts)
+    rollout = g.add("generate", Generate(policy, admission, chunks or Fixed()), g.prompts)
     ref = g.add("ref_logp", Score(reference), rollout)
     score = g.add("reward", Score(reward), rollout)
     value = g.add("value", Score(critic), rollout)
@@ -71,8 +63,7 @@ def ppo(
     estimator = GAE(gamma, lam, kl, kl_estimator, shaping=shaping, whiten_rewards=whiten_rewards)
     again = None if proximal is None else g.add("proximal", Score(proximal), rollout)
     batch = g.add("advantage", estimator, rollout, ref, score, value, proximal=again)
-    update = Update(trainer, publish=followers(policy, critic, proximal), max_nonfinite=max_nonfinite, dump=dump)
-    return g.build(g.add("update", update, batch))
+    return g.build(g.add("update", Update(trainer, publish=followers(policy, critic, proximal)), batch))
 
 
 def grpo(
@@ -89,9 +80,6 @@ def grpo(
     kl: SupportsFloat | FixedKL | AdaptiveKL = 0.0,
     kl_estimator: KLEstimator = "k1",
     shaping: ScoreShaping | None = None,
-    max_nonfinite: int = 3,
-    dump: Dump | None = None,
-    replay: Mapping[int, Observation] | None = None,
 ) -> Graph[StepReport]:
     """Return training without a critic, streamed: the responses to one prompt are compared with one another.
 
@@ -123,10 +111,9 @@ def grpo(
         raise ConfigError(f"a KL penalty, kl = {kl}, is one to a reference: give one, or leave kl at 0")
     capacity = max(16, 4 * admission.batch * samples)
     g: GraphBuilder[Prompt] = GraphBuilder("grpo", capacity=capacity, merge=merge_chunks, key=rollout_of)
-    rollout = g.add("generate", Generate(policy, admission, chunks or Fixed(), samples, replay or {}), g.prompts)
+    rollout = g.add("generate", Generate(policy, admission, chunks or Fixed(), samples), g.prompts)
     score = g.add("reward", Score(reward), rollout)
     ref = None if reference is None else g.add("ref_logp", Score(reference), rollout)
     again = None if proximal is None else g.add("proximal", Score(proximal), rollout)
     batch = g.add("advantage", estimator, rollout, score, reference=ref, proximal=again)
-    update = Update(trainer, publish=followers(policy, proximal), max_nonfinite=max_nonfinite, dump=dump)
-    return g.build(g.add("update", update, batch))
+    return g.build(g.add("update", Update(trainer, publish=followers(policy, proximal)), batch))

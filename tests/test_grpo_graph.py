@@ -14,6 +14,7 @@ from oppo.errors import ConfigError
 from oppo.events import FloatArray, StepReport
 from oppo.graph import Graph
 from oppo.recipes import grpo
+from oppo.stages import Generate
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, fake_scalar, run_virtual
 from tests.pipelines import Pipeline, Setting, on_policy, same_batches, settings
 
@@ -30,7 +31,7 @@ class Grouped(Pipeline):
         assert self.reward is not None
         s = self.setting
         recorded: FakeScorer[FloatArray] = FakeScorer(lambda event, tokens, version: event.response.logprobs)
-        return grpo(
+        graph = grpo(
             policy=self.policy,
             reward=self.reward,
             trainer=self.trainer,
@@ -41,8 +42,8 @@ class Grouped(Pipeline):
             reference=self.reference if self.referred else None,
             proximal=recorded if self.proximal else None,
             chunks=s.chunks,
-            replay=self.replay,
         )
+        return graph.replace(generate=replace(graph.stage("generate", Generate), replay=self.replay))
 
 
 def groups(prompts: tuple[int, ...] = (0, 3, 7, 1_000)) -> st.SearchStrategy[Setting]:

@@ -88,7 +88,7 @@ class Gathered:
             if fault is None:
                 self.rows.append(row)
             else:
-                self.dropped.append(Drop(finish.rollout, fault))
+                self.dropped.append(fault)
 
     def in_order(self) -> tuple[Sequence[Row], Sequence[Drop], Sequence[Defer]]:
         """Return rows and drops in admission order, for they came in the order of the scores: one of time."""

@@ -163,9 +163,8 @@ class Generate:
             step.record(DecodePhase(start, anyio.current_time(), measured.progress()))
             self._require_over(live)
         carried = self._ledger.end()
-        if self._ledger.restarts:
-            if discarded := [await self._give_up(unit) for unit in carried]:
-                step.record(StepMetrics({"deferral/discarded_tokens": float(sum(discarded))}))
+        if self._ledger.restarts and (discarded := [await self._give_up(unit) for unit in carried]):
+            step.record(StepMetrics({"deferral/discarded_tokens": float(sum(discarded))}))
         for unit in carried:
             for prompt in unit.prompts:
                 if prompt.rollout in self._flights:

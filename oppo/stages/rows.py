@@ -11,7 +11,7 @@ from oppo.events import Batch, Defer, Drop, Finish, FloatArray
 
 LARGEST = float(np.finfo(np.float32).max)
 NONFINITE = "nonfinite"
-"""How the reason of a drop begins whose cause is a number that is not finite."""
+"""Begins the reason of a drop whose cause is a number that is not finite."""
 
 UNSAMPLED = "nothing was sampled"
 """Why a rollout is dropped whose response is empty, or was given: no token of it has earned the score."""
@@ -40,13 +40,13 @@ class Row:
         """The proximal log-probs, or what stands for them: float32 [n]."""
         return self.finish.response.logprobs if self.proximal is None else self.proximal
 
-    def fault(self) -> str | None:
-        """Return why the rollout cannot be trained: nothing of it was sampled, or something said of it is not finite.
+    def fault(self) -> Drop | None:
+        """Return the rollout as dropped where it cannot be trained: nothing was sampled, or a number is not finite.
 
         Of several numbers that are no finite float32, the first is told.
         """
         if not self.finish.response.sampled.any():
-            return UNSAMPLED
+            return Drop(self.finish.rollout, UNSAMPLED)
         said: Mapping[str, float | FloatArray | None] = {
             "score": self.score,
             "reference log-prob": self.reference,
@@ -55,7 +55,7 @@ class Row:
             "proximal log-prob": self.logprobs,
         }
         wrong = (name for name, value in said.items() if value is not None and not (np.abs(value) <= LARGEST).all())
-        return next((f"{NONFINITE} {name}" for name in wrong), None)
+        return next((Drop(self.finish.rollout, f"{NONFINITE} {name}", nonfinite=True) for name in wrong), None)
 
 
 def unestimated(rows: Sequence[Row], dropped: Sequence[Drop] = (), deferred: Sequence[Defer] = ()) -> Batch:

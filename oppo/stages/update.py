@@ -82,7 +82,7 @@ class Update:
                 index=step.index,
                 version=self.trainer.version,
                 trained=tuple(rollouts[row] for row in rows),
-                dropped=(*batch.dropped, *(Drop(rollout, NONFINITE) for rollout in trained.nonfinite)),
+                dropped=(*batch.dropped, *(Drop(rollout, NONFINITE, nonfinite=True) for rollout in trained.nonfinite)),
                 deferred=tuple(batch.deferred),
                 score=float(np.mean(batch.scores[rows])) if rows else float("nan"),
                 seconds=end - step.started,
@@ -131,7 +131,7 @@ def nonfinite(batch: Batch, trained: Trained) -> tuple[int, ...]:
     told = trained.skipped or trained.nonfinite
     if told or len(batch):
         return told
-    return tuple(drop.rollout for drop in batch.dropped if drop.reason.startswith(NONFINITE))
+    return tuple(drop.rollout for drop in batch.dropped if drop.nonfinite)
 
 
 def recorded_metrics(step: Step) -> Mapping[str, float]:

@@ -175,7 +175,7 @@ def test_the_stage_of_five_inputs_estimates_what_the_one_of_four_does_where_noth
 
 def test_a_rollout_whose_proximal_log_probs_are_not_finite_is_dropped_alone() -> None:
     broken = Row(finish(1), per_token(1).value, 0.0, np.zeros(4, np.float32), np.full(4, np.nan, np.float32))
-    assert broken.fault() == "nonfinite proximal log-prob"
+    assert broken.fault() == Drop(broken.finish.rollout, "nonfinite proximal log-prob")
 
 
 def test_a_rollout_whose_own_log_probs_are_not_finite_is_dropped_though_they_were_computed_again() -> None:
@@ -183,7 +183,7 @@ def test_a_rollout_whose_own_log_probs_are_not_finite_is_dropped_though_they_wer
     said = finish(1)
     said.response.logprobs[2] = np.nan
     broken = Row(said, per_token(1).value, 0.0, np.zeros(4, np.float32), np.full(4, -1, np.float32))
-    assert broken.fault() == "nonfinite behaviour log-prob"
+    assert broken.fault() == Drop(broken.finish.rollout, "nonfinite behaviour log-prob")
 
 
 @pytest.mark.parametrize(
