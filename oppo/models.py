@@ -11,6 +11,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
 
+from oppo.errors import ProtocolError
 from oppo.events import Batch, Chunk, Finish, FloatArray, Given, IntArray, Prompt, Response
 from oppo.numeric import require_numbers, require_whole
 from oppo.support import Support
@@ -145,8 +146,76 @@ class Decode(Protocol):
         """Give up the rollout and its memory; idempotent."""
 
 
+Loads: TypeAlias = Literal["refused", "between decode steps", "when decoding ends"]
+"""When weights take effect that are loaded while something is decoded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What an engine can do; what it cannot is refused by name before the first step that would need it.
+
+    Attributes:
+        supports: it says of each token from which ids it was drawn, where sampling is truncated.
+        resumes: responses that are opened half-written go on as if they had been written in one piece.
+        adds_while_decoding: rollouts can join and leave while others are decoded (:class:`Decoding`).
+        loads_while_decoding: when weights take effect that come meanwhile.
+    """
+
+    supports: bool = True
+    resumes: bool = True
+    adds_while_decoding: bool = False
+    loads_while_decoding: Loads = "refused"
+
+
+class Decoding(Protocol):
+    """Rollouts that are being decoded; an engine that cannot do what is asked raises ``ProtocolError``."""
+
+    async def add(self, decodes: Sequence[Decode]) -> None:
+        """Decode these as well, from the next decode step on."""
+
+    async def park(self, decodes: Sequence[Decode]) -> None:
+        """Decode these no further: what is unread of them ends with a piece whose state is ``cut``."""
+
+
+@dataclass(frozen=True, slots=True)
+class FixedDecoding:
+    """A :class:`Decoding` that nothing joins or leaves.
+
+    Attributes:
+        engine: its name, for the error.
+    """
+
+    engine: str
+
+    async def add(self, decodes: Sequence[Decode]) -> None:
+        """Refuse.
+
+        Raises:
+            ProtocolError: always.
+        """
+        raise self._refusal("joins", len(decodes))
+
+    async def park(self, decodes: Sequence[Decode]) -> None:
+        """Refuse.
+
+        Raises:
+            ProtocolError: always.
+        """
+        raise self._refusal("leaves", len(decodes))
+
+    def _refusal(self, does: str, count: int) -> ProtocolError:
+        return ProtocolError(
+            f"{self.engine} decodes what it was given until that ends or is cut, so none of {count} rollouts {does} "
+            "meanwhile: ask for its capabilities.adds_while_decoding first"
+        )
+
+
 class Policy(Follower, Protocol):
     """The actor, as the engine that decodes with it."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What it can do."""
 
     async def open(self, rollouts: Sequence[Prompt | Response]) -> Sequence[Decode]:
         """Make a decode for each; nothing is decoded yet.
@@ -154,7 +223,7 @@ class Policy(Follower, Protocol):
         A response, of a run that is resumed, goes on after its tokens, which are not read from the decode again.
         """
 
-    def decoding(self, live: Sequence[Decode], cut: Cut) -> AbstractAsyncContextManager[None]:
+    def decoding(self, live: Sequence[Decode], cut: Cut) -> AbstractAsyncContextManager[Decoding]:
         """Decode ``live`` while the context is open, until each has ended or ``cut`` answers true.
 
         On leaving, decoding has stopped between two decode steps and every task and job of it is over; outside of it

@@ -31,7 +31,7 @@ from oppo.graph import Graph, GraphBuilder
 from oppo.observe import Span
 from oppo.stages import GAE, Generate, Score, Update
 from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_per_token, fake_scalar, prompts
-from oppo.testing.fakes import Style
+from oppo.testing.fake_policy import Style
 
 
 @dataclass(frozen=True)

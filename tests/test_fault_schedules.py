@@ -31,7 +31,7 @@ from oppo.testing import (
     fake_per_token,
     fake_scalar,
 )
-from oppo.testing.fakes import FakeDecode
+from oppo.testing.fake_policy import FakeDecode
 from oppo.testing.script import SPOILT, Method, Misdeed
 from tests.faulty import Case, FaultyPipeline, Kind, stage_of
 from tests.pipelines import Setting, same_batches

@@ -13,9 +13,9 @@ from hypothesis import example, given, strategies as st
 
 from oppo.chunking import WholeRollout
 from oppo.events import Chunk, Defer, Finish, Prompt, Response, RolloutEvent, rollout_of
-from oppo.models import Cut, Decode
+from oppo.models import Cut, Decode, Decoding
 from oppo.testing import FakePolicy, FakeScorer, fake_per_token, fake_scalar, prompts, run_virtual
-from oppo.testing.fakes import FakeDecode
+from oppo.testing.fake_policy import FakeDecode
 from tests.pipelines import Pipeline, Setting, on_policy, same_batches, settings
 
 pytestmark = pytest.mark.schedules
@@ -238,7 +238,7 @@ def test_steps_asked_for_one_by_one_carry_rollouts_as_steps_asked_for_together_d
 
 def test_decoding_does_not_wait_until_the_scorers_have_read_the_prompts() -> None:
     class Clocked(FakePolicy):
-        def decoding(self, live: Sequence[Decode], cut: Cut) -> AbstractAsyncContextManager[None]:
+        def decoding(self, live: Sequence[Decode], cut: Cut) -> AbstractAsyncContextManager[Decoding]:
             self.began = anyio.current_time()
             return super().decoding(live, cut)
 

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 
-from oppo.errors import GraphError
+from oppo.errors import ConfigError, GraphError
 from oppo.estimators import AdaptiveKL
 from oppo.events import Batch
+from oppo.models import Capabilities
 from oppo.shaping import ScoreShaping
-from oppo.stages import GAE, GroupRelative, Update
-from oppo.testing import FakeTrainer, run_virtual
+from oppo.stages import GAE, Generate, GroupRelative, Update
+from oppo.testing import FakePolicy, FakeTrainer, run_virtual
 from tests.pipelines import Pipeline, Setting, same_batches, settings
 
 CARRIED = Setting(lengths=(5, 9, 3, 30, 21), extra=2, steps=4)
@@ -96,6 +97,19 @@ def test_a_state_comes_before_the_first_step() -> None:
             await run.step()
             with pytest.raises(GraphError, match="has made 1 steps: a state comes before the first"):
                 run.load_state_dict(run.state_dict())
+
+    run_virtual(main)
+
+
+def test_half_written_responses_are_refused_by_name_for_a_policy_that_cannot_go_on_with_them() -> None:
+    async def main() -> None:
+        pipeline = Pipeline(CARRIED)
+        async with pipeline.graph().open(pipeline.prompts()) as run:
+            await run.step()
+            state = run.state_dict()
+        other = Generate(FakePolicy(capabilities=Capabilities(resumes=False)), pipeline.generate.admission)
+        with pytest.raises(ConfigError, match=r"rollouts \[.*\] are half-written, and FakePolicy cannot go on"):
+            other.load_state_dict(state["stages"]["generate"])
 
     run_virtual(main)
 

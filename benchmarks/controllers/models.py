@@ -14,7 +14,18 @@ from numpy.typing import NDArray
 
 from oppo.errors import ProtocolError, as_itself
 from oppo.events import Batch, Chunk, Finish, Given, Prompt, Response
-from oppo.models import Cut, Decode, Follower, Piece, PieceState, Trained, Weights
+from oppo.models import (
+    Capabilities,
+    Cut,
+    Decode,
+    Decoding,
+    FixedDecoding,
+    Follower,
+    Piece,
+    PieceState,
+    Trained,
+    Weights,
+)
 
 T = TypeVar("T")
 
@@ -76,6 +87,7 @@ class PacedPolicy:
     stride: int
     cap: int
     version: int = 0
+    capabilities: Capabilities = field(default_factory=lambda: Capabilities(resumes=False))
 
     async def open(self, rollouts: Sequence[Prompt | Response]) -> Sequence[PacedDecode]:
         """Make a decode for each rollout; these runs are never resumed, so that all of them are new."""
@@ -86,7 +98,7 @@ class PacedPolicy:
         """Follow the trainer."""
         self.version = weights.version
 
-    def decoding(self, live: Sequence[Decode], cut: Cut) -> AbstractAsyncContextManager[None]:
+    def decoding(self, live: Sequence[Decode], cut: Cut) -> AbstractAsyncContextManager[Decoding]:
         """Decode while the context is open."""
         mine = [decode for decode in live if isinstance(decode, PacedDecode)]
         if len(mine) != len(live):
@@ -94,13 +106,13 @@ class PacedPolicy:
         return self._decoding(mine, cut)
 
     @asynccontextmanager
-    async def _decoding(self, rows: list[PacedDecode], cut: Cut) -> AsyncIterator[None]:
+    async def _decoding(self, rows: list[PacedDecode], cut: Cut) -> AsyncIterator[Decoding]:
         for row in rows:
             row.live = True
         with as_itself():
             async with anyio.create_task_group() as pump:
                 pump.start_soon(self._pump, rows, cut)
-                yield
+                yield FixedDecoding("PacedPolicy")
                 pump.cancel_scope.cancel()
 
     async def _pump(self, rows: list[PacedDecode], cut: Cut) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
 
 import anyio
@@ -12,7 +12,7 @@ import anyio.lowlevel
 import numpy as np
 
 from oppo.events import Batch, Chunk, Finish, FloatArray, Given, Prompt, Response
-from oppo.models import Cut, Decode, Follower, Piece, Trained, Weights
+from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Follower, Piece, Trained, Weights
 
 T = TypeVar("T")
 
@@ -75,6 +75,9 @@ class FreePolicy:
     mean: int
     made: int = 0
     version: int = 0
+    capabilities: Capabilities = field(
+        default_factory=lambda: Capabilities(loads_while_decoding="between decode steps")
+    )
 
     async def open(self, rollouts: Sequence[Prompt | Response]) -> Sequence[FreeDecode]:
         """Make a decode for each rollout; one that goes on from a response has as many chunks less to make."""
@@ -88,17 +91,17 @@ class FreePolicy:
         """Follow the trainer."""
         self.version = weights.version
 
-    def decoding(self, live: Sequence[Decode], cut: Cut) -> AbstractAsyncContextManager[None]:
+    def decoding(self, live: Sequence[Decode], cut: Cut) -> AbstractAsyncContextManager[Decoding]:
         """Decode while the context is open."""
         return self._decoding([decode for decode in live if isinstance(decode, FreeDecode)], cut)
 
     @asynccontextmanager
-    async def _decoding(self, live: list[FreeDecode], cut: Cut) -> AsyncIterator[None]:
+    async def _decoding(self, live: list[FreeDecode], cut: Cut) -> AsyncIterator[Decoding]:
         for decode in live:
             decode.decoding = True
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._decode, live, cut, name="decode")
-            yield
+            yield FixedDecoding("FreePolicy")
 
     async def _decode(self, live: list[FreeDecode], cut: Cut) -> None:
         stopped = False

@@ -17,7 +17,7 @@ from oppo.events import Prompt, Response
 from oppo.hf.decoding import Counters, Decoder, Row
 from oppo.hf.delivery import Delivery
 from oppo.hf.weights import adopt
-from oppo.models import Cut, Decode, Piece, PieceState, Sampling, Weights
+from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Piece, PieceState, Sampling, Weights
 from oppo.numeric import require_whole
 from oppo.support import Support
 
@@ -199,6 +199,11 @@ class HfPolicy:
         return self._decoder.version
 
     @property
+    def capabilities(self) -> Capabilities:
+        """What it can do: weights that come while something is decoded wait for the end of that."""
+        return Capabilities(loads_while_decoding="when decoding ends")
+
+    @property
     def counters(self) -> Counters:
         """Decode steps, tokens made and tokens prefilled so far."""
         return self._decoder.counters
@@ -236,7 +241,7 @@ class HfPolicy:
         return [HfDecode(self, self._row(rollout)) for rollout in rollouts]
 
     @asynccontextmanager
-    async def decoding(self, live: Sequence[Decode], cut: Cut) -> AsyncIterator[None]:
+    async def decoding(self, live: Sequence[Decode], cut: Cut) -> AsyncIterator[Decoding]:
         """Decode ``live`` while the context is open, until each has ended or ``cut`` answers true.
 
         The cut is called from the model's thread. Leaving the context stops decoding after the decode step in
@@ -255,7 +260,7 @@ class HfPolicy:
             if decodes:
                 tasks.start_soon(self._decode, decodes, delivery, cut, stop, errors, name="decode")
             try:
-                yield
+                yield FixedDecoding(type(self._model).__name__)
             except Exception as error:  # noqa: BLE001 - taken out of the task group, which would wrap it in a group
                 errors.append(error)
             finally:

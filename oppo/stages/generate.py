@@ -81,7 +81,7 @@ class Generate:
 
     def __post_init__(self) -> None:
         require_whole("samples", self.samples, 1, error=ConfigError)
-        require_model(self.policy, "Policy", ("version", "load", "open", "decoding"))
+        require_model(self.policy, "Policy", ("version", "capabilities", "load", "open", "decoding"))
         require_model(self.admission, "Admission", ("batch", "max_deferrals", "admit", "cut", "observe"))
         require_model(self.chunks, "ChunkSize", ("size", "observe"))
         self._ledger = Ledger(self.admission)
@@ -113,9 +113,19 @@ class Generate:
         return {"units": units, "controllers": controllers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Carry what another stage carried; its rollouts are opened at the start of the first step."""
+        """Carry what another stage carried; its rollouts are opened at the start of the first step.
+
+        Raises:
+            ConfigError: a response is half-written, and the policy cannot go on with it.
+        """
         units = [(unit["age"], [Parked.of(each) for each in unit["rollouts"]]) for unit in state["units"]]
         self._restored = [parked for _, rollouts in units for parked in rollouts if not self._ledger.restarts]
+        begun = [parked.response.prompt.rollout for parked in self._restored if len(parked.response)]
+        if begun and not self.policy.capabilities.resumes:
+            raise ConfigError(
+                f"rollouts {begun} are half-written, and {type(self.policy).__name__} cannot go on with a response as "
+                "if it had written it in one piece: begin a new run, or choose an admission that carries nothing over"
+            )
         self._ledger.restore(
             (
                 tuple(parked.response.prompt for parked in rollouts),

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
 import anyio
+import anyio.lowlevel
 import numpy as np
 
 from oppo.errors import ProtocolError, as_itself
@@ -83,9 +84,10 @@ class _Session:
         with as_itself():
             async with decoding, anyio.create_task_group() as readers:
                 for k in live:
-                    readers.start_soon(self._read, k, limit, cancel_first)
+                    readers.start_soon(self.read, k, limit, cancel_first)
 
-    async def _read(self, k: int, limit: int, cancel_first: bool) -> None:
+    async def read(self, k: int, limit: int, cancel_first: bool = False) -> None:
+        """Read one rollout as far as it goes in this step."""
         if cancel_first:
             with anyio.move_on_after(0):
                 self.transcripts[k].pieces.append(await self.decodes[k].read(limit))
@@ -152,7 +154,10 @@ async def check_policy(make: Make[Policy], prompts: Sequence[Prompt]) -> None:
     require([t.tokens for t in cancelled.transcripts] == expected, "a cancelled read lost or doubled tokens")
     await _check_cut(make, prompts, expected)
     await _check_leaving(make, prompts)
-    await _check_resuming(make, whole)
+    await _check_joining(make, prompts, expected)
+    await _check_loading(make, prompts)
+    if whole.policy.capabilities.resumes:
+        await _check_resuming(make, whole)
 
 
 async def _check_cut(make: Make[Policy], prompts: Sequence[Prompt], expected: list[list[tuple[int, bool]]]) -> None:
@@ -191,6 +196,57 @@ async def _check_resuming(make: Make[Policy], whole: _Session) -> None:
         == [t.tokens for t in whole.transcripts],
         "responses that were opened half-written did not go on as they were written",
     )
+
+
+async def _check_joining(make: Make[Policy], prompts: Sequence[Prompt], expected: list[list[tuple[int, bool]]]) -> None:
+    session = await _session(make, prompts)
+    first, *others = session.decodes
+    adds, refused = session.policy.capabilities.adds_while_decoding, False
+    with as_itself():
+        async with session.policy.decoding([first], session.cut) as decoding:
+            try:
+                await decoding.add(others)
+                await decoding.park(others[:1])
+            except ProtocolError:
+                refused = True
+            async with anyio.create_task_group() as readers:
+                for k in range(1 if refused else len(prompts)):
+                    readers.start_soon(session.read, k, 3)
+    require(refused is not adds, f"adds_while_decoding is {adds}, but add() and park() did {'not ' * refused}work")
+    if adds:
+        require(session.transcripts[1].state == "cut", "a rollout that was parked was decoded on")
+        await session.decode(limit=3)
+        require([t.tokens for t in session.transcripts] == expected, "rollouts that joined or left have other tokens")
+
+
+async def _check_loading(make: Make[Policy], prompts: Sequence[Prompt]) -> None:
+    session = await _session(make, prompts)
+    policy, before = session.policy, session.policy.version
+    when, refused = policy.capabilities.loads_while_decoding, list[ProtocolError]()
+
+    async def load() -> None:
+        try:
+            await policy.load(Weights(before + 1))
+        except ProtocolError as error:
+            refused.append(error)
+
+    with as_itself():
+        async with anyio.create_task_group() as tasks, policy.decoding(session.decodes, session.cut):
+            session.transcripts[0].pieces.append(await session.decodes[0].read(1))
+            tasks.start_soon(load)
+            await anyio.lowlevel.checkpoint()
+            async with anyio.create_task_group() as readers:
+                for k in range(len(prompts)):
+                    readers.start_soon(session.read, k, 1)
+    made = [np.concatenate([piece.versions for piece in transcript.pieces]) for transcript in session.transcripts]
+    newest = max(int(versions[-1]) for versions in made)
+    require(
+        bool(refused) is (when == "refused"), f"loads_while_decoding is {when!r}, and load() said {refused or 'yes'}"
+    )
+    if when != "refused":
+        require(policy.version == before + 1, f"weights that came while decoding are not served: {policy.version}")
+        wanted = before + 1 if when == "between decode steps" else before
+        require(newest == wanted, f"loads_while_decoding is {when!r}, but the newest token is of version {newest}")
 
 
 async def _check_leaving(make: Make[Policy], prompts: Sequence[Prompt]) -> None:

@@ -39,7 +39,21 @@ import numpy as np
 
 from oppo.errors import ModelError, ProtocolError
 from oppo.events import Batch, Chunk, Finish, Given, Prompt, Response
-from oppo.models import Cut, Decode, Follower, Piece, Policy, RewardFunction, Scorer, Trained, Trainer, Weights
+from oppo.models import (
+    Capabilities,
+    Cut,
+    Decode,
+    Decoding,
+    FixedDecoding,
+    Follower,
+    Piece,
+    Policy,
+    RewardFunction,
+    Scorer,
+    Trained,
+    Trainer,
+    Weights,
+)
 from oppo.testing.script import Garbage, HalfPublished, LoseSessions, Player, Script, Spoilt
 
 T = TypeVar("T")
@@ -100,6 +114,11 @@ class FaultyPolicy:
         """Version of the weights in use, as far as it says."""
         return self.inner.version if self._version is None else self._version
 
+    @property
+    def capabilities(self) -> Capabilities:
+        """What it can do: what it wraps can, but for rollouts that join or leave."""
+        return replace(self.inner.capabilities, adds_while_decoding=False)
+
     async def load(self, weights: Weights) -> None:
         """Serve these weights from the next call on."""
         self._version = await loaded(self.player, self.inner, weights)
@@ -110,7 +129,7 @@ class FaultyPolicy:
         decodes = [FaultyDecode(decode, self.player) for decode in await self.inner.open(rollouts)]
         return decodes[:-1] if left == Garbage("count") else decodes
 
-    def decoding(self, live: Sequence[Decode], cut: Cut) -> AbstractAsyncContextManager[None]:
+    def decoding(self, live: Sequence[Decode], cut: Cut) -> AbstractAsyncContextManager[Decoding]:
         """Decode while the context is open.
 
         Raises:
@@ -122,12 +141,12 @@ class FaultyPolicy:
         return self._decoding(mine, cut)
 
     @asynccontextmanager
-    async def _decoding(self, live: Sequence[Decode], cut: Cut) -> AsyncIterator[None]:
+    async def _decoding(self, live: Sequence[Decode], cut: Cut) -> AsyncIterator[Decoding]:
         if await self.player.play("decoding") == LoseSessions():
             for decode in live:
                 await decode.aclose()
         async with self.inner.decoding(live, cut):
-            yield
+            yield FixedDecoding(self.name)
 
 
 @dataclass(eq=False)

@@ -16,7 +16,7 @@ from oppo.events import Batch, Finish, FloatArray, Prompt
 from oppo.models import Trained, Weights
 from oppo.stages import Generate, Score, Update
 from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_per_token, run_virtual
-from oppo.testing.fakes import FakeDecode
+from oppo.testing.fake_policy import FakeDecode
 from tests.pipelines import Pipeline, Setting
 
 SETTING = Setting(lengths=(5, 9, 3, 30), extra=2, steps=3)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import get_args
 
 import numpy as np
 import pytest
 
 from oppo.errors import ProtocolError
 from oppo.events import Chunk, Finish, Given, IntArray, Prompt, Response
-from oppo.models import Follower, Piece
+from oppo.models import Capabilities, Cut, Decoding, FixedDecoding, Follower, Loads, Piece, Weights
 from oppo.stages import GAE
 from oppo.stages.rows import Row
 from oppo.support import Support
@@ -26,7 +28,7 @@ from oppo.testing import (
     prompts,
     run_virtual,
 )
-from oppo.testing.fakes import FakeDecode, Style
+from oppo.testing.fake_policy import FakeDecode, Style
 
 
 def finished(count: int = 3) -> list[Finish]:
@@ -50,6 +52,71 @@ def test_a_policy_whose_tokens_are_partly_given_keeps_it_too(style: Style, given
         return FakePolicy(length=lambda prompt: 8 + prompt.admission % 7, style=style, given=lambda prompt: given)
 
     run_virtual(check_policy, make, prompts(6))
+
+
+@pytest.mark.parametrize("style", ["pull", "push"])
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("loads", get_args(Loads))
+def test_a_policy_can_what_it_says_it_can(style: Style, adds: bool, loads: Loads) -> None:
+    async def make() -> FakePolicy:
+        return FakePolicy(style=style, capabilities=Capabilities(adds_while_decoding=adds, loads_while_decoding=loads))
+
+    run_virtual(check_policy, make, prompts(6))
+
+
+class Vain(FakePolicy):
+    """Says that it can what it cannot."""
+
+    @asynccontextmanager
+    async def _decoding(self, live: list[FakeDecode], cut: Cut) -> AsyncIterator[Decoding]:
+        async with super()._decoding(live, cut):
+            yield FixedDecoding("Vain")
+
+
+class Shy(FakePolicy):
+    """Serves weights at once, and says that it waits."""
+
+    async def load(self, weights: Weights) -> None:
+        self.version = weights.version
+
+
+@pytest.mark.parametrize(
+    ("policy", "said", "sentence"),
+    [
+        (
+            Vain,
+            Capabilities(adds_while_decoding=True),
+            "adds_while_decoding is True, but add() and park() did not work",
+        ),
+        (Shy, Capabilities(), "loads_while_decoding is 'refused', and load() said yes"),
+        (
+            Shy,
+            Capabilities(loads_while_decoding="when decoding ends"),
+            "loads_while_decoding is 'when decoding ends', but the newest token is of version 1",
+        ),
+    ],
+)
+def test_a_policy_that_can_other_things_than_it_says_is_found_out(
+    policy: type[FakePolicy], said: Capabilities, sentence: str
+) -> None:
+    async def make() -> FakePolicy:
+        return policy(capabilities=said)
+
+    with pytest.raises(ProtocolError) as caught:
+        run_virtual(check_policy, make, prompts(6))
+    assert sentence in str(caught.value)
+
+
+def test_what_joins_after_the_cut_is_refused_and_what_was_read_by_then_stays() -> None:
+    async def main() -> None:
+        policy = FakePolicy(lambda prompt: 3, capabilities=Capabilities(adds_while_decoding=True))
+        first, late = await policy.open(prompts(2))
+        async with policy.decoding([first], lambda ended: True) as decoding:
+            assert len((await first.read(9)).tokens) == 3
+            with pytest.raises(ProtocolError, match="rollout 1 was added to a decoding that has been cut"):
+                await decoding.add([late])
+
+    run_virtual(main)
 
 
 def test_the_fake_scorers_keep_the_contract() -> None:

@@ -21,7 +21,7 @@ from oppo.testing import (
     prompts,
     run_virtual,
 )
-from oppo.testing.fakes import Style
+from oppo.testing.fake_policy import Style
 from oppo.testing.loop import VirtualTimeLoop
 
 
