@@ -1,18 +1,20 @@
-"""PPO on transformers models, through accelerate.
+"""Training transformers models, through accelerate, on a loss of which nothing else is known here.
 
 One update::
 
-    batch ── epochs x minibatches ──> rows ── by length, within a token budget ──> micro-batches
+    batch ── epochs x minibatches ──> units ── by length, within a token budget ─> micro-batches
                   │                                                                   │ forward, loss, backward
                   └── clip, optimizer step (or none, where something is not finite) <─┘
 
-A mean is taken over the sampled tokens of a whole minibatch, so how it is cut into micro-batches does not change its
-gradient. Dropout is off for the models' whole life: they may be serving rollouts at any time.
+A loss divides by the size of a whole minibatch, and its units (a token, a row, the rows of a group) are never split, so
+how a minibatch is cut into micro-batches does not change its gradient. Dropout is off for the models' whole life: they
+may be serving rollouts at any time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -21,7 +23,6 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -30,16 +31,16 @@ from oppo.errors import ConfigError
 from oppo.events import Batch
 from oppo.hf.actor_critic import ActorCritic, require_value_head, trained
 from oppo.hf.drift import Drift
-from oppo.hf.grouping import cheapest_groups, overhead_on
 from oppo.hf.load import quiet
 from oppo.hf.lora import merged
 from oppo.hf.master import MasterWeights
-from oppo.hf.packing import MicroBatch, minibatches, pack, read_lengths, trainable
+from oppo.hf.packing import MicroBatch, micro_batches, minibatches, pack, units
 from oppo.hf.precision import require_trainable
 from oppo.hf.recompute import recompute
-from oppo.hf.tally import Measured, Tally
+from oppo.hf.tally import Tally
 from oppo.hf.training_state import read_training, write_training
-from oppo.losses import entropy, kl_loss, policy_loss, token_logprobs, value_loss
+from oppo.losses import Evaluated, Input, Inputs, Loss, Whole, default_loss, entropies, token_logprobs
+from oppo.losses.protocol import require_critic, require_inputs
 from oppo.models import Follower, Sampling, Trained, Weights
 from oppo.placement import Thread
 from oppo.training import TrainerSettings
@@ -51,10 +52,9 @@ R = TypeVar("R")
 
 
 class HfTrainer:
-    """Trains a causal language model, and its critic if it has one, with PPO; implements :class:`oppo.models.Trainer`.
+    """Trains a causal language model, and its critic if it has one; implements :class:`oppo.models.Trainer`.
 
-    The metrics carry TRL's names, with two differences in meaning: means are over sampled tokens only, and
-    ``val/ratio_var``, the variance of the minibatches' mean ratios, is 0 where there is one minibatch.
+    The metrics are those of the loss, how far stale tokens had drifted, and the work done.
 
     Weights of fewer bits than float32 are trained through float32 copies, see :mod:`oppo.hf.master`.
 
@@ -71,12 +71,14 @@ class HfTrainer:
             the tokens, as their support.)
         thread: where updates run.
         settings: everything about the optimisation.
+        loss: what is minimised; unless given, PPO's: :class:`oppo.losses.PPOLoss` where there is a critic, else
+            :class:`oppo.losses.ClippedLoss`.
 
     Attributes:
         micro_batches: how many have been read and taken back; it grows while an update goes on.
 
     Raises:
-        ConfigError: there is no critic, but settings that are about one.
+        ConfigError: there is no critic, but settings or a loss that are about one; or one, and no loss for it.
         ModelRefused: the critic has no single-label ``score`` head, a model has nothing to train or to recompute or is
             in float16.
     """
@@ -89,8 +91,11 @@ class HfTrainer:
         sampling: Sampling,
         thread: Thread,
         settings: TrainerSettings | None = None,
+        loss: Loss | None = None,
     ) -> None:
         self.settings = settings or TrainerSettings()
+        self.loss = loss or default_loss(critic=critic is not None)
+        require_critic(self.loss, there=critic is not None)
         if critic is None:
             self.settings.require_no_critic()
         else:
@@ -146,10 +151,10 @@ class HfTrainer:
         ``skipped``, each once, and in ``nonfinite`` where no other minibatch trained them.
 
         Raises:
-            ConfigError: the settings ask for log-probs that the batch does not have, or another ``Accelerator`` of the
+            ConfigError: the loss reads log-probs that the batch does not have, or another ``Accelerator`` of the
                 process accumulates gradients.
         """
-        self.settings.require_of(batch)
+        require_inputs(self.loss, batch)
         return await self._thread.call("update", self._update, batch)
 
     async def publish(self, *followers: Follower) -> None:
@@ -215,10 +220,10 @@ class HfTrainer:
 
     def _update(self, batch: Batch) -> Trained:
         rate = self._set_learning_rates()
-        tally = Tally(Drift(self._version, self.settings.clip), has_reference=batch.has_reference)
+        tally = Tally(self.loss, Drift(self._version))
         try:
-            for rows in self._minibatches(batch):
-                self._step(batch, rows, tally)
+            for whole in self._minibatches(batch):
+                self._step(batch, whole, tally)
         finally:  # what a failed update has accumulated must not reach the next one
             self._clear_gradients()
         self._version += 1
@@ -230,10 +235,10 @@ class HfTrainer:
             skipped=skipped,
         )
 
-    def _minibatches(self, batch: Batch) -> Iterator[NDArray[np.int64]]:
-        rows = trainable(batch)
+    def _minibatches(self, batch: Batch) -> Iterator[list[list[int]]]:
+        whole = units(batch, self.loss.unit)
         for epoch in range(self.settings.epochs):
-            yield from minibatches(rows, self.settings.minibatches, (self.settings.seed, self._version, epoch))
+            yield from minibatches(whole, self.settings.minibatches, (self.settings.seed, self._version, epoch))
 
     def _require_every_step(self) -> None:
         """Raise where accelerate, whose state is the process's, would divide losses or leave optimizer steps out."""
@@ -245,27 +250,27 @@ class HfTrainer:
                 "gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1), or train in another process"
             )
 
-    def _step(self, batch: Batch, rows: NDArray[np.int64], tally: Tally) -> None:
+    def _step(self, batch: Batch, whole: list[list[int]], tally: Tally) -> None:
         self._require_every_step()
-        spans = batch.rows()
-        total = float(sum(int(batch.sampled[spans[r]].sum()) for r in rows))
+        rows = list(chain.from_iterable(whole))
+        size, asked, device = Whole.of(batch, rows), self.loss.reads | self.loss.measures, self._actor.device
         parts: list[Tensor] = []
-        device, budget = self._actor.device, self.settings.micro_batch_tokens
-        for group in cheapest_groups(read_lengths(batch), rows.tolist(), overhead=overhead_on(device), budget=budget):
-            part = pack(batch, group, device, self.settings.correction)
-            parts.append(self._backward(part, total, tally.drift))
-            tally.micro_batches += 1
+        names: tuple[str, ...] = ()
+        for group in micro_batches(batch, whole, device, self.settings.micro_batch_tokens):
+            part = pack(batch, group, device, asked)
+            evaluated = self._backward(part, size, tally.drift)
+            names = tuple(evaluated.measured)
+            parts.append(torch.stack((*evaluated.measured.values(), evaluated.loss.detach())))
+            tally.read(part)
             self.micro_batches += 1
-            tally.padding += part.padding
-            tally.read += part.ids.numel()
         tally.drift.opening = False
-        measured = Measured(*torch.stack(parts).sum(0).tolist())
+        *measured, loss = torch.stack(parts).sum(0).tolist()
         norms = tuple(self._clip(part) for part in self._weights)
         rollouts = {batch.responses[r].prompt.rollout for r in rows}
-        if np.isfinite((measured.policy, measured.value, *norms)).all():
+        if np.isfinite((loss, *norms)).all():
             self._optimizer.step()
             self._masters.write_back()
-            tally.measured.append(measured)
+            tally.measured.append(dict(zip(names, measured, strict=True)))
             tally.norms.append(norms)
             tally.stepped |= rollouts
         else:
@@ -273,36 +278,25 @@ class HfTrainer:
             tally.skipped |= rollouts
         self._clear_gradients()
 
-    def _backward(self, part: MicroBatch, total: float, drift: Drift) -> Tensor:
-        """Add the gradient of a part of ``total`` tokens; return what it adds to ``Measured``: float32 [8] or [6]."""
-        settings, temperature = self.settings, self._sampling.temperature
-        actor_learns = self._version >= settings.critic_warmup
-        logits, values = self._models(part, actor_learns=actor_learns)
-        logprobs = token_logprobs(logits, part.tokens, temperature, part.support)
-        policy = policy_loss(
-            logprobs, part.denominator, part.advantages, part.mask, settings.clip, weights=part.weights, total=total
-        )
-        drift.add(part, logprobs)
-        value = (
-            value_loss(values, part.values, part.returns, part.mask, settings.value_clip, total=total)
-            if values is not None
-            else None
-        )
-        bonus = settings.entropy_coefficient
-        spread = entropy(logits if bonus else logits.detach(), part.mask, temperature, part.support, total=total)
-        kl = kl_loss(logprobs, part.reference, part.mask, settings.kl_estimator, total=total)
-        told = [policy.loss.detach(), policy.approxkl, policy.clipfrac, spread.detach(), policy.ratio, kl.detach()]
-        losses = [policy.loss] if actor_learns else []
-        if value is not None:
-            losses.append(settings.value_coefficient * value.loss)
-            told += [value.loss.detach(), value.clipfrac]
-        if actor_learns and bonus:
-            losses.append(-bonus * spread)
-        if actor_learns and settings.kl:
-            losses.append(settings.kl * kl)
-        self._accelerator.backward(sum(losses[1:], losses[0]))
+    def _backward(self, part: MicroBatch, size: Whole, drift: Drift) -> Evaluated:
+        """Add the gradient of a part of a minibatch; return what the loss says of it."""
+        said = self._said(part)
+        given = {name: tensor if name in self.loss.reads else tensor.detach() for name, tensor in said.items()}
+        evaluated = self.loss(Inputs(part.mask, part.row, part.groups, size, {**part.given, **given}))
+        drift.add(part, said["logprobs"], evaluated)
+        self._accelerator.backward(evaluated.loss)
         self._masters.collect()
-        return torch.stack(told)
+        return evaluated
+
+    def _said(self, part: MicroBatch) -> dict[Input, Tensor]:
+        """Return what the models say of each token, as far as it is asked for: float32 [T]; log-probs in any case."""
+        logits, values = self._models(part, actor_learns=self._version >= self.settings.critic_warmup)
+        temperature = self._sampling.temperature
+        said: dict[Input, Tensor] = {"logprobs": token_logprobs(logits, part.tokens, temperature, part.support)}
+        if "entropies" in self.loss.reads | self.loss.measures:
+            spread = logits if "entropies" in self.loss.reads else logits.detach()
+            said["entropies"] = entropies(spread, temperature, part.support)
+        return said if values is None else {**said, "values": values}
 
     def _clip(self, weights: list[nn.Parameter]) -> float:
         return float(self._accelerator.clip_grad_norm_(weights, self.settings.max_grad_norm))

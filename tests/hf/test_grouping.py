@@ -37,6 +37,10 @@ def test_no_other_way_to_read_neighbours_within_the_budget_costs_less(
     assert cost(groups) == min(cost(way) for way in every_way(longest_first))
 
 
+def test_a_row_that_stands_for_several_costs_as_much_as_they() -> None:
+    assert cheapest_groups([5, 5, 5, 2], range(4), overhead=100, budget=15, counts=[1, 2, 1, 3]) == [[0, 1], [2], [3]]
+
+
 def test_without_a_budget_one_group_is_best_where_groups_are_dear() -> None:
     assert cheapest_groups([3, 9, 1], [0, 1, 2], overhead=100) == [[1, 0, 2]]
 
