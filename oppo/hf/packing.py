@@ -83,7 +83,7 @@ def micro_batches(batch: Batch, whole: Sequence[list[int]], device: torch.device
         device: of the models.
         budget: tokens of a pass at most, padding included; a longer unit gets a pass of its own.
     """
-    read = read_lengths(batch)
+    whole, read = sorted(whole), read_lengths(batch)  # of units of one length the earlier comes first
     longest, counts = [max(read[row] for row in unit) for unit in whole], [len(unit) for unit in whole]
     overhead = overhead_on(device)
     for group in cheapest_groups(longest, range(len(whole)), overhead=overhead, budget=budget, counts=counts):
