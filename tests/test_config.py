@@ -332,12 +332,12 @@ def test_a_kl_in_the_loss_and_values_without_a_clip_reach_the_loss(tmp_path: Pat
     chosen = loss_of(loaded(tmp_path, text))
     assert isinstance(chosen, PPOLoss)
     assert (chosen.kl, chosen.kl_estimator, chosen.value_clip) == (0.3, "k3", math.inf)
-    assert loss_of(loaded(tmp_path)) == PPOLoss(kl_estimator="k1")
+    assert loss_of(loaded(tmp_path)) == PPOLoss()
 
 
 def test_an_algorithm_without_a_critic_has_a_loss_without_one(tmp_path: Path) -> None:
     text = '[step]\nalgorithm = "rloo"\nsamples = 2\n[trainer]\nclip = 0.3\nentropy_coefficient = 0.01\n'
-    assert loss_of(loaded(tmp_path, text)) == ClippedLoss(clip=0.3, entropy_coefficient=0.01, kl_estimator="k1")
+    assert loss_of(loaded(tmp_path, text)) == ClippedLoss(clip=0.3, entropy_coefficient=0.01)
 
 
 def test_how_stale_tokens_are_learnt_from_reaches_the_loss(tmp_path: Path) -> None:

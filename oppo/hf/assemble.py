@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -292,14 +292,11 @@ def _proximal(
 def loss_of(settings: Settings) -> ClippedLoss:
     """Return what is minimised; of a critic's loss nothing where there is none."""
     step, trainer = settings.step, settings.trainer
-    kl = step.kl if step.kl_in == "loss" else 0.0
     policy = ClippedLoss(
-        clip=trainer.clip,
-        entropy_coefficient=trainer.entropy_coefficient,
-        kl=kl,
-        kl_estimator=step.kl_estimator,
-        correction=step.correction(),
+        clip=trainer.clip, entropy_coefficient=trainer.entropy_coefficient, correction=step.correction()
     )
+    if step.kl_in == "loss":
+        policy = replace(policy, kl=step.kl, kl_estimator=step.kl_estimator)
     if not settings.has_critic:
         return policy
     value_clip = math.inf if trainer.value_clip == "none" else trainer.value_clip

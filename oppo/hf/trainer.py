@@ -34,13 +34,14 @@ from oppo.hf.drift import Drift
 from oppo.hf.load import quiet
 from oppo.hf.lora import merged
 from oppo.hf.master import MasterWeights
+from oppo.hf.optimizer import adamw, scale_learning_rates
 from oppo.hf.packing import MicroBatch, micro_batches, minibatches, pack, units
 from oppo.hf.precision import require_trainable
 from oppo.hf.recompute import recompute
 from oppo.hf.tally import Tally
 from oppo.hf.training_state import read_training, write_training
 from oppo.losses import Evaluated, Input, Inputs, Loss, Whole, default_loss, entropies, token_logprobs
-from oppo.losses.protocol import require_critic, require_inputs
+from oppo.losses.protocol import require_inputs, require_loss
 from oppo.models import Follower, Sampling, Trained, Weights
 from oppo.placement import Thread
 from oppo.training import TrainerSettings
@@ -95,7 +96,8 @@ class HfTrainer:
     ) -> None:
         self.settings = settings or TrainerSettings()
         self.loss = loss or default_loss(critic=critic is not None)
-        require_critic(self.loss, there=critic is not None)
+        self._asked = self.loss.reads | self.loss.measures
+        require_loss(self.loss, critic=critic is not None)
         if critic is None:
             self.settings.require_no_critic()
         else:
@@ -120,15 +122,9 @@ class HfTrainer:
         learnt = [trained(actor, "actor")] + ([] if critic is None else [trained(critic, "critic", but=actor)])
         self._masters = MasterWeights(parameter for part in learnt for parameter in part)
         self._weights = [[self._masters.of(parameter) for parameter in part] for part in learnt]
-        rate, critic_rate = self.settings.learning_rate, self.settings.critic_learning_rate
-        rates = rate, rate if critic_rate is None else critic_rate
-        optimizer = torch.optim.AdamW(
-            [group for part, peak in zip(self._weights, rates, strict=False) for group in self._groups(part, peak)],
-            betas=self.settings.betas,
-            eps=self.settings.eps,
-            fused=True,
+        self._models, self._optimizer = self._accelerator.prepare(
+            ActorCritic(actor, critic), adamw(self.settings, self._weights)
         )
-        self._models, self._optimizer = self._accelerator.prepare(ActorCritic(actor, critic), optimizer)
         self._version = 0
         self._restored = 0
         self._episodes = 0
@@ -219,7 +215,9 @@ class HfTrainer:
         return {name: self._masters.of(parameter) for name, parameter in named if parameter.requires_grad}
 
     def _update(self, batch: Batch) -> Trained:
-        rate = self._set_learning_rates()
+        factor = self.settings.learning_rate_factor(self._version)
+        scale_learning_rates(self._optimizer, factor)
+        counts = self._counts(batch) | {"lr": self.settings.learning_rate * factor}
         tally = Tally(self.loss, Drift(self._version))
         try:
             for whole in self._minibatches(batch):
@@ -230,7 +228,7 @@ class HfTrainer:
         self._episodes += len(batch)
         skipped = tuple(rollout for rollout in batch.rollouts if rollout in tally.skipped)
         return Trained(
-            metrics=tally.metrics() | self._counts(batch) | {"lr": rate, "episode": float(self._episodes)},
+            metrics=tally.metrics() | counts | {"episode": float(self._episodes)},
             nonfinite=tuple(rollout for rollout in skipped if rollout not in tally.stepped),
             skipped=skipped,
         )
@@ -253,14 +251,14 @@ class HfTrainer:
     def _step(self, batch: Batch, whole: list[list[int]], tally: Tally) -> None:
         self._require_every_step()
         rows = list(chain.from_iterable(whole))
-        size, asked, device = Whole.of(batch, rows), self.loss.reads | self.loss.measures, self._actor.device
+        size, device = Whole.of(batch, rows), self._actor.device
         parts: list[Tensor] = []
         names: tuple[str, ...] = ()
         for group in micro_batches(batch, whole, device, self.settings.micro_batch_tokens):
-            part = pack(batch, group, device, asked)
+            part = pack(batch, group, device, self._asked)
             evaluated = self._backward(part, size, tally.drift)
             names = tuple(evaluated.measured)
-            parts.append(torch.stack((*evaluated.measured.values(), evaluated.loss.detach())))
+            parts.append(torch.stack((*evaluated.measured.values(), evaluated.loss)).detach())
             tally.read(part)
             self.micro_batches += 1
         tally.drift.opening = False
@@ -293,7 +291,7 @@ class HfTrainer:
         logits, values = self._models(part, actor_learns=self._version >= self.settings.critic_warmup)
         temperature = self._sampling.temperature
         said: dict[Input, Tensor] = {"logprobs": token_logprobs(logits, part.tokens, temperature, part.support)}
-        if "entropies" in self.loss.reads | self.loss.measures:
+        if "entropies" in self._asked:
             spread = logits if "entropies" in self.loss.reads else logits.detach()
             said["entropies"] = entropies(spread, temperature, part.support)
         return said if values is None else {**said, "values": values}
@@ -304,21 +302,6 @@ class HfTrainer:
     def _clear_gradients(self) -> None:
         self._optimizer.zero_grad()
         self._masters.clear()
-
-    def _groups(self, weights: list[nn.Parameter], rate: float) -> list[dict[str, object]]:
-        matrices = [parameter for parameter in weights if parameter.ndim >= 2]
-        vectors = [parameter for parameter in weights if parameter.ndim < 2]
-        return [
-            {"params": parameters, "lr": rate, "peak": rate, "weight_decay": decay}
-            for parameters, decay in ((matrices, self.settings.weight_decay), (vectors, 0.0))
-            if parameters
-        ]
-
-    def _set_learning_rates(self) -> float:
-        factor = self.settings.learning_rate_factor(self._version)
-        for group in self._optimizer.param_groups:
-            group["lr"] = group["peak"] * factor
-        return self.settings.learning_rate * factor
 
     def _counts(self, batch: Batch) -> dict[str, float]:
         end = self._sampling.stop[:1]

@@ -97,7 +97,7 @@ class ClippedLoss:
             if self.kl:
                 loss = loss + self.kl * kl
         clipped = clipped_tokens(logprobs, old, advantages, mask, self.clip)
-        return Evaluated(loss, _detached(measured), clipped, weights)
+        return Evaluated(loss, measured, clipped, weights)
 
     def metrics(self, minibatches: Sequence[Mapping[str, float]]) -> dict[str, float]:
         """Return the means over minibatches, and the variance of the minibatches' mean ratios; 0 where there is one."""
@@ -141,9 +141,9 @@ class PPOLoss(ClippedLoss):
             self.value_clip,
             total=inputs.whole.tokens,
         )
-        told = _detached({"loss/value_avg": value.loss, "val/clipfrac_avg": value.clipfrac})
+        measured = {**policy.measured, "loss/value_avg": value.loss, "val/clipfrac_avg": value.clipfrac}
         loss = policy.loss + self.value_coefficient * value.loss
-        return Evaluated(loss, {**policy.measured, **told}, policy.clipped, policy.weights)
+        return Evaluated(loss, measured, policy.clipped, policy.weights)
 
 
 def default_loss(*, critic: bool) -> Loss:
@@ -185,7 +185,3 @@ def importance_weights(correction: Correction, inputs: Inputs) -> Tensor:
         within = (log <= math.log(high)) & (log >= (math.log(low) if low else -math.inf))
         importance = log.masked_fill(~within, -math.inf)
     return (importance if correction.denominator == "proximal" else importance - log).exp().float()
-
-
-def _detached(measured: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach() for name, tensor in measured.items()}

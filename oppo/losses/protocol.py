@@ -124,16 +124,27 @@ class Evaluated:
 
     Attributes:
         loss: float32 scalar with gradient, to be minimised; the parts of a minibatch add up to its loss.
-        measured: float32 scalars that add up likewise, without gradient; the same names for all of a batch.
+        measured: float32 scalars that add up likewise; the same names for all of a batch.
         clipped: bool [T], the tokens that teach nothing because they have moved too far, where the loss knows such a
             thing; told by their age.
         weights: float32 [T], what the loss of each token was multiplied with because it is stale; ``None``: with 1.
+
+    Raises:
+        ConfigError: loss or a measurement is no scalar.
     """
 
     loss: Tensor
     measured: Mapping[str, Tensor] = field(default_factory=dict)
     clipped: Tensor | None = None
     weights: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for name, tensor in {"the loss": self.loss, **self.measured}.items():
+            if tensor.ndim:
+                raise ConfigError(
+                    f"{name} of a micro-batch must be one number, but has the shape {tuple(tensor.shape)}: sum it up, "
+                    "and divide it by what inputs.whole has of its kind"
+                )
 
 
 class Loss(Protocol):
@@ -152,7 +163,7 @@ class Loss(Protocol):
             def __call__(self, inputs: Inputs) -> Evaluated:
                 each = -inputs["advantages"] * inputs["logprobs"]
                 loss = masked_mean(each, inputs.mask, total=inputs.whole.rows)
-                return Evaluated(loss, {"loss/policy_avg": loss.detach()})
+                return Evaluated(loss, {"loss/policy_avg": loss})
 
             def metrics(self, minibatches: Sequence[Mapping[str, float]]) -> dict[str, float]:
                 return means(minibatches)
@@ -189,8 +200,8 @@ def means(minibatches: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return dict(zip(minibatches[0], np.mean(table, axis=0).tolist(), strict=True))
 
 
-def require_critic(loss: Loss, *, there: bool) -> None:
-    """Accept a loss that reads what there is, and trains the critic if there is one.
+def require_loss(loss: Loss, *, critic: bool) -> None:
+    """Accept a loss that reads what there is, and trains the ``critic`` if there is one.
 
     Raises:
         ConfigError: it reads what nobody says or has no such unit, it is about a critic and there is none, or there
@@ -201,12 +212,12 @@ def require_critic(loss: Loss, *, there: bool) -> None:
     if loss.unit not in get_args(Unit):
         raise ConfigError(f"the unit of {_named(loss)} must be one of {', '.join(get_args(Unit))}, not {loss.unit!r}")
     about = sorted(loss.reads & OF_A_CRITIC)
-    if about and not there:
+    if about and not critic:
         raise ConfigError(
             f"{_named(loss)} reads {', '.join(about)}, and there is no critic: give the trainer one, or a loss that "
             "reads none of them, for example oppo.losses.ClippedLoss"
         )
-    if there and "values" not in loss.reads:
+    if critic and "values" not in loss.reads:
         raise ConfigError(
             f"there is a critic, and {_named(loss)} does not read its values, so that it would learn nothing: give the "
             "trainer none, or a loss that reads them, for example oppo.losses.PPOLoss"

@@ -44,7 +44,7 @@ class Clipped:
         advantages, ratio = inputs["advantages"], (inputs["logprobs"] - inputs["behaviour"]).exp()
         plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - LOW, 1 + HIGH)
         loss = masked_mean(torch.maximum(plain, clipped), inputs.mask, inputs.whole.tokens)
-        return Evaluated(loss, {"loss/policy_avg": loss.detach()}, clipped=inputs.mask & (clipped > plain))
+        return Evaluated(loss, {"loss/policy_avg": loss}, clipped=inputs.mask & (clipped > plain))
 
     def metrics(self, minibatches: Sequence[Mapping[str, float]]) -> dict[str, float]:
         return means(minibatches)
@@ -61,7 +61,7 @@ class BySequence(Clipped):
         ratio = inputs.row_means(inputs["logprobs"] - inputs["behaviour"]).exp()
         each = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - LOW, 1 + HIGH))
         loss = each.sum() / inputs.whole.rows
-        return Evaluated(loss, {"loss/policy_avg": loss.detach()})
+        return Evaluated(loss, {"loss/policy_avg": loss})
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Pairwise(Clipped):
         better = inputs["scores"].reshape(-1, 2).diff(dim=1).sign()
         margins = self.beta * better * gains.diff(dim=1)
         loss = -logsigmoid(margins).sum() / inputs.whole.groups
-        return Evaluated(loss, {"loss/pairs_avg": loss.detach()})
+        return Evaluated(loss, {"loss/pairs_avg": loss})
 
 
 class Read(NamedTuple):
@@ -119,13 +119,13 @@ def pairs(rows: Sequence[Read]) -> Tensor:
     return torch.stack(each).mean()
 
 
-ORACLES: Mapping[Loss, Callable[[Sequence[Read]], Tensor]] = {
+ORACLES: Mapping[Clipped, Callable[[Sequence[Read]], Tensor]] = {
     Clipped(): clipped_by_token,
     BySequence(): clipped_by_sequence,
     Pairwise(): pairs,
 }
 BY_SEQUENCE = Correction(weight="truncated", level="sequence", cap=1.05)
-EVERY: Sequence[Loss] = (
+EVERY: Sequence[Clipped | ClippedLoss] = (
     *ORACLES,
     ClippedLoss(entropy_coefficient=0.1, kl=0.1, correction=BY_SEQUENCE),
     PPOLoss(entropy_coefficient=0.1, kl=0.1, correction=Correction(weight="truncated", denominator="proximal")),
@@ -143,23 +143,25 @@ def thread() -> Iterator[Thread]:
 def batch() -> Batch:
     """Return three pairs of responses, tokens that nobody sampled among theirs, of weights that have moved since."""
     made, random = rollouts(tiny.causal(seed=1), tiny.scalar(seed=2), given=True), np.random.default_rng(3)
-    moved = {
-        name: column + random.normal(0, width, len(column)).astype(np.float32)
-        for name, column, width in (("logprobs", made.logprobs, 0.2), ("reference", made.reference, 0.5))
-    }
+    for column, width in ((made.logprobs, 0.2), (made.reference, 0.5)):
+        column[:] += random.normal(0, width, len(column)).astype(np.float32)
     made.sampled[made.offsets[:-1]] = True
     responses = tuple(
         replace(response, prompt=replace(response.prompt, group=group))
         for response, group in zip(made.responses, GROUPS, strict=True)
     )
     scores = random.standard_normal(len(made)).astype(np.float32)
-    return replace(made, responses=responses, scores=scores, **moved)
+    return replace(made, responses=responses, scores=scores)
 
 
-def trainer_on(loss: Loss, thread: Thread, **settings: int) -> HfTrainer:
+def trainer_on(
+    loss: Loss, thread: Thread, *, epochs: int = 4, minibatches: int = 1, micro_batch_tokens: int = 4096
+) -> HfTrainer:
     critic = tiny.scalar(seed=2) if "values" in loss.reads else None
-    chosen = TrainerSettings(learning_rate=1e-3, **settings)
-    return HfTrainer(tiny.causal(seed=1), critic, sampling=SAMPLING, thread=thread, settings=chosen, loss=loss)
+    settings = TrainerSettings(
+        learning_rate=1e-3, epochs=epochs, minibatches=minibatches, micro_batch_tokens=micro_batch_tokens
+    )
+    return HfTrainer(tiny.causal(seed=1), critic, sampling=SAMPLING, thread=thread, settings=settings, loss=loss)
 
 
 def gradients(trainer: HfTrainer, groups: Sequence[Sequence[int]]) -> dict[str, Tensor]:
@@ -177,7 +179,7 @@ def close(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
 
 
 @tiny.apart
-def by_oracle(loss: Loss) -> tuple[float, dict[str, Tensor]]:
+def by_oracle(loss: Clipped) -> tuple[float, dict[str, Tensor]]:
     """Return loss and gradient of the batch by plain code, each row read on its own and none of them padded."""
     actor, made = tiny.causal(seed=1).train(mode=False), batch()
     rows = []
@@ -186,15 +188,18 @@ def by_oracle(loss: Loss) -> tuple[float, dict[str, Tensor]]:
         said = actor(ids).logits[0, len(response.prompt.tokens) - 1 : -1].log_softmax(-1)
         chosen = said.gather(-1, ids[0, len(response.prompt.tokens) :, None])[:, 0]
         mask = made.sampled[span]
-        known = [torch.tensor(each[span][mask]) for each in (made.logprobs, made.reference, made.advantages)]
-        rows.append(Read(chosen[torch.tensor(mask)], *known, float(score), response.prompt.group))
+        behaviour, reference, advantages = (
+            torch.tensor(each[span][mask]) for each in (made.logprobs, made.reference, made.advantages)
+        )
+        logprobs = chosen[torch.tensor(mask)]
+        rows.append(Read(logprobs, behaviour, reference, advantages, float(score), response.prompt.group))
     found = ORACLES[loss](rows)
     found.backward()
     return found.item(), {f"actor.{name}": p.grad for name, p in actor.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("loss", ORACLES, ids=lambda loss: type(loss).__name__)
-def test_a_loss_of_ones_own_has_the_gradient_that_plain_code_finds(loss: Loss, thread: Thread) -> None:
+def test_a_loss_of_ones_own_has_the_gradient_that_plain_code_finds(loss: Clipped, thread: Thread) -> None:
     whole = [row for unit in units(batch(), loss.unit) for row in unit]
     ours, (_, theirs) = gradients(trainer_on(loss, thread), [whole]), by_oracle(loss)
     assert max(float(gradient.abs().max()) for gradient in theirs.values()) > 1e-3
@@ -202,7 +207,7 @@ def test_a_loss_of_ones_own_has_the_gradient_that_plain_code_finds(loss: Loss, t
 
 
 @pytest.mark.parametrize("loss", ORACLES, ids=lambda loss: type(loss).__name__)
-async def test_a_loss_of_ones_own_trains_and_tells_what_it_measures(loss: Loss, thread: Thread) -> None:
+async def test_a_loss_of_ones_own_trains_and_tells_what_it_measures(loss: Clipped, thread: Thread) -> None:
     found, _ = by_oracle(loss)
     trainer = trainer_on(loss, thread, epochs=1, micro_batch_tokens=30)
     before = weights_digest(trainer._actor)
@@ -217,7 +222,7 @@ async def test_a_loss_of_ones_own_trains_and_tells_what_it_measures(loss: Loss, 
 
 
 @cache
-def trainer_and_whole(loss: Loss) -> tuple[HfTrainer, dict[str, Tensor]]:
+def trainer_and_whole(loss: Clipped | ClippedLoss) -> tuple[HfTrainer, dict[str, Tensor]]:
     """Return a trainer, and the gradient of the batch in one forward pass."""
     with Thread("unused") as thread:
         trainer = trainer_on(loss, thread)
@@ -226,7 +231,9 @@ def trainer_and_whole(loss: Loss) -> tuple[HfTrainer, dict[str, Tensor]]:
 
 @pytest.mark.parametrize("loss", EVERY, ids=lambda loss: type(loss).__name__)
 @given(data=st.data())
-def test_how_units_are_grouped_changes_the_gradient_by_rounding_only(loss: Loss, data: st.DataObject) -> None:
+def test_how_units_are_grouped_changes_the_gradient_by_rounding_only(
+    loss: Clipped | ClippedLoss, data: st.DataObject
+) -> None:
     order = data.draw(st.permutations(units(batch(), loss.unit)))
     cuts = data.draw(st.sets(st.integers(1, len(order) - 1)))
     parts = [order[first:last] for first, last in pairwise([0, *sorted(cuts), len(order)])]
@@ -253,6 +260,18 @@ async def test_only_what_a_loss_reads_is_computed(
     monkeypatch.setattr(oppo.hf.trainer, "entropies", counted)
     await trainer_on(Clipped(measures=measures), thread, epochs=1, micro_batch_tokens=1).update(batch())
     assert calls == [False] * computed
+
+
+class Unsummed(Clipped):
+    """It leaves a number for each token."""
+
+    def __call__(self, inputs: Inputs) -> Evaluated:
+        return Evaluated(inputs["logprobs"] / inputs.whole.tokens)
+
+
+async def test_a_loss_is_one_number(thread: Thread) -> None:
+    with pytest.raises(ConfigError, match=r"the loss of a micro-batch must be one number, but has the shape \(\d+,\)"):
+        await trainer_on(Unsummed(), thread, epochs=1).update(batch())
 
 
 class Sly(Clipped):
