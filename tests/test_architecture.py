@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "oppo"
 FILES = sorted(PACKAGE.rglob("*.py"))
+BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
 
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "numeric"}),
@@ -43,7 +44,6 @@ LEAVES = frozenset(
         "rewards",
         "train",
         "evaluate",
-        "bench",
         "carried",
         "checkpoint",
         "durable",
@@ -57,7 +57,7 @@ LEAVES = frozenset(
 )
 """Nothing in a layer imports these."""
 
-TORCH = frozenset({"losses", "hf", "demo", "bench"})
+TORCH = frozenset({"losses", "hf", "demo"})
 """The only places that know torch."""
 
 BANNED = {
@@ -106,6 +106,16 @@ def test_modules_import_downwards_only() -> None:
         if module_of(path) not in LEAVES | {"__init__", "__main__"}
         for name, line in imports(path)
         if name.startswith("oppo.") and layer_of(name.split(".")[1]) > layer_of(module_of(path))
+    ]
+    assert not faults
+
+
+def test_the_package_needs_nothing_else_of_the_repository() -> None:
+    faults = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in FILES
+        for name, line in imports(path)
+        if name.split(".")[0] in {"benchmarks", "examples", "tests"}
     ]
     assert not faults
 
@@ -161,7 +171,7 @@ def test_banned_calls_are_not_made() -> None:
 
 def test_no_broad_except_swallows_an_error() -> None:
     faults = []
-    for path in FILES:
+    for path in FILES + BENCHMARKS:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ExceptHandler) and (
                 node.type is None or "Exception" in ast.unparse(node.type).split(".")
@@ -175,7 +185,7 @@ def test_no_broad_except_swallows_an_error() -> None:
 
 def test_files_and_functions_stay_small() -> None:
     faults = []
-    for path in FILES:
+    for path in FILES + BENCHMARKS:
         text = path.read_text(encoding="utf-8")
         if (lines := text.count("\n")) > MAX_FILE_LINES:
             faults.append(f"{path.relative_to(ROOT)} has {lines} lines: which concept in it wants its own module?")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from html import escape
-from pathlib import Path
 
+from benchmarks import CHECKOUT
 from benchmarks.controllers.compare import (
     CONTROLLERS,
     FIXED,
@@ -20,7 +20,7 @@ from benchmarks.controllers.compare import (
 )
 from benchmarks.controllers.regimes import ENGINES, REGIMES
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = CHECKOUT / "docs"
 
 COLOURS = {"tail": "#dc2626", "text": "#2563eb", "algorithm 1": "#7c3aed", "tail batched": "#059669"}
 _WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 190, 130, 44, 40, 62
