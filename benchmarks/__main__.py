@@ -33,12 +33,16 @@ def bench(request: Annotated[Request, Parameter(name="*")] = Request()) -> int: 
     if request.engine:
         from benchmarks.engine import cost  # noqa: PLC0415 - `--help` should be quick
 
-        console.out(cost.bench(request.json), highlight=False)
+        costs = cost.measure()
+        request.keep(cost.as_json(costs))
+        console.out(cost.show(costs), highlight=False)
         return DONE
     if request.decoding:
         from benchmarks.decoding import cases  # noqa: PLC0415 - torch takes seconds to import
 
-        console.out(cases.bench(request.json, rounds=request.rounds), highlight=False)
+        compared = cases.measure(request.rounds)
+        request.keep(cases.as_json(compared, request.rounds))
+        console.out(cases.show(compared), highlight=False)
         return DONE
     from benchmarks.ladder.command import bench as measure  # noqa: PLC0415 - it needs torch
 

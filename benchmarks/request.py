@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from json import dumps
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
@@ -53,6 +54,11 @@ class Request:
     device: str = "cpu"
     actor: str = "0.5b"
     cache: Path | None = None
+
+    def keep(self, results: object) -> None:
+        """Write results as JSON, if a file was named for them."""
+        if self.json is not None:
+            self.json.write_text(dumps(results, indent=2) + "\n", encoding="utf-8")
 
     def require_writable(self) -> None:
         """Raise before anything is measured whose results would have no place; folders are made.

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
@@ -51,24 +49,19 @@ class Case:
         )
 
 
-def bench(
-    file: Path | None = None,
-    *,
-    rounds: int = 3,
-    shapes: Mapping[str, Shape] = SHAPES,
-    batches: Mapping[str, Sequence[int]] = LENGTHS,
-) -> str:
-    """Measure every case, write them to ``file`` as JSON if one is given, and return a table for people."""
-    cases = [
+def measure(
+    rounds: int, shapes: Mapping[str, Shape] = SHAPES, batches: Mapping[str, Sequence[int]] = LENGTHS
+) -> Sequence[Case]:
+    """Return every case, compared over so many rounds."""
+    return [
         Case(name, batch, *_compared(shape, lengths, rounds))
         for name, shape in shapes.items()
         for batch, lengths in batches.items()
     ]
-    if file is not None:
-        told = [{**asdict(case), "ratio": case.found.ratio} for case in cases]
-        results = {"machine": asdict(Machine.here("cpu")), "threads": 1, "rounds": rounds, "cases": told}
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+
+
+def show(cases: Sequence[Case]) -> str:
+    """Return the cases as a table for people."""
     head = (
         f"{'model':<14} {'size':>6}  {'batch':<10} {'ours':>8} {'generate':>9}  {'ratio (min - max)':<20} {'cache':>5}"
     )
@@ -76,6 +69,12 @@ def bench(
         "tokens a second on one thread; ratio above 1: ours is faster; cache: bytes taken over bytes needed, at worst"
     )
     return "\n".join([head, "-" * len(head), *(case.line() for case in cases), foot])
+
+
+def as_json(cases: Sequence[Case], rounds: int) -> Mapping[str, object]:
+    """Return the cases and where they were measured, as ``json`` writes them."""
+    told = [{**asdict(case), "ratio": case.found.ratio} for case in cases]
+    return {"machine": asdict(Machine.here("cpu")), "threads": 1, "rounds": rounds, "cases": told}
 
 
 def _compared(shape: Shape, lengths: Sequence[int], rounds: int) -> tuple[int, DecodingComparison]:

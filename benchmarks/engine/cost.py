@@ -9,14 +9,12 @@ since it grows with the number of objects alive, whoever made them. Repetitions 
 from __future__ import annotations
 
 import gc
-import json
 import platform
 import statistics
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal, TypeAlias
 
 import anyio
@@ -170,14 +168,6 @@ def _cost(name: str, size: int, samples: Sequence[_Sample]) -> Cost:
         microseconds=tuple(per_edge * sample.seconds / sample.chunks for sample in samples),
         collector=tuple(per_edge * sample.collecting / sample.chunks for sample in samples),
     )
-
-
-def bench(file: Path | None = None) -> str:
-    """Measure everything, write it to ``file`` as JSON if one is given, and return it as a table for people."""
-    costs = measure()
-    if file is not None:
-        file.write_text(json.dumps(as_json(costs), indent=2) + "\n", encoding="utf-8")
-    return show(costs)
 
 
 def show(costs: Sequence[Cost]) -> str:

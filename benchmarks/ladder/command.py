@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Sequence
 from typing import cast
 
@@ -100,14 +99,10 @@ def workloads_of(request: Request) -> list[Workload]:
 
 def write(ladders: Sequence[Ladder], request: Request) -> None:
     """Write the results so far: an object for one run, a list of them for several."""
-    if request.json is not None:
-        results = [ladder.as_json() for ladder in ladders]
-        text = json.dumps(results[0] if len(results) == 1 else results, indent=2)
-        request.json.parent.mkdir(parents=True, exist_ok=True)
-        request.json.write_text(text + "\n", encoding="utf-8")
+    results = [ladder.as_json() for ladder in ladders]
+    request.keep(results[0] if len(results) == 1 else results)
     if request.plot is not None:
-        request.plot.parent.mkdir(parents=True, exist_ok=True)
-        plot([cast("Results", ladder.as_json()) for ladder in ladders], request.plot)
+        plot([cast("Results", each) for each in results], request.plot)
 
 
 def chosen(what: str, told: str, known: Collection[str], everything: Sequence[str]) -> list[str]:

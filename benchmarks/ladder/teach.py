@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from benchmarks.ladder.countdown import EOS, FILLERS, PAD, Countdown, lessons
 from benchmarks.ladder.workloads import Shape
 from oppo.demo.pretrain import IGNORED, Schedule, descend, rate
+from oppo.evaluate import respond
 from oppo.events import Prompt
 from oppo.hf.cpu import use_cores
 from oppo.hf.policy import HfPolicy
@@ -104,16 +105,6 @@ def lengths_written(actor: PreTrainedModel, prompts: Sequence[Prompt], *, cap: i
     """Return how long the actor's responses to ``prompts`` are, sampled at temperature 1 and cut off at ``cap``."""
     sampling = Sampling(max_new_tokens=cap, stop=(EOS,), seed=seed)
 
-    async def write() -> list[int]:
-        lengths = []
-        with Thread("teacher", setup=lambda: use_cores(1)) as thread:
-            policy = HfPolicy(actor, sampling=sampling, thread=thread)
-            decodes = await policy.open(prompts)
-            async with policy.decoding(decodes, lambda finished: False):
-                for decode in decodes:
-                    piece = await decode.read(cap + 1)
-                    lengths.append(len(piece.tokens))
-                    await decode.aclose()
-        return lengths
-
-    return anyio.run(write)
+    with Thread("teacher", setup=lambda: use_cores(1)) as thread:
+        finished = anyio.run(respond, HfPolicy(actor, sampling=sampling, thread=thread), prompts)
+    return [len(event.response) for event in finished]

@@ -35,7 +35,7 @@ from benchmarks.ladder.modes import MODES
 from benchmarks.ladder.pipeline import WORK, Pipeline, pipeline
 from benchmarks.ladder.record import StepRecord
 from benchmarks.ladder.workloads import Workload
-from benchmarks.machine import peak_rss_mb
+from benchmarks.memory import peak_rss_mb
 from oppo import observe
 from oppo.admission.verdict import PREFIX
 from oppo.errors import DataError

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.decoding.cases import bench
+from benchmarks.decoding.cases import as_json, measure, show
 from benchmarks.ladder.command import chosen
 from benchmarks.ladder.plot import require_matplotlib
 from benchmarks.ladder.workloads import SMOKE
@@ -124,8 +124,9 @@ def test_names_keep_their_order_and_come_once() -> None:
 
 def test_decoding_is_compared_and_written(tmp_path: Path) -> None:
     shapes, batches = {"tiny": SMOKE.models.actor}, {"3 ragged": [5, 2, 9], "1": [6]}
-    table = tiny.apart(bench)(tmp_path / "decoding.json", rounds=1, shapes=shapes, batches=batches)
+    found = tiny.apart(measure)(1, shapes, batches)
+    Request(json=tmp_path / "decoding.json").keep(as_json(found, 1))
     cases = json.loads((tmp_path / "decoding.json").read_text())["cases"]
     assert [case["batch"] for case in cases] == ["3 ragged", "1"]
     assert all(len(case["found"]["ours"]) == 1 and case["ratio"][0] > 0 for case in cases)
-    assert table.count("tiny") == 2
+    assert show(found).count("tiny") == 2
