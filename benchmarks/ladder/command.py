@@ -16,7 +16,7 @@ from benchmarks.ladder.rounds import Entry, Ladder, Plan, Tell, entries, run, se
 from benchmarks.ladder.show import render
 from benchmarks.ladder.teach import Progress
 from benchmarks.ladder.workloads import ACTORS_ON_A_GPU, SMOKE, WORKLOADS, Layout, Workload, on_gpu
-from benchmarks.peer.cells import SWEEP, Sweep, choose, command
+from benchmarks.peer.cells import SWEEP, Sweep, choose, command, interpreter
 from benchmarks.request import Request
 from oppo.errors import ConfigError
 
@@ -122,22 +122,23 @@ def chosen(what: str, told: str, known: Collection[str], everything: Sequence[st
 
 
 def require_peer(request: Request) -> None:
-    """Check that there is a peer of this name, and that what was asked for can be compared with it.
+    """Check that the peer of this name is installed, and that what was asked for can be compared with it.
 
     Raises:
-        ConfigError: there is none, or it cannot.
+        ConfigError: there is none, it is not, or it cannot.
     """
     if request.peer != PEER:
         raise ConfigError(f"there is no peer {request.peer!r}; expected {PEER!r}")
     if request.device != "cpu":
         raise ConfigError("on a GPU lengths are scripted, and the peer cannot be told how long its responses are")
+    interpreter(CHECKOUT)
 
 
 def peer(files: Files) -> Entry:
     """Return the peer as a contestant, at the best of the settings that were tried.
 
     Raises:
-        ConfigError: its program or its environment is not there.
+        ConfigError: its environment is not there.
     """
     choice = choose(Sweep.read(CHECKOUT / SWEEP), files.directory, len(cores_here()))
     return Entry(PEER, tuple(command(files.directory, choice.cell)), f"{choice.cell}, {choice.origin}")

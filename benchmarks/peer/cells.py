@@ -137,11 +137,18 @@ def command(directory: Path, cell: Cell, checkout: Path = CHECKOUT) -> list[str]
     """Return the command line that starts the peer on the workload in ``directory``.
 
     Raises:
-        ConfigError: the program or its environment is not there.
+        ConfigError: its environment is not there.
     """
-    program, python = checkout / PROGRAM, checkout / PYTHON
-    if not program.exists():
-        raise ConfigError(f"{program} does not exist: the peer is measured from a checkout of the repository")
+    return [str(interpreter(checkout)), str(checkout / PROGRAM), str(directory), *cell.arguments()]
+
+
+def interpreter(checkout: Path = CHECKOUT) -> Path:
+    """Return the Python of the peer's environment.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    python = checkout / PYTHON
     if not python.exists():
         raise ConfigError(f"the peer has no environment at {python}: `make bench-peer` makes it")
-    return [str(python), str(program), str(directory), *cell.arguments()]
+    return python

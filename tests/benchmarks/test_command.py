@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.decoding.cases import as_json, measure, show
+from benchmarks.ladder import command as ladder
 from benchmarks.ladder.command import chosen
 from benchmarks.ladder.plot import require_matplotlib
 from benchmarks.ladder.workloads import SMOKE
@@ -107,6 +108,15 @@ def test_what_cannot_be_measured_is_said_before_anything_runs(
 ) -> None:
     assert main([*options]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_peer_that_is_not_installed_is_missed_before_a_workload_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ladder, "CHECKOUT", tmp_path)
+    assert main(["--peer", "trl", "--workload", "smoke", "--cache", str(tmp_path / "cache")]) == 2
+    assert "the peer has no environment" in capsys.readouterr().err
+    assert not (tmp_path / "cache").exists()
 
 
 def test_a_picture_needs_matplotlib_and_says_what_installs_it() -> None:

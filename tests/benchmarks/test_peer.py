@@ -263,9 +263,7 @@ def test_a_workload_that_says_what_a_peer_needs_and_no_more_can_be_swept(tmp_pat
     assert choose(sweep_of(bare), bare, cores=2).origin == "the fastest of 2 cells on a machine with 2 cores"
 
 
-def test_the_command_names_what_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="from a checkout"):
-        command(tmp_path, Cell(4, 1, 1), checkout=tmp_path)
+def test_the_command_says_when_the_environment_is_missing(tmp_path: Path) -> None:
     root = checkout(tmp_path / "checkout", "")
     whole = command(tmp_path, Cell(4, 2, 1), checkout=root)
     assert whole[1:] == [
