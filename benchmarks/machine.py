@@ -9,8 +9,6 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.ladder.layout import cores_here
-
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -41,6 +39,13 @@ class Machine:
             device=device if device == "cpu" else torch.cuda.get_device_name(device),
             load=round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else 0.0,
         )
+
+
+def cores_here() -> tuple[int, ...]:
+    """Return the cores that this process is bound to."""
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
 
 
 def _cpu() -> str:

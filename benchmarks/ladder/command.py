@@ -9,13 +9,13 @@ from rich.console import Console
 
 from benchmarks import CHECKOUT
 from benchmarks.ladder.directory import Files, cache_directory, files_of
-from benchmarks.ladder.layout import cores_here
 from benchmarks.ladder.modes import MODES
 from benchmarks.ladder.plot import Results, plot, require_matplotlib
 from benchmarks.ladder.rounds import Entry, Ladder, Plan, Tell, entries, run, seating
 from benchmarks.ladder.show import render
 from benchmarks.ladder.teach import Progress
 from benchmarks.ladder.workloads import ACTORS_ON_A_GPU, SMOKE, WORKLOADS, Layout, Workload, on_gpu
+from benchmarks.machine import cores_here
 from benchmarks.peer.cells import SWEEP, Sweep, choose, command, interpreter
 from benchmarks.request import Request
 from oppo.errors import ConfigError

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from oppo.events import Chunk, RolloutEvent
-from oppo.graph import Receiver, Sender
+from oppo.events import Chunk, RolloutEvent, StepReport
+from oppo.graph import Graph, Receiver, Sender
 
 
 @dataclass(eq=False)
@@ -26,3 +26,15 @@ class Hold:
                 held.append(event)
         for event in held:
             await out.send(event)
+
+
+def held(graph: Graph[StepReport]) -> Graph[StepReport]:
+    """Return the same graph with a :class:`Hold` between generation and everybody who reads it."""
+    stages = {name: node.stage for name, node in graph.nodes.items()}
+    return graph.rebuild(
+        held=(Hold(), "generate"),
+        ref_logp=(stages["ref_logp"], "held"),
+        reward=(stages["reward"], "held"),
+        value=(stages["value"], "held"),
+        advantage=(stages["advantage"], "held", "ref_logp", "reward", "value"),
+    )

@@ -68,13 +68,6 @@ def seats(layout: Layout, cores: Sequence[int], *, held: bool) -> Seats:
     return Seats(decoding, whole if held else Seat(every, max(1, len(every) - 1)), whole)
 
 
-def cores_here() -> tuple[int, ...]:
-    """Return the cores that this process is bound to."""
-    if hasattr(os, "sched_getaffinity"):
-        return tuple(sorted(os.sched_getaffinity(0)))
-    return tuple(range(os.cpu_count() or 1))
-
-
 def settle(seat: Seat, device: str) -> None:
     """Take a seat in the calling thread; on a GPU, with a stream of its own, so that threads overlap there."""
     seat.take()

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from benchmarks.ladder.countdown import EOS, PAD, language_of
 from benchmarks.ladder.directory import Files
-from benchmarks.ladder.hold import Hold
+from benchmarks.ladder.hold import held
 from benchmarks.ladder.layout import Seats, settle
 from benchmarks.ladder.modes import Mode
 from benchmarks.ladder.teach import config_of
@@ -127,18 +127,6 @@ def pipeline(
     if isinstance(scoring, Process):
         scoring.settle()
     return Pipeline(held(graph) if mode.held else graph, policy, (acting, scoring, training))
-
-
-def held(graph: Graph[StepReport]) -> Graph[StepReport]:
-    """Return the same graph with a :class:`Hold` between generation and everybody who reads it."""
-    stages = {name: node.stage for name, node in graph.nodes.items()}
-    return graph.rebuild(
-        held=(Hold(), "generate"),
-        ref_logp=(stages["ref_logp"], "held"),
-        reward=(stages["reward"], "held"),
-        value=(stages["value"], "held"),
-        advantage=(stages["advantage"], "held", "ref_logp", "reward", "value"),
-    )
 
 
 def length_of(prompt: Prompt) -> int:

@@ -18,12 +18,12 @@ from pathlib import Path
 from benchmarks import CHECKOUT
 from benchmarks.ladder.contestant import Contestant
 from benchmarks.ladder.directory import Files
-from benchmarks.ladder.layout import cores_here, seats
+from benchmarks.ladder.layout import seats
 from benchmarks.ladder.measures import Baseline, DecodeCost, Figures, Rounds, Spread, faults, speedup
 from benchmarks.ladder.modes import MODES
 from benchmarks.ladder.record import StepRecord
 from benchmarks.ladder.workloads import Layout, Scorers, Workload
-from benchmarks.machine import Machine
+from benchmarks.machine import Machine, cores_here
 
 Tell = Callable[[str], None]
 

@@ -30,11 +30,12 @@ import torch
 import transformers
 
 from benchmarks.ladder.directory import open_files, workload_in
-from benchmarks.ladder.layout import Seats, cores_here, seats
+from benchmarks.ladder.layout import Seats, seats
 from benchmarks.ladder.modes import MODES
 from benchmarks.ladder.pipeline import WORK, Pipeline, pipeline
 from benchmarks.ladder.record import StepRecord
 from benchmarks.ladder.workloads import Workload
+from benchmarks.machine import cores_here
 from benchmarks.memory import peak_rss_mb
 from oppo import observe
 from oppo.admission.verdict import PREFIX

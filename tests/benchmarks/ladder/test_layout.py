@@ -6,7 +6,8 @@ import threading
 
 import torch
 
-from benchmarks.ladder.layout import Seat, cores_here, seats, settle
+from benchmarks.ladder.layout import Seat, seats, settle
+from benchmarks.machine import cores_here
 
 
 def test_split_gives_each_side_its_own_core_in_every_mode() -> None:

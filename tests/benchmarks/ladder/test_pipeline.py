@@ -13,11 +13,12 @@ import torch
 
 from benchmarks.ladder import worker
 from benchmarks.ladder.directory import Files, files_of, workload_in
-from benchmarks.ladder.layout import Seat, Seats, cores_here
+from benchmarks.ladder.layout import Seat, Seats
 from benchmarks.ladder.modes import MODES
 from benchmarks.ladder.pipeline import pipeline
 from benchmarks.ladder.record import StepRecord
 from benchmarks.ladder.workloads import SMOKE, Scorers, Workload, on_gpu, scripted
+from benchmarks.machine import cores_here
 from oppo.errors import ConfigError
 from oppo.observe import Span
 from tests.loop_guard import forwards_off_the_loop
