@@ -53,13 +53,13 @@ test-gpu:
 
 # The ladder of modes, as a table and a picture: make bench BENCH="--workload paper --layout split"
 bench: $(STAMP)
-	$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[report]'
-	$(BIN)/oppo bench --plot runs/bench.png $(BENCH)
+	$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt 'matplotlib>=3.10'
+	$(BIN)/python -m benchmarks --plot runs/bench.png $(BENCH)
 
 # TRL's PPO trainer, in an environment of its own, beside ours: benchmarks/README.md.
 PEER_MODES := serial,chunk
 bench-peer: $(STAMP) $(PEER)/.installed
-	$(BIN)/oppo bench --peer trl $(call unless_asked,--layout,shared) $(call unless_asked,--modes,$(PEER_MODES)) $(BENCH)
+	$(BIN)/python -m benchmarks --peer trl $(call unless_asked,--layout,shared) $(call unless_asked,--modes,$(PEER_MODES)) $(BENCH)
 
 unless_asked = $(if $(filter $(1) $(1)=%,$(BENCH)),,$(1) $(2))
 

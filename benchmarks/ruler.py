@@ -27,9 +27,8 @@ from typing import Final
 import torch
 from safetensors.torch import load_file
 
+from benchmarks import CHECKOUT
 from tests.workplace import furnish
-
-ROOT: Final = Path(__file__).parents[1]
 
 EXACT: Final = {
     "run.exact": "true",
@@ -160,13 +159,13 @@ def _lines(path: Path) -> Iterator[str]:
 def checkout(revision: str | None, folder: Path) -> Iterator[Path]:
     """Yield a folder that holds a commit; the working tree if none is named."""
     if revision is None:
-        yield ROOT
+        yield CHECKOUT
         return
-    subprocess.run(["git", "worktree", "add", "--quiet", "--detach", str(folder), revision], cwd=ROOT, check=True)
+    subprocess.run(["git", "worktree", "add", "--quiet", "--detach", str(folder), revision], cwd=CHECKOUT, check=True)
     try:
         yield folder
     finally:
-        subprocess.run(["git", "worktree", "remove", "--force", str(folder)], cwd=ROOT, check=True)
+        subprocess.run(["git", "worktree", "remove", "--force", str(folder)], cwd=CHECKOUT, check=True)
 
 
 def make_runs(source: Path, workplace: Path, runs: Sequence[str]) -> dict[str, Made]:

@@ -1,4 +1,4 @@
-"""The command line: ``oppo train``, ``oppo resume``, ``oppo demo``, ``oppo bench``, ``oppo --version``.
+"""The command line: ``oppo train``, ``oppo resume``, ``oppo demo``, ``oppo --version``.
 
 Exit codes: 0, done; 1, a run failed; 2, settings, data or models cannot be used; 3, a run trained nothing; 128 and the
 number of a signal, ended by it: 130 by Ctrl-C, 143 by SIGTERM.
@@ -21,7 +21,6 @@ import anyio
 from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
 
-from oppo.bench.request import Request
 from oppo.errors import ConfigError, DataError, HangError, NothingTrained, OppoError
 from oppo.interrupt import Stopped, stoppable
 from oppo.numeric import require_whole
@@ -34,23 +33,32 @@ if TYPE_CHECKING:
 DONE, FAILED, UNUSABLE, UNTRAINED, INTERRUPTED = 0, 1, 2, 3, 130
 
 
-@displays()
-@stoppable()
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; a terminal or a pipe that goes away meanwhile ends nothing."""
-    app = App(
-        name="oppo",
-        help="PPO-style RLHF as a streaming graph of async stages.",
+    """Run one command of ``oppo`` and return its exit code."""
+    app = program("oppo", "PPO-style RLHF as a streaming graph of async stages.")
+    app.command(train)
+    app.command(resume)
+    app.command(demo)
+    return call(app, arguments)
+
+
+def program(name: str, about: str) -> App:
+    """Return a program without commands, whose faults are left to :func:`call`."""
+    return App(
+        name=name,
+        help=about,
         version=lambda: version("oppo"),
         suppress_keyboard_interrupt=False,
         exit_on_error=False,
         print_error=False,
         result_action="return_value",
     )
-    app.command(train)
-    app.command(resume)
-    app.command(demo)
-    app.command(bench)
+
+
+@displays()
+@stoppable()
+def call(app: App, arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; a terminal or a pipe that goes away meanwhile ends nothing."""
     try:
         code = app(list(sys.argv[1:] if arguments is None else arguments))
     except CycloptsError as error:
@@ -171,26 +179,6 @@ def demo(
     from oppo.demo.run import demo as run_demo  # noqa: PLC0415 - torch takes seconds to import
 
     run_demo(directory, short=short, seed=seed)
-    return DONE
-
-
-def bench(request: Annotated[Request, Parameter(name="*")] = Request()) -> int:  # noqa: B008 - it is frozen
-    """Measure a PPO step: what overlap gains, where it gains nothing, and what it costs."""
-    console = Console()
-    request.require_writable()
-    if request.engine:
-        from oppo.bench import engine  # noqa: PLC0415 - `oppo --help` should be quick
-
-        console.out(engine.bench(request.json), highlight=False)
-        return DONE
-    if request.decoding:
-        from oppo.bench import decoders  # noqa: PLC0415 - torch takes seconds to import
-
-        console.out(decoders.bench(request.json, rounds=request.rounds), highlight=False)
-        return DONE
-    from oppo.bench.command import WIDTH, bench as measure  # noqa: PLC0415
-
-    measure(request, console if console.is_terminal else Console(width=WIDTH), note)
     return DONE
 
 

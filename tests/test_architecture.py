@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "oppo"
 FILES = sorted(PACKAGE.rglob("*.py"))
+BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
 
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "numeric"}),
@@ -43,7 +44,6 @@ LEAVES = frozenset(
         "rewards",
         "train",
         "evaluate",
-        "bench",
         "carried",
         "checkpoint",
         "durable",
@@ -57,7 +57,7 @@ LEAVES = frozenset(
 )
 """Nothing in a layer imports these."""
 
-TORCH = frozenset({"losses", "hf", "demo", "bench"})
+TORCH = frozenset({"losses", "hf", "demo"})
 """The only places that know torch."""
 
 BANNED = {
@@ -110,6 +110,16 @@ def test_modules_import_downwards_only() -> None:
     assert not faults
 
 
+def test_the_package_needs_nothing_else_of_the_repository() -> None:
+    faults = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in FILES
+        for name, line in imports(path)
+        if name.split(".")[0] in {"benchmarks", "examples", "tests"}
+    ]
+    assert not faults
+
+
 def test_the_graph_knows_no_rl() -> None:
     allowed = {"oppo.errors", "oppo.numeric", "oppo.observe", "oppo"}
     faults = [
@@ -144,24 +154,26 @@ def called_name(node: ast.Call) -> tuple[str, str]:
 
 def test_banned_calls_are_not_made() -> None:
     faults = []
-    for path in FILES:
+    for path in FILES + BENCHMARKS:
+        inside = path.is_relative_to(PACKAGE)
+        banned = BANNED.keys() if inside else BANNED.keys() - {"print"}
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.Call):
                 continue
             owner, name = called_name(node)
             where = f"{path.relative_to(ROOT)}:{node.lineno} calls {name}"
-            if (name in BANNED and owner in {"", "asyncio", "loop"}) or (owner == "pickle"):
+            if (name in banned and owner in {"", "asyncio", "loop"}) or (owner == "pickle"):
                 faults.append(f"{where}: {BANNED.get(name, 'never')}")
-            if owner == "time" and name in CLOCKS and module_of(path) != "observe":
+            if inside and owner == "time" and name in CLOCKS and module_of(path) != "observe":
                 faults.append(f"{where}: use oppo.observe.now, or the loop's clock")
-            if name == "set_num_threads" and path != CORES:
+            if inside and name == "set_num_threads" and path != CORES:
                 faults.append(f"{where}: use oppo.hf.cpu.use_cores, which no other thread's count can overtake")
     assert not faults
 
 
 def test_no_broad_except_swallows_an_error() -> None:
     faults = []
-    for path in FILES:
+    for path in FILES + BENCHMARKS:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ExceptHandler) and (
                 node.type is None or "Exception" in ast.unparse(node.type).split(".")
@@ -175,7 +187,7 @@ def test_no_broad_except_swallows_an_error() -> None:
 
 def test_files_and_functions_stay_small() -> None:
     faults = []
-    for path in FILES:
+    for path in FILES + BENCHMARKS:
         text = path.read_text(encoding="utf-8")
         if (lines := text.count("\n")) > MAX_FILE_LINES:
             faults.append(f"{path.relative_to(ROOT)} has {lines} lines: which concept in it wants its own module?")
@@ -188,7 +200,10 @@ def test_files_and_functions_stay_small() -> None:
     assert not faults
 
 
-@pytest.mark.parametrize("module", ["oppo", "oppo.stages", "oppo.recipes", "oppo.testing", "oppo.cli", "oppo.train"])
+@pytest.mark.parametrize(
+    "module",
+    ["oppo", "oppo.stages", "oppo.recipes", "oppo.testing", "oppo.cli", "oppo.train", "benchmarks.__main__"],
+)
 def test_importing_the_surface_loads_no_torch(module: str) -> None:
     probe = f"import sys, {module}; assert not {{'torch', 'transformers', 'accelerate'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", probe], check=True)

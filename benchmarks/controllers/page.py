@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from html import escape
-from pathlib import Path
 
+from benchmarks import CHECKOUT
 from benchmarks.controllers.compare import (
     CONTROLLERS,
     FIXED,
@@ -19,8 +19,9 @@ from benchmarks.controllers.compare import (
     mean_worth,
 )
 from benchmarks.controllers.regimes import ENGINES, REGIMES
+from benchmarks.svg import Panel, picture, placed
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = CHECKOUT / "docs"
 
 COLOURS = {"tail": "#dc2626", "text": "#2563eb", "algorithm 1": "#7c3aed", "tail batched": "#059669"}
 _WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 190, 130, 44, 40, 62
@@ -162,8 +163,7 @@ def _lost(fixed: Standing, tail: Standing) -> Iterator[str]:
 def figure(results: Results, engine: str) -> str:
     """Return a panel for each regime as SVG: the frontier of fixed Delta, and where the controllers lie."""
     panels = [
-        f'<g transform="translate({_LEFT + k % 4 * (_WIDTH + _GAP)} {_TOP + k // 4 * (_HEIGHT + _GAP)})">'
-        f"{panel(results, engine, regime.name)}</g>"
+        placed(_LEFT + k % 4 * (_WIDTH + _GAP), _TOP + k // 4 * (_HEIGHT + _GAP), panel(results, engine, regime.name))
         for k, regime in enumerate(REGIMES)
     ]
     width, height = 4 * (_WIDTH + _GAP), 2 * (_HEIGHT + _GAP) + _TOP
@@ -171,10 +171,7 @@ def figure(results: Results, engine: str) -> str:
     for k, name in enumerate(CONTROLLERS):
         x = _LEFT + 190 + 110 * k
         legend.append(f'<circle cx="{x}" cy="10" r="4" fill="{COLOURS[name]}"/><text x="{x + 9}" y="14">{name}</text>')
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
-        f'font-size="11"><rect width="100%" height="100%" fill="white"/>{"".join(legend)}{"".join(panels)}</svg>\n'
-    )
+    return picture(width, height, "".join([*legend, *panels]), size=11)
 
 
 def panel(results: Results, engine: str, regime: str) -> str:
@@ -188,20 +185,13 @@ def panel(results: Results, engine: str, regime: str) -> str:
     }
     right = max(lag for lag, _ in [*fixed, *points.values()]) * 1.05
     top = max(1.1, *(speed for _, speed in [*fixed, *points.values()]))
-
-    def at(lag: float, speed: float) -> str:
-        return f"{lag / right * _WIDTH:.1f} {_HEIGHT - (speed - 0.95) / (top - 0.95) * _HEIGHT:.1f}"
-
-    line = "L".join(at(*point) for point in fixed)
-    marks = "".join(_dot(at(*point), "#555", 2.5) for point in fixed)
-    marks += "".join(_dot(at(*point), COLOURS[name], 4) for name, point in points.items())
-    return (
-        f'<text y="-8" font-weight="600">{escape(regime)}</text><rect width="{_WIDTH}" height="{_HEIGHT}" fill="none" '
-        f'stroke="#ccc"/><path d="M{line}" fill="none" stroke="#555" stroke-dasharray="4 3"/>{marks}'
-        f'<text x="-4" y="8" text-anchor="end">{top:.2f}</text><text x="-4" y="{_HEIGHT}" text-anchor="end">0.95</text>'
-        f'<text y="{_HEIGHT + 14}">0</text><text x="{_WIDTH}" y="{_HEIGHT + 14}" text-anchor="end">{right:.2f}</text>'
-        f'<text x="{_WIDTH / 2}" y="{_HEIGHT + 14}" text-anchor="middle">mean lag</text>'
-    )
+    axes = Panel(_WIDTH, _HEIGHT, right, 0.95, top)
+    line = "L".join(axes.at(*point) for point in fixed)
+    marks = "".join(_dot(axes.at(*point), "#555", 2.5) for point in fixed)
+    marks += "".join(_dot(axes.at(*point), COLOURS[name], 4) for name, point in points.items())
+    drawn = f'<path d="M{line}" fill="none" stroke="#555" stroke-dasharray="4 3"/>{marks}'
+    heading = f'<text y="-8" font-weight="600">{escape(regime)}</text>'
+    return heading + axes.framed(drawn, "mean lag", ".2f", ".2f")
 
 
 def _dot(place: str, colour: str, radius: float) -> str:

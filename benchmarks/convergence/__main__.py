@@ -11,15 +11,16 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from benchmarks import CHECKOUT
 from benchmarks.convergence import one
 from benchmarks.convergence.figure import figure
 from benchmarks.convergence.page import findings, placed, section, table
 from benchmarks.convergence.results import FILE, Plan, Results
 from benchmarks.convergence.study import study
-from oppo.bench.machine import Machine
+from benchmarks.machine import Machine
 
 HERE: Final = Path(__file__).parent
-README: Final = HERE.parents[1] / "README.md"
+README: Final = CHECKOUT / "README.md"
 
 
 def main() -> None:

@@ -12,12 +12,11 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
+from benchmarks import CHECKOUT
 from benchmarks.convergence.arms import ARMS
 from benchmarks.convergence.results import Answers, Cell, Outcome, Plan, answers_of
-
-ROOT: Final = Path(__file__).parents[2]
 
 
 def outcome(plan: Plan, cell: Cell) -> Outcome:
@@ -42,7 +41,7 @@ def _asked(request: Mapping[str, object]) -> Mapping[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
         command = [sys.executable, "-m", "benchmarks.convergence.one", json.dumps(request), str(answer)]
-        subprocess.run(command, cwd=ROOT, check=True)
+        subprocess.run(command, cwd=CHECKOUT, check=True)
         told: Mapping[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
         return told
 

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from benchmarks.convergence.arms import Arm
 from benchmarks.convergence.results import Answers, Estimate, Outcome, Plan
-from oppo.bench.pipeline import held
+from benchmarks.ladder.hold import held
 from oppo.demo.assets import Assets, cache_directory, make_assets
 from oppo.demo.examination import examine
 from oppo.demo.run import FULL, SHORT, Plan as Demo, settings_of

@@ -14,9 +14,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TextIO
 
+from benchmarks.memory import peak_rss_mb
 from benchmarks.peer.workload import Prompt, Spec, announced_tokens, complaint
 
 
@@ -123,12 +123,3 @@ class Service:
 
     def _say(self, answer: Mapping[str, object]) -> None:
         print(json.dumps(answer), file=self._answers, flush=True)
-
-
-def peak_rss_mb() -> float:
-    """Return the most memory this process has held, in MB of 2**20 bytes; 0 where the system does not tell."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return 0.0
-    lines = status.read_text(encoding="utf-8").splitlines()
-    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM:")), 0.0)

@@ -18,8 +18,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, TypeAlias
 
+from benchmarks import CHECKOUT
+from benchmarks.peer.cells import SWEEP, Cell, Measured, Sweep, Swept, command, fingerprint
 from benchmarks.peer.workload import Spec, read_spec
-from oppo.bench.peer import CHECKOUT, SWEEP, Cell, Measured, Sweep, Swept, command, fingerprint
 
 SMALLEST_SHARE: Final = 8
 """The smallest rollout batch tried, and the smallest batch of a pass, is this part of the whole."""

@@ -29,6 +29,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
     PrinterCallback,
     Trainer,
@@ -67,7 +68,7 @@ class Trained:
         ppo_trainer.truncate_response = self._note
 
     def _note(self, stop: int, pad: int, responses: Tensor) -> Tensor:
-        kept = self._cut(stop, pad, responses)
+        kept: Tensor = self._cut(stop, pad, responses)
         self._parts.append(kept)
         return kept
 
@@ -158,7 +159,7 @@ def settings(spec: Spec, rollout_batch: int, minibatches: int, output: str) -> P
 
 
 def optimizers(
-    args: PPOConfig, spec: Spec, actor: nn.Module, critic: nn.Module, service: Service
+    args: PPOConfig, spec: Spec, actor: PreTrainedModel, critic: nn.Module, service: Service
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
     """Return the optimizer that TRL would choose, with a learning rate for each model and no decay; it is counted."""
     chosen, options = Trainer.get_optimizer_cls_and_kwargs(args, actor)
@@ -175,8 +176,9 @@ def build(directory: Path, spec: Spec, args: PPOConfig, service: Service) -> PPO
     tokenizer = AutoTokenizer.from_pretrained(directory / "actor", padding_side="left", local_files_only=True)
     tokenizer.pad_token_id, tokenizer.eos_token_id = spec.pad, spec.eos
 
-    def load(kind: type, name: str) -> nn.Module:
-        return kind.from_pretrained(directory / name, dtype=torch.float32, local_files_only=True)
+    def load(kind: type[AutoModelForCausalLM | AutoModelForSequenceClassification], name: str) -> PreTrainedModel:
+        model: PreTrainedModel = kind.from_pretrained(directory / name, dtype=torch.float32, local_files_only=True)
+        return model
 
     actor, reference = load(AutoModelForCausalLM, "actor"), load(AutoModelForCausalLM, "actor")
     critic = load(AutoModelForSequenceClassification, "critic")
@@ -205,7 +207,7 @@ def build(directory: Path, spec: Spec, args: PPOConfig, service: Service) -> PPO
 
 def main() -> None:
     """Load, say that it is ready, then do as asked until the input ends."""
-    parser = argparse.ArgumentParser(description="TRL's PPOTrainer as a contestant of oppo bench")
+    parser = argparse.ArgumentParser(description="TRL's PPOTrainer as a contestant of the ladder")
     parser.add_argument("workload", type=Path, help="directory with actor/ reward/ critic/ prompts.jsonl spec.json")
     parser.add_argument("--rollout-batch", type=int, required=True, help="rows that generate and are scored at a time")
     parser.add_argument("--minibatches", type=int, required=True, help="forward and backward passes an epoch")

@@ -34,7 +34,7 @@ os.environ.update(HF_HUB_OFFLINE="1", TRL_EXPERIMENTAL_SILENCE="1", ACCELERATE_U
 
 import numpy as np
 import torch
-import trl.experimental.ppo.ppo_trainer as peer  # type: ignore[import-not-found] # not a dependency
+import trl.experimental.ppo.ppo_trainer as peer
 from datasets import Dataset  # type: ignore[import-not-found] # not a dependency
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models

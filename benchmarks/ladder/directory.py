@@ -1,0 +1,248 @@
+"""A workload as files, made once and kept: what every contestant reads, ours and the peer's alike.
+
+::
+
+    <cache>/<workload>-<digest>/
+        actor/  reward/  critic/   models and tokenizer as save_pretrained writes them; reference = actor
+        prompts.jsonl              {"tokens": [ids], "length": tokens of the response}, used in this order
+        spec.json                  everything else: batch, epochs, limits, rates, and what was measured of the lengths
+        COMPLETE                   written last
+
+Where lengths are scripted there are no models: each contestant draws the same weights from the seed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import count
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import tokenizers
+import torch
+import transformers
+
+from benchmarks.ladder.countdown import EOS, PAD, language_of, write_prompts
+from benchmarks.ladder.teach import AS_ANNOUNCED, Progress, lengths_written, scalar_model, taught
+from benchmarks.ladder.workloads import Bound, Lengths, Models, Shape, Workload
+from oppo.demo.assets import cache_directory as demos
+from oppo.demo.once import alone, made_once
+from oppo.errors import ConfigError, ModelError
+from oppo.events import Prompt
+from oppo.hf.load import load_causal, quiet
+
+SOURCES: Final = ("countdown.py", "directory.py", "teach.py")
+EXAMINED: Final = 256
+"""Responses that a taught actor is examined on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Lengths of responses, in tokens: those announced for all prompts, or those the actor wrote to some of them.
+
+    Attributes:
+        capped: share of responses cut off.
+        as_announced: share of responses as long as announced; 1 for what is announced.
+    """
+
+    median: float
+    p95: float
+    mean: float
+    capped: float
+    as_announced: float
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What was found out while a workload was made; parameters by model."""
+
+    announced: Measured
+    written: Measured | None
+    parameters: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """A workload and the directory that holds it."""
+
+    directory: Path
+    workload: Workload
+    facts: Facts
+
+    def model(self, name: str) -> Path:
+        """Return the directory of ``actor``, ``reward`` or ``critic``."""
+        return self.directory / name
+
+    def prompts(self) -> Iterator[Prompt]:
+        """Yield the prompts in the order of the file, again and again, numbered from 0."""
+        return endless(read_prompts(self.directory))
+
+
+def cache_directory() -> Path:
+    """Return the folder for workloads beside that of the demo."""
+    return demos().with_name("bench")
+
+
+def files_of(workload: Workload, cache: Path, progress: Progress = lambda *_: None) -> Files:
+    """Return the files of a workload, from ``cache`` if they are there, else made now and left there.
+
+    Raises:
+        ModelError: the actor did not learn to write responses as long as announced.
+    """
+
+    def build(directory: Path) -> None:
+        _build(directory, workload, cache, progress)
+
+    target = made_once(cache / f"{workload.name}-{_digest(asdict(workload))}", build)
+    return open_files(target, workload)
+
+
+def open_files(directory: Path, workload: Workload) -> Files:
+    """Return the files of a workload that have been made."""
+    facts = json.loads((directory / "spec.json").read_text(encoding="utf-8"))["measured"]
+    written = facts["written"]
+    return Files(
+        directory,
+        workload,
+        Facts(Measured(**facts["announced"]), Measured(**written) if written else None, facts["parameters"]),
+    )
+
+
+def workload_in(directory: Path) -> Workload:
+    """Return the workload that a directory was made for.
+
+    Raises:
+        ConfigError: it holds none.
+    """
+    try:
+        told = json.loads((directory / "spec.json").read_text(encoding="utf-8"))["recipe"]
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{directory} holds no workload of the ladder: {error}") from error
+    shapes = told.pop("models")
+    for name in ("actor", "reward", "critic"):
+        shapes[name] = Shape(**shapes[name])
+    typed = {
+        "lengths": Lengths(**told["lengths"]),
+        "models": Models(**shapes),
+        "shares": tuple(Bound(**bound) for bound in told["shares"]),
+        "capped": tuple(told["capped"]),
+        "prompt_tokens": tuple(told["prompt_tokens"]),
+    }
+    return Workload(**{**told, **typed})
+
+
+def read_prompts(directory: Path) -> list[Prompt]:
+    """Return the prompts of a workload's directory; column ``length`` says how long the response is."""
+    prompts = []
+    for number, line in enumerate((directory / "prompts.jsonl").read_text(encoding="utf-8").splitlines()):
+        row = json.loads(line)
+        tokens = np.asarray(row["tokens"], np.int32)
+        prompts.append(Prompt(number, number, tokens, group=number, columns={"length": row["length"]}))
+    return prompts
+
+
+def endless(prompts: list[Prompt]) -> Iterator[Prompt]:
+    """Yield the prompts again and again, each with its ordinal."""
+    for number in count():
+        prompt = prompts[number % len(prompts)]
+        yield Prompt(number, number, prompt.tokens, group=number, columns=prompt.columns)
+
+
+def measured(lengths: list[int], wanted: list[int], cap: int) -> Measured:
+    """Return what is worth knowing of lengths; ``wanted`` are the announced ones, at most ``cap``."""
+    return Measured(
+        median=float(np.median(lengths)),
+        p95=float(np.percentile(lengths, 95)),
+        mean=float(np.mean(lengths)),
+        capped=float(np.mean([length >= cap for length in lengths])),
+        as_announced=float(np.mean([length == want for length, want in zip(lengths, wanted, strict=True)])),
+    )
+
+
+def _digest(recipe: object) -> str:
+    """Return 12 hexadecimal digits that change whenever what is made of the recipe would."""
+    versions = [library.__version__ for library in (torch, transformers, tokenizers)]
+    told = hashlib.sha256(json.dumps([recipe, versions], sort_keys=True).encode())
+    for name in SOURCES:
+        told.update(Path(__file__).with_name(name).read_bytes())
+    return told.hexdigest()[:12]
+
+
+def _build(directory: Path, workload: Workload, cache: Path, progress: Progress) -> None:
+    """Make everything in ``directory``; workloads with the same models share the making of them."""
+    parameters: dict[str, int] = {}
+    write_prompts(directory / "prompts.jsonl", workload)
+    if not workload.models.scripted:
+        recipe = [asdict(workload.models), workload.lengths.cap, workload.positions, workload.seed]
+        made = made_once(cache / f"models-{_digest(recipe)}", lambda aside: _build_models(aside, workload, progress))
+        parameters = json.loads((made / "parameters.json").read_text(encoding="utf-8"))
+        for name in ("actor", "reward", "critic"):
+            shutil.copytree(made / name, directory / name)
+    facts = Facts(*_examine(directory, workload, progress), parameters)
+    spec = {
+        "workload": workload.name,
+        "batch": workload.batch,
+        "epochs": workload.epochs,
+        "minibatches": workload.minibatches,
+        "max_new_tokens": workload.lengths.cap,
+        "learning_rate": workload.learning_rate,
+        "critic_learning_rate": workload.learning_rate,
+        "temperature": workload.temperature,
+        "eos": EOS,
+        "pad": PAD,
+        "seed": workload.seed,
+        "kl": workload.kl,
+        "gamma": workload.gamma,
+        "lam": workload.lam,
+        "reward": workload.reward,
+        "lengths": "scripted" if workload.models.scripted else "trained",
+        "measured": asdict(facts),
+        "recipe": asdict(workload),
+    }
+    (directory / "spec.json").write_text(json.dumps(spec, indent=2) + "\n", encoding="utf-8")
+
+
+def _build_models(directory: Path, workload: Workload, progress: Progress) -> None:
+    language, shapes, positions = language_of(workload), workload.models, workload.positions
+    tokenizer = language.tokenizer(positions)
+    with alone(workload.seed):
+        models = {
+            "actor": taught(language, shapes.actor, steps=shapes.taught, positions=positions, progress=progress),
+            "reward": scalar_model(shapes.reward, language.vocabulary, positions),
+            "critic": scalar_model(shapes.critic, language.vocabulary, positions),
+        }
+        for name, model in models.items():
+            with quiet():
+                model.save_pretrained(directory / name)
+                tokenizer.save_pretrained(directory / name)
+    told = {name: model.num_parameters() for name, model in models.items()}
+    (directory / "parameters.json").write_text(json.dumps(told) + "\n", encoding="utf-8")
+
+
+def _examine(directory: Path, workload: Workload, progress: Progress) -> tuple[Measured, Measured | None]:
+    """Return the lengths announced, and those that the actor writes.
+
+    Raises:
+        ModelError: they differ too often.
+    """
+    prompts, cap = read_prompts(directory), workload.lengths.cap
+    wanted = [int(str(prompt.columns["length"])) for prompt in prompts]
+    told = measured(wanted, wanted, cap)
+    if workload.models.scripted:
+        return told, None
+    progress("examining the actor", 0.0)
+    actor = load_causal(directory / "actor")
+    lengths = lengths_written(actor, prompts[:EXAMINED], cap=cap, seed=workload.seed)
+    written = measured(lengths, wanted[:EXAMINED], cap)
+    if written.as_announced < AS_ANNOUNCED:
+        raise ModelError(
+            f"only {written.as_announced:.1%} of the actor's responses are as long as announced, and a comparison asks "
+            f"for {AS_ANNOUNCED:.0%}: raise models.taught of workload {workload.name!r} in "
+            "benchmarks/ladder/workloads.py"
+        )
+    return told, written

@@ -1,0 +1,69 @@
+"""The ladder: each rung is one more thing that overlaps. A new controller of chunks or of admission is one more row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from benchmarks.ladder.workloads import Workload
+from oppo.admission import Admission, Overcommit, Synchronous, TailAdaptive
+from oppo.chunking import ChunkSize, Fixed, WholeRollout
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """How the steps of a contestant are scheduled; models, engine and data are the same for all.
+
+    Attributes:
+        held: scoring waits until decoding has ended.
+        chunks, admission: made anew for each contestant.
+        over: the mode that it adds one thing to, which it is compared with besides the serial one.
+    """
+
+    name: str
+    about: str
+    held: bool
+    chunks: Callable[[Workload], ChunkSize]
+    admission: Callable[[Workload], Admission]
+    over: str = "serial"
+
+
+def _whole(workload: Workload) -> ChunkSize:
+    del workload
+    return WholeRollout()
+
+
+def _fixed(workload: Workload) -> ChunkSize:
+    return Fixed(workload.chunk)
+
+
+def _synchronous(workload: Workload) -> Admission:
+    return Synchronous(workload.batch)
+
+
+def _overcommitted(workload: Workload) -> Admission:
+    return Overcommit(batch=workload.batch, extra=workload.extra)
+
+
+def _adaptive(workload: Workload) -> Admission:
+    return TailAdaptive(batch=workload.batch)
+
+
+SERIAL: Final = Mode("serial", "decode, then score, then train", True, _whole, _synchronous)
+
+MODES: Final = MappingProxyType(
+    {
+        mode.name: mode
+        for mode in (
+            SERIAL,
+            Mode("rollout", "each response is scored when it ends", False, _whole, _synchronous),
+            Mode("chunk", "responses are scored while they are written", False, _fixed, _synchronous),
+            Mode("overcommit", "serial, stragglers carried over", True, _whole, _overcommitted),
+            Mode("fixed", "chunk, stragglers carried over", False, _fixed, _overcommitted, over="chunk"),
+            Mode("adaptive", "chunk, as many stragglers carried over as pay", False, _fixed, _adaptive, over="chunk"),
+        )
+    }
+)
+"""By name, in the order of the ladder."""

@@ -1,0 +1,191 @@
+"""From a workload's files, a mode and a layout to the graph of a PPO step, and the threads its models work in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+
+from benchmarks.ladder.countdown import EOS, PAD, language_of
+from benchmarks.ladder.directory import Files
+from benchmarks.ladder.hold import held
+from benchmarks.ladder.layout import Seats, settle
+from benchmarks.ladder.modes import Mode
+from benchmarks.ladder.teach import config_of
+from benchmarks.ladder.workloads import Phase, Scorers, Shape, Workload
+from oppo.demo.once import alone
+from oppo.events import Drop, Prompt, StepReport
+from oppo.graph import Graph
+from oppo.hf.device import DeviceThread
+from oppo.hf.load import load_causal, load_scalar
+from oppo.hf.memory import ModelPlace
+from oppo.hf.policy import HfPolicy
+from oppo.hf.scorers import ReferenceLogprobs, RewardModel, ValueModel
+from oppo.hf.trainer import HfTrainer, TrainerSettings
+from oppo.models import Sampling, Scorer
+from oppo.observe import SpanListener
+from oppo.placement import Place, Process, Thread
+from oppo.recipes import ppo
+from oppo.rewards import FunctionReward
+
+WORK: Final[dict[tuple[str, str], Phase]] = {
+    ("actor", "decode"): "decode",
+    ("reference", "extend"): "score",
+    ("reference", "finish"): "score",
+    ("reward", "extend"): "score",
+    ("reward", "finish"): "score",
+    ("critic", "extend"): "score",
+    ("critic", "finish"): "score",
+    ("trainer", "update"): "update",
+}
+"""The spans that count, by track and label, and the phase each belongs to; taking over weights is none of them."""
+
+REMEDY: Final = "choose a smaller --workload"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Models:
+    """The models of a workload; the reward may be a function."""
+
+    actor: PreTrainedModel
+    reference: PreTrainedModel
+    reward: PreTrainedModel | None
+    critic: PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pipeline:
+    """A graph that can be opened, the policy in it, and the places its models work in; close it in the end."""
+
+    graph: Graph[StepReport]
+    policy: HfPolicy
+    places: Sequence[Place]
+
+    def close(self) -> None:
+        """Close the places in which the models work."""
+        for place in self.places:
+            place.close()
+
+
+def pipeline(
+    files: Files,
+    mode: Mode,
+    seats: Seats,
+    listener: SpanListener,
+    *,
+    device: str = "cpu",
+    scorers: Scorers = "process",
+) -> Pipeline:
+    """Return the graph of one mode of a workload, in evaluation-ready models of its own.
+
+    Args:
+        files: the workload.
+        mode: the schedule.
+        seats: cores and intra-op threads.
+        listener: told of everything that the models do.
+        device: where the models are.
+        scorers: whether they work in a thread of this process or in a process of their own.
+    """
+    workload = files.workload
+    models = load(files, device)
+    kind = Thread if device == "cpu" else DeviceThread
+    acting = kind("actor", listener=listener, setup=partial(settle, seats.actor, device))
+    training = kind("trainer", listener=listener, setup=partial(settle, seats.trainer, device))
+    home = kind if scorers == "thread" else Process
+    scoring = home("scorers", listener=listener, setup=partial(settle, seats.scorers, device))
+    scripted = workload.models.scripted
+    sampling = Sampling(
+        max_new_tokens=workload.lengths.cap,
+        temperature=workload.temperature,
+        stop=() if scripted else (EOS,),
+        seed=workload.seed,
+    )
+    policy = HfPolicy(models.actor, sampling=sampling, thread=acting, limit=length_of if scripted else None)
+    reward: Scorer[float | Drop] = FunctionReward(countdown_reward, decode=_words(workload))
+    if models.reward is not None:
+        reward = RewardModel(models.reward, thread=ModelPlace(scoring, "reward", REMEDY))
+    graph = ppo(
+        policy=policy,
+        reference=ReferenceLogprobs(
+            models.reference, sampling=sampling, thread=ModelPlace(scoring, "reference", REMEDY)
+        ),
+        reward=reward,
+        critic=ValueModel(models.critic, thread=ModelPlace(scoring, "critic", REMEDY)),
+        trainer=HfTrainer(
+            models.actor, models.critic, sampling=sampling, thread=training, settings=_settings(workload)
+        ),
+        admission=mode.admission(workload),
+        chunks=mode.chunks(workload),
+        kl=workload.kl,
+        gamma=workload.gamma,
+        lam=workload.lam,
+    )
+    if isinstance(scoring, Process):
+        scoring.settle()
+    return Pipeline(held(graph) if mode.held else graph, policy, (acting, scoring, training))
+
+
+def length_of(prompt: Prompt) -> int:
+    """Return the scripted length of the response to a prompt."""
+    return int(str(prompt.columns["length"]))
+
+
+def countdown_reward(prompts: Sequence[str], completions: Sequence[str], length: Sequence[int]) -> list[float]:
+    """Return 1 for each completion of the announced length, else 0."""
+    del prompts
+    return [float(len(text.split()) == wanted) for text, wanted in zip(completions, length, strict=True)]
+
+
+def load(files: Files, device: str) -> Models:
+    """Return the models of a workload, loaded and probed; or with random weights where lengths are scripted."""
+    workload = files.workload
+    ruled = workload.reward == "rule"
+    if not workload.models.scripted:
+        return Models(
+            actor=load_causal(files.model("actor")),
+            reference=load_causal(files.model("actor")),
+            reward=None if ruled else load_scalar(files.model("reward")),
+            critic=load_scalar(files.model("critic")),
+        )
+    shapes = workload.models
+    return Models(
+        actor=drawn(workload, shapes.actor, device, scalar=False),
+        reference=drawn(workload, shapes.actor, device, scalar=False),
+        reward=None if ruled else drawn(workload, shapes.reward, device, scalar=True),
+        critic=drawn(workload, shapes.critic, device, scalar=True),
+    )
+
+
+def drawn(workload: Workload, shape: Shape, device: str, *, scalar: bool) -> PreTrainedModel:
+    """Return a model with random weights, the same for the same workload and device."""
+    config = config_of(shape, workload.models.vocabulary or language_of(workload).vocabulary, workload.positions)
+    dtype = getattr(torch, workload.models.dtype)
+    model: PreTrainedModel
+    with alone(workload.seed), torch.device(device):
+        if scalar:
+            config.num_labels = 1
+            model = AutoModelForSequenceClassification.from_config(config, dtype=dtype)
+        else:
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.train(mode=False)
+    return model
+
+
+def _words(workload: Workload) -> Callable[[Sequence[int]], str]:
+    """Return what turns tokens into words between blanks, as many as tokens but for padding."""
+    words = language_of(workload).words()
+    return lambda tokens: " ".join(words[token] if token < len(words) else "?" for token in tokens if token != PAD)
+
+
+def _settings(workload: Workload) -> TrainerSettings:
+    return TrainerSettings(
+        learning_rate=workload.learning_rate,
+        epochs=workload.epochs,
+        minibatches=workload.minibatches,
+        micro_batch_tokens=workload.micro_batch_tokens,
+        seed=workload.seed,
+    )

@@ -1,0 +1,142 @@
+"""The ladder on a terminal: what was measured, on what, and whether it counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from benchmarks.ladder.directory import Measured
+from benchmarks.ladder.measures import Figures, Spread
+from benchmarks.ladder.rounds import Ladder
+
+BAR: Final = 40
+"""Characters of the longest bar."""
+
+
+def render(ladder: Ladder) -> Group:
+    """Return everything worth reading of a run, the verdict last."""
+    return Group(*head(ladder), speeds(ladder), details(ladder), *bars(ladder), *bottlenecks(ladder), verdict(ladder))
+
+
+def head(ladder: Ladder) -> list[Text]:
+    """Return what was run, on what."""
+    workload, plan, machine, facts = ladder.workload, ladder.plan, ladder.machine, ladder.files.facts
+    lines = [
+        f"workload {workload.name}: {workload.about}",
+        f"  batch {workload.batch}, extra {workload.extra}, {workload.epochs} epoch(s), chunks of {workload.chunk}",
+        f"  seed {workload.seed}; parameters {_counts(facts.parameters)}",
+        f"  announced lengths, {len_line(facts.announced)}, cap {workload.lengths.cap}",
+    ]
+    if facts.written is None:
+        lines.append("  lengths are SCRIPTED: the models have random weights, and responses end where they are told to")
+    else:
+        lines.append(
+            f"  the trained actor's,  {len_line(facts.written)}, {facts.written.as_announced:.1%} as announced"
+        )
+    lines += [
+        f"layout {ladder.layout}; {machine.cpu}, {machine.cores} core(s), {machine.memory_gb} GB, {machine.device}",
+        f"  load {machine.load} at the end: figures of a machine that has other things to do mean little",
+        f"  scorers in a {plan.scorers}; {plan.rounds} rounds of {plan.steps} steps after {plan.warm_up} to warm up, "
+        + ("interleaved" if plan.together else "one contestant after the other, NOT interleaved"),
+    ]
+    lines += [f"  {name}: {remark}" for name, remark in ladder.remarks.items()]
+    seats: dict[str, list[str]] = {}
+    for name, said in ladder.threads.items():
+        seats.setdefault(_seats(said), []).append(name)
+    lines += [f"  {', '.join(names)}: {said}" for said, names in seats.items()]
+    return [Text(line) for line in lines]
+
+
+def speeds(ladder: Ladder) -> Table:
+    """Return how fast each contestant was."""
+    measured = {name.partition("/")[2] for name in ladder.ratios}
+    against = [name for name in ladder.modes if name in measured]
+    table = Table("mode", "s/step", "min - max", "tokens/s", "samples/s", *(f"x {name}" for name in against))
+    for name, each in ladder.modes.items():
+        step = Spread.of(each.seconds_per_step)
+        table.add_row(
+            name,
+            f"{step.median:.3f}",
+            f"{step.low:.3f} - {step.high:.3f}",
+            f"{each.tokens_per_second:.0f}",
+            f"{each.samples_per_second:.2f}",
+            *(times(ladder.ratios.get(f"{name}/{other}")) for other in against),
+        )
+    return table
+
+
+def details(ladder: Ladder) -> Table:
+    """Return what explains the speeds."""
+    table = Table("mode", "hidden", "decode slower", "decode/score/update", "busy", "rows", "at cap", "carried", "MB")
+    for name, each in ladder.modes.items():
+        table.add_row(
+            name,
+            optional(each.hidden_fraction),
+            optional(each.decode_slowdown),
+            " / ".join(f"{share:.2f}" for share in each.shares.values()) or "-",
+            ", ".join(f"{model} {part:.2f}" for model, part in each.busy.items()) or "-",
+            optional(each.live_rows_per_decode_step, ".1f"),
+            f"{each.cap_hit_rate:.1%}",
+            f"{each.deferrals['mean']:.1f}",
+            f"{each.peak_rss_mb:.0f}",
+        )
+    return table
+
+
+def bars(ladder: Ladder) -> list[Text]:
+    """Return a bar for each contestant, as long as it is fast."""
+    fastest = max(each.tokens_per_second for each in ladder.modes.values())
+    widest = max(map(len, ladder.modes))
+    return [Text(bar_line(name, each, fastest, widest)) for name, each in ladder.modes.items()]
+
+
+def bottlenecks(ladder: Ladder) -> list[Text]:
+    """Return what each contestant is bound by, and what could help, as far as it can tell."""
+    widest = max(map(len, ladder.modes))
+    return [
+        Text(f"{name:<{widest}}  {each.verdict.bottleneck}-bound: {each.verdict.sentence}")
+        for name, each in ladder.modes.items()
+        if each.verdict is not None
+    ]
+
+
+def bar_line(name: str, figures: Figures, fastest: float, widest: int) -> str:
+    """Return one line: the name, a bar, tokens per second."""
+    length = max(1, round(BAR * figures.tokens_per_second / fastest))
+    return f"{name:<{widest}}  {'█' * length:<{BAR}}  {figures.tokens_per_second:.0f} tokens/s"
+
+
+def verdict(ladder: Ladder) -> RenderableType:
+    """Return whether the run measured what its workload states."""
+    if ladder.valid:
+        return Text("valid: shares and lengths are those that the workload states", style="green")
+    return Text("\n".join(["INVALID", *(f"  {fault}" for fault in ladder.faults)]), style="bold red")
+
+
+def times(ratio: Spread | None) -> str:
+    """Return a ratio as a table shows it."""
+    return "-" if ratio is None else f"{ratio.median:.2f} ({ratio.low:.2f} - {ratio.high:.2f})"
+
+
+def optional(value: float | None, form: str = ".2f") -> str:
+    """Return a number, or that there is none."""
+    return "-" if value is None else format(value, form)
+
+
+def len_line(lengths: Measured) -> str:
+    """Return lengths in a few words."""
+    return f"median {lengths.median:.0f}, p95 {lengths.p95:.0f}, {lengths.capped:.1%} at the cap"
+
+
+def _counts(parameters: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in parameters.items()) or "as the recipe says"
+
+
+def _seats(said: object) -> str:
+    if not isinstance(said, Mapping):
+        return f"{said} thread(s), not pinned"
+    return ", ".join(f"{side} {seat['threads']} thread(s) on cores {seat['cores']}" for side, seat in said.items())

@@ -1,0 +1,176 @@
+"""A contestant of ours: one process that runs one mode of one workload when a line on standard input asks it to.
+
+====================  =============================================================================
+written, once loaded  ``{"ready": {"versions": {...}, "threads": {...}}}``
+read                  ``{"run": n}``
+written               ``{"steps": [{"seconds": ..., "tokens": ..., "samples": ..., ...}, ...], "peak_rss_mb": ...}``
+end of input          ends the process
+====================  =============================================================================
+
+Between requests it waits for a line, and uses no processor. Everything else goes to standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+import anyio
+import anyio.to_thread
+import numpy as np
+import torch
+import transformers
+
+from benchmarks.ladder.directory import open_files, workload_in
+from benchmarks.ladder.layout import Seats, seats
+from benchmarks.ladder.modes import MODES
+from benchmarks.ladder.pipeline import WORK, Pipeline, pipeline
+from benchmarks.ladder.record import StepRecord
+from benchmarks.ladder.workloads import Workload
+from benchmarks.machine import cores_here
+from benchmarks.memory import peak_rss_mb
+from oppo import observe
+from oppo.admission.verdict import PREFIX
+from oppo.errors import DataError
+from oppo.events import Batch, Prompt, StepReport
+from oppo.graph import Run
+from oppo.observe import Observer, Span
+from oppo.report.overlap import Role, occupation, seconds, union
+
+
+@dataclass(eq=False)
+class Watch(Observer):
+    """Takes note of what a step is made of."""
+
+    workload: Workload
+    spans: list[Span] = field(default_factory=list)
+    batch: Batch | None = None
+
+    def on_item(self, step: int, stage: str, item: object, at: float) -> None:
+        """Keep the step's batch."""
+        del step, stage, at
+        if isinstance(item, Batch):
+            self.batch = item
+
+    def on_span(self, span: Span) -> None:
+        """Leave the stages alone: the models tell when they are busy, see :meth:`on_work`."""
+
+    def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
+        """Leave the channels alone."""
+
+    def on_work(self, span: Span) -> None:
+        """Keep what a model did, if it counts; called from the models' threads."""
+        if (span.track, span.label) in WORK:
+            self.spans.append(span)
+
+    def record(self, report: StepReport, took: float, decode_steps: int, decoded: int) -> StepRecord:
+        """Return the record of the step that is over, and begin another.
+
+        Raises:
+            DataError: it trained nothing.
+        """
+        spans, self.spans = self.spans, []
+        batch, self.batch = self.batch, None
+        if batch is None or not len(batch):
+            raise DataError("a step trained nothing, so there is nothing to measure")
+        lengths = np.diff(batch.offsets)
+        wanted = np.array([response.prompt.columns["length"] for response in batch.responses])
+        roles: dict[str, Role] = {track: phase for (track, _), phase in WORK.items()}
+        busy = {track: seconds(union([(s.start, s.end) for s in spans if s.track == track])) for track in roles}
+        total = occupation(spans, roles)
+        return StepRecord(
+            seconds=took,
+            tokens=int(lengths.sum()),
+            samples=len(batch),
+            capped=int((lengths >= self.workload.lengths.cap).sum()),
+            as_announced=float(np.mean(lengths == wanted)),
+            deferred=len(report.deferred),
+            decode=total.decode,
+            score=total.score,
+            update=total.update,
+            exposed=total.exposed,
+            busy=busy,
+            decode_steps=decode_steps,
+            decoded=decoded,
+            bottleneck={name: value for name, value in report.metrics.items() if name.startswith(PREFIX)},
+        )
+
+
+async def serve(
+    work: Pipeline, watch: Watch, prompts: Iterator[Prompt], ready: Mapping[str, object], answers: TextIO
+) -> None:
+    """Answer each request on standard input, until it ends."""
+    async with work.graph.open(prompts, observers=[watch]) as run:
+        say(answers, {"ready": ready})
+        while line := await anyio.to_thread.run_sync(sys.stdin.readline):
+            steps = [await measured(run, work, watch) for _ in range(json.loads(line)["run"])]
+            say(answers, {"steps": [step.as_json() for step in steps], "peak_rss_mb": peak_rss_mb()})
+
+
+async def measured(run: Run[StepReport], work: Pipeline, watch: Watch) -> StepRecord:
+    """Run one step and return its record.
+
+    Raises:
+        DataError: there are no more prompts.
+    """
+    counters = work.policy.counters
+    steps, tokens, start = counters.decode_steps, counters.tokens, observe.now()
+    report = await run.step()  # a request is not the end
+    took = observe.now() - start
+    if report is None:
+        raise DataError("the prompts have ended")
+    return watch.record(report, took, counters.decode_steps - steps, counters.tokens - tokens)
+
+
+def say(answers: TextIO, answer: Mapping[str, object]) -> None:
+    """Write one line to the ruler."""
+    answers.write(json.dumps(answer) + "\n")
+    answers.flush()
+
+
+def answers_only() -> TextIO:
+    """Return standard output, kept for answers: whatever else is written there goes to standard error from now on."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return answers
+
+
+def ready_line(places: Seats) -> dict[str, object]:
+    """Return what is told once everything is loaded."""
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    return {"versions": versions, "threads": places.table()}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Load everything, then serve."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ladder.worker")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--mode", choices=MODES, required=True)
+    parser.add_argument("--layout", choices=("split", "shared"), required=True)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--scorers", choices=("thread", "process"), default="process")
+    chosen = parser.parse_args(arguments)
+    workload, mode = workload_in(chosen.directory), MODES[chosen.mode]
+    places = seats(chosen.layout, cores_here(), held=mode.held)
+    files, watch = open_files(chosen.directory, workload), Watch(workload)
+    places.actor.take()
+    answers = answers_only()
+    work = pipeline(files, mode, places, watch.on_work, device=chosen.device, scorers=chosen.scorers)
+    with closing(work):
+        anyio.run(serve, work, watch, files.prompts(), ready_line(places), answers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""The language in which a response is as long as its prompt says."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.ladder.countdown import BEYOND, EOS, FILLERS, Countdown, announced, language_of, lessons, write_prompts
+from benchmarks.ladder.workloads import CAPPED, PAPER, SMOKE, WORKLOADS, Lengths, Workload
+
+
+def test_a_response_has_as_many_tokens_as_its_prompt_announces() -> None:
+    language = Countdown(20)
+    assert [len(language.response(number)) for number in (1, 2, 20)] == [1, 2, 20]
+    assert language.response(1) == [EOS]
+    assert max(language.response(20)) < language.number(20) == language.vocabulary - 1
+
+
+def test_the_tokenizer_writes_the_words_of_the_language() -> None:
+    language = Countdown(9)
+    tokenizer = language.tokenizer(64)
+    ids = [2, language.number(3), *language.response(3)]
+    assert tokenizer.decode(ids) == "f0 3 2 1 <eos>"
+    assert tokenizer("f0 3 2 1 <eos>")["input_ids"] == ids
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, EOS)
+
+
+@pytest.mark.parametrize("workload", WORKLOADS.values(), ids=lambda each: each.name)
+def test_announced_lengths_are_those_of_the_table(workload: Workload) -> None:
+    lengths = announced(workload.lengths, 4000, seed=1)
+    assert min(lengths) >= workload.lengths.shortest
+    assert max(lengths) <= language_of(workload).numbers
+    assert np.median(lengths) == pytest.approx(workload.lengths.median, rel=0.15)
+    capped = float(np.mean([length >= workload.lengths.cap for length in lengths]))
+    assert workload.capped[0] <= capped <= workload.capped[1]
+
+
+def test_one_in_eight_is_cut_off_in_every_eight_prompts_of_the_capped_workload() -> None:
+    lengths = np.array(announced(CAPPED.lengths, 64, seed=3)).reshape(8, 8)
+    assert ((lengths > CAPPED.lengths.cap).sum(1) == 1).all()
+
+
+def test_the_same_seed_announces_the_same_lengths() -> None:
+    lengths = Lengths(median=10, sigma=1.0, cap=50)
+    assert announced(lengths, 20, 1) == announced(lengths, 20, 1) != announced(lengths, 20, 2)
+
+
+def test_prompts_say_how_long_the_response_is_that_is_trained(tmp_path: Path) -> None:
+    workload = replace(SMOKE, lengths=Lengths(median=20, sigma=0.5, cap=24))
+    write_prompts(tmp_path / "prompts.jsonl", workload)
+    rows = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
+    assert len(rows) == workload.prompts
+    language = language_of(workload)
+    for row in rows:
+        *fillers, number = row["tokens"]
+        assert all(2 <= token < 2 + FILLERS for token in fillers)
+        assert workload.prompt_tokens[0] <= len(row["tokens"]) <= workload.prompt_tokens[1]
+        assert row["length"] == min(number - language.number(0), workload.lengths.cap)
+    assert max(row["tokens"][-1] for row in rows) == language.number(workload.lengths.cap + BEYOND // 2)
+
+
+def test_a_lesson_is_a_prompt_with_its_response_cut_off_where_the_row_ends() -> None:
+    language = Countdown(30)
+    taught = lessons(language, 16, np.random.default_rng(1))
+    for lesson in (next(taught) for _ in range(50)):
+        assert len(lesson) <= 16
+        first = next(at for at, token in enumerate(lesson) if token >= 2 + FILLERS)
+        number = lesson[first] - language.number(0)
+        assert list(lesson[first + 1 :]) == language.response(number)[: len(lesson) - first - 1]
+
+
+def test_the_paper_s_workload_has_a_reward_model_seven_times_the_actor() -> None:
+    assert PAPER.shares
+    assert PAPER.positions >= PAPER.prompt_tokens[1] + PAPER.lengths.cap

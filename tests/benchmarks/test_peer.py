@@ -1,0 +1,297 @@
+"""The peer: what it is asked and answers, which settings it is tried with, and which of them a comparison takes."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from benchmarks import CHECKOUT
+from benchmarks.peer.cells import SWEEP, Cell, Measured, Sweep, Swept, choose, command, fingerprint
+from benchmarks.peer.service import InputEnded, Service
+from benchmarks.peer.sweep import Report, halves, run, sweep, swept, thread_counts
+from benchmarks.peer.workload import Prompt, Spec, announced_tokens, batches, complaint, read_prompts, read_spec
+from oppo.errors import ConfigError
+
+SPEC = Spec(
+    workload="counted",
+    batch=4,
+    epochs=2,
+    minibatches=1,
+    max_new_tokens=8,
+    learning_rate=1e-7,
+    critic_learning_rate=1e-7,
+    temperature=1.0,
+    eos=1,
+    pad=0,
+    seed=0,
+    kl=0.05,
+    gamma=1.0,
+    lam=0.95,
+    reward="model",
+)
+PROMPTS = tuple(Prompt((5, 6, 7 + n), n) for n in (3, 9, 5))
+
+STAND_IN = f"""
+import argparse, sys
+from itertools import islice
+from pathlib import Path
+sys.path.insert(0, {str(CHECKOUT)!r})
+from benchmarks.peer.service import InputEnded, Service
+from benchmarks.peer.workload import batches, read_prompts, read_spec
+parser = argparse.ArgumentParser()
+parser.add_argument("workload", type=Path)
+for name in ("--rollout-batch", "--minibatches", "--threads"):
+    parser.add_argument(name, type=int)
+given = parser.parse_args()
+spec = read_spec(given.workload)
+service = Service(spec, sys.stdin, sys.stdout)
+service.ready({{"versions": {{"stand-in": "1"}}, "threads": given.threads}})
+try:
+    service.wait()
+    for prompts in batches(read_prompts(given.workload), spec.batch):
+        for _ in range(spec.epochs * spec.minibatches):
+            service.updated()
+        # Two rows at a time, four passes and one thread are the fastest.
+        seconds = 1 + abs(given.rollout_batch - 2) + abs(given.minibatches - 4) + given.threads
+        service.done(seconds, [min(p.length, spec.max_new_tokens) for p in prompts], prompts)
+except InputEnded:
+    pass
+"""
+"""Answers as the peer does, at once, and with seconds that depend on the cell."""
+
+
+def workload(directory: Path, **changes: object) -> Path:
+    """Return a directory with everything of a workload but its models."""
+    directory.mkdir(exist_ok=True)
+    said = {name: getattr(SPEC, name) for name in Spec.__dataclass_fields__}
+    said |= {"measured": 1, "recipe": {"models": {"taught": 9}, "chunk": 32}} | changes
+    (directory / "spec.json").write_text(json.dumps(said))
+    rows = [json.dumps({"tokens": list(prompt.tokens), "length": prompt.length}) for prompt in PROMPTS]
+    (directory / "prompts.jsonl").write_text("\n".join(rows) + "\n")
+    return directory
+
+
+def checkout(directory: Path, program: str) -> Path:
+    """Return a checkout whose peer is ``program``, run by this interpreter."""
+    for path in ("benchmarks/peer/trl_ppo.py", ".venv-peer/bin/python"):
+        (directory / path).parent.mkdir(parents=True)
+    (directory / "benchmarks/peer/trl_ppo.py").write_text(program)
+    (directory / ".venv-peer/bin/python").symlink_to(sys.executable)
+    return directory
+
+
+def served(requests: str, lengths: Sequence[int], updates: int) -> list[dict[str, object]]:
+    """Return the lines of a service whose every step trains responses of ``lengths`` tokens."""
+    answers = io.StringIO()
+    ticks = iter(range(1000))
+    service = Service(SPEC, io.StringIO(requests), answers, now=lambda: float(next(ticks)))
+    service.ready({"threads": 1})
+    with suppress(InputEnded):
+        service.wait()
+        while True:
+            for _ in range(updates):
+                service.updated()
+            service.done(service.lap(), lengths, PROMPTS)
+    return [json.loads(line) for line in answers.getvalue().splitlines()]
+
+
+def test_a_service_answers_each_request_with_as_many_steps() -> None:
+    ready, first, second = served('{"run": 1}\n{"run": 2}\n', [3, 8, 5], updates=2)
+    assert ready == {"ready": {"threads": 1}}
+    assert first["steps"] == [
+        {
+            "seconds": 1.0,
+            "tokens": 16,
+            "announced": 16,
+            "as_announced": 1.0,
+            "samples": 3,
+            "mean_length": 16 / 3,
+            "capped": 1,
+        }
+    ]
+    assert "error" not in first
+    assert isinstance(second["steps"], list)
+    assert len(second["steps"]) == 2
+
+
+def test_other_tokens_than_announced_are_an_error() -> None:
+    _, answer = served('{"run": 1}\n', [3, 8, 6], updates=2)
+    assert "trained on 17 response tokens where the prompts announce 16" in str(answer["error"])
+
+
+def test_other_optimizer_steps_than_asked_for_are_an_error() -> None:
+    _, answer = served('{"run": 1}\n', [3, 8, 5], updates=1)
+    assert "took 1 optimizer steps where the workload asks for 2" in str(answer["error"])
+
+
+def test_no_steps_cannot_be_asked_for() -> None:
+    with pytest.raises(ValueError, match="expected one or more"):
+        Service(SPEC, io.StringIO('{"run": 0}\n'), io.StringIO()).wait()
+
+
+def test_tokens_may_differ_by_two_in_a_hundred() -> None:
+    assert not complaint(98, 100)
+    assert not complaint(102, 100)
+    assert complaint(97, 100)
+    assert complaint(103, 100)
+
+
+def test_prompts_are_taken_in_order_and_again_from_the_first() -> None:
+    taken = list(islice(batches(PROMPTS, 2), 3))
+    assert [prompt.length for batch in taken for prompt in batch] == [3, 9, 5, 3, 9, 5]
+    assert announced_tokens(PROMPTS, cap=8) == 16
+
+
+def test_a_workload_is_read_as_it_was_written(tmp_path: Path) -> None:
+    assert read_spec(workload(tmp_path)) == SPEC
+    assert read_prompts(tmp_path) == PROMPTS
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"), [({"reward": "oracle"}, "'model' or 'rule'"), ({"lengths": "scripted"}, "scripts")]
+)
+def test_a_workload_that_the_peer_cannot_run_is_refused(
+    tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_spec(workload(tmp_path, **changes))
+
+
+def test_a_workload_of_another_version_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "spec.json").write_text('{"workload": "counted"}')
+    with pytest.raises(ValueError, match=r"has no batch, .* another version"):
+        read_spec(tmp_path)
+
+
+def test_cells_are_tried_one_setting_at_a_time() -> None:
+    tried: list[Cell] = []
+
+    def measure(cell: Cell) -> Report:
+        tried.append(cell)
+        return Report({"trl": "1"}, (abs(cell.rollout_batch - 2) + abs(cell.minibatches - 4) + cell.threads,))
+
+    versions, cells = sweep(SPEC, 2, measure)
+    assert versions == {"trl": "1"}
+    assert [each.cell for each in cells] == tried
+    assert tried[:5] == [Cell(4, 1, 1), Cell(2, 1, 1), Cell(1, 1, 1), Cell(2, 2, 1), Cell(2, 4, 1)]
+    assert [cell.threads for cell in tried[5:]] == [2] * 5
+
+
+def test_sizes_and_threads_that_are_tried() -> None:
+    assert list(halves(32)) == [32, 16, 8, 4]
+    assert list(halves(6)) == [6, 3]
+    assert list(halves(1)) == [1]
+    assert thread_counts(1) == [1]
+    assert thread_counts(6) == [1, 2, 4, 6]
+
+
+def test_a_sweep_finds_the_fastest_cell_of_a_program(tmp_path: Path) -> None:
+    files = workload(tmp_path / "files")
+    root = checkout(tmp_path / "checkout", STAND_IN)
+    found = swept(files, 2, checkout=root)
+    assert found.best == Cell(rollout_batch=2, minibatches=4, threads=1)
+    assert found.versions == {"stand-in": "1"}
+    assert min(each.seconds for each in found.cells) == 4.0
+
+
+def test_a_program_that_dies_is_quoted(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"ended with 3 after 0 of 2 lines:\nout of memory"):
+        run([sys.executable, "-c", "import sys; print('out of memory', file=sys.stderr); sys.exit(3)"], steps=1)
+
+
+def test_a_program_that_did_other_work_stops_the_sweep() -> None:
+    program = """print('{"ready": {"versions": {}}}'); print('{"steps": [], "error": "trained on too little"}')"""
+    with pytest.raises(RuntimeError, match="trained on too little"):
+        run([sys.executable, "-c", program], steps=1)
+
+
+def sweep_of(directory: Path) -> Sweep:
+    cells = (Measured(Cell(4, 1, 1), (2.0, 3.0)), Measured(Cell(2, 2, 2), (2.0, 2.5)))
+    return Sweep({"counted": Swept(fingerprint(directory), "a machine", 2, {"trl": "1"}, cells, Cell(2, 2, 2))})
+
+
+def test_a_sweep_is_read_as_it_was_written(tmp_path: Path) -> None:
+    found = sweep_of(workload(tmp_path))
+    found.write(tmp_path / "sweep.json")
+    assert Sweep.read(tmp_path / "sweep.json") == found
+    assert Sweep.read(tmp_path / "none.json") == Sweep()
+
+
+def test_a_file_that_is_no_sweep_is_named(tmp_path: Path) -> None:
+    (tmp_path / "sweep.json").write_text('{"workloads": {"counted": 1}}')
+    with pytest.raises(ConfigError, match=r"sweep\.json is no sweep of a peer"):
+        Sweep.read(tmp_path / "sweep.json")
+
+
+def test_the_fastest_cell_is_chosen(tmp_path: Path) -> None:
+    choice = choose(sweep_of(workload(tmp_path)), tmp_path, cores=2)
+    assert choice.cell == Cell(2, 2, 2)
+    assert choice.origin == "the fastest of 2 cells on a machine with 2 cores"
+
+
+def test_a_choice_says_when_it_is_not_what_was_swept(tmp_path: Path) -> None:
+    found = sweep_of(workload(tmp_path))
+    fewer = choose(found, tmp_path, cores=1)
+    assert fewer.cell.threads == 1
+    assert "with 1 threads instead of 2" in fewer.origin
+    assert "has changed since" in choose(found, workload(tmp_path, batch=8), cores=2).origin
+    untried = choose(Sweep(), tmp_path, cores=2)
+    assert untried.cell == Cell(8, 1, 2)
+    assert "was never swept" in untried.origin
+
+
+def test_a_workload_is_another_when_the_work_of_a_peer_is(tmp_path: Path) -> None:
+    before = fingerprint(workload(tmp_path))
+    assert fingerprint(workload(tmp_path, measured=2)) == before
+    assert fingerprint(workload(tmp_path, recipe={"models": {"taught": 9}, "chunk": 64})) == before
+    assert fingerprint(workload(tmp_path, recipe={"models": {"taught": 7}, "chunk": 32})) != before
+    assert fingerprint(workload(tmp_path, epochs=4)) != before
+
+
+def test_a_workload_that_says_what_a_peer_needs_and_no_more_can_be_swept(tmp_path: Path) -> None:
+    bare = workload(tmp_path)
+    said = json.loads((bare / "spec.json").read_text())
+    (bare / "spec.json").write_text(json.dumps({name: said[name] for name in Spec.__dataclass_fields__}))
+    assert choose(sweep_of(bare), bare, cores=2).origin == "the fastest of 2 cells on a machine with 2 cores"
+
+
+def test_the_command_says_when_the_environment_is_missing(tmp_path: Path) -> None:
+    root = checkout(tmp_path / "checkout", "")
+    whole = command(tmp_path, Cell(4, 2, 1), checkout=root)
+    assert whole[1:] == [
+        str(root / "benchmarks/peer/trl_ppo.py"),
+        str(tmp_path),
+        *("--rollout-batch", "4", "--minibatches", "2", "--threads", "1"),
+    ]
+    (root / ".venv-peer/bin/python").unlink()
+    with pytest.raises(ConfigError, match="make bench-peer"):
+        command(tmp_path, Cell(4, 1, 1), checkout=root)
+
+
+def test_the_committed_sweep_can_be_read() -> None:
+    for found in Sweep.read(CHECKOUT / SWEEP).workloads.values():
+        assert found.best in {each.cell for each in found.cells}
+
+
+@pytest.mark.parametrize(
+    ("asked", "options"),
+    [
+        ("", "--layout shared --modes serial,chunk"),
+        ("--workload capped", "--layout shared --modes serial,chunk --workload capped"),
+        ("--modes chunk,fixed", "--layout shared --modes chunk,fixed"),
+        ("--modes=chunk --layout split", "--modes=chunk --layout split"),
+    ],
+)
+def test_the_command_of_the_makefile_is_told_each_option_once(asked: str, options: str) -> None:
+    dry = ["make", "--dry-run", "--no-print-directory", "bench-peer", f"BENCH={asked}"]
+    commands = subprocess.run(dry, cwd=CHECKOUT, check=True, capture_output=True, text=True).stdout
+    (line,) = [line for line in commands.splitlines() if "-m benchmarks" in line]
+    assert line.split()[1:] == ["-m", "benchmarks", "--peer", "trl", *options.split()]
