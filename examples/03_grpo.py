@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from oppo import FunctionReward, Overcommit, Prompt, Sampling, StepReport, Thread, TrainerSettings, grpo
 from oppo.hf import HfPolicy, HfTrainer, ReferenceLogprobs
+from oppo.losses import ClippedLoss
 
 SAMPLES = 8
 
@@ -41,7 +42,8 @@ async def train(steps: int = 12) -> list[StepReport]:
     reference = LlamaForCausalLM(actor.config)
     reference.load_state_dict(actor.state_dict())
     sampling = Sampling(max_new_tokens=16, stop=(1, 2), seed=1)
-    settings = TrainerSettings(learning_rate=2e-2, epochs=2, kl=0.01, kl_estimator="k3")
+    settings = TrainerSettings(learning_rate=2e-2, epochs=2)
+    loss = ClippedLoss(kl=0.01, kl_estimator="k3")
     prompts = [Prompt(n, n, np.arange(3 + n % 50, 8 + n % 50, dtype=np.int32)) for n in range(200)]
 
     with Thread("actor") as acting, Thread("reference") as scoring, Thread("trainer") as training:
@@ -49,7 +51,7 @@ async def train(steps: int = 12) -> list[StepReport]:
             policy=HfPolicy(actor, sampling=sampling, thread=acting),
             reward=FunctionReward(even, words),
             reference=ReferenceLogprobs(reference, sampling=sampling, thread=scoring),
-            trainer=HfTrainer(actor, sampling=sampling, thread=training, settings=settings),
+            trainer=HfTrainer(actor, sampling=sampling, thread=training, settings=settings, loss=loss),
             admission=Overcommit(batch=4, extra=1),
             samples=SAMPLES,
         )

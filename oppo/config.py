@@ -7,7 +7,6 @@ resolved file means the same wherever it lies.
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import tomllib
@@ -216,8 +215,12 @@ class SamplingSection(Section):
         return self
 
 
+OF_THE_LOSS = {"clip", "value_clip", "value_coefficient", "entropy_coefficient"}
+"""The keys of ``[trainer]`` that choose the loss; the others are the optimiser's."""
+
+
 class TrainerSection(Section):
-    """``[trainer]``: losses and optimiser (see :class:`oppo.training.TrainerSettings`)."""
+    """``[trainer]``: the loss and the optimiser (:class:`oppo.losses.PPOLoss`, :class:`oppo.TrainerSettings`)."""
 
     learning_rate: Positive = Field(default=3e-6, description="of AdamW, for the actor")
     critic_learning_rate: Positive | None = Field(
@@ -362,17 +365,13 @@ def resolve(document: Mapping[str, object], folder: Path) -> Settings:
 
 
 def trainer_settings(settings: Settings) -> TrainerSettings:
-    """Return what the trainer is built with; schedules span the run.
+    """Return how the trainer optimises; schedules span the run.
 
     Raises:
         ConfigError: the schedule and its warm-up do not go together.
     """
-    step, section = settings.step, settings.trainer.model_dump()
-    if section["value_clip"] == "none":
-        section["value_clip"] = math.inf
-    if step.kl_in == "loss":
-        section |= {"kl": step.kl, "kl_estimator": step.kl_estimator}
-    return TrainerSettings(**section, total_steps=settings.run.steps, correction=step.correction())
+    chosen = settings.trainer.model_dump(exclude=OF_THE_LOSS)
+    return TrainerSettings(**chosen, total_steps=settings.run.steps)
 
 
 def _text(path: Path) -> str:

@@ -52,6 +52,25 @@ def require_real(
         raise error(f"{name} must be at least {least:g}, not {value}")
 
 
+def require_range(
+    name: str,
+    value: float,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    error: type[Exception] = ValueError,
+) -> None:
+    """Accept a number that is ``at_least`` something, or ``above`` it.
+
+    Raises:
+        error: it is too small, or a NaN.
+    """
+    if at_least is not None and not value >= at_least:
+        raise error(f"{name} must be {at_least} or more, not {value}")
+    if above is not None and not value > above:
+        raise error(f"{name} must be more than {above}, not {value}")
+
+
 def require_numbers(
     record: DataclassInstance, *, infinite: Collection[str] = (), error: type[Exception] = ValueError
 ) -> None:

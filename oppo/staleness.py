@@ -30,16 +30,10 @@ update, bit for bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import Literal, TypeAlias, get_args
 
-import numpy as np
-from numpy.typing import NDArray
-
 from oppo.errors import ConfigError
-from oppo.events import BoolArray, FloatArray
 from oppo.numeric import require_numbers
 
 Denominator: TypeAlias = Literal["behaviour", "proximal"]
@@ -80,11 +74,6 @@ class Correction:
 
     Raises:
         ConfigError: a value is out of range: 1 must be neither truncated nor masked.
-
-    Example:
-        >>> one, twice = np.zeros(2, np.float32), np.log(np.array([1, 2], np.float32))
-        >>> Correction(weight="truncated", cap=1.5).weights(one, twice, np.ones(2, np.bool_), [2]).tolist()
-        [1.0, 0.75]
     """
 
     denominator: Denominator = "behaviour"
@@ -119,37 +108,3 @@ class Correction:
         """The mismatch within which a mask lets through."""
         low, high = TOKEN_BAND if self.level == "token" else SEQUENCE_BAND
         return low if self.low is None else self.low, high if self.high is None else self.high
-
-    def over(self, behaviour: FloatArray, proximal: FloatArray) -> FloatArray:
-        """Return the log-probs that the ratio is over: float32 [T]."""
-        return behaviour if self.denominator == "behaviour" else proximal
-
-    def weights(
-        self, behaviour: FloatArray, proximal: FloatArray, sampled: BoolArray, lengths: Sequence[int]
-    ) -> FloatArray:
-        """Return what each token weighs: float32 [T]; 0 where a mask leaves it out.
-
-        Args:
-            behaviour, proximal: float32 [T], log-probs of rollouts end to end.
-            sampled: bool [T]; other tokens have mismatch 1.
-            lengths: tokens of each rollout, T in all.
-        """
-        if self.weight == "none":
-            return np.ones(len(behaviour), np.float32)
-        log = np.where(sampled, proximal.astype(np.float64) - behaviour, 0.0)
-        if self.level == "sequence":
-            log = np.repeat(_means(log, sampled, lengths), lengths)
-        if self.weight == "truncated":
-            importance = np.minimum(log, math.log(self.cap))
-        else:
-            low, high = self.band
-            within = (log <= math.log(high)) & (log >= (math.log(low) if low else -math.inf))
-            importance = np.where(within, log, -math.inf)
-        return np.exp(importance if self.denominator == "proximal" else importance - log).astype(np.float32)
-
-
-def _means(x: NDArray[np.float64], sampled: BoolArray, lengths: Sequence[int]) -> NDArray[np.float64]:
-    """Return the mean of ``x`` over the sampled tokens of each rollout; 0 for one of which none was."""
-    bounds = [0, *accumulate(lengths)]
-    rows = [slice(first, last) for first, last in pairwise(bounds)]
-    return np.array([x[row].sum() / max(1, sampled[row].sum()) for row in rows])

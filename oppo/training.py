@@ -1,26 +1,23 @@
-"""What can be chosen about training; torch-free, so that a configuration can be checked without loading it."""
+"""What can be chosen about the optimisation; torch-free, so that a configuration can be checked without loading it."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Literal, TypeAlias, get_args
 
 from oppo.errors import ConfigError
-from oppo.estimators import KLEstimator
-from oppo.events import Batch
-from oppo.numeric import require_numbers
-from oppo.staleness import Correction
+from oppo.numeric import require_numbers, require_range
 
 Schedule: TypeAlias = Literal["constant", "constant_with_warmup", "linear", "cosine"]
 
-OF_THE_CRITIC = frozenset({"critic_learning_rate", "critic_warmup", "value_clip", "value_coefficient"})
+OF_THE_CRITIC = frozenset({"critic_learning_rate", "critic_warmup"})
 """The settings that mean nothing without a critic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSettings:
-    """How actor and critic are optimised; the defaults are TRL 1.12's, where it has any, but for four.
+    """How actor and critic are optimised, whatever the loss; the defaults are TRL 1.12's, where it has any, but four.
 
     ``eps`` is 1e-5 instead of 1e-8, as in most PPO (Huang et al. 2022, "The 37 implementation details of PPO", detail
     3): steps stay small while the second moments are. ``schedule`` is constant instead of linear, so that nothing
@@ -32,13 +29,6 @@ class TrainerSettings:
         critic_learning_rate: for the critic; the actor's when ``None``. A shared trunk has the actor's.
         epochs: passes over each batch.
         minibatches: optimizer steps in each pass.
-        clip: how far the probability ratio may move from 1 before its gradient ends.
-        value_clip: how far a value may move from its old one before its gradient ends; ``inf``: never.
-        value_coefficient: weight of the value loss in the sum of the losses.
-        entropy_coefficient: weight of the entropy of the next-token distributions, a bonus.
-        kl: weight of the KL to the reference in the loss; 0 where it is in the reward, or nowhere.
-        kl_estimator: estimator of that KL; ``k2`` has the right gradient, see :func:`oppo.losses.kl_loss`.
-        correction: how tokens that older weights sampled are learnt from.
         critic_warmup: the first updates, so many, train the critic only; of one that shares the actor's trunk, its
             head only.
         max_grad_norm: each model's gradient is scaled down to this norm; ``inf`` leaves it alone. The two models are
@@ -61,13 +51,6 @@ class TrainerSettings:
     critic_learning_rate: float | None = None
     epochs: int = 4
     minibatches: int = 1
-    clip: float = 0.2
-    value_clip: float = 0.2
-    value_coefficient: float = 0.1
-    entropy_coefficient: float = 0.0
-    kl: float = 0.0
-    kl_estimator: KLEstimator = "k2"
-    correction: Correction = field(default_factory=Correction)
     critic_warmup: int = 0
     max_grad_norm: float = 1.0
     weight_decay: float = 0.0
@@ -81,29 +64,22 @@ class TrainerSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        require_numbers(self, infinite=["value_clip", "max_grad_norm"], error=ConfigError)
+        require_numbers(self, infinite=["max_grad_norm"], error=ConfigError)
         for name in ("epochs", "minibatches", "micro_batch_tokens"):
-            _require(name, getattr(self, name), at_least=1)
+            require_range(name, getattr(self, name), at_least=1, error=ConfigError)
         for name in (
             "learning_rate",
-            "value_coefficient",
-            "entropy_coefficient",
-            "kl",
             "critic_warmup",
             "gradient_checkpointing",
             "weight_decay",
             "warmup_steps",
             "seed",
         ):
-            _require(name, getattr(self, name), at_least=0)
-        if self.kl_estimator not in get_args(KLEstimator):
-            raise ConfigError(
-                f"kl_estimator must be one of {', '.join(get_args(KLEstimator))}, not {self.kl_estimator!r}"
-            )
+            require_range(name, getattr(self, name), at_least=0, error=ConfigError)
         if self.critic_learning_rate is not None:
-            _require("critic_learning_rate", self.critic_learning_rate, at_least=0)
-        for name in ("clip", "value_clip", "max_grad_norm", "eps"):
-            _require(name, getattr(self, name), above=0)
+            require_range("critic_learning_rate", self.critic_learning_rate, at_least=0, error=ConfigError)
+        for name in ("max_grad_norm", "eps"):
+            require_range(name, getattr(self, name), above=0, error=ConfigError)
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"betas must both lie in [0, 1), not {self.betas}")
         self._require_schedule()
@@ -121,26 +97,6 @@ class TrainerSettings:
                     f"{each.name} = {chosen} is about a critic, and there is none: leave it out, or give the trainer a "
                     "critic"
                 )
-
-    def require_of(self, batch: Batch) -> None:
-        """Accept a batch that holds all that is learnt from.
-
-        Raises:
-            ConfigError: log-probs are missing from it; those that stand for them would make a KL to the policy itself,
-                and weights of 1.
-        """
-        if self.kl and not batch.has_reference:
-            raise ConfigError(
-                f"kl = {self.kl} in the loss is a KL to a reference, and the batch has no log-probs of one: give the "
-                "recipe reference=, for example oppo.hf.ReferenceLogprobs, or leave kl at 0"
-            )
-        if self.correction.asked and not batch.has_proximal:
-            chosen = f"denominator={self.correction.denominator!r}, weight={self.correction.weight!r}"
-            raise ConfigError(
-                f"correction = Correction({chosen}) needs the log-probs of stale tokens under the weights that are "
-                "about to be updated, and the batch has none: give the recipe proximal=, for example "
-                "oppo.hf.ProximalLogprobs, or leave the correction out"
-            )
 
     def _require_schedule(self) -> None:
         if self.schedule not in get_args(Schedule):
@@ -169,10 +125,3 @@ class TrainerSettings:
             return 1.0
         progress = min(1.0, (update - self.warmup_steps) / (self.total_steps - self.warmup_steps))
         return 1.0 - progress if self.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-
-
-def _require(name: str, value: float, *, at_least: float | None = None, above: float | None = None) -> None:
-    if at_least is not None and not value >= at_least:
-        raise ConfigError(f"{name} must be {at_least} or more, not {value}")
-    if above is not None and not value > above:
-        raise ConfigError(f"{name} must be more than {above}, not {value}")

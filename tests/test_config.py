@@ -12,6 +12,8 @@ import pytest
 
 from oppo.config import Settings, TrainerSection, load, resolve, trainer_settings
 from oppo.errors import ConfigError
+from oppo.hf.assemble import loss_of
+from oppo.losses import ClippedLoss, PPOLoss
 from oppo.models import Sampling
 from oppo.sections import Section
 from oppo.staleness import Correction
@@ -105,7 +107,7 @@ def test_grpo_has_its_kl_in_the_loss_unless_it_is_told_otherwise(tmp_path: Path)
     def placed(*overrides: str) -> tuple[str, str, float]:
         settings = loaded(tmp_path, "", *overrides)
         assert resolve(tomllib.loads(settings.toml()), Path("/elsewhere")) == settings
-        return settings.step.kl_in, settings.step.kl_estimator, trainer_settings(settings).kl
+        return settings.step.kl_in, settings.step.kl_estimator, loss_of(settings).kl
 
     assert placed("step.algorithm=grpo") == ("loss", "k3", 0.05)
     assert placed("step.algorithm=grpo", "step.kl_estimator=k2") == ("loss", "k2", 0.05)
@@ -308,19 +310,14 @@ def test_a_file_that_is_not_there_or_not_toml_is_a_sentence(tmp_path: Path) -> N
 
 def test_the_sections_mirror_what_they_configure() -> None:
     trainer = {field.name for field in dataclasses.fields(TrainerSettings)}
-    assert set(TrainerSection.model_fields) == trainer - {
-        "betas",
-        "eps",
-        "total_steps",
-        "kl",
-        "kl_estimator",
-        "correction",
-    }
+    loss = {field.name for field in dataclasses.fields(PPOLoss)}
+    of_a_step = {"kl", "kl_estimator", "correction"}
+    assert set(TrainerSection.model_fields) == trainer - {"betas", "eps", "total_steps"} | loss - of_a_step
     sampling = {field.name for field in dataclasses.fields(Sampling)}
     annotation = Settings.model_fields["sampling"].default
     assert set(type(annotation).model_fields) == sampling
-    defaults = TrainerSettings()
-    assert all(getattr(defaults, name) == value for name, value in TrainerSection().model_dump().items())
+    defaults = vars(PPOLoss()) | dataclasses.asdict(TrainerSettings())
+    assert all(defaults[name] == value for name, value in TrainerSection().model_dump().items())
 
 
 def test_a_schedule_spans_the_run(tmp_path: Path) -> None:
@@ -330,18 +327,24 @@ def test_a_schedule_spans_the_run(tmp_path: Path) -> None:
         trainer_settings(loaded(tmp_path, "[trainer]\nwarmup_steps = 4\n"))
 
 
-def test_a_kl_in_the_loss_and_values_without_a_clip_reach_the_trainer(tmp_path: Path) -> None:
+def test_a_kl_in_the_loss_and_values_without_a_clip_reach_the_loss(tmp_path: Path) -> None:
     text = '[step]\nkl_in = "loss"\nkl = 0.3\nkl_estimator = "k3"\n[trainer]\nvalue_clip = "none"\n'
-    chosen = trainer_settings(loaded(tmp_path, text))
+    chosen = loss_of(loaded(tmp_path, text))
+    assert isinstance(chosen, PPOLoss)
     assert (chosen.kl, chosen.kl_estimator, chosen.value_clip) == (0.3, "k3", math.inf)
-    assert trainer_settings(loaded(tmp_path)).kl == 0
+    assert loss_of(loaded(tmp_path)) == PPOLoss()
 
 
-def test_how_stale_tokens_are_learnt_from_reaches_the_trainer(tmp_path: Path) -> None:
+def test_an_algorithm_without_a_critic_has_a_loss_without_one(tmp_path: Path) -> None:
+    text = '[step]\nalgorithm = "rloo"\nsamples = 2\n[trainer]\nclip = 0.3\nentropy_coefficient = 0.01\n'
+    assert loss_of(loaded(tmp_path, text)) == ClippedLoss(clip=0.3, entropy_coefficient=0.01)
+
+
+def test_how_stale_tokens_are_learnt_from_reaches_the_loss(tmp_path: Path) -> None:
     text = '[step]\ndenominator = "proximal"\nweight = "mask_sequence"\nweight_high = 1.5\n'
-    chosen = trainer_settings(loaded(tmp_path, text)).correction
+    chosen = loss_of(loaded(tmp_path, text)).correction
     assert chosen == Correction(denominator="proximal", weight="mask", level="sequence", high=1.5)
     assert chosen.band == (0.9, 1.5)
     assert chosen.asked
-    assert not trainer_settings(loaded(tmp_path)).correction.asked
+    assert not loss_of(loaded(tmp_path)).correction.asked
     assert "step.weight_low" in refused(tmp_path, "[step]\nweight_low = 1.2\n")

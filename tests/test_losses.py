@@ -15,7 +15,7 @@ from oppo.estimators import KLEstimator, kl_estimate
 from oppo.losses import (
     SupportIndex,
     clipped_tokens,
-    entropy,
+    entropies,
     kl_loss,
     masked_mean,
     policy_loss,
@@ -69,14 +69,14 @@ def test_the_value_loss_and_its_gradient_equal_trl() -> None:
 def test_token_logprobs_and_entropy_equal_trl() -> None:
     logits = golden("logits")
     close(token_logprobs(logits, golden("tokens")), golden("token_logprobs"))
-    close(entropy(logits, torch.ones_like(MASK)), golden("token_entropy").mean())
+    close(entropies(logits).mean(), golden("token_entropy").mean())
 
 
 def test_the_temperature_divides_the_logits_and_zero_counts_as_one() -> None:
     logits, tokens = golden("logits"), golden("tokens")
     close(token_logprobs(logits, tokens, 0.5), token_logprobs(2 * logits, tokens))
     close(token_logprobs(logits, tokens, 0.0), token_logprobs(logits, tokens))
-    close(entropy(logits, MASK, 0.5), entropy(2 * logits, MASK))
+    close(entropies(logits, 0.5), entropies(2 * logits))
 
 
 @pytest.mark.parametrize("counts", [[3, 0, -2, 1, 4], [3, 1, 2], [-1, 0, -3], [0, 2]])
@@ -99,7 +99,7 @@ def test_over_a_support_log_probs_entropy_and_gradients_are_those_of_masked_logi
     spread = -(masked.exp() * masked.masked_fill(outside, 0)).sum(-1).mean()
     logprobs = token_logprobs(ours, tokens, temperature, support)
     close(logprobs, expected)
-    mean = entropy(ours, torch.ones(len(counts), dtype=torch.bool), temperature, support)
+    mean = entropies(ours, temperature, support).mean()
     close(mean, spread)
     (logprobs.sum() + mean).backward()
     (expected.sum() + spread).backward()

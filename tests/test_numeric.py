@@ -13,6 +13,7 @@ import pytest
 
 import oppo
 from oppo.liveness import Watchdog
+from oppo.losses import PPOLoss
 from oppo.numeric import require_numbers, require_real, require_whole
 from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_scalar, prompts
 
@@ -41,6 +42,7 @@ MADE: dict[str, Callable[..., object]] = {
     "Correction": oppo.Correction,
     "ScoreShaping": oppo.ScoreShaping,
     "TrainerSettings": oppo.TrainerSettings,
+    "PPOLoss": PPOLoss,
     "GAE": oppo.GAE,
     "Update": partial(oppo.Update, FakeTrainer()),
     "Generate": partial(oppo.Generate, FakePolicy(lambda _: 2), oppo.Synchronous(2)),
@@ -104,5 +106,6 @@ def test_what_stands_for_a_number_is_one() -> None:
     require_real("x", np.float32(0.5))
     require_real("x", 1)
     require_real("x", math.inf, infinite=True)
-    assert oppo.TrainerSettings(value_clip=math.inf, critic_learning_rate=None).value_clip == math.inf
+    assert oppo.TrainerSettings(max_grad_norm=math.inf, critic_learning_rate=None).max_grad_norm == math.inf
+    assert PPOLoss(value_clip=math.inf).value_clip == math.inf
     require_numbers(oppo.Sampling(max_new_tokens=np.int32(4)))  # type: ignore[arg-type]  # as it comes from an array

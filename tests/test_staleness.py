@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import product
 
 import numpy as np
 import pytest
+import torch
 from numpy.testing import assert_allclose
+from torch import Tensor
 
 from oppo.errors import ConfigError
-from oppo.events import FloatArray
+from oppo.events import BoolArray, FloatArray
+from oppo.losses import ClippedLoss, Input, Inputs, Whole, importance_weights
 from oppo.staleness import SEQUENCE_BAND, TOKEN_BAND, Correction, Denominator, Level, TokenWeight
 
 DENOMINATORS: tuple[Denominator, ...] = ("behaviour", "proximal")
@@ -29,18 +33,28 @@ ALL = np.ones(4, np.bool_)
 
 
 def weights(correction: Correction, lengths: tuple[int, ...] = (4,)) -> FloatArray:
-    return correction.weights(BEHAVIOUR, PROXIMAL, ALL, lengths)
+    return weighed(correction, BEHAVIOUR, PROXIMAL, ALL, lengths)
+
+
+def weighed(
+    correction: Correction, behaviour: FloatArray, proximal: FloatArray, sampled: BoolArray, lengths: Sequence[int]
+) -> FloatArray:
+    """Return the weights of the tokens of rollouts end to end."""
+    rows = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    given: dict[Input, Tensor] = {"behaviour": torch.from_numpy(behaviour), "proximal": torch.from_numpy(proximal)}
+    inputs = Inputs(torch.from_numpy(sampled), rows, torch.arange(len(lengths)), Whole(4, len(lengths), 1), given)
+    return importance_weights(correction, inputs).numpy()
 
 
 @pytest.mark.parametrize("correction", EVERY, ids=str)
-def test_tokens_of_the_current_version_weigh_one_and_keep_their_denominator(correction: Correction) -> None:
-    assert correction.weights(BEHAVIOUR, BEHAVIOUR, ALL, [1, 3]).tolist() == [1, 1, 1, 1]
-    assert correction.over(BEHAVIOUR, BEHAVIOUR) is BEHAVIOUR
+def test_tokens_of_the_current_version_weigh_one(correction: Correction) -> None:
+    assert weighed(correction, BEHAVIOUR, BEHAVIOUR, ALL, [1, 3]).tolist() == [1, 1, 1, 1]
 
 
 def test_the_ratio_is_over_what_was_chosen() -> None:
-    assert Correction().over(BEHAVIOUR, PROXIMAL) is BEHAVIOUR
-    assert Correction(denominator="proximal").over(BEHAVIOUR, PROXIMAL) is PROXIMAL
+    assert {"behaviour", "proximal"} & ClippedLoss().reads == {"behaviour"}
+    decoupled = ClippedLoss(correction=Correction(denominator="proximal"))
+    assert {"behaviour", "proximal"} & decoupled.reads == {"proximal"}
 
 
 @pytest.mark.parametrize(
@@ -61,7 +75,7 @@ def test_without_a_weight_every_token_weighs_one() -> None:
 def test_a_tokens_ratio_times_its_weight_does_not_depend_on_the_denominator(weight: TokenWeight) -> None:
     current = np.array([-1.1, -2.0, -2.5, -4.0])
     one, other = (
-        np.exp(current - chosen.over(BEHAVIOUR, PROXIMAL)) * weights(chosen)
+        np.exp(current - (BEHAVIOUR if chosen.denominator == "behaviour" else PROXIMAL)) * weights(chosen)
         for chosen in (Correction(weight=weight, denominator=denominator) for denominator in DENOMINATORS)
     )
     assert_allclose(one, other, rtol=1e-5)
@@ -78,8 +92,8 @@ def test_a_rollouts_weight_is_that_of_its_geometric_mean() -> None:
 def test_tokens_nobody_sampled_are_no_part_of_a_rollouts_mean() -> None:
     kept = Correction(weight="mask", level="sequence")
     sampled = np.array([True, False, False, False])
-    assert kept.weights(BEHAVIOUR, PROXIMAL, sampled, [4]).tolist() == [1, 1, 1, 1]
-    assert kept.weights(BEHAVIOUR, PROXIMAL, ~ALL, [4]).tolist() == [1, 1, 1, 1]
+    assert weighed(kept, BEHAVIOUR, PROXIMAL, sampled, [4]).tolist() == [1, 1, 1, 1]
+    assert weighed(kept, BEHAVIOUR, PROXIMAL, ~ALL, [4]).tolist() == [1, 1, 1, 1]
 
 
 def test_a_mask_without_a_band_of_its_own_has_that_of_its_level() -> None:
@@ -90,9 +104,9 @@ def test_a_mask_without_a_band_of_its_own_has_that_of_its_level() -> None:
 def test_a_mismatch_too_large_for_a_float_is_truncated_and_masked_all_the_same() -> None:
     far = BEHAVIOUR + np.float32(1_000)
     for denominator in DENOMINATORS:
-        truncated = Correction(weight="truncated", denominator=denominator).weights(BEHAVIOUR, far, ALL, [4])
+        truncated = weighed(Correction(weight="truncated", denominator=denominator), BEHAVIOUR, far, ALL, [4])
         assert truncated.tolist() == [2.0 if denominator == "proximal" else 0.0] * 4
-        assert not Correction(weight="mask", denominator=denominator).weights(BEHAVIOUR, far, ALL, [4]).any()
+        assert not weighed(Correction(weight="mask", denominator=denominator), BEHAVIOUR, far, ALL, [4]).any()
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 
 import pytest
 import torch
 from transformers import get_scheduler
 
 from oppo.errors import ConfigError
+from oppo.losses import PPOLoss
 from oppo.stages import GAE
 from oppo.training import Schedule, TrainerSettings
 
@@ -29,14 +31,11 @@ def test_the_schedules_are_those_of_transformers(schedule: Schedule) -> None:
     ("settings", "sentence"),
     [
         ({"epochs": 0}, "epochs must be 1 or more, not 0"),
-        ({"clip": 0.0}, "clip must be more than 0, not 0.0"),
         ({"learning_rate": -1.0}, "learning_rate must be 0 or more"),
         (
             {"critic_learning_rate": math.nan},
             "critic_learning_rate of TrainerSettings must be a finite number, not nan",
         ),
-        ({"entropy_coefficient": -0.1}, "entropy_coefficient must be 0 or more, not -0.1"),
-        ({"kl_estimator": "k4"}, "kl_estimator must be one of k1, k2, k3, not 'k4'"),
         ({"critic_warmup": -1}, "critic_warmup must be 0 or more"),
         ({"gradient_checkpointing": -1}, "gradient_checkpointing must be 0 or more"),
         ({"betas": (0.9, 1.0)}, r"betas must both lie in \[0, 1\)"),
@@ -51,9 +50,26 @@ def test_impossible_settings_are_refused(settings: dict[str, float], sentence: s
         TrainerSettings(**settings)  # type: ignore[arg-type] # the point of the test
 
 
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"clip": 0.0}, "clip must be more than 0, not 0.0"),
+        ({"clip": math.inf}, "clip of PPOLoss must be a finite number, not inf"),
+        ({"entropy_coefficient": -0.1}, "entropy_coefficient must be 0 or more, not -0.1"),
+        ({"kl": math.nan}, "kl of PPOLoss must be a finite number, not nan"),
+        ({"kl_estimator": "k4"}, "kl_estimator must be one of k1, k2, k3, not 'k4'"),
+        ({"value_clip": 0.0}, "value_clip must be more than 0, not 0.0"),
+        ({"value_coefficient": -1.0}, "value_coefficient must be 0 or more, not -1.0"),
+    ],
+)
+def test_an_impossible_loss_is_refused(settings: dict[str, float], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        PPOLoss(**settings)  # type: ignore[arg-type] # the point of the test
+
+
 def test_the_defaults_are_those_of_trl_but_for_the_exceptions_that_are_named() -> None:
     """The numbers are those of ``trl.experimental.ppo.PPOConfig`` in TRL 1.12.0, with the arguments it inherits."""
-    ours = TrainerSettings()
+    ours = vars(PPOLoss()) | asdict(TrainerSettings())
     same = {
         "learning_rate": 3e-6,
         "epochs": 4,  # num_ppo_epochs
@@ -67,8 +83,8 @@ def test_the_defaults_are_those_of_trl_but_for_the_exceptions_that_are_named() -
         "warmup_steps": 0,
     }
     theirs = {"eps": 1e-8, "schedule": "linear", "gradient_checkpointing": 1, "seed": 42}
-    assert {name: getattr(ours, name) for name in same} == same
-    assert {name for name in theirs if getattr(ours, name) != theirs[name]} == theirs.keys()
+    assert {name: ours[name] for name in same} == same
+    assert {name for name in theirs if ours[name] != theirs[name]} == theirs.keys()
     step = GAE()
     assert (step.gamma, step.lam, step.kl, step.kl_estimator) == (1.0, 0.95, 0.05, "k1")
     assert not step.whiten_rewards

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -31,6 +32,7 @@ from oppo.hf.scorers import ReferenceLogprobs, RewardModel, ValueModel
 from oppo.hf.text import Text
 from oppo.hf.trainer import HfTrainer
 from oppo.hf.trunk import value_model_on
+from oppo.losses import ClippedLoss, PPOLoss
 from oppo.models import Sampling, Scorer
 from oppo.observe import Span, SpanListener
 from oppo.placement import Hosting
@@ -238,6 +240,7 @@ def _assembled(
             sampling=sampling,
             thread=ModelThread(places.training, _TRAINER, _TRAINING),
             settings=trainer_settings(settings),
+            loss=loss_of(settings),
         ),
         text=text,
         sampling=sampling,
@@ -284,6 +287,20 @@ def _proximal(
         exact=settings.run.exact,
         on_publish=settings.step.on_publish,
     )
+
+
+def loss_of(settings: Settings) -> ClippedLoss:
+    """Return what is minimised; of a critic's loss nothing where there is none."""
+    step, trainer = settings.step, settings.trainer
+    policy = ClippedLoss(
+        clip=trainer.clip, entropy_coefficient=trainer.entropy_coefficient, correction=step.correction()
+    )
+    if step.kl_in == "loss":
+        policy = replace(policy, kl=step.kl, kl_estimator=step.kl_estimator)
+    if not settings.has_critic:
+        return policy
+    value_clip = math.inf if trainer.value_clip == "none" else trainer.value_clip
+    return PPOLoss(**vars(policy), value_clip=value_clip, value_coefficient=trainer.value_coefficient)
 
 
 def _function(settings: Settings, text: Text, tell: Callable[[str], None]) -> FunctionReward | None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from oppo.hf.packing import MicroBatch
-from oppo.losses import clipped_tokens
+from oppo.losses import Evaluated
 
 LAGS = ("0", "1", "2plus")
 """Tokens are counted by how many updates the weights have had since."""
@@ -22,28 +22,29 @@ class Drift:
 
     Args:
         version: of the weights that the update begins with.
-        clip: half-width of the band in which the ratio may move.
 
     Attributes:
         opening: whether no optimizer step has been made since the update began.
     """
 
-    def __init__(self, version: int, clip: float) -> None:
+    def __init__(self, version: int) -> None:
         self._version = version
-        self._clip = clip
         self.opening = True
+        self._clips = False
         self._by_lag: list[Tensor] = []
         self._mismatch: list[Tensor] = []
 
     @torch.no_grad()
-    def add(self, part: MicroBatch, logprobs: Tensor) -> None:
-        """Take some tokens and their current log-probs, float32 [T]."""
-        clipped = clipped_tokens(logprobs, part.denominator, part.advantages, part.mask, self._clip)
+    def add(self, part: MicroBatch, logprobs: Tensor, evaluated: Evaluated) -> None:
+        """Take some tokens, their current log-probs, float32 [T], and what the loss says of them."""
         lag = (self._version - part.versions).clamp(0, len(LAGS) - 1)
         mine = (lag == torch.arange(len(LAGS), device=lag.device)[:, None]) & part.mask  # [L, T]
+        clipped = torch.zeros_like(part.mask) if evaluated.clipped is None else evaluated.clipped
+        self._clips = evaluated.clipped is not None
         self._by_lag.append(torch.stack((mine.sum(1), (mine & clipped).sum(1))))
         if self.opening:
-            log = torch.where(part.mask, logprobs - part.logprobs, torch.zeros_like(logprobs)).double()
+            weights = torch.ones_like(logprobs) if evaluated.weights is None else evaluated.weights
+            log = torch.where(part.mask, logprobs - part.behaviour, torch.zeros_like(logprobs)).double()
             stale, current, ratio = mine[1:].any(0), mine[0], log.exp()
             divergence = torch.expm1(log) - log
             sums = (
@@ -53,15 +54,16 @@ class Drift:
                 current.sum(),
                 (part.mask * ratio).sum(),
                 (part.mask * ratio.square()).sum(),
-                (part.mask * part.weights).sum(),
-                (part.mask & (part.weights == 0)).sum(),
+                (part.mask * weights).sum(),
+                (part.mask & (weights == 0)).sum(),
             )
             self._mismatch.append(torch.stack([one.double() for one in sums]))
 
     def metrics(self) -> dict[str, float]:
         """Return what was seen, under the names of ``metrics.jsonl``.
 
-        ``policy/clipfrac_lag_k``: share of the tokens of that lag whose loss was clipped, where there are any.
+        ``policy/clipfrac_lag_k``: share of the tokens of that lag whose loss was clipped, where there are any, and the
+        loss clips.
         ``mismatch/kl``: KL(behaviour || proximal), nats a token, by Schulman's k3 over stale tokens; 0 where there are
         none. ``mismatch/kl_current``: the same over tokens of the current version: what decoding and training compute
         differently, and what keys and values kept from older weights do. ``mismatch/ess``: effective sample size of the
@@ -74,7 +76,7 @@ class Drift:
         told = {
             f"policy/clipfrac_lag_{lag}": hit / count
             for lag, count, hit in zip(LAGS, counted, clipped, strict=True)
-            if count
+            if count and self._clips
         }
         stale_kl, stale, current_kl, current, total, squares, weight, masked = (
             torch.stack(self._mismatch).sum(0).tolist()

@@ -19,7 +19,12 @@ def overhead_on(device: torch.device) -> int:
 
 
 def cheapest_groups(
-    lengths: Sequence[int], rows: Iterable[int], *, overhead: int, budget: float = math.inf
+    lengths: Sequence[int],
+    rows: Iterable[int],
+    *,
+    overhead: int,
+    budget: float = math.inf,
+    counts: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """Return ``rows`` in groups that together cost least, where a group costs its longest row for each of its rows.
 
@@ -31,13 +36,15 @@ def cheapest_groups(
         rows: those to be grouped.
         overhead: what a group costs besides, in tokens.
         budget: tokens of a group at most, padding included.
+        counts: of all rows, how many each stands for; 1 unless given.
     """
     order = sorted(rows, key=lambda row: (-lengths[row], row))
     widths = np.array([lengths[row] for row in order], np.float64)
+    before = np.cumsum([0, *(1 if counts is None else counts[row] for row in order)])
     costs = np.zeros(len(order) + 1)  # of the cheapest way to read so many of the longest rows
     starts = [0] * (len(order) + 1)  # where the last group of that way begins
     for end in range(1, len(order) + 1):
-        sizes = np.arange(end, 0, -1) * widths[:end]  # of the group from each of these rows on
+        sizes = (before[end] - before[:end]) * widths[:end]  # of the group from each of these rows on
         sizes[:-1][sizes[:-1] > budget] = np.inf
         starts[end] = int(np.argmin(costs[:end] + sizes))
         costs[end] = costs[starts[end]] + sizes[starts[end]] + overhead

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from oppo.events import Batch
-from oppo.losses import SupportIndex
-from oppo.staleness import Correction
+from oppo.events import Batch, FloatArray
+from oppo.hf.grouping import cheapest_groups, overhead_on
+from oppo.losses import Input, SupportIndex, Unit
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,10 +30,10 @@ class MicroBatch:
         row, column: int64 [T], where in an [n, K, ...] output each response token was predicted.
         tokens: int64 [T].
         mask: bool [T], true for the tokens that are trained.
-        logprobs, reference, values, advantages, returns: float32 [T], as they came with the batch.
+        groups: int64 [n], the group of each row.
         versions: int64 [T].
-        denominator: float32 [T], the log-probs that the policy's ratio is over.
-        weights: float32 [T], what each token's policy loss is multiplied with.
+        behaviour: float32 [T], as it came with the batch.
+        given: what else was asked for, as it came with the batch: float32 [T], or [n] where it is of rows.
         support: where the ids lie from which the T tokens were drawn; ``None`` if that was the whole vocabulary.
     """
 
@@ -44,14 +45,10 @@ class MicroBatch:
     column: Tensor
     tokens: Tensor
     mask: Tensor
-    logprobs: Tensor
-    reference: Tensor
-    values: Tensor
-    advantages: Tensor
-    returns: Tensor
+    groups: Tensor
     versions: Tensor
-    denominator: Tensor
-    weights: Tensor
+    behaviour: Tensor
+    given: Mapping[Input, Tensor]
     support: SupportIndex | None
 
 
@@ -60,10 +57,37 @@ def trainable(batch: Batch) -> NDArray[np.int64]:
     return np.array([r for r, tokens in enumerate(batch.rows()) if batch.sampled[tokens].any()], np.int64)
 
 
-def minibatches(rows: NDArray[np.int64], count: int, key: Sequence[int]) -> Iterator[NDArray[np.int64]]:
-    """Yield one epoch of ``rows``, shuffled by ``key``, in ``count`` parts of nearly equal size; none is empty."""
-    shuffled = np.random.default_rng(key).permutation(rows)
-    yield from (part for part in np.array_split(shuffled, count) if len(part))
+def units(batch: Batch, unit: Unit) -> list[list[int]]:
+    """Return the trainable rows of the batch, each with those that it may not be parted from, in admission order."""
+    rows = trainable(batch).tolist()
+    if unit != "group":
+        return [[row] for row in rows]
+    groups = dict[int, list[int]]()
+    for row in rows:
+        groups.setdefault(batch.responses[row].prompt.group, []).append(row)
+    return list(groups.values())
+
+
+def minibatches(whole: Sequence[list[int]], count: int, key: Sequence[int]) -> Iterator[list[list[int]]]:
+    """Yield one epoch of units, shuffled by ``key``, in ``count`` parts of nearly equal size; none is empty."""
+    shuffled = np.random.default_rng(key).permutation(len(whole))
+    yield from ([whole[each] for each in part] for part in np.array_split(shuffled, count) if len(part))
+
+
+def micro_batches(batch: Batch, whole: Sequence[list[int]], device: torch.device, budget: int) -> Iterator[list[int]]:
+    """Yield the rows of ``whole`` units in groups, each of them one forward pass on ``device``, the longest first.
+
+    Args:
+        batch: of the rows.
+        whole: rows that stay together.
+        device: of the models.
+        budget: tokens of a pass at most, padding included; a longer unit gets a pass of its own.
+    """
+    whole, read = sorted(whole), read_lengths(batch)  # of units of one length the earlier comes first
+    longest, counts = [max(read[row] for row in unit) for unit in whole], [len(unit) for unit in whole]
+    overhead = overhead_on(device)
+    for group in cheapest_groups(longest, range(len(whole)), overhead=overhead, budget=budget, counts=counts):
+        yield list(chain.from_iterable(whole[each] for each in group))
 
 
 def read_lengths(batch: Batch) -> list[int]:
@@ -71,9 +95,8 @@ def read_lengths(batch: Batch) -> list[int]:
     return [len(response.prompt.tokens) + len(response) - 1 for response in batch.responses]
 
 
-def pack(batch: Batch, rows: Sequence[int], device: torch.device, correction: Correction | None = None) -> MicroBatch:
-    """Return the given rows of the batch as one forward pass on ``device``; plain PPO where nothing is corrected."""
-    correction = correction or Correction()
+def pack(batch: Batch, rows: Sequence[int], device: torch.device, asked: Collection[Input] = ()) -> MicroBatch:
+    """Return the given rows of the batch as one forward pass on ``device``, with what of it is ``asked`` and there."""
     prompts = [batch.responses[r].prompt.tokens for r in rows]
     every = batch.rows()
     spans = [every[r] for r in rows]
@@ -88,8 +111,6 @@ def pack(batch: Batch, rows: Sequence[int], device: torch.device, correction: Co
     taken = np.concatenate([np.arange(span.start, span.stop) for span in spans])
     columns = [np.arange(length) + len(prompt) - 1 - first for prompt, length in zip(prompts, lengths, strict=True)]
 
-    behaviour, proximal, sampled = batch.logprobs[taken], batch.proximal[taken], batch.sampled[taken]
-
     def tensor(array: NDArray[np.generic]) -> Tensor:
         return torch.tensor(array, device=device)
 
@@ -101,14 +122,30 @@ def pack(batch: Batch, rows: Sequence[int], device: torch.device, correction: Co
         row=tensor(np.repeat(np.arange(len(rows)), lengths)),
         column=tensor(np.concatenate(columns)),
         tokens=tensor(batch.tokens[taken].astype(np.int64)),
-        mask=tensor(sampled),
-        logprobs=tensor(behaviour),
-        reference=tensor(batch.reference[taken]),
-        values=tensor(batch.values[taken]),
-        advantages=tensor(batch.advantages[taken]),
-        returns=tensor(batch.returns[taken]),
+        mask=tensor(batch.sampled[taken]),
+        groups=tensor(np.array([batch.responses[r].prompt.group for r in rows], np.int64)),
         versions=tensor(batch.versions[taken].astype(np.int64)),
-        denominator=tensor(correction.over(behaviour, proximal)),
-        weights=tensor(correction.weights(behaviour, proximal, sampled, lengths)),
+        behaviour=tensor(batch.logprobs[taken]),
+        given={
+            name: tensor(column[list(rows) if name == "scores" else taken])
+            for name, column in _columns(batch).items()
+            if name in asked
+        },
         support=SupportIndex.of(batch.support(rows), device),
     )
+
+
+def _columns(batch: Batch) -> dict[Input, FloatArray]:
+    """Return what a batch holds for losses; what only stands for something else is left out."""
+    columns: dict[Input, FloatArray] = {
+        "behaviour": batch.logprobs,
+        "advantages": batch.advantages,
+        "old_values": batch.values,
+        "returns": batch.returns,
+        "scores": batch.scores,
+    }
+    if batch.has_proximal:
+        columns["proximal"] = batch.proximal
+    if batch.has_reference:
+        columns["reference"] = batch.reference
+    return columns

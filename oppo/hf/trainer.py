@@ -1,18 +1,20 @@
-"""PPO on transformers models, through accelerate.
+"""Training transformers models, through accelerate, on a loss of which nothing else is known here.
 
 One update::
 
-    batch ── epochs x minibatches ──> rows ── by length, within a token budget ──> micro-batches
+    batch ── epochs x minibatches ──> units ── by length, within a token budget ─> micro-batches
                   │                                                                   │ forward, loss, backward
                   └── clip, optimizer step (or none, where something is not finite) <─┘
 
-A mean is taken over the sampled tokens of a whole minibatch, so how it is cut into micro-batches does not change its
-gradient. Dropout is off for the models' whole life: they may be serving rollouts at any time.
+A loss divides by the size of a whole minibatch, and its units (a token, a row, the rows of a group) are never split, so
+how a minibatch is cut into micro-batches does not change its gradient. Dropout is off for the models' whole life: they
+may be serving rollouts at any time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -21,7 +23,6 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -30,16 +31,17 @@ from oppo.errors import ConfigError
 from oppo.events import Batch
 from oppo.hf.actor_critic import ActorCritic, require_value_head, trained
 from oppo.hf.drift import Drift
-from oppo.hf.grouping import cheapest_groups, overhead_on
 from oppo.hf.load import quiet
 from oppo.hf.lora import merged
 from oppo.hf.master import MasterWeights
-from oppo.hf.packing import MicroBatch, minibatches, pack, read_lengths, trainable
+from oppo.hf.optimizer import adamw, scale_learning_rates
+from oppo.hf.packing import MicroBatch, micro_batches, minibatches, pack, units
 from oppo.hf.precision import require_trainable
 from oppo.hf.recompute import recompute
-from oppo.hf.tally import Measured, Tally
+from oppo.hf.tally import Tally
 from oppo.hf.training_state import read_training, write_training
-from oppo.losses import entropy, kl_loss, policy_loss, token_logprobs, value_loss
+from oppo.losses import Evaluated, Input, Inputs, Loss, Whole, default_loss, entropies, token_logprobs
+from oppo.losses.protocol import require_inputs, require_loss
 from oppo.models import Follower, Sampling, Trained, Weights
 from oppo.placement import Thread
 from oppo.training import TrainerSettings
@@ -51,10 +53,9 @@ R = TypeVar("R")
 
 
 class HfTrainer:
-    """Trains a causal language model, and its critic if it has one, with PPO; implements :class:`oppo.models.Trainer`.
+    """Trains a causal language model, and its critic if it has one; implements :class:`oppo.models.Trainer`.
 
-    The metrics carry TRL's names, with two differences in meaning: means are over sampled tokens only, and
-    ``val/ratio_var``, the variance of the minibatches' mean ratios, is 0 where there is one minibatch.
+    The metrics are those of the loss, how far stale tokens had drifted, and the work done.
 
     Weights of fewer bits than float32 are trained through float32 copies, see :mod:`oppo.hf.master`.
 
@@ -71,12 +72,14 @@ class HfTrainer:
             the tokens, as their support.)
         thread: where updates run.
         settings: everything about the optimisation.
+        loss: what is minimised; unless given, PPO's: :class:`oppo.losses.PPOLoss` where there is a critic, else
+            :class:`oppo.losses.ClippedLoss`.
 
     Attributes:
         micro_batches: how many have been read and taken back; it grows while an update goes on.
 
     Raises:
-        ConfigError: there is no critic, but settings that are about one.
+        ConfigError: there is no critic, but settings or a loss that are about one; or one, and no loss for it.
         ModelRefused: the critic has no single-label ``score`` head, a model has nothing to train or to recompute or is
             in float16.
     """
@@ -89,8 +92,12 @@ class HfTrainer:
         sampling: Sampling,
         thread: Thread,
         settings: TrainerSettings | None = None,
+        loss: Loss | None = None,
     ) -> None:
         self.settings = settings or TrainerSettings()
+        self.loss = loss or default_loss(critic=critic is not None)
+        self._asked = self.loss.reads | self.loss.measures
+        require_loss(self.loss, critic=critic is not None)
         if critic is None:
             self.settings.require_no_critic()
         else:
@@ -115,15 +122,9 @@ class HfTrainer:
         learnt = [trained(actor, "actor")] + ([] if critic is None else [trained(critic, "critic", but=actor)])
         self._masters = MasterWeights(parameter for part in learnt for parameter in part)
         self._weights = [[self._masters.of(parameter) for parameter in part] for part in learnt]
-        rate, critic_rate = self.settings.learning_rate, self.settings.critic_learning_rate
-        rates = rate, rate if critic_rate is None else critic_rate
-        optimizer = torch.optim.AdamW(
-            [group for part, peak in zip(self._weights, rates, strict=False) for group in self._groups(part, peak)],
-            betas=self.settings.betas,
-            eps=self.settings.eps,
-            fused=True,
+        self._models, self._optimizer = self._accelerator.prepare(
+            ActorCritic(actor, critic), adamw(self.settings, self._weights)
         )
-        self._models, self._optimizer = self._accelerator.prepare(ActorCritic(actor, critic), optimizer)
         self._version = 0
         self._restored = 0
         self._episodes = 0
@@ -146,10 +147,10 @@ class HfTrainer:
         ``skipped``, each once, and in ``nonfinite`` where no other minibatch trained them.
 
         Raises:
-            ConfigError: the settings ask for log-probs that the batch does not have, or another ``Accelerator`` of the
+            ConfigError: the loss reads log-probs that the batch does not have, or another ``Accelerator`` of the
                 process accumulates gradients.
         """
-        self.settings.require_of(batch)
+        require_inputs(self.loss, batch)
         return await self._thread.call("update", self._update, batch)
 
     async def publish(self, *followers: Follower) -> None:
@@ -214,26 +215,28 @@ class HfTrainer:
         return {name: self._masters.of(parameter) for name, parameter in named if parameter.requires_grad}
 
     def _update(self, batch: Batch) -> Trained:
-        rate = self._set_learning_rates()
-        tally = Tally(Drift(self._version, self.settings.clip), has_reference=batch.has_reference)
+        factor = self.settings.learning_rate_factor(self._version)
+        scale_learning_rates(self._optimizer, factor)
+        counts = self._counts(batch) | {"lr": self.settings.learning_rate * factor}
+        tally = Tally(self.loss, Drift(self._version))
         try:
-            for rows in self._minibatches(batch):
-                self._step(batch, rows, tally)
+            for whole in self._minibatches(batch):
+                self._step(batch, whole, tally)
         finally:  # what a failed update has accumulated must not reach the next one
             self._clear_gradients()
         self._version += 1
         self._episodes += len(batch)
         skipped = tuple(rollout for rollout in batch.rollouts if rollout in tally.skipped)
         return Trained(
-            metrics=tally.metrics() | self._counts(batch) | {"lr": rate, "episode": float(self._episodes)},
+            metrics=tally.metrics() | counts | {"episode": float(self._episodes)},
             nonfinite=tuple(rollout for rollout in skipped if rollout not in tally.stepped),
             skipped=skipped,
         )
 
-    def _minibatches(self, batch: Batch) -> Iterator[NDArray[np.int64]]:
-        rows = trainable(batch)
+    def _minibatches(self, batch: Batch) -> Iterator[list[list[int]]]:
+        whole = units(batch, self.loss.unit)
         for epoch in range(self.settings.epochs):
-            yield from minibatches(rows, self.settings.minibatches, (self.settings.seed, self._version, epoch))
+            yield from minibatches(whole, self.settings.minibatches, (self.settings.seed, self._version, epoch))
 
     def _require_every_step(self) -> None:
         """Raise where accelerate, whose state is the process's, would divide losses or leave optimizer steps out."""
@@ -245,27 +248,27 @@ class HfTrainer:
                 "gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1), or train in another process"
             )
 
-    def _step(self, batch: Batch, rows: NDArray[np.int64], tally: Tally) -> None:
+    def _step(self, batch: Batch, whole: list[list[int]], tally: Tally) -> None:
         self._require_every_step()
-        spans = batch.rows()
-        total = float(sum(int(batch.sampled[spans[r]].sum()) for r in rows))
+        rows = list(chain.from_iterable(whole))
+        size, device = Whole.of(batch, rows), self._actor.device
         parts: list[Tensor] = []
-        device, budget = self._actor.device, self.settings.micro_batch_tokens
-        for group in cheapest_groups(read_lengths(batch), rows.tolist(), overhead=overhead_on(device), budget=budget):
-            part = pack(batch, group, device, self.settings.correction)
-            parts.append(self._backward(part, total, tally.drift))
-            tally.micro_batches += 1
+        names: tuple[str, ...] = ()
+        for group in micro_batches(batch, whole, device, self.settings.micro_batch_tokens):
+            part = pack(batch, group, device, self._asked)
+            evaluated = self._backward(part, size, tally.drift)
+            names = tuple(evaluated.measured)
+            parts.append(torch.stack((*evaluated.measured.values(), evaluated.loss)).detach())
+            tally.read(part)
             self.micro_batches += 1
-            tally.padding += part.padding
-            tally.read += part.ids.numel()
         tally.drift.opening = False
-        measured = Measured(*torch.stack(parts).sum(0).tolist())
+        *measured, loss = torch.stack(parts).sum(0).tolist()
         norms = tuple(self._clip(part) for part in self._weights)
         rollouts = {batch.responses[r].prompt.rollout for r in rows}
-        if np.isfinite((measured.policy, measured.value, *norms)).all():
+        if np.isfinite((loss, *norms)).all():
             self._optimizer.step()
             self._masters.write_back()
-            tally.measured.append(measured)
+            tally.measured.append(dict(zip(names, measured, strict=True)))
             tally.norms.append(norms)
             tally.stepped |= rollouts
         else:
@@ -273,36 +276,25 @@ class HfTrainer:
             tally.skipped |= rollouts
         self._clear_gradients()
 
-    def _backward(self, part: MicroBatch, total: float, drift: Drift) -> Tensor:
-        """Add the gradient of a part of ``total`` tokens; return what it adds to ``Measured``: float32 [8] or [6]."""
-        settings, temperature = self.settings, self._sampling.temperature
-        actor_learns = self._version >= settings.critic_warmup
-        logits, values = self._models(part, actor_learns=actor_learns)
-        logprobs = token_logprobs(logits, part.tokens, temperature, part.support)
-        policy = policy_loss(
-            logprobs, part.denominator, part.advantages, part.mask, settings.clip, weights=part.weights, total=total
-        )
-        drift.add(part, logprobs)
-        value = (
-            value_loss(values, part.values, part.returns, part.mask, settings.value_clip, total=total)
-            if values is not None
-            else None
-        )
-        bonus = settings.entropy_coefficient
-        spread = entropy(logits if bonus else logits.detach(), part.mask, temperature, part.support, total=total)
-        kl = kl_loss(logprobs, part.reference, part.mask, settings.kl_estimator, total=total)
-        told = [policy.loss.detach(), policy.approxkl, policy.clipfrac, spread.detach(), policy.ratio, kl.detach()]
-        losses = [policy.loss] if actor_learns else []
-        if value is not None:
-            losses.append(settings.value_coefficient * value.loss)
-            told += [value.loss.detach(), value.clipfrac]
-        if actor_learns and bonus:
-            losses.append(-bonus * spread)
-        if actor_learns and settings.kl:
-            losses.append(settings.kl * kl)
-        self._accelerator.backward(sum(losses[1:], losses[0]))
+    def _backward(self, part: MicroBatch, size: Whole, drift: Drift) -> Evaluated:
+        """Add the gradient of a part of a minibatch; return what the loss says of it."""
+        said = self._said(part)
+        given = {name: tensor if name in self.loss.reads else tensor.detach() for name, tensor in said.items()}
+        evaluated = self.loss(Inputs(part.mask, part.row, part.groups, size, {**part.given, **given}))
+        drift.add(part, said["logprobs"], evaluated)
+        self._accelerator.backward(evaluated.loss)
         self._masters.collect()
-        return torch.stack(told)
+        return evaluated
+
+    def _said(self, part: MicroBatch) -> dict[Input, Tensor]:
+        """Return what the models say of each token, as far as it is asked for: float32 [T]; log-probs in any case."""
+        logits, values = self._models(part, actor_learns=self._version >= self.settings.critic_warmup)
+        temperature = self._sampling.temperature
+        said: dict[Input, Tensor] = {"logprobs": token_logprobs(logits, part.tokens, temperature, part.support)}
+        if "entropies" in self._asked:
+            spread = logits if "entropies" in self.loss.reads else logits.detach()
+            said["entropies"] = entropies(spread, temperature, part.support)
+        return said if values is None else {**said, "values": values}
 
     def _clip(self, weights: list[nn.Parameter]) -> float:
         return float(self._accelerator.clip_grad_norm_(weights, self.settings.max_grad_norm))
@@ -310,21 +302,6 @@ class HfTrainer:
     def _clear_gradients(self) -> None:
         self._optimizer.zero_grad()
         self._masters.clear()
-
-    def _groups(self, weights: list[nn.Parameter], rate: float) -> list[dict[str, object]]:
-        matrices = [parameter for parameter in weights if parameter.ndim >= 2]
-        vectors = [parameter for parameter in weights if parameter.ndim < 2]
-        return [
-            {"params": parameters, "lr": rate, "peak": rate, "weight_decay": decay}
-            for parameters, decay in ((matrices, self.settings.weight_decay), (vectors, 0.0))
-            if parameters
-        ]
-
-    def _set_learning_rates(self) -> float:
-        factor = self.settings.learning_rate_factor(self._version)
-        for group in self._optimizer.param_groups:
-            group["lr"] = group["peak"] * factor
-        return self.settings.learning_rate * factor
 
     def _counts(self, batch: Batch) -> dict[str, float]:
         end = self._sampling.stop[:1]

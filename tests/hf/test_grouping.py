@@ -11,15 +11,17 @@ from oppo.hf.grouping import cheapest_groups
 
 
 @given(
-    st.lists(st.integers(1, 30), max_size=9),
+    st.lists(st.tuples(st.integers(1, 30), st.integers(1, 3)), max_size=9),
     st.integers(1, 60),
     st.integers(0, 40),
 )
 def test_no_other_way_to_read_neighbours_within_the_budget_costs_less(
-    lengths: list[int], budget: int, overhead: int
+    rows_of: list[tuple[int, int]], budget: int, overhead: int
 ) -> None:
+    lengths, counts = [length for length, _ in rows_of], [count for _, count in rows_of]
+
     def cost(groups: Iterable[Sequence[int]]) -> float:
-        sizes = [len(group) * max(lengths[row] for row in group) for group in groups]
+        sizes = [sum(counts[row] for row in group) * max(lengths[row] for row in group) for group in groups]
         alone = [len(group) == 1 for group in groups]
         fits = all(size <= budget or single for size, single in zip(sizes, alone, strict=True))
         return sum(sizes) + overhead * len(sizes) if fits else math.inf
@@ -31,7 +33,7 @@ def test_no_other_way_to_read_neighbours_within_the_budget_costs_less(
             for rest in every_way(rows[size:]):
                 yield [rows[:size], *rest]
 
-    groups = cheapest_groups(lengths, range(len(lengths)), overhead=overhead, budget=budget)
+    groups = cheapest_groups(lengths, range(len(lengths)), overhead=overhead, budget=budget, counts=counts)
     longest_first = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     assert [row for group in groups for row in group] == longest_first
     assert cost(groups) == min(cost(way) for way in every_way(longest_first))

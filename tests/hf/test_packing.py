@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import pytest
 import torch
 
 from oppo.events import Batch, Prompt, Response
-from oppo.hf.packing import minibatches, pack, trainable
+from oppo.hf.packing import micro_batches, minibatches, pack, trainable, units
+from oppo.losses import Input
 from oppo.support import Support
 
 LENGTHS = ((3, 5), (9, 1), (1, 4))
@@ -23,13 +25,14 @@ def batch() -> Batch:
         ids = 100 * (r + 1) + np.arange(prompt + response, dtype=np.int32)
         zeros = np.zeros(response, np.float32)
         masks = np.full(response, r != 1)
-        rows.append(Response(Prompt(r, r, ids[:prompt]), ids[prompt:], zeros, np.zeros(response, np.int32), masks))
+        prompted = Prompt(r, r, ids[:prompt], group=7 if r != 1 else 8)
+        rows.append(Response(prompted, ids[prompt:], zeros, np.zeros(response, np.int32), masks))
     tokens = np.concatenate([row.tokens for row in rows])
     numbered = np.arange(len(tokens), dtype=np.float32)
     return Batch(
         responses=tuple(rows),
         reasons=tuple("length" for _ in rows),
-        scores=np.zeros(len(rows), np.float32),
+        scores=np.arange(len(rows), dtype=np.float32),
         offsets=np.cumsum([0, *map(len, rows)]),
         tokens=tokens,
         versions=np.zeros(len(tokens), np.int32),
@@ -52,12 +55,24 @@ def test_every_response_token_is_predicted_from_the_token_before_it() -> None:
 
 
 def test_what_belongs_to_a_token_travels_with_it() -> None:
-    packed = pack(batch(), [2, 0], torch.device("cpu"))
-    assert packed.logprobs.tolist() == [6, 7, 8, 9, 0, 1, 2, 3, 4]
-    assert torch.equal(packed.values, packed.logprobs + 100)
-    assert torch.equal(packed.advantages, packed.logprobs + 200)
-    assert torch.equal(packed.returns, packed.logprobs + 300)
+    asked: list[Input] = ["old_values", "advantages", "returns", "scores"]
+    packed = pack(batch(), [2, 0], torch.device("cpu"), asked)
+    assert packed.behaviour.tolist() == [6, 7, 8, 9, 0, 1, 2, 3, 4]
+    assert torch.equal(packed.given["old_values"], packed.behaviour + 100)
+    assert torch.equal(packed.given["advantages"], packed.behaviour + 200)
+    assert torch.equal(packed.given["returns"], packed.behaviour + 300)
+    assert packed.given["scores"].tolist() == [2, 0]
+    assert set(packed.given) == set(asked)
+    assert packed.groups.tolist() == [7, 7]
     assert packed.mask.all()
+
+
+def test_nothing_stands_for_log_probs_that_a_batch_does_not_have() -> None:
+    asked: list[Input] = ["proximal", "reference"]
+    made = batch()
+    for has in (True, False):
+        given = pack(replace(made, has_proximal=has, has_reference=has), [0], torch.device("cpu"), asked).given
+        assert set(given) == (set(asked) if has else set())
 
 
 def test_what_tokens_were_drawn_from_travels_with_them() -> None:
@@ -91,10 +106,24 @@ def test_rows_without_a_sampled_token_are_not_trained() -> None:
 
 @pytest.mark.parametrize("count", [1, 3, 12])
 def test_minibatches_are_a_shuffled_partition_that_its_key_decides(count: int) -> None:
-    rows = np.arange(8)
-    parts = list(minibatches(rows, count, (0, 1, 2)))
-    assert sorted(np.concatenate(parts)) == list(rows)
-    assert len(parts) == min(count, 8)
-    again, other = (np.concatenate(list(minibatches(rows, count, (0, 1, last)))) for last in (2, 3))
-    assert np.array_equal(np.concatenate(parts), again)
-    assert not np.array_equal(again, other)
+    whole = [[0], [1, 2], [3], [4, 5, 6], [7], [8], [9], [10]]
+
+    def epoch(last: int) -> list[list[list[int]]]:
+        return list(minibatches(whole, count, (0, 1, last)))
+
+    assert sorted(chain.from_iterable(epoch(2))) == whole
+    assert len(epoch(2)) == min(count, 8)
+    assert epoch(2) == epoch(2)
+    assert list(chain.from_iterable(epoch(2))) != list(chain.from_iterable(epoch(3)))
+
+
+def test_units_are_rows_or_the_rows_of_a_prompt() -> None:
+    assert units(batch(), "token") == units(batch(), "row") == [[0], [2]]
+    assert units(batch(), "group") == [[0, 2]]
+
+
+@pytest.mark.parametrize("budget", [1, 15, 10_000])
+def test_micro_batches_never_part_a_unit_and_keep_its_order(budget: int) -> None:
+    whole = [[0, 2], [1]]
+    parts = list(micro_batches(batch(), whole, torch.device("cpu"), budget))
+    assert parts == ([[1, 0, 2]] if budget == 10_000 else [[1], [0, 2]])

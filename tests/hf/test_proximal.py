@@ -21,6 +21,7 @@ from oppo.hf.policy import HfPolicy
 from oppo.hf.proximal import ProximalLogprobs
 from oppo.hf.scorers import ReferenceLogprobs, RewardModel, ValueModel
 from oppo.hf.trainer import HfTrainer
+from oppo.losses import PPOLoss
 from oppo.models import Sampling, Weights
 from oppo.placement import Process, Thread
 from oppo.recipes import ppo
@@ -186,9 +187,8 @@ async def ran(correction: Correction | None, *, extra: int, keep: bool = False, 
                 critic,
                 sampling=SAMPLING,
                 thread=decoding,
-                settings=TrainerSettings(
-                    learning_rate=2e-3, epochs=2, correction=Correction() if correction is None else correction
-                ),
+                settings=TrainerSettings(learning_rate=2e-3, epochs=2),
+                loss=PPOLoss(correction=Correction() if correction is None else correction),
             ),
             admission=Overcommit(batch=4, extra=extra),
             chunks=Fixed(7),
@@ -270,8 +270,8 @@ async def test_ratios_over_the_proximal_policy_begin_at_one_for_stale_tokens_too
         Row(event, event.response.logprobs, 0.0, np.zeros(len(event.response), np.float32), again)
         for event, again in zip(finished, proximal, strict=True)
     ]
-    settings = TrainerSettings(epochs=1, correction=Correction(denominator="proximal"))
-    trainer = HfTrainer(actor, critic, sampling=SAMPLING, thread=thread, settings=settings)
+    loss = PPOLoss(correction=Correction(denominator="proximal"))
+    trainer = HfTrainer(actor, critic, sampling=SAMPLING, thread=thread, settings=TrainerSettings(epochs=1), loss=loss)
     metrics = (await trainer.update(GAE().batch(rows))).metrics
     assert metrics["val/ratio"] == pytest.approx(1, abs=1e-5)
     assert metrics["policy/clipfrac_avg"] == 0

@@ -20,7 +20,7 @@ from oppo.hf.packing import MicroBatch, pack, read_lengths
 from oppo.hf.policy import HfPolicy
 from oppo.hf.scorers import ReferenceLogprobs
 from oppo.hf.trainer import HfTrainer
-from oppo.losses import token_logprobs
+from oppo.losses import PPOLoss, token_logprobs
 from oppo.models import Sampling
 from oppo.placement import Thread
 from oppo.stages import GAE
@@ -87,9 +87,9 @@ async def test_before_the_first_step_the_ratio_of_every_token_is_one(
         part = pack(batch, group, torch.device("cpu"))
         logits = current(trainer, part)
         ours = token_logprobs(logits, part.tokens, sampling.temperature, part.support)
-        assert ((ours - part.logprobs).exp() - 1).abs().max() <= 1e-5
+        assert ((ours - part.behaviour).exp() - 1).abs().max() <= 1e-5
         full = token_logprobs(logits, part.tokens, sampling.temperature)
-        assert (full - part.logprobs).min() < -1e-3, "nothing was left out, so this shows nothing"
+        assert (full - part.behaviour).min() < -1e-3, "nothing was left out, so this shows nothing"
     metrics = (await trainer.update(batch)).metrics
     assert metrics["val/ratio"] == pytest.approx(1, abs=1e-5)
     assert metrics["policy/approxkl_avg"] == pytest.approx(0, abs=1e-9)
@@ -149,8 +149,8 @@ async def test_what_is_learnt_does_not_depend_on_how_a_support_is_written(thread
     for kept in (False, True):
         events = [Finish(e.rollout, listed(e.response) if kept else e.response, e.reason) for e in finished]
         actor, critic = tiny.causal(seed=1), tiny.scalar(seed=2)
-        settings = TrainerSettings(epochs=1, learning_rate=1e-3, entropy_coefficient=0.1)
-        trainer = HfTrainer(actor, critic, sampling=sampling, thread=thread, settings=settings)
+        settings, loss = TrainerSettings(epochs=1, learning_rate=1e-3), PPOLoss(entropy_coefficient=0.1)
+        trainer = HfTrainer(actor, critic, sampling=sampling, thread=thread, settings=settings, loss=loss)
         before = weights_digest(actor)
         batch = batch_of(events, [event.response.logprobs - 0.1 for event in events])
         metrics = (await trainer.update(batch)).metrics

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +33,7 @@ from oppo.hf.packing import MicroBatch, pack
 from oppo.hf.policy import HfPolicy
 from oppo.hf.scorers import ValueModel
 from oppo.hf.trainer import HfTrainer
+from oppo.losses import ClippedLoss, Evaluated, PPOLoss, Whole
 from oppo.models import Sampling, Weights
 from oppo.placement import Thread
 from oppo.testing import check_trainer
@@ -123,11 +125,33 @@ def rollouts(actor: PreTrainedModel, critic: PreTrainedModel, *, shift: float = 
     )
 
 
-def make(thread: Thread, *, name: str = "llama", **settings: object) -> HfTrainer:
-    chosen = TrainerSettings(**{"learning_rate": 1e-3, "epochs": 1} | settings)  # type: ignore[arg-type] # by keyword
+def trainer_of(
+    actor: PreTrainedModel, critic: PreTrainedModel | None, thread: Thread, options: Mapping[str, object]
+) -> HfTrainer:
+    """Return a trainer with some options of its settings and of PPO's loss."""
+    kind = ClippedLoss if critic is None else PPOLoss
+    names = {each.name for each in fields(TrainerSettings)}
+    settings = {name: value for name, value in options.items() if name in names}
+    loss = {name: value for name, value in options.items() if name not in names}
     return HfTrainer(
-        tiny.causal(name, seed=1), tiny.scalar(name, seed=2), sampling=SAMPLING, thread=thread, settings=chosen
+        actor,
+        critic,
+        sampling=SAMPLING,
+        thread=thread,
+        settings=TrainerSettings(**{"learning_rate": 1e-3, "epochs": 1} | settings),  # type: ignore[arg-type] # by keyword
+        loss=kind(**loss),  # type: ignore[arg-type] # by keyword
     )
+
+
+def make(thread: Thread, *, name: str = "llama", **options: object) -> HfTrainer:
+    return trainer_of(tiny.causal(name, seed=1), tiny.scalar(name, seed=2), thread, options)
+
+
+def backward(trainer: HfTrainer, batch: Batch, groups: Iterable[Sequence[int]]) -> None:
+    """Add the gradients of a batch that is one minibatch, read in ``groups`` of rows."""
+    asked, whole = trainer.loss.reads | trainer.loss.measures, Whole.of(batch, range(len(batch)))
+    for group in groups:
+        tiny.apart(trainer._backward)(pack(batch, group, torch.device("cpu"), asked), whole, Drift(0))
 
 
 def critic_of(trainer: HfTrainer) -> PreTrainedModel:
@@ -161,13 +185,11 @@ async def test_an_update_equals_trls(thread: Thread) -> None:
         settings=TrainerSettings(
             learning_rate=setting.learning_rate,
             epochs=setting.epochs,
-            clip=setting.clip,
-            value_clip=setting.value_clip,
-            value_coefficient=setting.value_coefficient,
             eps=setting.eps,
             max_grad_norm=math.inf,
             micro_batch_tokens=40,
         ),
+        loss=PPOLoss(clip=setting.clip, value_clip=setting.value_clip, value_coefficient=setting.value_coefficient),
     )
     metrics = (await trainer.update(batch)).metrics
     theirs = {name: value for name, value in golden["metrics"].items() if not name.startswith("objective/")}
@@ -200,10 +222,7 @@ async def test_micro_batching_does_not_change_the_gradient(thread: Thread) -> No
         rows = list(range(len(batch)))
         lengths = [len(r.prompt.tokens) + len(r) - 1 for r in batch.responses]
         groups = cheapest_groups(lengths, rows, overhead=10_000, budget=budget)
-        for group in groups:
-            tiny.apart(trainer._backward)(
-                pack(batch, group, torch.device("cpu")), float(batch.sampled.sum()), Drift(0, 0.2)
-            )
+        backward(trainer, batch, groups)
         return {n: p.grad for n, p in trainer._models.named_parameters() if p.grad is not None}, len(groups)
 
     whole, one = gradients(10_000)
@@ -355,10 +374,10 @@ async def test_an_update_that_failed_half_way_leaves_no_gradient_for_the_next(
         if failing:
             backward, parts = trainer._backward, iter(range(9))
 
-            def half_an_update(part: MicroBatch, total: float, drift: Drift) -> Tensor:
+            def half_an_update(part: MicroBatch, whole: Whole, drift: Drift) -> Evaluated:
                 if next(parts) == 2:
                     raise MemoryError("out of memory")
-                return backward(part, total, drift)
+                return backward(part, whole, drift)
 
             with monkeypatch.context() as patch:
                 patch.setattr(trainer, "_backward", half_an_update)
@@ -423,8 +442,7 @@ async def gradient(thread: Thread, *, moved: float = 0.0, **settings: object) ->
     trainer = make(thread, name="llama", **settings)
     batch = rollouts(trainer._actor, critic_of(trainer))
     batch.reference[:] += np.float32(moved)
-    rows = list(range(len(batch)))
-    tiny.apart(trainer._backward)(pack(batch, rows, torch.device("cpu")), float(batch.sampled.sum()), Drift(0, 0.2))
+    backward(trainer, batch, [range(len(batch))])
     return {name: p.grad for name, p in trainer._actor.named_parameters() if p.grad is not None}
 
 

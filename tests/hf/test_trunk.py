@@ -30,13 +30,12 @@ from oppo.hf.policy import HfPolicy
 from oppo.hf.scorers import ValueModel
 from oppo.hf.trainer import HfTrainer
 from oppo.hf.trunk import OwnHead, require_own_head, shares_trunk, value_model_on
-from oppo.losses import policy_loss, token_logprobs, value_loss
+from oppo.losses import PPOLoss, Whole, policy_loss, token_logprobs, value_loss
 from oppo.placement import Thread
 from oppo.testing import check_trainer
-from oppo.training import TrainerSettings
 from tests import test_equivalence as equivalence
 from tests.hf import tiny
-from tests.hf.test_trainer import SAMPLING, Served, rollouts
+from tests.hf.test_trainer import SAMPLING, Served, rollouts, trainer_of
 
 SCALAR = [name for name in tiny.CONFIGS if name not in tiny.WITHOUT_SCALAR]
 
@@ -69,13 +68,12 @@ def one_trunk(name: str = "llama", *, lora: bool = False) -> tuple[PreTrainedMod
 
 
 def make(thread: Thread, actor: PreTrainedModel, critic: PreTrainedModel, **settings: object) -> HfTrainer:
-    chosen = TrainerSettings(**{"learning_rate": 1e-3, "epochs": 1} | settings)  # type: ignore[arg-type] # by keyword
-    return HfTrainer(actor, critic, sampling=SAMPLING, thread=thread, settings=chosen)
+    return trainer_of(actor, critic, thread, settings)
 
 
 def packed(actor: PreTrainedModel, critic: PreTrainedModel) -> MicroBatch:
     batch = rollouts(actor, critic, shift=0.1, given=True)
-    return pack(batch, range(len(batch)), torch.device("cpu"))
+    return pack(batch, range(len(batch)), torch.device("cpu"), PPOLoss().reads)
 
 
 def two_passes(actor: PreTrainedModel, critic: PreTrainedModel, part: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -141,16 +139,16 @@ def test_the_gradient_is_that_of_the_sum_of_the_two_losses(thread: Thread, name:
     actor, critic = one_trunk(name, lora=lora)
     part, total = packed(actor, critic), 31.0
     trainer = make(thread, actor, critic, value_coefficient=0.3)
-    trainer._backward(part, total, Drift(0, 0.2))
+    trainer._backward(part, Whole(total, 1.0, 1.0), Drift(0))
     learnt = {**dict(critic.named_parameters()), **dict(actor.named_parameters())}
     got = {name: p.grad.clone() for name, p in learnt.items() if p.grad is not None}
     for parameter in learnt.values():
         parameter.grad = None
-    settings = trainer.settings
+    loss, given = PPOLoss(), part.given
     logits, values = two_passes(actor, critic, part)
     logprobs = token_logprobs(logits, part.tokens, SAMPLING.temperature)
-    policy = policy_loss(logprobs, part.logprobs, part.advantages, part.mask, settings.clip, total=total)
-    value = value_loss(values, part.values, part.returns, part.mask, settings.value_clip, total=total)
+    policy = policy_loss(logprobs, part.behaviour, given["advantages"], part.mask, loss.clip, total=total)
+    value = value_loss(values, given["old_values"], given["returns"], part.mask, loss.value_clip, total=total)
     (policy.loss + 0.3 * value.loss).backward()
     assert any("score" in name for name in got)
     assert got.keys() == {name for name, p in learnt.items() if p.grad is not None}

@@ -20,6 +20,7 @@ from oppo.hf.policy import HfPolicy
 from oppo.hf.proximal import ProximalLogprobs
 from oppo.hf.scorers import RewardModel
 from oppo.hf.trainer import HfTrainer
+from oppo.losses import ClippedLoss, PPOLoss
 from oppo.models import Sampling
 from oppo.placement import Thread
 from oppo.recipes import grpo
@@ -27,7 +28,7 @@ from oppo.staleness import Correction
 from oppo.testing import check_trainer, prompts
 from oppo.training import TrainerSettings
 from tests.hf import tiny
-from tests.hf.test_trainer import LENGTHS, SAMPLING, Served, rollouts
+from tests.hf.test_trainer import LENGTHS, SAMPLING, Served, rollouts, trainer_of
 
 
 @pytest.fixture
@@ -39,11 +40,9 @@ def thread() -> Iterator[Thread]:
 
 def make(thread: Thread, critic: PreTrainedModel | None = None, **settings: object) -> tuple[HfTrainer, Batch]:
     """Return a trainer of a fresh actor, and a batch to train it on."""
-    chosen = TrainerSettings(**{"learning_rate": 1e-3, "epochs": 2, "minibatches": 2} | settings)  # type: ignore[arg-type] # by keyword
     actor = tiny.causal(seed=1)
-    return HfTrainer(actor, critic, sampling=SAMPLING, thread=thread, settings=chosen), rollouts(
-        actor, tiny.scalar(seed=2), given=True
-    )
+    trainer = trainer_of(actor, critic, thread, {"epochs": 2, "minibatches": 2} | settings)
+    return trainer, rollouts(actor, tiny.scalar(seed=2), given=True)
 
 
 @pytest.mark.parametrize("settings", [{}, {"entropy_coefficient": 0.1, "kl": 0.1, "max_grad_norm": 1e-2}])
@@ -110,11 +109,19 @@ async def test_a_minibatch_that_is_not_finite_is_skipped(thread: Thread) -> None
 
 @pytest.mark.parametrize(
     ("setting", "value"),
-    [("critic_warmup", 1), ("critic_learning_rate", 1e-4), ("value_clip", 0.5), ("value_coefficient", 1.0)],
+    [("critic_warmup", 1), ("critic_learning_rate", 1e-4)],
 )
 def test_a_setting_that_is_about_a_critic_is_refused(thread: Thread, setting: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"{setting} = {value} is about a critic, and there is none"):
         make(thread, None, **{setting: value})
+
+
+def test_a_loss_of_a_critic_is_refused_without_one_and_a_critic_without_a_loss(thread: Thread) -> None:
+    actor, critic = tiny.causal(), tiny.scalar()
+    with pytest.raises(ConfigError, match=r"the loss PPOLoss\(.* reads old_values, returns, values, and there is no"):
+        HfTrainer(actor, sampling=SAMPLING, thread=thread, loss=PPOLoss())
+    with pytest.raises(ConfigError, match=r"there is a critic, and the loss ClippedLoss\(.* does not read its values"):
+        HfTrainer(actor, critic, sampling=SAMPLING, thread=thread, loss=ClippedLoss())
 
 
 @pytest.mark.parametrize(
@@ -122,11 +129,11 @@ def test_a_setting_that_is_about_a_critic_is_refused(thread: Thread, setting: st
     [
         (
             {"kl": 0.01, "kl_estimator": "k3"},
-            r"kl = 0\.01 in the loss .* no log-probs of one: give the recipe reference=",
+            r"kl=0\.01.* reads reference log-probs, and the batch has none: give the recipe reference=",
         ),
         (
             {"correction": Correction(weight="truncated")},
-            r"weight='truncated'\) needs the log-probs of stale tokens .* give the recipe proximal=",
+            r"weight='truncated'.* reads proximal log-probs, and the batch has none: give the recipe proximal=",
         ),
         ({"correction": Correction(denominator="proximal")}, r"denominator='proximal'.* give the recipe proximal="),
     ],
@@ -166,12 +173,13 @@ async def test_without_a_reference_nothing_is_said_of_a_kl_to_it(thread: Thread)
 async def ran(correction: Correction | None, *, extra: int) -> tuple[str, Sequence[float]]:
     """Return the weights after a streamed run of three steps, and how far stale tokens had drifted in each."""
     sampling, actor = Sampling(max_new_tokens=30, stop=(1, 2, 3, 4), seed=3), tiny.causal(seed=1)
-    settings = TrainerSettings(learning_rate=2e-3, epochs=2, correction=correction or Correction())
+    settings = TrainerSettings(learning_rate=2e-3, epochs=2)
+    loss = ClippedLoss(correction=correction or Correction())
     with Thread("decode", setup=lambda: torch.set_num_threads(1)) as decoding:
         graph = grpo(
             policy=HfPolicy(actor, sampling=sampling, thread=decoding, exact=True),
             reward=RewardModel(tiny.scalar(seed=4), thread=decoding, exact=True),
-            trainer=HfTrainer(actor, sampling=sampling, thread=decoding, settings=settings),
+            trainer=HfTrainer(actor, sampling=sampling, thread=decoding, settings=settings, loss=loss),
             admission=Overcommit(batch=2, extra=extra),
             samples=3,
             chunks=Fixed(7),

@@ -1,0 +1,31 @@
+"""What a trainer minimises: the protocol of a loss, PPO's, and the functions they are made of.
+
+``HfTrainer(actor, loss=...)`` takes any :class:`Loss`; the trainer knows none of them. Importing it loads torch.
+"""
+
+from oppo.losses.distribution import SupportIndex, entropies, token_logprobs
+from oppo.losses.ppo import ClippedLoss, PPOLoss, default_loss, importance_weights
+from oppo.losses.protocol import Evaluated, Input, Inputs, Loss, Unit, Whole, means
+from oppo.losses.terms import clipped_tokens, kl_loss, masked_mean, policy_loss, value_loss
+
+__all__ = [
+    "ClippedLoss",
+    "Evaluated",
+    "Input",
+    "Inputs",
+    "Loss",
+    "PPOLoss",
+    "SupportIndex",
+    "Unit",
+    "Whole",
+    "clipped_tokens",
+    "default_loss",
+    "entropies",
+    "importance_weights",
+    "kl_loss",
+    "masked_mean",
+    "means",
+    "policy_loss",
+    "token_logprobs",
+    "value_loss",
+]

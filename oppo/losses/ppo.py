@@ -1,0 +1,187 @@
+"""The loss of PPO, without and with a critic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from oppo.errors import ConfigError
+from oppo.estimators import KLEstimator
+from oppo.losses.protocol import OF_A_CRITIC, Evaluated, Input, Inputs, Loss, Unit, means
+from oppo.losses.terms import clipped_tokens, kl_loss, masked_mean, policy_loss, value_loss
+from oppo.numeric import require_numbers, require_range
+from oppo.staleness import Correction
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClippedLoss:
+    """PPO's clipped surrogate loss, an entropy bonus and a KL to the reference: what GRPO and RLOO minimise.
+
+    Each is a mean over the sampled tokens of a minibatch. The defaults are TRL 1.12's.
+
+    Attributes:
+        clip: how far the probability ratio may move from 1 before its gradient ends.
+        entropy_coefficient: weight of the entropy of the next-token distributions, a bonus.
+        kl: weight of the KL to the reference in the loss; 0 where it is in the reward, or nowhere.
+        kl_estimator: estimator of that KL; ``k2`` has the right gradient, see :func:`oppo.losses.kl_loss`.
+        correction: how tokens that older weights sampled are learnt from.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    clip: float = 0.2
+    entropy_coefficient: float = 0.0
+    kl: float = 0.0
+    kl_estimator: KLEstimator = "k2"
+    correction: Correction = field(default_factory=Correction)
+
+    def __post_init__(self) -> None:
+        require_numbers(self, infinite=["value_clip"], error=ConfigError)  # of the loss below, too
+        require_range("clip", self.clip, above=0, error=ConfigError)
+        require_range("entropy_coefficient", self.entropy_coefficient, at_least=0, error=ConfigError)
+        require_range("kl", self.kl, at_least=0, error=ConfigError)
+        if self.kl_estimator not in get_args(KLEstimator):
+            raise ConfigError(
+                f"kl_estimator must be one of {', '.join(get_args(KLEstimator))}, not {self.kl_estimator!r}"
+            )
+
+    @property
+    def unit(self) -> Unit:
+        """A token, or a row where tokens weigh what their whole sequence does."""
+        return "row" if self.correction.weight != "none" and self.correction.level == "sequence" else "token"
+
+    @property
+    def reads(self) -> frozenset[Input]:
+        """What the terms with a weight are functions of."""
+        reads: set[Input] = {"logprobs", "advantages", self.correction.denominator}
+        if self.correction.weight != "none":
+            reads |= {"behaviour", "proximal"}
+        if self.entropy_coefficient:
+            reads.add("entropies")
+        if self.kl:
+            reads.add("reference")
+        return frozenset(reads)
+
+    @property
+    def measures(self) -> frozenset[Input]:
+        """Entropy and KL are told without a weight, too."""
+        return frozenset[Input]({"entropies", "reference"}) - self.reads
+
+    def __call__(self, inputs: Inputs) -> Evaluated:
+        """Return the policy's part of the loss, with what TRL tells of it."""
+        mask, total = inputs.mask, inputs.whole.tokens
+        logprobs, old, advantages = inputs["logprobs"], inputs[self.correction.denominator], inputs["advantages"]
+        weights = None if self.correction.weight == "none" else importance_weights(self.correction, inputs)
+        policy = policy_loss(logprobs, old, advantages, mask, self.clip, weights=weights, total=total)
+        spread = masked_mean(inputs["entropies"], mask, total)
+        measured = {
+            "loss/policy_avg": policy.loss,
+            "policy/approxkl_avg": policy.approxkl,
+            "policy/clipfrac_avg": policy.clipfrac,
+            "policy/entropy_avg": spread,
+            "val/ratio": policy.ratio,
+        }
+        loss = policy.loss
+        if self.entropy_coefficient:
+            loss = loss - self.entropy_coefficient * spread
+        if "reference" in inputs:
+            kl = kl_loss(logprobs, inputs["reference"], mask, self.kl_estimator, total=total)
+            measured["policy/kl_avg"] = kl
+            if self.kl:
+                loss = loss + self.kl * kl
+        clipped = clipped_tokens(logprobs, old, advantages, mask, self.clip)
+        return Evaluated(loss, measured, clipped, weights)
+
+    def metrics(self, minibatches: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        """Return the means over minibatches, and the variance of the minibatches' mean ratios; 0 where there is one."""
+        ratios = [measured["val/ratio"] for measured in minibatches]
+        return means(minibatches) | {"val/ratio_var": float(np.var(ratios, ddof=1)) if len(ratios) > 1 else 0.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOLoss(ClippedLoss):
+    """The loss of PPO: the clipped policy loss, and the clipped value loss of the critic.
+
+    Attributes:
+        value_clip: how far a value may move from its old one before its gradient ends; ``inf``: never.
+        value_coefficient: weight of the value loss in the sum of the losses.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    value_clip: float = 0.2
+    value_coefficient: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_range("value_clip", self.value_clip, above=0, error=ConfigError)
+        require_range("value_coefficient", self.value_coefficient, at_least=0, error=ConfigError)
+
+    @property
+    def reads(self) -> frozenset[Input]:
+        """What the policy's part reads, and the critic's."""
+        return super().reads | OF_A_CRITIC
+
+    def __call__(self, inputs: Inputs) -> Evaluated:
+        """Return both parts of the loss, with what TRL tells of them."""
+        policy = super().__call__(inputs)
+        value = value_loss(
+            inputs["values"],
+            inputs["old_values"],
+            inputs["returns"],
+            inputs.mask,
+            self.value_clip,
+            total=inputs.whole.tokens,
+        )
+        measured = {**policy.measured, "loss/value_avg": value.loss, "val/clipfrac_avg": value.clipfrac}
+        loss = policy.loss + self.value_coefficient * value.loss
+        return Evaluated(loss, measured, policy.clipped, policy.weights)
+
+
+def default_loss(*, critic: bool) -> Loss:
+    """Return PPO's loss with its defaults, with or without the part of a critic."""
+    return PPOLoss() if critic else ClippedLoss()
+
+
+@torch.no_grad()
+def importance_weights(correction: Correction, inputs: Inputs) -> Tensor:
+    """Return what each token weighs, see :mod:`oppo.staleness`: float32 [T]; 0 where a mask leaves it out.
+
+    Computed in float64; a token that was not sampled has mismatch 1.
+
+    Args:
+        correction: what is chosen.
+        inputs: with ``behaviour`` and ``proximal``.
+
+    Example:
+        >>> tokens = Inputs(
+        ...     mask=torch.tensor([True, True]),
+        ...     rows=torch.tensor([0, 0]),
+        ...     groups=torch.tensor([0]),
+        ...     whole=Whole(tokens=2, rows=1, groups=1),
+        ...     given={"behaviour": torch.zeros(2), "proximal": torch.tensor([1.0, 2.0]).log()},
+        ... )
+        >>> importance_weights(Correction(weight="truncated", cap=1.5), tokens).tolist()
+        [1.0, 0.75]
+    """
+    if correction.weight == "none":
+        return torch.ones_like(inputs["behaviour"])
+    difference = inputs["proximal"].double() - inputs["behaviour"].double()
+    log = torch.where(inputs.mask, difference, torch.zeros_like(difference))
+    if correction.level == "sequence":
+        log = inputs.row_means(log)[inputs.rows]
+    if correction.weight == "truncated":
+        importance = log.clamp(max=math.log(correction.cap))
+    else:
+        low, high = correction.band
+        within = (log <= math.log(high)) & (log >= (math.log(low) if low else -math.inf))
+        importance = log.masked_fill(~within, -math.inf)
+    return (importance if correction.denominator == "proximal" else importance - log).exp().float()

@@ -1,0 +1,306 @@
+"""Losses other than the built-in ones, in the same trainer: against plain code on whole rows, however they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+import oppo.hf.trainer
+from oppo.errors import ConfigError
+from oppo.events import Batch
+from oppo.hf.digest import weights_digest
+from oppo.hf.packing import units
+from oppo.hf.trainer import HfTrainer
+from oppo.losses import ClippedLoss, Evaluated, Input, Inputs, Loss, PPOLoss, Unit, entropies, masked_mean, means
+from oppo.placement import Thread
+from oppo.staleness import Correction
+from oppo.training import TrainerSettings
+from tests.hf import tiny
+from tests.hf.test_trainer import SAMPLING, backward, rollouts
+
+LOW, HIGH = 0.05, 0.2
+GROUPS = (4, 7, 4, 9, 7, 9)
+
+
+@dataclass(frozen=True)
+class Clipped:
+    """A surrogate that is clipped later above than below, as DAPO's (Yu et al. 2025, arXiv 2503.14476, section 3.1)."""
+
+    unit: Unit = "token"
+    reads: frozenset[Input] = frozenset({"logprobs", "behaviour", "advantages"})
+    measures: frozenset[Input] = frozenset()
+
+    def __call__(self, inputs: Inputs) -> Evaluated:
+        advantages, ratio = inputs["advantages"], (inputs["logprobs"] - inputs["behaviour"]).exp()
+        plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - LOW, 1 + HIGH)
+        loss = masked_mean(torch.maximum(plain, clipped), inputs.mask, inputs.whole.tokens)
+        return Evaluated(loss, {"loss/policy_avg": loss}, clipped=inputs.mask & (clipped > plain))
+
+    def metrics(self, minibatches: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        return means(minibatches)
+
+
+@dataclass(frozen=True)
+class BySequence(Clipped):
+    """A ratio for each response, the geometric mean of its tokens', as GSPO's (Zheng et al. 2025, arXiv 2507.18071)."""
+
+    unit: Unit = "row"
+
+    def __call__(self, inputs: Inputs) -> Evaluated:
+        advantages = inputs.row_means(inputs["advantages"])
+        ratio = inputs.row_means(inputs["logprobs"] - inputs["behaviour"]).exp()
+        each = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - LOW, 1 + HIGH))
+        loss = each.sum() / inputs.whole.rows
+        return Evaluated(loss, {"loss/policy_avg": loss})
+
+
+@dataclass(frozen=True)
+class Pairwise(Clipped):
+    """The better of two responses against the other, as online DPO's (Guo et al. 2024, arXiv 2402.04792)."""
+
+    unit: Unit = "group"
+    reads: frozenset[Input] = frozenset({"logprobs", "reference", "scores"})
+    beta: float = 0.1
+
+    def __call__(self, inputs: Inputs) -> Evaluated:
+        first, second = inputs.groups.reshape(-1, 2).unbind(1)
+        assert torch.equal(first, second)
+        gains = inputs.row_sums(inputs["logprobs"] - inputs["reference"]).reshape(-1, 2)
+        better = inputs["scores"].reshape(-1, 2).diff(dim=1).sign()
+        margins = self.beta * better * gains.diff(dim=1)
+        loss = -logsigmoid(margins).sum() / inputs.whole.groups
+        return Evaluated(loss, {"loss/pairs_avg": loss})
+
+
+class Read(NamedTuple):
+    """What the oracle knows of one row: its trained tokens only; and what is compared with one another."""
+
+    logprobs: Tensor
+    behaviour: Tensor
+    reference: Tensor
+    advantages: Tensor
+    score: float
+    group: int
+
+
+def clipped_by_token(rows: Sequence[Read]) -> Tensor:
+    each = []
+    for row in rows:
+        for token, advantage in enumerate(row.advantages):
+            ratio = (row.logprobs[token] - row.behaviour[token]).exp()
+            each.append(-torch.min(advantage * ratio, advantage * ratio.clamp(1 - LOW, 1 + HIGH)))
+    return torch.stack(each).mean()
+
+
+def clipped_by_sequence(rows: Sequence[Read]) -> Tensor:
+    each = []
+    for row in rows:
+        ratio, advantage = (row.logprobs - row.behaviour).mean().exp(), row.advantages.mean()
+        each.append(-torch.min(advantage * ratio, advantage * ratio.clamp(1 - LOW, 1 + HIGH)))
+    return torch.stack(each).mean()
+
+
+def pairs(rows: Sequence[Read]) -> Tensor:
+    each = []
+    for group in {row.group for row in rows}:
+        worse, better = sorted((row for row in rows if row.group == group), key=lambda row: row.score)
+        margin = (better.logprobs - better.reference).sum() - (worse.logprobs - worse.reference).sum()
+        each.append((1 + (-0.1 * margin).exp()).log())
+    return torch.stack(each).mean()
+
+
+ORACLES: Mapping[Clipped, Callable[[Sequence[Read]], Tensor]] = {
+    Clipped(): clipped_by_token,
+    BySequence(): clipped_by_sequence,
+    Pairwise(): pairs,
+}
+BY_SEQUENCE = Correction(weight="truncated", level="sequence", cap=1.05)
+EVERY: Sequence[Clipped | ClippedLoss] = (
+    *ORACLES,
+    ClippedLoss(entropy_coefficient=0.1, kl=0.1, correction=BY_SEQUENCE),
+    PPOLoss(entropy_coefficient=0.1, kl=0.1, correction=Correction(weight="truncated", denominator="proximal")),
+)
+
+
+@pytest.fixture
+def thread() -> Iterator[Thread]:
+    with Thread("train", setup=lambda: torch.set_num_threads(1)) as thread:
+        yield thread
+
+
+@cache
+@tiny.apart
+def batch() -> Batch:
+    """Return three pairs of responses, tokens that nobody sampled among theirs, of weights that have moved since."""
+    made, random = rollouts(tiny.causal(seed=1), tiny.scalar(seed=2), given=True), np.random.default_rng(3)
+    for column, width in ((made.logprobs, 0.2), (made.reference, 0.5)):
+        column[:] += random.normal(0, width, len(column)).astype(np.float32)
+    made.sampled[made.offsets[:-1]] = True
+    responses = tuple(
+        replace(response, prompt=replace(response.prompt, group=group))
+        for response, group in zip(made.responses, GROUPS, strict=True)
+    )
+    scores = random.standard_normal(len(made)).astype(np.float32)
+    return replace(made, responses=responses, scores=scores)
+
+
+def trainer_on(
+    loss: Loss, thread: Thread, *, epochs: int = 4, minibatches: int = 1, micro_batch_tokens: int = 4096
+) -> HfTrainer:
+    critic = tiny.scalar(seed=2) if "values" in loss.reads else None
+    settings = TrainerSettings(
+        learning_rate=1e-3, epochs=epochs, minibatches=minibatches, micro_batch_tokens=micro_batch_tokens
+    )
+    return HfTrainer(tiny.causal(seed=1), critic, sampling=SAMPLING, thread=thread, settings=settings, loss=loss)
+
+
+def gradients(trainer: HfTrainer, groups: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+    """Return the gradient of a batch that is one minibatch, read in ``groups`` of rows."""
+    trainer._clear_gradients()
+    backward(trainer, batch(), groups)
+    return {name: p.grad.clone() for name, p in trainer._models.named_parameters() if p.grad is not None}
+
+
+def close(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, gradient in theirs.items():
+        assert gradient.isfinite().all()
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@tiny.apart
+def by_oracle(loss: Clipped) -> tuple[float, dict[str, Tensor]]:
+    """Return loss and gradient of the batch by plain code, each row read on its own and none of them padded."""
+    actor, made = tiny.causal(seed=1).train(mode=False), batch()
+    rows = []
+    for response, span, score in zip(made.responses, made.rows(), made.scores, strict=True):
+        ids = torch.tensor(np.concatenate((response.prompt.tokens, response.tokens)), dtype=torch.long)[None]
+        said = actor(ids).logits[0, len(response.prompt.tokens) - 1 : -1].log_softmax(-1)
+        chosen = said.gather(-1, ids[0, len(response.prompt.tokens) :, None])[:, 0]
+        mask = made.sampled[span]
+        behaviour, reference, advantages = (
+            torch.tensor(each[span][mask]) for each in (made.logprobs, made.reference, made.advantages)
+        )
+        logprobs = chosen[torch.tensor(mask)]
+        rows.append(Read(logprobs, behaviour, reference, advantages, float(score), response.prompt.group))
+    found = ORACLES[loss](rows)
+    found.backward()
+    return found.item(), {f"actor.{name}": p.grad for name, p in actor.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("loss", ORACLES, ids=lambda loss: type(loss).__name__)
+def test_a_loss_of_ones_own_has_the_gradient_that_plain_code_finds(loss: Clipped, thread: Thread) -> None:
+    whole = [row for unit in units(batch(), loss.unit) for row in unit]
+    ours, (_, theirs) = gradients(trainer_on(loss, thread), [whole]), by_oracle(loss)
+    assert max(float(gradient.abs().max()) for gradient in theirs.values()) > 1e-3
+    close(ours, theirs)
+
+
+@pytest.mark.parametrize("loss", ORACLES, ids=lambda loss: type(loss).__name__)
+async def test_a_loss_of_ones_own_trains_and_tells_what_it_measures(loss: Clipped, thread: Thread) -> None:
+    found, _ = by_oracle(loss)
+    trainer = trainer_on(loss, thread, epochs=1, micro_batch_tokens=30)
+    before = weights_digest(trainer._actor)
+    metrics = (await trainer.update(batch())).metrics
+    assert metrics["train/micro_batches"] > 1
+    (name,) = (name for name in metrics if name.startswith("loss/"))
+    assert metrics[name] == pytest.approx(found, rel=1e-4)
+    assert metrics["mismatch/kl_current"] > 0
+    assert ("policy/clipfrac_lag_0" in metrics) == (loss == Clipped())
+    assert weights_digest(trainer._actor) != before
+    assert all(parameter.isfinite().all() for parameter in trainer._actor.parameters())
+
+
+@cache
+def trainer_and_whole(loss: Clipped | ClippedLoss) -> tuple[HfTrainer, dict[str, Tensor]]:
+    """Return a trainer, and the gradient of the batch in one forward pass."""
+    with Thread("unused") as thread:
+        trainer = trainer_on(loss, thread)
+    return trainer, gradients(trainer, [[row for unit in units(batch(), loss.unit) for row in unit]])
+
+
+@pytest.mark.parametrize("loss", EVERY, ids=lambda loss: type(loss).__name__)
+@given(data=st.data())
+def test_how_units_are_grouped_changes_the_gradient_by_rounding_only(
+    loss: Clipped | ClippedLoss, data: st.DataObject
+) -> None:
+    order = data.draw(st.permutations(units(batch(), loss.unit)))
+    cuts = data.draw(st.sets(st.integers(1, len(order) - 1)))
+    parts = [order[first:last] for first, last in pairwise([0, *sorted(cuts), len(order)])]
+    trainer, whole = trainer_and_whole(loss)
+    close(gradients(trainer, [[row for unit in part for row in unit] for part in parts]), whole)
+
+
+async def test_a_minibatch_holds_whole_groups_of_a_loss_over_groups(thread: Thread) -> None:
+    trainer = trainer_on(Pairwise(), thread, epochs=4, minibatches=3, micro_batch_tokens=1)
+    metrics = (await trainer.update(batch())).metrics
+    assert metrics["train/minibatches"] == metrics["train/micro_batches"] == 12
+
+
+@pytest.mark.parametrize(("measures", "computed"), [(frozenset[Input](), 0), (frozenset[Input]({"entropies"}), 6)])
+async def test_only_what_a_loss_reads_is_computed(
+    thread: Thread, monkeypatch: pytest.MonkeyPatch, measures: frozenset[Input], computed: int
+) -> None:
+    calls = []
+
+    def counted(logits: Tensor, temperature: float, support: None) -> Tensor:
+        calls.append(logits.requires_grad)
+        return entropies(logits, temperature, support)
+
+    monkeypatch.setattr(oppo.hf.trainer, "entropies", counted)
+    await trainer_on(Clipped(measures=measures), thread, epochs=1, micro_batch_tokens=1).update(batch())
+    assert calls == [False] * computed
+
+
+class Unsummed(Clipped):
+    """It leaves a number for each token."""
+
+    def __call__(self, inputs: Inputs) -> Evaluated:
+        return Evaluated(inputs["logprobs"] / inputs.whole.tokens)
+
+
+async def test_a_loss_is_one_number(thread: Thread) -> None:
+    with pytest.raises(ConfigError, match=r"the loss of a micro-batch must be one number, but has the shape \(\d+,\)"):
+        await trainer_on(Unsummed(), thread, epochs=1).update(batch())
+
+
+class Sly(Clipped):
+    """It reads what it does not declare."""
+
+    def __call__(self, inputs: Inputs) -> Evaluated:
+        return Evaluated(inputs["reference"].sum())
+
+
+async def test_what_a_loss_does_not_declare_it_is_not_given(thread: Thread) -> None:
+    with pytest.raises(ConfigError, match=r"a loss reads 'reference' and was given .*: name it in its `reads`"):
+        await trainer_on(Sly(), thread, epochs=1).update(batch())
+
+
+async def test_a_loss_is_refused_the_batch_that_lacks_what_it_reads(thread: Thread) -> None:
+    trainer = trainer_on(Pairwise(), thread)
+    with pytest.raises(ConfigError, match=r"Pairwise\(.* reads reference log-probs, and the batch has none: give the"):
+        await trainer.update(replace(batch(), has_reference=False))
+    assert (trainer.version, trainer.micro_batches) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("loss", "sentence"),
+    [
+        (Clipped(reads=frozenset({"logprob"})), r"reads logprob: expected some of logprobs, entropies"),  # type: ignore[arg-type] # wrong on purpose
+        (Clipped(unit="prompt"), "must be one of token, row, group, not 'prompt'"),  # type: ignore[arg-type] # wrong on purpose
+        (Clipped(reads=frozenset({"logprobs", "returns"})), "reads returns, and there is no critic: give the trainer"),
+    ],
+)
+def test_a_loss_that_cannot_be_served_is_refused_at_once(loss: Loss, sentence: str, thread: Thread) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        trainer_on(loss, thread)
