@@ -220,7 +220,7 @@ OF_THE_LOSS = {"clip", "value_clip", "value_coefficient", "entropy_coefficient"}
 
 
 class TrainerSection(Section):
-    """``[trainer]``: the loss and the optimiser (:class:`oppo.losses.PPOLoss`, :class:`oppo.TrainerSettings`)."""
+    """``[trainer]``: losses and optimiser (see :class:`oppo.losses.PPOLoss` and :class:`oppo.TrainerSettings`)."""
 
     learning_rate: Positive = Field(default=3e-6, description="of AdamW, for the actor")
     critic_learning_rate: Positive | None = Field(

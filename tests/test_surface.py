@@ -5,7 +5,7 @@ from __future__ import annotations
 from inspect import isclass, isfunction
 
 import oppo
-from oppo import graph, hf, stages, testing
+from oppo import graph, hf, losses, stages, testing
 
 NAMES = [
     "AdaptiveKL",
@@ -92,7 +92,7 @@ def test_the_public_names_are_these() -> None:
 def test_every_public_name_says_what_it_is() -> None:
     undocumented = [
         f"{module.__name__}.{name}"
-        for module in (oppo, graph, hf, stages, testing)
+        for module in (oppo, graph, hf, losses, stages, testing)
         for name in module.__all__
         if (isclass(getattr(module, name)) or isfunction(getattr(module, name)))
         and not (getattr(module, name).__doc__ or "").strip()
