@@ -95,9 +95,9 @@ class HfTrainer:
         loss: Loss | None = None,
     ) -> None:
         self.settings = settings or TrainerSettings()
-        self.loss = loss or default_loss(critic=critic is not None)
-        self._asked = self.loss.reads | self.loss.measures
+        self.loss = default_loss(critic=critic is not None) if loss is None else loss
         require_loss(self.loss, critic=critic is not None)
+        self._asked = self.loss.reads | self.loss.measures
         if critic is None:
             self.settings.require_no_critic()
         else:

@@ -7,7 +7,7 @@ must be seen at once, the tokens of a row or the rows of a group, the loss decla
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple, Protocol, TypeAlias, get_args
 
@@ -171,7 +171,7 @@ class Loss(Protocol):
 
     @property
     def unit(self) -> Unit:
-        """What no micro-batch may split; of a ``group``, no minibatch either."""
+        """What neither micro-batch nor minibatch may split; tokens of one row are never parted at all."""
 
     @property
     def reads(self) -> frozenset[Input]:
@@ -204,9 +204,15 @@ def require_loss(loss: Loss, *, critic: bool) -> None:
     """Accept a loss that reads what there is, and trains the ``critic`` if there is one.
 
     Raises:
-        ConfigError: it reads what nobody says or has no such unit, it is about a critic and there is none, or there
-            is one and it is not.
+        ConfigError: it is no loss, reads what nobody says or has no such unit, it is about a critic and there is none,
+            or there is one and it is not.
     """
+    sets = [isinstance(getattr(loss, name, None), AbstractSet) for name in ("reads", "measures")]
+    if isinstance(loss, type) or not all(sets):
+        raise ConfigError(
+            "expected the protocol oppo.losses.Loss, an object whose reads and measures are sets of names, for example "
+            f"PPOLoss(); got {shortened(repr(loss))}"
+        )
     if unknown := sorted((loss.reads | loss.measures) - set(get_args(Input))):
         raise ConfigError(f"{_named(loss)} reads {', '.join(unknown)}: expected some of {', '.join(get_args(Input))}")
     if loss.unit not in get_args(Unit):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -158,10 +158,10 @@ def trainer_on(
     loss: Loss, thread: Thread, *, epochs: int = 4, minibatches: int = 1, micro_batch_tokens: int = 4096
 ) -> HfTrainer:
     critic = tiny.scalar(seed=2) if "values" in loss.reads else None
-    settings = TrainerSettings(
+    chosen = TrainerSettings(
         learning_rate=1e-3, epochs=epochs, minibatches=minibatches, micro_batch_tokens=micro_batch_tokens
     )
-    return HfTrainer(tiny.causal(seed=1), critic, sampling=SAMPLING, thread=thread, settings=settings, loss=loss)
+    return HfTrainer(tiny.causal(seed=1), critic, sampling=SAMPLING, thread=thread, settings=chosen, loss=loss)
 
 
 def gradients(trainer: HfTrainer, groups: Sequence[Sequence[int]]) -> dict[str, Tensor]:
@@ -230,6 +230,7 @@ def trainer_and_whole(loss: Clipped | ClippedLoss) -> tuple[HfTrainer, dict[str,
 
 
 @pytest.mark.parametrize("loss", EVERY, ids=lambda loss: type(loss).__name__)
+@settings(max_examples=settings().max_examples // 2)
 @given(data=st.data())
 def test_how_units_are_grouped_changes_the_gradient_by_rounding_only(
     loss: Clipped | ClippedLoss, data: st.DataObject
@@ -297,10 +298,13 @@ async def test_a_loss_is_refused_the_batch_that_lacks_what_it_reads(thread: Thre
     ("loss", "sentence"),
     [
         (Clipped(reads=frozenset({"logprob"})), r"reads logprob: expected some of logprobs, entropies"),  # type: ignore[arg-type] # wrong on purpose
+        (Clipped, r"expected the protocol oppo\.losses\.Loss, an object .* got <class"),
+        (ClippedLoss, r"for example PPOLoss\(\); got <class"),
+        (Clipped(reads=["logprobs"]), r"whose reads and measures are sets of names"),  # type: ignore[arg-type] # wrong on purpose
         (Clipped(unit="prompt"), "must be one of token, row, group, not 'prompt'"),  # type: ignore[arg-type] # wrong on purpose
         (Clipped(reads=frozenset({"logprobs", "returns"})), "reads returns, and there is no critic: give the trainer"),
     ],
 )
 def test_a_loss_that_cannot_be_served_is_refused_at_once(loss: Loss, sentence: str, thread: Thread) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        trainer_on(loss, thread)
+        HfTrainer(tiny.causal(), sampling=SAMPLING, thread=thread, loss=loss)
