@@ -26,7 +26,7 @@ from oppo.placement import Thread
 from oppo.staleness import Correction
 from oppo.training import TrainerSettings
 from tests.hf import tiny
-from tests.hf.test_trainer import SAMPLING, backward, rollouts
+from tests.hf.test_trainer import SAMPLING, backward, critic_of, rollouts
 
 LOW, HIGH = 0.05, 0.2
 GROUPS = (4, 7, 4, 9, 7, 9)
@@ -261,6 +261,27 @@ async def test_only_what_a_loss_reads_is_computed(
     monkeypatch.setattr(oppo.hf.trainer, "entropies", counted)
     await trainer_on(Clipped(measures=measures), thread, epochs=1, micro_batch_tokens=1).update(batch())
     assert calls == [False] * computed
+
+
+@dataclass(frozen=True)
+class OfValues(Clipped):
+    """It learns from values, and counts on that what it only measures takes no gradient back."""
+
+    reads: frozenset[Input] = frozenset({"values", "returns"})
+    measures: frozenset[Input] = frozenset({"logprobs"})
+
+    def __call__(self, inputs: Inputs) -> Evaluated:
+        each = (inputs["values"] - inputs["returns"]).square() + inputs["logprobs"]
+        return Evaluated(masked_mean(each, inputs.mask, inputs.whole.tokens))
+
+
+async def test_through_what_a_loss_only_measures_nothing_is_learnt(thread: Thread) -> None:
+    trainer = trainer_on(OfValues(), thread, epochs=1)
+    before = weights_digest(trainer._actor), weights_digest(critic_of(trainer))
+    metrics = (await trainer.update(batch())).metrics
+    assert weights_digest(trainer._actor) == before[0]
+    assert weights_digest(critic_of(trainer)) != before[1]
+    assert metrics["train/critic_grad_norm"] > metrics["train/grad_norm"] == 0
 
 
 class Unsummed(Clipped):
