@@ -23,7 +23,8 @@ from oppo.staleness import Correction
 class ClippedLoss:
     """PPO's clipped surrogate loss, an entropy bonus and a KL to the reference: what GRPO and RLOO minimise.
 
-    Each is a mean over the sampled tokens of a minibatch. The defaults are TRL 1.12's.
+    Each is a mean over the sampled tokens of a minibatch; so are the metrics, which have TRL's names. The defaults are
+    TRL 1.12's.
 
     Attributes:
         clip: how far the probability ratio may move from 1 before its gradient ends.
