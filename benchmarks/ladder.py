@@ -1,4 +1,4 @@
-"""The README's table of speed and its picture, from the results of record; nothing is measured again.
+"""The table of ``docs/performance.md`` and its picture, from the results of record; nothing is measured again.
 
 ``python -m benchmarks.ladder`` prints the table, ``python -m benchmarks.ladder --plot`` draws the picture (with the
 extra ``report``), or ``--plot FILE`` another one.
@@ -15,7 +15,7 @@ from typing import Any, Final, cast
 from oppo.bench.plot import Results, plot
 
 RESULTS: Final = Path(__file__).parent / "results" / "intel-xeon-2-cores"
-PICTURE: Final = RESULTS / "ladder.png"
+PICTURE: Final = Path(__file__).parents[1] / "docs" / "ladder.png"
 ORDER: Final = ("paper", "train-bound", "rule-reward", "capped")
 MODES: Final = ("rollout", "chunk", "fixed", "adaptive")
 
