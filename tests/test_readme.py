@@ -164,10 +164,18 @@ def test_every_guarantee_has_a_test() -> None:
         assert all(Path(name).name.startswith(("test_", "conftest")) for name in named), row
 
 
-def test_every_page_is_in_the_table_of_contents() -> None:
-    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+def test_every_page_is_on_the_site_and_in_the_table_of_contents() -> None:
     pages = {page.relative_to(ROOT / "docs").as_posix() for page in PAGES if page.parent != ROOT}
-    assert pages - {"index.md"} == {to for to, _ in LINK.findall(index)}
+    assert pages == set(re.findall(r'"([\w/]+\.md)"', (ROOT / "zensical.toml").read_text(encoding="utf-8")))
+    shown = {to for to, _ in LINK.findall((ROOT / "docs" / "index.md").read_text(encoding="utf-8"))}
+    assert {page for page in pages if not page.startswith("api/")} - {"index.md"} == shown - {"api/stages.md"}
+
+
+def test_everything_public_is_in_the_reference() -> None:
+    pages = (page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
+    modules = (name for text in pages for name in re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE))
+    loaded = [vars(sys.modules[name]) for name in modules if name in sys.modules]
+    assert set(oppo.__all__) <= {name for module in loaded for name in module.get("__all__", module)}
 
 
 @pytest.mark.parametrize("example", sorted(path.name for path in (ROOT / "examples").glob("[0-9]*.py")))
