@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 PEER   := .venv-peer
 LOWEST := .venv-lowest
 
-.PHONY: demo test test-deep test-lowest test-gpu lint types bench bench-peer bench-peer-sweep clean
+.PHONY: demo test test-deep test-lowest test-gpu lint types docs bench bench-peer bench-peer-sweep clean
 
 demo: $(STAMP)
 	@$(BIN)/oppo demo $(DEMO)
@@ -51,6 +51,14 @@ $(LOWEST)/.installed: pyproject.toml constraints.txt
 test-gpu:
 	PYTHONPATH=. $(PYTHON) -m pytest -m gpu
 
+# The site in site/: the pages of docs/ and an API reference made of the docstrings. A broken link is an error.
+docs: $(VENV)/.docs
+	$(BIN)/zensical build --strict --clean
+
+$(VENV)/.docs: $(STAMP)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[docs]'
+	@touch $@
+
 # The ladder of modes, as a table and a picture: make bench BENCH="--workload paper --layout split"
 bench: $(STAMP)
 	$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt 'matplotlib>=3.10'
@@ -83,4 +91,4 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) $(PEER) $(LOWEST) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEER) $(LOWEST) site .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,4 +1,4 @@
-"""What the README shows is what happens."""
+"""What the README and the pages of ``docs/`` show is what happens, and what they link to is there."""
 
 from __future__ import annotations
 
@@ -32,6 +32,24 @@ from tests.workplace import tokenizer
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LINK = re.compile(r"\]\((?!https?://)([^)\s#]*)(?:#([^)\s]+))?\)")
+SHOWN = re.compile(r"`((?:tests|oppo|examples|benchmarks|docs)/[\w./]+)`")
+
+
+def fenced(page: Path, language: str) -> list[str]:
+    """Return the blocks of a language, in the order of the page."""
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub and the site make them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", heading.lower())) for heading in headings}
+
+
+def test_the_readme_stays_short() -> None:
+    assert len(README.splitlines()) < 200
 
 
 def test_the_program_of_the_readme_trains(tmp_path: Path) -> None:
@@ -49,7 +67,7 @@ def test_the_program_of_the_readme_trains(tmp_path: Path) -> None:
 
 
 def test_the_recipe_of_the_readme_is_the_recipe_and_a_stage_keeps_its_other_options() -> None:
-    recipe, _ = re.findall(r"```python\n(g = GraphBuilder.*?)```", README, re.DOTALL)
+    (recipe,) = re.findall(r"```python\n(g = GraphBuilder.*?)```", README, re.DOTALL)
     (swap,) = re.findall(r"```python\n(graph = graph\.replace.*?)```", README, re.DOTALL)
     policy, reward, critic, trainer = FakePolicy(), FakeScorer(fake_scalar), FakeCritic(), FakeTrainer()
     reference, admission, chunks = FakeScorer(fake_per_token), Overcommit(batch=4, extra=1), Fixed(8)
@@ -81,7 +99,7 @@ def test_the_recipe_of_the_readme_is_the_recipe_and_a_stage_keeps_its_other_opti
 
 
 def test_the_recipe_without_a_critic_is_the_recipe() -> None:
-    _, recipe = re.findall(r"```python\n(g = GraphBuilder.*?)```", README, re.DOTALL)
+    (recipe,) = fenced(ROOT / "docs" / "algorithms.md", "python")
     policy, reward, reference, trainer = (
         FakePolicy(),
         FakeScorer(fake_scalar),
@@ -117,11 +135,47 @@ def test_python_m_oppo_is_oppo_and_its_help_says_where_the_settings_are() -> Non
     assert "docs/settings.md" in ran.stdout
 
 
-def test_the_files_the_readme_names_exist() -> None:
-    named = set(re.findall(r"`((?:tests|oppo|examples|benchmarks)/[\w./]+)`", README))
-    named |= set(re.findall(r"\]\((?!http)([\w./]+)\)", README))
-    assert len(named) > 10
-    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+@pytest.mark.parametrize("page", ["README.md", "docs/architecture.md", "docs/rewards.md", "docs/testing.md"])
+def test_the_blocks_that_stand_alone_run(page: str) -> None:
+    blocks = [block for block in fenced(ROOT / page, "python") if block.startswith(("import ", "from oppo", "def "))]
+    assert blocks
+    for block in blocks:
+        exec(block, {})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_what_a_page_names_and_links_to_is_there(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert [name for name in sorted(set(SHOWN.findall(text))) if not (ROOT / name).exists()] == []
+    links = [(page.parent / to if to else page, anchor) for to, anchor in LINK.findall(text)]
+    assert [to for to, _ in links if not to.exists()] == []
+    assert [(to.name, anchor) for to, anchor in links if anchor and anchor not in anchors(to)] == []
+
+
+def test_every_guarantee_has_a_test() -> None:
+    rows = [
+        line for line in (ROOT / "docs" / "guarantees.md").read_text(encoding="utf-8").splitlines() if "| `" in line
+    ]
+    assert len(rows) > 30
+    for row in rows:
+        behind = row.rsplit(" | ", 1)[1]
+        named = SHOWN.findall(behind)
+        assert named or "`make test-lowest`" in behind, row
+        assert all(Path(name).name.startswith(("test_", "conftest")) for name in named), row
+
+
+def test_every_page_is_on_the_site_and_in_the_table_of_contents() -> None:
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in PAGES if page.parent != ROOT}
+    assert pages == set(re.findall(r'"([\w/]+\.md)"', (ROOT / "zensical.toml").read_text(encoding="utf-8")))
+    shown = {to for to, _ in LINK.findall((ROOT / "docs" / "index.md").read_text(encoding="utf-8"))}
+    assert {page for page in pages if not page.startswith("api/")} - {"index.md"} == shown - {"api/stages.md"}
+
+
+def test_everything_public_is_in_the_reference() -> None:
+    pages = (page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
+    modules = (name for text in pages for name in re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE))
+    loaded = [vars(sys.modules[name]) for name in modules if name in sys.modules]
+    assert set(oppo.__all__) <= {name for module in loaded for name in module.get("__all__", module)}
 
 
 @pytest.mark.parametrize("example", sorted(path.name for path in (ROOT / "examples").glob("[0-9]*.py")))
@@ -139,9 +193,7 @@ def test_links_of_the_readme_lead_somewhere_here_and_on_a_package_index() -> Non
     for each in metadata["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]:
         shown = re.sub(each["pattern"], each["replacement"], shown)
     here, there = ([*re.finditer(r"\]\(([^)\s\",]+)\)", text)] for text in (README, shown))
-    relative = [link[1] for link in here if not link[1].startswith(("http", "#"))]
-    assert relative
-    assert [link for link in relative if not (ROOT / link).exists()] == []
+    assert [link for link in here if not link[1].startswith(("http", "#"))]
     assert [link[1] for link in there if not link[1].startswith(("http", "#"))] == []
     assert all(link[1].startswith((source, "https://arxiv.org/")) for link in there)
     assert re.findall(r"```python.*?```", shown, re.DOTALL) == re.findall(r"```python.*?```", README, re.DOTALL)

@@ -20,7 +20,7 @@ from benchmarks.convergence.study import study
 from benchmarks.machine import Machine
 
 HERE: Final = Path(__file__).parent
-README: Final = CHECKOUT / "README.md"
+PAGE: Final = CHECKOUT / "docs" / "learning.md"
 
 
 def main() -> None:
@@ -34,9 +34,9 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="tiny models, to try it out")
     parser.add_argument("--out", type=Path, default=HERE, help="where results.json and convergence.svg are")
     parser.add_argument("--table", action="store_true", help="print what has been found; run nothing")
-    parser.add_argument("--readme", action="store_true", help="write it into the README; run nothing")
+    parser.add_argument("--page", action="store_true", help="write it into docs/learning.md; run nothing")
     chosen = parser.parse_args()
-    if not (chosen.table or chosen.readme):
+    if not (chosen.table or chosen.page):
         results = Results.go_on(chosen.out, Plan(chosen.steps, chosen.batch, chosen.examined, chosen.small))
         results.machine = results.machine or asdict(Machine.here("cpu"))
         study(
@@ -50,9 +50,10 @@ def main() -> None:
     if not (chosen.out / FILE).exists() or not Results.load(chosen.out).whole():
         parser.error(f"{chosen.out} has no seed of which every arm has been run")
     results = Results.load(chosen.out)
-    (chosen.out / "convergence.svg").write_text(figure(results), encoding="utf-8")
-    if chosen.readme:
-        README.write_text(placed(README.read_text(encoding="utf-8"), section(results)), encoding="utf-8")
+    picture = (PAGE.parent if chosen.page else chosen.out) / "convergence.svg"
+    picture.write_text(figure(results), encoding="utf-8")
+    if chosen.page:
+        PAGE.write_text(placed(PAGE.read_text(encoding="utf-8"), section(results)), encoding="utf-8")
     print(table(results), findings(results), sep="\n\n")
 
 

@@ -1,4 +1,4 @@
-"""The README's section on convergence, from the results."""
+"""The section of ``docs/learning.md``, from the results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.convergence.arms import ADAPTIVE, ARMS, FIXED, SERIAL, STALE
 from benchmarks.convergence.comparison import BAND, LEAST, Difference, difference, harm
 from benchmarks.convergence.results import Results
 
-BEGIN: Final = "<!-- python -m benchmarks.convergence --readme -->\n"
+BEGIN: Final = "<!-- python -m benchmarks.convergence --page -->\n"
 END: Final = "<!-- end -->"
 
 
@@ -20,7 +20,7 @@ def section(results: Results) -> str:
         return ""
     plan, machine = results.plan, results.machine
     return f"""\
-## What is learned
+## What was measured
 
 The demo's task, {plan.steps} steps of {plan.batch} rollouts, with {seeds} seeds of prompts, noise and training, the
 same for all schedules; {machine["cpu"]}, {machine["cores"]} cores, all of them for one run at a time. Each final
@@ -28,7 +28,7 @@ policy answers the same {plan.examined} held-out prompts with the same noise. Di
 bootstrap intervals, in parts of what serial gained. `serial` is the streamed engine with scoring held until decoding
 has ended; `benchmarks/README.md` says more.
 
-![score against steps and against seconds](benchmarks/convergence/convergence.svg)
+![score against steps and against seconds](convergence.svg)
 
 {table(results)}
 
@@ -90,14 +90,14 @@ def verdict(results: Results, arm: str) -> str:
     )
 
 
-def placed(readme: str, told: str) -> str:
-    """Return the README with the section between its markers.
+def placed(page: str, told: str) -> str:
+    """Return the page with the section between its markers.
 
     Raises:
         ValueError: the markers are not there.
     """
-    before, begin, rest = readme.partition(BEGIN)
+    before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"the README has no {BEGIN.strip()} with {END} after it, so the section has no place in it")
+        raise ValueError(f"the page has no {BEGIN.strip()} with {END} after it, so the section has no place in it")
     return f"{before}{begin}{told}{end}{after}"

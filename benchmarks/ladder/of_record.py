@@ -1,4 +1,4 @@
-"""The README's table of speed, from the results of record."""
+"""The table of speed in ``docs/performance.md``, from the results of record."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Final
 from benchmarks import CHECKOUT
 
 RESULTS: Final = CHECKOUT / "benchmarks" / "results" / "intel-xeon-2-cores"
-PICTURE: Final = RESULTS / "ladder.png"
+PICTURE: Final = CHECKOUT / "docs" / "ladder.png"
 ORDER: Final = ("paper", "train-bound", "rule-reward", "capped")
 MODES: Final = ("rollout", "chunk", "fixed", "adaptive")
 

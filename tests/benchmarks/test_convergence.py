@@ -9,7 +9,7 @@ from xml.etree import ElementTree as ET
 import numpy as np
 import pytest
 
-from benchmarks.convergence.__main__ import HERE, README
+from benchmarks.convergence.__main__ import HERE, PAGE
 from benchmarks.convergence.arms import ADAPTIVE, ARMS, SERIAL, STALE
 from benchmarks.convergence.comparison import LEAST, bootstrap, difference, harm
 from benchmarks.convergence.figure import figure
@@ -202,19 +202,19 @@ def test_the_figure_has_both_panels_with_a_line_and_a_band_for_every_arm() -> No
 
 
 def test_the_section_is_put_between_its_markers_and_takes_the_place_of_an_older_one() -> None:
-    readme = f"# oppo\n\n{BEGIN}{END}\n\nmore\n"
+    page = f"# oppo\n\n{BEGIN}{END}\n\nmore\n"
     made = results(8, {})
-    once = placed(readme, section(made))
+    once = placed(page, section(made))
     assert once == f"# oppo\n\n{BEGIN}{section(made)}{END}\n\nmore\n"
-    assert placed(placed(readme, "old\n"), section(made)) == once
+    assert placed(placed(page, "old\n"), section(made)) == once
     with pytest.raises(ValueError, match="no place"):
         placed("# oppo\n", section(made))
 
 
-def test_the_readme_shows_what_was_measured_and_nothing_where_nothing_was() -> None:
-    readme = README.read_text(encoding="utf-8")
+def test_the_page_shows_what_was_measured_and_nothing_where_nothing_was() -> None:
+    page = PAGE.read_text(encoding="utf-8")
     found = section(Results.load(HERE)) if (HERE / FILE).exists() else ""
-    assert placed(readme, found) == readme, "run: python -m benchmarks.convergence --readme"
+    assert placed(page, found) == page, "run: python -m benchmarks.convergence --page"
 
 
 @pytest.mark.deep

@@ -1,17 +1,16 @@
-"""The README's table of speed is that of the results of record, and what it claims is in them."""
+"""The table of ``docs/performance.md`` is that of the results of record, and what it claims is in them."""
 
 from __future__ import annotations
 
 from benchmarks import CHECKOUT
 from benchmarks.ladder.of_record import ladders, table
 
-README = CHECKOUT / "README.md"
+PAGE = CHECKOUT / "docs" / "performance.md"
 
 
-def test_the_readme_shows_the_results_of_record() -> None:
-    shown = (
-        README.read_text(encoding="utf-8").split("<!-- python -m benchmarks.ladder -->\n")[1].split("\n<!-- end -->")[0]
-    )
+def test_the_page_shows_the_results_of_record() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    shown = page.split("<!-- python -m benchmarks.ladder -->\n")[1].split("\n<!-- end -->")[0]
     assert shown == table(ladders()), "run: python -m benchmarks.ladder"
 
 
