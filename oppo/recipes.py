@@ -84,9 +84,9 @@ def grpo(
     """Return training without a critic, streamed: the responses to one prompt are compared with one another.
 
     GRPO (Shao et al. 2024) unless told otherwise; RLOO (Ahmadian et al. 2024) with ``advantage="leave_one_out"`` and
-    ``kl=0.05``; Dr. GRPO (Liu et al. 2025) with ``advantage="centred"``. GRPO's own KL is in the loss, by its trainer's
-    settings: ``kl=0.04, kl_estimator="k3"``. :class:`oppo.hf.HfTrainer` takes the mean of a loss over all tokens of a
-    minibatch, as DAPO does (Yu et al. 2025, arXiv 2503.14476), and not over those of each response first, as GRPO.
+    ``kl=0.05``; Dr. GRPO (Liu et al. 2025) with ``advantage="centred"``. GRPO's own KL is in its trainer's loss,
+    ``ClippedLoss(kl=0.04, kl_estimator="k3")``, which is a mean over all tokens of a minibatch, as with DAPO (Yu et al.
+    2025, arXiv 2503.14476), and not over those of each response first, as with GRPO.
 
     What is not named here is as for :func:`ppo`.
 

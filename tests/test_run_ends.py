@@ -68,7 +68,7 @@ def _one_thread_here() -> None:
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("hedged", "reward function 'hedged' raised CancelledError:  at "),
+        ("hedged", "reward function 'hedged' raised CancelledError at "),
         ("leaving", "reward function 'leaving' raised SystemExit: 0 at "),
     ],
 )

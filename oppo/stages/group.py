@@ -39,7 +39,7 @@ class GroupRelative:
         advantage: ``leave_one_out`` (RLOO), ``standardised`` (GRPO) or ``centred`` (Dr. GRPO); see
             :func:`oppo.estimators.group_advantages`.
         kl: coefficient of the KL penalty in what a response is worth, as in RLOO: a number, or a controller that adapts
-            it to a target. GRPO has its KL in the loss instead, ``TrainerSettings.kl``: what is standardised is of the
+            it to a target. GRPO has its KL in the loss instead, ``ClippedLoss.kl``: what is standardised is of the
             same size at any coefficient, and all of it where scores tie. Both need a reference.
         kl_estimator: ``k1``, ``k2`` or ``k3`` (Schulman, "Approximating KL divergence", 2020).
         shaping: what is made of the scores first; replaced by its successor after each batch.
@@ -63,7 +63,7 @@ class GroupRelative:
             raise ConfigError(
                 f"advantage = 'standardised' cannot have a KL in the reward, got kl = {self.kl}: where the scores of a "
                 "group tie, what is standardised is the KL alone, of full size at any coefficient; put it into the "
-                'loss, with step.kl_in="loss" or TrainerSettings(kl=..., kl_estimator="k3"), or choose \'centred\' or '
+                'loss, with step.kl_in="loss" or ClippedLoss(kl=..., kl_estimator="k3"), or choose \'centred\' or '
                 "'leave_one_out'"
             )
 

@@ -206,7 +206,10 @@ ANYTHING: Any = object()
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: Generate(ANYTHING, Overcommit(2)), "Policy, an object with version, load, open, decoding"),
+        (
+            lambda: Generate(ANYTHING, Overcommit(2)),
+            "Policy, an object with version, capabilities, load, open, decoding",
+        ),
         (lambda: Generate(FakePolicy(), ANYTHING), "Admission, an object with batch, max_deferrals, admit, cut"),
         (lambda: Generate(FakePolicy(), Overcommit(2), ANYTHING), "ChunkSize, an object with size, observe"),
         (lambda: Update(ANYTHING), "Trainer, an object with version, update, publish"),
