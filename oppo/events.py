@@ -282,18 +282,16 @@ class Batch:
         tokens, versions: int32 [T].
         sampled: bool [T], the loss mask.
         logprobs: float32 [T], behaviour log-probs, each over the token's support.
-        proximal: float32 [T], log-probs under the weights that are about to be updated; the behaviour's where those
-            made the token, or where nobody computed it again.
-        reference: float32 [T], reference log-probs, over the same supports; ``proximal`` where there is no reference.
-        values: float32 [T], the critic's value of the state *before* each token; 0 where there is no critic.
+        proximal: float32 [T], log-probs under the weights that are about to be updated, the behaviour's where those
+            made the token; ``None`` unless they were computed.
+        reference: float32 [T], reference log-probs, over the same supports; ``None`` without a reference.
+        values: float32 [T], the critic's value of the state *before* each token; ``None`` without a critic.
         rewards: float32 [T], per token, after the KL penalty.
         advantages: float32 [T].
-        returns: float32 [T], what the critic learns; 0 where there is none.
+        returns: float32 [T], what the critic learns; ``None`` without one.
         metrics: what the estimator measured on the way (KL, entropy of the sampled tokens, means).
         dropped: the rollouts of this step that are not trained.
         deferred: the rollouts carried into the next step.
-        has_reference: whether ``reference`` is of a reference model; false: nobody was asked, and others stand for it.
-        has_proximal: whether somebody was asked for ``proximal``; false: the behaviour's stand for it.
     """
 
     responses: tuple[Response, ...]
@@ -304,17 +302,15 @@ class Batch:
     versions: IntArray
     sampled: BoolArray
     logprobs: FloatArray
-    proximal: FloatArray
-    reference: FloatArray
-    values: FloatArray
+    proximal: FloatArray | None
+    reference: FloatArray | None
+    values: FloatArray | None
     rewards: FloatArray
     advantages: FloatArray
-    returns: FloatArray
+    returns: FloatArray | None
     metrics: Mapping[str, float] = field(default_factory=dict)
     dropped: tuple[Drop, ...] = ()
     deferred: tuple[Defer, ...] = ()
-    has_reference: bool = True
-    has_proximal: bool = True
 
     def __len__(self) -> int:
         return len(self.responses)

@@ -136,16 +136,14 @@ def pack(batch: Batch, rows: Sequence[int], device: torch.device, asked: Collect
 
 
 def _columns(batch: Batch) -> dict[Input, FloatArray]:
-    """Return what a batch holds for losses; what only stands for something else is left out."""
-    columns: dict[Input, FloatArray] = {
+    """Return what a batch holds for losses."""
+    columns: dict[Input, FloatArray | None] = {
         "behaviour": batch.logprobs,
         "advantages": batch.advantages,
         "old_values": batch.values,
         "returns": batch.returns,
         "scores": batch.scores,
+        "proximal": batch.proximal,
+        "reference": batch.reference,
     }
-    if batch.has_proximal:
-        columns["proximal"] = batch.proximal
-    if batch.has_reference:
-        columns["reference"] = batch.reference
-    return columns
+    return {name: column for name, column in columns.items() if column is not None}

@@ -236,16 +236,17 @@ def require_inputs(loss: Loss, batch: Batch) -> None:
     Raises:
         ConfigError: it lacks some.
     """
-    lacking: list[tuple[Input, str]] = []
-    if not batch.has_reference:
-        lacking.append(("reference", "reference=, for example oppo.hf.ReferenceLogprobs"))
-    if not batch.has_proximal:
-        lacking.append(("proximal", "proximal=, for example oppo.hf.ProximalLogprobs"))
-    for name, remedy in lacking:
-        if name in loss.reads:
+    optional: dict[Input, tuple[object, str, str]] = {
+        "reference": (batch.reference, "reference log-probs", "reference=, for example oppo.hf.ReferenceLogprobs"),
+        "proximal": (batch.proximal, "proximal log-probs", "proximal=, for example oppo.hf.ProximalLogprobs"),
+        "old_values": (batch.values, "values of a critic", "critic=, for example oppo.hf.ValueModel"),
+        "returns": (batch.returns, "returns", "critic=, of whose values oppo.GAE makes them"),
+    }
+    for name, (column, what, remedy) in optional.items():
+        if name in loss.reads and column is None:
             raise ConfigError(
-                f"{_named(loss)} reads {name} log-probs, and the batch has none: give the recipe {remedy}, or the "
-                "trainer a loss that does without them"
+                f"{_named(loss)} reads {what}, and the batch has none: give the recipe {remedy}, or the trainer a loss "
+                "that does without them"
             )
 
 

@@ -16,7 +16,7 @@ ARRAYS = (
     "scores", "offsets", "tokens", "versions", "sampled", "logprobs", "proximal", "reference", "values", "rewards",
     "advantages", "returns",
 )  # fmt: skip
-"""The arrays of a batch, under their own names."""
+"""The arrays that a batch may have, under their own names."""
 
 
 def dump_batch(batch: Batch, folder: Path) -> Path:
@@ -24,14 +24,15 @@ def dump_batch(batch: Batch, folder: Path) -> Path:
 
     Row ``r`` owns ``offsets[r] : offsets[r + 1]`` of the per-token arrays and ``prompt_offsets[r] :
     prompt_offsets[r + 1]`` of ``prompts``. ``support_ids`` and ``support_counts`` are the ids that each token was drawn
-    from (see :class:`oppo.support.Support`), empty where nothing was left out. The JSON says whether ``reference`` and
-    ``proximal`` are what somebody was asked for. Whatever else the data held for a prompt is not written.
+    from (see :class:`oppo.support.Support`), empty where nothing was left out. An array that the batch does not have is
+    not there. Whatever else the data held for a prompt is not written.
 
     Raises:
         OSError: it cannot be written.
     """
     prompts = [response.prompt.tokens for response in batch.responses]
-    arrays = {name: np.ascontiguousarray(getattr(batch, name)) for name in ARRAYS}
+    held = {name: getattr(batch, name) for name in ARRAYS}
+    arrays = {name: np.ascontiguousarray(array) for name, array in held.items() if array is not None}
     arrays["prompts"] = np.concatenate([np.zeros(0, np.int32), *prompts])
     arrays["prompt_offsets"] = np.array([*accumulate(map(len, prompts), initial=0)], np.int64)
     support = batch.support(range(len(batch)))
@@ -47,8 +48,7 @@ def dump_batch(batch: Batch, folder: Path) -> Path:
         for response, reason in zip(batch.responses, batch.reasons, strict=True)
     ]
     dropped = [{"rollout": drop.rollout, "reason": redacted(drop.reason)} for drop in batch.dropped]
-    asked = {"has_reference": batch.has_reference, "has_proximal": batch.has_proximal}
-    told = {"rows": rows, "dropped": dropped} | asked
+    told = {"rows": rows, "dropped": dropped}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(arrays, folder / "batch.safetensors")
     (folder / "batch.json").write_text(json.dumps(told, indent=2) + "\n", "utf-8")

@@ -20,12 +20,12 @@ def samples(step: int, batch: Batch, count: int, decode: Decode) -> Iterator[Rec
     for row in chosen:
         response = batch.responses[row]
         span = rows[row]
-        kl = (batch.logprobs[span] - batch.reference[span])[batch.sampled[span]]
+        kl = None if batch.reference is None else (batch.logprobs[span] - batch.reference[span])[batch.sampled[span]]
         yield {
             "step": step,
             "rollout": response.prompt.rollout,
             "score": float(batch.scores[row]),
-            "kl": float(kl.sum()),
+            "kl": None if kl is None else float(kl.sum()),
             "tokens": len(response),
             "reason": batch.reasons[row],
             "prompt": redacted(decode(response.prompt.tokens.tolist())),

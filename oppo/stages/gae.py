@@ -84,15 +84,22 @@ class GAE:
             await out.send(self.batch(*gathered.in_order()))
 
     def batch(self, rows: Sequence[Row], dropped: Sequence[Drop] = (), deferred: Sequence[Defer] = ()) -> Batch:
-        """Return the training batch of these rows, in the order given, and let the KL controller learn from it."""
+        """Return the training batch of these rows, in the order given, and let the KL controller learn from it.
+
+        Raises:
+            ConfigError: a row has no values.
+        """
         batch = unestimated(rows, dropped, deferred)
+        values = batch.values
+        if values is None:
+            raise ConfigError("GAE estimates advantages from the values of a critic, and there are none: connect one")
         self.shaping = self.shaping.after(batch.scores)
         objective = Objective.of(batch, self.shaping, self._control, self.kl_estimator)
         self._control = objective.after(self._control, batch)
         rewards = objective.rewards(batch)
         if self.whiten_rewards:
             rewards = whiten(rewards, batch.sampled, shift_mean=False)
-        estimates = [gae(rewards[row], batch.values[row], self.gamma, self.lam) for row in batch.rows()]
+        estimates = [gae(rewards[row], values[row], self.gamma, self.lam) for row in batch.rows()]
         advantages = flat([advantage for advantage, _ in estimates])
         return replace(
             batch,

@@ -31,7 +31,7 @@ class Objective:
     Attributes:
         shaped: float32 [N], the scores as rewards.
         kl: float32 [T], an estimate of each token's KL to the reference, in nats: that of the proximal policy where its
-            log-probs are known; 0 where a token was not sampled.
+            log-probs are known; 0 where a token was not sampled, and without a reference.
         coefficient: of the KL penalty.
     """
 
@@ -49,7 +49,10 @@ class Objective:
             control: of the coefficient; it has not seen this batch.
             estimator: of a token's KL.
         """
-        kl = np.where(batch.sampled, kl_estimate(batch.proximal, batch.reference, estimator), np.float32(0))
+        kl = np.zeros(len(batch.tokens), np.float32)
+        if batch.reference is not None:
+            current = batch.logprobs if batch.proximal is None else batch.proximal
+            kl = np.where(batch.sampled, kl_estimate(current, batch.reference, estimator), np.float32(0))
         stopped = np.array([reason != "length" for reason in batch.reasons], np.bool_)
         return cls(shaping.shaped(batch.scores, stopped), kl, control.coefficient)
 
@@ -84,7 +87,8 @@ class Objective:
             "objective/scores_std": float(np.std(batch.scores)),
             "objective/shaped_scores": shaped,
         }
-        return {name: value for name, value in told.items() if batch.has_reference or name not in OF_THE_REFERENCE}
+        unsaid = OF_THE_REFERENCE if batch.reference is None else frozenset[str]()
+        return {name: value for name, value in told.items() if name not in unsaid}
 
     def _mean_kl(self, batch: Batch) -> float:
         """Return the mean over responses, in nats a response."""

@@ -22,11 +22,9 @@ class Row:
     """One finished rollout with everything that was said of it; per-token arrays have the response's length.
 
     Attributes:
-        reference: log-probs of the reference model; ``None``: there is none, and the policy's own stand for them, from
-            which its KL is 0.
-        values: of the critic; ``None``: there is none, and zeros stand for them.
-        proximal: log-probs under the weights that are about to be updated; ``None``: nobody computed them, and those of
-            the policy that sampled the tokens stand for them.
+        reference: log-probs of the reference model; ``None`` without one.
+        values: of the critic; ``None`` without one.
+        proximal: log-probs under the weights that are about to be updated; ``None`` unless they were computed.
     """
 
     finish: Finish
@@ -34,11 +32,6 @@ class Row:
     score: float
     values: FloatArray | None = None
     proximal: FloatArray | None = None
-
-    @property
-    def logprobs(self) -> FloatArray:
-        """The proximal log-probs, or what stands for them: float32 [n]."""
-        return self.finish.response.logprobs if self.proximal is None else self.proximal
 
     def fault(self) -> Drop | None:
         """Return the rollout as dropped where it cannot be trained: nothing was sampled, or a number is not finite.
@@ -52,14 +45,16 @@ class Row:
             "reference log-prob": self.reference,
             "value": self.values,
             "behaviour log-prob": self.finish.response.logprobs,
-            "proximal log-prob": self.logprobs,
+            "proximal log-prob": self.proximal,
         }
         wrong = (name for name, value in said.items() if value is not None and not (np.abs(value) <= LARGEST).all())
         return next((Drop(self.finish.rollout, f"{NONFINITE} {name}", nonfinite=True) for name in wrong), None)
 
 
 def unestimated(rows: Sequence[Row], dropped: Sequence[Drop] = (), deferred: Sequence[Defer] = ()) -> Batch:
-    """Return the batch of these rows, in the order given; rewards, advantages and returns are 0, metrics are none.
+    """Return the batch of these rows, in the order given; rewards and advantages are 0, returns and metrics are none.
+
+    What is not known of every row, the batch does not have.
 
     Args:
         rows: any number of them, of any length.
@@ -78,17 +73,20 @@ def unestimated(rows: Sequence[Row], dropped: Sequence[Drop] = (), deferred: Seq
         versions=np.concatenate([r.versions for r in responses] or [np.zeros(0, np.int32)]),
         sampled=np.concatenate([r.sampled for r in responses] or [np.zeros(0, np.bool_)]),
         logprobs=flat([response.logprobs for response in responses]),
-        proximal=flat([row.logprobs for row in rows]),
-        reference=flat([row.logprobs if row.reference is None else row.reference for row in rows]),
-        values=flat([np.zeros(len(row.logprobs), np.float32) if row.values is None else row.values for row in rows]),
+        proximal=_known([row.proximal for row in rows]),
+        reference=_known([row.reference for row in rows]),
+        values=_known([row.values for row in rows]),
         rewards=np.zeros(tokens, np.float32),
         advantages=np.zeros(tokens, np.float32),
-        returns=np.zeros(tokens, np.float32),
+        returns=None,
         dropped=tuple(dropped),
         deferred=tuple(deferred),
-        has_reference=all(row.reference is not None for row in rows),
-        has_proximal=all(row.proximal is not None for row in rows),
     )
+
+
+def _known(arrays: Sequence[FloatArray | None]) -> FloatArray | None:
+    known = [array for array in arrays if array is not None]
+    return flat(known) if len(known) == len(arrays) else None
 
 
 def flat(arrays: Sequence[FloatArray]) -> FloatArray:

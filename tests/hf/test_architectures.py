@@ -37,6 +37,7 @@ from oppo.placement import Thread
 from oppo.recipes import ppo
 from oppo.training import TrainerSettings
 from tests.hf import tiny
+from tests.known import known
 from tests.pipelines import Tap
 
 torch.set_num_threads(1)
@@ -145,11 +146,11 @@ def assert_is_what_plain_forwards_say(batch: Batch, models: Models, tolerance: f
     for response, row, score in zip(batch.responses, batch.rows(), batch.scores, strict=True):
         ids = torch.from_numpy(np.concatenate((response.prompt.tokens, response.tokens))).long()[None]
         window = slice(len(response.prompt.tokens) - 1, -1)
-        for model, got in ((models.actor, batch.logprobs[row]), (models.reference, batch.reference[row])):
+        for model, got in ((models.actor, batch.logprobs[row]), (known(models.reference), known(batch.reference)[row])):
             scaled = (model(ids).logits[0, window] / SAMPLING.temperature).log_softmax(-1)
             assert_close(got, scaled.gather(1, ids[0, len(response.prompt.tokens) :, None])[:, 0], tolerance)
         hidden = backbone(models.critic)(ids).last_hidden_state
-        assert_close(batch.values[row], score_head(models.critic)(hidden)[0, window, 0], tolerance)
+        assert_close(known(batch.values)[row], score_head(models.critic)(hidden)[0, window, 0], tolerance)
         assert_close(score, models.reward(ids).logits[0, 0], tolerance)
 
 

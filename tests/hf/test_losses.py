@@ -27,6 +27,7 @@ from oppo.staleness import Correction
 from oppo.training import TrainerSettings
 from tests.hf import tiny
 from tests.hf.test_trainer import SAMPLING, backward, critic_of, rollouts
+from tests.known import known
 
 LOW, HIGH = 0.05, 0.2
 GROUPS = (4, 7, 4, 9, 7, 9)
@@ -143,7 +144,7 @@ def thread() -> Iterator[Thread]:
 def batch() -> Batch:
     """Return three pairs of responses, tokens that nobody sampled among theirs, of weights that have moved since."""
     made, random = rollouts(tiny.causal(seed=1), tiny.scalar(seed=2), given=True), np.random.default_rng(3)
-    for column, width in ((made.logprobs, 0.2), (made.reference, 0.5)):
+    for column, width in ((made.logprobs, 0.2), (known(made.reference), 0.5)):
         column[:] += random.normal(0, width, len(column)).astype(np.float32)
     made.sampled[made.offsets[:-1]] = True
     responses = tuple(
@@ -189,7 +190,7 @@ def by_oracle(loss: Clipped) -> tuple[float, dict[str, Tensor]]:
         chosen = said.gather(-1, ids[0, len(response.prompt.tokens) :, None])[:, 0]
         mask = made.sampled[span]
         behaviour, reference, advantages = (
-            torch.tensor(each[span][mask]) for each in (made.logprobs, made.reference, made.advantages)
+            torch.tensor(each[span][mask]) for each in (made.logprobs, known(made.reference), made.advantages)
         )
         logprobs = chosen[torch.tensor(mask)]
         rows.append(Read(logprobs, behaviour, reference, advantages, float(score), response.prompt.group))
@@ -311,7 +312,7 @@ async def test_what_a_loss_does_not_declare_it_is_not_given(thread: Thread) -> N
 async def test_a_loss_is_refused_the_batch_that_lacks_what_it_reads(thread: Thread) -> None:
     trainer = trainer_on(Pairwise(), thread)
     with pytest.raises(ConfigError, match=r"Pairwise\(.* reads reference log-probs, and the batch has none: give the"):
-        await trainer.update(replace(batch(), has_reference=False))
+        await trainer.update(replace(batch(), reference=None))
     assert (trainer.version, trainer.micro_batches) == (0, 0)
 
 

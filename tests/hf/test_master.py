@@ -20,6 +20,7 @@ from oppo.placement import Thread
 from oppo.training import TrainerSettings
 from tests.hf import tiny
 from tests.hf.test_trainer import SAMPLING, rollouts
+from tests.known import known
 
 ULP = 2.0**-7
 """The difference between 1 and the next number in bfloat16."""
@@ -107,7 +108,7 @@ def test_bfloat16_models_learn_what_a_single_update_would_lose(thread: Thread) -
 def test_an_update_that_is_not_finite_leaves_copies_and_weights_alone(thread: Thread) -> None:
     trainer = trainer_in(torch.bfloat16, thread)
     batch = rollouts(tiny.causal("llama", seed=1), tiny.scalar("llama", seed=2))
-    batch.returns[:] = float("inf")
+    known(batch.returns)[:] = float("inf")
     before = [master.detach().clone() for master in trainer._weights[0]]
     digest = weights_digest(trainer._actor)
     assert anyio.run(trainer.update, batch).nonfinite == batch.rollouts

@@ -71,7 +71,8 @@ def test_nothing_stands_for_log_probs_that_a_batch_does_not_have() -> None:
     asked: list[Input] = ["proximal", "reference"]
     made = batch()
     for has in (True, False):
-        given = pack(replace(made, has_proximal=has, has_reference=has), [0], torch.device("cpu"), asked).given
+        held = made if has else replace(made, proximal=None, reference=None)
+        given = pack(held, [0], torch.device("cpu"), asked).given
         assert set(given) == (set(asked) if has else set())
 
 

@@ -31,6 +31,7 @@ from oppo.staleness import Correction
 from oppo.training import TrainerSettings
 from tests.hf import tiny
 from tests.hf.stories import full_logprobs, prompts
+from tests.known import known
 from tests.pipelines import Tap
 from tests.test_staleness import EVERY
 
@@ -241,7 +242,7 @@ async def test_where_rollouts_are_carried_the_choices_differ_and_the_metrics_say
 async def test_the_trainers_mismatch_is_that_of_the_batch() -> None:
     run = await ran(Correction(denominator="proximal"), extra=3)
     for batch, report in zip(run.batches, run.reports, strict=True):
-        log = (batch.proximal - batch.logprobs).astype(np.float64)[batch.sampled]
+        log = (known(batch.proximal) - batch.logprobs).astype(np.float64)[batch.sampled]
         stale = batch.versions[batch.sampled] < report.index
         ratio = np.exp(log)
         assert report.metrics["mismatch/ess"] == pytest.approx(
@@ -250,7 +251,7 @@ async def test_the_trainers_mismatch_is_that_of_the_batch() -> None:
         if stale.any():
             divergence = (np.expm1(log) - log)[stale].mean()
             assert report.metrics["mismatch/kl"] == pytest.approx(divergence, rel=1e-3, abs=1e-8)
-        assert_array_equal(batch.proximal[batch.sampled][~stale], batch.logprobs[batch.sampled][~stale])
+        assert_array_equal(known(batch.proximal)[batch.sampled][~stale], batch.logprobs[batch.sampled][~stale])
 
 
 async def test_kept_keys_and_values_show_as_a_mismatch_of_current_tokens() -> None:

@@ -40,6 +40,7 @@ from oppo.testing import check_trainer
 from oppo.training import TrainerSettings
 from tests.golden import fixed
 from tests.hf import tiny
+from tests.known import known
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 SAMPLING = Sampling(max_new_tokens=16, stop=(2,))
@@ -272,7 +273,7 @@ async def test_tokens_that_were_not_sampled_do_not_train(thread: Thread) -> None
     async def trained(noise: float) -> str:
         trainer = make(thread)
         batch = rollouts(trainer._actor, critic_of(trainer), given=True)
-        for array in (batch.logprobs, batch.values, batch.advantages, batch.returns):
+        for array in (batch.logprobs, known(batch.values), batch.advantages, known(batch.returns)):
             array[~batch.sampled] += np.float32(noise)
         trained = await trainer.update(batch)
         assert trained.metrics["train/tokens"] == batch.sampled.sum() < len(batch.tokens)
@@ -357,7 +358,7 @@ async def test_an_update_that_accelerate_would_scale_or_skip_is_refused(thread: 
 async def test_an_update_of_which_nothing_is_finite_changes_no_bit_but_counts(thread: Thread) -> None:
     trainer = make(thread)
     batch = rollouts(trainer._actor, critic_of(trainer))
-    batch.returns[:] = np.inf
+    known(batch.returns)[:] = np.inf
     before = digest(trainer)
     trained = await trainer.update(batch)
     assert trained.nonfinite == batch.rollouts
@@ -441,7 +442,7 @@ async def gradient(thread: Thread, *, moved: float = 0.0, **settings: object) ->
     """Return the actor's gradient on one batch whose reference log-probs are ``moved`` from the actor's own."""
     trainer = make(thread, name="llama", **settings)
     batch = rollouts(trainer._actor, critic_of(trainer))
-    batch.reference[:] += np.float32(moved)
+    known(batch.reference)[:] += np.float32(moved)
     backward(trainer, batch, [range(len(batch))])
     return {name: p.grad for name, p in trainer._actor.named_parameters() if p.grad is not None}
 
@@ -470,7 +471,7 @@ async def test_the_kl_in_the_loss_pulls_to_the_reference_and_only_where_it_diffe
     assert any(not torch.allclose(away[name], gradients, atol=1e-4) for name, gradients in plain.items())
     trainer = make(thread, kl=0.5)
     batch = rollouts(trainer._actor, critic_of(trainer))
-    batch.reference[:] += np.float32(0.3)
+    known(batch.reference)[:] += np.float32(0.3)
     assert (await trainer.update(batch)).metrics["policy/kl_avg"] == pytest.approx(0.5 * 0.3**2, rel=1e-3)
 
 

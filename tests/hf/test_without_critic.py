@@ -164,7 +164,7 @@ async def test_what_the_loss_asks_for_and_the_recipe_does_not_give_is_refused_an
 async def test_without_a_reference_nothing_is_said_of_a_kl_to_it(thread: Thread) -> None:
     trainers = [make(thread) for _ in range(2)]
     beside, alone = [
-        (await trainer.update(replace(batch, has_reference=referred))).metrics
+        (await trainer.update(batch if referred else replace(batch, reference=None))).metrics
         for (trainer, batch), referred in zip(trainers, (True, False), strict=True)
     ]
     assert beside.keys() - alone.keys() == {"policy/kl_avg"}

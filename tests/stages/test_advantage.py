@@ -19,6 +19,7 @@ from oppo.stages import GAE
 from oppo.stages.gathered import Gathered
 from oppo.stages.rows import Row
 from oppo.testing import run_virtual
+from tests.known import known
 from tests.pipelines import Pipeline, Setting, same_batches
 
 
@@ -71,8 +72,8 @@ def test_advantages_are_whitened_over_the_batch_and_returns_are_not() -> None:
     plain, white = GAE(whiten_advantages=False).batch(rows), GAE().batch(rows)
     assert np.array_equal(white.advantages, whiten(plain.advantages, plain.sampled))
     assert not np.array_equal(white.advantages, plain.advantages)
-    assert np.array_equal(white.returns, plain.returns)
-    assert np.allclose(plain.returns, plain.advantages + plain.values)
+    assert np.array_equal(known(white.returns), known(plain.returns))
+    assert np.allclose(known(plain.returns), plain.advantages + known(plain.values))
 
 
 @pytest.mark.parametrize(
@@ -157,9 +158,9 @@ def test_the_kl_in_the_reward_is_that_of_the_proximal_policy() -> None:
     said = Row(finish(1), per_token(1).value, 0.0, np.zeros(4, np.float32))
     again = replace(said, proximal=np.array([-1, -1, -3, -2], np.float32))
     plain, corrected = (GAE(kl=0.5).batch([row]) for row in (said, again))
-    assert np.array_equal(plain.proximal, plain.logprobs)
+    assert plain.proximal is None
     assert corrected.logprobs.tolist() == [-1, -1, -1, -1]
-    assert corrected.proximal.tolist() == [-1, -1, -3, -2]
+    assert known(corrected.proximal).tolist() == [-1, -1, -3, -2]
     assert plain.rewards.tolist() == [0, 0, 0, 0]
     assert corrected.rewards.tolist() == [0, 0, 1, 0.5]
 
