@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def compose(settings: Settings, assembly: Assembly, replay: Mapping[int, Observation]) -> Graph[StepReport]:
-    """Return the graph of a run's steps; its controllers are told ``replay`` of the steps that are made again."""
+    """Return the graph of a run's steps; for steps made again, its controllers observe ``replay``."""
     graph = recipe(settings, assembly)
     dump = partial(dump_batch, folder=settings.run_directory / "nonfinite")
     return graph.replace(

@@ -37,7 +37,7 @@ class Ports:
         variadic: whether ``run`` takes any number of inputs (``*inputs``), all like the last of ``reads``.
         named: the classes that each input which is given by name may carry.
         required: those of them that have no default.
-        stepped: whether ``run`` is told which step it runs.
+        stepped: whether ``run`` takes the step.
         sends: the classes the output may carry.
     """
 

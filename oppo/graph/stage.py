@@ -37,19 +37,19 @@ R_contra = TypeVar("R_contra", contravariant=True)
 
 
 UNKNOWN: Final = sys.maxsize
-"""Steps that remain in a run of which nobody has said when it ends."""
+"""Steps that remain in a run without a stated end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """One execution of a graph, as one of its stages knows it.
 
-    What a stage measures it records, as a value of a class of its own; whoever wants measures of a class asks for them,
-    the stage that makes the result or one that observes it. All of an execution are there when ``observe`` is called.
+    A stage records what it measures, as a value of a class of its own. The stage that makes the result, or one that
+    observes it, asks for the measures of a class. All measures of an execution are there when ``observe`` is called.
 
     Attributes:
         index: ordinal in the run, from 0.
-        remaining: how many executions were asked for, this one and those after it; ``UNKNOWN`` where nobody said.
+        remaining: how many executions were asked for, this one and those after it; ``UNKNOWN`` without a stated end.
         started: loop time, in seconds.
         stage: name of the stage that is given this.
 
@@ -157,10 +157,10 @@ class AnyStage(Protocol):
 
 @runtime_checkable
 class Observing(Protocol[R_contra]):
-    """A stage that is told what each step resulted in, after every stage has returned."""
+    """A stage that observes the result of each step, after every stage has returned."""
 
     def observe(self, result: R_contra, step: Step, /) -> object:
-        """Take note of the result of a step that is over; what is returned, observers are told."""
+        """Take note of the result of a step that is over; the run passes what is returned on to its observers."""
 
 
 @runtime_checkable

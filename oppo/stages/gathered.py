@@ -35,7 +35,7 @@ class Gathered:
         Args:
             rollout: says which rollouts there are.
             score: of each.
-            per_token: ``reference``, ``values`` and ``proximal``, where somebody was asked for them.
+            per_token: ``reference``, ``values`` and ``proximal``, where these inputs are connected.
 
         Raises:
             ProtocolError: what was said is not one number, or not one for each response token.

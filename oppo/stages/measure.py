@@ -110,8 +110,8 @@ def observation(report: StepReport, step: Step) -> Observation:
 
     Args:
         report: of the step.
-        step: has the records of the stages that decoded and scored. What a scorer did after its last answer is not
-            counted, since nobody waited for it.
+        step: has the records of the stages that decoded and scored. A scorer's calls after its last
+            answer do not count, since the step does not wait for them.
     """
     decoding = next((phase for _, phase in step.recorded(DecodePhase)), None)
     progress = decoding.progress if decoding else Progress()

@@ -1,7 +1,7 @@
-"""A fake actor with a cost model, of either style: whoever reads drives it, or each rollout has a pace of its own.
+"""A fake actor with a cost model, of either style: its readers drive it, or each rollout has a pace of its own.
 
 A fake token is a hash of (seed, admission, sample, position), a fake log-prob also depends on the version of the
-weights: whoever mixes up rollouts, positions or versions gets other numbers.
+weights: code that mixes up rollouts, positions or versions gets other numbers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Fake models with cost models, for tests in virtual time: no torch, no randomness beyond a seed, exact results.
 
-What a fake says depends on every token it has read and on the version of the weights: whoever mixes up rollouts,
+A fake's answer depends on every token it has read and on the version of the weights: code that mixes up rollouts,
 positions or versions gets other numbers. The actor is in :mod:`oppo.testing.fake_policy`.
 """
 
