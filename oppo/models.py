@@ -14,6 +14,7 @@ from typing import Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
 from oppo.errors import ProtocolError
 from oppo.events import Batch, Chunk, Finish, FloatArray, Given, IntArray, Prompt, Response
 from oppo.numeric import require_numbers, require_whole
+from oppo.scheduling import IN_ORDER, Priority, TimeSlice
 from oppo.support import Support
 
 T_co = TypeVar("T_co", covariant=True)
@@ -232,7 +233,11 @@ class Policy(Follower, Protocol):
 
 
 class Scorer(Protocol[T_co]):
-    """A model that reads rollouts as they grow and says something of each when it is complete."""
+    """A model that reads rollouts as they grow and says something of each when it is complete.
+
+    One that shares a place with others may also be a :class:`PrioritisedScorer`, and one that knows how long its calls
+    should last a :class:`TimeSliced`.
+    """
 
     @property
     def version(self) -> int:
@@ -246,6 +251,32 @@ class Scorer(Protocol[T_co]):
 
     async def forget(self, rollouts: Sequence[int]) -> None:
         """Drop sessions; unknown rollouts are fine."""
+
+
+class PrioritisedScorer(Scorer[T_co], Protocol[T_co]):
+    """A scorer whose three methods take the keyword ``priority``, which is found in their signatures.
+
+    It hands the priority to the place in which it works (:meth:`oppo.placement.Hosted.at`), with every call that it
+    makes there: a call without one waits until no urgent scorer holds the place, its own included.
+    """
+
+    async def extend(self, events: Sequence[Prompt | Chunk | Given], *, priority: Priority = IN_ORDER) -> None:
+        """Read more of some rollouts; one that raises :class:`~oppo.scheduling.Preempted` has read nothing of them."""
+
+    async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> Sequence[T_co]:
+        """Return one value for each rollout, and forget its session."""
+
+    async def forget(self, rollouts: Sequence[int], *, priority: Priority = IN_ORDER) -> None:
+        """Drop sessions; unknown rollouts are fine."""
+
+
+@runtime_checkable
+class TimeSliced(Protocol):
+    """A scorer that says how long a call should last that nobody waits for."""
+
+    @property
+    def time_slice(self) -> TimeSlice:
+        """Asked once, before the first step; other scorers have :data:`~oppo.scheduling.DEFAULT_TIME_SLICE`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -27,7 +27,7 @@ from oppo.models import RewardFunction, Scorer
 from oppo.numeric import require_real
 from oppo.observe import silent
 from oppo.placement.apart import Apart
-from oppo.placement.errand import errand
+from oppo.placement.detached import run_detached
 from oppo.user_code import contained, shown
 
 OnFailure: TypeAlias = Literal["fail", "drop", "retry"]
@@ -184,7 +184,7 @@ class FunctionReward(Scorer[float | Drop]):
                 return self._judge.scores(arguments, rollouts)
             if self._apart is None:
                 work = partial(self._judge.scores, arguments, rollouts)
-                return await errand(f"oppo-reward-{self.name}", work)
+                return await run_detached(f"oppo-reward-{self.name}", work)
             try:
                 return await self._apart.call(_Judge.scores, arguments, rollouts)
             except ModelError as error:

@@ -17,7 +17,7 @@ BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
 
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "numeric"}),
-    frozenset({"events", "observe", "support"}),
+    frozenset({"events", "observe", "scheduling", "support"}),
     frozenset({"models", "admission", "chunking", "estimators", "placement", "shaping", "staleness", "training"}),
     frozenset({"graph"}),
     frozenset({"stages"}),
@@ -129,6 +129,16 @@ def test_the_graph_knows_no_rl() -> None:
         if name.startswith("oppo")
         and name not in allowed
         and not name.startswith(("oppo.graph", "oppo.errors", "oppo.observe"))
+    ]
+    assert not faults
+
+
+def test_the_stages_know_no_place() -> None:
+    faults = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in (PACKAGE / "stages").glob("*.py")
+        for name, line in imports(path)
+        if name.startswith("oppo.placement")
     ]
     assert not faults
 

@@ -9,6 +9,7 @@ import torch
 
 from oppo.errors import ConfigError
 from oppo.placement import Thread
+from oppo.scheduling import Priority
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -55,7 +56,9 @@ class DeviceThread(Thread):
     For a thread that has :func:`use_stream` in its setup.
     """
 
-    async def call_for(self, track: str, label: str, work: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+    async def call_at(
+        self, priority: Priority, track: str, label: str, work: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> R:
         """Run ``work`` in the thread, wait for the device, and return the result."""
 
         def done(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -63,4 +66,4 @@ class DeviceThread(Thread):
             torch.cuda.current_stream().synchronize()
             return result
 
-        return await super().call_for(track, label, done, *args, **kwargs)
+        return await super().call_at(priority, track, label, done, *args, **kwargs)

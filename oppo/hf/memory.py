@@ -10,6 +10,7 @@ import torch
 
 from oppo.errors import ModelError
 from oppo.placement import Hosted, Hosting, Journal, Thread
+from oppo.scheduling import Priority, TimeSlice
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -57,19 +58,24 @@ class ModelThread(Thread):
     def __init__(self, thread: Thread, model: str, remedy: str) -> None:
         # Without super().__init__(): the thread is another's.
         self.name = thread.name
+        self.time_slice = thread.time_slice
         self._thread = thread
         self._model = model
         self._remedy = remedy
 
-    async def call(self, label: str, work: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run ``work`` in the thread and return what it returns.
+    async def call_at(
+        self, priority: Priority, track: str, label: str, work: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        """Run ``work`` in the thread and return what it returns; its span is on the model's track, not on ``track``.
 
         Raises:
             ModelError: memory ran out.
             ModelLost: the thread has been closed.
+            Preempted: the call is preemptible and was not made.
         """
+        del track
         with attributed(self._model, f"it did {label!r}", self._remedy):
-            return await self._thread.call_for(self._model, label, work, *args, **kwargs)
+            return await self._thread.call_at(priority, self._model, label, work, *args, **kwargs)
 
     def close(self) -> None:
         """End the thread after the call in progress; idempotent."""
@@ -107,10 +113,19 @@ class _Attributed(Generic[T]):
         self._model = model
         self._remedy = remedy
 
+    @property
+    def time_slice(self) -> TimeSlice:
+        return self._hosted.time_slice
+
+    def at(self, priority: Priority) -> Hosted[T]:
+        return _Attributed(self._hosted.at(priority), self._model, self._remedy)
+
     async def call(self, label: str, work: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         with attributed(self._model, f"it did {label!r}", self._remedy):
             return await self._hosted.call(label, work, *args, **kwargs)
 
-    async def here(self, label: str, work: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+    async def call_local(
+        self, label: str, work: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> R:
         with attributed(self._model, f"it did {label!r}", self._remedy):
-            return await self._hosted.here(label, work, *args, **kwargs)
+            return await self._hosted.call_local(label, work, *args, **kwargs)

@@ -14,6 +14,7 @@ from oppo.hf.cores import ReferenceCore
 from oppo.hf.scorers import ReferenceLogprobs
 from oppo.models import Sampling, Weights
 from oppo.placement import Hosting
+from oppo.scheduling import IN_ORDER, Priority
 
 
 class ProximalLogprobs(ReferenceLogprobs):
@@ -60,16 +61,16 @@ class ProximalLogprobs(ReferenceLogprobs):
         Raises:
             ModelError: a name is missing or unknown, or a shape differs; the old weights are then still served.
         """
-        await self._core.here("load", self._load, weights)
+        await self._core.call_local("load", self._load, weights)
 
-    async def extend(self, events: Sequence[Prompt | Chunk | Given]) -> None:
+    async def extend(self, events: Sequence[Prompt | Chunk | Given], *, priority: Priority = IN_ORDER) -> None:
         """Read nothing: which tokens are stale is known at the end."""
 
-    async def finish(self, finished: Sequence[Finish]) -> Sequence[FloatArray]:
+    async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> Sequence[FloatArray]:
         """Return the log-probs of each response."""
         stale = {event.rollout: self._stale(event.response) for event in finished}
         again = [event for event in finished if stale[event.rollout].any()]
-        read = dict(zip((event.rollout for event in again), await self._read(again), strict=True))
+        read = dict(zip((event.rollout for event in again), await self._read(again, priority), strict=True))
         return [
             np.where(stale[event.rollout], read[event.rollout], event.response.logprobs)
             if event.rollout in read
@@ -77,7 +78,7 @@ class ProximalLogprobs(ReferenceLogprobs):
             for event in finished
         ]
 
-    async def forget(self, rollouts: Sequence[int]) -> None:
+    async def forget(self, rollouts: Sequence[int], *, priority: Priority = IN_ORDER) -> None:
         """Hold nothing of rollouts between two calls."""
 
     def _load(self, core: ReferenceCore, weights: Weights) -> None:
@@ -90,13 +91,14 @@ class ProximalLogprobs(ReferenceLogprobs):
         older = response.versions < self._version
         return response.sampled & (np.logical_or.accumulate(older) if self._mixed else older)
 
-    async def _read(self, finished: Sequence[Finish]) -> Sequence[FloatArray]:
+    async def _read(self, finished: Sequence[Finish], priority: Priority) -> Sequence[FloatArray]:
         if not finished:
             return []
         try:
-            await super().extend([part for each in finished for part in (each.response.prompt, each.response.chunk())])
-            return await super().finish(finished)
+            parts = [part for each in finished for part in (each.response.prompt, each.response.chunk())]
+            await super().extend(parts, priority=priority)
+            return await super().finish(finished, priority=priority)
         except BaseException:
             with anyio.CancelScope(shield=True):
-                await super().forget([event.rollout for event in finished])
+                await super().forget([event.rollout for event in finished], priority=priority)
             raise

@@ -1,7 +1,7 @@
 """The three scorers of PPO on transformers: reference log-probs, the reward model's scalar, the critic's values.
 
-Each reads rollouts while they grow, in the place it is given; several may share one, and then take turns. What a scorer
-does there is in its core (:mod:`oppo.hf.cores`); token ids go in, floats come out.
+Each reads rollouts while they grow, in the place it is given, which several may share. What a scorer does there is in
+its core (:mod:`oppo.hf.cores`); token ids go in, floats come out.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from oppo.hf.cores import Core, ReferenceCore, RewardCore, ValueCore
 from oppo.hf.feeding import Fed, Feed
 from oppo.models import Sampling, Weights
 from oppo.placement import Hosting
+from oppo.scheduling import IN_ORDER, Priority, TimeSlice
 
 C = TypeVar("C", bound=Core)
 
@@ -40,14 +41,19 @@ class Streamed(Generic[C]):
         """0: a frozen model."""
         return 0
 
-    async def extend(self, events: Sequence[Prompt | Chunk | Given]) -> None:
-        """Read more of some rollouts."""
-        await self._core.call("extend", Core.extend, Feed(events, supports=self._supports))
+    @property
+    def time_slice(self) -> TimeSlice:
+        """How long a call should last that nobody waits for: as long as its place says."""
+        return self._core.time_slice
 
-    async def forget(self, rollouts: Sequence[int]) -> None:
+    async def extend(self, events: Sequence[Prompt | Chunk | Given], *, priority: Priority = IN_ORDER) -> None:
+        """Read more of some rollouts."""
+        await self._core.at(priority).call("extend", Core.extend, Feed(events, supports=self._supports))
+
+    async def forget(self, rollouts: Sequence[int], *, priority: Priority = IN_ORDER) -> None:
         """Drop sessions; unknown rollouts are fine."""
         with suppress(ModelLost):  # sessions are lost with the place they were in
-            await self._core.call("forget", Core.forget, list(rollouts))
+            await self._core.at(priority).call("forget", Core.forget, list(rollouts))
 
 
 class ReferenceLogprobs(Streamed[ReferenceCore]):
@@ -71,9 +77,9 @@ class ReferenceLogprobs(Streamed[ReferenceCore]):
     def __init__(self, model: PreTrainedModel, *, sampling: Sampling, thread: Hosting, exact: bool = False) -> None:
         super().__init__(ReferenceCore(model, exact, sampling.temperature), thread, supports=True)
 
-    async def finish(self, finished: Sequence[Finish]) -> Sequence[FloatArray]:
+    async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> Sequence[FloatArray]:
         """Return the log-probs of each response, and forget it."""
-        return await self._core.call("finish", ReferenceCore.finish, _lengths(finished))
+        return await self._core.at(priority).call("finish", ReferenceCore.finish, _lengths(finished))
 
 
 class RewardModel(Streamed[RewardCore]):
@@ -94,9 +100,9 @@ class RewardModel(Streamed[RewardCore]):
     def __init__(self, model: PreTrainedModel, *, thread: Hosting, exact: bool = False) -> None:
         super().__init__(RewardCore(model, exact), thread)
 
-    async def finish(self, finished: Sequence[Finish]) -> Sequence[float]:
+    async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> Sequence[float]:
         """Return each rollout's score, and forget it."""
-        return await self._core.call("finish", RewardCore.finish, _lengths(finished))
+        return await self._core.at(priority).call("finish", RewardCore.finish, _lengths(finished))
 
 
 class ValueModel(Streamed[ValueCore]):
@@ -135,11 +141,11 @@ class ValueModel(Streamed[ValueCore]):
         Raises:
             ModelError: a name is missing or unknown, or a shape differs; the old weights are then still served.
         """
-        await self._core.here("load", self._load, weights)
+        await self._core.call_local("load", self._load, weights)
 
-    async def finish(self, finished: Sequence[Finish]) -> Sequence[FloatArray]:
+    async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> Sequence[FloatArray]:
         """Return the values along each response, and forget it."""
-        return await self._core.call("finish", ValueCore.finish, _lengths(finished))
+        return await self._core.at(priority).call("finish", ValueCore.finish, _lengths(finished))
 
     def _load(self, core: ValueCore, weights: Weights) -> None:
         core.load(weights.critic)

@@ -8,7 +8,7 @@
 
 Sharing is safe because nobody writes while somebody reads: frozen models are never written, and at lookahead 0 those
 that are trained are served between updates only. Who replaces weights from outside of the update does it in the turn of
-the model that is served (:meth:`oppo.placement.Hosted.here`).
+the model that is served (:meth:`oppo.placement.Hosted.call_local`).
 """
 
 from __future__ import annotations

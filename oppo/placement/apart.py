@@ -10,7 +10,7 @@ import anyio
 
 from oppo.errors import ModelLost
 from oppo.placement.child import Child, Gone
-from oppo.placement.errand import errand
+from oppo.placement.detached import run_detached
 from oppo.placement.wire import Answer, Call, Failure, Packet, Settle, pack, pack_with_blocks
 
 P = ParamSpec("P")
@@ -47,7 +47,7 @@ class Apart(Generic[T]):
         packet = pack(Call(0, work, args, kwargs))
         async with self._turn:
             try:
-                return cast("R", await errand(f"oppo-{self._name}", partial(self._ask, packet)))
+                return cast("R", await run_detached(f"oppo-{self._name}", partial(self._ask, packet)))
             except anyio.get_cancelled_exc_class():
                 self.close()
                 raise

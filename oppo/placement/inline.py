@@ -11,6 +11,7 @@ import anyio.lowlevel
 from oppo import observe
 from oppo.errors import ModelLost
 from oppo.placement.place import Hosted, Journal, reported
+from oppo.scheduling import DEFAULT_TIME_SLICE, Priority, TimeSlice
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -25,6 +26,7 @@ class Inline:
     Args:
         name: shown in traces and errors.
         listener: called with the span of each call.
+        time_slice: how long a call should last that nobody waits for.
 
     Example:
         >>> async def main() -> int:
@@ -33,9 +35,16 @@ class Inline:
         3
     """
 
-    def __init__(self, name: str, *, listener: observe.SpanListener = observe.ignore) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        listener: observe.SpanListener = observe.ignore,
+        time_slice: TimeSlice = DEFAULT_TIME_SLICE,
+    ) -> None:
         self.name = name
         self.listener = listener
+        self.time_slice = time_slice
         self.at_work = ""
         self._open = True
 
@@ -70,10 +79,18 @@ class _InlineResident(Generic[T]):
         self._resident = resident
         self._track = track
 
+    @property
+    def time_slice(self) -> TimeSlice:
+        return self._place.time_slice
+
+    def at(self, priority: Priority) -> Hosted[T]:
+        del priority  # there is no queue
+        return self
+
     async def call(self, label: str, work: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         self._place.require_open(label)
         await anyio.lowlevel.checkpoint()  # others have their turn before the loop is held up
         with reported(self._place, self._track, label):
             return work(self._resident, *args, **kwargs)
 
-    here = call
+    call_local = call

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from oppo import observe
+from oppo.scheduling import Priority, TimeSlice
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -16,6 +17,16 @@ T_co = TypeVar("T_co", covariant=True)
 
 class Hosted(Protocol[T_co]):
     """A resident, as seen from the event loop: ``await hosted.call("extend", Reader.extend, events)``."""
+
+    @property
+    def time_slice(self) -> TimeSlice:
+        """How long a call in this place should last that nobody waits for."""
+
+    def at(self, priority: Priority) -> Hosted[T_co]:
+        """Return the same resident, whose calls have this priority; without this they are made in order of arrival.
+
+        A place without a queue, as :class:`~oppo.placement.Inline`, makes every call at once.
+        """
 
     async def call(
         self, label: str, work: Callable[Concatenate[T_co, P], R], /, *args: P.args, **kwargs: P.kwargs
@@ -33,16 +44,17 @@ class Hosted(Protocol[T_co]):
 
         Raises:
             ModelLost: the place is closed, or gone.
+            Preempted: the priority is that of a preemptible call, which was not made.
             Exception: whatever ``work`` raised.
         """
 
-    async def here(
+    async def call_local(
         self, label: str, work: Callable[Concatenate[T_co, P], R], /, *args: P.args, **kwargs: P.kwargs
     ) -> R:
-        """Return the same, done to the resident that :meth:`Hosting.host` was given, in this process, in its turn.
+        """Return the same, done in this process to the resident that :meth:`Hosting.host` was given.
 
-        While it is done nobody works in the place. Where the resident lives in another process, this is how arguments
-        stay here: what is changed in memory that both share is changed for both.
+        It queues as calls do, and no call is made in the place meanwhile. Where the resident lives in another process,
+        the arguments stay in this one: a change to memory that both processes share is seen by both.
         """
 
 

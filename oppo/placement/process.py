@@ -12,6 +12,7 @@ from oppo.placement.lodgings import Lodger, Lodgings
 from oppo.placement.place import Hosted, Journal, reported
 from oppo.placement.thread import Thread
 from oppo.placement.wire import Call, Failure, pack
+from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Priority, TimeSlice
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -22,7 +23,7 @@ class Process:
     """One child process, owned by one model or shared by several that should take turns on the same cores.
 
     A resident goes there pickled, as it is when it is hosted, and is made there when it is first called. Its methods
-    are called in one thread, in the order of the calls but for those made :func:`~oppo.placement.ahead` of others.
+    are called in one thread, in the order of their priorities (:mod:`oppo.scheduling`).
     Spans are the child's, on the clock that both processes share. Errors come back as themselves. The child writes to
     the parent's output, leaves Ctrl-C to it, and dies with it.
 
@@ -37,6 +38,7 @@ class Process:
             ``functools.partial(oppo.hf.cpu.use_cores, 1)``; importable by name.
         restarts: how many dead children are replaced in an hour.
         tell: told, in a sentence, of each child that is replaced; from another thread.
+        time_slice: how long a call in the child should last that nobody waits for.
 
     Raises:
         ModelError: ``setup`` cannot go to another process.
@@ -57,9 +59,11 @@ class Process:
         setup: Callable[[], object] | None = None,
         restarts: int = 0,
         tell: Callable[[str], None] = observe.silent,
+        time_slice: TimeSlice = DEFAULT_TIME_SLICE,
     ) -> None:
         self.name = name
         self.listener = listener
+        self.time_slice = time_slice
         self.at_work = ""
         self._open = True
         self._lodgings = Lodgings(name, setup=setup, restarts=restarts, tell=tell)
@@ -74,7 +78,7 @@ class Process:
         """Give ``resident`` a home in the child.
 
         Args:
-            resident: can be pickled; the one given stays here, for :meth:`Hosted.here`.
+            resident: can be pickled; the one given stays here, for :meth:`Hosted.call_local`.
             track: of its spans; the name of the place when empty.
             journal: what a resident of a new child is told; without one it begins anew.
 
@@ -92,11 +96,12 @@ class Process:
         """
         self._lodgings.settle()
 
-    async def ask(self, lodger: Lodger, label: str, order: Call) -> object:
+    async def ask(self, lodger: Lodger, label: str, order: Call, priority: Priority = IN_ORDER) -> object:
         """Return what an order to a resident comes to.
 
         Raises:
             ModelLost: the place is closed, or its child died once too often.
+            Preempted: the order is preemptible and was not given.
             Exception: whatever the order came to.
         """
 
@@ -112,25 +117,26 @@ class Process:
             return answer.value
 
         packet = pack(order)
-        return await self._waited_for(label, answer)
+        return await self._waited_for(label, answer, priority)
 
-    async def work_here(self, lodger: Lodger, label: str, work: Callable[[], R]) -> R:
+    async def call_local(self, lodger: Lodger, label: str, work: Callable[[], R], priority: Priority = IN_ORDER) -> R:
         """Return what ``work`` returns, done in this process while the child rests.
 
         Raises:
             ModelLost: the place is closed.
+            Preempted: the call is preemptible and was not made.
         """
 
         def reporting() -> R:
             with reported(self, lodger.track, label):
                 return work()
 
-        return await self._waited_for(label, reporting)
+        return await self._waited_for(label, reporting, priority)
 
-    async def _waited_for(self, label: str, work: Callable[[], R]) -> R:
+    async def _waited_for(self, label: str, work: Callable[[], R], priority: Priority) -> R:
         if not self._open:
             raise ModelLost(f"the process of {self.name!r} is closed, so it cannot do {label!r}")
-        return await self._thread.call(label, work)
+        return await self._thread.call_at(priority, self.name, label, work)
 
     def abort(self) -> None:
         """Kill the child, whatever it is doing: the call in progress, and every later one, is ``ModelLost``."""
@@ -150,14 +156,26 @@ class Process:
 
 
 class _ProcessResident(Generic[T]):
-    def __init__(self, process: Process, lodger: Lodger, resident: T) -> None:
+    def __init__(self, process: Process, lodger: Lodger, resident: T, priority: Priority = IN_ORDER) -> None:
         self._process = process
         self._lodger = lodger
         self._resident = resident
+        self._priority = priority
+
+    @property
+    def time_slice(self) -> TimeSlice:
+        return self._process.time_slice
+
+    def at(self, priority: Priority) -> Hosted[T]:
+        return _ProcessResident(self._process, self._lodger, self._resident, priority)
 
     async def call(self, label: str, work: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         order = Call(self._lodger.number, work, args, kwargs)
-        return cast("R", await self._process.ask(self._lodger, label, order))
+        return cast("R", await self._process.ask(self._lodger, label, order, self._priority))
 
-    async def here(self, label: str, work: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        return await self._process.work_here(self._lodger, label, lambda: work(self._resident, *args, **kwargs))
+    async def call_local(
+        self, label: str, work: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        return await self._process.call_local(
+            self._lodger, label, lambda: work(self._resident, *args, **kwargs), self._priority
+        )

@@ -12,9 +12,9 @@ import anyio
 
 from oppo import observe
 from oppo.errors import ModelLost, running_loop
-from oppo.placement.line import Line, Waiting
+from oppo.placement.call_queue import CallQueue
 from oppo.placement.place import Hosted, Journal, reported
-from oppo.placement.turns import GaveWay, courtesy, precedence
+from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Preempted, Priority, TimeSlice
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -29,6 +29,7 @@ class Thread:
         listener: called, from the thread, with the span of each call.
         setup: called once in the thread before anything else, for example to set the intra-op thread count; what it
             raises, the call raises that came first, and it is tried again for the next.
+        time_slice: how long a call in the thread should last that nobody waits for.
 
     Example:
         >>> async def main() -> int:
@@ -44,13 +45,15 @@ class Thread:
         *,
         listener: observe.SpanListener = observe.ignore,
         setup: Callable[[], None] | None = None,
+        time_slice: TimeSlice = DEFAULT_TIME_SLICE,
     ) -> None:
         self.name = name
         self.listener = listener
+        self.time_slice = time_slice
         self.at_work = ""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"oppo-{name}")
         self._setup = setup
-        self._line = Line()
+        self._calls = CallQueue()
         self._open = True
 
     async def call(self, label: str, work: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -62,26 +65,28 @@ class Thread:
         Raises:
             ModelLost: the thread has been closed.
         """
-        return await self.call_for(self.name, label, work, *args, **kwargs)
+        return await self.call_at(IN_ORDER, self.name, label, work, *args, **kwargs)
 
-    async def call_for(self, track: str, label: str, work: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Do the same for one of several models that share the thread: its span is on a track of its own.
+    async def call_at(
+        self, priority: Priority, track: str, label: str, work: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        """Do the same with a priority, for one of several models that share the thread: its span is on ``track``.
 
         Raises:
             ModelLost: the thread has been closed.
+            Preempted: the call is preemptible and was not made.
         """
         running_loop()
         if not self._open:
             raise ModelLost(f"the thread of {self.name!r} is closed, so it cannot do {label!r}")
-        future = self._queued(track, label, lambda: work(*args, **kwargs))
+        future = self._queued(priority, track, label, lambda: work(*args, **kwargs))
         with anyio.CancelScope(shield=True):
             result = await _outlasting(asyncio.wrap_future(future))
         await anyio.lowlevel.checkpoint_if_cancelled()
         return result
 
-    def _queued(self, track: str, label: str, work: Callable[[], R]) -> Future[R]:
+    def _queued(self, priority: Priority, track: str, label: str, work: Callable[[], R]) -> Future[R]:
         future = Future[R]()
-        mine = precedence()
 
         def do() -> None:
             try:
@@ -93,21 +98,12 @@ class Thread:
             else:
                 future.set_result(result)
 
-        if mine is not None:
-            mine.hold(self._line)
-        self._line.put(
-            Waiting(
-                urgent=mine is not None,
-                begin=do,
-                gives_way=courtesy(),
-                withdraw=lambda: future.set_exception(GaveWay()),
-            )
-        )
+        self._calls.put(do, lambda: future.set_exception(Preempted()), priority)
         self._pool.submit(self._do_next)
         return future
 
     def _do_next(self) -> None:
-        if (begin := self._line.take()) is not None:
+        if (begin := self._calls.take()) is not None:
             begin()
 
     def _set_up(self) -> None:
@@ -118,12 +114,12 @@ class Thread:
     def host(self, resident: T, *, track: str = "", journal: Journal | None = None) -> Hosted[T]:
         """Give ``resident`` a home; a thread is lost with its process only, so nothing is noted in a journal."""
         del journal
-        return _ThreadResident(self, resident, track)
+        return _ThreadResident(self, resident, track or self.name)
 
     def close(self) -> None:
         """End the thread after the calls that it has been given; idempotent."""
         self._open = False
-        self._line.close()
+        self._calls.close()
         self._pool.shutdown(wait=True)
 
     def __enter__(self) -> Self:
@@ -134,17 +130,23 @@ class Thread:
 
 
 class _ThreadResident(Generic[T]):
-    def __init__(self, thread: Thread, resident: T, track: str) -> None:
+    def __init__(self, thread: Thread, resident: T, track: str, priority: Priority = IN_ORDER) -> None:
         self._thread = thread
         self._resident = resident
         self._track = track
+        self._priority = priority
+
+    @property
+    def time_slice(self) -> TimeSlice:
+        return self._thread.time_slice
+
+    def at(self, priority: Priority) -> Hosted[T]:
+        return _ThreadResident(self._thread, self._resident, self._track, priority)
 
     async def call(self, label: str, work: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        if self._track:
-            return await self._thread.call_for(self._track, label, work, self._resident, *args, **kwargs)
-        return await self._thread.call(label, work, self._resident, *args, **kwargs)
+        return await self._thread.call_at(self._priority, self._track, label, work, self._resident, *args, **kwargs)
 
-    here = call
+    call_local = call
 
 
 async def _outlasting(future: asyncio.Future[R]) -> R:

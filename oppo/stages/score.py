@@ -14,19 +14,14 @@ import anyio
 from oppo.errors import as_itself, noted
 from oppo.events import Defer, Drop, Finish, Prompt, RolloutEvent, Scored
 from oppo.graph import Receiver, Sender, Step
-from oppo.models import Follower, Scorer
-from oppo.placement import GaveWay, ahead, giving_way
+from oppo.models import Follower, PrioritisedScorer, Scorer, TimeSliced
+from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Preempted, Preemptible, Priority, TimeSlice, Urgent
 from oppo.stages.backlog import Backlog, Growth
 from oppo.stages.contract import require_count, require_model
 from oppo.stages.measure import ScorerCall
+from oppo.stages.prioritised import prioritised
 
 T = TypeVar("T")
-
-TURN = 0.3
-"""Seconds that a call of which nobody needs the result may last: whatever finishes meanwhile has to wait."""
-
-RISE = 1.1
-"""A token is thought to take the least it has taken, times this for each call since: others in the place take turns."""
 
 
 @dataclass(slots=True)
@@ -46,9 +41,10 @@ class Session:
 class Score(Generic[T]):
     """Streams rollouts into a scorer as they grow and sends its value of each when it is complete.
 
-    Finished rollouts come first, so that the step's critical path is short, and go ahead of what other scorers in the
-    same place read of rollouts that go on. Those fill the time that is left: what has queued up is read together, in
-    calls that do not last long, and what still waits for its turn gives way to a rollout that has finished.
+    Finished rollouts come first, so that the step's critical path is short; their calls are urgent. Rollouts that go on
+    fill the time that is left. Their chunks are read together, in calls no longer than the scorer's time slice
+    (:class:`~oppo.models.TimeSliced`); a rollout that has finished preempts such a call while it queues. A scorer is
+    given the priority of a call if it is a :class:`~oppo.models.PrioritisedScorer`.
 
     A session made with other weights than the scorer has now is dropped and replayed once, when its rollout finishes.
     A scorer that follows the trainer forgets parked rollouts at once, since its weights are about to change, and reads
@@ -64,12 +60,16 @@ class Score(Generic[T]):
     """
 
     scorer: Scorer[T | Drop]
+    _prioritised: PrioritisedScorer[T | Drop] = field(init=False, repr=False)
+    _slice: TimeSlice = field(init=False, repr=False)
     _sessions: dict[int, Session] = field(default_factory=dict, init=False, repr=False)
     _carried: list[Growth] = field(default_factory=list, init=False, repr=False)
     _pace: float = field(default=0.0, init=False, repr=False)
 
     def __post_init__(self) -> None:
         require_model(self.scorer, "Scorer", ("version", "extend", "finish", "forget"))
+        self._prioritised = prioritised(self.scorer)
+        self._slice = self.scorer.time_slice if isinstance(self.scorer, TimeSliced) else DEFAULT_TIME_SLICE
         self._follows = isinstance(self.scorer, Follower)
 
     async def __aenter__(self) -> Self:
@@ -80,7 +80,7 @@ class Score(Generic[T]):
     ) -> None:
         """Forget every session."""
         self._carried.clear()
-        await self._forget(list(self._sessions))
+        await self._forget(list(self._sessions), IN_ORDER)
 
     async def run(self, rollout: Receiver[RolloutEvent], /, *, out: Sender[Scored[T] | Drop], step: Step) -> None:
         """Score one step's finished rollouts."""
@@ -103,9 +103,9 @@ class Score(Generic[T]):
     async def _settle(self, backlog: Backlog, out: Sender[Scored[T] | Drop], step: Step) -> None:
         """Score what has finished, and let go of what will not finish in this step."""
         news = backlog.news()
-        with ahead():
-            await self._read(news.unread, step)
-            results = await self._finish(news.finished, step)
+        with Urgent() as priority:
+            await self._read(news.unread, step, priority)
+            results = await self._finish(news.finished, step, priority)
         for result in (*results, *news.dropped):
             await out.send(result)
         over: list[Drop | Defer] = [*news.dropped, *(each for each in news.deferred if each.restart or self._follows)]
@@ -113,22 +113,22 @@ class Score(Generic[T]):
             unread, session = backlog.give_up(event.rollout), self._sessions.get(event.rollout)
             if isinstance(event, Defer) and not event.restart:
                 self._carried += [*(session.read if session else []), *unread]
-        await self._forget(sorted(event.rollout for event in over))
+        await self._forget(sorted(event.rollout for event in over), IN_ORDER)
 
     async def _go_on(self, backlog: Backlog, step: Step) -> None:
-        """Read some of what nobody waits for, unless somebody does before it is this call's turn."""
-        portion = backlog.portion(TURN / self._pace if self._pace else math.inf)
-        with suppress(GaveWay), giving_way(backlog.is_urgent):
-            await self._read(portion, step)
+        """Read some of what nobody waits for, unless something urgent arrives before the call begins."""
+        portion = backlog.portion(self._slice.seconds / self._pace if self._pace else math.inf)
+        with suppress(Preempted):
+            await self._read(portion, step, Preemptible(backlog.is_urgent))
             backlog.read(portion)
 
-    async def _finish(self, finished: Sequence[Finish], step: Step) -> list[Scored[T] | Drop]:
+    async def _finish(self, finished: Sequence[Finish], step: Step, priority: Priority) -> list[Scored[T] | Drop]:
         """Return what the scorer says of each."""
         if not finished:
             return []
-        await self._replay(finished, step)
+        await self._replay(finished, step, priority)
         with _at_work(finished, step, answered=True):
-            values = await self.scorer.finish(finished)
+            values = await self._prioritised.finish(finished, priority=priority)
             require_count(values, len(finished), "finish() of the scorer")
         for event in finished:
             del self._sessions[event.rollout]
@@ -139,16 +139,16 @@ class Score(Generic[T]):
             for event, value in zip(finished, values, strict=True)
         ]
 
-    async def _read(self, events: Sequence[Growth], step: Step) -> None:
+    async def _read(self, events: Sequence[Growth], step: Step, priority: Priority) -> None:
         """Read what the sessions can take."""
         parts = [event for event in events if self._accepts(event)]
         if not parts:
             return
         start = anyio.current_time()
         with _at_work(parts, step, answered=False):
-            await self.scorer.extend(parts)
+            await self._prioritised.extend(parts, priority=priority)
         pace = (anyio.current_time() - start) / max(1, sum(len(part.tokens) for part in parts))
-        self._pace = min(pace, RISE * self._pace) if self._pace else pace
+        self._pace = min(pace, self._slice.rise * self._pace) if self._pace else pace
         for part in parts:
             session = self._sessions[part.rollout]
             session.length += len(part.tokens)
@@ -162,21 +162,22 @@ class Score(Generic[T]):
         session = self._sessions.get(event.rollout)
         return session is not None and session.version == self.scorer.version
 
-    async def _replay(self, finished: Sequence[Finish], step: Step) -> None:
+    async def _replay(self, finished: Sequence[Finish], step: Step, priority: Priority) -> None:
         stale = [event.response for event in finished if not self._valid(event)]
-        await self._forget([response.prompt.rollout for response in stale])
-        await self._read([part for response in stale for part in (response.prompt, *response.pieces())], step)
+        await self._forget([response.prompt.rollout for response in stale], priority)
+        parts = [part for response in stale for part in (response.prompt, *response.pieces())]
+        await self._read(parts, step, priority)
 
     def _valid(self, event: Finish) -> bool:
         session = self._sessions.get(event.rollout)
         whole = len(event.response.prompt.tokens) + len(event.response)
         return session is not None and session.version == self.scorer.version and session.length == whole
 
-    async def _forget(self, rollouts: Sequence[int]) -> None:
+    async def _forget(self, rollouts: Sequence[int], priority: Priority) -> None:
         known = [rollout for rollout in rollouts if self._sessions.pop(rollout, None)]
         if known:
             with noted(f"while forgetting rollouts {known}"):
-                await self.scorer.forget(known)
+                await self._prioritised.forget(known, priority=priority)
 
 
 @contextmanager

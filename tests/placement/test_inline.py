@@ -27,7 +27,7 @@ async def test_work_is_done_on_the_caller_in_order_and_reported() -> None:
     with Inline("total", listener=spans.append) as place:
         total = place.host(Total(1), track="sum")
         assert await total.call("add", Total.add, 2, times=3) == 7
-        assert await total.here("add", Total.add, 1) == 8
+        assert await total.call_local("add", Total.add, 1) == 8
         thread = place.host(None)
         assert await thread.call("look", lambda _: threading.get_ident()) == threading.get_ident()
     assert [(span.track, span.label) for span in spans] == [("sum", "add"), ("sum", "add"), ("total", "look")]

@@ -56,7 +56,7 @@ async def test_spans_are_the_childs_own_time_on_the_track_of_the_resident(proces
     total = process.host(Total(), track="critic")
     begun = now()
     await total.call("extend", Total.add, 1)
-    await total.here("load", Total.add, 1)
+    await total.call_local("load", Total.add, 1)
     with pytest.raises(ZeroDivisionError):
         await process.host(Total()).call("fail", Total.fail)
     assert [(span.track, span.label) for span in spans] == [
@@ -72,7 +72,7 @@ async def test_spans_are_the_childs_own_time_on_the_track_of_the_resident(proces
 async def test_work_here_is_done_to_the_resident_that_stayed(process: Process) -> None:
     resident = Total()
     total = process.host(resident)
-    assert await total.here("add", Total.add, 5) == 5
+    assert await total.call_local("add", Total.add, 5) == 5
     assert resident.sum == 5
     assert await total.call("add", Total.add, 1) == 1
 

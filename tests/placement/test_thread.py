@@ -10,7 +10,7 @@ import pytest
 
 from oppo.errors import ModelLost
 from oppo.observe import Span
-from oppo.placement import Thread, ahead
+from oppo.placement import Thread
 from tests.placement.residents import Total
 
 
@@ -100,27 +100,6 @@ async def test_calls_run_in_one_thread_in_order_after_its_setup_and_are_reported
     assert [(span.track, span.label) for span in spans] == [("model", "first"), ("model", "second")]
 
 
-async def test_calls_made_ahead_overtake_those_that_wait_but_not_the_one_in_progress() -> None:
-    work, seen = Work(), list[str]()
-
-    async def urgently(what: str) -> None:
-        with ahead():
-            await thread.call(what, seen.append, what)
-
-    with Thread("scorers") as thread:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(thread.call, "work", work)
-            await work.until_begun()
-            for what in ("first", "second"):
-                tasks.start_soon(thread.call, what, seen.append, what)
-            for what in ("urgent", "more urgent"):
-                tasks.start_soon(urgently, what)
-            await anyio.wait_all_tasks_blocked()
-            assert not seen
-            work.go_on.set()
-    assert seen == ["urgent", "more urgent", "first", "second"]
-
-
 async def test_a_setup_that_fails_is_the_callers_error_and_is_tried_again() -> None:
     attempts: list[int] = []
 
@@ -149,6 +128,6 @@ async def test_a_resident_is_worked_on_in_the_thread_on_its_own_track() -> None:
     with Thread("scorers", listener=spans.append) as thread:
         total, plain = thread.host(Total(1), track="critic"), thread.host(None)
         assert await total.call("add", Total.add, 2, times=3) == 7
-        assert await total.here("add", Total.add, 1) == 8
+        assert await total.call_local("add", Total.add, 1) == 8
         assert await plain.call("look", lambda _: threading.get_ident()) != threading.get_ident()
     assert [(span.track, span.label) for span in spans] == [("critic", "add"), ("critic", "add"), ("scorers", "look")]

@@ -10,12 +10,11 @@ import anyio
 import numpy as np
 import pytest
 
+from oppo.errors import ProtocolError
 from oppo.events import Chunk, Defer, Drop, Finish, FloatArray, Given, Prompt, Response, RolloutEvent, Scored
 from oppo.graph import Channel, Step
-from oppo.placement import GaveWay
-from oppo.placement.turns import courtesy, precedence
+from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Preempted, Preemptible, Priority, TimeSlice, Urgent
 from oppo.stages import Score
-from oppo.stages.score import TURN
 from oppo.testing import FakeCritic, FakeScorer, fake_scalar, run_virtual
 
 
@@ -131,30 +130,64 @@ def test_finished_rollouts_are_scored_before_anything_is_read_of_those_that_go_o
 
 @dataclass(eq=False)
 class Noted(FakeScorer[float]):
-    """Notes what it is called for, and whether ahead of others."""
+    """Takes priorities, and notes each call with what it is for."""
 
-    notes: list[tuple[str, list[int], bool]] = field(default_factory=list)
+    notes: list[tuple[str, list[int], type[Priority]]] = field(default_factory=list)
 
-    async def extend(self, events: Sequence[Prompt | Chunk | Given]) -> None:
-        self._note("extend", events)
+    async def extend(self, events: Sequence[Prompt | Chunk | Given], *, priority: Priority = IN_ORDER) -> None:
+        self.notes.append(("extend", [event.rollout for event in events], type(priority)))
         await super().extend(events)
 
-    async def finish(self, finished: Sequence[Finish]) -> Sequence[float]:
-        self._note("finish", finished)
+    async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> Sequence[float]:
+        self.notes.append(("finish", [event.rollout for event in finished], type(priority)))
         return await super().finish(finished)
 
-    def _note(self, label: str, events: Sequence[Prompt | Chunk | Given | Finish]) -> None:
-        self.notes.append((label, [event.rollout for event in events], precedence() is not None))
+    async def forget(self, rollouts: Sequence[int], *, priority: Priority = IN_ORDER) -> None:
+        self.notes.append(("forget", list(rollouts), type(priority)))
+        await super().forget(rollouts)
 
 
-def test_what_has_finished_goes_ahead_in_its_place_and_nothing_else_does() -> None:
+def test_calls_for_finished_rollouts_are_urgent_and_all_others_preemptible() -> None:
     scorer, done = Noted(fake_scalar), chunk(2)
     run_virtual(scored, Score(scorer), prompt(1), prompt(2), chunk(1), done, finish(2, done))
     assert scorer.notes == [
-        ("extend", [2, 2], True),
-        ("finish", [2], True),
-        ("extend", [1, 1], False),
+        ("extend", [2, 2], Urgent),
+        ("finish", [2], Urgent),
+        ("extend", [1, 1], Preemptible),
     ]
+
+
+def test_every_call_of_a_replay_is_urgent_since_its_first_one_holds_the_place() -> None:
+    scorer = Noted(fake_scalar)
+    stage = Score(scorer)
+    run_virtual(scored, stage, prompt(1), chunk(1), Defer(1, 1))
+    scorer.version, scorer.notes = 1, []
+    run_virtual(scored, stage, finish(1, chunk(1)))
+    assert scorer.notes == [("forget", [1], Urgent), ("extend", [1, 1], Urgent), ("finish", [1], Urgent)]
+
+
+def test_a_scorer_with_the_keyword_says_the_same_as_one_without() -> None:
+    def scores(scorer: FakeScorer[float]) -> list[tuple[int, float, int]]:
+        one, two = chunk(1), chunk(2)
+        events = (prompt(1), prompt(2), one, two, finish(2, two), finish(1, one))
+        sent = run_virtual(scored, Score(scorer), *events)
+        return [(each.rollout, each.value, each.version) for each in sent if isinstance(each, Scored)]
+
+    with_keyword, without = scores(Noted(fake_scalar)), scores(FakeScorer(fake_scalar))
+    assert with_keyword == without
+    assert [rollout for rollout, _, _ in without] == [2, 1]
+
+
+def test_a_scorer_that_takes_priorities_in_some_of_its_methods_is_refused() -> None:
+    class Half(FakeScorer[float]):
+        async def extend(self, events: Sequence[Prompt | Chunk | Given], *, priority: Priority = IN_ORDER) -> None:
+            del priority
+            await super().extend(events)
+
+    with pytest.raises(
+        ProtocolError, match=r"keyword `priority` .* got Half, which lacks it in finish, forget: declare"
+    ):
+        Score(Half(fake_scalar))
 
 
 class NotedCritic(FakeCritic):
@@ -170,53 +203,85 @@ class NotedCritic(FakeCritic):
 
 
 @dataclass(eq=False)
-class Courteous(Noted):
-    """Gives way whenever it may and something better has come, as a place does that others work in."""
+class Queued(Noted):
+    """Each call waits for a second before it begins, and may be preempted meanwhile, as in a shared place."""
+
+    read: list[list[int]] = field(default_factory=list)
+
+    async def extend(self, events: Sequence[Prompt | Chunk | Given], *, priority: Priority = IN_ORDER) -> None:
+        is_preempted = priority.preemption()
+        await anyio.sleep(1)
+        if is_preempted():
+            raise Preempted
+        self.read.append([event.rollout for event in events])
+        await super().extend(events, priority=priority)
+
+
+@dataclass(eq=False)
+class Plain(FakeScorer[float]):
+    """The same without the keyword."""
+
+    read: list[list[int]] = field(default_factory=list)
 
     async def extend(self, events: Sequence[Prompt | Chunk | Given]) -> None:
-        is_better = courtesy()
         await anyio.sleep(1)
-        if is_better():
-            raise GaveWay
+        self.read.append([event.rollout for event in events])
         await super().extend(events)
 
 
-def test_what_goes_on_gives_way_to_what_has_finished_and_is_read_later() -> None:
-    async def main() -> list[object]:
-        channel, out = Channel[RolloutEvent]("generate->score", 100), Out()
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(partial(Score(scorer).run, channel, out=out, step=Step(0, 1, 0.0)))
-            for event in (prompt(1), prompt(2)):
-                channel.send_nowait(event)
-            await anyio.sleep(1.5)
-            for piece in (chunk(1), done):
-                channel.send_nowait(piece)
-            await anyio.sleep(0.5)  # the scorer waits for its turn to read both
-            channel.send_nowait(finish(2, done))
-            channel.close()
-        return out.items
+async def finished_while_waiting(scorer: FakeScorer[float]) -> list[int]:
+    """Run a step in which rollout 2 finishes while a call waits that reads rollout 1; return whose score is sent."""
+    channel, out, done = Channel[RolloutEvent]("generate->score", 100), Out(), chunk(2)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(partial(Score(scorer).run, channel, out=out, step=Step(0, 1, 0.0)))
+        for event in (prompt(1), prompt(2)):
+            channel.send_nowait(event)
+        await anyio.sleep(1.5)
+        for piece in (chunk(1), done):
+            channel.send_nowait(piece)
+        await anyio.sleep(0.5)
+        channel.send_nowait(finish(2, done))
+        channel.close()
+    return [each.rollout for each in out.items if isinstance(each, Scored)]
 
-    scorer, done = Courteous(fake_scalar), chunk(2)
-    scores = run_virtual(main)
-    assert [each.rollout for each in scores if isinstance(each, Scored)] == [2]
-    assert scorer.notes == [
-        ("extend", [1, 2], False),
-        ("extend", [2], True),
-        ("finish", [2], True),
-        ("extend", [1], False),
-    ]
-    assert scorer.tokens == 7 + 7, "everything is read once"
+
+def test_a_rollout_that_finishes_preempts_the_call_that_waits_to_read_another() -> None:
+    scorer = Queued(fake_scalar)
+    assert run_virtual(finished_while_waiting, scorer) == [2]
+    assert scorer.read == [[1, 2], [2], [1]], "everything is read once"
+    assert [kind for _, _, kind in scorer.notes] == [Preemptible, Urgent, Urgent, Preemptible]
+
+
+def test_a_scorer_without_the_keyword_makes_every_call_in_its_order() -> None:
+    scorer = Plain(fake_scalar)
+    assert run_virtual(finished_while_waiting, scorer) == [2]
+    assert scorer.read == [[1, 2], [1], [2]]
 
 
 def test_what_nobody_waits_for_is_read_in_short_calls() -> None:
     """A token takes so long that eight of them, and not nine, take as long as such a call may."""
-    scorer = Noted(fake_scalar, per_token=TURN / 8.5)
+    scorer = Noted(fake_scalar, per_token=DEFAULT_TIME_SLICE.seconds / 8.5)
     stage = Score(scorer)
     events = [each for n in range(1, 4) for each in (prompt(n), chunk(n))]
     run_virtual(scored, stage, *events)
     assert [rollouts for _, rollouts, _ in scorer.notes] == [[1, 1, 2, 2, 3, 3]], "nobody knows how long a token takes"
     run_virtual(scored, stage, *(chunk(n, start) for n in range(1, 4) for start in (4, 8)))
     assert [rollouts for _, rollouts, _ in scorer.notes[1:]] == [[1, 1], [2, 2], [3, 3]]
+
+
+@dataclass(eq=False)
+class Patient(Noted):
+    """Says itself how long its calls may last."""
+
+    time_slice: TimeSlice = field(default_factory=lambda: TimeSlice(seconds=1000.0))
+
+
+def test_a_scorer_says_how_long_a_call_may_last_that_nobody_waits_for() -> None:
+    scorer = Patient(fake_scalar, per_token=DEFAULT_TIME_SLICE.seconds / 8.5)
+    stage = Score(scorer)
+    run_virtual(scored, stage, *(each for n in range(1, 4) for each in (prompt(n), chunk(n))))
+    run_virtual(scored, stage, *(chunk(n, start) for n in range(1, 4) for start in (4, 8)))
+    assert [rollouts for _, rollouts, _ in scorer.notes] == [[1, 1, 2, 2, 3, 3], [1, 1, 2, 2, 3, 3]]
 
 
 def test_a_critic_reads_a_carried_rollout_again_before_it_finishes() -> None:

@@ -1,4 +1,4 @@
-"""An errand ends with its work, or without it where its caller is cancelled; it keeps no process from ending."""
+"""A detached call ends with its work, or without it where its caller is cancelled; it keeps no process from ending."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from oppo.placement.errand import errand
+from oppo.placement.detached import run_detached
 
 NAMED: ContextVar[str] = ContextVar("NAMED", default="nobody")
 
 
 async def test_it_returns_what_its_work_returns_and_works_in_a_thread_that_keeps_no_process() -> None:
-    thread = await errand("mine", threading.current_thread)
+    thread = await run_detached("mine", threading.current_thread)
     assert thread is not threading.current_thread()
     assert (thread.name, thread.daemon) == ("mine", True)
 
@@ -31,7 +31,7 @@ async def test_its_work_has_the_callers_context_and_cannot_change_it() -> None:
         NAMED.set("somebody else")
         return before
 
-    assert await errand("mine", rename) == "somebody"
+    assert await run_detached("mine", rename) == "somebody"
     assert NAMED.get() == "somebody"
 
 
@@ -39,15 +39,15 @@ async def test_its_work_may_run_an_event_loop() -> None:
     async def inner() -> str:
         return "done"
 
-    assert await errand("mine", lambda: anyio.run(inner)) == "done"
+    assert await run_detached("mine", lambda: anyio.run(inner)) == "done"
 
 
 async def test_what_its_work_raises_is_raised_here() -> None:
     with pytest.raises(ZeroDivisionError):
-        await errand("mine", lambda: 1 / 0)
+        await run_detached("mine", lambda: 1 / 0)
     nothing: Iterator[int] = iter(())
     with pytest.raises(RuntimeError, match="StopIteration") as caught:
-        await errand("mine", lambda: next(nothing))
+        await run_detached("mine", lambda: next(nothing))
     assert isinstance(caught.value.__cause__, StopIteration)
 
 
@@ -68,7 +68,7 @@ async def test_no_more_work_at_a_time_than_threads_are_allowed() -> None:
     try:
         async with anyio.create_task_group() as tasks:
             for _ in range(6):
-                tasks.start_soon(errand, "mine", work)
+                tasks.start_soon(run_detached, "mine", work)
     finally:
         limiter.total_tokens = before
     assert most <= 2
@@ -83,7 +83,7 @@ async def test_a_caller_that_is_cancelled_leaves_its_work_behind() -> None:
 
     try:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(errand, "mine", work)
+            tasks.start_soon(run_detached, "mine", work)
             await anyio.to_thread.run_sync(entered.wait, 60)
             tasks.cancel_scope.cancel()
         assert not release.is_set()

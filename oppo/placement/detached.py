@@ -1,4 +1,4 @@
-"""Work done in a thread of its own that nobody has to wait for: somebody else's code, which may never return."""
+"""Calls of foreign code, which may never return, in daemon threads: a caller that is cancelled does not wait."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from oppo.errors import running_loop
 R = TypeVar("R")
 
 
-async def errand(name: str, work: Callable[[], R]) -> R:
+async def run_detached(name: str, work: Callable[[], R]) -> R:
     """Run ``work`` in a daemon thread, in the caller's context, and return what it returns or raise what it raises.
 
-    A caller who is cancelled leaves it behind: it then keeps neither the run nor the process from ending. At most as
+    A caller that is cancelled abandons the thread, which keeps neither the run nor the process from ending. At most as
     many callers wait at a time as :func:`anyio.to_thread.run_sync` lets.
 
     Args:

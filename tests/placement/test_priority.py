@@ -1,0 +1,249 @@
+"""Calls with priorities in a thread that several share: urgent ones hold its queue, preempted ones are not made."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from oppo.errors import ModelLost
+from oppo.placement import Process, Thread
+from oppo.scheduling import Preempted, Preemptible, Priority, Urgent
+from tests.placement.residents import Total
+from tests.placement.test_thread import Work
+
+
+class Log:
+    """A resident that notes who called it."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def note(self, who: str) -> None:
+        self.seen.append(who)
+
+
+async def noted(thread: Thread, log: Log, who: str, priority: Priority) -> None:
+    await thread.host(log).at(priority).call(who, Log.note, who)
+
+
+async def test_nothing_comes_between_two_urgent_calls_of_one_context() -> None:
+    work, log = Work(), Log()
+
+    async def urgently() -> None:
+        with Urgent() as priority:
+            await noted(thread, log, "first", priority)
+            await anyio.sleep(0.01)  # the thread has nothing to do, and somebody waits for it
+            await noted(thread, log, "second", priority)
+
+    with Thread("scorers") as thread:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(thread.call, "work", work)
+            await work.until_begun()
+            tasks.start_soon(thread.call, "other", log.note, "other")
+            tasks.start_soon(urgently)
+            await anyio.wait_all_tasks_blocked()
+            work.go_on.set()
+    assert log.seen == ["first", "second", "other"]
+
+
+async def test_urgent_calls_overtake_those_that_wait_but_not_the_one_in_progress() -> None:
+    work, log = Work(), Log()
+
+    async def urgently(who: str) -> None:
+        with Urgent() as priority:
+            await noted(thread, log, who, priority)
+
+    with Thread("scorers") as thread:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(thread.call, "work", work)
+            await work.until_begun()
+            for who in ("first", "second"):
+                tasks.start_soon(thread.call, who, log.note, who)
+            for who in ("urgent", "more urgent"):
+                tasks.start_soon(urgently, who)
+            await anyio.wait_all_tasks_blocked()
+            assert not log.seen
+            work.go_on.set()
+    assert log.seen == ["urgent", "more urgent", "first", "second"]
+
+
+async def test_an_urgent_call_does_not_wait_for_the_end_of_another_urgent_context() -> None:
+    done, log = anyio.Event(), Log()
+
+    async def one() -> None:
+        with Urgent() as priority:
+            await noted(thread, log, "one", priority)
+            await done.wait()
+            log.note("end of one")
+
+    async def another() -> None:
+        with Urgent() as priority:
+            await noted(thread, log, "another", priority)
+        done.set()
+
+    with Thread("scorers") as thread, anyio.fail_after(10):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(one)
+            tasks.start_soon(another)
+    assert log.seen == ["one", "another", "end of one"]
+
+
+async def test_a_call_after_the_urgent_context_holds_nothing() -> None:
+    log = Log()
+    with Thread("scorers") as thread, anyio.fail_after(10):
+        with Urgent() as priority:
+            await noted(thread, log, "urgent", priority)
+        await noted(thread, log, "late", priority)
+        await thread.call("other", log.note, "other")
+    assert log.seen == ["urgent", "late", "other"]
+
+
+async def test_an_error_ends_the_urgent_context() -> None:
+    with Thread("scorers") as thread, anyio.fail_after(10):
+        with pytest.raises(ZeroDivisionError), Urgent() as priority:
+            await thread.host(1).at(priority).call("divide", lambda one: one // 0)
+        assert await thread.call("other", int) == 0
+
+
+@pytest.mark.parametrize("between", [True, False], ids=["between two calls", "while its call is in progress"])
+async def test_a_cancelled_task_releases_what_it_held(between: bool) -> None:
+    work, first = Work(), anyio.Event()
+
+    async def urgently() -> None:
+        with Urgent() as priority:
+            await thread.host(None).at(priority).call("first", lambda _: None)
+            first.set()
+            if between:
+                await anyio.sleep_forever()
+            await thread.host(work).at(priority).call("second", Work.__call__)
+
+    with Thread("scorers") as thread, anyio.fail_after(10):
+        async with asyncio.TaskGroup() as tasks:
+            caller = tasks.create_task(urgently())
+            await first.wait()
+            if not between:
+                await work.until_begun()
+            other = tasks.create_task(thread.call("other", int))
+            await anyio.wait_all_tasks_blocked()
+            assert not other.done()
+            caller.cancel()
+            work.go_on.set()
+        assert caller.cancelled()
+        assert other.result() == 0
+
+
+async def test_a_thread_that_is_closed_makes_pending_calls_whoever_holds_its_queue() -> None:
+    work, log = Work(), Log()
+    thread = Thread("scorers")
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(thread.call, "work", work)
+            await work.until_begun()
+            tasks.start_soon(thread.call, "other", log.note, "other")
+            with Urgent() as priority:
+                async with anyio.create_task_group() as urgent:
+                    urgent.start_soon(noted, thread, log, "urgent", priority)
+                    await anyio.wait_all_tasks_blocked()
+                    work.go_on.set()
+                thread.close()
+                with pytest.raises(ModelLost):
+                    await thread.call("late", int)
+    assert log.seen == ["urgent", "other"]
+
+
+class Reader:
+    """Makes two calls with one preemptible priority, and can be told of something better to do."""
+
+    def __init__(self, thread: Thread) -> None:
+        self.better = False
+        self.preempted = False
+        self.log = Log()
+        self._thread = thread
+
+    async def __call__(self) -> None:
+        priority = Preemptible(lambda: self.better)
+        try:
+            for who in ("first", "second"):
+                await noted(self._thread, self.log, who, priority)
+        except Preempted:
+            self.preempted = True
+
+
+@asynccontextmanager
+async def waiting() -> AsyncIterator[tuple[Thread, Reader, Work]]:
+    """Give a thread, a reader whose preemptible call waits there, and what that waits for."""
+    work = Work()
+    with Thread("scorers") as thread:
+        reader = Reader(thread)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(thread.call, "work", work)
+            await work.until_begun()
+            tasks.start_soon(reader)
+            await anyio.wait_all_tasks_blocked()
+            yield thread, reader, work
+
+
+async def test_a_preempted_call_is_not_made() -> None:
+    async with waiting() as (thread, reader, work):
+        reader.better = True
+        work.go_on.set()
+        assert await thread.call("other", int) == 0, "its place in the queue is free"
+    assert reader.preempted
+    assert not reader.log.seen
+
+
+async def test_a_call_is_preempted_while_another_holds_the_queue() -> None:
+    async with waiting() as (thread, reader, work):
+        with Urgent() as priority:
+            reader.better = True
+            work.go_on.set()
+            await noted(thread, Log(), "urgent", priority)
+            await anyio.wait_all_tasks_blocked()
+            assert reader.preempted
+
+
+async def test_neither_a_call_that_has_begun_is_preempted_nor_those_that_follow_it() -> None:
+    work = Work()
+    with Thread("scorers") as thread:
+        reader = Reader(thread)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(reader)
+            while not reader.log.seen:
+                await anyio.lowlevel.checkpoint()
+            reader.better = True
+            tasks.start_soon(thread.call, "work", work)
+            await work.until_begun()
+            work.go_on.set()
+    assert reader.log.seen == ["first", "second"]
+    assert not reader.preempted
+
+
+async def test_a_process_acts_on_priorities_too_for_calls_there_and_for_local_ones() -> None:
+    work, order = Work(), list[int]()
+    with Process("scorers") as process, anyio.fail_after(60):
+        total, busy = process.host(Total()), process.host(Total())
+
+        async def add(number: int, priority: Priority) -> None:
+            await total.at(priority).call("add", Total.add, number)
+            order.append(number)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(busy.call_local, "work", lambda _: work())
+            await work.until_begun()
+            tasks.start_soon(add, 1, Priority())
+            with Urgent() as priority:
+                async with anyio.create_task_group() as urgent:
+                    urgent.start_soon(add, 2, priority)
+                    urgent.start_soon(total.at(priority).call_local, "look", lambda _: order.append(3))
+                    await anyio.wait_all_tasks_blocked()
+                    work.go_on.set()
+            preempted = total.at(Preemptible(lambda: True))
+            with pytest.raises(Preempted):
+                await preempted.call("add", Total.add, 4)
+        assert sorted(order[:2]) == [2, 3], "both urgent calls come first"
+        assert order[2:] == [1]
