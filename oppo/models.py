@@ -254,10 +254,11 @@ class Scorer(Protocol[T_co]):
 
 
 class PrioritisedScorer(Scorer[T_co], Protocol[T_co]):
-    """A scorer whose three methods take the keyword ``priority``, which is found in their signatures.
+    """A scorer whose three methods take the keyword ``priority``: all of them or none.
 
-    It hands the priority to the place in which it works (:meth:`oppo.placement.Hosted.at`), with every call that it
-    makes there: a call without one waits until no urgent scorer holds the place, its own included.
+    The keyword is found in the signatures; a scorer without it makes its calls in the order of arrival. One that takes
+    it hands it to its place (:meth:`oppo.placement.Hosted.at`) with every call there: a call without it would wait for
+    the end of the urgent calls that it is one of.
     """
 
     async def extend(self, events: Sequence[Prompt | Chunk | Given], *, priority: Priority = IN_ORDER) -> None:

@@ -11,8 +11,8 @@ import anyio.lowlevel
 import pytest
 
 from oppo.errors import ModelLost
-from oppo.placement import Process, Thread
-from oppo.scheduling import Preempted, Preemptible, Priority, Urgent
+from oppo.placement import Inline, Process, Thread
+from oppo.scheduling import DEFAULT_TIME_SLICE, Preempted, Preemptible, Priority, TimeSlice, Urgent
 from tests.placement.residents import Total
 from tests.placement.test_thread import Work
 
@@ -247,3 +247,31 @@ async def test_a_process_acts_on_priorities_too_for_calls_there_and_for_local_on
                 await preempted.call("add", Total.add, 4)
         assert sorted(order[:2]) == [2, 3], "both urgent calls come first"
         assert order[2:] == [1]
+
+
+@pytest.mark.parametrize("kind", [Inline, Thread, Process])
+def test_a_place_says_how_long_a_call_should_last_that_nobody_waits_for(
+    kind: type[Inline | Thread | Process],
+) -> None:
+    short = TimeSlice(seconds=0.05)
+    with kind("default") as default, kind("short", time_slice=short) as place:
+        assert default.host(1).time_slice == DEFAULT_TIME_SLICE
+        assert place.host(1).at(Priority()).time_slice == short
+
+
+@pytest.mark.parametrize(
+    ("arguments", "refusal"),
+    [
+        ({"seconds": 0.0}, "seconds of a TimeSlice must be more than 0, not 0.0"),
+        ({"rise": 0.9}, "rise of a TimeSlice must be at least 1, not 0.9"),
+        ({"seconds": float("nan")}, "must be a finite number"),
+    ],
+)
+def test_a_time_slice_that_cannot_be_is_refused(arguments: dict[str, float], refusal: str) -> None:
+    with pytest.raises(ValueError, match=refusal):
+        TimeSlice(**arguments)
+
+
+async def test_a_place_without_a_queue_makes_every_call() -> None:
+    with Inline("inline") as place:
+        assert await place.host(1).at(Preemptible(lambda: True)).call("look", abs) == 1
