@@ -80,7 +80,7 @@ def test_scorers_in_a_process_make_the_same_run(workplace: Path, capsys: pytest.
             for model in ("actor", "critic")
         ]
     assert final["thread"] == final["process"]
-    assert "starting the scorers' process" in capsys.readouterr().err
+    assert "starting the process of the scorers" in capsys.readouterr().err
 
 
 def test_a_used_run_directory_is_not_written_again(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
