@@ -99,8 +99,8 @@ class Places(NamedTuple):
             self.training.abort()
 
     def close(self) -> None:
-        """Close each of them after the call in progress."""
-        for place in self:
+        """Close each of them after the call in progress; what is being saved needs the trainer until then."""
+        for place in reversed(self):
             place.close()
 
 
