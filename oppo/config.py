@@ -58,6 +58,7 @@ class RunSection(Section):
         description="where reward, reference and critic work: in a thread beside the actor's, or in a process of their "
         "own, which is started again if it dies; auto: a process on a CPU with several cores, else a thread",
     )
+    trainer: Literal["thread", "process"] = Field(default="thread", description="where updates are made")
     panel: Literal["auto", "live", "lines", "off"] = Field(
         default="auto", description="how progress is shown; auto: live on a terminal, else lines"
     )
@@ -103,6 +104,9 @@ class ModelsSection(Section):
     shared_trunk: bool = Field(
         default=False,
         description="make the critic a value head on the policy's own trunk, read and trained once for both",
+    )
+    share_weights: bool = Field(
+        default=True, description="train the weights that are served; off: a copy, published after each update"
     )
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field(
         default="float32",

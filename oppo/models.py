@@ -1,4 +1,4 @@
-"""The seam to models: three small protocols that a backend implements and the stages consume.
+"""The seam to models: small protocols that a backend implements and the stages consume.
 
 Token ids and floats cross it, as numpy arrays; nothing here knows torch. Fakes for all of them, and the checks a
 third-party backend should pass, are in :mod:`oppo.testing`.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from oppo.errors import ProtocolError
@@ -312,6 +313,30 @@ class Trainer(Protocol):
 
         A failure surfaces, with a note that says which follower has which version, and ends the run.
         """
+
+
+class ResumableTrainer(Trainer, Protocol):
+    """A trainer with which a run can be resumed: what checkpoints, and whoever watches a run, need of it besides."""
+
+    @property
+    def has_learned(self) -> bool:
+        """Whether an update was made since the trainer was made, or restored."""
+
+    @property
+    def progress(self) -> int:
+        """A number that grows while an update goes on; may be read from any thread."""
+
+    async def write(self, directory: Path) -> None:
+        """Write all that :meth:`restore` needs, and what :meth:`save` writes.
+
+        This and :meth:`save` may be awaited in an event loop of another thread.
+        """
+
+    async def save(self, directory: Path) -> None:
+        """Write what is trained, as others load it."""
+
+    async def restore(self, directory: Path) -> None:
+        """Go on where the trainer that wrote ``directory`` was; followers know when :meth:`publish` tells them."""
 
 
 RewardFunction: TypeAlias = Callable[..., object]

@@ -25,12 +25,14 @@ MAY_CHANGE = frozenset(
         "run.watchdog_seconds",
         "run.call_seconds",
         "run.scorer_restarts",
+        "run.trainer",
         "run.max_empty",
         "run.max_nonfinite",
         "run.checkpoint_every",
         "run.keep_last",
         "run.keep_best",
         "models.reward_process",
+        "models.share_weights",
     }
 )
 """Settings that may be others when a run goes on: none of them changes what a step does.

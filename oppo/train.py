@@ -104,7 +104,7 @@ class Session:
             "prompts": self.prompts.state_dict(),
             **self.origin.state(),
         }
-        await self.assembly.checkpoint(self.checkpoints, report.index + 1, report.score, state)
+        await self.assembly.saving.checkpoint(self.checkpoints, report.index + 1, report.score, state)
 
     def __enter__(self) -> Self:
         return self
@@ -251,7 +251,7 @@ def watchdog_of(
         progress=assembly.progress,
         calls=assembly.at_work,
         call_seconds=chosen.call_seconds,
-        saving=assembly.is_saving,
+        saving=lambda: assembly.saving.is_saving,
         free=assembly.places.abort,
         last_resort=None if last_resort is None else leave,
     )
@@ -304,7 +304,7 @@ async def make_steps(session: Session, running: Run[StepReport], interrupt: Inte
     empty = EmptySteps(chosen.max_empty)
     await session.restore(running)
     if session.done >= session.steps:  # it was killed between its last step and its end
-        await session.assembly.save(directory.path / FINAL)
+        await session.assembly.saving.save(directory.path / FINAL)
     async for report in running.steps(chosen.steps - session.done):
         made = report.index + 1
         due = chosen.checkpoint_every and (made % chosen.checkpoint_every == 0 or made == session.steps)
@@ -337,7 +337,7 @@ async def saving(assembly: Assembly, path: Path) -> AsyncIterator[None]:
     async def save() -> None:
         if assembly.trainer.has_learned:
             with anyio.CancelScope(shield=True):
-                await assembly.save(path)
+                await assembly.saving.save(path)
 
     try:
         yield

@@ -18,7 +18,19 @@ BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "numeric"}),
     frozenset({"events", "observe", "scheduling", "support"}),
-    frozenset({"models", "admission", "chunking", "estimators", "placement", "shaping", "staleness", "training"}),
+    frozenset(
+        {
+            "models",
+            "admission",
+            "chunking",
+            "estimators",
+            "hosted_trainer",
+            "placement",
+            "shaping",
+            "staleness",
+            "training",
+        }
+    ),
     frozenset({"graph"}),
     frozenset({"stages"}),
     frozenset({"recipes"}),

@@ -156,7 +156,7 @@ def test_running_out_of_memory_names_the_model_and_the_setting_that_helps(
         torch.empty(1 << 50, dtype=torch.uint8)
         raise AssertionError("there is no machine with a pebibyte")
 
-    monkeypatch.setattr("oppo.hf.trainer.pack", too_much)
+    monkeypatch.setattr("oppo.hf.trainer_core.pack", too_much)
     assert oppo(workplace, "", "run.name=memory") == 1
     said = capsys.readouterr().err
     assert "error: the trainer ran out of memory while it did 'update': lower trainer.micro_batch_tokens (" in said
@@ -293,8 +293,8 @@ def test_a_reward_that_never_returns_ends_the_run_with_a_report(workplace: Path)
 def test_a_model_that_never_returns_ends_the_process_with_a_report(workplace: Path) -> None:
     hang = (
         "import functools, threading\n"
-        "import oppo.hf.trainer, oppo.train\n"
-        "oppo.hf.trainer.pack = lambda *_: threading.Event().wait()\n"
+        "import oppo.hf.trainer_core, oppo.train\n"
+        "oppo.hf.trainer_core.pack = lambda *_: threading.Event().wait()\n"
         "oppo.train.Watchdog = functools.partial(oppo.train.Watchdog, grace=1)\n"
     )
     code, _, said = run(workplace, "run.name=model-stuck", "run.watchdog_seconds=4", "run.call_seconds=4", before=hang)

@@ -80,7 +80,7 @@ def test_scorers_in_a_process_make_the_same_run(workplace: Path, capsys: pytest.
             for model in ("actor", "critic")
         ]
     assert final["thread"] == final["process"]
-    assert "starting the scorers' process" in capsys.readouterr().err
+    assert "starting the process of the scorers" in capsys.readouterr().err
 
 
 def test_a_used_run_directory_is_not_written_again(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,14 +200,22 @@ def test_ctrl_c_during_the_last_step_ends_a_run_that_is_done(
     assert "interrupted" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("scorers", ["thread", pytest.param("process", marks=pytest.mark.deep)])
-def test_ctrl_c_saves_what_was_learned(workplace: Path, scorers: str) -> None:
-    name = f"stopped-{scorers}"
-    with start(workplace, f"run.name={name}", "run.steps=100000", f"run.scorers={scorers}") as process:
+@pytest.mark.parametrize(
+    ("scorers", "trainer"),
+    [
+        ("thread", "thread"),
+        pytest.param("process", "thread", marks=pytest.mark.deep),
+        pytest.param("thread", "process", marks=pytest.mark.deep),
+    ],
+)
+def test_ctrl_c_saves_what_was_learned(workplace: Path, scorers: str, trainer: str) -> None:
+    name = f"stopped-{scorers}-{trainer}"
+    places = (f"run.scorers={scorers}", f"run.trainer={trainer}")
+    with start(workplace, f"run.name={name}", "run.steps=100000", *places) as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("step 1/100000")
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        assert len(children) == (scorers == "process")
+        assert len(children) == (scorers, trainer).count("process")
         for pid in (*map(int, children), process.pid):  # as the terminal does
             os.kill(pid, signal.SIGINT)
         _, said = process.communicate(timeout=120)

@@ -208,7 +208,7 @@ def test_a_run_whose_end_could_not_be_saved_is_brought_to_it(folder: Path, monke
 
     run = folder / "runs" / "unsaved"
     with monkeypatch.context() as patch:
-        patch.setattr("oppo.hf.assemble.Assembly.save", full)
+        patch.setattr("oppo.hf.saving.Saving.save", full)
         assert oppo(folder, "", *EXACT, "run.name=unsaved", "run.checkpoint_every=4") == FAILED
     assert not (run / FINAL).exists()
     assert len(records(folder, "unsaved", "metrics.jsonl")) == STEPS
@@ -320,7 +320,7 @@ def test_a_run_that_could_not_be_taken_up_leaves_what_it_had_learned(
     def unreadable(*_: object) -> None:
         raise CheckpointError("the disk is gone")
 
-    monkeypatch.setattr("oppo.hf.trainer.read_training", unreadable)
+    monkeypatch.setattr("oppo.hf.optimisation.read_training", unreadable)
     assert resume(folder, "kept", "run.steps=7") == FAILED
     assert "the disk is gone" in capsys.readouterr().err
     assert weights(folder, "kept") == weights(folder, "whole")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-import oppo.hf.trainer
+import oppo.hf.trainer_core
 from oppo.cli import INTERRUPTED
 from oppo.config import load
 from oppo.hf.lora import merged
@@ -38,13 +38,13 @@ def test_what_was_learned_is_saved_as_a_whole_though_who_waits_for_it_is_cancell
 
     async def main() -> None:
         async with asyncio.TaskGroup() as tasks:
-            saving = tasks.create_task(session.assembly.save(final))
+            saving = tasks.create_task(session.assembly.saving.save(final))
             assert await asyncio.to_thread(begun.wait, 60)
             saving.cancel()
             go_on.set()
         assert saving.cancelled()
 
-    monkeypatch.setattr(oppo.hf.trainer, "merged", held)
+    monkeypatch.setattr(oppo.hf.trainer_core, "merged", held)
     final = folder / "elsewhere" / "final"
     (final / "old").mkdir(parents=True)
     with prepare(load(folder / "config.toml", ["run.scorers=thread", "run.name=cancelled"])) as session:
@@ -57,13 +57,13 @@ def test_what_was_learned_is_saved_as_a_whole_though_who_waits_for_it_is_cancell
 
 SLOW = """
 import pathlib, time
-import oppo.hf.trainer
-merging = oppo.hf.trainer.merged
+import oppo.hf.trainer_core
+merging = oppo.hf.trainer_core.merged
 def merged(model):
     pathlib.Path({mark!r}).touch()
     time.sleep(2)
     return merging(model)
-oppo.hf.trainer.merged = merged
+oppo.hf.trainer_core.merged = merged
 """
 """Has a process take its time over saving, and leave a mark when it begins to."""
 

@@ -25,12 +25,13 @@ from oppo.hf.load import load_causal, load_scalar
 from oppo.hf.memory import ModelPlace
 from oppo.hf.policy import HfPolicy
 from oppo.hf.scorers import ReferenceLogprobs, RewardModel, ValueModel
-from oppo.hf.trainer import HfTrainer, TrainerSettings
+from oppo.hf.trainer import HfTrainer
 from oppo.models import Sampling, Scorer
 from oppo.observe import SpanListener
 from oppo.placement import Place, Process, Thread
 from oppo.recipes import ppo
 from oppo.rewards import FunctionReward
+from oppo.training import TrainerSettings
 
 WORK: Final[dict[tuple[str, str], Phase]] = {
     ("actor", "decode"): "decode",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -15,7 +17,9 @@ from oppo.hf.trunk import OwnHead, shares_trunk
 class ActorCritic(nn.Module):
     """What is trained as one module, so that one call prepares, and would shard, all of it.
 
-    A trunk that the two models share is read once. Where there is no critic, nobody says values.
+    A trunk that the two models share is read once. Values are ``None`` without a critic.
+
+    Pickled or copied, it is a pair of models again that share what these share.
     """
 
     def __init__(self, actor: PreTrainedModel, critic: PreTrainedModel | None = None) -> None:
@@ -24,6 +28,23 @@ class ActorCritic(nn.Module):
         self.critic = critic
         self._keeps = keeps_logits(actor)
         self._own_head = OwnHead(actor) if critic is not None and shares_trunk(actor, critic) else None
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return type(self), (self.actor, self.critic)
+
+    def trained(self) -> list[list[nn.Parameter]]:
+        """Return the parameters that are trained, the actor's and the critic's; a shared trunk is the actor's.
+
+        Raises:
+            ModelRefused: a model has none.
+        """
+        actor = _trained(self.actor, "actor")
+        return [actor] if self.critic is None else [actor, _trained(self.critic, "critic", but=self.actor)]
+
+    def with_own_weights(self) -> ActorCritic:
+        """Return a copy that is trained on its own; parameters that are not trained stay shared with the copy."""
+        frozen = {id(parameter): parameter for parameter in self.parameters() if not parameter.requires_grad}
+        return copy.deepcopy(self, frozen)
 
     def forward(self, batch: MicroBatch, *, actor_learns: bool = True) -> tuple[Tensor, Tensor | None]:
         """Return the logits and the values from which each response token was predicted: [T, V] and float32 [T]."""
@@ -49,12 +70,7 @@ class ActorCritic(nn.Module):
         return logits[batch.row, batch.column], values[batch.row, batch.column].float()
 
 
-def trained(model: PreTrainedModel, name: str, *, but: PreTrainedModel | None = None) -> list[nn.Parameter]:
-    """Return the parameters of ``model`` that are trained, without those that are another model's.
-
-    Raises:
-        ModelRefused: there is none.
-    """
+def _trained(model: PreTrainedModel, name: str, *, but: PreTrainedModel | None = None) -> list[nn.Parameter]:
     others = set() if but is None else set(but.parameters())
     found = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter not in others]
     if not found:

@@ -13,11 +13,10 @@ from typing import Self
 import torch
 from transformers import PreTrainedModel
 
-from oppo.checkpoint import Checkpoints, State, write_state
 from oppo.config import Settings, trainer_settings
-from oppo.durable import whole, writing
-from oppo.errors import ConfigError, ModelError
+from oppo.errors import ConfigError
 from oppo.events import Drop, FloatArray
+from oppo.hf.actor_critic import ActorCritic
 from oppo.hf.anatomy import end_ids, longest
 from oppo.hf.cpu import available_cores
 from oppo.hf.device import device_of, settled
@@ -28,12 +27,13 @@ from oppo.hf.places import Places
 from oppo.hf.policy import HfPolicy
 from oppo.hf.proximal import ProximalLogprobs
 from oppo.hf.roles import RoleLoader
+from oppo.hf.saving import Saving
 from oppo.hf.scorers import ReferenceLogprobs, RewardModel, ValueModel
 from oppo.hf.text import Text
 from oppo.hf.trainer import HfTrainer
 from oppo.hf.trunk import value_model_on
 from oppo.losses import ClippedLoss, PPOLoss
-from oppo.models import Sampling, Scorer
+from oppo.models import ResumableTrainer, Sampling, Scorer
 from oppo.observe import Span, SpanListener
 from oppo.placement import Hosting
 from oppo.rewards import FunctionReward
@@ -41,9 +41,6 @@ from oppo.stages.update import followers
 
 _SERVING = "lower step.batch, step.extra or sampling.max_new_tokens, or choose models.dtype = 'bfloat16'"
 _TRAINING = "lower trainer.micro_batch_tokens"
-
-_TRAINER, _SAVE = "trainer", "save"
-_SAVING = f"{_TRAINER}: {_SAVE}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,6 +50,7 @@ class Assembly:
     Attributes:
         critic: where the algorithm has one.
         proximal: where stale tokens are corrected for.
+        saving: writes checkpoints and what was learned.
         positions: tokens that every model can read.
     """
 
@@ -61,7 +59,8 @@ class Assembly:
     reward: Scorer[float | Drop]
     critic: ValueModel | None
     proximal: ProximalLogprobs | None
-    trainer: HfTrainer
+    trainer: ResumableTrainer
+    saving: Saving
     text: Text
     sampling: Sampling
     positions: int
@@ -80,7 +79,7 @@ class Assembly:
     def progress(self) -> tuple[object, ...]:
         """Return what changes while work goes on, whether or not anything is sent, and when a call begins."""
         done = self.policy.counters
-        return done.decode_steps, done.prefilled, self.trainer.micro_batches, *self.at_work()
+        return done.decode_steps, done.prefilled, self.trainer.progress, *self.at_work()
 
     def at_work(self) -> tuple[str, ...]:
         """Return the calls that models, and a reward function, are at work on."""
@@ -88,25 +87,6 @@ class Assembly:
         if isinstance(self.reward, FunctionReward):
             calls.append(self.reward.at_work)
         return tuple(filter(None, calls))
-
-    def is_saving(self) -> bool:
-        """Return whether what was learned is being saved at this moment."""
-        return _SAVING in self.at_work()
-
-    async def checkpoint(self, checkpoints: Checkpoints, step: int, score: float, state: State) -> None:
-        """Write a checkpoint: the state given, the trainer's, and what is trained, each model with the tokenizer.
-
-        Raises:
-            CheckpointError: it could not be written; nothing half-written stays.
-        """
-
-        def write() -> None:
-            with checkpoints.writing(step, score) as path, quiet():
-                write_state(path, state)
-                self.trainer.write(path)
-                self._write_tokenizers(path)
-
-        await self.trainer.call("checkpoint", write)
 
     async def restore(self, path: Path) -> None:
         """Go on with the models and the optimizer as they were when the checkpoint at ``path`` was written.
@@ -116,32 +96,6 @@ class Assembly:
         """
         await self.trainer.restore(path)
         await self.trainer.publish(*followers(self.policy, self.critic, self.proximal))
-
-    def _write_tokenizers(self, directory: Path) -> None:
-        for name in ("actor",) if self.critic is None else ("actor", "critic"):
-            with writing(directory / name):
-                self.text.tokenizer.save_pretrained(directory / name)
-
-    async def save(self, directory: Path) -> None:
-        """Write what is trained, each model with the tokenizer; the directory appears complete or not at all.
-
-        Whoever waits for it may be cancelled, by Ctrl-C too: what has begun is written, and in its place, all the same.
-
-        Raises:
-            ModelError: it could not be written; what was in the directory before is.
-        """
-
-        def write() -> None:
-            with whole(directory) as path, quiet():
-                self.trainer.write_models(path)
-                self._write_tokenizers(path)
-
-        try:
-            await self.trainer.call(_SAVE, write)
-        except OSError as error:
-            raise ModelError(
-                f"what was learned could not be saved in {directory}, and nothing half-written is left there: {error}"
-            ) from error
 
     def __enter__(self) -> Self:
         return self
@@ -173,8 +127,9 @@ def load_text(settings: Settings, tell: Callable[[str], None]) -> Text:
 def assemble(settings: Settings, text: Text, tell: Callable[[str], None]) -> Assembly:
     """Return the models of ``settings``, loaded and probed.
 
-    The actor is served and trained as one module, and so is the critic, if there is one: it may be a head on the
-    actor's trunk. The reference is a module of its own, over the actor's base weights where only adapters are trained.
+    The actor is served and trained as one module, unless ``share_weights`` is off; and so is the critic, if there is
+    one: it may be a head on the actor's trunk. The reference is a module of its own, over the actor's base weights
+    where only adapters are trained.
 
     Args:
         settings: of the run.
@@ -194,7 +149,7 @@ def assemble(settings: Settings, text: Text, tell: Callable[[str], None]) -> Ass
         tell(
             f"run.cores = {cores} is more than the {there} that this process may use: threads will wait for each other"
         )
-    places = Places.of(cores, device, run.scorers, tell, restarts=run.scorer_restarts)
+    places = Places.of(cores, device, run.scorers, tell, restarts=run.scorer_restarts, trainer=run.trainer)
     with ExitStack() as stack:
         stack.callback(places.close)
         assembly = _assembled(settings, text, places, reward, RoleLoader(settings, text, device, tell))
@@ -217,6 +172,7 @@ def _assembled(
     critic = _critic(settings, actor, load)
     served += [] if critic is None else [critic]
     sampling = _sampling(settings, text, actor)
+    trainer = _trainer(settings, actor, critic, sampling, places.training)
     return Assembly(
         policy=HfPolicy(
             actor,
@@ -234,14 +190,8 @@ def _assembled(
         if critic is None
         else ValueModel(critic, thread=ModelPlace(places.scoring, "critic", _SERVING), exact=exact),
         proximal=_proximal(settings, actor, sampling, places.scoring),
-        trainer=HfTrainer(
-            actor,
-            critic,
-            sampling=sampling,
-            thread=ModelThread(places.training, _TRAINER, _TRAINING),
-            settings=trainer_settings(settings),
-            loss=loss_of(settings),
-        ),
+        trainer=trainer,
+        saving=Saving(trainer, text, ("actor",) if critic is None else ("actor", "critic"), places.saving),
         text=text,
         sampling=sampling,
         positions=min(longest(model) for model in served),
@@ -272,6 +222,23 @@ def _critic(settings: Settings, actor: PreTrainedModel, load: RoleLoader) -> Pre
     if not settings.has_critic:
         return None
     return value_model_on(actor) if settings.models.shared_trunk else load.scalar("critic", new_head=True)
+
+
+def _trainer(
+    settings: Settings, actor: PreTrainedModel, critic: PreTrainedModel | None, sampling: Sampling, place: Hosting
+) -> HfTrainer:
+    """Return what trains the models that are served, or copies of them where they share no weights."""
+    if not settings.models.share_weights:
+        own = ActorCritic(actor, critic).with_own_weights()
+        actor, critic = own.actor, own.critic
+    return HfTrainer(
+        actor,
+        critic,
+        sampling=sampling,
+        thread=ModelPlace(place, "trainer", _TRAINING),
+        settings=trainer_settings(settings),
+        loss=loss_of(settings),
+    )
 
 
 def _proximal(

@@ -1,9 +1,9 @@
 """Where the models of a run work, and on which share of the cores.
 
 The actor decodes in a thread of its own with half of the cores; reward, reference and critic take turns in another
-thread, or in a process, with the rest; the update, which nothing runs beside, has them all. On a GPU each thread has a
-stream of its own. The counts are the same
-whatever the schedule and the places, so runs can be compared bit for bit.
+thread, or in a process, with the rest; the update, which nothing runs beside, has them all, in a thread or in a
+process. Checkpoints are put together in one more thread, which computes nothing. On a GPU each thread has a stream of
+its own. The counts are the same whatever the schedule and the places, so runs can be compared bit for bit.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from oppo.hf.device import DeviceThread, use_stream
 from oppo.placement import Place, Process, Thread
 
 Scorers: TypeAlias = Literal["auto", "thread", "process"]
+Home: TypeAlias = Literal["thread", "process"]
 
 
 class Places(NamedTuple):
@@ -27,11 +28,19 @@ class Places(NamedTuple):
 
     acting: Thread
     scoring: Place
-    training: Thread
+    training: Place
+    saving: Thread
 
     @classmethod
     def of(
-        cls, cores: int, device: torch.device, scorers: Scorers, tell: Callable[[str], None], *, restarts: int = 3
+        cls,
+        cores: int,
+        device: torch.device,
+        scorers: Scorers,
+        tell: Callable[[str], None],
+        *,
+        restarts: int = 3,
+        trainer: Home = "thread",
     ) -> Places:
         """Return places that share ``cores``, for models on ``device``.
 
@@ -44,16 +53,15 @@ class Places(NamedTuple):
             scorers: where the scorers work.
             tell: told, in a sentence, of processes that are started.
             restarts: how many dead processes of the scorers are replaced in an hour.
+            trainer: where updates are made; a dead process of the trainer is not replaced.
 
         Raises:
             ConfigError: a process is asked for, which cannot be given what is on a GPU.
         """
         on_cpu = device.type == "cpu"
-        if scorers == "process" and not on_cpu:
-            raise ConfigError(
-                f"run.scorers = 'process' shares weights with a process, which is for a CPU, and the models are on "
-                f"{device}: expected run.scorers = 'thread' or 'auto'"
-            )
+        if not on_cpu:
+            _require_thread("run.scorers", scorers, device, "'thread' or 'auto'")
+            _require_thread("run.trainer", trainer, device, "'thread'")
         if scorers == "auto":
             scorers = "process" if cores > 1 and on_cpu else "thread"
         kind = Thread if on_cpu else DeviceThread
@@ -62,8 +70,11 @@ class Places(NamedTuple):
             kind("actor", setup=partial(settle, max(1, cores // 2), device)),
             kind("scorers", setup=partial(settle, few, device))
             if scorers == "thread"
-            else _process(few, tell, restarts),
-            kind("trainer", setup=partial(settle, cores, device)),
+            else _process("scorers", few, tell, restarts),
+            kind("trainer", setup=partial(settle, cores, device))
+            if trainer == "thread"
+            else _process("trainer", cores, tell, 0),
+            Thread("saver"),
         )
 
     def settle(self) -> None:
@@ -73,23 +84,37 @@ class Places(NamedTuple):
             ModelLost: the process died.
             Exception: whatever kept it from starting.
         """
-        if isinstance(self.scoring, Process):
-            self.scoring.settle()
+        for place in self:
+            if isinstance(place, Process):
+                place.settle()
 
     def abort(self) -> None:
-        """End what hangs in another process, so that what was learned can be saved; safe to call from any thread."""
+        """End what hangs in another process, so that what was learned can be saved; safe to call from any thread.
+
+        The trainer's process is ended only if it is at work: otherwise it is needed for saving.
+        """
         if isinstance(self.scoring, Process):
             self.scoring.abort()
+        if isinstance(self.training, Process) and self.training.at_work:
+            self.training.abort()
 
     def close(self) -> None:
-        """Close each of them after the call in progress."""
-        for place in self:
+        """Close each of them after the call in progress; what is being saved needs the trainer until then."""
+        for place in reversed(self):
             place.close()
 
 
-def _process(cores: int, tell: Callable[[str], None], restarts: int) -> Process:
-    tell("starting the scorers' process")
-    return Process("scorers", setup=partial(use_cores, cores), restarts=restarts, tell=tell)
+def _require_thread(setting: str, chosen: str, device: torch.device, expected: str) -> None:
+    if chosen == "process":
+        raise ConfigError(
+            f"{setting} = 'process' shares weights with a process, which is for a CPU, and the models are on {device}: "
+            f"expected {setting} = {expected}"
+        )
+
+
+def _process(name: str, cores: int, tell: Callable[[str], None], restarts: int) -> Process:
+    tell(f"starting the process of the {name}")
+    return Process(name, setup=partial(use_cores, cores), restarts=restarts, tell=tell)
 
 
 def settle(cores: int, device: torch.device) -> None:

@@ -20,7 +20,6 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from oppo.errors import ModelRefused
 from oppo.placement.block import Block
@@ -72,7 +71,7 @@ class SharedModel:
         ModelRefused: when pickled; a tensor is not on the CPU.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._model = model
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:

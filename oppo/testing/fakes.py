@@ -15,11 +15,8 @@ import numpy as np
 
 from oppo.errors import ProtocolError
 from oppo.events import Batch, Chunk, Finish, FloatArray, Given, Prompt
-from oppo.models import (
-    Follower,
-    Trained,
-    Weights,
-)
+from oppo.hosted_trainer import publish
+from oppo.models import Follower, Trained, Weights
 from oppo.numeric import require_numbers
 from oppo.testing.dice import noise
 
@@ -154,13 +151,7 @@ class FakeTrainer:
 
     async def publish(self, *followers: Follower) -> None:
         """Give the version to each follower, one after the other; there is no way back from a failure."""
-        for follower in followers:
-            try:
-                await follower.load(Weights(self.version))
-            except Exception as error:
-                held = ", ".join(f"{type(one).__name__} has version {one.version}" for one in followers)
-                error.add_note(f"while publishing version {self.version}: {held}; do not go on from here")
-                raise
+        await publish(Weights(self.version), followers)
 
 
 def prompts(count: int, *, length: int = 3) -> list[Prompt]:

@@ -64,10 +64,12 @@ def test_a_loaded_model_is_on_the_device_that_was_asked_for(tmp_path: Path) -> N
 def test_scorers_are_beside_the_models_of_a_gpu_in_a_thread() -> None:
     """A process cannot be given what is on a GPU; whether there is one somewhere says nothing about the models."""
     places = Places.of(4, torch.device("cuda", 0), "auto", silent)
-    assert all(isinstance(place, DeviceThread) for place in places)
+    assert all(isinstance(place, DeviceThread) for place in (places.acting, places.scoring, places.training))
     places.close()
     with pytest.raises(ConfigError, match=r"the models are on cuda:0: expected run\.scorers = 'thread' or 'auto'"):
         Places.of(4, torch.device("cuda", 0), "process", silent)
+    with pytest.raises(ConfigError, match=r"run\.trainer = 'process' .* on cuda:0: expected run\.trainer = 'thread'"):
+        Places.of(4, torch.device("cuda", 0), "auto", silent, trainer="process")
 
 
 @pytest.mark.usefixtures("two_gpus")

@@ -15,7 +15,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-import oppo.hf.trainer
+import oppo.hf.trainer_core
 from oppo.errors import ConfigError
 from oppo.events import Batch
 from oppo.hf.digest import weights_digest
@@ -167,9 +167,11 @@ def trainer_on(
 
 def gradients(trainer: HfTrainer, groups: Sequence[Sequence[int]]) -> dict[str, Tensor]:
     """Return the gradient of a batch that is one minibatch, read in ``groups`` of rows."""
-    trainer._clear_gradients()
+    trainer.core.optimisation.clear()
     backward(trainer, batch(), groups)
-    return {name: p.grad.clone() for name, p in trainer._models.named_parameters() if p.grad is not None}
+    return {
+        name: p.grad.clone() for name, p in trainer.core.optimisation.models.named_parameters() if p.grad is not None
+    }
 
 
 def close(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
@@ -211,15 +213,15 @@ def test_a_loss_of_ones_own_has_the_gradient_that_plain_code_finds(loss: Clipped
 async def test_a_loss_of_ones_own_trains_and_tells_what_it_measures(loss: Clipped, thread: Thread) -> None:
     found, _ = by_oracle(loss)
     trainer = trainer_on(loss, thread, epochs=1, micro_batch_tokens=30)
-    before = weights_digest(trainer._actor)
+    before = weights_digest(trainer.core.actor)
     metrics = (await trainer.update(batch())).metrics
     assert metrics["train/micro_batches"] > 1
     (name,) = (name for name in metrics if name.startswith("loss/"))
     assert metrics[name] == pytest.approx(found, rel=1e-4)
     assert metrics["mismatch/kl_current"] > 0
     assert ("policy/clipfrac_lag_0" in metrics) == (loss == Clipped())
-    assert weights_digest(trainer._actor) != before
-    assert all(parameter.isfinite().all() for parameter in trainer._actor.parameters())
+    assert weights_digest(trainer.core.actor) != before
+    assert all(parameter.isfinite().all() for parameter in trainer.core.actor.parameters())
 
 
 @cache
@@ -259,7 +261,7 @@ async def test_only_what_a_loss_reads_is_computed(
         calls.append(logits.requires_grad)
         return entropies(logits, temperature, support)
 
-    monkeypatch.setattr(oppo.hf.trainer, "entropies", counted)
+    monkeypatch.setattr(oppo.hf.trainer_core, "entropies", counted)
     await trainer_on(Clipped(measures=measures), thread, epochs=1, micro_batch_tokens=1).update(batch())
     assert calls == [False] * computed
 
@@ -278,9 +280,9 @@ class OfValues(Clipped):
 
 async def test_through_what_a_loss_only_measures_nothing_is_learnt(thread: Thread) -> None:
     trainer = trainer_on(OfValues(), thread, epochs=1)
-    before = weights_digest(trainer._actor), weights_digest(critic_of(trainer))
+    before = weights_digest(trainer.core.actor), weights_digest(critic_of(trainer))
     metrics = (await trainer.update(batch())).metrics
-    assert weights_digest(trainer._actor) == before[0]
+    assert weights_digest(trainer.core.actor) == before[0]
     assert weights_digest(critic_of(trainer)) != before[1]
     assert metrics["train/critic_grad_norm"] > metrics["train/grad_norm"] == 0
 
@@ -313,7 +315,7 @@ async def test_a_loss_is_refused_the_batch_that_lacks_what_it_reads(thread: Thre
     trainer = trainer_on(Pairwise(), thread)
     with pytest.raises(ConfigError, match=r"Pairwise\(.* reads reference log-probs, and the batch has none: give the"):
         await trainer.update(replace(batch(), reference=None))
-    assert (trainer.version, trainer.micro_batches) == (0, 0)
+    assert (trainer.version, trainer.progress) == (0, 0)
 
 
 @pytest.mark.parametrize(

@@ -89,47 +89,51 @@ def test_bfloat16_models_learn_what_a_single_update_would_lose(thread: Thread) -
     trainer = trainer_in(torch.bfloat16, thread, learning_rate=1e-5)
     oracle = tiny.causal("llama", seed=1), tiny.scalar("llama", seed=2)
     batch = rollouts(*oracle)
-    start = weights_digest(trainer._actor)
-    norm = dict(trainer._actor.named_parameters())["model.norm.weight"]
+    start = weights_digest(trainer.core.actor)
+    norm = dict(trainer.core.actor.named_parameters())["model.norm.weight"]
     metrics = anyio.run(trainer.update, batch).metrics
-    assert trainer._optimizer.state[trainer._masters.of(norm)]["exp_avg"].dtype == torch.float32
+    optimisation = trainer.core.optimisation
+    master = optimisation.masters.of(norm)
+    assert optimisation.optimizer.state[master]["exp_avg"].dtype == torch.float32
     assert torch.equal(norm, torch.ones_like(norm)), "a step of 1e-5 from 1 is no bit of bfloat16"
-    master = trainer._masters.of(norm)
     assert torch.any(master != 1), "but it is kept"
     assert metrics["train/grad_norm"] > 0
     for _ in range(5):
         anyio.run(trainer.update, batch)
-    moved = (trainer._masters.of(norm) - 1).abs().max()
+    moved = (master - 1).abs().max()
     assert 3e-5 < moved < 7e-5, "six steps of at most 1e-5 each have added up"
-    assert weights_digest(trainer._actor) != start, "small weights have moved by now"
-    assert {p.dtype for p in trainer._models.parameters()} == {torch.bfloat16}
+    assert weights_digest(trainer.core.actor) != start, "small weights have moved by now"
+    assert {p.dtype for p in optimisation.models.parameters()} == {torch.bfloat16}
 
 
 def test_an_update_that_is_not_finite_leaves_copies_and_weights_alone(thread: Thread) -> None:
     trainer = trainer_in(torch.bfloat16, thread)
     batch = rollouts(tiny.causal("llama", seed=1), tiny.scalar("llama", seed=2))
     known(batch.returns)[:] = float("inf")
-    before = [master.detach().clone() for master in trainer._weights[0]]
-    digest = weights_digest(trainer._actor)
+    masters = trainer.core.optimisation.weights[0]
+    before = [master.detach().clone() for master in masters]
+    digest = weights_digest(trainer.core.actor)
     assert anyio.run(trainer.update, batch).nonfinite == batch.rollouts
-    assert weights_digest(trainer._actor) == digest
-    assert all(torch.equal(master, old) for master, old in zip(trainer._weights[0], before, strict=True))
-    assert all(master.grad is None for master in trainer._weights[0])
+    assert weights_digest(trainer.core.actor) == digest
+    assert all(torch.equal(master, old) for master, old in zip(masters, before, strict=True))
+    assert all(master.grad is None for master in masters)
 
 
 def test_a_restored_trainer_goes_on_from_the_copies(thread: Thread, tmp_path: Path) -> None:
     batch = rollouts(tiny.causal("llama", seed=1), tiny.scalar("llama", seed=2))
     first, second = (trainer_in(torch.bfloat16, thread, learning_rate=1e-5) for _ in range(2))
     anyio.run(first.update, batch)
-    first.write(tmp_path)
+    anyio.run(first.write, tmp_path)
     anyio.run(second.restore, tmp_path)
     for _ in range(2):
         for trainer in (first, second):
             anyio.run(trainer.update, batch)
     assert first.version == second.version == 3
-    for ours, theirs in zip(chain(*first._weights), chain(*second._weights), strict=True):
+    for ours, theirs in zip(
+        chain(*first.core.optimisation.weights), chain(*second.core.optimisation.weights), strict=True
+    ):
         assert torch.equal(ours, theirs)
-    assert weights_digest(first._actor) == weights_digest(second._actor)
+    assert weights_digest(first.core.actor) == weights_digest(second.core.actor)
 
 
 def test_float16_is_not_trained(thread: Thread) -> None:

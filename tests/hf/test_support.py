@@ -69,7 +69,7 @@ async def rolled_out(model: PreTrainedModel, sampling: Sampling, thread: Thread,
 @tiny.apart
 @torch.no_grad()
 def current(trainer: HfTrainer, part: MicroBatch) -> Tensor:
-    logits: Tensor = trainer._models(part)[0]
+    logits: Tensor = trainer.core.optimisation.models(part)[0]
     return logits
 
 

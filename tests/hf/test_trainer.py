@@ -150,18 +150,18 @@ def make(thread: Thread, *, name: str = "llama", **options: object) -> HfTrainer
 
 def backward(trainer: HfTrainer, batch: Batch, groups: Iterable[Sequence[int]]) -> None:
     """Add the gradients of a batch that is one minibatch, read in ``groups`` of rows."""
-    asked, whole = trainer.loss.reads | trainer.loss.measures, Whole.of(batch, range(len(batch)))
+    asked, whole = trainer.core.loss.reads | trainer.core.loss.measures, Whole.of(batch, range(len(batch)))
     for group in groups:
-        tiny.apart(trainer._backward)(pack(batch, group, torch.device("cpu"), asked), whole, Drift(0))
+        tiny.apart(trainer.core._backward)(pack(batch, group, torch.device("cpu"), asked), whole, Drift(0))
 
 
 def critic_of(trainer: HfTrainer) -> PreTrainedModel:
-    assert trainer._critic is not None
-    return trainer._critic
+    assert trainer.core.critic is not None
+    return trainer.core.critic
 
 
 def digest(trainer: HfTrainer) -> str:
-    return weights_digest(trainer._actor) + weights_digest(critic_of(trainer))
+    return weights_digest(trainer.core.actor) + weights_digest(critic_of(trainer))
 
 
 async def test_an_update_equals_trls(thread: Thread) -> None:
@@ -198,7 +198,7 @@ async def test_an_update_equals_trls(thread: Thread) -> None:
     norms = np.mean(golden["grad_norms"], axis=0)
     assert [metrics["train/grad_norm"], metrics["train/critic_grad_norm"]] == pytest.approx(norms, rel=1e-4)
     weights = load_file(GOLDEN / "ppo_trained.safetensors")
-    ours = {f"actor.{name}": tensor for name, tensor in trainer._actor.state_dict().items()}
+    ours = {f"actor.{name}": tensor for name, tensor in trainer.core.actor.state_dict().items()}
     ours |= {f"critic.{name}": tensor for name, tensor in critic_of(trainer).state_dict().items()}
     assert ours.keys() == weights.keys()
     for name, tensor in weights.items():
@@ -208,23 +208,25 @@ async def test_an_update_equals_trls(thread: Thread) -> None:
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "neox"])
 async def test_before_the_first_step_the_ratio_is_one(name: str, thread: Thread) -> None:
     trainer = make(thread, name=name)
-    trained = await trainer.update(rollouts(trainer._actor, critic_of(trainer)))
+    trained = await trainer.update(rollouts(trainer.core.actor, critic_of(trainer)))
     assert trained.metrics["val/ratio"] == pytest.approx(1, abs=1e-5)
     assert trained.metrics["policy/approxkl_avg"] == pytest.approx(0, abs=1e-8)
     assert trained.metrics["policy/clipfrac_avg"] == 0
-    assert not trainer._actor.training
+    assert not trainer.core.actor.training
     assert not critic_of(trainer).training
 
 
 async def test_micro_batching_does_not_change_the_gradient(thread: Thread) -> None:
     def gradients(budget: int) -> tuple[dict[str, Tensor], int]:
         trainer = make(thread, micro_batch_tokens=budget)
-        batch = rollouts(trainer._actor, critic_of(trainer), shift=0.1, given=True)
+        batch = rollouts(trainer.core.actor, critic_of(trainer), shift=0.1, given=True)
         rows = list(range(len(batch)))
         lengths = [len(r.prompt.tokens) + len(r) - 1 for r in batch.responses]
         groups = cheapest_groups(lengths, rows, overhead=10_000, budget=budget)
         backward(trainer, batch, groups)
-        return {n: p.grad for n, p in trainer._models.named_parameters() if p.grad is not None}, len(groups)
+        return {n: p.grad for n, p in trainer.core.optimisation.models.named_parameters() if p.grad is not None}, len(
+            groups
+        )
 
     whole, one = gradients(10_000)
     alone, many = gradients(1)
@@ -237,7 +239,7 @@ async def test_micro_batching_does_not_change_the_gradient(thread: Thread) -> No
 async def test_the_same_batch_and_seed_give_the_same_bits(thread: Thread) -> None:
     async def trained(seed: int) -> str:
         trainer = make(thread, epochs=2, minibatches=3, seed=seed, micro_batch_tokens=40)
-        batch = rollouts(trainer._actor, critic_of(trainer))
+        batch = rollouts(trainer.core.actor, critic_of(trainer))
         await trainer.update(batch)
         await trainer.update(batch)
         return digest(trainer)
@@ -272,7 +274,7 @@ async def test_an_actor_that_gives_all_logits_is_trained_as_one_that_can_be_told
 async def test_tokens_that_were_not_sampled_do_not_train(thread: Thread) -> None:
     async def trained(noise: float) -> str:
         trainer = make(thread)
-        batch = rollouts(trainer._actor, critic_of(trainer), given=True)
+        batch = rollouts(trainer.core.actor, critic_of(trainer), given=True)
         for array in (batch.logprobs, known(batch.values), batch.advantages, known(batch.returns)):
             array[~batch.sampled] += np.float32(noise)
         trained = await trainer.update(batch)
@@ -284,37 +286,37 @@ async def test_tokens_that_were_not_sampled_do_not_train(thread: Thread) -> None
 
 async def test_every_trainable_parameter_moves_and_the_reward_direction_is_learnt(thread: Thread) -> None:
     trainer = make(thread, epochs=4, weight_decay=0.01)
-    batch = rollouts(trainer._actor, critic_of(trainer))
-    before = copy.deepcopy((trainer._actor.state_dict(), critic_of(trainer).state_dict()))
+    batch = rollouts(trainer.core.actor, critic_of(trainer))
+    before = copy.deepcopy((trainer.core.actor.state_dict(), critic_of(trainer).state_dict()))
     await trainer.update(batch)
     still = [
         name
-        for model, old in zip((trainer._actor, critic_of(trainer)), before, strict=True)
+        for model, old in zip((trainer.core.actor, critic_of(trainer)), before, strict=True)
         for name, tensor in model.state_dict().items()
         if torch.equal(tensor, old[name])
     ]
     assert not still
     moved = np.concatenate(
-        [one_row(trainer._actor, critic_of(trainer), row.prompt.tokens, row.tokens)[0] for row in batch.responses]
+        [one_row(trainer.core.actor, critic_of(trainer), row.prompt.tokens, row.tokens)[0] for row in batch.responses]
     )
     assert float(((moved - batch.logprobs) * batch.advantages).mean()) > 0
 
 
 async def test_a_minibatch_that_is_not_finite_is_skipped_and_its_rollouts_are_reported(thread: Thread) -> None:
     trainer = make(thread, epochs=2, minibatches=len(LENGTHS))
-    batch = rollouts(trainer._actor, critic_of(trainer))
+    batch = rollouts(trainer.core.actor, critic_of(trainer))
     batch.advantages[batch.rows()[3]] = np.nan
     trained = await trainer.update(batch)
     assert trained.nonfinite == trained.skipped == (13,)
     assert trained.metrics["train/minibatches"] == 2 * (len(LENGTHS) - 1)
     assert trained.metrics["train/minibatches_skipped"] == 2
     assert all(math.isfinite(value) for value in trained.metrics.values())
-    assert all(p.isfinite().all() for p in trainer._models.parameters())
+    assert all(p.isfinite().all() for p in trainer.core.optimisation.models.parameters())
 
 
 async def test_a_rollout_that_another_minibatch_trained_is_not_reported_as_not_finite(thread: Thread) -> None:
     trainer = make(thread, epochs=4, minibatches=3)
-    batch = rollouts(trainer._actor, critic_of(trainer))
+    batch = rollouts(trainer.core.actor, critic_of(trainer))
     batch.advantages[batch.rows()[3]] = np.nan
     trained = await trainer.update(batch)
     assert trained.nonfinite == (13,)
@@ -328,7 +330,7 @@ async def test_an_environment_that_accumulates_gradients_changes_no_bit(
 ) -> None:
     async def trained() -> str:
         trainer = make(thread, minibatches=2)
-        await trainer.update(rollouts(trainer._actor, critic_of(trainer)))
+        await trainer.update(rollouts(trainer.core.actor, critic_of(trainer)))
         return digest(trainer)
 
     plain = await trained()
@@ -339,7 +341,8 @@ async def test_an_environment_that_accumulates_gradients_changes_no_bit(
 @pytest.mark.parametrize("state", ["num_steps", "sync_gradients"])
 async def test_an_update_that_accelerate_would_scale_or_skip_is_refused(thread: Thread, state: str) -> None:
     trainer = make(thread)
-    batch = rollouts(trainer._actor, critic_of(trainer))
+    batch = rollouts(trainer.core.actor, critic_of(trainer))
+    await trainer.update(batch)
     before = digest(trainer)
     other = Accelerator(gradient_accumulation_steps=4 if state == "num_steps" else 1)
     other.sync_gradients = state == "num_steps"
@@ -350,14 +353,14 @@ async def test_an_update_that_accelerate_would_scale_or_skip_is_refused(thread: 
             await trainer.update(batch)
     finally:
         other.gradient_accumulation_steps, other.sync_gradients = 1, True
-    assert (digest(trainer), trainer.version) == (before, 0)
+    assert (digest(trainer), trainer.version) == (before, 1)
     await trainer.update(batch)
-    assert trainer.version == 1
+    assert trainer.version == 2
 
 
 async def test_an_update_of_which_nothing_is_finite_changes_no_bit_but_counts(thread: Thread) -> None:
     trainer = make(thread)
-    batch = rollouts(trainer._actor, critic_of(trainer))
+    batch = rollouts(trainer.core.actor, critic_of(trainer))
     known(batch.returns)[:] = np.inf
     before = digest(trainer)
     trained = await trainer.update(batch)
@@ -371,9 +374,9 @@ async def test_an_update_that_failed_half_way_leaves_no_gradient_for_the_next(
 ) -> None:
     async def trained(*, failing: bool) -> str:
         trainer = make(thread, micro_batch_tokens=20)
-        batch = rollouts(trainer._actor, critic_of(trainer))
+        batch = rollouts(trainer.core.actor, critic_of(trainer))
         if failing:
-            backward, parts = trainer._backward, iter(range(9))
+            backward, parts = trainer.core._backward, iter(range(9))
 
             def half_an_update(part: MicroBatch, whole: Whole, drift: Drift) -> Evaluated:
                 if next(parts) == 2:
@@ -381,7 +384,7 @@ async def test_an_update_that_failed_half_way_leaves_no_gradient_for_the_next(
                 return backward(part, whole, drift)
 
             with monkeypatch.context() as patch:
-                patch.setattr(trainer, "_backward", half_an_update)
+                patch.setattr(trainer.core, "_backward", half_an_update)
                 with pytest.raises(MemoryError):
                     await trainer.update(batch)
         await trainer.update(batch)
@@ -408,7 +411,7 @@ def batch_of_nothing() -> Batch:
 
 async def test_the_metrics_of_an_update_are_trls_and_the_work_done(thread: Thread) -> None:
     trainer = make(thread, epochs=2, minibatches=2, micro_batch_tokens=40)
-    batch = rollouts(trainer._actor, critic_of(trainer))
+    batch = rollouts(trainer.core.actor, critic_of(trainer))
     metrics = (await trainer.update(batch)).metrics
     assert set(metrics) == {
         "policy/approxkl_avg", "policy/clipfrac_avg", "policy/entropy_avg", "loss/policy_avg", "loss/value_avg",
@@ -427,37 +430,37 @@ async def test_the_metrics_of_an_update_are_trls_and_the_work_done(thread: Threa
 
 async def test_the_first_updates_train_the_critic_only(thread: Thread) -> None:
     trainer = make(thread, critic_warmup=1, entropy_coefficient=0.1, kl=0.1, weight_decay=0.01)
-    batch = rollouts(trainer._actor, critic_of(trainer))
-    actor, critic = weights_digest(trainer._actor), weights_digest(critic_of(trainer))
+    batch = rollouts(trainer.core.actor, critic_of(trainer))
+    actor, critic = weights_digest(trainer.core.actor), weights_digest(critic_of(trainer))
     trained = await trainer.update(batch)
-    assert weights_digest(trainer._actor) == actor
+    assert weights_digest(trainer.core.actor) == actor
     assert weights_digest(critic_of(trainer)) != critic
     assert trained.metrics["train/grad_norm"] == 0
     assert trained.metrics["val/ratio"] == pytest.approx(1, abs=1e-5)
     await trainer.update(batch)
-    assert weights_digest(trainer._actor) != actor
+    assert weights_digest(trainer.core.actor) != actor
 
 
 async def gradient(thread: Thread, *, moved: float = 0.0, **settings: object) -> dict[str, Tensor]:
     """Return the actor's gradient on one batch whose reference log-probs are ``moved`` from the actor's own."""
     trainer = make(thread, name="llama", **settings)
-    batch = rollouts(trainer._actor, critic_of(trainer))
+    batch = rollouts(trainer.core.actor, critic_of(trainer))
     known(batch.reference)[:] += np.float32(moved)
     backward(trainer, batch, [range(len(batch))])
-    return {name: p.grad for name, p in trainer._actor.named_parameters() if p.grad is not None}
+    return {name: p.grad for name, p in trainer.core.actor.named_parameters() if p.grad is not None}
 
 
 async def test_the_entropy_bonus_adds_the_gradient_of_the_mean_entropy(thread: Thread) -> None:
     plain, with_bonus = await gradient(thread), await gradient(thread, entropy_coefficient=0.5)
     trainer = make(thread)
-    batch = rollouts(trainer._actor, critic_of(trainer))
+    batch = rollouts(trainer.core.actor, critic_of(trainer))
     entropies = []
     for row in batch.responses:
         ids = torch.tensor(np.concatenate((row.prompt.tokens, row.tokens)), dtype=torch.long)[None]
-        logprobs = tiny.apart(trainer._actor)(ids).logits[0, len(row.prompt.tokens) - 1 : -1].log_softmax(-1)
+        logprobs = tiny.apart(trainer.core.actor)(ids).logits[0, len(row.prompt.tokens) - 1 : -1].log_softmax(-1)
         entropies.append(-(logprobs.exp() * logprobs).sum(-1))
     torch.cat(entropies).mean().backward()
-    for name, parameter in trainer._actor.named_parameters():
+    for name, parameter in trainer.core.actor.named_parameters():
         assert parameter.grad is not None
         torch.testing.assert_close(with_bonus[name] - plain[name], -0.5 * parameter.grad, rtol=1e-4, atol=1e-6)
 
@@ -470,7 +473,7 @@ async def test_the_kl_in_the_loss_pulls_to_the_reference_and_only_where_it_diffe
         torch.testing.assert_close(at_the_reference[name], gradients, rtol=1e-4, atol=1e-5)
     assert any(not torch.allclose(away[name], gradients, atol=1e-4) for name, gradients in plain.items())
     trainer = make(thread, kl=0.5)
-    batch = rollouts(trainer._actor, critic_of(trainer))
+    batch = rollouts(trainer.core.actor, critic_of(trainer))
     known(batch.reference)[:] += np.float32(0.3)
     assert (await trainer.update(batch)).metrics["policy/kl_avg"] == pytest.approx(0.5 * 0.3**2, rel=1e-3)
 
@@ -478,7 +481,7 @@ async def test_the_kl_in_the_loss_pulls_to_the_reference_and_only_where_it_diffe
 async def test_values_without_a_clip_are_never_counted_as_clipped(thread: Thread) -> None:
     async def share(clip: float) -> float:
         trainer = make(thread, epochs=4, value_clip=clip, critic_learning_rate=1e-2)
-        return (await trainer.update(rollouts(trainer._actor, critic_of(trainer)))).metrics["val/clipfrac_avg"]
+        return (await trainer.update(rollouts(trainer.core.actor, critic_of(trainer)))).metrics["val/clipfrac_avg"]
 
     assert await share(0.05) > 0
     assert await share(math.inf) == 0
@@ -492,13 +495,15 @@ async def test_recomputing_layers_does_not_change_the_gradient(thread: Thread) -
 
 async def test_the_learning_rates_follow_the_schedule_by_version(thread: Thread) -> None:
     trainer = make(thread, schedule="linear", warmup_steps=1, total_steps=3, critic_learning_rate=4e-3)
-    batch = rollouts(trainer._actor, critic_of(trainer))
+    batch = rollouts(trainer.core.actor, critic_of(trainer))
     rates = []
     for _ in range(3):
         rates.append((await trainer.update(batch)).metrics["lr"])
-        assert {group["lr"] / group["peak"] for group in trainer._optimizer.param_groups} == {rates[-1] / 1e-3}
+        assert {group["lr"] / group["peak"] for group in trainer.core.optimisation.optimizer.param_groups} == {
+            rates[-1] / 1e-3
+        }
     assert rates == [0.0, 1e-3, 5e-4]
-    assert {group["peak"] for group in trainer._optimizer.param_groups} == {1e-3, 4e-3}
+    assert {group["peak"] for group in trainer.core.optimisation.optimizer.param_groups} == {1e-3, 4e-3}
 
 
 class Served:
@@ -516,11 +521,11 @@ class Served:
 
 async def test_published_weights_are_the_models_own_memory(thread: Thread) -> None:
     trainer = make(thread)
-    await trainer.update(rollouts(trainer._actor, critic_of(trainer)))
+    await trainer.update(rollouts(trainer.core.actor, critic_of(trainer)))
     policy, critic = Served(), Served()
     await trainer.publish(policy, critic)
     assert policy.version == critic.version == 1
-    for given, model in ((policy.weights.actor, trainer._actor), (critic.weights.critic, critic_of(trainer))):
+    for given, model in ((policy.weights.actor, trainer.core.actor), (critic.weights.critic, critic_of(trainer))):
         own = model.state_dict()
         assert given.keys() == own.keys()
         for name, tensor in given.items():
@@ -531,7 +536,7 @@ async def test_published_weights_are_the_models_own_memory(thread: Thread) -> No
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "copied"])
 async def test_served_models_follow_the_trainer_in_shared_or_in_own_memory(thread: Thread, *, shared: bool) -> None:
     trainer = make(thread)
-    actor, critic = trainer._actor, critic_of(trainer)
+    actor, critic = trainer.core.actor, critic_of(trainer)
     if not shared:
         actor, critic = copy.deepcopy(actor), copy.deepcopy(critic)
     policy = HfPolicy(actor, sampling=SAMPLING, thread=thread)
@@ -540,10 +545,10 @@ async def test_served_models_follow_the_trainer_in_shared_or_in_own_memory(threa
     async def made() -> HfTrainer:
         return trainer
 
-    await check_trainer(made, rollouts(trainer._actor, critic_of(trainer)), (policy, values))
-    assert weights_digest(actor) == weights_digest(trainer._actor)
+    await check_trainer(made, rollouts(trainer.core.actor, critic_of(trainer)), (policy, values))
+    assert weights_digest(actor) == weights_digest(trainer.core.actor)
     assert weights_digest(critic) == weights_digest(critic_of(trainer))
-    assert (actor is trainer._actor) == shared
+    assert (actor is trainer.core.actor) == shared
 
 
 async def test_a_failed_publish_says_who_has_which_version(thread: Thread) -> None:
@@ -551,7 +556,7 @@ async def test_a_failed_publish_says_who_has_which_version(thread: Thread) -> No
         raise ModelError(f"no room for version {weights.version}")
 
     trainer = make(thread)
-    await trainer.update(rollouts(trainer._actor, critic_of(trainer)))
+    await trainer.update(rollouts(trainer.core.actor, critic_of(trainer)))
     with pytest.raises(ModelError, match="no room for version 1") as caught:
         await trainer.publish(Served(), Served(refuse))
     (note,) = caught.value.__notes__
@@ -560,11 +565,11 @@ async def test_a_failed_publish_says_who_has_which_version(thread: Thread) -> No
 
 async def test_saved_models_load_with_the_same_bits(thread: Thread, tmp_path: Path) -> None:
     trainer = make(thread)
-    await trainer.update(rollouts(trainer._actor, critic_of(trainer)))
+    await trainer.update(rollouts(trainer.core.actor, critic_of(trainer)))
     await trainer.save(tmp_path)
     actor = AutoModelForCausalLM.from_pretrained(tmp_path / "actor")
     critic = AutoModelForSequenceClassification.from_pretrained(tmp_path / "critic")
-    assert weights_digest(actor) == weights_digest(trainer._actor)
+    assert weights_digest(actor) == weights_digest(trainer.core.actor)
     assert weights_digest(critic) == weights_digest(critic_of(trainer))
     assert (tmp_path / "actor" / "model.safetensors").is_file()
 

@@ -139,7 +139,7 @@ def test_the_gradient_is_that_of_the_sum_of_the_two_losses(thread: Thread, name:
     actor, critic = one_trunk(name, lora=lora)
     part, total = packed(actor, critic), 31.0
     trainer = make(thread, actor, critic, value_coefficient=0.3)
-    trainer._backward(part, Whole(total, 1.0, 1.0), Drift(0))
+    trainer.core._backward(part, Whole(total, 1.0, 1.0), Drift(0))
     learnt = {**dict(critic.named_parameters()), **dict(actor.named_parameters())}
     got = {name: p.grad.clone() for name, p in learnt.items() if p.grad is not None}
     for parameter in learnt.values():
@@ -159,8 +159,9 @@ def test_the_gradient_is_that_of_the_sum_of_the_two_losses(thread: Thread, name:
 def test_every_parameter_is_optimized_once_and_the_trunk_as_the_actors(thread: Thread) -> None:
     actor, critic = one_trunk("gpt2")
     trainer = make(thread, actor, critic, critic_learning_rate=4e-3)
-    rates: dict[object, float] = {p: group["lr"] for group in trainer._optimizer.param_groups for p in group["params"]}
-    assert sum(len(group["params"]) for group in trainer._optimizer.param_groups) == len(rates)
+    groups = trainer.core.optimisation.optimizer.param_groups
+    rates: dict[object, float] = {p: group["lr"] for group in groups for p in group["params"]}
+    assert sum(len(group["params"]) for group in groups) == len(rates)
     assert dict.fromkeys(actor.parameters(), 0.001) | dict.fromkeys(score_head(critic).parameters(), 0.004) == rates
 
 
@@ -187,7 +188,7 @@ def test_trunk_and_head_are_clipped_apart(thread: Thread) -> None:
             grads = [p.grad for p in model.parameters() if p.grad is not None]
             norms[name] = float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads])))
 
-    trainer._optimizer.optimizer.register_step_pre_hook(note)
+    trainer.core.optimisation.optimizer.optimizer.register_step_pre_hook(note)
     anyio.run(trainer.update, rollouts(actor, critic))
     assert norms == pytest.approx({"actor": 1e-3, "head": 1e-3}, rel=1e-2)
 
@@ -270,7 +271,7 @@ def test_a_restored_trainer_goes_on_as_the_one_that_was_saved(thread: Thread, tm
     first, second = make(thread, actor, critic), make(thread, *again)
     batch = rollouts(actor, critic)
     anyio.run(first.update, batch)
-    first.write(tmp_path)
+    anyio.run(first.write, tmp_path)
     anyio.run(second.restore, tmp_path)
     for trainer in (first, second):
         anyio.run(trainer.update, batch)

@@ -53,7 +53,7 @@ async def test_the_actor_learns_to_the_bit_what_it_learns_beside_a_critic(
         trainer, batch = make(thread, critic, **settings)
         await trainer.update(batch)
         metrics = dict((await trainer.update(batch)).metrics)
-        return weights_digest(trainer._actor), metrics
+        return weights_digest(trainer.core.actor), metrics
 
     alone, beside = await learnt(None), await learnt(tiny.scalar(seed=2))
     assert alone[0] == beside[0] != weights_digest(tiny.causal(seed=1))
@@ -67,12 +67,12 @@ async def test_only_the_actor_is_published_and_saved(thread: Thread, tmp_path: P
     served = Served()
     await trainer.publish(served)
     assert (served.version, dict(served.weights.critic)) == (1, {})
-    assert served.weights.actor.keys() == trainer._actor.state_dict().keys()
+    assert served.weights.actor.keys() == trainer.core.actor.state_dict().keys()
     await trainer.save(tmp_path)
     assert (tmp_path / "actor").is_dir()
     assert not (tmp_path / "critic").exists()
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "actor")
-    assert weights_digest(saved) == weights_digest(trainer._actor)
+    assert weights_digest(saved) == weights_digest(trainer.core.actor)
 
 
 async def test_it_goes_on_where_it_was_and_refuses_what_was_written_beside_a_critic(
@@ -80,12 +80,12 @@ async def test_it_goes_on_where_it_was_and_refuses_what_was_written_beside_a_cri
 ) -> None:
     first, batch = make(thread)
     await first.update(batch)
-    await first.call("write", first.write, tmp_path)
+    await first.write(tmp_path)
     second, _ = make(thread)
     await second.restore(tmp_path)
     for trainer in (first, second):
         await trainer.update(batch)
-    assert weights_digest(first._actor) == weights_digest(second._actor)
+    assert weights_digest(first.core.actor) == weights_digest(second.core.actor)
     with_critic, _ = make(thread, tiny.scalar(seed=2))
     with pytest.raises(CheckpointError, match="written of other models"):
         await with_critic.restore(tmp_path)
@@ -97,14 +97,14 @@ async def test_it_keeps_the_contract_of_a_trainer(thread: Thread) -> None:
     async def made() -> HfTrainer:
         return trainer
 
-    await check_trainer(made, batch, [HfPolicy(trainer._actor, sampling=SAMPLING, thread=thread)])
+    await check_trainer(made, batch, [HfPolicy(trainer.core.actor, sampling=SAMPLING, thread=thread)])
 
 
 async def test_a_minibatch_that_is_not_finite_is_skipped(thread: Thread) -> None:
     trainer, batch = make(thread, minibatches=len(LENGTHS))
     batch.advantages[batch.rows()[3]] = np.nan
     assert (await trainer.update(batch)).nonfinite == (13,)
-    assert all(parameter.isfinite().all() for parameter in trainer._actor.parameters())
+    assert all(parameter.isfinite().all() for parameter in trainer.core.actor.parameters())
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ async def test_what_the_loss_asks_for_and_the_recipe_does_not_give_is_refused_an
 ) -> None:
     trainer, _ = make(thread, None, **settings)
     graph = grpo(
-        policy=HfPolicy(trainer._actor, sampling=Sampling(max_new_tokens=8, stop=(1, 2), seed=3), thread=thread),
+        policy=HfPolicy(trainer.core.actor, sampling=Sampling(max_new_tokens=8, stop=(1, 2), seed=3), thread=thread),
         reward=RewardModel(tiny.scalar(seed=4), thread=thread),
         trainer=trainer,
         admission=Overcommit(batch=2, extra=0),
@@ -155,10 +155,10 @@ async def test_what_the_loss_asks_for_and_the_recipe_does_not_give_is_refused_an
             async for _ in run.steps(1):
                 pass
 
-    before = weights_digest(trainer._actor)
+    before = weights_digest(trainer.core.actor)
     with pytest.raises(ConfigError, match=sentence):
         await one_step()
-    assert (trainer.version, weights_digest(trainer._actor)) == (0, before)
+    assert (trainer.version, weights_digest(trainer.core.actor)) == (0, before)
 
 
 async def test_without_a_reference_nothing_is_said_of_a_kl_to_it(thread: Thread) -> None:

@@ -1,0 +1,252 @@
+"""The trainer in a process, and with weights of its own: the run of a thread that trains what is served."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+
+from oppo.admission import Overcommit
+from oppo.chunking import Fixed
+from oppo.errors import ModelError, ModelLost
+from oppo.events import Prompt, StepReport
+from oppo.graph import Graph
+from oppo.hf.actor_critic import ActorCritic
+from oppo.hf.cpu import use_cores
+from oppo.hf.digest import weights_digest
+from oppo.hf.lora import add_lora, twin
+from oppo.hf.policy import HfPolicy
+from oppo.hf.scorers import ReferenceLogprobs, RewardModel, ValueModel
+from oppo.hf.trainer import HfTrainer
+from oppo.hf.trunk import shares_trunk, value_model_on
+from oppo.losses import ClippedLoss, PPOLoss
+from oppo.models import Sampling
+from oppo.placement import Place, Process, Thread
+from oppo.recipes import grpo, ppo
+from oppo.training import TrainerSettings
+from tests.hf import tiny
+from tests.hf.pausing import Pausing, deadly
+from tests.hf.test_trainer import rollouts
+
+ONE = partial(use_cores, 1)
+SAMPLING = Sampling(max_new_tokens=16, temperature=0.9, stop=tuple(range(3, 9)), seed=3)
+SETTINGS = TrainerSettings(learning_rate=1e-3, epochs=1, minibatches=2, micro_batch_tokens=64)
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[Process]:
+    with Process("trainer", setup=ONE) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def thread() -> Iterator[Thread]:
+    with Thread("everything", setup=ONE) as thread:
+        yield thread
+
+
+@dataclass(frozen=True)
+class Models:
+    """What is served; the critic is absent from GRPO."""
+
+    actor: PreTrainedModel
+    reference: PreTrainedModel
+    critic: PreTrainedModel | None = None
+
+
+def plain() -> Models:
+    return Models(tiny.causal(seed=1), tiny.causal(seed=1), tiny.scalar(seed=3))
+
+
+def without_critic() -> Models:
+    return replace(plain(), critic=None)
+
+
+def adapters() -> Models:
+    actor = tiny.causal(seed=1)
+    reference = twin(actor)
+    add_lora(actor, 4, 8)
+    return Models(actor, reference, tiny.scalar(seed=3))
+
+
+def one_trunk() -> Models:
+    actor = tiny.causal(seed=1)
+    return Models(actor, tiny.causal(seed=1), value_model_on(actor))
+
+
+KINDS = {"ppo": plain, "grpo": without_critic, "lora": adapters, "trunk": one_trunk}
+
+
+def graph_of(models: Models, trainer: HfTrainer, acting: Thread, scoring: Place) -> Graph[StepReport]:
+    policy = HfPolicy(models.actor, sampling=SAMPLING, thread=acting, exact=True)
+    reference = ReferenceLogprobs(models.reference, sampling=SAMPLING, thread=scoring, exact=True)
+    reward = RewardModel(tiny.scalar(seed=2), thread=scoring, exact=True)
+    if models.critic is None:
+        return grpo(
+            policy=policy,
+            reference=reference,
+            reward=reward,
+            trainer=trainer,
+            admission=Overcommit(batch=2, extra=1),
+            samples=2,
+            chunks=Fixed(5),
+        )
+    return ppo(
+        policy=policy,
+        reference=reference,
+        reward=reward,
+        critic=ValueModel(models.critic, thread=scoring, exact=True),
+        trainer=trainer,
+        admission=Overcommit(batch=4, extra=2),
+        chunks=Fixed(5),
+    )
+
+
+def trainer_of(models: Models, place: Place, *, share: bool = True) -> HfTrainer:
+    trained = ActorCritic(models.actor, models.critic)
+    if not share:
+        trained = trained.with_own_weights()
+    return HfTrainer(trained.actor, trained.critic, sampling=SAMPLING, thread=place, settings=SETTINGS)
+
+
+async def steps(graph: Graph[StepReport], count: int) -> None:
+    prompts = [Prompt(n, n, np.arange(10 + n, 13 + n + n % 5, dtype=np.int32), group=n) for n in range(20)]
+    async with graph.open(prompts) as run:
+        async for _ in run.steps(count):
+            pass
+
+
+async def trained(kind: str, training: Place, acting: Thread, scoring: Place, *, share: bool) -> Mapping[str, str]:
+    """Make two exact steps; return what the served models have become, which is what was trained."""
+    models = tiny.apart(KINDS[kind])()
+    trainer = trainer_of(models, training, share=share)
+    await steps(graph_of(models, trainer, acting, scoring), 2)
+    core = trainer.core
+    assert trainer.version == 2
+    assert core.counts.micro_batches > 2
+    assert (core.actor is models.actor) == share
+    assert weights_digest(core.actor) == weights_digest(models.actor), "the policy has not followed"
+    become = {"actor": weights_digest(models.actor)}
+    if models.critic is not None and core.critic is not None:
+        assert weights_digest(core.critic) == weights_digest(models.critic), "the critic has not followed"
+        become["critic"] = weights_digest(models.critic)
+        assert shares_trunk(models.actor, models.critic) == shares_trunk(core.actor, core.critic) == (kind == "trunk")
+    if kind == "lora":
+        shared = {parameter.data_ptr() for parameter in models.reference.parameters()}
+        frozen = [parameter for parameter in core.actor.parameters() if not parameter.requires_grad]
+        assert {parameter.data_ptr() for parameter in frozen} <= shared, "the base is in memory once"
+    return become
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_final_weights_are_the_same_to_the_bit_wherever_they_lie_and_are_trained(
+    kind: str, thread: Thread, process: Process
+) -> None:
+    usual = await trained(kind, thread, thread, thread, share=True)
+    assert usual["actor"] != weights_digest(tiny.apart(KINDS[kind])().actor)
+    assert await trained(kind, thread, thread, thread, share=False) == usual
+    for share in (True, False):
+        assert await trained(kind, process, thread, thread, share=share) == usual, share
+    assert await trained(kind, process, thread, process, share=True) == usual, "scorers there too"
+
+
+async def test_what_a_process_has_written_a_thread_goes_on_with_and_the_other_way_round(
+    thread: Thread, process: Process, tmp_path: Path
+) -> None:
+    models = [tiny.apart(plain)() for _ in range(4)]
+    batch = rollouts(models[0].actor, tiny.scalar(seed=3))
+    places: tuple[Place, ...] = (thread, process, thread, process)
+    here, there, again_here, again_there = (trainer_of(each, place) for each, place in zip(models, places, strict=True))
+    for trainer, name in ((here, "here"), (there, "there")):
+        await trainer.update(batch)
+        (tmp_path / name).mkdir()
+        await trainer.write(tmp_path / name)
+        await trainer.update(batch)
+    await again_here.restore(tmp_path / "there")
+    await again_there.restore(tmp_path / "here")
+    for trainer in (again_here, again_there):
+        assert (trainer.version, trainer.has_learned) == (1, False)
+        await trainer.update(batch)
+        assert (trainer.version, trainer.has_learned) == (2, True)
+    assert len({weights_digest(each.actor) for each in models}) == 1
+    ours, theirs = (load_file(tmp_path / name / "trainer.safetensors") for name in ("here", "there"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+
+async def test_columns_of_the_data_stay_where_they_are(process: Process) -> None:
+    models = tiny.apart(plain)()
+    batch = rollouts(models.actor, tiny.scalar(seed=3))
+    first, *others = batch.responses
+    odd = replace(first, prompt=replace(first.prompt, columns={"judge": lambda: "cannot be pickled"}))
+    told = await trainer_of(models, process).update(replace(batch, responses=(odd, *others)))
+    assert told.metrics["train/tokens"] == batch.sampled.sum()
+
+
+def test_a_loss_that_cannot_go_to_another_process_is_refused_at_once(process: Process) -> None:
+    class Local(ClippedLoss):
+        """Not importable by name."""
+
+    with pytest.raises(ModelError, match=r"this cannot go to another process: .*Local.*importable by name"):
+        HfTrainer(tiny.causal(), sampling=SAMPLING, thread=process, loss=Local())
+
+
+async def test_progress_is_seen_while_an_update_goes_on_elsewhere(process: Process, tmp_path: Path) -> None:
+    begun, go_on = tmp_path / "begun", tmp_path / "go_on"
+    for pipe in (begun, go_on):
+        os.mkfifo(pipe)
+    models = tiny.apart(plain)()
+    batch = rollouts(models.actor, tiny.scalar(seed=3))
+    loss = Pausing(**vars(PPOLoss()), begun=begun, go_on=go_on)
+    settings = TrainerSettings(epochs=2, micro_batch_tokens=1)
+    trainer = HfTrainer(models.actor, models.critic, sampling=SAMPLING, thread=process, settings=settings, loss=loss)
+    with anyio.fail_after(60):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(trainer.update, batch)
+            await anyio.to_thread.run_sync(begun.read_text)
+            assert (process.at_work, trainer.progress, trainer.version) == ("trainer: update", 0, 0)
+            await anyio.to_thread.run_sync(go_on.write_text, "go on")
+    assert (trainer.progress, trainer.version) == (2 * len(batch), 1)
+
+
+async def test_a_run_whose_trainer_is_killed_in_an_update_says_how_to_go_on(thread: Thread, tmp_path: Path) -> None:
+    models = tiny.apart(plain)()
+    with Process("trainer", setup=partial(deadly, tmp_path, 2)) as process, anyio.fail_after(60):
+        trainer = trainer_of(models, process)
+        with pytest.raises(ModelLost, match=r"was killed by SIGKILL .* while it did 'update' for 'trainer'") as lost:
+            await steps(graph_of(models, trainer, thread, thread), 2)
+        assert any("go on from there (oppo resume)" in note for note in lost.value.__notes__)
+        assert (tmp_path / "died").exists()
+        assert (trainer.version, trainer.progress) == (0, 1)
+        with pytest.raises(ModelLost, match="while it did 'save'"):
+            await trainer.save(tmp_path)
+
+
+async def test_a_trainer_that_was_killed_between_two_updates_is_not_begun_again(tmp_path: Path) -> None:
+    models = tiny.apart(plain)()
+    batch = rollouts(models.actor, tiny.scalar(seed=3))
+    with Process("trainer", setup=ONE) as process, anyio.fail_after(60):
+        trainer = trainer_of(models, process)
+        await trainer.update(batch)
+        os.kill(process.pid, signal.SIGKILL)
+        with pytest.raises(ModelLost, match=r"the process of 'trainer' \(pid \d+\) was killed by SIGKILL"):
+            await trainer.update(batch)
+        assert (trainer.version, trainer.has_learned) == (1, True)
+
+
+def test_weights_of_16_bits_are_not_copied_where_nothing_is_trained(process: Process) -> None:
+    actor = tiny.causal(dtype=torch.bfloat16)
+    trainer = HfTrainer(actor, sampling=SAMPLING, thread=process)
+    anyio.run(trainer.update, rollouts(tiny.causal(), tiny.scalar()))
+    assert "optimisation" not in vars(trainer.core)
