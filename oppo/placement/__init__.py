@@ -8,14 +8,28 @@
 
 A *resident* is a synchronous object that lives in a place for good; :meth:`Hosting.host` puts it there and returns the
 asynchronous handle to its methods. Residents of one place take turns, in the order of the calls; but what is
-:func:`ahead` of others comes first, and what is :func:`giving_way` may not come at all. Weights do not cross: they lie
-in memory that both processes see (:class:`~oppo.placement.block.Block`).
+:func:`ahead` of others comes first, and what is :func:`giving_way` may not come at all. A :class:`Callback` among the
+arguments of a call stays with the caller. Weights do not cross: they lie in memory that both processes see
+(:class:`~oppo.placement.block.Block`).
 """
 
+from oppo.placement.callback import Callback
 from oppo.placement.inline import Inline
 from oppo.placement.place import Hosted, Hosting, Journal, Place
 from oppo.placement.process import Process
 from oppo.placement.thread import Thread
 from oppo.placement.turns import GaveWay, ahead, giving_way
 
-__all__ = ["GaveWay", "Hosted", "Hosting", "Inline", "Journal", "Place", "Process", "Thread", "ahead", "giving_way"]
+__all__ = [
+    "Callback",
+    "GaveWay",
+    "Hosted",
+    "Hosting",
+    "Inline",
+    "Journal",
+    "Place",
+    "Process",
+    "Thread",
+    "ahead",
+    "giving_way",
+]

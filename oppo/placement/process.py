@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
 from typing import Concatenate, Generic, ParamSpec, Self, TypeVar, cast
 
 from oppo import observe
 from oppo.errors import ModelLost
+from oppo.placement.callback import Callbacks
 from oppo.placement.lodgings import Lodger, Lodgings
 from oppo.placement.place import Hosted, Journal, reported
 from oppo.placement.thread import Thread
-from oppo.placement.wire import Call, Failure, pack
+from oppo.placement.wire import Call, Failure, pack, pack_with_blocks
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -103,7 +105,7 @@ class Process:
         def answer() -> object:
             self.at_work = f"{lodger.track}: {label}"
             try:
-                answer = self._lodgings.answer(lodger, label, order, packet)
+                answer = self._lodgings.answer(lodger, label, order, packet, callbacks)
             finally:
                 self.at_work = ""
             self.listener(observe.Span(lodger.track, label, answer.start, answer.end))
@@ -111,7 +113,11 @@ class Process:
                 raise answer.told_of(self.name)
             return answer.value
 
-        packet = pack(order)
+        callbacks = Callbacks()
+        args = tuple(map(callbacks.stub, order.args))
+        kwargs = {name: callbacks.stub(value) for name, value in order.kwargs.items()}
+        order = replace(order, args=args, kwargs=kwargs)
+        packet = pack_with_blocks(order) if callbacks else pack(order)
         return await self._waited_for(label, answer)
 
     async def work_here(self, lodger: Lodger, label: str, work: Callable[[], R]) -> R:
