@@ -194,7 +194,7 @@ def assemble(settings: Settings, text: Text, tell: Callable[[str], None]) -> Ass
         tell(
             f"run.cores = {cores} is more than the {there} that this process may use: threads will wait for each other"
         )
-    places = Places.of(cores, device, run.scorers, tell, restarts=run.scorer_restarts)
+    places = Places.of(cores, device, run.scorers, tell, policy=run.policy, restarts=run.scorer_restarts)
     with ExitStack() as stack:
         stack.callback(places.close)
         assembly = _assembled(settings, text, places, reward, RoleLoader(settings, text, device, tell))
@@ -221,7 +221,7 @@ def _assembled(
         policy=HfPolicy(
             actor,
             sampling=sampling,
-            thread=ModelThread(places.acting, "policy", _SERVING),
+            thread=ModelPlace(places.acting, "policy", _SERVING),
             exact=exact,
             on_publish=settings.step.on_publish,
             decode=text.decode,

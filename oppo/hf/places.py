@@ -1,9 +1,9 @@
 """Where the models of a run work, and on which share of the cores.
 
-The actor decodes in a thread of its own with half of the cores; reward, reference and critic take turns in another
-thread, or in a process, with the rest; the update, which nothing runs beside, has them all. On a GPU each thread has a
-stream of its own. The counts are the same
-whatever the schedule and the places, so runs can be compared bit for bit.
+The actor decodes in a thread or a process of its own with half of the cores; reward, reference and critic take turns in
+another thread, or in a process, with the rest; the update, which nothing runs beside, has them all. On a GPU each
+thread has a stream of its own. The counts are the same whatever the schedule and the places, so runs can be compared
+bit for bit.
 """
 
 from __future__ import annotations
@@ -19,50 +19,66 @@ from oppo.hf.cpu import use_cores
 from oppo.hf.device import DeviceThread, use_stream
 from oppo.placement import Place, Process, Thread
 
+Policy: TypeAlias = Literal["thread", "process"]
 Scorers: TypeAlias = Literal["auto", "thread", "process"]
 
 
 class Places(NamedTuple):
     """The places of a run; closed together."""
 
-    acting: Thread
+    acting: Place
     scoring: Place
     training: Thread
 
     @classmethod
     def of(
-        cls, cores: int, device: torch.device, scorers: Scorers, tell: Callable[[str], None], *, restarts: int = 3
+        cls,
+        cores: int,
+        device: torch.device,
+        scorers: Scorers,
+        tell: Callable[[str], None],
+        *,
+        policy: Policy = "thread",
+        restarts: int = 3,
     ) -> Places:
         """Return places that share ``cores``, for models on ``device``.
 
         ``auto`` is a process wherever scorers can compute beside the actor: on a CPU with two cores or more. There both
-        are Python to a good part, and two threads of one interpreter take turns at that.
+        are Python to a good part, and two threads of one interpreter take turns at that. The policy's process is not
+        started again: the tokens it was at, and their keys and values, are lost with it.
 
         Args:
             cores: how many there are.
             device: where the models are.
             scorers: where the scorers work.
             tell: told, in a sentence, of processes that are started.
+            policy: where the actor decodes.
             restarts: how many dead processes of the scorers are replaced in an hour.
 
         Raises:
             ConfigError: a process is asked for, which cannot be given what is on a GPU.
         """
         on_cpu = device.type == "cpu"
-        if scorers == "process" and not on_cpu:
-            raise ConfigError(
-                f"run.scorers = 'process' shares weights with a process, which is for a CPU, and the models are on "
-                f"{device}: expected run.scorers = 'thread' or 'auto'"
-            )
+        for setting, asked, others in (
+            ("run.scorers", scorers, "'thread' or 'auto'"),
+            ("run.policy", policy, "'thread'"),
+        ):
+            if asked == "process" and not on_cpu:
+                raise ConfigError(
+                    f"{setting} = 'process' shares weights with a process, which is for a CPU, and the models are on "
+                    f"{device}: expected {setting} = {others}"
+                )
         if scorers == "auto":
             scorers = "process" if cores > 1 and on_cpu else "thread"
         kind = Thread if on_cpu else DeviceThread
-        few = max(1, cores - cores // 2)
+        half, rest = max(1, cores // 2), max(1, cores - cores // 2)
         return cls(
-            kind("actor", setup=partial(settle, max(1, cores // 2), device)),
-            kind("scorers", setup=partial(settle, few, device))
+            kind("actor", setup=partial(settle, half, device))
+            if policy == "thread"
+            else _process("actor", "policy's", half, tell),
+            kind("scorers", setup=partial(settle, rest, device))
             if scorers == "thread"
-            else _process(few, tell, restarts),
+            else _process("scorers", "scorers'", rest, tell, restarts),
             kind("trainer", setup=partial(settle, cores, device)),
         )
 
@@ -73,13 +89,16 @@ class Places(NamedTuple):
             ModelLost: the process died.
             Exception: whatever kept it from starting.
         """
-        if isinstance(self.scoring, Process):
-            self.scoring.settle()
+        for process in self._processes():
+            process.settle()
 
     def abort(self) -> None:
         """End what hangs in another process, so that what was learned can be saved; safe to call from any thread."""
-        if isinstance(self.scoring, Process):
-            self.scoring.abort()
+        for process in self._processes():
+            process.abort()
+
+    def _processes(self) -> list[Process]:
+        return [place for place in self if isinstance(place, Process)]
 
     def close(self) -> None:
         """Close each of them after the call in progress."""
@@ -87,9 +106,9 @@ class Places(NamedTuple):
             place.close()
 
 
-def _process(cores: int, tell: Callable[[str], None], restarts: int) -> Process:
-    tell("starting the scorers' process")
-    return Process("scorers", setup=partial(use_cores, cores), restarts=restarts, tell=tell)
+def _process(name: str, whose: str, cores: int, tell: Callable[[str], None], restarts: int = 0) -> Process:
+    tell(f"starting the {whose} process")
+    return Process(name, setup=partial(use_cores, cores), restarts=restarts, tell=tell)
 
 
 def settle(cores: int, device: torch.device) -> None:
