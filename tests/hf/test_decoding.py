@@ -3,34 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 
 import anyio
 import anyio.lowlevel
 import pytest
 
 from oppo.errors import ProtocolError
-from oppo.hf.cpu import use_cores
 from oppo.hf.policy import HfDecode, HfPolicy
 from oppo.models import Sampling, Weights
-from oppo.placement import Process
-from tests.hf import stories
 from tests.hf.stories import Serving, Story, assert_close, prompts, told
-
-
-@pytest.fixture(scope="module")
-def process() -> Iterator[Process]:
-    with Process("actor", setup=partial(use_cores, 1)) as process:
-        yield process
-
-
-@pytest.fixture(params=["thread", "process"])
-def serving(request: pytest.FixtureRequest) -> Serving:
-    if request.param == "thread":
-        return stories.serving
-    return partial(stories.serving, place=request.getfixturevalue("process"))
 
 
 @pytest.mark.parametrize("exact", [False, True])

@@ -68,6 +68,8 @@ def test_scorers_are_beside_the_models_of_a_gpu_in_a_thread() -> None:
     places.close()
     with pytest.raises(ConfigError, match=r"the models are on cuda:0: expected run\.scorers = 'thread' or 'auto'"):
         Places.of(4, torch.device("cuda", 0), "process", silent)
+    with pytest.raises(ConfigError, match=r"the models are on cuda:0: expected run\.policy = 'thread'$"):
+        Places.of(4, torch.device("cuda", 0), "thread", silent, policy="process")
 
 
 @pytest.mark.usefixtures("two_gpus")
