@@ -72,8 +72,13 @@ def test_models_in_processes_make_the_same_run(
     monkeypatch.setattr("oppo.hf.parts.PART_BYTES", 256 * 1024)  # the children do not know what tests have changed
     final = {}
     for scorers in ("thread", "process"):
-        settings = (f"run.name=in-a-{scorers}", f"run.scorers={scorers}", f"run.policy={scorers}", "run.exact=true")
-        settings += ('sampling.stop_strings=["w9", "w40 w"]', "sampling.max_new_tokens=24")
+        settings = (
+            f"run.name=in-a-{scorers}",
+            f"run.scorers={scorers}",
+            f"run.policy={scorers}",
+            "run.exact=true",
+            'sampling.stop_strings=["w9", "w40 w"]',
+        )
         assert oppo(workplace, "", *settings) == 0, capsys.readouterr().err
         directory = workplace / "runs" / f"in-a-{scorers}"
         events = json.loads((directory / "trace.json").read_text())

@@ -169,7 +169,7 @@ class HfPolicy:
     Args:
         model: a causal LM; put into evaluation mode for good.
         sampling: how tokens are drawn.
-        thread: where the model lives: any place. A process is one without ``restarts``.
+        thread: where the model lives: a thread, or a process without ``restarts``, as rows are lost with it.
         on_publish: what becomes of the keys and values of parked rollouts when weights are loaded. ``recompute``: their
             tokens are read again before they go on, as if the new weights had written them all. ``keep``: they go on
             as they are, cheaper but a mixture of versions.
