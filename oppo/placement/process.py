@@ -37,7 +37,7 @@ class Process:
         listener: called, from a thread of this process, with the span of each call.
         setup: called once in the child before anything else, for example
             ``functools.partial(oppo.hf.cpu.use_cores, 1)``; importable by name.
-        restarts: how many dead children are replaced in an hour.
+        restarts: how many dead children are replaced in an hour; above 0, calls with callbacks are refused.
         tell: told, in a sentence, of each child that is replaced; from another thread.
 
     Raises:

@@ -52,6 +52,8 @@ class Requests:
 
     def __init__(self, connection: Connection[bytes, bytes]) -> None:
         self._connection = connection
+        self._replies = select.poll()
+        self._replies.register(connection, select.POLLIN)
         self._refused = False
 
     def bind(self, argument: object) -> object:
@@ -66,7 +68,7 @@ class Requests:
         """
         if not self._refused:
             send(self._connection, pack(Request(stub, args, kwargs)))
-            if stub.oneway and not select.select([self._connection], [], [], 0)[0]:
+            if stub.oneway and not self._replies.poll(0):
                 return None
             reply = unpack(receive(self._connection))
             if isinstance(reply, Reply):
