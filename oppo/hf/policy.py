@@ -248,7 +248,8 @@ class HfPolicy:
     async def load(self, weights: Weights) -> None:
         """Serve ``weights.actor`` from the next decode on; tensors that are the model's own are not copied.
 
-        An empty ``weights.actor`` says that the actor was not trained: only the version moves.
+        An empty ``weights.actor`` says that the actor was not trained: only the version moves. No tensor crosses to
+        another process: this one writes the memory that both see, in the policy's turn.
 
         Raises:
             ModelError: a tensor is missing, unknown or of another shape; the old weights are still served.
