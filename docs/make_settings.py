@@ -23,6 +23,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "run.seed": ("random seed", "seed"),
     "run.exact": ("deterministic mode", ""),
     "run.cores": ("CPU threads", ""),
+    "run.policy": ("placement of the rollout engine", ""),
     "run.scorers": ("placement of the scoring models", ""),
     "run.trainer": ("placement of the trainer", ""),
     "run.panel": ("progress display", "disable_tqdm"),

@@ -53,6 +53,10 @@ class RunSection(Section):
     cores: Annotated[int, Field(ge=0, le=1024)] = Field(
         default=0, description="cores to work with; 0: all that the process may use"
     )
+    policy: Literal["thread", "process"] = Field(
+        default="thread",
+        description="where the actor decodes: in a thread, or, on a CPU, in a process, without which a run ends",
+    )
     scorers: Literal["auto", "thread", "process"] = Field(
         default="auto",
         description="where reward, reference and critic work: in a thread beside the actor's, or in a process of their "

@@ -40,7 +40,9 @@ MAY_CHANGE = frozenset(
 ``run.steps`` may change where the learning rate does not depend on it, that is, under a constant schedule.
 """
 
-ROUNDING = frozenset({"run.cores", "run.scorers", "trainer.micro_batch_tokens", "trainer.gradient_checkpointing"})
+ROUNDING = frozenset(
+    {"run.cores", "run.policy", "run.scorers", "trainer.micro_batch_tokens", "trainer.gradient_checkpointing"}
+)
 """Settings that say how a step is computed: they may change too, but for exact runs, whose bits depend on them."""
 
 

@@ -38,7 +38,8 @@ def _forwards_off_the_loop() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _small_models_attend_in_parts() -> Iterator[None]:
-    """Let rows of the suite's tiny models be split into parts as those of real ones are."""
+    from tests.hf.child import PART_BYTES  # after the settings above: it imports torch
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("oppo.hf.parts.PART_BYTES", 2048)
+        patch.setattr("oppo.hf.parts.PART_BYTES", PART_BYTES)
         yield

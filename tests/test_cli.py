@@ -66,21 +66,32 @@ def test_training_leaves_a_run_directory_and_loadable_models(
     assert weights_digest(actor) != weights_digest(tiny.causal("llama", seed=1))
 
 
-def test_scorers_in_a_process_make_the_same_run(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_models_in_processes_make_the_same_run(
+    workplace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("oppo.hf.parts.PART_BYTES", 256 * 1024)  # the children do not know what tests have changed
     final = {}
     for scorers in ("thread", "process"):
-        settings = (f"run.name=in-a-{scorers}", f"run.scorers={scorers}", "run.exact=true")
+        settings = (
+            f"run.name=in-a-{scorers}",
+            f"run.scorers={scorers}",
+            f"run.policy={scorers}",
+            "run.exact=true",
+            'sampling.stop_strings=["w9", "w40 w"]',
+        )
         assert oppo(workplace, "", *settings) == 0, capsys.readouterr().err
         directory = workplace / "runs" / f"in-a-{scorers}"
         events = json.loads((directory / "trace.json").read_text())
         tracks = {event["args"]["name"] for event in events if event.get("name") == "thread_name"}
-        assert {"reference", "reward model", "critic"} <= tracks
+        assert {"policy", "reference", "reward model", "critic"} <= tracks
         final[scorers] = [
             (directory / "checkpoints" / "final" / model / "model.safetensors").read_bytes()
             for model in ("actor", "critic")
         ]
     assert final["thread"] == final["process"]
-    assert "starting the process of the scorers" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "starting the process of the scorers" in said
+    assert "starting the process of the actor" in said
 
 
 def test_a_used_run_directory_is_not_written_again(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,6 @@ batches of rollouts.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -22,6 +21,7 @@ from oppo import observe
 from oppo.events import Prompt
 from oppo.hf.cpu import use_cores
 from oppo.hf.decoding import Decoder, DecodeStep, Row
+from oppo.hf.signals import Signals
 from oppo.models import Sampling
 
 
@@ -146,7 +146,7 @@ class _Contest:
             Row(number, Prompt(number, number, tokens), length)
             for number, (tokens, length) in enumerate(zip(self._prompts, self._lengths, strict=True))
         ]
-        self._decoder.run(rows, lambda ended: False, threading.Event(), watch)
+        self._decoder.run(rows, lambda ended: False, Signals.of(len(rows)), watch)
 
     def generate(self) -> None:
         """Let transformers decode all rows to the longest length."""

@@ -22,7 +22,7 @@ from oppo.hf.cpu import available_cores
 from oppo.hf.device import device_of, settled
 from oppo.hf.load import load_tokenizer, quiet
 from oppo.hf.lora import add_lora, twin
-from oppo.hf.memory import ModelPlace, ModelThread
+from oppo.hf.memory import ModelPlace
 from oppo.hf.places import Places
 from oppo.hf.policy import HfPolicy
 from oppo.hf.proximal import ProximalLogprobs
@@ -149,7 +149,15 @@ def assemble(settings: Settings, text: Text, tell: Callable[[str], None]) -> Ass
         tell(
             f"run.cores = {cores} is more than the {there} that this process may use: threads will wait for each other"
         )
-    places = Places.of(cores, device, run.scorers, tell, restarts=run.scorer_restarts, trainer=run.trainer)
+    places = Places.of(
+        cores,
+        device,
+        run.scorers,
+        tell,
+        policy=run.policy,
+        trainer=run.trainer,
+        restarts=run.scorer_restarts,
+    )
     with ExitStack() as stack:
         stack.callback(places.close)
         assembly = _assembled(settings, text, places, reward, RoleLoader(settings, text, device, tell))
@@ -177,7 +185,7 @@ def _assembled(
         policy=HfPolicy(
             actor,
             sampling=sampling,
-            thread=ModelThread(places.acting, "policy", _SERVING),
+            thread=ModelPlace(places.acting, "policy", _SERVING),
             exact=exact,
             on_publish=settings.step.on_publish,
             decode=text.decode,

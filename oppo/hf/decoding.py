@@ -9,7 +9,7 @@
 
 So a long prompt is read between decode steps, and no row waits for it. In exact mode all rows enter together.
 
-Everything here is synchronous, knows no event loop and runs in one thread.
+Everything here is synchronous, knows no event loop and runs in one thread, maybe of another process than the readers'.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ from oppo.hf.incremental import Incremental
 from oppo.hf.noise import Noise
 from oppo.hf.prefill import Prefill
 from oppo.hf.sampling import DeviceSupport, draw
+from oppo.hf.signals import Counters, Signals
 from oppo.support import Support
 
 if TYPE_CHECKING:
-    import threading
-
     from transformers import PreTrainedModel
 
     from oppo.events import FinishReason, FloatArray, IntArray, Prompt
@@ -44,16 +43,18 @@ class Row:
     """A rollout as the decode loop sees it.
 
     Attributes:
-        key: names the row in the cache.
+        key: names the row, in the cache and in decode steps.
         limit: a response of this many tokens ends with reason ``length``.
         tokens: the response so far; the last one has not been read by the model yet.
-        given_up: set from outside; the row leaves at the next decode step.
+        reason: why the response has ended; ``None`` while it goes on.
+        given_up: nobody wants it; the row leaves at the next decode step.
     """
 
     key: int
     prompt: Prompt
     limit: int
     tokens: list[int] = field(default_factory=list)
+    reason: FinishReason | None = None
     given_up: bool = False
 
     @property
@@ -71,6 +72,7 @@ class DecodeStep:
     """What one decode step made: one token for each live row, in admission order.
 
     Attributes:
+        keys: of the rows.
         tokens: int32 [n].
         logprobs: float32 [n].
         version: version of the weights that made them.
@@ -78,7 +80,7 @@ class DecodeStep:
         support: of the n tokens: the ids that each was drawn from.
     """
 
-    rows: tuple[Row, ...]
+    keys: tuple[int, ...]
     tokens: IntArray
     logprobs: FloatArray
     version: int
@@ -90,15 +92,6 @@ Deliver: TypeAlias = Callable[[DecodeStep], None]
 """Makes a decode step's tokens visible to readers."""
 
 
-@dataclass(slots=True)
-class Counters:
-    """What a decoder has done so far."""
-
-    decode_steps: int = 0
-    tokens: int = 0
-    prefilled: int = 0
-
-
 class Decoder:
     """Decodes rows with one model, a token at a time, for as long as it is let.
 
@@ -107,6 +100,7 @@ class Decoder:
         exact: read prompts so that no row's bits depend on another row, and keep rows in admission order.
         prefill_tokens: how many tokens, padding included, are read between two decode steps.
         decode: gives the text of tokens, for stop texts.
+        counters: what it counts in, from where they are.
     """
 
     def __init__(
@@ -117,10 +111,10 @@ class Decoder:
         exact: bool,
         prefill_tokens: int,
         decode: Decode | None = None,
+        counters: Counters | None = None,
     ) -> None:
-        self.counters = Counters()
+        self.counters = counters or Counters()
         self.reader = Incremental(model, ordered=exact)
-        self.version = 0
         self._sampling = sampling
         self._noise = Noise(sampling.seed)
         self._ending = Ending(sampling, decode)
@@ -128,35 +122,37 @@ class Decoder:
         self._budget = prefill_tokens
 
     @torch.inference_mode()
-    def run(self, rows: Iterable[Row], cut: Cut, stop: threading.Event, deliver: Deliver) -> None:
-        """Decode ``rows`` until each has ended, ``cut`` answers true or ``stop`` is set; the others stay parked.
+    def run(self, rows: Sequence[Row], cut: Cut, signals: Signals, deliver: Deliver) -> None:
+        """Decode ``rows`` until each has ended, ``cut`` answers true or ``signals`` say stop; the others stay parked.
 
         Raises:
             ModelError: logits were not finite.
         """
-        rows = sorted(rows, key=lambda row: row.order)
         try:
-            self._decode(rows, cut, stop, deliver)
+            self._decode(rows, cut, signals, deliver)
         except BaseException:
-            self.forget(rows)  # what they have read is unknown now
+            self.forget(row.key for row in rows)  # what they have read is unknown now
             raise
 
-    def _decode(self, rows: Sequence[Row], cut: Cut, stop: threading.Event, deliver: Deliver) -> None:
-        live = [row for row in rows if self._is_parked(row)]
+    def _decode(self, rows: Sequence[Row], cut: Cut, signals: Signals, deliver: Deliver) -> None:
+        ordered = sorted(rows, key=lambda row: row.order)
+        live = [row for row in ordered if self._is_parked(row)]
         tokens = torch.tensor([row.tokens[-1] for row in live], dtype=torch.int64)
-        others = [row for row in rows if not self._is_parked(row)]
+        others = [row for row in ordered if not self._is_parked(row)]
         prefill = Prefill(self.reader, others, budget=self._budget, exact=self._exact)
         while live or prefill:
-            live, logits = self._advance(live, tokens, prefill, stop)
+            for at in signals.given_up():
+                rows[at].given_up = True
+            live, logits = self._advance(live, tokens, prefill, signals)
             if logits is not None:
                 made, tokens = self._draw(live, logits)
-                ended = [row.prompt.rollout for row, reason in zip(live, made.reasons, strict=True) if reason]
+                ended = [row.prompt.rollout for row in live if row.reason]
                 cutting = bool(ended) and cut(ended)
                 deliver(made)
-                live, tokens = self._without_ended(live, tokens, made.reasons)
+                live, tokens = self._without_ended(live, tokens)
                 if cutting:
                     return
-            if stop.is_set():
+            if signals.stopped:
                 return
 
     def _is_parked(self, row: Row) -> bool:
@@ -164,7 +160,7 @@ class Decoder:
         return bool(row.tokens) and self.reader.length(row.key) == len(row.prompt.tokens) + len(row.tokens) - 1
 
     def _advance(
-        self, live: list[Row], tokens: Tensor, prefill: Prefill[Row], stop: threading.Event
+        self, live: list[Row], tokens: Tensor, prefill: Prefill[Row], signals: Signals
     ) -> tuple[list[Row], Tensor | None]:
         """Read the last token of each live row and a portion of what waits; return who can go on, and the logits.
 
@@ -173,7 +169,7 @@ class Decoder:
         if not prefill:
             return live, self.reader.step([row.key for row in live], tokens)
         before = prefill.tokens
-        joining = prefill.read(stop)
+        joining = prefill.read(signals)
         self.counters.prefilled += prefill.tokens - before
         if not joining:
             return live, self.reader.step([row.key for row in live], tokens) if live else None
@@ -184,9 +180,9 @@ class Decoder:
         order = sorted(range(len(together)), key=lambda at: together[at].order)
         return [together[at] for at in order], torch.cat(outputs)[order]
 
-    def forget(self, rows: Iterable[Row]) -> None:
+    def forget(self, keys: Iterable[int]) -> None:
         """Free the memory of rows."""
-        self.reader.forget([row.key for row in rows])
+        self.reader.forget(list(keys))
 
     def expire(self) -> None:
         """Free all keys and values: parked rows will read their tokens again, with the weights of that time."""
@@ -203,16 +199,23 @@ class Decoder:
         if not np.isfinite(host[1]).all():
             broken = [row.prompt.rollout for row, fine in zip(live, np.isfinite(host[1]), strict=True) if not fine]
             raise ModelError(
-                f"the policy's logits at version {self.version} are not finite for rollouts {broken}: "
+                f"the policy's logits at version {self.counters.version} are not finite for rollouts {broken}: "
                 "the weights have diverged or overflow their dtype"
             )
         ids = host[0].astype(np.int32)
         for row, token in zip(live, ids.tolist(), strict=True):
             row.tokens.append(token)
-        reasons = tuple(self._ending.reason(row.tokens, row.limit) for row in live)
+            row.reason = self._ending.reason(row.tokens, row.limit)
         self.counters.decode_steps += 1
         self.counters.tokens += len(live)
-        made = DecodeStep(tuple(live), ids, host[1].astype(np.float32), self.version, reasons, _on_host(support))
+        made = DecodeStep(
+            tuple(row.key for row in live),
+            ids,
+            host[1].astype(np.float32),
+            self.counters.version,
+            tuple(row.reason for row in live),
+            _on_host(support),
+        )
         return made, tokens
 
     def _young(self, live: Sequence[Row], device: torch.device) -> Tensor | None:
@@ -220,14 +223,12 @@ class Decoder:
         young = [len(row.tokens) < self._sampling.min_new_tokens for row in live]
         return torch.tensor(young, device=device) if any(young) else None
 
-    def _without_ended(
-        self, live: list[Row], tokens: Tensor, reasons: Sequence[FinishReason | None]
-    ) -> tuple[list[Row], Tensor]:
+    def _without_ended(self, live: list[Row], tokens: Tensor) -> tuple[list[Row], Tensor]:
         """Return the rows that go on and their tokens; the memory of the others is free."""
-        stays = [reason is None and not row.given_up for row, reason in zip(live, reasons, strict=True)]
+        stays = [row.reason is None and not row.given_up for row in live]
         if all(stays):
             return live, tokens
-        self.forget(row for row, stay in zip(live, stays, strict=True) if not stay)
+        self.forget(row.key for row, stay in zip(live, stays, strict=True) if not stay)
         kept = torch.tensor([at for at, stay in enumerate(stays) if stay], dtype=torch.int64, device=tokens.device)
         return [row for row, stay in zip(live, stays, strict=True) if stay], tokens[kept]
 

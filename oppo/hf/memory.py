@@ -9,7 +9,7 @@ from typing import Concatenate, Generic, ParamSpec, TypeVar
 import torch
 
 from oppo.errors import ModelError
-from oppo.placement import Hosted, Hosting, Journal, Thread
+from oppo.placement import Hosted, Hosting, Journal
 from oppo.scheduling import Priority, TimeSlice
 
 P = ParamSpec("P")
@@ -44,42 +44,6 @@ def attributed(model: str, doing: str, remedy: str) -> Iterator[None]:
             raise
         said = str(error).partition("\n")[0] or type(error).__name__
         raise ModelError(f"the {model} ran out of memory while {doing}: {remedy} ({said})") from error
-
-
-class ModelThread(Thread):
-    """One model's place in a thread that it may share: running out of memory there names the model, and so do spans.
-
-    Args:
-        thread: does the work.
-        model: the model's name in errors, and its track in traces.
-        remedy: what to do about it, settings by name.
-    """
-
-    def __init__(self, thread: Thread, model: str, remedy: str) -> None:
-        # Without super().__init__(): the thread is another's.
-        self.name = thread.name
-        self.time_slice = thread.time_slice
-        self._thread = thread
-        self._model = model
-        self._remedy = remedy
-
-    async def call_at(
-        self, priority: Priority, track: str, label: str, work: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
-    ) -> R:
-        """Run ``work`` in the thread and return what it returns; its span is on the model's track, not on ``track``.
-
-        Raises:
-            ModelError: memory ran out.
-            ModelLost: the thread has been closed.
-            Preempted: the call is preemptible and was not made.
-        """
-        del track
-        with attributed(self._model, f"it did {label!r}", self._remedy):
-            return await self._thread.call_at(priority, self._model, label, work, *args, **kwargs)
-
-    def close(self) -> None:
-        """End the thread after the call in progress; idempotent."""
-        self._thread.close()
 
 
 class ModelPlace:

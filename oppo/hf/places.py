@@ -1,9 +1,9 @@
 """Where the models of a run work, and on which share of the cores.
 
-The actor decodes in a thread of its own with half of the cores; reward, reference and critic take turns in another
-thread, or in a process, with the rest; the update, which nothing runs beside, has them all, in a thread or in a
-process. Checkpoints are put together in one more thread, which computes nothing. On a GPU each thread has a stream of
-its own. The counts are the same whatever the schedule and the places, so runs can be compared bit for bit.
+The actor decodes with half of the cores; reward, reference and critic take turns with the rest; the update, which
+nothing runs beside, has them all: each in a thread or in a process. Checkpoints are put together in one more thread,
+which computes nothing. On a GPU each thread has a stream of its own. The counts are the same whatever the schedule and
+the places, so runs can be compared bit for bit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Home: TypeAlias = Literal["thread", "process"]
 class Places(NamedTuple):
     """The places of a run; closed together."""
 
-    acting: Thread
+    acting: Place
     scoring: Place
     training: Place
     saving: Thread
@@ -39,19 +39,22 @@ class Places(NamedTuple):
         scorers: Scorers,
         tell: Callable[[str], None],
         *,
-        restarts: int = 3,
+        policy: Home = "thread",
         trainer: Home = "thread",
+        restarts: int = 3,
     ) -> Places:
         """Return places that share ``cores``, for models on ``device``.
 
         ``auto`` is a process wherever scorers can compute beside the actor: on a CPU with two cores or more. There both
-        are Python to a good part, and two threads of one interpreter take turns at that.
+        are Python to a good part, and two threads of one interpreter take turns at that. The policy's process is not
+        started again: the tokens it was at, and their keys and values, are lost with it.
 
         Args:
             cores: how many there are.
             device: where the models are.
             scorers: where the scorers work.
             tell: told, in a sentence, of processes that are started.
+            policy: where the actor decodes.
             restarts: how many dead processes of the scorers are replaced in an hour.
             trainer: where updates are made; a dead process of the trainer is not replaced.
 
@@ -61,19 +64,20 @@ class Places(NamedTuple):
         on_cpu = device.type == "cpu"
         if not on_cpu:
             _require_thread("run.scorers", scorers, device, "'thread' or 'auto'")
+            _require_thread("run.policy", policy, device, "'thread'")
             _require_thread("run.trainer", trainer, device, "'thread'")
         if scorers == "auto":
             scorers = "process" if cores > 1 and on_cpu else "thread"
         kind = Thread if on_cpu else DeviceThread
-        few = max(1, cores - cores // 2)
+        half, rest = max(1, cores // 2), max(1, cores - cores // 2)
         return cls(
-            kind("actor", setup=partial(settle, max(1, cores // 2), device)),
-            kind("scorers", setup=partial(settle, few, device))
+            kind("actor", setup=partial(settle, half, device)) if policy == "thread" else _process("actor", half, tell),
+            kind("scorers", setup=partial(settle, rest, device))
             if scorers == "thread"
-            else _process("scorers", few, tell, restarts),
+            else _process("scorers", rest, tell, restarts),
             kind("trainer", setup=partial(settle, cores, device))
             if trainer == "thread"
-            else _process("trainer", cores, tell, 0),
+            else _process("trainer", cores, tell),
             Thread("saver"),
         )
 
@@ -84,19 +88,20 @@ class Places(NamedTuple):
             ModelLost: the process died.
             Exception: whatever kept it from starting.
         """
-        for place in self:
-            if isinstance(place, Process):
-                place.settle()
+        for process in self._processes():
+            process.settle()
 
     def abort(self) -> None:
         """End what hangs in another process, so that what was learned can be saved; safe to call from any thread.
 
         The trainer's process is ended only if it is at work: otherwise it is needed for saving.
         """
-        if isinstance(self.scoring, Process):
-            self.scoring.abort()
-        if isinstance(self.training, Process) and self.training.at_work:
-            self.training.abort()
+        for process in self._processes():
+            if process is not self.training or process.at_work:
+                process.abort()
+
+    def _processes(self) -> list[Process]:
+        return [place for place in self if isinstance(place, Process)]
 
     def close(self) -> None:
         """Close each of them after the call in progress; what is being saved needs the trainer until then."""
@@ -112,7 +117,7 @@ def _require_thread(setting: str, chosen: str, device: torch.device, expected: s
         )
 
 
-def _process(name: str, cores: int, tell: Callable[[str], None], restarts: int) -> Process:
+def _process(name: str, cores: int, tell: Callable[[str], None], restarts: int = 0) -> Process:
     tell(f"starting the process of the {name}")
     return Process(name, setup=partial(use_cores, cores), restarts=restarts, tell=tell)
 

@@ -1,11 +1,12 @@
-"""The policy on transformers: the decode loop in the model's thread, its readers on the event loop."""
+"""The policy on transformers: the decode loop where the model lives, its readers on the event loop."""
 
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import anyio
@@ -14,17 +15,18 @@ import numpy as np
 
 from oppo.errors import ModelError, ModelLost, ProtocolError, leaves
 from oppo.events import Prompt, Response
-from oppo.hf.decoding import Counters, Decoder, Row
+from oppo.hf.anatomy import longest, vocabulary
+from oppo.hf.decoding import Row
 from oppo.hf.delivery import Delivery
-from oppo.hf.weights import adopt
+from oppo.hf.policy_core import PolicyCore
+from oppo.hf.signals import Counters, Signals
 from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Piece, PieceState, Sampling, Weights
 from oppo.numeric import require_whole
+from oppo.placement import Callback, Hosting
 from oppo.support import Support
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from oppo.placement import Thread
 
 
 class HfDecode:
@@ -34,10 +36,14 @@ class HfDecode:
     """
 
     def __init__(self, policy: HfPolicy, row: Row) -> None:
-        self.row = row
+        self.prompt = row.prompt
+        self.key = row.key
         self.enough = 0
+        self.given_up = False
         self._policy = policy
+        self._row: Row | None = row
         self._delivery: Delivery | None = None
+        self._give_up: Callable[[], None] = _nothing
         self._taken = len(row.tokens)
         self._unread: list[tuple[int, float, int, Support]] = []
         self._state: PieceState = "cut"
@@ -55,6 +61,11 @@ class HfDecode:
         """Whether the response is complete."""
         return self._state not in ("live", "cut")
 
+    @property
+    def made(self) -> int:
+        """How many tokens of the response can be read or have been."""
+        return self._taken + len(self._unread)
+
     async def read(self, limit: int) -> Piece:
         """Return the next ``limit`` tokens, or fewer at the end of the response or at the cut.
 
@@ -69,7 +80,7 @@ class HfDecode:
             raise ValueError(f"a read takes at least 1 token, not {limit}")
         await anyio.lowlevel.checkpoint()
         if self._news is not None:
-            raise ProtocolError(f"two reads of rollout {self.row.prompt.rollout} at once: it has one reader")
+            raise ProtocolError(f"two reads of rollout {self.prompt.rollout} at once: it has one reader")
         self._wanted, self.enough = limit, self._taken + limit
         if self._delivery is not None:
             self._delivery.show()
@@ -83,19 +94,25 @@ class HfDecode:
 
     async def aclose(self) -> None:
         """Give up the rollout and its memory; idempotent. While it is decoded, the memory goes at the next step."""
-        if self.row.given_up:
+        if self.given_up:
             return
-        self.row.given_up = True
+        self.given_up = True
+        self._give_up()
         self._wake()
         await self._policy.release(self)
 
     def resumable(self, policy: HfPolicy) -> bool:
         """Whether ``policy`` may decode it."""
-        return self._policy is policy and not self.row.given_up and self._failure is None
+        return self._policy is policy and not self.given_up and self._failure is None
 
-    def resume(self, delivery: Delivery) -> None:
-        """Take note that decoding (re)starts, and by whom its tokens come."""
-        self._state, self._delivery = "live", delivery
+    def resume(self, delivery: Delivery, give_up: Callable[[], None]) -> None:
+        """Take note that decoding (re)starts, by whom its tokens come, and how to tell that nobody wants them."""
+        self._state, self._delivery, self._give_up = "live", delivery, give_up
+
+    def handed_over(self) -> list[Row]:
+        """Return its row, which is the decode loop's from now on; none after the first time."""
+        row, self._row = self._row, None
+        return [] if row is None else [row]
 
     def put(self, token: int, logprob: float, version: int, support: Support, state: PieceState) -> None:
         """Append a token to what can be read."""
@@ -106,21 +123,21 @@ class HfDecode:
 
     def park(self, failure: Exception | None) -> None:
         """Take note that decoding is over: parked if it was live, for good if it failed."""
-        self._delivery = None
+        self._delivery, self._give_up = None, _nothing
         if self.live:
             self._state, self._failure = "cut", failure
             self._wake()
 
     def _readable(self) -> bool:
-        return not self.live or self.row.given_up or len(self._unread) >= self._wanted
+        return not self.live or self.given_up or len(self._unread) >= self._wanted
 
     def _wake(self) -> None:
         if self._news is not None:
             self._news.set()
 
     def _take(self, limit: int) -> Piece:
-        rollout = self.row.prompt.rollout
-        if self.row.given_up:
+        rollout = self.prompt.rollout
+        if self.given_up:
             raise ProtocolError(f"rollout {rollout} was given up, so it cannot be read")
         if not self._unread and self._failure is not None:
             raise self._failure
@@ -139,6 +156,10 @@ class HfDecode:
         )
 
 
+def _nothing() -> None:
+    """Tell nobody: nothing is decoded."""
+
+
 class HfPolicy:
     """A causal language model of transformers as :class:`oppo.models.Policy`.
 
@@ -148,7 +169,7 @@ class HfPolicy:
     Args:
         model: a causal LM; put into evaluation mode for good.
         sampling: how tokens are drawn.
-        thread: where the model works.
+        thread: where the model lives: a thread, or a process without ``restarts``, as rows are lost with it.
         on_publish: what becomes of the keys and values of parked rollouts when weights are loaded. ``recompute``: their
             tokens are read again before they go on, as if the new weights had written them all. ``keep``: they go on
             as they are, cheaper but a mixture of versions.
@@ -156,7 +177,8 @@ class HfPolicy:
             agree bit for bit (float32 on a CPU).
         prefill_tokens: how many tokens, padding included, are read between two decode steps, so that a long prompt
             holds nobody up; with ``exact`` all are read at once.
-        decode: gives the text of tokens; needed for ``sampling.stop_strings``, and called from the model's thread.
+        decode: gives the text of tokens; needed for ``sampling.stop_strings``, and called where the model
+            lives: for a process it must be picklable, as :meth:`oppo.hf.text.Text.decode` is.
         limit: at how many tokens, ``sampling.max_new_tokens`` at most, the response to a prompt ends in any case.
 
     Example:
@@ -175,7 +197,7 @@ class HfPolicy:
         model: PreTrainedModel,
         *,
         sampling: Sampling,
-        thread: Thread,
+        thread: Hosting,
         on_publish: Literal["recompute", "keep"] = "recompute",
         exact: bool = False,
         prefill_tokens: int = 2048,
@@ -183,20 +205,28 @@ class HfPolicy:
         limit: Callable[[Prompt], int] | None = None,
     ) -> None:
         require_whole("prefill_tokens", prefill_tokens, 1)
-        self._model = model
+        self._name = type(model).__name__
         self._sampling = sampling
-        self._thread = thread
         self._limit = limit or (lambda prompt: sampling.max_new_tokens)
-        self._recompute = on_publish == "recompute"
-        self._decoder = Decoder(model, sampling=sampling, exact=exact, prefill_tokens=prefill_tokens, decode=decode)
-        self._vocabulary = next(model.get_input_embeddings().parameters()).shape[0]
+        self._longest = longest(model)
+        self._vocabulary = vocabulary(model)
         self._keys = itertools.count()
         self._decoding = False
+        core = PolicyCore(
+            model,
+            sampling=sampling,
+            exact=exact,
+            prefill_tokens=prefill_tokens,
+            recompute=on_publish == "recompute",
+            decode=decode,
+        )
+        self._counters = core.counters
+        self._core = thread.host(core)
 
     @property
     def version(self) -> int:
         """Version of the weights in use."""
-        return self._decoder.version
+        return self._counters.version
 
     @property
     def capabilities(self) -> Capabilities:
@@ -205,30 +235,27 @@ class HfPolicy:
 
     @property
     def counters(self) -> Counters:
-        """Decode steps, tokens made and tokens prefilled so far."""
-        return self._decoder.counters
+        """Decode steps, tokens made and tokens prefilled so far, also while it decodes."""
+        return self._counters
 
-    @property
-    def memory(self) -> tuple[int, int]:
-        """Bytes allocated for keys and values, and bytes that the tokens read so far need; ask between steps."""
-        return self._decoder.reader.memory()
+    async def memory(self) -> tuple[int, int]:
+        """Return the bytes allocated for keys and values, and those that the tokens read so far need.
+
+        While something is decoded, it waits for the end of that.
+        """
+        return await self._core.call("memory", PolicyCore.memory)
 
     async def load(self, weights: Weights) -> None:
         """Serve ``weights.actor`` from the next decode on; tensors that are the model's own are not copied.
 
-        An empty ``weights.actor`` says that the actor was not trained: only the version moves.
+        An empty ``weights.actor`` says that the actor was not trained: only the version moves. No tensor crosses to
+        another process: this one writes the memory that both see, in the policy's turn.
 
         Raises:
             ModelError: a tensor is missing, unknown or of another shape; the old weights are still served.
         """
-        await self._thread.call("load", self._load, weights)
-
-    def _load(self, weights: Weights) -> None:
-        if weights.actor:
-            adopt(self._model, weights.actor)
-        if self._recompute:
-            self._decoder.expire()
-        self._decoder.version = weights.version
+        await self._core.call_local("load", PolicyCore.load, weights)
+        await self._core.call("refresh", PolicyCore.refresh)
 
     async def open(self, rollouts: Sequence[Prompt | Response]) -> list[HfDecode]:
         """Make a decode for each; nothing is decoded, and no memory taken, before :meth:`decoding`.
@@ -244,27 +271,26 @@ class HfPolicy:
     async def decoding(self, live: Sequence[Decode], cut: Cut) -> AsyncIterator[Decoding]:
         """Decode ``live`` while the context is open, until each has ended or ``cut`` answers true.
 
-        The cut is called from the model's thread. Leaving the context stops decoding after the decode step in
-        progress; what has not ended is parked.
+        The cut is called from the thread in which the model works, or from the one that waits for its process. Leaving
+        the context stops decoding after the decode step in progress; what has not ended is parked.
 
         Raises:
             ProtocolError: a decode is of another policy, was given up or has failed; or decoding is going on already.
             Exception: whatever ended the decode loop, with a note that names the rollouts.
         """
         decodes = self._resume(live)
-        delivery = Delivery(decodes)
-        for decode in decodes:
-            decode.resume(delivery)
-        stop, errors = threading.Event(), list[Exception]()
+        delivery, signals, errors = Delivery(decodes), Signals.of(len(decodes)), list[Exception]()
+        for at, decode in enumerate(decodes):
+            decode.resume(delivery, partial(signals.give_up, at))
         async with anyio.create_task_group() as tasks:
             if decodes:
-                tasks.start_soon(self._decode, decodes, delivery, cut, stop, errors, name="decode")
+                tasks.start_soon(self._decode, decodes, delivery, cut, signals, errors, name="decode")
             try:
-                yield FixedDecoding(type(self._model).__name__)
+                yield FixedDecoding(self._name)
             except Exception as error:  # noqa: BLE001 - taken out of the task group, which would wrap it in a group
                 errors.append(error)
             finally:
-                stop.set()
+                signals.stop()
         if errors:
             first, *others = errors
             for other in (leaf for error in others for leaf in leaves(error)):
@@ -277,35 +303,37 @@ class HfPolicy:
         decodes: Sequence[HfDecode],
         delivery: Delivery,
         cut: Cut,
-        stop: threading.Event,
+        signals: Signals,
         errors: list[Exception],
     ) -> None:
-        """Run the decode loop in the model's thread; afterwards no decode is live."""
-        rows = [decode.row for decode in decodes]
+        """Run the decode loop where the model lives; afterwards no decode is live."""
+        new = [row for decode in decodes for row in decode.handed_over()]
+        keys = [decode.key for decode in decodes]
+        told, made = Callback(cut), Callback(delivery.deliver, oneway=True)
         failure: Exception | None = None
         try:
-            await self._thread.call("decode", self._decoder.run, rows, cut, stop, delivery.deliver)
+            await self._core.call("decode", PolicyCore.run, new, keys, told, signals, made)
         except Exception as error:  # noqa: BLE001 - the boundary to the readers: each of them, and the context, raises it
             failure = error
-            error.add_note(f"while decoding rollouts {[row.prompt.rollout for row in rows]}")
+            error.add_note(f"while decoding rollouts {[decode.prompt.rollout for decode in decodes]}")
             errors.append(error)
         finally:
             delivery.show()
             for decode in decodes:
                 decode.park(failure)
             self._decoding = False
-            given_up = [row for row in rows if row.given_up]
+            given_up = [decode.key for decode in decodes if decode.given_up]
             if given_up:
                 await self._forget(given_up)
 
     async def release(self, decode: HfDecode) -> None:
         """Free the memory of a decode that was given up; the decode loop does so itself for a live one."""
         if not decode.live and not decode.ended:
-            await self._forget([decode.row])
+            await self._forget([decode.key])
 
-    async def _forget(self, rows: Sequence[Row]) -> None:
-        with suppress(ModelLost):  # a thread that is gone decodes nothing that could need the memory
-            await self._thread.call("forget", self._decoder.forget, rows)
+    async def _forget(self, keys: Sequence[int]) -> None:
+        with suppress(ModelLost):  # the memory is lost with the place it was in
+            await self._core.call("forget", PolicyCore.forget, keys)
 
     def _resume(self, live: Sequence[Decode]) -> list[HfDecode]:
         """Return the decodes that have not ended, which are decoded from now on."""
@@ -326,19 +354,19 @@ class HfPolicy:
         """Return a row for a prompt that the model can read, with what there is of its response."""
         response = rollout if isinstance(rollout, Response) else Response.empty(rollout)
         prompt = response.prompt
-        length, limit = len(prompt.tokens), self._decoder.reader.max_length
+        length, limit = len(prompt.tokens), self._longest
         if not length:
             raise ModelError(f"the prompt of rollout {prompt.rollout} is empty; expected at least one token")
         if length >= limit:
             raise ModelError(
-                f"the prompt of rollout {prompt.rollout} has {length} tokens, but {type(self._model).__name__} reads "
+                f"the prompt of rollout {prompt.rollout} has {length} tokens, but {self._name} reads "
                 f"at most {limit}, response included: shorten or filter the prompts"
             )
         low, high = int(prompt.tokens.min()), int(prompt.tokens.max())
         if low < 0 or high >= self._vocabulary:
             raise ModelError(
                 f"the prompt of rollout {prompt.rollout} holds token id {low if low < 0 else high}, but the vocabulary "
-                f"of {type(self._model).__name__} is 0 .. {self._vocabulary - 1}: is it of another tokenizer?"
+                f"of {self._name} is 0 .. {self._vocabulary - 1}: is it of another tokenizer?"
             )
-        longest = min(self._sampling.max_new_tokens, limit - length, self._limit(prompt))
-        return Row(next(self._keys), prompt, longest, response.tokens.tolist())
+        most = min(self._sampling.max_new_tokens, limit - length, self._limit(prompt))
+        return Row(next(self._keys), replace(prompt, columns={}), most, response.tokens.tolist())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from oppo.hf.grouping import cheapest_groups, overhead_on
 from oppo.hf.incremental import Incremental
+from oppo.hf.signals import Signals
 
 GRID = 32
 """In exact mode a row is read alone, in blocks that begin at multiples of this: bits then depend on that row only."""
@@ -59,10 +59,10 @@ class Prefill(Generic[R]):
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
-    def read(self, stop: threading.Event) -> list[tuple[R, Tensor]]:
+    def read(self, signals: Signals) -> list[tuple[R, Tensor]]:
         """Read one portion; return the rows that have been read to their end, with the logits [1, V] after it.
 
-        Rows that were given up meanwhile are forgotten instead. When ``stop`` is set nothing is read, and with
+        Rows that were given up meanwhile are forgotten instead. When ``signals`` say stop nothing is read, and with
         ``exact`` all that wait are forgotten.
         """
         gone = [row.key for row, _ in self._waiting if row.given_up]
@@ -70,16 +70,16 @@ class Prefill(Generic[R]):
             self._reader.forget(gone)
             self._waiting = [pair for pair in self._waiting if not pair[0].given_up]
         if self._exact:
-            return self._read_all(stop)
-        portion = [] if stop.is_set() else self._portion()
+            return self._read_all(signals)
+        portion = [] if signals.stopped else self._portion()
         logits = self._pass(portion) if portion else []
         return [(row, last) for (row, _), last in zip(portion, logits, strict=True) if not self._is_first_waiting(row)]
 
-    def _read_all(self, stop: threading.Event) -> list[tuple[R, Tensor]]:
+    def _read_all(self, signals: Signals) -> list[tuple[R, Tensor]]:
         read: list[tuple[R, Tensor]] = []
         for row, tokens in self._waiting:
             for block in tokens.split(GRID):
-                if stop.is_set():
+                if signals.stopped:
                     self._reader.forget([row.key for row, _ in self._waiting])
                     return []
                 (last,) = self._pass([(row, block)])

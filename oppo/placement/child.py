@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 from typing import cast
 
 from oppo.placement import worker
+from oppo.placement.callback import Callbacks, Request
 from oppo.placement.wire import Answer, Call, Failure, Packet, pack_with_blocks, receive, send, unpack
 
 _PROGRAM = "import sys; name, fd, *sys.path = sys.argv[1:]; from oppo.placement.worker import serve; serve(int(fd))"
@@ -60,19 +61,35 @@ class Child:
         """The number of the process."""
         return self._process.pid
 
-    def ask(self, packet: Packet) -> Answer | Failure:
+    def ask(self, packet: Packet, callbacks: Callbacks | None = None) -> Answer | Failure:
         """Send an order and wait for what it comes to; a failure of what was to be done first comes first.
+
+        Args:
+            packet: the order.
+            callbacks: those that the order mentions; carried out here, in this thread.
 
         Raises:
             Gone: the child is dead, or dies meanwhile.
         """
         while self._unanswered:
-            answer = self._receive()
+            answer = self._answer(Callbacks())
             self._unanswered -= 1
             if isinstance(answer, Failure):
                 return answer
         self._send(packet)
-        return self._receive()
+        return self._answer(callbacks or Callbacks())
+
+    def _answer(self, callbacks: Callbacks) -> Answer | Failure:
+        """Return the answer, after carrying out what is requested before it; the error of a callback takes its place.
+
+        Raises:
+            Gone: the child dies.
+        """
+        while isinstance(message := self._receive(), Request):
+            if (told := callbacks.carry_out(message)) is not None:
+                self._send(told)
+        answer = cast("Answer | Failure", message)
+        return answer if callbacks.error is None else Failure(answer.start, answer.end, callbacks.error)
 
     def end(self) -> None:
         """Let the child end, or make it; idempotent."""
@@ -90,12 +107,12 @@ class Child:
         except OSError:
             raise Gone(self._death()) from None
 
-    def _receive(self) -> Answer | Failure:
+    def _receive(self) -> object:
         try:
             packet = receive(self._connection)
         except (EOFError, OSError):
             raise Gone(self._death()) from None
-        return cast("Answer | Failure", unpack(packet))
+        return unpack(packet)
 
     def _reap(self) -> int:
         try:

@@ -10,8 +10,9 @@ from functools import partial
 from typing import TypeVar
 
 from oppo import observe
-from oppo.errors import ModelLost
+from oppo.errors import ModelLost, ProtocolError
 from oppo.numeric import require_whole
+from oppo.placement.callback import Callbacks
 from oppo.placement.child import Child, Gone
 from oppo.placement.place import Journal
 from oppo.placement.wire import Answer, Call, Failure, Packet, Settle, pack, pack_with_blocks
@@ -95,15 +96,21 @@ class Lodgings:
             if failure is not None:
                 raise failure.told_of(self._name)
 
-    def answer(self, lodger: Lodger, label: str, order: Call, packet: Packet) -> Answer | Failure:
+    def answer(self, lodger: Lodger, label: str, order: Call, packet: Packet, callbacks: Callbacks) -> Answer | Failure:
         """Return what an order, and the packet it is in, comes to: in this child or in one that takes its place.
 
         Raises:
             ModelLost: the child died once too often.
+            ProtocolError: the order has callbacks, and could be repeated in another child.
         """
+        if callbacks and self._restarts:
+            raise ProtocolError(
+                f"{label!r} for {lodger.track!r} calls back, so it cannot be repeated in another process, but "
+                f"{self._name!r} has restarts={self._restarts}: expected a Process with restarts=0"
+            )
         with self._turn:
             answer = self._lasting(
-                lambda: self._settled(lodger) or self._child.ask(packet), f"{label!r} for {lodger.track!r}"
+                lambda: self._settled(lodger) or self._child.ask(packet, callbacks), f"{label!r} for {lodger.track!r}"
             )
         if isinstance(answer, Answer) and lodger.journal is not None and self._restarts:
             lodger.journal.note(order.work, order.args)

@@ -39,7 +39,7 @@ class Hosted(Protocol[T_co]):
         Args:
             label: what is done, in traces and errors.
             work: a method of the resident's class, or another function of it.
-            args: what it is given besides.
+            args: what it is given besides; a :class:`~oppo.placement.Callback` stays with the caller.
             kwargs: the same, by name.
 
         Raises:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
 from typing import Concatenate, Generic, ParamSpec, Self, TypeVar, cast
 
 from oppo import observe
 from oppo.errors import ModelLost
+from oppo.placement.callback import Callbacks
 from oppo.placement.lodgings import Lodger, Lodgings
 from oppo.placement.place import Hosted, Journal, reported
 from oppo.placement.thread import Thread
-from oppo.placement.wire import Call, Failure, pack
+from oppo.placement.wire import Call, Failure, pack, pack_with_blocks
 from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Priority, TimeSlice
 
 P = ParamSpec("P")
@@ -36,7 +38,7 @@ class Process:
         listener: called, from a thread of this process, with the span of each call.
         setup: called once in the child before anything else, for example
             ``functools.partial(oppo.hf.cpu.use_cores, 1)``; importable by name.
-        restarts: how many dead children are replaced in an hour.
+        restarts: how many dead children are replaced in an hour; above 0, calls with callbacks are refused.
         tell: told, in a sentence, of each child that is replaced; from another thread.
         time_slice: how long a call in the child should last that nobody waits for.
 
@@ -108,7 +110,7 @@ class Process:
         def answer() -> object:
             self.at_work = f"{lodger.track}: {label}"
             try:
-                answer = self._lodgings.answer(lodger, label, order, packet)
+                answer = self._lodgings.answer(lodger, label, order, packet, callbacks)
             finally:
                 self.at_work = ""
             self.listener(observe.Span(lodger.track, label, answer.start, answer.end))
@@ -116,7 +118,11 @@ class Process:
                 raise answer.told_of(self.name)
             return answer.value
 
-        packet = pack(order)
+        callbacks = Callbacks()
+        args = tuple(map(callbacks.stub, order.args))
+        kwargs = {name: callbacks.stub(value) for name, value in order.kwargs.items()}
+        order = replace(order, args=args, kwargs=kwargs)
+        packet = pack_with_blocks(order) if callbacks else pack(order)
         return await self._waited_for(label, answer, priority)
 
     async def call_local(self, lodger: Lodger, label: str, work: Callable[[], R], priority: Priority = IN_ORDER) -> R:

@@ -1,6 +1,7 @@
 """What goes over the socket between a process and the child it has started, and how.
 
-Each order is answered once, in order. Orders and answers are pickled, which is safe here and nowhere else: the
+Each order is answered once, in order. Before the answer of a call the child may send requests for its callbacks; each
+is replied to, unless it is one-way. Orders and answers are pickled, which is safe here and nowhere else: the
 socket has no name, its other end is held by nobody but the child, and nothing pickled is ever written down or read from
 a file. Blocks of shared memory go beside the pickle, as file descriptors.
 """
@@ -16,13 +17,16 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from pickle import HIGHEST_PROTOCOL, Pickler, PicklingError, Unpickler, dumps
 from types import FunctionType
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from oppo.errors import ModelError, OppoError
 from oppo.placement.block import Block
 
 _COUNT = 2
 """Bytes at the head of a message that say how many blocks follow it."""
+
+Bind: TypeAlias = Callable[[object], object]
+"""Makes, of the stub of a callback, what can be called; of any other argument itself."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,8 +36,9 @@ class Settle:
     number: int
     resident: object
 
-    def carry_out(self, residents: dict[int, object]) -> None:
+    def carry_out(self, residents: dict[int, object], bind: Bind) -> None:
         """Take it in."""
+        del bind
         residents[self.number] = self.resident
 
 
@@ -46,10 +51,10 @@ class Call:
     args: tuple[object, ...] = ()
     kwargs: Mapping[str, object] = field(default_factory=dict)
 
-    def carry_out(self, residents: dict[int, object]) -> object:
+    def carry_out(self, residents: dict[int, object], bind: Bind) -> object:
         """Return what the function returns."""
         first = () if self.resident is None else (residents[self.resident],)
-        return self.work(*first, *self.args, **self.kwargs)
+        return self.work(*first, *map(bind, self.args), **{name: bind(value) for name, value in self.kwargs.items()})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,16 +68,20 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Failure:
-    """The error that an order came to, with its traceback in words."""
+    """The error that an order came to.
+
+    Attributes:
+        report: its traceback in words; empty where it was raised in this process, by a callback.
+    """
 
     start: float
     end: float
-    error: Exception
-    report: str
+    error: BaseException
+    report: str = ""
 
-    def told_of(self, place: str) -> Exception:
+    def told_of(self, place: str) -> BaseException:
         """Return the error; one that was not raised on purpose says in a note where in the child it arose."""
-        if not isinstance(self.error, OppoError):
+        if self.report and not isinstance(self.error, OppoError):
             self.error.add_note(f"in the process of {place!r}:\n{self.report}".rstrip())
         return self.error
 

@@ -10,11 +10,13 @@ import threading
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
 from oppo import observe
 from oppo.errors import ModelError
+from oppo.placement.callback import Refusal, Reply, Request, Stub
 from oppo.placement.wire import Answer, Call, Failure, Packet, Settle, pack, receive, send, unpack
 
 
@@ -30,10 +32,49 @@ def serve(fd: int) -> None:
     residents: dict[int, object] = {}
     with suppress(EOFError, ConnectionError):
         while True:
-            answer = _answered(receive(connection), residents)
-            sys.stdout.flush()
-            send(connection, answer)
+            answer = _answered(receive(connection), residents, Requests(connection))
+            if answer is not None:
+                sys.stdout.flush()
+                send(connection, answer)
     _leave()
+
+
+class CallbackFailedError(Exception):
+    """A callback has failed in the parent, which raises its error; here it ends the call."""
+
+
+class Requests:
+    """What the work of one call asks of its parent.
+
+    Args:
+        connection: to the parent.
+    """
+
+    def __init__(self, connection: Connection[bytes, bytes]) -> None:
+        self._connection = connection
+        self._replies = select.poll()
+        self._replies.register(connection, select.POLLIN)
+        self._refused = False
+
+    def bind(self, argument: object) -> object:
+        """Return, for the stub of a callback, what requests it when it is called; any other argument as it is."""
+        return partial(self._request, argument) if isinstance(argument, Stub) else argument
+
+    def _request(self, stub: Stub, /, *args: object, **kwargs: object) -> object:
+        """Return what the callback returned; nothing, and at once, for one that is one-way.
+
+        Raises:
+            CallbackFailedError: a callback of this call has failed.
+        """
+        if not self._refused:
+            send(self._connection, pack(Request(stub, args, kwargs)))
+            if stub.oneway and not self._replies.poll(0):
+                return None
+            reply = unpack(receive(self._connection))
+            if isinstance(reply, Reply):
+                return reply.value
+            self._refused = True
+        raise CallbackFailedError
 
 
 def search(path: Sequence[str]) -> None:
@@ -53,13 +94,16 @@ def _leave() -> NoReturn:
     os._exit(0)
 
 
-def _answered(packet: Packet, residents: dict[int, object]) -> Packet:
+def _answered(packet: Packet, residents: dict[int, object], requests: Requests) -> Packet | None:
+    """Return the answer to an order; ``None`` for a refusal that came when its call was over."""
     start = observe.now()
     try:
         order = unpack(packet)
+        if isinstance(order, Refusal):
+            return None
         if not isinstance(order, Call | Settle):
             raise ModelError(f"expected an order, but {type(order).__name__} came")  # noqa: TRY301 - it is answered too
-        value = order.carry_out(residents)
+        value = order.carry_out(residents, requests.bind)
         return pack(Answer(start, observe.now(), value))
     except Exception as error:  # noqa: BLE001 - the boundary to the parent, which raises it
         return _failed(error, start)

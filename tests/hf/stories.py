@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import anyio
 import anyio.lowlevel
@@ -15,10 +16,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from oppo.events import Prompt
+from oppo.hf.cpu import use_cores
 from oppo.hf.policy import HfDecode, HfPolicy
 from oppo.hf.sampling import draw, gumbel
 from oppo.models import Piece, Sampling
-from oppo.placement import Thread
+from oppo.placement import Hosting, Thread
 from oppo.support import Support
 from tests.hf import tiny
 
@@ -44,17 +46,22 @@ def serving(
     exact: bool = False,
     keep: bool = False,
     portion: int = 8192,
+    place: Hosting | None = None,
 ) -> Iterator[HfPolicy]:
-    """A policy in a thread of its own."""
-    with Thread("actor", setup=functools.partial(torch.set_num_threads, 1)) as thread:
+    """A policy in a thread of its own, or in a place."""
+    with Thread("actor", setup=functools.partial(use_cores, 1)) as thread:
         yield HfPolicy(
             tiny.causal() if model is None else model,
             sampling=sampling,
-            thread=thread,
+            thread=thread if place is None else place,
             exact=exact,
             on_publish="keep" if keep else "recompute",
             prefill_tokens=portion,
         )
+
+
+Serving: TypeAlias = Callable[..., AbstractContextManager[HfPolicy]]
+"""Is called as :func:`serving` is."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Decoding that is cut, left, cancelled, given up or that fails."""
+"""Decoding that is cut, left, cancelled, given up or that fails: in a thread and in a process."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import pytest
 from oppo.errors import ProtocolError
 from oppo.hf.policy import HfDecode, HfPolicy
 from oppo.models import Sampling, Weights
-from tests.hf.stories import Story, assert_close, prompts, serving, told
+from tests.hf.stories import Serving, Story, assert_close, prompts, told
 
 
 @pytest.mark.parametrize("exact", [False, True])
-async def test_a_parked_rollout_goes_on_as_if_it_had_never_been_cut(exact: bool) -> None:
+async def test_a_parked_rollout_goes_on_as_if_it_had_never_been_cut(serving: Serving, exact: bool) -> None:
     asked = prompts(10)
     with serving(exact=exact) as policy:
         whole = await told(policy, asked)
@@ -41,7 +41,7 @@ async def test_a_parked_rollout_goes_on_as_if_it_had_never_been_cut(exact: bool)
     assert story.told == whole.told
 
 
-async def test_rollouts_may_join_the_parked_ones() -> None:
+async def test_rollouts_may_join_the_parked_ones(serving: Serving) -> None:
     asked = prompts(9)
     with serving() as policy:
         whole = (await told(policy, asked)).tokens()
@@ -55,7 +55,7 @@ async def test_rollouts_may_join_the_parked_ones() -> None:
 
 
 @pytest.mark.parametrize("exact", [False, True])
-async def test_runs_agree_bit_for_bit_however_they_are_read(exact: bool) -> None:
+async def test_runs_agree_bit_for_bit_however_they_are_read(serving: Serving, exact: bool) -> None:
     asked = prompts(8, longest=90)
     stories = []
     for limit in (1, 3, 1000):
@@ -69,7 +69,7 @@ async def test_runs_agree_bit_for_bit_however_they_are_read(exact: bool) -> None
     assert stories[0].logprobs() == stories[1].logprobs() == stories[2].logprobs()
 
 
-async def test_a_cancelled_read_has_taken_nothing() -> None:
+async def test_a_cancelled_read_has_taken_nothing(serving: Serving) -> None:
     asked = prompts(6)
     with serving() as policy:
         whole = await told(policy, asked)
@@ -83,7 +83,7 @@ async def test_a_cancelled_read_has_taken_nothing() -> None:
     assert story.tokens() == whole.tokens()
 
 
-async def test_leaving_early_parks_the_rollouts_and_their_tokens_wait() -> None:
+async def test_leaving_early_parks_the_rollouts_and_their_tokens_wait(serving: Serving) -> None:
     asked = prompts(6)
 
     async def leave_early(policy: HfPolicy, story: Story) -> None:
@@ -103,7 +103,7 @@ async def test_leaving_early_parks_the_rollouts_and_their_tokens_wait() -> None:
     assert story.tokens() == whole.tokens()
 
 
-async def test_a_body_that_is_cancelled_leaves_the_thread_free() -> None:
+async def test_a_body_that_is_cancelled_leaves_the_thread_free(serving: Serving) -> None:
     with serving(sampling=Sampling(max_new_tokens=120)) as policy:
         decodes = await policy.open(prompts(3))
         with anyio.CancelScope() as scope:
@@ -120,7 +120,7 @@ async def test_a_body_that_is_cancelled_leaves_the_thread_free() -> None:
         assert (len(piece.tokens), piece.state) == (117, "length")
 
 
-async def test_a_task_that_is_cancelled_while_it_decodes_leaves_the_policy_usable() -> None:
+async def test_a_task_that_is_cancelled_while_it_decodes_leaves_the_policy_usable(serving: Serving) -> None:
     """As Ctrl-C does: it cancels a task, not a scope."""
     with serving(sampling=Sampling(max_new_tokens=120)) as policy:
         decodes = await policy.open(prompts(3))
@@ -144,7 +144,7 @@ async def test_a_task_that_is_cancelled_while_it_decodes_leaves_the_policy_usabl
             assert (await decodes[0].read(120)).state == "length"
 
 
-async def test_an_error_of_the_body_is_told_with_the_error_of_the_decode_loop() -> None:
+async def test_an_error_of_the_body_is_told_with_the_error_of_the_decode_loop(serving: Serving) -> None:
     def failing(finished: Sequence[int]) -> bool:
         raise LookupError(f"no place for {finished}")
 
@@ -162,7 +162,7 @@ async def test_an_error_of_the_body_is_told_with_the_error_of_the_decode_loop() 
         assert caught.value.__notes__ == ["while decoding rollouts [0]", "and then KeyError: 'the channel is gone'"]
 
 
-async def test_an_error_of_the_decode_loop_reaches_every_reader_and_the_context() -> None:
+async def test_an_error_of_the_decode_loop_reaches_every_reader_and_the_context(serving: Serving) -> None:
     asked = prompts(3)
     caught: list[BaseException] = []
 
@@ -187,14 +187,14 @@ async def test_an_error_of_the_decode_loop_reaches_every_reader_and_the_context(
             await decode_all(policy, decodes)
         assert caught == [raised.value] * 3
         assert "while decoding rollouts [0, 1, 2]" in raised.value.__notes__
-        assert policy.memory[1] == 0
+        assert (await policy.memory())[1] == 0
         with pytest.raises(ProtocolError, match="failed"):
             async with policy.decoding(decodes, failing):
                 pass
         assert (await told(policy, asked)).states(), "the policy itself goes on"
 
 
-async def test_closing_frees_the_memory_of_parked_and_of_live_rollouts() -> None:
+async def test_closing_frees_the_memory_of_parked_and_of_live_rollouts(serving: Serving) -> None:
     asked = prompts(6)
     with serving(sampling=Sampling(max_new_tokens=300, seed=3)) as policy:
         decodes = await policy.open(asked)
@@ -205,19 +205,19 @@ async def test_closing_frees_the_memory_of_parked_and_of_live_rollouts() -> None
             with pytest.raises(ProtocolError, match="given up"):
                 await decodes[1].read(1)
             await decodes[0].read(20)
-        parked = policy.memory[1]
+        parked = (await policy.memory())[1]
         assert parked > 0
         await decodes[0].aclose()
-        assert 0 < policy.memory[1] < parked
+        assert 0 < (await policy.memory())[1] < parked
         with pytest.raises(ProtocolError, match="given up"):
             async with policy.decoding(decodes, lambda _: False):
                 pass
         for decode in decodes:
             await decode.aclose()
-        assert policy.memory[1] == 0
+        assert (await policy.memory())[1] == 0
 
 
-async def test_a_rollout_given_up_after_the_cut_is_freed_with_the_context() -> None:
+async def test_a_rollout_given_up_after_the_cut_is_freed_with_the_context(serving: Serving) -> None:
     asked = prompts(3)
     with serving() as policy:
         decodes = await policy.open(asked)
@@ -226,10 +226,10 @@ async def test_a_rollout_given_up_after_the_cut_is_freed_with_the_context() -> N
                 await anyio.lowlevel.checkpoint()
             for decode in decodes:
                 await decode.aclose()
-        assert policy.memory[1] == 0
+        assert (await policy.memory())[1] == 0
 
 
-async def test_one_reader_one_context_and_decodes_of_this_policy() -> None:
+async def test_one_reader_one_context_and_decodes_of_this_policy(serving: Serving) -> None:
     asked = prompts(2)
     with serving() as policy, serving() as other:
         decodes = await policy.open(asked)
@@ -247,7 +247,7 @@ async def test_one_reader_one_context_and_decodes_of_this_policy() -> None:
             pass
 
 
-async def test_two_reads_at_once_are_refused() -> None:
+async def test_two_reads_at_once_are_refused(serving: Serving) -> None:
     with serving(sampling=Sampling(max_new_tokens=200)) as policy:
         (decode,) = await policy.open(prompts(1))
         async with policy.decoding([decode], lambda _: False), anyio.create_task_group() as readers:
@@ -258,7 +258,7 @@ async def test_two_reads_at_once_are_refused() -> None:
                 await decode.read(1)
 
 
-async def test_reading_beyond_the_end_is_refused() -> None:
+async def test_reading_beyond_the_end_is_refused(serving: Serving) -> None:
     with serving() as policy:
         story = await told(policy, prompts(1))
         with pytest.raises(ProtocolError, match="last piece of rollout 0"):

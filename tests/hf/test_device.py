@@ -70,6 +70,8 @@ def test_scorers_are_beside_the_models_of_a_gpu_in_a_thread() -> None:
         Places.of(4, torch.device("cuda", 0), "process", silent)
     with pytest.raises(ConfigError, match=r"run\.trainer = 'process' .* on cuda:0: expected run\.trainer = 'thread'"):
         Places.of(4, torch.device("cuda", 0), "auto", silent, trainer="process")
+    with pytest.raises(ConfigError, match=r"the models are on cuda:0: expected run\.policy = 'thread'$"):
+        Places.of(4, torch.device("cuda", 0), "thread", silent, policy="process")
 
 
 @pytest.mark.usefixtures("two_gpus")

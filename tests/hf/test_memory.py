@@ -6,33 +6,37 @@ import pytest
 import torch
 
 from oppo.errors import ConfigError, ModelError, ModelLost
-from oppo.hf.memory import ModelThread, attributed, ran_out
+from oppo.hf.memory import ModelPlace, attributed, ran_out
 from oppo.placement import Thread
 
 
-def too_much() -> torch.Tensor:
-    return torch.empty(1 << 50, dtype=torch.uint8)
+class Model:
+    def too_much(self) -> torch.Tensor:
+        return torch.empty(1 << 50, dtype=torch.uint8)
+
+    def number(self, text: str) -> int:
+        return int(text)
 
 
-async def test_the_allocators_own_error_is_attributed_to_the_model_in_its_thread() -> None:
+async def test_the_allocators_own_error_is_attributed_to_the_model_in_its_place() -> None:
     with Thread("scorers") as thread:
-        critic = ModelThread(thread, "critic", "lower step.batch")
+        critic = ModelPlace(thread, "critic", "lower step.batch").host(Model())
         with pytest.raises(
             ModelError, match=r"the critic ran out of memory while it did 'extend': lower step.batch \("
         ) as caught:
-            await critic.call("extend", too_much)
+            await critic.call("extend", Model.too_much)
         assert isinstance(caught.value.__cause__, RuntimeError)
-        assert await critic.call("extend", int, "7") == 7, "the thread goes on"
+        assert await critic.call("extend", Model.number, "7") == 7, "the thread goes on"
 
 
 async def test_other_errors_pass_as_they_are() -> None:
     with Thread("scorers") as thread:
-        critic = ModelThread(thread, "critic", "lower step.batch")
+        critic = ModelPlace(thread, "critic", "lower step.batch").host(Model())
         with pytest.raises(ValueError, match="invalid literal"):
-            await critic.call("extend", int, "x")
-        critic.close()
+            await critic.call("extend", Model.number, "x")
+        thread.close()
         with pytest.raises(ModelLost):
-            await critic.call("extend", int, "7")
+            await critic.call("extend", Model.number, "7")
 
 
 @pytest.mark.parametrize(

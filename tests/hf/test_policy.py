@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -14,10 +14,9 @@ from oppo.errors import ModelError, ModelLost
 from oppo.events import Prompt
 from oppo.hf.policy import HfPolicy
 from oppo.models import Sampling, Weights
-from oppo.placement import Thread
 from oppo.testing.conformance import check_policy
 from tests.hf import tiny
-from tests.hf.stories import SAMPLING, Story, assert_close, full_logprobs, prompts, reference, serving, told
+from tests.hf.stories import SAMPLING, Serving, Story, assert_close, full_logprobs, prompts, reference, serving, told
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,7 +51,7 @@ async def test_greedy_tokens_are_those_of_generate() -> None:
         assert tokens == out[0, ids.shape[1] :].tolist()
 
 
-async def test_log_probs_agree_with_one_full_forward() -> None:
+async def test_log_probs_agree_with_one_full_forward(serving: Serving) -> None:
     model = tiny.causal("qwen2")
     asked = prompts(6)
     with serving(model) as policy:
@@ -62,20 +61,20 @@ async def test_log_probs_agree_with_one_full_forward() -> None:
 
 
 @pytest.mark.parametrize("exact", [False, True])
-async def test_the_policy_keeps_the_contract_of_its_seam(exact: bool) -> None:
-    with Thread("actor", setup=functools.partial(torch.set_num_threads, 1)) as thread:
+async def test_the_policy_keeps_the_contract_of_its_seam(exact: bool, serving: Serving) -> None:
+    with ExitStack() as stack:
 
         async def make() -> HfPolicy:
-            return HfPolicy(tiny.causal(), sampling=SAMPLING, thread=thread, exact=exact)
+            return stack.enter_context(serving(exact=exact))
 
         await check_policy(make, prompts(6))
 
 
-async def test_fifty_rollouts_of_all_lengths_end_with_a_reason_and_free_their_memory() -> None:
+async def test_fifty_rollouts_of_all_lengths_end_with_a_reason_and_free_their_memory(serving: Serving) -> None:
     asked = prompts(50, longest=100)
     with serving() as policy:
         story = await told(policy, asked, limit=5)
-        assert policy.memory[1] == 0
+        assert (await policy.memory())[1] == 0
         assert policy.counters.tokens == sum(map(len, story.tokens()))
         assert policy.counters.prefilled == sum(len(prompt.tokens) for prompt in asked)
         assert policy.counters.decode_steps == max(map(len, story.tokens()))
@@ -89,7 +88,7 @@ async def test_fifty_rollouts_of_all_lengths_end_with_a_reason_and_free_their_me
     assert [rollout for step in story.told for rollout in step] == sorted(lengths, key=lambda r: (lengths[r], r))
 
 
-async def test_tokens_do_not_depend_on_the_neighbours() -> None:
+async def test_tokens_do_not_depend_on_the_neighbours(serving: Serving) -> None:
     asked = prompts(12)
     with serving() as policy:
         together = (await told(policy, asked)).tokens()
@@ -107,7 +106,7 @@ async def test_exact_first_log_probs_do_not_depend_on_the_neighbours_to_the_last
 
 
 @pytest.mark.parametrize("keep", [False, True])
-async def test_a_parked_rollout_goes_on_with_the_weights_that_were_published(keep: bool) -> None:
+async def test_a_parked_rollout_goes_on_with_the_weights_that_were_published(keep: bool, serving: Serving) -> None:
     model, other = tiny.causal(seed=0), tiny.causal(seed=1)
     asked = prompts(8)
     with serving(model, keep=keep) as policy:
@@ -116,7 +115,7 @@ async def test_a_parked_rollout_goes_on_with_the_weights_that_were_published(kee
         before = [len(tokens) for tokens in story.tokens()]
         await policy.load(Weights(1, actor=other.state_dict()))
         assert policy.version == 1
-        assert (policy.memory[1] > 0) == keep
+        assert ((await policy.memory())[1] > 0) == keep
         story.cut_after = 1_000_000
         await story.step(policy)
     resumed = [k for k, versions in enumerate(story.versions()) if 1 in versions]
@@ -130,7 +129,7 @@ async def test_a_parked_rollout_goes_on_with_the_weights_that_were_published(kee
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
 
 
-async def test_weights_that_do_not_fit_change_nothing() -> None:
+async def test_weights_that_do_not_fit_change_nothing(serving: Serving) -> None:
     model = tiny.causal()
     untouched = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     wrong: dict[str, object] = dict(tiny.causal(seed=1).state_dict())
@@ -142,7 +141,7 @@ async def test_weights_that_do_not_fit_change_nothing() -> None:
     assert all(torch.equal(untouched[name], tensor) for name, tensor in model.state_dict().items())
 
 
-async def test_logits_that_are_not_finite_are_an_error_that_names_the_rollouts() -> None:
+async def test_logits_that_are_not_finite_are_an_error_that_names_the_rollouts(serving: Serving) -> None:
     model = tiny.causal()
     with torch.no_grad():
         next(model.get_input_embeddings().parameters())[90] = torch.nan

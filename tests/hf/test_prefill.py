@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -13,6 +12,7 @@ import torch
 from oppo.errors import ModelError
 from oppo.events import Prompt
 from oppo.hf.decoding import Decoder, DecodeStep, Row
+from oppo.hf.signals import Signals
 from oppo.models import Sampling
 from tests.hf import tiny
 from tests.hf.stories import Story, assert_close, prompts, serving, told
@@ -41,16 +41,16 @@ class Log:
     steps: list[list[int]] = field(default_factory=list)
     read: list[int] = field(default_factory=list)
     cut_after: int = 1_000
-    stop: threading.Event = field(default_factory=threading.Event)
+    signals: Signals = field(default_factory=lambda: Signals.of(10))
     then: Callable[[], None] = lambda: None
 
     def deliver(self, made: DecodeStep) -> None:
-        self.steps.append([row.prompt.rollout for row in made.rows])
+        self.steps.append(list(made.keys))
         self.read.append(self.decoder.counters.prefilled)
         self.then()
 
     def run(self, rows: Sequence[Row]) -> None:
-        self.decoder.run(rows, lambda ended: self.cut_after <= len(self.steps) + 1, self.stop, self.deliver)
+        self.decoder.run(rows, lambda ended: self.cut_after <= len(self.steps) + 1, self.signals, self.deliver)
 
 
 def test_short_prompts_make_tokens_before_a_huge_one_among_them_is_read() -> None:
@@ -99,10 +99,10 @@ def test_no_portion_is_larger_than_the_budget_padding_included() -> None:
 def test_a_parked_row_decodes_while_a_huge_prompt_is_read() -> None:
     first, late = row(0, 9, limit=40), row(1, HUGE)
     log = Log(decoder())
-    log.then = log.stop.set
+    log.then = log.signals.stop
     log.run([first])
     assert len(first.tokens) == 1
-    log.stop, log.then = threading.Event(), lambda: None
+    log.signals, log.then = Signals.of(10), lambda: None
     log.run([late, first])
     assert log.steps[1:11] == [[0]] * 9 + [[0, 1]]
     alone = row(0, 9, limit=40)
@@ -117,12 +117,12 @@ def test_what_was_read_before_a_cut_or_a_stop_is_not_read_again(cut: bool) -> No
     if cut:
         log.cut_after = 3
     else:
-        log.then = lambda: log.stop.set() if len(log.steps) == 3 else None
+        log.then = lambda: log.signals.stop() if len(log.steps) == 3 else None
     log.run(rows)
     assert log.steps == [[0], [0], [0]]
     assert (len(rows[0].tokens), len(rows[1].tokens)) == (3, 0)
     assert log.decoder.reader.length(1) == 2 * PORTION
-    log.stop, log.then, log.cut_after = threading.Event(), lambda: None, 1_000
+    log.signals, log.then, log.cut_after = Signals.of(10), lambda: None, 1_000
     log.run(rows[1:])
     assert log.decoder.counters.prefilled == 9 + HUGE
     alone = row(1, HUGE)
@@ -134,7 +134,8 @@ def test_a_row_given_up_while_it_is_read_is_read_no_further_and_frees_its_memory
     rows = [row(0, 9), row(1, HUGE)]
 
     def give_up() -> None:
-        rows[1].given_up = len(log.steps) >= 4
+        if len(log.steps) >= 4:
+            log.signals.give_up(1)
 
     log = Log(decoder(), then=give_up)
     log.run(rows)
@@ -162,7 +163,7 @@ def test_exact_rows_enter_together_and_stopped_ones_are_forgotten() -> None:
     log = Log(decoder(exact=True))
     log.run([row(0, 9), row(1, HUGE), row(2, 5)])
     assert log.steps == [[0, 1, 2]] * 12
-    log.stop.set()
+    log.signals.stop()
     log.run([row(0, 9), row(1, HUGE)])
     assert log.steps == [[0, 1, 2]] * 12
     assert log.decoder.reader.memory() == (0, 0)

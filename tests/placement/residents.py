@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -102,3 +103,42 @@ def _divide() -> NoReturn:
 
 def fail_to_set_up() -> NoReturn:
     raise OSError("no such core")
+
+
+class Caller:
+    """Calls back."""
+
+    def collect(self, ask: Callable[[int], int], tell: Callable[[int], None], count: int) -> list[int]:
+        """Tell each number before asking for what it comes to."""
+        came = []
+        for number in range(count):
+            tell(number)
+            came.append(ask(number))
+        return came
+
+    def tell(self, tell: Callable[[int], None], numbers: int) -> int:
+        for number in range(numbers):
+            tell(number)
+        return numbers
+
+    def keep_telling(self, tell: Callable[[int], None]) -> NoReturn:
+        while True:
+            tell(1)
+
+    def ask_again(self, ask: Callable[[int], int]) -> int:
+        """Ask a second time though the first was refused."""
+        with suppress(Exception):
+            ask(1)
+        return ask(2)
+
+    def ask_and_die(self, ask: Callable[[int], int]) -> NoReturn:
+        ask(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("unreachable")
+
+    def watch(self, block: Block, tell: Callable[[str], None]) -> str:
+        """Say that this has begun, then wait for the block to be written."""
+        tell("begun")
+        while not block[0]:
+            pass
+        return "seen"

@@ -1,0 +1,1 @@
+"""What it costs to decode in a process instead of a thread."""

@@ -1,0 +1,16 @@
+"""What a model's process is told first, so that it computes as the tests' own process does; importable by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from oppo.hf.cpu import use_cores
+
+PART_BYTES = 2048
+"""Rows of the suite's tiny models are split into parts as those of real ones are."""
+
+
+def settle() -> None:
+    """Compute on one core, as in tests, and in parts as in tests."""
+    use_cores(1)
+    pytest.MonkeyPatch().setattr("oppo.hf.parts.PART_BYTES", PART_BYTES)

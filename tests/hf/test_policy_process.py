@@ -1,0 +1,271 @@
+"""A policy in a process of its own: the same runs as in a thread, bit for bit, and what happens when the child dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NoReturn
+
+import anyio
+import numpy as np
+import pytest
+
+from oppo.admission import Overcommit
+from oppo.chunking import Fixed
+from oppo.errors import ModelError, ModelLost, ProtocolError
+from oppo.events import Batch, Prompt
+from oppo.hf.cpu import use_cores
+from oppo.hf.decoding import DecodeStep, Row
+from oppo.hf.digest import weights_digest
+from oppo.hf.policy import HfDecode, HfPolicy
+from oppo.hf.policy_core import PolicyCore
+from oppo.hf.scorers import ReferenceLogprobs, RewardModel, ValueModel
+from oppo.hf.signals import Signals
+from oppo.hf.text import Text
+from oppo.hf.trainer import HfTrainer
+from oppo.losses import ClippedLoss
+from oppo.models import Sampling, Weights
+from oppo.placement import Hosting, Process, Thread
+from oppo.recipes import grpo, ppo
+from oppo.training import TrainerSettings
+from tests.hf import tiny
+from tests.hf.stories import SAMPLING, Story, prompts, serving, told
+from tests.pipelines import Tap
+from tests.workplace import tokenizer
+
+ONE = partial(use_cores, 1)
+DRAWN = Sampling(max_new_tokens=40, temperature=0.9, stop=tuple(range(3, 9)), seed=3)
+
+
+@pytest.fixture(scope="module")
+def scoring() -> Iterator[Thread]:
+    with Thread("scorers", setup=ONE) as thread:
+        yield thread
+
+
+@dataclass
+class Ran:
+    """What a run came to."""
+
+    digest: str
+    batches: list[Batch]
+
+
+async def ran(
+    acting: Hosting, scoring: Thread, *, sampling: Sampling = DRAWN, keep: bool = False, groups: bool = False
+) -> Ran:
+    """Three exact steps that carry rollouts over: PPO, or GRPO with groups of two."""
+    actor, critic = tiny.causal(seed=1), tiny.scalar(seed=3)
+    trained = (actor,) if groups else (actor, critic)
+    settings = TrainerSettings(learning_rate=1e-3, epochs=2)
+    policy = HfPolicy(
+        actor,
+        sampling=sampling,
+        thread=acting,
+        exact=True,
+        on_publish="keep" if keep else "recompute",
+        decode=Text(tokenizer()).decode,
+    )
+    reference = ReferenceLogprobs(tiny.causal(seed=1), sampling=sampling, thread=scoring, exact=True)
+    reward = RewardModel(tiny.scalar(seed=2), thread=scoring, exact=True)
+    made = [Prompt(n, n, np.arange(10 + n, 13 + n + n % 5, dtype=np.int32), group=n) for n in range(18)]
+    admission, chunks = Overcommit(batch=4, extra=2), Fixed(5)
+    if groups:
+        trainer = HfTrainer(actor, None, sampling=sampling, thread=scoring, settings=settings, loss=ClippedLoss())
+        graph = grpo(
+            policy=policy,
+            reference=reference,
+            reward=reward,
+            trainer=trainer,
+            admission=admission,
+            samples=2,
+            chunks=chunks,
+        )
+    else:
+        trainer = HfTrainer(actor, critic, sampling=sampling, thread=scoring, settings=settings)
+        values = ValueModel(critic, thread=scoring, exact=True)
+        graph = ppo(
+            policy=policy,
+            reference=reference,
+            reward=reward,
+            critic=values,
+            trainer=trainer,
+            admission=admission,
+            chunks=chunks,
+        )
+    tap, carried = Tap(), 0
+    async with graph.open(made, observers=[tap]) as run:
+        async for step in run.steps(3):
+            carried += len(step.deferred)
+    assert carried, "this run is meant to carry rollouts over"
+    batches = [item for _, _, item in tap.items if isinstance(item, Batch)]
+    return Ran("".join(map(weights_digest, trained)), batches)
+
+
+RUNS = {
+    "ppo, recompute": partial(ran),
+    "ppo, keep": partial(ran, keep=True),
+    "grpo": partial(ran, groups=True),
+    "stop strings": partial(ran, sampling=replace(DRAWN, stop=(2,), stop_strings=("w7 w", "w11", "w40"))),
+    "top k": partial(ran, sampling=replace(DRAWN, top_k=20, min_new_tokens=5)),
+    "top p": partial(ran, sampling=replace(DRAWN, top_p=0.8)),
+}
+
+
+@pytest.mark.parametrize("kind", RUNS)
+async def test_an_exact_run_is_the_same_wherever_its_policy_lives(
+    kind: str, scoring: Thread, actor_process: Process
+) -> None:
+    with Thread("actor", setup=ONE) as thread:
+        expected = await RUNS[kind](thread, scoring)
+    got = await RUNS[kind](actor_process, scoring)
+    for ours, theirs in zip(got.batches, expected.batches, strict=True):
+        assert ours.rollouts == theirs.rollouts
+        for name in ("tokens", "logprobs", "versions", "reference", "rewards", "advantages"):
+            assert np.array_equal(getattr(ours, name), getattr(theirs, name)), name
+        everyone = range(len(ours))
+        assert np.array_equal(ours.support(everyone).ids, theirs.support(everyone).ids)
+        assert ours.support(everyone).whole is not kind.startswith("top")
+    assert got.digest == expected.digest
+
+
+async def test_stop_strings_end_responses_in_a_process(actor_process: Process) -> None:
+    sampling = Sampling(max_new_tokens=60, seed=3, stop_strings=("w7", "w40"))
+    policy = HfPolicy(tiny.causal(), sampling=sampling, thread=actor_process, decode=Text(tokenizer()).decode)
+    story = await told(policy, prompts(8))
+    assert "stop" in story.states()
+    for tokens, state in zip(story.tokens(), story.states(), strict=True):
+        assert (state == "stop") == ("w7" in (text := Text(tokenizer()).decode(tokens)) or "w40" in text)
+
+
+async def test_a_decode_that_cannot_cross_is_refused_by_name(actor_process: Process) -> None:
+    sampling = Sampling(stop_strings=("w7",))
+    with pytest.raises(ModelError, match=r"cannot go to another process: .*<lambda>.*importable by name"):
+        HfPolicy(tiny.causal(), sampling=sampling, thread=actor_process, decode=lambda tokens: "")
+    HfPolicy(tiny.causal(), sampling=Sampling(), thread=actor_process, decode=lambda tokens: "")
+
+
+async def test_a_place_that_repeats_calls_is_refused() -> None:
+    with Process("actor", setup=ONE, restarts=2) as process, serving(place=process) as policy:
+        decodes = await policy.open(prompts(2))
+        with pytest.raises(ProtocolError, match=r"'decode' for 'actor' calls back.*expected a Process with restarts=0"):
+            async with policy.decoding(decodes, lambda _: False):
+                pass
+
+
+async def test_what_was_done_is_counted_while_the_child_decodes(actor_process: Process) -> None:
+    counted: list[int] = []
+    with serving(place=actor_process) as policy:
+
+        def cut(finished: Sequence[int]) -> bool:
+            counted.append(policy.counters.decode_steps)
+            return False
+
+        story = Story(await policy.open(prompts(6)))
+        async with policy.decoding(story.decodes, cut):
+            for k in range(6):
+                await story.read(k, 50)
+        assert policy.counters.tokens == sum(map(len, story.tokens()))
+    assert counted == sorted({len(tokens) for tokens in story.tokens()})
+
+
+async def test_the_trainers_own_weights_are_served_without_a_copy(actor_process: Process) -> None:
+    model, other = tiny.causal(seed=0), tiny.causal(seed=1)
+    asked = prompts(4)
+    with serving(other) as policy:
+        expected = await told(policy, asked)
+    with serving(model, place=actor_process) as policy:
+        model.load_state_dict(other.state_dict())  # in place, as an optimizer does
+        versions = [parameter._version for parameter in model.parameters()]
+        await policy.load(Weights(1, actor=model.state_dict()))
+        assert versions == [parameter._version for parameter in model.parameters()]
+        story = await told(policy, asked)
+    assert story.tokens() == expected.tokens()
+    assert {version for versions in story.versions() for version in versions} == {1}
+
+
+def test_rows_read_their_tokens_again_though_nobody_has_freed_them() -> None:
+    """As in a decoding that is called for between the load and the call that frees memory."""
+    versions: list[int] = []
+    core = PolicyCore(tiny.causal(), sampling=SAMPLING, exact=False, prefill_tokens=100, recompute=True)
+    (prompt,) = prompts(1)
+
+    def run_one_step(*new: Row) -> None:
+        signals = Signals.of(1)
+
+        def stop(made: DecodeStep) -> None:
+            versions.append(made.version)
+            signals.stop()
+
+        core.run(new, [0], lambda _: False, signals, stop)
+
+    run_one_step(Row(0, prompt, 9))
+    core.load(Weights(1))
+    run_one_step()
+    assert versions == [0, 1]
+    assert core.counters.prefilled == len(prompt.tokens) + len(prompt.tokens) + 1
+
+
+async def test_a_child_killed_while_it_decodes_is_lost_for_every_reader() -> None:
+    lost: list[BaseException] = []
+
+    async def read(decode: HfDecode) -> None:
+        try:
+            while (await decode.read(5)).state == "live":
+                pass
+        except ModelLost as error:
+            lost.append(error)
+
+    async def decode_all(process: Process, policy: HfPolicy, decodes: Sequence[HfDecode]) -> None:
+        async with policy.decoding(decodes, lambda _: False), anyio.create_task_group() as readers:
+            await decodes[0].read(3)
+            os.kill(process.pid, signal.SIGKILL)
+            for decode in decodes:
+                readers.start_soon(read, decode)
+
+    endless = Sampling(max_new_tokens=450, seed=3)
+    with Process("actor", setup=ONE) as process, serving(sampling=endless, place=process) as policy:
+        decodes = await policy.open(prompts(3))
+        with pytest.raises(ModelLost, match=r"killed by SIGKILL.* while it did 'decode' for 'actor'") as raised:
+            await decode_all(process, policy, decodes)
+        assert lost == [raised.value] * 3
+        assert raised.value.__notes__ == ["while decoding rollouts [0, 1, 2]"]
+        for decode in decodes:
+            await decode.aclose()
+        (late,) = await policy.open(prompts(1))
+        with pytest.raises(ModelLost):
+            async with policy.decoding([late], lambda _: False):
+                await late.read(1)
+
+
+def unreadable(tokens: Sequence[int]) -> NoReturn:
+    raise LookupError(f"no text for {len(tokens)} tokens")
+
+
+async def test_an_error_in_the_childs_decode_loop_reaches_every_reader(actor_process: Process) -> None:
+    caught: list[BaseException] = []
+
+    async def read(decode: HfDecode) -> None:
+        try:
+            await decode.read(5)
+        except LookupError as error:
+            caught.append(error)
+
+    async def decode_all(policy: HfPolicy, decodes: Sequence[HfDecode]) -> None:
+        async with policy.decoding(decodes, lambda _: False), anyio.create_task_group() as readers:
+            for decode in decodes:
+                readers.start_soon(read, decode)
+
+    sampling = Sampling(max_new_tokens=60, stop_strings=("w7",))
+    policy = HfPolicy(tiny.causal(), sampling=sampling, thread=actor_process, decode=unreadable)
+    decodes = await policy.open(prompts(3))
+    with pytest.raises(LookupError, match="no text for 1 tokens") as raised:
+        await decode_all(policy, decodes)
+    assert caught == [raised.value] * 3
+    trace, rollouts = raised.value.__notes__
+    assert trace.startswith("in the process of 'actor':\nTraceback")
+    assert rollouts == "while decoding rollouts [0, 1, 2]"
+    assert (await policy.memory())[1] == 0
