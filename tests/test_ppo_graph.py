@@ -54,7 +54,7 @@ def test_the_events_of_a_rollout_follow_the_grammar(setting: Setting) -> None:
 
 @given(settings())
 @example(Setting(extra=2))
-@example(Setting(extra=2, style="push", samples=2))
+@example(Setting(extra=2, paces=(1.0,), samples=2))
 def test_a_cut_neither_loses_nor_doubles_a_token(setting: Setting) -> None:
     pipeline = played(setting)
     for batch in pipeline.batches:
