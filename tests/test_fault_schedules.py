@@ -273,7 +273,7 @@ def check_numbers(run: FaultyPipeline) -> None:
         for response, score, row in zip(batch.responses, batch.scores, batch.rows(), strict=True):
             prompt = response.prompt
             made = FakeDecode(run.policy, prompt, run.setting.length(prompt), versions=batch.versions[row].tolist())
-            assert batch.tokens[row].tolist() == [made._token(position) for position in range(made.length)]
+            assert batch.tokens[row].tolist() == made.tokens(0, made.length).tolist()
             assert batch.logprobs[row].tolist() == [
                 np.float32(made._logprob(position)) for position in range(made.length)
             ]

@@ -60,7 +60,7 @@ def test_a_cut_neither_loses_nor_doubles_a_token(setting: Setting) -> None:
     for batch in pipeline.batches:
         for response in batch.responses:
             made = FakeDecode(pipeline.policy, response.prompt, setting.length(response.prompt))
-            assert response.tokens.tolist() == [made._token(position) for position in range(made.length)]
+            assert response.tokens.tolist() == made.tokens(0, made.length).tolist()
             support = pipeline.policy.support(response.tokens)
             assert response.support.ids.tolist() == support.ids.tolist()
             assert response.support.counts.tolist() == support.counts.tolist()

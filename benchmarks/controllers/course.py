@@ -29,7 +29,7 @@ class Work(Protocol):
 
     @property
     def grain(self) -> int:
-        """Tokens that a fake token stands for: lengths are divided by it, and a decode step takes so many times longer."""
+        """Tokens that a fake token stands for: lengths are divided by it, and a step takes so many times longer."""
 
     @property
     def chunk(self) -> int:

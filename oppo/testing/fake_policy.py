@@ -16,11 +16,11 @@ import numpy as np
 from anyio.abc import TaskGroup
 
 from oppo.errors import ProtocolError, as_itself
-from oppo.events import IntArray, Prompt, Response
+from oppo.events import FloatArray, IntArray, Prompt, Response
 from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Piece, PieceState, Weights
 from oppo.numeric import require_numbers
 from oppo.support import Support
-from oppo.testing.fakes import noise, require_seconds
+from oppo.testing.fakes import noises, require_seconds
 
 Length: TypeAlias = Callable[[Prompt], int]
 
@@ -72,10 +72,10 @@ class FakeDecode:
         start, answer = self.taken, self.policy.given(self.prompt)
         ends = [end for end in (answer.start, answer.stop) if end > start]  # a piece is given as a whole, or not at all
         self.taken = stop = min(self.made, start + limit, *ends)
-        tokens = np.array([self._token(p) for p in range(start, stop)], np.int32)
+        tokens = self.tokens(start, stop)
         return Piece(
             tokens,
-            np.array([self._logprob(p) for p in range(start, stop)], np.float32),
+            self._logprobs(start, stop),
             np.array(self.versions[start:stop], np.int32),
             self._state(),
             self.policy.support(tokens),
@@ -89,11 +89,14 @@ class FakeDecode:
             return "cut"
         return "length" if self.length >= self.policy.cap else "eos"
 
-    def _token(self, position: int) -> int:
-        return int(noise(self.policy.seed, self.prompt.admission, self.prompt.sample, position) * 50_000)
+    def tokens(self, start: int, stop: int) -> IntArray:
+        """Return the tokens at positions ``start .. stop``, int32 [stop - start]."""
+        key = (self.policy.seed, self.prompt.admission, self.prompt.sample)
+        return (noises(key, range(start, stop)) * 50_000).astype(np.int32)
 
-    def _logprob(self, position: int) -> float:
-        return -4 * noise(self.policy.seed, self.prompt.rollout, position, self.versions[position])
+    def _logprobs(self, start: int, stop: int) -> FloatArray:
+        key = (self.policy.seed, self.prompt.rollout)
+        return (-4 * noises(key, range(start, stop), self.versions[start:stop])).astype(np.float32)
 
     async def aclose(self) -> None:
         """Give the decode up."""

@@ -15,6 +15,7 @@ from typing import Generic, TypeAlias, TypeVar
 
 import anyio
 import numpy as np
+from numpy.typing import NDArray
 
 from oppo.errors import ProtocolError
 from oppo.events import Batch, Chunk, Finish, FloatArray, Given, Prompt
@@ -190,6 +191,12 @@ def prompts(count: int, *, length: int = 3) -> list[Prompt]:
 def noise(*key: int) -> float:
     """Return a number in [0, 1) that looks random, is the same everywhere and depends on the key only."""
     return zlib.crc32(struct.pack(f"<{len(key)}q", *key)) / 2**32
+
+
+def noises(key: Sequence[int], *columns: Sequence[int]) -> NDArray[np.float64]:
+    """Return ``noise(*key, *row)`` for each row of the columns, float64 [rows]."""
+    begun, row = zlib.crc32(struct.pack(f"<{len(key)}q", *key)), struct.Struct(f"<{len(columns)}q")
+    return np.array([zlib.crc32(row.pack(*each), begun) for each in zip(*columns, strict=True)], np.float64) / 2**32
 
 
 def require_seconds(name: str, given: object) -> None:
