@@ -274,9 +274,7 @@ def check_numbers(run: FaultyPipeline) -> None:
             prompt = response.prompt
             made = FakeDecode(run.policy, prompt, run.setting.length(prompt), versions=batch.versions[row].tolist())
             assert batch.tokens[row].tolist() == made.tokens(0, made.length).tolist()
-            assert batch.logprobs[row].tolist() == [
-                np.float32(made._logprob(position)) for position in range(made.length)
-            ]
+            assert batch.logprobs[row].tolist() == made.logprobs(0, made.length).tolist()
             tokens = (*prompt.tokens.tolist(), *response.tokens.tolist())
             finish = Finish(prompt.rollout, response, "eos")
             assert score == np.float32(fake_scalar(finish, tokens, 0))

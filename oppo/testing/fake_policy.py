@@ -75,7 +75,7 @@ class FakeDecode:
         tokens = self.tokens(start, stop)
         return Piece(
             tokens,
-            self._logprobs(start, stop),
+            self.logprobs(start, stop),
             np.array(self.versions[start:stop], np.int32),
             self._state(),
             self.policy.support(tokens),
@@ -94,7 +94,8 @@ class FakeDecode:
         key = (self.policy.seed, self.prompt.admission, self.prompt.sample)
         return (noises(key, range(start, stop)) * 50_000).astype(np.int32)
 
-    def _logprobs(self, start: int, stop: int) -> FloatArray:
+    def logprobs(self, start: int, stop: int) -> FloatArray:
+        """Return the log-probs of the tokens at positions ``start .. stop``, float32 [stop - start]."""
         key = (self.policy.seed, self.prompt.rollout)
         return (-4 * noises(key, range(start, stop), self.versions[start:stop])).astype(np.float32)
 
