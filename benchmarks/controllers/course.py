@@ -12,10 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.controllers.regimes import Regime
+from benchmarks.ladder.hold import Hold
 from oppo.admission import Admission, Restarting
 from oppo.chunking import Fixed
-from oppo.events import Finish, FloatArray, Prompt, RolloutEvent, StepReport, merge_chunks, rollout_of
-from oppo.graph import Graph, GraphBuilder, Receiver, Sender
+from oppo.events import Finish, FloatArray, Prompt, StepReport, merge_chunks, rollout_of
+from oppo.graph import Graph, GraphBuilder
 from oppo.stages import GAE, Generate, Score, Update
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, run_virtual
 
@@ -54,16 +55,6 @@ class Work(Protocol):
 
     def training(self, lengths: NDArray[np.int64]) -> float:
         """Return the seconds of an update of actor and critic."""
-
-
-@dataclass(eq=False)
-class Held:
-    """Passes a step's finished rollouts on when decoding is over: for models that share the actor's devices."""
-
-    async def run(self, rollout: Receiver[RolloutEvent], /, *, out: Sender[RolloutEvent]) -> None:
-        """Wait for the end, then send every ``Finish``: it holds all that a scorer needs."""
-        for event in [event async for event in rollout if isinstance(event, Finish)]:
-            await out.send(event)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +143,7 @@ class Course:
         rollout = g.add(
             "generate", Generate(self.policy, self.admission, Fixed(self.work.chunk // self.work.grain)), g.prompts
         )
-        held = g.add("held", Held(), rollout)
+        held = g.add("held", Hold(), rollout)
         ref = g.add("ref_logp", Score(self.reference), held)
         score = g.add("reward", Score(self.reward), rollout)
         value = g.add("value", Score(self.critic), held)
