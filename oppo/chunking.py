@@ -123,7 +123,7 @@ class Tuned:
             self._size = min(self._tokens, key=lambda size: self._seconds[size] / self._tokens[size])
             self._seconds, self._tokens = {}, {}
 
-    def figures(self) -> Mapping[str, float]:
+    def metrics(self) -> Mapping[str, float]:
         """Return the size of the step at hand."""
         return {"overlap/chunk": float(self.size())}
 

@@ -74,7 +74,7 @@ class FaultyPipeline(Pipeline):
         super().__post_init__()
         assert self.reward is not None
         s = self.setting
-        self.policy = self.remembering = Remembering(s.length, style=s.style, vary=s.vary, kept=s.kept)
+        self.policy = self.remembering = Remembering(s.length, pace=s.pace, kept=s.kept)
         self.actor = FaultyPolicy("actor", self.policy, self.script)
         self.scripted_reference = FaultyScorer("reference", self.reference, self.script)
         self.scripted_reward = FaultyScorer("reward", self.reward, self.script)

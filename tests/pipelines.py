@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -31,7 +31,6 @@ from oppo.graph import Graph, GraphBuilder
 from oppo.observe import Span
 from oppo.stages import GAE, Generate, Score, Update
 from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_per_token, fake_scalar, prompts
-from oppo.testing.fake_policy import Style
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,7 @@ class Setting:
     prompts: int = 1_000
     samples: int = 1
     capacity: int = 16
-    style: Style = "pull"
-    pace: tuple[float, ...] = (1.0,)
+    paces: tuple[float, ...] = ()
     reference: float = 0.0
     reward: float = 0.0
     critic: float = 0.0
@@ -59,8 +57,10 @@ class Setting:
     def length(self, prompt: Prompt) -> int:
         return self.lengths[prompt.rollout % len(self.lengths)]
 
-    def vary(self, prompt: Prompt) -> float:
-        return self.pace[prompt.rollout % len(self.pace)]
+    @property
+    def pace(self) -> Callable[[Prompt], float] | None:
+        """Of a rollout, if each is decoded on its own."""
+        return (lambda prompt: self.paces[prompt.rollout % len(self.paces)]) if self.paces else None
 
 
 @dataclass
@@ -103,7 +103,7 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         s = self.setting
-        self.policy = FakePolicy(s.length, 0.01, s.style, vary=s.vary, kept=s.kept)
+        self.policy = FakePolicy(s.length, 0.01, s.pace, kept=s.kept)
         self.critic = FakeCritic(per_token=s.critic, per_call=s.per_call)
         self.trainer = FakeTrainer(s.update)
         self.reward = self.reward or FakeScorer(fake_scalar, s.reward, s.per_call)
@@ -156,9 +156,14 @@ class Pipeline:
         return self.trainer.batches
 
 
+def paces(*each: float) -> st.SearchStrategy[tuple[float, ...]]:
+    """Rollouts that are decoded together, in half of all runs, or at these paces."""
+    return st.just(()) | st.lists(st.sampled_from(each), min_size=1, max_size=4).map(tuple)
+
+
 @st.composite
 def settings(draw: st.DrawFn, prompts: tuple[int, ...] = (0, 3, 7, 1_000)) -> Setting:
-    """Any run: deferral, both styles of policy, fast and slow models, small and large channels."""
+    """Any run: deferral, rollouts decoded together or apart, fast and slow models, small and large channels."""
     batch = draw(st.integers(1, 5))
     seconds = st.sampled_from([0.0, 0.001, 0.004, 0.03])
     chunk = draw(st.integers(0, 12))
@@ -172,8 +177,7 @@ def settings(draw: st.DrawFn, prompts: tuple[int, ...] = (0, 3, 7, 1_000)) -> Se
         prompts=draw(st.sampled_from(prompts)),
         samples=draw(st.sampled_from([1, 1, 2])),
         capacity=draw(st.sampled_from([1, 2, 5])),
-        style=draw(st.sampled_from(["pull", "push"])),
-        pace=tuple(draw(st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=1, max_size=4))),
+        paces=draw(paces(0.5, 1.0, 3.0)),
         reference=draw(seconds),
         reward=draw(seconds),
         critic=draw(seconds),
@@ -186,7 +190,7 @@ def settings(draw: st.DrawFn, prompts: tuple[int, ...] = (0, 3, 7, 1_000)) -> Se
 def on_policy(setting: Setting) -> Setting:
     """Return the same run with nothing overlapped: no overcommit, whole rollouts, free scoring."""
     return replace(
-        setting, chunks=WholeRollout(), capacity=16, style="pull", reference=0.0, reward=0.0, critic=0.0, per_call=0.0
+        setting, chunks=WholeRollout(), capacity=16, paces=(), reference=0.0, reward=0.0, critic=0.0, per_call=0.0
     )
 
 

@@ -35,7 +35,7 @@ from oppo.testing.fake_policy import FakeDecode
 from oppo.testing.script import SPOILT, Method, Misdeed
 from tests.faulty import Case, FaultyPipeline, Kind, stage_of
 from tests.known import known
-from tests.pipelines import Setting, same_batches
+from tests.pipelines import Setting, paces, same_batches
 
 pytestmark = pytest.mark.schedules
 
@@ -107,8 +107,7 @@ def cases(draw: st.DrawFn, fault: st.SearchStrategy[Fault]) -> Case:
         prompts=draw(st.sampled_from((3, 11, 1_000, 1_000))),
         samples=draw(st.sampled_from([1, 1, 1, 2])),
         capacity=draw(st.sampled_from([1, 2, 5])),
-        style=draw(st.sampled_from(["pull", "push"])),
-        pace=tuple(draw(st.lists(st.sampled_from([0.5, 1.0, 4.0]), min_size=1, max_size=4))),
+        paces=draw(paces(0.5, 1.0, 4.0)),
         reference=draw(SECONDS),
         reward=draw(SECONDS),
         critic=draw(SECONDS),
@@ -127,7 +126,7 @@ def results_are_fixed(run: Case) -> bool:
     They do unless the controller looks at times, or rollouts are decoded each at a pace of its own and the first to
     finish are taken.
     """
-    return run.kind != "adaptive" and (run.setting.style == "pull" or not run.setting.extra)
+    return run.kind != "adaptive" and (not run.setting.paces or not run.setting.extra)
 
 
 HARMLESS = (Slow, LoseSessions)
@@ -173,7 +172,7 @@ def explains(fault: Fault, error: BaseException) -> bool:
 @given(cases(faults()))
 @example(Case(Setting(extra=4), (Fault("critic", "load", Raise()),), "batched"))
 @example(Case(Setting(extra=2), (Fault("reward", "finish", Garbage("nan"), 2),)))
-@example(Case(Setting(extra=2, style="push"), (Fault("actor", "read", Hang(), 9),), "adaptive"))
+@example(Case(Setting(extra=2, paces=(1.0,)), (Fault("actor", "read", Hang(), 9),), "adaptive"))
 def test_whatever_goes_wrong_nothing_is_lost_doubled_or_hidden(case: Case) -> None:
     run = case.play()
     check_ending(run)
@@ -274,10 +273,8 @@ def check_numbers(run: FaultyPipeline) -> None:
         for response, score, row in zip(batch.responses, batch.scores, batch.rows(), strict=True):
             prompt = response.prompt
             made = FakeDecode(run.policy, prompt, run.setting.length(prompt), versions=batch.versions[row].tolist())
-            assert batch.tokens[row].tolist() == [made._token(position) for position in range(made.length)]
-            assert batch.logprobs[row].tolist() == [
-                np.float32(made._logprob(position)) for position in range(made.length)
-            ]
+            assert batch.tokens[row].tolist() == made.tokens(0, made.length).tolist()
+            assert batch.logprobs[row].tolist() == made.logprobs(0, made.length).tolist()
             tokens = (*prompt.tokens.tolist(), *response.tokens.tolist())
             finish = Finish(prompt.rollout, response, "eos")
             assert score == np.float32(fake_scalar(finish, tokens, 0))

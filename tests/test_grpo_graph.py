@@ -101,7 +101,7 @@ def test_proximal_log_probs_change_nothing_where_nothing_is_stale(*, referred: b
 def test_a_run_interrupted_after_every_step_equals_an_uninterrupted_one(
     tmp_path_factory: pytest.TempPathFactory, setting: Setting
 ) -> None:
-    setting = replace(setting, style="pull")  # where the order of what finishes is the decode loop's alone
+    setting = replace(setting, paces=())  # where the order of what finishes is the decode loop's alone
     directory, whole = tmp_path_factory.mktemp("state"), Grouped(setting)
     run_virtual(whole.run_part, 0, setting.steps, directory)
     parts = [Grouped(setting) for _ in range(setting.steps)]

@@ -87,7 +87,7 @@ class Life:
         self._pipeline = Pipeline(replace(setting, steps=self.steps), admission=POLICIES[policy](), replay=replay)
         self._pipeline.trainer.batches.extend(past)
         if setting is SLOW:
-            self._pipeline.policy.seconds *= 4
+            self._pipeline.policy.seconds = 0.04
         run_virtual(self._live)
 
     async def _live(self) -> None:

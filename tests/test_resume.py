@@ -43,7 +43,7 @@ def batches(parts: list[Pipeline]) -> list[Batch]:
 def test_a_run_interrupted_after_every_step_equals_an_uninterrupted_one(
     tmp_path_factory: pytest.TempPathFactory, setting: Setting
 ) -> None:
-    setting = replace(setting, style="pull")  # where the order of what finishes is the decode loop's alone
+    setting = replace(setting, paces=())  # where the order of what finishes is the decode loop's alone
     directory, uninterrupted = tmp_path_factory.mktemp("state"), Pipeline(setting)
     run_virtual(uninterrupted.run_part, 0, setting.steps, directory)
     parts = interrupted(setting, directory)

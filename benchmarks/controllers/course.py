@@ -11,14 +11,14 @@ import anyio
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.controllers.models import PacedPolicy, PacedScorer, PacedTrainer
 from benchmarks.controllers.regimes import Regime
+from benchmarks.ladder.hold import Hold
 from oppo.admission import Admission, Restarting
 from oppo.chunking import Fixed
-from oppo.events import Finish, FloatArray, Prompt, RolloutEvent, StepReport, merge_chunks, rollout_of
-from oppo.graph import Graph, GraphBuilder, Receiver, Sender
+from oppo.events import Finish, FloatArray, Prompt, StepReport, merge_chunks, rollout_of
+from oppo.graph import Graph, GraphBuilder
 from oppo.stages import GAE, Generate, Score, Update
-from oppo.testing import run_virtual
+from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, run_virtual
 
 
 class Work(Protocol):
@@ -30,7 +30,7 @@ class Work(Protocol):
 
     @property
     def grain(self) -> int:
-        """Tokens that a fake token stands for: lengths are divided by it, and a decode step takes so much longer."""
+        """Tokens that a fake token stands for: lengths are divided by it, and a step takes so many times longer."""
 
     @property
     def chunk(self) -> int:
@@ -55,16 +55,6 @@ class Work(Protocol):
 
     def training(self, lengths: NDArray[np.int64]) -> float:
         """Return the seconds of an update of actor and critic."""
-
-
-@dataclass(eq=False)
-class Held:
-    """Passes a step's finished rollouts on when decoding is over: for models that share the actor's devices."""
-
-    async def run(self, rollout: Receiver[RolloutEvent], /, *, out: Sender[RolloutEvent]) -> None:
-        """Wait for the end, then send every ``Finish``: it holds all that a scorer needs."""
-        for event in [event async for event in rollout if isinstance(event, Finish)]:
-            await out.send(event)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,16 +121,20 @@ class Course:
             first = 0 if start == 0 else prompt + grain * start  # the prompt is read with the first chunk
             return work.reading(first, prompt + grain * stop) if stop else 0.0
 
-        self.policy = PacedPolicy(
+        self.policy = FakePolicy(
             lambda prompt_: self._lengths[prompt_.admission],
-            lambda rows, context, steps: work.decoding(rows, grain * context + rows * prompt, grain * steps),
-            stride=work.chunk // grain,
+            lambda rows, tokens: work.decoding(rows, grain * tokens + rows * prompt, grain),
             cap=regime.cap // grain,
         )
-        self.trainer = PacedTrainer(lambda lengths: work.training(grain * lengths), work.publish)
-        self.reward = PacedScorer(lambda event: self._score(), reading if regime.reward else None, call=work.call)
-        self.reference = PacedScorer(_zeros, finishing=lambda lengths: work.forward(grain * lengths))
-        self.critic = PacedScorer(_zeros)
+        self.trainer = FakeTrainer(lambda batch: work.training(grain * np.diff(batch.offsets)), publishing=work.publish)
+        self.reward = FakeScorer(
+            lambda event, read, version: self._score(),
+            reading if regime.reward else 0.0,
+            work.call if regime.reward else 0.0,
+            answering=lambda finished: 0.0,
+        )
+        self.reference = FakeScorer(_zeros, answering=lambda finished: work.forward(grain * _lengths(finished)))
+        self.critic = FakeScorer(_zeros)
 
     def graph(self) -> Graph[StepReport]:
         """Return the graph: the reward model reads along, the reference and the critic wait for the cut."""
@@ -149,7 +143,7 @@ class Course:
         rollout = g.add(
             "generate", Generate(self.policy, self.admission, Fixed(self.work.chunk // self.work.grain)), g.prompts
         )
-        held = g.add("held", Held(), rollout)
+        held = g.add("held", Hold(), rollout)
         ref = g.add("ref_logp", Score(self.reference), held)
         score = g.add("reward", Score(self.reward), rollout)
         value = g.add("value", Score(self.critic), held)
@@ -171,7 +165,12 @@ class Course:
         # The last steps admit no more than can be trained: they are no steps like the others.
         last = self.steps - 3
         counted = reports[self.skipped : last]
-        lags = [lag for step in self.trainer.lags[self.skipped : last] for lag in step]
+        batches = self.trainer.batches[self.skipped : last]
+        lags = [
+            self.skipped + version - int(response.versions[0])
+            for version, batch in enumerate(batches)
+            for response in batch.responses
+        ]
         seconds = np.diff(ends)[self.skipped - 1 : last - 1]
         predicted = np.array([report.metrics.get("deferral/predicted_seconds", math.nan) for report in counted])
         extras = tuple(int(report.metrics.get("deferral/extra", 0)) for report in reports)
@@ -187,7 +186,7 @@ class Course:
         )
 
     def _restarts(self, reports: Sequence[StepReport], last: int) -> Restarts:
-        lengths = self.trainer.lengths[self.skipped : last]
+        lengths = [np.diff(batch.offsets) for batch in self.trainer.batches[self.skipped : last]]
         given_up = [report.metrics.get("deferral/discarded_tokens", 0.0) for report in reports[self.skipped : last]]
         means = np.array([each.mean() for each in lengths])
         return Restarts(
@@ -200,5 +199,9 @@ class Course:
         return 4.1 * (1 - math.exp(-step / 100)) + float(self._noise[min(step, self.steps)])
 
 
-def _zeros(event: Finish) -> FloatArray:
+def _lengths(finished: Sequence[Finish]) -> NDArray[np.int64]:
+    return np.array([len(event.response) for event in finished])
+
+
+def _zeros(event: Finish, _read: tuple[int, ...], _version: int) -> FloatArray:
     return np.zeros(len(event.response), np.float32)

@@ -1,1 +1,1 @@
-"""What a chunk costs the engine: ``cost`` measures ``loads``, whose models (``free``) take no time."""
+"""What a chunk costs the engine: ``cost`` measures ``loads``, whose models are fakes."""

@@ -1,4 +1,4 @@
-"""The engine's own cost: CPU time per chunk, from ten rollouts in flight to ten thousand, with models that take none.
+"""The engine's own cost: CPU time per chunk, from ten rollouts in flight to ten thousand, with fakes for models.
 
 Costs are CPU seconds of the one thread in which the event loop runs (``time.thread_time``): the engine computes in no
 other and these loads never wait, so that is all it costs, and other programs on the machine are not counted. The
@@ -49,7 +49,7 @@ class Load:
 LOADS: Mapping[str, Load] = {
     "edges": Load("send, fan-out, drain, join; nothing waits or merges", loads.EDGES, loads.edges),
     "crowded": Load("the same through full channels: senders in line, chunks merged", loads.EDGES, loads.crowded),
-    "step": Load("whole PPO steps with models that take no time, all edges together", 1, loads.step),
+    "step": Load("whole PPO steps with fakes, whose own work counts as well, all edges together", 1, loads.step),
 }
 
 

@@ -5,20 +5,24 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import anyio
 import anyio.lowlevel
+import numpy as np
 
-from benchmarks.engine.free import TOKEN, FreePolicy, FreeScorer, FreeTokenScorer, FreeTrainer
 from oppo.admission import Overcommit
 from oppo.chunking import Fixed
-from oppo.events import Chunk, Drop, Finish, Prompt, Response, Scored, merge_chunks, rollout_of
+from oppo.events import Chunk, Finish, FloatArray, Prompt, Response, Scored, merge_chunks, rollout_of
 from oppo.graph import Graph, GraphBuilder, Receiver, Sender, join
 from oppo.recipes import ppo
+from oppo.testing import FakePolicy, FakeScorer, FakeTrainer
 
 CHUNKS = 8
 """Chunks in a response, on average."""
+
+TOKEN: Final = (np.ones(1, np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32))
+"""A token, its log-prob and its version, made once."""
 
 EDGES = 3
 """Readers of the chunks in :func:`edges` and :func:`crowded`."""
@@ -148,16 +152,25 @@ async def crowded(rollouts: int, steps: int) -> AsyncIterator[int]:
             yield rollouts * CHUNKS
 
 
+def length(prompt: Prompt) -> int:
+    """Return the chunks of a response: :data:`CHUNKS` on average, from half of it to one and a half."""
+    return CHUNKS // 2 + (prompt.rollout * 7) % (CHUNKS + 1)
+
+
+def _zeros(event: Finish, _read: tuple[int, ...], _version: int) -> FloatArray:
+    return np.zeros(len(event.response), np.float32)
+
+
 async def step(rollouts: int, steps: int) -> AsyncIterator[int]:
     """Yield the chunks made in each step of PPO as :func:`oppo.recipes.ppo` builds it, with an eighth overcommitted."""
     extra = rollouts // 9
-    policy = FreePolicy(CHUNKS)
+    policy = FakePolicy(length, seconds=0.0)
     graph = ppo(
         policy=policy,
-        reference=FreeTokenScorer(2 * CHUNKS),
-        reward=FreeScorer[float | Drop](0.0),
-        critic=FreeTokenScorer(2 * CHUNKS),
-        trainer=FreeTrainer(),
+        reference=FakeScorer(_zeros),
+        reward=FakeScorer(lambda event, read, version: 0.0),
+        critic=FakeScorer(_zeros),
+        trainer=FakeTrainer(),
         admission=Overcommit(rollouts - extra, extra),
         chunks=Fixed(1),
     )
@@ -166,5 +179,5 @@ async def step(rollouts: int, steps: int) -> AsyncIterator[int]:
         made = 0
         yield made
         async for _ in run.steps(steps):
-            yield policy.made - made
-            made = policy.made
+            yield policy.tokens - made
+            made = policy.tokens

@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.ladder.record import StepRecord
 from benchmarks.ladder.workloads import Layout, Workload
-from oppo.admission import Verdict, together
+from oppo.admission import Bottleneck, together
 
 Rounds: TypeAlias = Sequence[Sequence[StepRecord]]
 """The steps of one contestant, round by round."""
@@ -124,7 +124,7 @@ class Figures:
     deferrals: Mapping[str, float]
     peak_rss_mb: float
     as_announced: float
-    verdict: Verdict | None
+    verdict: Bottleneck | None
 
     @classmethod
     def of(cls, rounds: Rounds, baseline: Baseline, peak_rss_mb: float) -> Figures:
@@ -135,7 +135,7 @@ class Figures:
         exposed, inside = math.fsum(step.exposed for step in steps), decode_steps > 0
         alone = math.fsum(baseline.cost.seconds(step) for step in steps) if baseline.cost else 0.0
         decode = math.fsum(step.decode for step in steps)
-        said = [Verdict.of_metrics(step.bottleneck, step.seconds) for step in steps]
+        said = [Bottleneck.of_metrics(step.bottleneck, step.seconds) for step in steps]
         models = {model for step in steps for model in step.busy}
         return cls(
             seconds_per_step=tuple(step.seconds for step in steps),

@@ -98,7 +98,7 @@ def bottlenecks(ladder: Ladder) -> list[Text]:
     """Return what each contestant is bound by, and what could help, as far as it can tell."""
     widest = max(map(len, ladder.modes))
     return [
-        Text(f"{name:<{widest}}  {each.verdict.bottleneck}-bound: {each.verdict.sentence}")
+        Text(f"{name:<{widest}}  {each.verdict.largest}-bound: {each.verdict.sentence}")
         for name, each in ladder.modes.items()
         if each.verdict is not None
     ]

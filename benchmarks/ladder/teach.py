@@ -77,10 +77,8 @@ def taught(language: Countdown, shape: Shape, *, steps: int, positions: int, pro
         width = min(WIDTHS[step % len(WIDTHS)], positions)
         tokens, labels = _packed(language, TOKENS // width, width, rng)
         loss = cast("torch.Tensor", model(input_ids=tokens, labels=labels, use_cache=False).loss)
-        loss.backward()
-        descend(optimizer, model, rate(step, schedule))
-        optimizer.zero_grad()
-        progress(f"teaching the actor to count down, loss {loss.item():.4f}", (step + 1) / steps)
+        told = descend(optimizer, model, [loss], rate(step, schedule))
+        progress(f"teaching the actor to count down, loss {told:.4f}", (step + 1) / steps)
     model.train(mode=False)
     with torch.no_grad():
         model.get_parameter("model.norm.weight").mul_(SHARPER)

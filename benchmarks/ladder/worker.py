@@ -38,7 +38,7 @@ from benchmarks.ladder.workloads import Workload
 from benchmarks.machine import cores_here
 from benchmarks.memory import peak_rss_mb
 from oppo import observe
-from oppo.admission.verdict import PREFIX
+from oppo.admission.bottleneck import PREFIX
 from oppo.errors import DataError
 from oppo.events import Batch, Prompt, StepReport
 from oppo.graph import Run

@@ -11,28 +11,27 @@ observations in the same order make the same decisions.
 """
 
 from oppo.admission.batched import TailBatched
+from oppo.admission.bottleneck import Bottleneck, bottleneck, together
 from oppo.admission.observation import Observation, Scoring
 from oppo.admission.overcommit import Overcommit, Synchronous
-from oppo.admission.protocol import Admission, AdmitView, CutView, Restarting, RestartView, Telling
+from oppo.admission.protocol import Admission, AdmitView, CutView, Measured, Restarting
 from oppo.admission.slope import SlopeAdaptive
 from oppo.admission.tail import TailAdaptive
-from oppo.admission.verdict import Verdict, together, verdict
 
 __all__ = [
     "Admission",
     "AdmitView",
+    "Bottleneck",
     "CutView",
+    "Measured",
     "Observation",
     "Overcommit",
-    "RestartView",
     "Restarting",
     "Scoring",
     "SlopeAdaptive",
     "Synchronous",
     "TailAdaptive",
     "TailBatched",
-    "Telling",
-    "Verdict",
+    "bottleneck",
     "together",
-    "verdict",
 ]

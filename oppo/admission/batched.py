@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
+from typing import Literal
 
 from oppo.admission.observation import Observation
-from oppo.admission.protocol import AdmitView, CutView, RestartView
+from oppo.admission.protocol import AdmitView, CutView
 from oppo.errors import AdmissionError
 from oppo.numeric import require_numbers
 
@@ -54,9 +55,10 @@ class TailBatched:
         """Launch a short round, unless a whole batch waits for a long one."""
         return 0 if view.carried >= self.batch else math.ceil(self.launch * self.batch)
 
-    def restart(self, view: RestartView) -> int:
-        """Begin a long round anew, or fill up a round for which there are too few new units."""
-        return min(view.waiting, max(0, self.batch - view.new))
+    @property
+    def restarts(self) -> Literal[True]:
+        """True: a long round, or one for which there are too few new units, is filled up with what was given up."""
+        return True
 
     def cut(self, view: CutView) -> bool:
         """Stop once the batch is full."""

@@ -51,7 +51,7 @@ class Overcommit:
     def observe(self, seen: Observation) -> None:
         """Learn nothing."""
 
-    def figures(self) -> Mapping[str, float]:
+    def metrics(self) -> Mapping[str, float]:
         """Return the extra units of the step at hand."""
         return {"deferral/extra": float(self.extra)}
 

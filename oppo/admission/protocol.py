@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 from oppo.admission.observation import Observation
 
@@ -60,33 +60,22 @@ class Admission(Protocol):
         """Learn from a step that is over."""
 
 
-@dataclass(frozen=True, slots=True)
-class RestartView:
-    """What an admission that restarts sees when a step's new units are known.
-
-    Attributes:
-        waiting: units that were given up in earlier steps.
-        new: units that enter in this step; fewer than asked for where the data has ended.
-    """
-
-    waiting: int
-    new: int
-
-
 @runtime_checkable
 class Restarting(Protocol):
     """An admission that gives up, at the cut, what has no place in the batch, and begins it anew later.
 
-    A unit keeps its admission number, so that its tokens are drawn with the same noise, by the weights of that time.
+    A step with fewer new units than the batch is filled up with those that were given up, the oldest first. A unit
+    keeps its admission number, so that its tokens are drawn with the same noise, by the weights of that time.
     """
 
-    def restart(self, view: RestartView) -> int:
-        """Return how many of the waiting units begin anew in this step; the oldest do."""
+    @property
+    def restarts(self) -> Literal[True]:
+        """Always true: it is there to tell such an admission from the others."""
 
 
 @runtime_checkable
-class Telling(Protocol):
-    """A controller that says what it has decided, and why."""
+class Measured(Protocol):
+    """A controller whose decisions are among the metrics of a step."""
 
-    def figures(self) -> Mapping[str, float]:
-        """Return what of the decision for the step at hand belongs among its metrics, by their names there."""
+    def metrics(self) -> Mapping[str, float]:
+        """Return the decision for the step at hand, and its reasons, by the names of metrics."""

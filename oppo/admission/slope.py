@@ -96,9 +96,9 @@ class SlopeAdaptive:
         moved = self.extra + (stride if rising else -stride)
         self._now = replace(self._now, extra=min(self.most, max(self.least, moved)))
 
-    def figures(self) -> Mapping[str, float]:
+    def metrics(self) -> Mapping[str, float]:
         """Return the extra units of the step at hand."""
-        return self._now.figures()
+        return self._now.metrics()
 
     def state_dict(self) -> dict[str, Json]:
         """Return ``extra`` and the scores in the window."""

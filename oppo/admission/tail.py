@@ -55,7 +55,7 @@ class TailAdaptive:
         AdmissionError: a number is out of range.
 
     Example:
-        >>> TailAdaptive(batch=112).figures()
+        >>> TailAdaptive(batch=112).metrics()
         {'deferral/extra': 0.0}
     """
 
@@ -100,11 +100,11 @@ class TailAdaptive:
         """Stop once the batch is full and nobody overdue is still decoding."""
         return self._now.cut(view)
 
-    def figures(self) -> Mapping[str, float]:
+    def metrics(self) -> Mapping[str, float]:
         """Return the extra units of the step at hand, and how long it should take."""
         if self._predicted is None:
-            return self._now.figures()
-        return {**self._now.figures(), "deferral/predicted_seconds": self._predicted}
+            return self._now.metrics()
+        return {**self._now.metrics(), "deferral/predicted_seconds": self._predicted}
 
     def observe(self, seen: Observation) -> None:
         """Take a step into account, and decide on the next.

@@ -37,7 +37,7 @@ from oppo.demo.reward import normalise, pair_accuracy, scalar_model, score, trai
 from oppo.demo.tokenizer import train_tokenizer
 from oppo.hf.load import quiet
 
-SOURCES: Final = ("language", "preference", "tokenizer", "parallel", "pretrain", "reward", "assets", "once")
+SOURCES: Final = ("language", "preference", "tokenizer", "pretrain", "reward", "assets", "once")
 SAMPLED_AT_ONCE: Final = 64
 
 
@@ -157,16 +157,13 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "oppo" / "demo"
 
 
-def make_assets(
-    directory: Path, *, seed: int = 0, small: bool = False, threads: int = 2, progress: Progress = lambda *_: None
-) -> Assets:
+def make_assets(directory: Path, *, seed: int = 0, small: bool = False, progress: Progress = lambda *_: None) -> Assets:
     """Return the assets of the recipe, from ``directory`` if they are there, else made now and left there.
 
     Args:
         directory: holds one subdirectory for each recipe; :func:`cache_directory` is the usual one.
         seed: of everything.
         small: make tiny models quickly, for tests.
-        threads: how many train at once, each on one core; the result does not depend on it.
         progress: told what is being done and which part of the whole is done, every second or so.
     """
     recipe = Recipe.small(seed) if small else Recipe(seed=seed)
@@ -174,7 +171,7 @@ def make_assets(
 
     def build(built: Path) -> None:
         with alone(seed):
-            _build(built, recipe, threads, progress)
+            _build(built, recipe, progress)
 
     made_once(target, build)
     progress("the models are ready", 1.0)
@@ -186,7 +183,7 @@ def _part(progress: Progress, start: float, end: float) -> Progress:
     return lambda words, done: progress(words, start + done * (end - start))
 
 
-def _build(directory: Path, recipe: Recipe, threads: int, progress: Progress) -> None:
+def _build(directory: Path, recipe: Recipe, progress: Progress) -> None:
     """Make everything in ``directory``."""
     began = observe.now()
     progress("learning a vocabulary", 0.0)
@@ -196,11 +193,9 @@ def _build(directory: Path, recipe: Recipe, threads: int, progress: Progress) ->
     corpus = [ask.text + review for ask, review in zip(read, reviews, strict=True)]
     tokenizer = train_tokenizer(corpus, vocabulary=recipe.shape.vocabulary, longest=recipe.shape.positions)
     actor, loss = train_policy(
-        tokenizer, recipe.shape, recipe.policy, seed=recipe.seed, threads=threads, progress=_part(progress, 0.02, 0.65)
+        tokenizer, recipe.shape, recipe.policy, seed=recipe.seed, progress=_part(progress, 0.02, 0.65)
     )
-    reward = train_reward(
-        actor, tokenizer, recipe.reward, seed=recipe.seed, threads=threads, progress=_part(progress, 0.65, 0.92)
-    )
+    reward = train_reward(actor, tokenizer, recipe.reward, seed=recipe.seed, progress=_part(progress, 0.65, 0.92))
     asks = language.training_prompts(recipe.samples, recipe.seed + 1)
     prompts = [ask.text for ask in asks]
     written = _sample(actor, tokenizer, prompts, recipe.limit, _part(progress, 0.92, 0.98))

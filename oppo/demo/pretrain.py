@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Final, Protocol, TypeAlias, cast
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from oppo.demo import language
-from oppo.demo.parallel import Shares
 from oppo.demo.preference import Text
 
 Progress: TypeAlias = Callable[[str, float], None]
@@ -83,7 +81,6 @@ def train_policy(
     schedule: Schedule,
     *,
     seed: int,
-    threads: int,
     progress: Progress,
 ) -> tuple[LlamaForCausalLM, float]:
     """Return a policy that writes the review language, and its last training loss (nats per response token).
@@ -96,24 +93,32 @@ def train_policy(
     examples = _packed(_documents(tokenizer, rng), WIDTH)
     smooth = 0.0
     model.train()
-    with Shares(model, shares=schedule.rows, threads=threads) as shares:
-        for step in range(schedule.steps):
-            loss = shares.backward(
-                [partial(_row_loss, row=next(examples), of=schedule.rows) for _ in range(schedule.rows)]
-            )
-            descend(optimizer, model, rate(step, schedule))
-            smooth = loss if step == 0 else 0.95 * smooth + 0.05 * loss
-            progress(f"teaching the policy to write reviews, loss {smooth:.2f}", (step + 1) / schedule.steps)
+    for step in range(schedule.steps):
+        losses = (_row_loss(model, next(examples), schedule.rows) for _ in range(schedule.rows))
+        loss = descend(optimizer, model, losses, rate(step, schedule))
+        smooth = loss if step == 0 else 0.95 * smooth + 0.05 * loss
+        progress(f"teaching the policy to write reviews, loss {smooth:.2f}", (step + 1) / schedule.steps)
     model.eval()
     return model, smooth
 
 
-def descend(optimizer: torch.optim.Optimizer, model: torch.nn.Module, learning_rate: float) -> None:
-    """Take one step along the model's gradient, its norm clipped to 1."""
+def descend(
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module, losses: Iterable[torch.Tensor], learning_rate: float
+) -> float:
+    """Take one step down the sum of the losses, the gradient's norm clipped to 1; return that sum.
+
+    A loss is made when the one before it has been differentiated, so that memory holds one graph.
+    """
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
+    optimizer.zero_grad()
+    total = 0.0
+    for loss in losses:
+        loss.backward()
+        total += loss.item()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
+    return total
 
 
 def _row_loss(model: LlamaForCausalLM, row: Row, of: int) -> torch.Tensor:

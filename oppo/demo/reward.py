@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from functools import partial
 from itertools import accumulate
 from typing import Final, cast
 
@@ -17,12 +16,11 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 from oppo.demo.language import held_out_prompts, training_prompts
-from oppo.demo.parallel import Shares
 from oppo.demo.preference import Comparison, Text, compare
 from oppo.demo.pretrain import Progress, Schedule, descend, rate
 
-SHARES: Final = 2
-"""Parts that a step's comparisons are cut into, of equal size, to be worked on at once."""
+PARTS: Final = 2
+"""Parts of equal size that a step's comparisons are cut into, so that memory holds the graph of one."""
 RIDGE: Final = 0.1
 """Regularises the direction along which every final hidden state has the same component."""
 
@@ -45,7 +43,6 @@ def train_reward(
     schedule: Schedule,
     *,
     seed: int,
-    threads: int,
     progress: Progress,
 ) -> LlamaForSequenceClassification:
     r"""Return a reward model that has seen ``schedule.steps`` batches of ``schedule.rows`` comparisons of four texts.
@@ -57,13 +54,12 @@ def train_reward(
     rng = random.Random(f"reward {seed}")  # noqa: S311 - a corpus, not a secret
     smooth = 0.0
     model.train()
-    with Shares(model, shares=SHARES, threads=threads) as shares:
-        for step in range(schedule.steps):
-            batch = compare(training_prompts(schedule.rows, rng.getrandbits(32)), rng)
-            loss = shares.backward([partial(_loss, tokenizer=tokenizer, batch=batch[k::SHARES]) for k in range(SHARES)])
-            descend(optimizer, model, rate(step, schedule))
-            smooth = loss if step == 0 else 0.9 * smooth + 0.1 * loss
-            progress(f"teaching the reward model what readers prefer, loss {smooth:.2f}", (step + 1) / schedule.steps)
+    for step in range(schedule.steps):
+        batch = compare(training_prompts(schedule.rows, rng.getrandbits(32)), rng)
+        losses = (_loss(model, tokenizer, batch[k::PARTS]) for k in range(PARTS))
+        loss = descend(optimizer, model, losses, rate(step, schedule))
+        smooth = loss if step == 0 else 0.9 * smooth + 0.1 * loss
+        progress(f"teaching the reward model what readers prefer, loss {smooth:.2f}", (step + 1) / schedule.steps)
     model.eval()
     return model
 
@@ -125,8 +121,8 @@ def normalise(
 def _loss(
     model: LlamaForSequenceClassification, tokenizer: PreTrainedTokenizerFast, batch: Sequence[Comparison]
 ) -> torch.Tensor:
-    """Return one share's part of the mean loss of all verdicts."""
-    return -functional.logsigmoid(_margins(model, tokenizer, batch)).mean() / SHARES
+    """Return one part's share of the mean loss of all verdicts."""
+    return -functional.logsigmoid(_margins(model, tokenizer, batch)).mean() / PARTS
 
 
 def _margins(

@@ -15,7 +15,7 @@ from typing import Self
 import structlog
 from structlog.tracebacks import ExceptionDictTransformer
 
-from oppo.admission import Verdict
+from oppo.admission import Bottleneck
 from oppo.errors import behind
 from oppo.events import StepReport
 from oppo.liveness import Stall
@@ -108,8 +108,8 @@ def _without_secrets(logger: object, method: str, facts: structlog.typing.EventD
 
 
 def _bottleneck(report: StepReport) -> dict[str, object]:
-    found = Verdict.of_metrics(report.metrics, report.seconds)
-    return {} if found is None else {"bottleneck": found.bottleneck, "limit": round(found.limit, 3)}
+    found = Bottleneck.of_metrics(report.metrics, report.seconds)
+    return {} if found is None else {"bottleneck": found.largest, "limit": round(found.limit, 3)}
 
 
 def installed() -> dict[str, str]:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
-from oppo.admission.verdict import BOTTLENECKS, PREFIX, Verdict, together
+from oppo.admission.bottleneck import PARTS, PREFIX, Bottleneck, together
 from oppo.report.metrics import summary
 from oppo.report.records import Record
 from oppo.report.svg import lines, stacked
@@ -20,7 +20,7 @@ td.text{white-space:pre-wrap;overflow-wrap:anywhere}td.number,th.number{text-ali
 """
 
 
-_WINDOW = 8  # steps that the last verdict is about
+_WINDOW = 8  # steps that the last bottleneck is about
 
 
 def page(name: str, records: Sequence[Mapping[str, float | None]], samples: Sequence[Record]) -> str:
@@ -40,7 +40,7 @@ def page(name: str, records: Sequence[Mapping[str, float | None]], samples: Sequ
                 {"mean": _column(records, "response_length/mean"), "longest": _column(records, "response_length/max")},
             ),
             stacked("Step time by phase (s)", _phases(records)),
-            stacked("Step time by bottleneck (share)", {part: _column(records, PREFIX + part) for part in BOTTLENECKS}),
+            stacked("Step time by bottleneck (share)", {part: _column(records, PREFIX + part) for part in PARTS}),
             lines("Rollouts carried into the next step", {"deferred": _column(records, "deferred")}),
             lines(
                 "Scoring hidden behind decoding and training", {"fraction": _column(records, "overlap/hidden_fraction")}
@@ -76,16 +76,16 @@ def _phases(records: Sequence[Mapping[str, float | None]]) -> dict[str, list[flo
 
 def _bottleneck(records: Sequence[Mapping[str, float | None]]) -> str:
     """Return what the steps were bound by, and what that means in the last of them; nothing where nobody knows."""
-    found = [verdict for each in records if (verdict := Verdict.of_metrics(each, each.get("seconds") or 0.0))]
+    found = [found for each in records if (found := Bottleneck.of_metrics(each, each.get("seconds") or 0.0))]
     last = found[-_WINDOW:]
     recent = together(last)
     if recent is None:
         return ""
-    counts = Counter(each.bottleneck for each in found).most_common()
+    counts = Counter(each.largest for each in found).most_common()
     steps = ", ".join(f"{part}-bound: {count / len(found):.0%} of the steps" for part, count in counts)
     return (
         f"<h2>Bottleneck</h2><p>{escape(steps)}.</p>"
-        f"<p>The last {len(last)} steps together are {recent.bottleneck}-bound: {escape(recent.sentence)}.</p>"
+        f"<p>The last {len(last)} steps together are {recent.largest}-bound: {escape(recent.sentence)}.</p>"
     )
 
 

@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from oppo.admission import Observation, Verdict, together
+from oppo.admission import Bottleneck, Observation, together
 from oppo.events import Batch, Chunk, StepReport
 from oppo.graph import Snapshot
 from oppo.liveness import Stall
@@ -23,7 +23,7 @@ from oppo.observe import Observer, Span, now
 from oppo.redact import redacted
 
 _SAMPLE = 300  # characters of a response that the panel shows
-_WINDOW = 8  # steps whose verdict it shows
+_WINDOW = 8  # steps whose bottleneck it shows
 
 
 class Panel(Observer):
@@ -51,7 +51,7 @@ class Panel(Observer):
         self._decode = decode
         self._clock = clock
         self._report: StepReport | None = None
-        self._verdicts: deque[Verdict] = deque(maxlen=_WINDOW)
+        self._bottlenecks: deque[Bottleneck] = deque(maxlen=_WINDOW)
         self._done = 0
         self._tokens = 0
         self._began = clock()
@@ -89,8 +89,8 @@ class Panel(Observer):
         self._done = step + 1
         if isinstance(result, StepReport):
             self._report = result
-            if (found := Verdict.of_metrics(result.metrics, result.seconds)) is not None:
-                self._verdicts.append(found)
+            if (found := Bottleneck.of_metrics(result.metrics, result.seconds)) is not None:
+                self._bottlenecks.append(found)
             if self._live is None:
                 self._console.out(line(result, self._done, self._steps), highlight=False)
         self._counts = {}
@@ -120,8 +120,8 @@ class Panel(Observer):
         progress = ProgressBar(total=self._steps, completed=self._done)
         now_line = Text(f"this step: {self._tokens} tokens, {rate:.0f} tokens/s")
         stall = [Text(self._stall, style="yellow")] if self._stall is not None else []
-        recent = together(self._verdicts)
-        bottleneck = [Text(f"{recent.bottleneck}-bound: {recent.sentence}")] if recent is not None else []
+        recent = together(self._bottlenecks)
+        bottleneck = [Text(f"{recent.largest}-bound: {recent.sentence}")] if recent is not None else []
         parts: list[RenderableType] = [Text(head), *bottleneck, progress, now_line, stages, *stall, self._sample]
         return Box(Group(*parts), title="oppo", title_align="left")
 
@@ -149,8 +149,8 @@ def line(report: StepReport, done: int, steps: int) -> str:
     parts.append(f"parked {len(report.deferred)}")
     if report.dropped:
         parts.append(f"dropped {len(report.dropped)}")
-    if (found := Verdict.of_metrics(metrics, report.seconds)) is not None:
-        parts.append(f"{found.bottleneck}-bound")
+    if (found := Bottleneck.of_metrics(metrics, report.seconds)) is not None:
+        parts.append(f"{found.largest}-bound")
     return "  ".join([*parts, f"{report.seconds:.2f} s"])
 
 

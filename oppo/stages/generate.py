@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import anyio
 
-from oppo.admission import Admission, Observation, Telling
+from oppo.admission import Admission, Measured, Observation
 from oppo.chunking import ChunkSize, Fixed
 from oppo.errors import ConfigError, ProtocolError, noted
 from oppo.events import Chunk, Defer, Finish, FinishReason, Given, Prompt, Response, RolloutEvent, StepReport
@@ -210,8 +210,8 @@ class Generate:
     async def _take(self, prompts: Receiver[Prompt], step: Step) -> list[tuple[Prompt, ...]]:
         wanted = self._ledger.wanted(step.remaining)
         for controller in (self.admission, self.chunks):
-            if isinstance(controller, Telling):
-                step.record(StepMetrics(controller.figures()))
+            if isinstance(controller, Measured):
+                step.record(StepMetrics(controller.metrics()))
         groups: list[tuple[Prompt, ...]] = []
         if wanted:
             async for prompt in prompts:

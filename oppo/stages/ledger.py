@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from oppo.admission import Admission, AdmitView, CutView, Restarting, RestartView
+from oppo.admission import Admission, AdmitView, CutView, Restarting
 from oppo.errors import AdmissionError, ProtocolError
 from oppo.events import Prompt
 from oppo.stages.intake import require_new
@@ -94,10 +94,10 @@ class Ledger:
         require_new((prompt for group in groups for prompt in group), self.in_flight())
         new = [Unit(prompts, 0, {prompt.rollout for prompt in prompts}) for prompts in groups]
         carried = self.carried
-        if isinstance(self.admission, Restarting):
-            count = self.admission.restart(RestartView(len(carried), len(new)))
-            carried, self._waiting = carried[:count], carried[count:]
-            self.restarted = carried
+        if self.restarts:
+            missing = max(0, self.admission.batch - len(new))
+            self.restarted = carried = carried[:missing]
+            self._waiting = self.carried[missing:]
         self._live = carried + new
         self._unit_of = {prompt.rollout: unit for unit in self._live for prompt in unit.prompts}
         self._decoding = Counter(unit.age for unit in self._live if unit.unfinished)

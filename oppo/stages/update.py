@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import anyio
 import numpy as np
 
-from oppo.admission import verdict
+from oppo.admission import bottleneck
 from oppo.errors import ConfigError, ModelDiverged
 from oppo.events import Batch, Drop, StepReport
 from oppo.graph import Receiver, Sender, Step
@@ -140,8 +140,8 @@ def recorded_metrics(step: Step) -> Mapping[str, float]:
 
 
 def judged(report: StepReport, step: Step) -> StepReport:
-    """Return the report with the verdict on its step among the metrics, where something was decoded."""
-    found = verdict(observation(report, step))
+    """Return the report with the bottleneck of its step among the metrics, where something was decoded."""
+    found = bottleneck(observation(report, step))
     return report if found is None else replace(report, metrics={**report.metrics, **found.as_metrics()})
 
 

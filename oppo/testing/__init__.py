@@ -4,9 +4,8 @@ Public, and torch-free.
 """
 
 from oppo.testing.conformance import check_policy, check_scorer, check_trainer
-from oppo.testing.dice import noise
 from oppo.testing.fake_policy import FakePolicy
-from oppo.testing.fakes import FakeCritic, FakeScorer, FakeTrainer, fake_per_token, fake_scalar, prompts
+from oppo.testing.fakes import FakeCritic, FakeScorer, FakeTrainer, fake_per_token, fake_scalar, noise, prompts
 from oppo.testing.faulty import FaultyCritic, FaultyPolicy, FaultyScorer, FaultyTrainer, faulty_reward
 from oppo.testing.loop import VirtualTimeLoop, run_virtual
 from oppo.testing.script import (

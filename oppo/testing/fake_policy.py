@@ -1,4 +1,4 @@
-"""A fake actor with a cost model, of either style: its readers drive it, or each rollout has a pace of its own.
+"""A fake actor with a cost model: it decodes all rollouts together, or each at a pace of its own.
 
 A fake token is a hash of (seed, admission, sample, position), a fake log-prob also depends on the version of the
 weights: code that mixes up rollouts, positions or versions gets other numbers.
@@ -6,23 +6,26 @@ weights: code that mixes up rollouts, positions or versions gets other numbers.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import anyio
 import numpy as np
+from anyio.abc import TaskGroup
 
 from oppo.errors import ProtocolError, as_itself
-from oppo.events import IntArray, Prompt, Response
+from oppo.events import FloatArray, IntArray, Prompt, Response
 from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Piece, PieceState, Weights
 from oppo.numeric import require_numbers
 from oppo.support import Support
-from oppo.testing.dice import noise
+from oppo.testing.fakes import noises, require_seconds
 
 Length: TypeAlias = Callable[[Prompt], int]
-Style: TypeAlias = Literal["pull", "push"]
+
+StepSeconds: TypeAlias = Callable[[int, int], float]
+"""``f(rows, tokens)``: seconds of a decode step of so many live rollouts, whose responses have so many tokens."""
 
 
 @dataclass(eq=False)
@@ -36,6 +39,7 @@ class FakeDecode:
     taken: int = 0
     closed: bool = False
     versions: list[int] = field(default_factory=list)
+    _wanted: int = 0
     _grown: anyio.Event = field(default_factory=anyio.Event)
 
     @property
@@ -49,9 +53,9 @@ class FakeDecode:
         self.versions.append(self.policy.version)
 
     def wake(self) -> None:
-        """Let readers look again."""
-        self._grown.set()
-        self._grown = anyio.Event()
+        """Let the reader look again if there is what it waits for."""
+        if self.made >= self._wanted or not self.policy.is_decoding(self):
+            self._grown.set()
 
     async def read(self, limit: int) -> Piece:
         """Return the next tokens; see :class:`oppo.models.Decode`.
@@ -61,18 +65,17 @@ class FakeDecode:
         """
         if self.closed:
             raise ProtocolError(f"rollout {self.prompt.rollout} was given up, so it cannot be read")
-        while self.made - self.taken < limit and not self.done and self.policy.is_decoding(self):
-            if self.policy.style == "pull":
-                await self.policy.advance(self)
-            else:
-                await self._grown.wait()
+        self._wanted = self.taken + limit
+        while self.made < self._wanted and self.policy.is_decoding(self):
+            self._grown = anyio.Event()
+            await self._grown.wait()
         start, answer = self.taken, self.policy.given(self.prompt)
         ends = [end for end in (answer.start, answer.stop) if end > start]  # a piece is given as a whole, or not at all
         self.taken = stop = min(self.made, start + limit, *ends)
-        tokens = np.array([self._token(p) for p in range(start, stop)], np.int32)
+        tokens = self.tokens(start, stop)
         return Piece(
             tokens,
-            np.array([self._logprob(p) for p in range(start, stop)], np.float32),
+            self.logprobs(start, stop),
             np.array(self.versions[start:stop], np.int32),
             self._state(),
             self.policy.support(tokens),
@@ -86,11 +89,15 @@ class FakeDecode:
             return "cut"
         return "length" if self.length >= self.policy.cap else "eos"
 
-    def _token(self, position: int) -> int:
-        return int(noise(self.policy.seed, self.prompt.admission, self.prompt.sample, position) * 50_000)
+    def tokens(self, start: int, stop: int) -> IntArray:
+        """Return the tokens at positions ``start .. stop``, int32 [stop - start]."""
+        key = (self.policy.seed, self.prompt.admission, self.prompt.sample)
+        return (noises(key, range(start, stop)) * 50_000).astype(np.int32)
 
-    def _logprob(self, position: int) -> float:
-        return -4 * noise(self.policy.seed, self.prompt.rollout, position, self.versions[position])
+    def logprobs(self, start: int, stop: int) -> FloatArray:
+        """Return the log-probs of the tokens at positions ``start .. stop``, float32 [stop - start]."""
+        key = (self.policy.seed, self.prompt.rollout)
+        return (-4 * noises(key, range(start, stop), self.versions[start:stop])).astype(np.float32)
 
     async def aclose(self) -> None:
         """Give the decode up."""
@@ -99,38 +106,41 @@ class FakeDecode:
 
 @dataclass(eq=False)
 class FakePolicy:
-    """An actor that makes one token per ``seconds`` and rollout.
+    """An actor whose decode step serves every live rollout, or that decodes each at its own pace.
 
     Attributes:
         length: tokens in the response to a prompt, before the cap.
-        seconds: of one decode step; in ``push`` style, of one token of the rollout at hand.
-        style: ``pull``: nothing is decoded unless somebody reads, and a decode step serves every live rollout.
-            ``push``: each rollout is decoded by a task of its own, at its own pace.
+        seconds: of one decode step; with a pace, of one token of a rollout.
+        pace: of a rollout, as a factor of ``seconds``: each is then decoded on its own, as by an engine of requests.
+            ``None``: one decode step after the other makes a token of each.
         cap: a response of this many tokens ends with reason ``length``.
-        vary: the pace of a rollout in ``push`` style, as a factor.
         given: which tokens of a response nobody samples, as if a tool had answered.
         kept: how many ids each token is drawn from, as it were; 0: from all.
         capabilities: which of them it has; it can do all.
+        tokens: made so far.
+
+    Example:
+        >>> a_row_costs = FakePolicy(seconds=lambda rows, tokens: 0.01 + 0.001 * rows)
     """
 
     length: Length = lambda prompt: 5 + prompt.admission % 7
-    seconds: float = 0.01
-    style: Style = "pull"
+    seconds: float | StepSeconds = 0.01
+    pace: Callable[[Prompt], float] | None = None
     cap: int = 1_000_000
     seed: int = 0
-    vary: Callable[[Prompt], float] = lambda prompt: 1.0
     given: Callable[[Prompt], range] = lambda prompt: range(0)
     kept: int = 0
     version: int = 0
-    decode_steps: int = 0
+    tokens: int = 0
     capabilities: Capabilities = field(default_factory=Capabilities)
 
     def __post_init__(self) -> None:
         require_numbers(self)
+        require_seconds("seconds of FakePolicy", self.seconds)
         self._live: dict[FakeDecode, None] = {}  # an ordered set
         self._cut: Cut | None = None
         self._over: anyio.Event | None = None
-        self._step: anyio.Event | None = None
+        self._stepping = False
 
     async def open(self, rollouts: Sequence[Prompt | Response]) -> Sequence[FakeDecode]:
         """Make a decode for each, which goes on after the tokens of a response."""
@@ -174,26 +184,18 @@ class FakePolicy:
     async def _decoding(self, live: list[FakeDecode], cut: Cut) -> AsyncIterator[Decoding]:
         self._cut, self._over = cut, anyio.Event()
         try:
-            if self.style == "pull":
-                yield self._handle(live, lambda decode: None)
-            else:
-                with as_itself():
-                    async with anyio.create_task_group() as pumps:
-                        yield self._handle(live, lambda decode: pumps.start_soon(self._pump, decode))
-                        pumps.cancel_scope.cancel()
+            with as_itself():
+                async with anyio.create_task_group() as loops:
+                    decoding = FakeDecoding(self, loops)
+                    await decoding.add(live)
+                    yield decoding if self.capabilities.adds_while_decoding else FixedDecoding(type(self).__name__)
+                    loops.cancel_scope.cancel()
         finally:
             self._over.set()
             self._live, self._cut, self._over = {}, None, None
 
-    def _handle(self, live: list[FakeDecode], start: Callable[[FakeDecode], object]) -> Decoding:
-        for decode in live:
-            self.join(decode, start)
-        if self.capabilities.adds_while_decoding:
-            return FakeDecoding(self, start)
-        return FixedDecoding(type(self).__name__)
-
-    def join(self, decode: FakeDecode, start: Callable[[FakeDecode], object]) -> None:
-        """Decode one more, which ``start`` sets going.
+    def join(self, decode: FakeDecode) -> None:
+        """Count a decode among those that are live, unless it is done.
 
         Raises:
             ProtocolError: the step has been cut.
@@ -202,7 +204,6 @@ class FakePolicy:
             raise ProtocolError(f"rollout {decode.prompt.rollout} was added to a decoding that has been cut")
         if not decode.done:
             self._live[decode] = None
-            start(decode)
 
     def leave(self, decode: FakeDecode) -> None:
         """Decode one no further."""
@@ -220,34 +221,35 @@ class FakePolicy:
         """Return whether more tokens of this decode will come in this step."""
         return decode in self._live
 
-    async def advance(self, reader: FakeDecode) -> None:
-        """Do one decode step for every live rollout, or wait for the one that another reader does meanwhile."""
-        made = reader.made
-        while reader.made == made and self.is_decoding(reader):
-            if self._step is not None:
-                await self._step.wait()
-                continue
-            self._step = done = anyio.Event()
-            try:
-                await self._decode_step()
-            finally:
-                self._step = None
-                done.set()
+    async def decode_together(self) -> None:
+        """Do one decode step after the other for every live rollout until there is none, unless that is being done."""
+        if self._stepping:
+            return
+        self._stepping = True
+        try:
+            while self._live:
+                await anyio.sleep(self._seconds(self._live))
+                self.advance(list(self._live))
+        finally:
+            self._stepping = False
 
-    async def _decode_step(self) -> None:
-        await anyio.sleep(self.seconds)
-        self.decode_steps += 1
-        for decode in self._live:
-            decode.grow()
-        self._settle([decode for decode in self._live if decode.done])
+    async def decode_apart(self, decode: FakeDecode, pace: float) -> None:
+        """Make the tokens of one rollout, until it is done or no longer live."""
+        while self.is_decoding(decode):
+            await anyio.sleep(pace * self._seconds([decode]))
+            if self.is_decoding(decode):
+                self.advance([decode])
 
-    async def _pump(self, decode: FakeDecode) -> None:
-        while not decode.done:
-            await anyio.sleep(self.seconds * self.vary(decode.prompt))
-            if not self.is_decoding(decode):
-                return
+    def _seconds(self, rows: Collection[FakeDecode]) -> float:
+        return self.seconds(len(rows), sum(row.made for row in rows)) if callable(self.seconds) else self.seconds
+
+    def advance(self, rows: Sequence[FakeDecode]) -> None:
+        """Make a token of each of these live rollouts."""
+        self.tokens += len(rows)
+        for decode in rows:
             decode.grow()
-            self._settle([decode] if decode.done else [])
+        self._settle([decode for decode in rows if decode.done])
+        for decode in rows:
             decode.wake()
 
     def _settle(self, ended: list[FakeDecode]) -> None:
@@ -267,12 +269,16 @@ class FakeDecoding:
     """What a :class:`FakePolicy` is decoding, which rollouts can join and leave."""
 
     policy: FakePolicy
-    start: Callable[[FakeDecode], object]
+    loops: TaskGroup
 
     async def add(self, decodes: Sequence[Decode]) -> None:
         """Decode these as well."""
         for decode in self.policy.mine(decodes):
-            self.policy.join(decode, self.start)
+            self.policy.join(decode)
+            if self.policy.pace is not None:
+                self.loops.start_soon(self.policy.decode_apart, decode, self.policy.pace(decode.prompt))
+        if self.policy.pace is None:
+            self.loops.start_soon(self.policy.decode_together)
 
     async def park(self, decodes: Sequence[Decode]) -> None:
         """Decode these no further."""

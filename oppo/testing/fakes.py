@@ -1,26 +1,32 @@
 """Fake models with cost models, for tests in virtual time: no torch, no randomness beyond a seed, exact results.
 
 A fake's answer depends on every token it has read and on the version of the weights: code that mixes up rollouts,
-positions or versions gets other numbers. The actor is in :mod:`oppo.testing.fake_policy`.
+positions or versions gets other numbers. What it costs is a number of seconds, or a function of the work, which it
+sleeps: free in virtual time. The actor is in :mod:`oppo.testing.fake_policy`.
 """
 
 from __future__ import annotations
 
+import struct
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 import anyio
 import numpy as np
+from numpy.typing import NDArray
 
 from oppo.errors import ProtocolError
 from oppo.events import Batch, Chunk, Finish, FloatArray, Given, Prompt
 from oppo.hosted_trainer import publish
 from oppo.models import Follower, Trained, Weights
-from oppo.numeric import require_numbers
-from oppo.testing.dice import noise
+from oppo.numeric import require_numbers, require_real
 
 T = TypeVar("T")
+
+ReadSeconds: TypeAlias = Callable[[int, int], float]
+"""``f(start, stop)``: seconds to read positions ``start .. stop`` of a rollout, of which a prompt's are below 0."""
 
 
 @dataclass(eq=False)
@@ -30,18 +36,22 @@ class FakeScorer(Generic[T]):
     Attributes:
         value: what to say of a finished rollout, given the tokens read (prompt and response) and the oldest version of
             the weights that read any of them: who believes a stale session gets the numbers of old weights.
-        per_token, per_call: seconds.
+        per_token: seconds for each token read, or a function of the positions that are.
+        per_call: seconds of each call.
+        answering: seconds of a call that says something of finished rollouts, instead of ``per_call``.
     """
 
     value: Callable[[Finish, tuple[int, ...], int], T]
-    per_token: float = 0.0
+    per_token: float | ReadSeconds = 0.0
     per_call: float = 0.0
+    answering: Callable[[Sequence[Finish]], float] | None = None
     version: int = 0
     calls: int = 0
     tokens: int = 0
 
     def __post_init__(self) -> None:
         require_numbers(self)
+        require_seconds(f"per_token of {type(self).__name__}", self.per_token)
         self.sessions: dict[int, list[int]] = {}
         self._prompt: dict[int, int] = {}
         self._oldest: dict[int, int] = {}
@@ -54,7 +64,11 @@ class FakeScorer(Generic[T]):
         """
         count = sum(len(event.tokens) for event in events)
         self.calls, self.tokens = self.calls + 1, self.tokens + count
-        await anyio.sleep(self.per_call + self.per_token * count)
+        if callable(self.per_token):
+            reading = sum(self.per_token(*_span(event)) for event in events)
+        else:
+            reading = self.per_token * count
+        await anyio.sleep(self.per_call + reading)
         for event in events:
             self._read(event)
 
@@ -82,7 +96,7 @@ class FakeScorer(Generic[T]):
         Raises:
             ProtocolError: what was read of a rollout is not its response.
         """
-        await anyio.sleep(self.per_call)
+        await anyio.sleep(self.answering(finished) if self.answering else self.per_call)
         for event in finished:
             self._session(event.rollout)
         read = [(event, tuple(self.sessions.pop(event.rollout))) for event in finished]
@@ -98,6 +112,11 @@ class FakeScorer(Generic[T]):
         """Drop sessions."""
         for rollout in rollouts:
             self.sessions.pop(rollout, None)
+
+
+def _span(event: Prompt | Chunk | Given) -> tuple[int, int]:
+    start = -len(event.tokens) if isinstance(event, Prompt) else event.start
+    return start, start + len(event.tokens)
 
 
 def fake_scalar(_event: Finish, tokens: tuple[int, ...], version: int) -> float:
@@ -127,21 +146,24 @@ class FakeTrainer:
     """A trainer that remembers its batches.
 
     Attributes:
-        seconds: of one update.
+        seconds: of one update, or a function of its batch.
         nonfinite: the rollouts whose minibatch is to fail.
+        publishing: seconds until the followers are given the weights.
     """
 
-    seconds: float = 0.0
+    seconds: float | Callable[[Batch], float] = 0.0
     nonfinite: Callable[[int], bool] = lambda rollout: False
     version: int = 0
     batches: list[Batch] = field(default_factory=list)
+    publishing: float = 0.0
 
     def __post_init__(self) -> None:
         require_numbers(self)
+        require_seconds("seconds of FakeTrainer", self.seconds)
 
     async def update(self, batch: Batch) -> Trained:
         """Take the batch; the version is one more afterwards."""
-        await anyio.sleep(self.seconds)
+        await anyio.sleep(self.seconds(batch) if callable(self.seconds) else self.seconds)
         self.batches.append(batch)
         self.version += 1
         return Trained(
@@ -151,9 +173,32 @@ class FakeTrainer:
 
     async def publish(self, *followers: Follower) -> None:
         """Give the version to each follower, one after the other; there is no way back from a failure."""
+        if self.publishing:
+            await anyio.sleep(self.publishing)
         await publish(Weights(self.version), followers)
 
 
 def prompts(count: int, *, length: int = 3) -> list[Prompt]:
     """Return ``count`` prompts of ``length`` tokens, admission numbers from 0."""
     return [Prompt(n, n, np.arange(n, n + length, dtype=np.int32), group=n) for n in range(count)]
+
+
+def noise(*key: int) -> float:
+    """Return a number in [0, 1) that looks random, is the same everywhere and depends on the key only."""
+    return zlib.crc32(struct.pack(f"<{len(key)}q", *key)) / 2**32
+
+
+def noises(key: Sequence[int], *columns: Sequence[int]) -> NDArray[np.float64]:
+    """Return ``noise(*key, *row)`` for each row of the columns, float64 [rows]."""
+    begun, row = zlib.crc32(struct.pack(f"<{len(key)}q", *key)), struct.Struct(f"<{len(columns)}q")
+    return np.array([zlib.crc32(row.pack(*each), begun) for each in zip(*columns, strict=True)], np.float64) / 2**32
+
+
+def require_seconds(name: str, given: object) -> None:
+    """Accept a finite number of seconds that is 0 or more, or a function that returns one.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if not callable(given):
+        require_real(name, given, 0.0)

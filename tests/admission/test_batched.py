@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 
-from oppo.admission import AdmitView, RestartView, TailBatched
+from oppo.admission import AdmitView, TailBatched
 from oppo.errors import AdmissionError
 from oppo.events import Chunk, Defer, Finish, Prompt
-from oppo.testing import run_virtual
+from oppo.stages.ledger import Ledger
+from oppo.testing import prompts, run_virtual
 from tests.pipelines import Pipeline, Setting, same_batches, settings
 
 
@@ -32,14 +33,17 @@ def played(setting: Setting) -> Pipeline:
 def test_short_rounds_launch_more_until_a_batch_waits_for_a_long_one() -> None:
     rounds = TailBatched(batch=8)
     assert rounds.admit(AdmitView(carried=7, oldest=3, remaining=9)) == 10
-    assert rounds.restart(RestartView(waiting=7, new=10)) == 0
     assert rounds.admit(AdmitView(carried=9, oldest=4, remaining=9)) == 0
-    assert rounds.restart(RestartView(waiting=9, new=0)) == 8
 
 
-def test_a_round_for_which_there_are_too_few_new_ones_is_filled_up() -> None:
-    assert TailBatched(batch=8).restart(RestartView(waiting=5, new=6)) == 2
-    assert TailBatched(batch=8).restart(RestartView(waiting=1, new=6)) == 1
+@pytest.mark.parametrize(("waiting", "new", "restarted"), [(7, 10, 0), (9, 0, 8), (5, 6, 2), (1, 6, 1)])
+def test_a_round_for_which_there_are_too_few_new_ones_is_filled_up(waiting: int, new: int, restarted: int) -> None:
+    every = [(prompt,) for prompt in prompts(waiting + new)]
+    ledger = Ledger(TailBatched(batch=8))
+    ledger.restore((unit, 1, {unit[0].rollout}) for unit in every[:waiting])
+    ledger.begin(every[waiting:])
+    assert [unit.prompts for unit in ledger.restarted] == every[:restarted]
+    assert len(ledger.end()) == waiting + new
 
 
 @pytest.mark.schedules

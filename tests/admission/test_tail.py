@@ -148,7 +148,7 @@ def test_it_says_what_it_expects_of_a_step() -> None:
     observations = World(rest=3.0).observations(8)
     told(controller, observations)
     assert controller.predicted_seconds == pytest.approx(np.mean([each.seconds for each in observations]), rel=0.1)
-    assert controller.figures() == {"deferral/extra": 0.0, "deferral/predicted_seconds": controller.predicted_seconds}
+    assert controller.metrics() == {"deferral/extra": 0.0, "deferral/predicted_seconds": controller.predicted_seconds}
 
 
 def test_the_same_events_make_the_same_decisions_across_a_restart() -> None:
@@ -157,7 +157,7 @@ def test_the_same_events_make_the_same_decisions_across_a_restart() -> None:
     expected = told(whole, observations)
     told(first, observations[:7])
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert second.figures() == first.figures()
+    assert second.metrics() == first.metrics()
     assert told(second, observations[7:]) == expected[7:]
     assert second.state_dict() == whole.state_dict()
 

@@ -21,10 +21,10 @@ from benchmarks.controllers.compare import (
     mean_worth,
 )
 from benchmarks.controllers.course import Course
-from benchmarks.controllers.desk import Desk, desk_regime
 from benchmarks.controllers.page import DOCS, page
 from benchmarks.controllers.regimes import ENGINES, REGIMES, Costs
 from oppo.admission import Admission, Overcommit, TailAdaptive
+from tests.benchmarks.desk import Desk, desk_regime
 
 IN_VAIN = {"capped", "train-bound", "score-bound"}
 """Regimes in which deferring saves next to nothing."""

@@ -26,7 +26,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def assets(cache: Path, told: list[tuple[str, float]]) -> Assets:
-    return make_assets(cache, small=True, threads=1, progress=lambda words, done: told.append((words, done)))
+    return make_assets(cache, small=True, progress=lambda words, done: told.append((words, done)))
 
 
 def test_progress_rises_to_one_in_words(assets: Assets, told: list[tuple[str, float]]) -> None:
@@ -74,7 +74,7 @@ def test_prompt_files_hold_disjoint_prompts(assets: Assets) -> None:
 def test_a_second_call_finds_the_first_one_s_work(assets: Assets, cache: Path) -> None:
     before = (assets.directory / "facts.json").stat().st_mtime_ns
     told: list[float] = []
-    again = make_assets(cache, small=True, threads=1, progress=lambda _, done: told.append(done))
+    again = make_assets(cache, small=True, progress=lambda _, done: told.append(done))
     assert again == assets
     assert told == [1.0]
     assert (assets.directory / "facts.json").stat().st_mtime_ns == before
@@ -88,7 +88,7 @@ def test_a_torn_directory_is_made_again_with_the_same_weights(
     torn = tmp_path / assets.directory.name
     torn.mkdir()
     (torn / "facts.json").write_text("{", encoding="utf-8")
-    again = make_assets(tmp_path, small=True, threads=1)
+    again = make_assets(tmp_path, small=True)
     assert (again.directory / COMPLETE).exists()
     for name in ("actor", "reward", "critic"):
         ours, theirs = (a.directory / name / "model.safetensors" for a in (again, assets))
@@ -99,7 +99,7 @@ def test_torch_is_left_as_it_was(cache: Path, assets: Assets) -> None:
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)
-    make_assets(cache, small=True, threads=1)
+    make_assets(cache, small=True)
     assert torch.equal(torch.rand(4), expected)
 
 

@@ -35,10 +35,11 @@ def refused(pipeline: Pipeline, policy: FakePolicy | None = None) -> tuple[str, 
 class Early(FakePolicy):
     """Stops decoding after two decode steps, though nobody has cut the step."""
 
-    async def advance(self, reader: FakeDecode) -> None:
-        await super().advance(reader)
-        if self.decode_steps == 2:
-            self._live = {}
+    def advance(self, rows: Sequence[FakeDecode]) -> None:
+        super().advance(rows)
+        if self.tokens == 2 * len(rows):
+            for decode in rows:
+                self.leave(decode)
 
 
 class Silent(FakePolicy):

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from oppo.admission import Verdict, together
-from oppo.admission.verdict import Bottleneck
+from oppo.admission import Bottleneck, together
+from oppo.admission.bottleneck import Part
 from oppo.errors import ModelDiverged
 from oppo.events import Batch
 from oppo.models import Trained
@@ -106,7 +106,7 @@ def test_a_batch_of_nothing_can_be_written(tmp_path: Path) -> None:
     assert load_file(dump_batch(GAE().batch([]), tmp_path) / "batch.safetensors")["offsets"].tolist() == [0]
 
 
-REGIMES: dict[Bottleneck, Setting] = {
+REGIMES: dict[Part, Setting] = {
     "decode": Setting(lengths=(30,)),
     "tail": Setting(lengths=(5, 9, 3, 30)),
     "cap": Setting(lengths=(5, 9, 3, 60)),
@@ -117,13 +117,13 @@ REGIMES: dict[Bottleneck, Setting] = {
 
 
 @pytest.mark.parametrize("bottleneck", REGIMES)
-def test_each_step_says_what_it_is_bound_by(bottleneck: Bottleneck) -> None:
+def test_each_step_says_what_it_is_bound_by(bottleneck: Part) -> None:
     pipeline = Pipeline(REGIMES[bottleneck])
     pipeline.policy.cap = 40
     run_virtual(pipeline.run)
-    verdicts = [Verdict.of_metrics(report.metrics, report.seconds) for report in pipeline.reports]
-    assert [found and found.bottleneck for found in verdicts] == [bottleneck] * 3
-    for found, report in zip(verdicts, pipeline.reports, strict=True):
+    bottlenecks = [Bottleneck.of_metrics(report.metrics, report.seconds) for report in pipeline.reports]
+    assert [found and found.largest for found in bottlenecks] == [bottleneck] * 3
+    for found, report in zip(bottlenecks, pipeline.reports, strict=True):
         assert found is not None
         assert sum(found.shares.values()) == pytest.approx(1)
         assert found.shares["train"] * report.seconds == pytest.approx(pipeline.setting.update)
@@ -134,7 +134,7 @@ def test_the_limit_holds_however_many_are_carried_up_to_half_a_batch_and_is_near
     pipelines = [Pipeline(Setting(lengths, batch=8, extra=extra, steps=30, update=0.05)) for extra in range(5)]
     for pipeline in pipelines:
         run_virtual(pipeline.run)
-    waiting = [Verdict.of_metrics(report.metrics, report.seconds) for report in pipelines[0].reports]
+    waiting = [Bottleneck.of_metrics(report.metrics, report.seconds) for report in pipelines[0].reports]
     bound = together([found for found in waiting if found is not None])
     assert bound is not None
     took = [sum(report.seconds for report in pipeline.reports) for pipeline in pipelines]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import get_args
 
@@ -28,7 +28,7 @@ from oppo.testing import (
     prompts,
     run_virtual,
 )
-from oppo.testing.fake_policy import FakeDecode, Style
+from oppo.testing.fake_policy import FakeDecode
 
 
 def finished(count: int = 3) -> list[Finish]:
@@ -37,29 +37,31 @@ def finished(count: int = 3) -> list[Finish]:
     return run_virtual(respond, FakePolicy(), prompts(count))
 
 
-@pytest.mark.parametrize("style", ["pull", "push"])
-def test_the_fake_policy_keeps_the_contract_in_both_styles(style: Style) -> None:
+@pytest.mark.parametrize("pace", [None, lambda prompt: 1 + noise(prompt.rollout)], ids=["together", "apart"])
+def test_the_fake_policy_keeps_the_contract_however_it_decodes(pace: Callable[[Prompt], float] | None) -> None:
     async def make() -> FakePolicy:
-        return FakePolicy(style=style, vary=lambda prompt: 1 + noise(prompt.rollout))
+        return FakePolicy(pace=pace)
 
     run_virtual(check_policy, make, prompts(6))
 
 
-@pytest.mark.parametrize("style", ["pull", "push"])
+@pytest.mark.parametrize("pace", [None, lambda prompt: 1.0], ids=["together", "apart"])
 @pytest.mark.parametrize("given", [range(1), range(3, 6), range(1, 20), range(4, 100)], ids=str)
-def test_a_policy_whose_tokens_are_partly_given_keeps_it_too(style: Style, given: range) -> None:
+def test_a_policy_whose_tokens_are_partly_given_keeps_it_too(
+    pace: Callable[[Prompt], float] | None, given: range
+) -> None:
     async def make() -> FakePolicy:
-        return FakePolicy(length=lambda prompt: 8 + prompt.admission % 7, style=style, given=lambda prompt: given)
+        return FakePolicy(length=lambda prompt: 8 + prompt.admission % 7, pace=pace, given=lambda prompt: given)
 
     run_virtual(check_policy, make, prompts(6))
 
 
-@pytest.mark.parametrize("style", ["pull", "push"])
+@pytest.mark.parametrize("pace", [None, lambda prompt: 1.0], ids=["together", "apart"])
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("loads", get_args(Loads))
-def test_a_policy_can_what_it_says_it_can(style: Style, adds: bool, loads: Loads) -> None:
+def test_a_policy_can_what_it_says_it_can(pace: Callable[[Prompt], float] | None, adds: bool, loads: Loads) -> None:
     async def make() -> FakePolicy:
-        return FakePolicy(style=style, capabilities=Capabilities(adds_while_decoding=adds, loads_while_decoding=loads))
+        return FakePolicy(pace=pace, capabilities=Capabilities(adds_while_decoding=adds, loads_while_decoding=loads))
 
     run_virtual(check_policy, make, prompts(6))
 
@@ -166,9 +168,9 @@ class Deaf(FakePolicy):
 class Restless(FakePolicy):
     """Makes other tokens at each reading: its noise is keyed by time."""
 
-    async def advance(self, reader: FakeDecode) -> None:
+    def advance(self, rows: Sequence[FakeDecode]) -> None:
         self.seed += 1
-        await super().advance(reader)
+        super().advance(rows)
 
 
 class Elsewhere(FakePolicy):

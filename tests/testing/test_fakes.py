@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Callable
 
 import anyio
 import pytest
 
 from oppo.admission import Overcommit
+from oppo.events import Prompt
 from oppo.models import Decode
 from oppo.recipes import ppo
 from oppo.testing import (
@@ -21,13 +23,12 @@ from oppo.testing import (
     prompts,
     run_virtual,
 )
-from oppo.testing.fake_policy import Style
 from oppo.testing.loop import VirtualTimeLoop
 
 
-@pytest.mark.parametrize("style", ["pull", "push"])
+@pytest.mark.parametrize("pace", [None, lambda prompt: 1.0], ids=["together", "apart"])
 def test_a_decode_step_takes_as_many_passes_of_the_loop_for_many_rollouts_as_for_few(
-    style: Style, monkeypatch: pytest.MonkeyPatch
+    pace: Callable[[Prompt], float] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def passes(count: int) -> int:
         made = 0
@@ -39,7 +40,7 @@ def test_a_decode_step_takes_as_many_passes_of_the_loop_for_many_rollouts_as_for
                 super()._run_once()  # type: ignore[misc]  # asyncio's own, in no stub
 
         monkeypatch.setattr("oppo.testing.loop.VirtualTimeLoop", Counting)
-        run_virtual(_decode, FakePolicy(lambda prompt: 20, style=style), count)
+        run_virtual(_decode, FakePolicy(lambda prompt: 20, pace=pace), count)
         return made
 
     assert passes(200) <= passes(20) + 5

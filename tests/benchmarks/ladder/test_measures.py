@@ -76,7 +76,7 @@ def test_what_the_steps_are_bound_by_is_judged_over_all_of_them() -> None:
     trained = {**said, "bottleneck/tail": 0.0, "bottleneck/train": 0.6, "bottleneck/limit": 1.5}
     found = figures(replace(STEP, bottleneck=said), replace(STEP, seconds=12.0, bottleneck=trained))
     assert found.verdict is not None
-    assert found.verdict.bottleneck == "train"
+    assert found.verdict.largest == "train"
     assert found.verdict.shares["train"] == pytest.approx((4 * 0.2 + 12 * 0.6) / 16)
     told = found.as_json()["verdict"]
     assert isinstance(told, dict)

@@ -1,4 +1,4 @@
-"""What a step's time went to: known steps, the boundaries between verdicts, and what holds for any step."""
+"""What a step's time went to: known steps, the boundaries between bottlenecks, and what holds for any step."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, strategies as st
 
-from oppo.admission import Observation, Scoring, Verdict, together, verdict
-from oppo.admission.verdict import BOTTLENECKS, Bottleneck
+from oppo.admission import Bottleneck, Observation, Scoring, bottleneck, together
+from oppo.admission.bottleneck import PARTS, Part
 
 STEP = Observation(
     step=3,
@@ -25,22 +25,22 @@ STEP = Observation(
 """Half of the places in its decode steps are empty."""
 
 
-def judge(seen: Observation) -> Verdict:
-    found = verdict(seen)
+def judge(seen: Observation) -> Bottleneck:
+    found = bottleneck(seen)
     assert found is not None
     return found
 
 
-def shares(**parts: float) -> dict[Bottleneck, float]:
-    return {part: parts.get(part, 0.0) for part in BOTTLENECKS}
+def shares(**parts: float) -> dict[Part, float]:
+    return {part: parts.get(part, 0.0) for part in PARTS}
 
 
 def test_a_step_with_empty_places_is_bound_by_its_tail() -> None:
     found = judge(STEP)
     assert found.shares == pytest.approx(shares(decode=5 / 12, tail=5 / 12, score=1 / 12, train=1 / 12))
     assert found.limit == pytest.approx(12 / (5 + 1))
-    assert judge(replace(STEP, tokens=199)).bottleneck == "tail"
-    assert judge(replace(STEP, tokens=200)).bottleneck == "decode", "of equal parts the first counts"
+    assert judge(replace(STEP, tokens=199)).largest == "tail"
+    assert judge(replace(STEP, tokens=200)).largest == "decode", "of equal parts the first counts"
     assert judge(replace(STEP, tokens=199)).sentence == (
         "42 % of the step is lost to places left empty by the long tail: carry more stragglers; "
         "no schedule of as many rows is more than 2.0 times as fast"
@@ -49,20 +49,20 @@ def test_a_step_with_empty_places_is_bound_by_its_tail() -> None:
 
 def test_a_step_of_equal_lengths_is_bound_by_decoding() -> None:
     found = judge(replace(STEP, tokens=400, finished=(100,) * 4))
-    assert found.bottleneck == "decode"
+    assert found.largest == "decode"
     assert found.limit == pytest.approx(12 / 11)
 
 
 def test_a_tail_that_reaches_the_cap_within_a_step_is_one_of_the_cap() -> None:
     capped = judge(replace(STEP, tokens=196, capped=1))
-    assert capped.bottleneck == "cap"
+    assert capped.largest == "cap"
     assert capped.shares["tail"] == 0
     assert capped.needed == 3
     assert "1 of 4 run into the length cap: carrying fewer than those gains nothing, about 3 are" in capped.sentence
 
 
 def test_a_capped_response_that_was_carried_is_an_ordinary_tail() -> None:
-    assert judge(replace(STEP, tokens=190, capped=1, decode_steps=99)).bottleneck == "tail"
+    assert judge(replace(STEP, tokens=190, capped=1, decode_steps=99)).largest == "tail"
 
 
 def test_a_scorer_busier_than_decoding_sets_its_pace() -> None:
@@ -76,7 +76,7 @@ def test_a_scorer_busier_than_decoding_sets_its_pace() -> None:
 
 def test_scores_that_come_after_decoding_are_to_be_streamed() -> None:
     held = judge(replace(STEP, seconds=20.0, scoring=(Scoring("reward", 0.0, 9.0),)))
-    assert held.bottleneck == "score"
+    assert held.largest == "score"
     assert held.sentence.startswith(
         "45 % of the step waits for scores of what is decoded: score it while it is written"
     )
@@ -98,22 +98,22 @@ def test_rows_that_nobody_counted_are_one_for_each_unit() -> None:
 
 @pytest.mark.parametrize("nothing", [replace(STEP, decode_seconds=0.0), replace(STEP, decode_steps=0)])
 def test_nothing_is_said_of_a_step_that_decoded_nothing(nothing: Observation) -> None:
-    assert verdict(nothing) is None
+    assert bottleneck(nothing) is None
 
 
-def test_a_verdict_is_found_again_among_the_metrics() -> None:
+def test_a_bottleneck_is_found_again_among_the_metrics() -> None:
     found = judge(replace(STEP, capped=1))
     metrics: dict[str, float | None] = {"objective/kl": 1.0, **found.as_metrics()}
-    assert Verdict.of_metrics(metrics, found.seconds) == found
-    assert Verdict.of_metrics({**metrics, "bottleneck/limit": None}, 1.0) is None
-    assert Verdict.of_metrics({}, 1.0) is None
+    assert Bottleneck.of_metrics(metrics, found.seconds) == found
+    assert Bottleneck.of_metrics({**metrics, "bottleneck/limit": None}, 1.0) is None
+    assert Bottleneck.of_metrics({}, 1.0) is None
 
 
 def test_steps_together_are_judged_by_the_second() -> None:
     long, short = replace(STEP, seconds=42.0, rest_seconds=31.0, capped=2), replace(STEP, tokens=100)
     both = together([judge(long), judge(short), judge(short)])
     assert both is not None
-    assert both.bottleneck == "train"
+    assert both.largest == "train"
     assert both.shares["train"] == pytest.approx(33 / 66)
     assert both.limit == pytest.approx(66 / (36 + 6 + 6), rel=1e-6)
     assert both.capped == pytest.approx(2 / 3)
@@ -148,9 +148,9 @@ def observations(draw: st.DrawFn) -> Observation:
 
 
 @given(observations())
-def test_every_step_that_decodes_has_one_verdict_with_parts_that_add_up(seen: Observation) -> None:
+def test_every_step_that_decodes_has_one_bottleneck_with_parts_that_add_up(seen: Observation) -> None:
     found = judge(seen)
-    assert found.bottleneck in BOTTLENECKS
+    assert found.largest in PARTS
     assert all(-1e-9 <= share <= 1 + 1e-9 for share in found.shares.values())
     assert math.fsum(found.shares.values()) == pytest.approx(1)
     assert 1 <= found.limit < math.inf

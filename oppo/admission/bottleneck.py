@@ -1,4 +1,4 @@
-"""The verdict on a step: what its time went to, which of that no schedule can save, and so what would help.
+"""The bottleneck of a step: what its time went to, which of that no schedule can save, and so what would help.
 
 A step's seconds are divided into five parts. D are its seconds of decoding, E those in which scores were waited for
 when decoding had ended, R the rest (:class:`~oppo.admission.Observation`), so that T = D + E + R. Of its scorers, the
@@ -32,21 +32,21 @@ from typing import Literal, TypeAlias, cast, get_args
 
 from oppo.admission.observation import Observation
 
-Bottleneck: TypeAlias = Literal["decode", "tail", "cap", "score", "train"]
+Part: TypeAlias = Literal["decode", "tail", "cap", "score", "train"]
 """What a step's time mostly went to."""
 
-BOTTLENECKS: tuple[Bottleneck, ...] = get_args(Bottleneck)
+PARTS: tuple[Part, ...] = get_args(Part)
 """All of them; of equal parts the first counts."""
 
 PREFIX = "bottleneck/"
-"""Of the names that a verdict has among a step's metrics."""
+"""Of the names that a bottleneck has among a step's metrics."""
 
 RESERVE = 2
 """Units to be carried beyond those that end at the cap, since a step may have more of them than the mean."""
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Bottleneck:
     """What the time of a step, or of some steps, went to.
 
     Attributes:
@@ -59,21 +59,21 @@ class Verdict:
 
     Example:
         >>> seen = Observation(0, seconds=8.0, decode_seconds=4.0, decode_steps=9, tokens=9, rows=4, rest_seconds=4.0)
-        >>> verdict(seen).bottleneck, verdict(seen).limit
+        >>> bottleneck(seen).largest, bottleneck(seen).limit
         ('train', 1.6)
     """
 
     seconds: float
-    shares: Mapping[Bottleneck, float]
+    shares: Mapping[Part, float]
     limit: float
     scoring: float = 0.0
     capped: float = 0.0
     finished: float = 0.0
 
     @property
-    def bottleneck(self) -> Bottleneck:
+    def largest(self) -> Part:
         """The largest part."""
-        return max(BOTTLENECKS, key=lambda part: self.shares[part])
+        return max(PARTS, key=lambda part: self.shares[part])
 
     @property
     def needed(self) -> int:
@@ -83,11 +83,11 @@ class Verdict:
     @property
     def sentence(self) -> str:
         """What the bottleneck means, what would help, and how much at most."""
-        share = f"{self.shares[self.bottleneck]:.0%}".replace("%", " %")
+        share = f"{self.shares[self.largest]:.0%}".replace("%", " %")
         return f"{self._meaning(share)}; no schedule of as many rows is more than {self.limit:.1f} times as fast"
 
     def _meaning(self, share: str) -> str:
-        match self.bottleneck:
+        match self.largest:
             case "decode":
                 return f"{share} of the step is decoding with every place taken: only a faster decode step would help"
             case "tail":
@@ -114,14 +114,14 @@ class Verdict:
         return parts | {PREFIX + name: value for name, value in more.items()}
 
     @classmethod
-    def of_metrics(cls, metrics: Mapping[str, float | None], seconds: float) -> Verdict | None:
-        """Return the verdict of which :meth:`as_metrics` is among ``metrics``, if one is."""
-        if any(metrics.get(PREFIX + name) is None for name in (*BOTTLENECKS, "limit", "scoring", "capped", "finished")):
+    def of_metrics(cls, metrics: Mapping[str, float | None], seconds: float) -> Bottleneck | None:
+        """Return the one of which :meth:`as_metrics` is among ``metrics``, if it is."""
+        if any(metrics.get(PREFIX + name) is None for name in (*PARTS, "limit", "scoring", "capped", "finished")):
             return None
         known = cast("Mapping[str, float]", metrics)
         return cls(
             seconds,
-            {part: known[PREFIX + part] for part in BOTTLENECKS},
+            {part: known[PREFIX + part] for part in PARTS},
             limit=known[PREFIX + "limit"],
             scoring=known[PREFIX + "scoring"],
             capped=known[PREFIX + "capped"],
@@ -130,12 +130,12 @@ class Verdict:
 
     def as_json(self) -> dict[str, object]:
         """Return this for a reader of JSON, with the words."""
-        said = {"bottleneck": self.bottleneck, "sentence": self.sentence, "limit": self.limit}
+        said = {"bottleneck": self.largest, "sentence": self.sentence, "limit": self.limit}
         return {**said, "shares": dict(self.shares), "capped": self.capped, "needed": self.needed}
 
 
-def verdict(seen: Observation) -> Verdict | None:
-    """Return the verdict on a step; ``None`` where nothing was decoded, or no time passed meanwhile."""
+def bottleneck(seen: Observation) -> Bottleneck | None:
+    """Return the bottleneck of a step; ``None`` where nothing was decoded, or no time passed meanwhile."""
     decode, rest = seen.decode_seconds, seen.rest_seconds
     if not (decode > 0 and seen.decode_steps):
         return None
@@ -148,7 +148,7 @@ def verdict(seen: Observation) -> Verdict | None:
     lost = (decode - paced) * (1 - full)
     at_cap = seen.capped > 0 and seen.decode_steps >= max(seen.finished, default=0)
     total = decode + waited + rest
-    parts: dict[Bottleneck, float] = {
+    parts: dict[Part, float] = {
         "decode": decode - paced - lost,
         "tail": 0.0 if at_cap else lost,
         "cap": lost if at_cap else 0.0,
@@ -156,7 +156,7 @@ def verdict(seen: Observation) -> Verdict | None:
         "train": rest,
     }
     least = max(decode * full, busy) + rest
-    return Verdict(
+    return Bottleneck(
         total,
         {part: seconds / total for part, seconds in parts.items()},
         limit=max(1.0, total / least) if least > 0 else 1.0,
@@ -166,17 +166,17 @@ def verdict(seen: Observation) -> Verdict | None:
     )
 
 
-def together(verdicts: Sequence[Verdict]) -> Verdict | None:
-    """Return the verdict on all of these steps as one: each second counts as much; ``None`` if there is none."""
-    total = math.fsum(each.seconds for each in verdicts)
+def together(steps: Sequence[Bottleneck]) -> Bottleneck | None:
+    """Return the bottleneck of all of these steps as one: each second counts as much; ``None`` if there is none."""
+    total = math.fsum(each.seconds for each in steps)
     if not total > 0:
         return None
-    parts = {part: math.fsum(each.seconds * each.shares[part] for each in verdicts) for part in BOTTLENECKS}
-    return Verdict(
+    parts = {part: math.fsum(each.seconds * each.shares[part] for each in steps) for part in PARTS}
+    return Bottleneck(
         total,
         {part: seconds / total for part, seconds in parts.items()},
-        limit=max(1.0, total / math.fsum(each.seconds / each.limit for each in verdicts)),
-        scoring=math.fsum(each.seconds * each.scoring for each in verdicts) / total,
-        capped=math.fsum(each.capped for each in verdicts) / len(verdicts),
-        finished=math.fsum(each.finished for each in verdicts) / len(verdicts),
+        limit=max(1.0, total / math.fsum(each.seconds / each.limit for each in steps)),
+        scoring=math.fsum(each.seconds * each.scoring for each in steps) / total,
+        capped=math.fsum(each.capped for each in steps) / len(steps),
+        finished=math.fsum(each.finished for each in steps) / len(steps),
     )
