@@ -12,10 +12,10 @@ import anyio.lowlevel
 
 from benchmarks.engine.free import TOKEN, FreePolicy, FreeScorer, FreeTokenScorer, FreeTrainer
 from oppo.admission import Overcommit
+from oppo.algorithms.ppo import ppo
 from oppo.chunking import Fixed
 from oppo.events import Chunk, Drop, Finish, Prompt, Response, Scored, merge_chunks, rollout_of
 from oppo.graph import Graph, GraphBuilder, Receiver, Sender, join
-from oppo.recipes import ppo
 
 CHUNKS = 8
 """Chunks in a response, on average."""

@@ -14,10 +14,10 @@ from typing import Literal, TypeAlias
 import anyio
 import numpy as np
 
+from oppo.declared import require_declared
 from oppo.errors import ProtocolError, as_itself
 from oppo.events import IntArray, Prompt, Response
 from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Piece, PieceState, Weights
-from oppo.numeric import require_numbers
 from oppo.support import Support
 from oppo.testing.dice import noise
 
@@ -126,7 +126,7 @@ class FakePolicy:
     capabilities: Capabilities = field(default_factory=Capabilities)
 
     def __post_init__(self) -> None:
-        require_numbers(self)
+        require_declared(self)
         self._live: dict[FakeDecode, None] = {}  # an ordered set
         self._cut: Cut | None = None
         self._over: anyio.Event | None = None

@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 import anyio
 import numpy as np
 
+from oppo.declared import require_declared
 from oppo.errors import ProtocolError
 from oppo.events import Batch, Chunk, Finish, FloatArray, Given, Prompt
 from oppo.models import (
@@ -20,7 +21,6 @@ from oppo.models import (
     Trained,
     Weights,
 )
-from oppo.numeric import require_numbers
 from oppo.testing.dice import noise
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ class FakeScorer(Generic[T]):
     tokens: int = 0
 
     def __post_init__(self) -> None:
-        require_numbers(self)
+        require_declared(self)
         self.sessions: dict[int, list[int]] = {}
         self._prompt: dict[int, int] = {}
         self._oldest: dict[int, int] = {}
@@ -140,7 +140,7 @@ class FakeTrainer:
     batches: list[Batch] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        require_numbers(self)
+        require_declared(self)
 
     async def update(self, batch: Batch) -> Trained:
         """Take the batch; the version is one more afterwards."""
