@@ -381,7 +381,7 @@ def test_a_checkpoint_of_another_run_is_not_taken_for_the_run_s_own(
     assert resume(folder, "taken", "run.steps=7") == UNUSABLE
     said = capsys.readouterr().err
     assert (
-        "run.exact, run.name, step.chunk, algorithm.kl cannot change when a run is resumed, and its checkpoint was"
+        "algorithm.kl, run.exact, run.name, step.chunk cannot change when a run is resumed, and its checkpoint was"
         in said
     )
 
