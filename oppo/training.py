@@ -29,7 +29,7 @@ class TrainerSettings:
 
     Where the critic shares the actor's trunk, that is trained, scheduled and clipped as a part of the actor, and a
     warm-up of the critic is one of its head. The two models' gradients are clipped apart, so that the large ones of an
-    untrained critic do not shrink the actor's step.
+    untrained critic do not shrink the actor's step; a ``max_grad_norm`` of ``inf`` leaves them alone.
 
     Raises:
         ConfigError: a value is out of range.
@@ -42,7 +42,7 @@ class TrainerSettings:
     )
     epochs: PositiveCount = setting(4, "passes over each batch")
     minibatches: PositiveCount = setting(1, "optimizer steps in each pass")
-    max_grad_norm: Positive = setting(1.0, "each model's gradient is scaled down to this norm; `inf` leaves it alone")
+    max_grad_norm: Positive = setting(1.0, "each model's gradient is scaled down to this norm")
     weight_decay: NonNegative = setting(0.0, "of AdamW, for matrices only")
     betas: Annotated[tuple[Beta, Beta], FromList()] = setting((0.9, 0.999), "of AdamW")
     eps: Positive = setting(1e-5, "of AdamW")
