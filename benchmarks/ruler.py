@@ -84,7 +84,20 @@ RESUMED: Final = ("ppo", "grpo", "lora", "shared-trunk", "proximal")
 """Made a second time, and gone on with from the checkpoint of their second step."""
 RESUMED_SUFFIX: Final = "-resumed"
 
-RENAMED: Final[Mapping[str, str]] = {}
+RENAMED: Final[Mapping[str, str]] = {
+    "run.samples": "run.logged_samples",
+    "step.samples": "algorithm.samples",
+    "step.whiten_rewards": "algorithm.whiten_rewards",
+    "step.score_norm": "algorithm.score_norm",
+    "step.kl_target": "algorithm.kl_target",
+    "step.kl_horizon": "algorithm.kl_horizon",
+    "step.kl_in": "algorithm.kl_in",
+    "step.kl_estimator": "algorithm.kl_estimator",
+    "step.denominator": "algorithm.ratio_base",
+    "step.weight": "algorithm.is_correction",
+    "step.weight_low": "algorithm.is_low",
+    "trainer.entropy_coefficient": "algorithm.entropy_coefficient",
+}
 """Names of keys today, by those above."""
 
 UNTOLD: Final = ("at", "seen")

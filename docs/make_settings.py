@@ -1,18 +1,20 @@
-"""Writes ``docs/settings.md`` from the settings' own models: ``python -m docs.make_settings``."""  # noqa: INP001 - a script beside its page
+"""Writes ``docs/settings.md`` from the settings' own declarations: ``python -m docs.make_settings``."""  # noqa: INP001 - a script beside its page
 
 from __future__ import annotations
 
 import types
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import MISSING
 from pathlib import Path
 from typing import Annotated, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
-from oppo.config import Settings
-from oppo.overrides import SEEDS
-from oppo.sections import MOST, ByAlgorithm, Section
+from oppo.algorithms.registry import ALGORITHMS
+from oppo.declared import MOST, SEEDS, Declared
+from oppo.overrides import SEEDED
+from oppo.settings import keys_of
+from oppo.tables import OneOf
 
 PAGE = Path(__file__).with_name("settings.md")
 
@@ -27,10 +29,10 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "run.scorers": ("placement of the scoring models", ""),
     "run.trainer": ("placement of the trainer", ""),
     "run.panel": ("progress display", "disable_tqdm"),
-    "run.samples": ("logged samples", "num_sample_generations"),
+    "run.logged_samples": ("logged samples", "num_sample_generations"),
     "run.trace": ("timeline", ""),
     "run.watchdog_seconds": ("hang timeout", ""),
-    "run.call_seconds": ("call timeout", ""),
+    "run.call_timeout": ("call timeout", ""),
     "run.scorer_restarts": ("restarts of a lost worker", ""),
     "run.max_empty": ("guard against training on nothing", ""),
     "run.max_nonfinite": ("NaN guard", ""),
@@ -63,53 +65,56 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "sampling.temperature": ("temperature", "temperature"),
     "sampling.top_k": ("top-k", ""),
     "sampling.top_p": ("nucleus, top-p", ""),
-    "sampling.stop": ("EOS and stop tokens", "`stop_token`, `stop_token_id`"),
     "sampling.min_new_tokens": ("minimum response length", ""),
     "sampling.stop_strings": ("stop sequences", ""),
     "sampling.seed": ("generation seed", "seed"),
+    "sampling.stop": ("EOS and stop tokens", "`stop_token`, `stop_token_id`"),
     "step.algorithm": ("algorithm, advantage estimator", ""),
-    "step.samples": ("group size, G", "`num_generations` of GRPO"),
     "step.batch": ("rollout batch size, B", "batch_size"),
     "step.extra": ("overcommit, Delta", ""),
     "step.max_deferrals": ("staleness bound", ""),
     "step.admission": ("overcommit controller", ""),
     "step.lag_price": ("price of staleness", ""),
     "step.chunk": ("chunk size", ""),
-    "step.kl": ("KL coefficient, beta", "kl_coef"),
-    "step.kl_in": ("KL as reward or as loss", ""),
-    "step.kl_estimator": ("KL estimator", "kl_estimator"),
-    "step.kl_target": ("adaptive KL target", "`target` (until 0.11)"),
-    "step.kl_horizon": ("adaptive KL horizon", "`horizon` (until 0.11)"),
-    "step.score_norm": ("reward normalisation, running", "`use_score_scaling`, `use_score_norm` (until 0.11)"),
-    "step.score_clip": ("reward clip", "`score_clip` (until 0.11)"),
-    "step.reward_scale": ("reward scale", ""),
-    "step.missing_eos_penalty": ("missing-EOS penalty", "missing_eos_penalty"),
-    "step.denominator": ("decoupled PPO, proximal policy", ""),
-    "step.weight": ("importance sampling correction: TIS, IcePop, sequence masking", ""),
-    "step.weight_cap": ("truncation, c", ""),
-    "step.weight_low": ("mask, lower bound", ""),
-    "step.weight_high": ("mask, upper bound", ""),
     "step.on_publish": ("KV cache after a weight update", ""),
-    "step.whiten_rewards": ("reward whitening", "whiten_rewards"),
-    "step.gamma": ("discount, gamma", "gamma"),
-    "step.lam": ("GAE lambda", "lam"),
+    "algorithm.kl": ("KL coefficient, beta", "kl_coef"),
+    "algorithm.kl_in": ("KL as reward or as loss", ""),
+    "algorithm.kl_estimator": ("KL estimator", "kl_estimator"),
+    "algorithm.kl_target": ("adaptive KL target", "`target` (until 0.11)"),
+    "algorithm.kl_horizon": ("adaptive KL horizon", "`horizon` (until 0.11)"),
+    "algorithm.score_norm": ("reward normalisation, running", "`use_score_scaling`, `use_score_norm` (until 0.11)"),
+    "algorithm.score_clip": ("reward clip", "`score_clip` (until 0.11)"),
+    "algorithm.reward_scale": ("reward scale", ""),
+    "algorithm.missing_eos_penalty": ("missing-EOS penalty", "missing_eos_penalty"),
+    "algorithm.clip": ("clip range, epsilon", "cliprange"),
+    "algorithm.entropy_coefficient": ("entropy coefficient, c2", ""),
+    "algorithm.ratio_base": ("decoupled PPO, proximal policy", ""),
+    "algorithm.is_correction": ("importance sampling correction: TIS, IcePop, sequence masking", ""),
+    "algorithm.is_cap": ("truncation, c", ""),
+    "algorithm.is_low": ("mask, lower bound", ""),
+    "algorithm.is_high": ("mask, upper bound", ""),
+    "algorithm.whiten_rewards": ("reward whitening", "whiten_rewards"),
+    "algorithm.gamma": ("discount, gamma", "gamma"),
+    "algorithm.lam": ("GAE lambda", "lam"),
+    "algorithm.value_clip": ("value clip range", "cliprange_value"),
+    "algorithm.value_coefficient": ("value coefficient, c1", "vf_coef"),
+    "algorithm.samples": ("group size, G", "`num_generations` of GRPO"),
     "trainer.learning_rate": ("learning rate", "learning_rate"),
     "trainer.critic_learning_rate": ("critic learning rate", ""),
     "trainer.critic_warmup": ("critic warm-up", ""),
     "trainer.epochs": ("PPO epochs, K", "num_ppo_epochs"),
     "trainer.minibatches": ("minibatches", "num_mini_batches"),
-    "trainer.clip": ("clip range, epsilon", "cliprange"),
-    "trainer.value_clip": ("value clip range", "cliprange_value"),
-    "trainer.value_coefficient": ("value coefficient, c1", "vf_coef"),
-    "trainer.entropy_coefficient": ("entropy coefficient, c2", ""),
     "trainer.max_grad_norm": ("gradient clipping", "max_grad_norm"),
     "trainer.weight_decay": ("weight decay", "weight_decay"),
+    "trainer.betas": ("Adam betas", "`adam_beta1`, `adam_beta2`"),
+    "trainer.eps": ("Adam epsilon", "adam_epsilon"),
     "trainer.schedule": ("learning-rate schedule", "lr_scheduler_type"),
     "trainer.warmup_steps": ("learning-rate warm-up", "warmup_steps"),
     "trainer.gradient_checkpointing": ("activation checkpointing", "gradient_checkpointing"),
     "trainer.micro_batch_tokens": ("micro-batch size, in tokens", "`per_device_train_batch_size`, in rows"),
     "trainer.seed": ("training seed", "seed"),
 }
+
 """For each key, what the field calls it and what TRL's PPO calls it (1.12 unless said; empty: it has no such thing)."""
 
 DEMO: Mapping[str, str] = {
@@ -125,6 +130,17 @@ DEMO: Mapping[str, str] = {
 }
 """Where ``make demo`` is not at the default, and why."""
 
+ABOUT: Mapping[str, str] = {
+    "run": "What is run, for how long, and what is written about it.",
+    "models": "Directories or hub names; the reward may be a function as `file.py:function`.",
+    "data": "The prompts and how they are served.",
+    "sampling": "How the policy draws tokens.",
+    "step": "The algorithm, and the schedule of a step.",
+    "algorithm": "The settings of the algorithm that `step.algorithm` names; not all of them have every key.",
+    "trainer": "How actor and critic are optimised.",
+}
+"""What each section is about."""
+
 WORDS: Mapping[object, str] = {int: "whole number", float: "number", str: "text", bool: "`true` or `false`"}
 UNTOLD = (MOST, SEEDS.stop)  # bounds that nobody meets
 BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
@@ -132,7 +148,7 @@ BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 PREFACE = """\
 # Settings
 
-Every key of the file that `oppo train` reads, made from the models that check it: change those, then run
+Every key of the file that `oppo train` reads, made from the dataclasses that check it: change those, then run
 `python -m docs.make_settings`. A key without a default must be given. *Known as* is the field's common name, *in TRL*
 the name in TRL's `PPOConfig`, `PPOTrainer` or `ModelConfig`.
 """
@@ -146,26 +162,36 @@ POSTFACE = """## Where the demo differs
 """
 
 
+def tables() -> dict[str, dict[str, dict[str, Declared]]]:
+    """Return every key of every section, as the algorithms that have it declare it, by their names."""
+    every: dict[str, dict[str, dict[str, Declared]]] = {}
+    for algorithm, kind in ALGORITHMS.items():
+        for section, keys in keys_of(kind).items():
+            for key, declared in keys.items():
+                every.setdefault(section, {}).setdefault(key, {})[algorithm] = declared
+    return every
+
+
 def page() -> str:
     """Return the page."""
-    sections = [line for name in Settings.model_fields for line in _section(name)]
+    sections = [line for name, keys in tables().items() for line in _section(name, keys)]
     return "\n".join([PREFACE, *sections, POSTFACE + "".join(_because(key, why) for key, why in DEMO.items())])
 
 
-def _section(name: str) -> Iterator[str]:
+def _section(name: str, keys: Mapping[str, Mapping[str, Declared]]) -> Iterator[str]:
     """Yield the lines of one table of the file."""
-    model = Settings.model_fields[name].annotation
-    if not (isinstance(model, type) and issubclass(model, Section)):
-        raise TypeError(f"expected a section for {name}, got {model!r}")
-    _, _, about = (model.__doc__ or "").strip().partition(": ")
-    about = about.split(" (see ")[0].rstrip(".").replace("``", "`")
-    yield f"## `[{name}]`\n\n{_first_up(about)}.\n"
+    yield f"## `[{name}]`\n\n{ABOUT[name]}\n"
     yield "| key | values | default | what it does | known as | in TRL |\n|---|---|---|---|---|---|"
-    for key, field in model.model_fields.items():
+    for key, by_algorithm in keys.items():
         known, trl = NAMES[f"{name}.{key}"]
-        told = field.description or ""
+        declared = next(iter(by_algorithm.values()))
+        told = declared.description
+        if key == "seed" and name in SEEDED:
+            told += "; the run's own when absent"
+        if len(by_algorithm) < len(ALGORITHMS):
+            told += f" ({', '.join(f'`{algorithm}`' for algorithm in by_algorithm)} only)"
         theirs = f"`{trl}`" if trl.isidentifier() else trl or "-"
-        cells = (f"`{key}`", _values(field), _default(field), _first_up(told), known, theirs)
+        cells = (f"`{key}`", _values(declared.kind), _default(by_algorithm), _first_up(told), known, theirs)
         yield f"| {' | '.join(cells)} |"
     yield ""
 
@@ -175,11 +201,12 @@ def _because(key: str, why: str) -> str:
     return f"| `[{section}] {name}` | {_first_up(why)} |\n"
 
 
-def _default(field: FieldInfo) -> str:
-    if isinstance(choice := field.default_factory, ByAlgorithm):
-        own = [f"{_spelt(value)} for `{algorithm}`" for algorithm, value in choice.own.items()]
-        return ", ".join([_spelt(choice.usual), *own])
-    return "**required**" if field.default is PydanticUndefined else _spelt(field.default)
+def _default(by_algorithm: Mapping[str, Declared]) -> str:
+    usual = next(iter(by_algorithm.values())).default
+    own = {name: each.default for name, each in by_algorithm.items() if each.default != usual}
+    if usual is MISSING:
+        return "**required**"
+    return ", ".join([_spelt(usual), *(f"{_spelt(value)} for `{name}`" for name, value in own.items())])
 
 
 def _spelt(value: object) -> str:
@@ -197,9 +224,9 @@ def _spelt(value: object) -> str:
             return f"`{value}`"
 
 
-def _values(field: FieldInfo) -> str:
+def _values(kind: object) -> str:
     """Return what may be given: ``number > 0``, ``"a"`` or ``"b"``."""
-    return " ".join([" or ".join(_kinds(field.annotation)), *_limits(field.metadata)])
+    return " or ".join(_kinds(kind))
 
 
 def _kinds(annotation: object) -> list[str]:
@@ -207,8 +234,9 @@ def _kinds(annotation: object) -> list[str]:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         inner, *rules = arguments
+        named = [f'`"{choice}"`' for rule in rules if isinstance(rule, OneOf) for choice in rule.choices]
         every = [rule for each in rules for rule in (each.metadata if isinstance(each, FieldInfo) else [each])]
-        return [" ".join([*_kinds(inner), *_limits(every)])]
+        return named or [" ".join([*_kinds(inner), *_limits(every)])]
     if origin is Literal:
         return [f'`"{choice}"`' for choice in arguments]
     if origin in (Union, types.UnionType):

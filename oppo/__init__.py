@@ -17,6 +17,8 @@ from oppo.admission import (
     TailAdaptive,
     TailBatched,
 )
+from oppo.algorithms.grpo import grpo
+from oppo.algorithms.ppo import ppo
 from oppo.chunking import ChunkSize, Fixed, Tuned, WholeRollout
 from oppo.data import PromptStream, read_prompts
 from oppo.errors import OppoError
@@ -41,7 +43,6 @@ from oppo.graph import Graph, GraphBuilder, Receiver, Run, Sender, Step, Stream,
 from oppo.liveness import watched
 from oppo.models import Decode, Follower, Piece, Policy, Sampling, Scorer, Trained, Trainer, Weights
 from oppo.placement import Inline, Process, Thread
-from oppo.recipes import grpo, ppo
 from oppo.report import RunDirectory
 from oppo.rewards import FunctionReward
 from oppo.shaping import ScoreShaping

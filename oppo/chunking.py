@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 from oppo.admission.observation import Json, Observation
-from oppo.numeric import require_numbers
+from oppo.declared import require_declared
 
 FIRST_PROBE = 2
 """Steps before the first probe: the first ones of a run are slow for reasons of their own."""
@@ -31,7 +31,7 @@ class Fixed:
     tokens: int = 32
 
     def __post_init__(self) -> None:
-        require_numbers(self)
+        require_declared(self)
         if self.tokens < 1:
             raise ValueError(f"a chunk holds at least 1 token, not {self.tokens}")
 
@@ -89,7 +89,7 @@ class Tuned:
     _tokens: dict[int, int] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        require_numbers(self)
+        require_declared(self)
         if self.cap < 1 or self.trials < 1:
             raise ValueError(f"cap and trials must be at least 1, not {self.cap} and {self.trials}")
         if not self.parts or not all(0 < part <= 1 for part in self.parts):

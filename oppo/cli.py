@@ -28,7 +28,7 @@ from oppo.report.display import displays
 from oppo.report.panel import harmless
 
 if TYPE_CHECKING:
-    from oppo.config import Settings
+    from oppo.settings import Settings
 
 DONE, FAILED, UNUSABLE, UNTRAINED, INTERRUPTED = 0, 1, 2, 3, 130
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -10,15 +9,12 @@ from typing import TYPE_CHECKING
 
 from oppo.admission import Admission, Observation, Overcommit, SlopeAdaptive, TailAdaptive, TailBatched
 from oppo.admission.slope import SlopeRule
+from oppo.algorithms.algorithm import Roles
 from oppo.chunking import ChunkSize, Fixed, Tuned, WholeRollout
-from oppo.config import Settings
-from oppo.estimators import AdaptiveKL
 from oppo.events import StepReport
 from oppo.graph import Graph
-from oppo.recipes import grpo, ppo
 from oppo.report.dump import dump_batch
-from oppo.sections import StepSection
-from oppo.shaping import ScoreShaping
+from oppo.settings import Settings, StepSection
 from oppo.stages import Generate, Update
 
 if TYPE_CHECKING:
@@ -37,44 +33,17 @@ def compose(settings: Settings, assembly: Assembly, replay: Mapping[int, Observa
 
 def recipe(settings: Settings, assembly: Assembly) -> Graph[StepReport]:
     """Return the graph of the algorithm that ``step.algorithm`` names."""
-    step = settings.step
-    shaping = ScoreShaping(
-        norm=step.score_norm,
-        clip=math.inf if step.score_clip is None else step.score_clip,
-        scale=step.reward_scale,
-        missing_eos_penalty=step.missing_eos_penalty,
-    )
-    admission, chunks = admission_of(step), chunks_of(step, settings.sampling.max_new_tokens)
-    if assembly.critic is None:
-        return grpo(
+    return settings.algorithm.graph(
+        Roles(
             policy=assembly.policy,
             reference=assembly.reference,
             reward=assembly.reward,
+            critic=assembly.critic,
             proximal=assembly.proximal,
             trainer=assembly.trainer,
-            admission=admission,
-            samples=step.group,
-            advantage="leave_one_out" if step.algorithm == "rloo" else "standardised",
-            chunks=chunks,
-            kl=reward_kl(step),
-            kl_estimator=step.kl_estimator,
-            shaping=shaping,
+            admission=admission_of(settings.step),
+            chunks=chunks_of(settings.step, settings.sampling.max_new_tokens),
         )
-    return ppo(
-        policy=assembly.policy,
-        reference=assembly.reference,
-        reward=assembly.reward,
-        critic=assembly.critic,
-        proximal=assembly.proximal,
-        trainer=assembly.trainer,
-        admission=admission,
-        chunks=chunks,
-        kl=reward_kl(step),
-        kl_estimator=step.kl_estimator,
-        gamma=step.gamma,
-        lam=step.lam,
-        shaping=shaping,
-        whiten_rewards=step.whiten_rewards,
     )
 
 
@@ -96,10 +65,3 @@ def chunks_of(step: StepSection, cap: int) -> ChunkSize:
     if step.chunk == "whole":
         return WholeRollout()
     return Tuned(cap) if step.chunk == "tuned" else Fixed(step.chunk)
-
-
-def reward_kl(step: StepSection) -> float | AdaptiveKL:
-    """Return the weight of the KL penalty in the reward: none where it is in the loss."""
-    if step.kl_target is not None and step.kl_horizon is not None:
-        return AdaptiveKL(step.kl, step.kl_target, step.kl_horizon)
-    return step.kl if step.kl_in == "reward" else 0.0

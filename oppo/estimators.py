@@ -12,8 +12,8 @@ from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 
+from oppo.declared import require_declared
 from oppo.events import BoolArray, FloatArray
-from oppo.numeric import require_numbers
 
 KLEstimator: TypeAlias = Literal["k1", "k2", "k3"]
 GroupAdvantage: TypeAlias = Literal["leave_one_out", "standardised", "centred"]
@@ -179,7 +179,7 @@ class FixedKL:
     coefficient: float
 
     def __post_init__(self) -> None:
-        require_numbers(self)
+        require_declared(self)
         _require_coefficient(self.coefficient)
 
     def after(self, kl: float, samples: int) -> FixedKL:
@@ -210,7 +210,7 @@ class AdaptiveKL:
     horizon: float = 10_000.0
 
     def __post_init__(self) -> None:
-        require_numbers(self)
+        require_declared(self)
         _require_coefficient(self.initial)
         if not self.initial:
             raise ValueError(

@@ -10,11 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Annotated, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
 
+from annotated_types import Gt, Le
+
+from oppo.declared import Count, Filled, FromList, NonNegative, PositiveCount, Seed, require_declared, setting
 from oppo.errors import ProtocolError
 from oppo.events import Batch, Chunk, Finish, FloatArray, Given, IntArray, Prompt, Response
-from oppo.numeric import require_numbers, require_whole
 from oppo.scheduling import IN_ORDER, Priority, TimeSlice
 from oppo.support import Support
 
@@ -30,8 +32,42 @@ answered true.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingSettings:
+    """How the policy draws tokens, as far as that can be said without its tokenizer; see :class:`Sampling`.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    max_new_tokens: PositiveCount = setting(128, "a response of so many tokens ends, with reason `length`")
+    temperature: NonNegative = setting(1.0, "divides the logits; 0 is greedy, and log-probs are then those at 1")
+    top_k: Count = setting(0, "only the k most likely tokens are drawn, and log-probs are among them; 0 keeps all")
+    top_p: Annotated[float, Gt(0), Le(1)] = setting(
+        1.0,
+        "only the most likely tokens that reach this probability are drawn, and log-probs are among them; their ids "
+        "are stored (4 bytes each, for each token), which `top_k` bounds; 1 keeps all",
+    )
+    min_new_tokens: Count = setting(
+        0, "no token of `stop` is drawn before a response is so long, and log-probs are among the others"
+    )
+    stop_strings: Annotated[tuple[Filled, ...], FromList()] = setting(
+        (), "texts that end a response with the token that completes them"
+    )
+    seed: Seed = setting(0, "keys the noise, together with the rollout and the position in it")
+
+    def __post_init__(self) -> None:
+        require_declared(self)
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens must be at most max_new_tokens ({self.max_new_tokens}); got {self.min_new_tokens}"
+            )
+        if not all(self.stop_strings):
+            raise ValueError(f"a stop string must have at least one character; got {self.stop_strings}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling(SamplingSettings):
     """How the policy draws tokens; the trainer and the reference apply the same temperature and truncation.
 
     Where ``top_k``, ``top_p`` or ``min_new_tokens`` leaves ids out, a token comes from those that stay, renormalised,
@@ -42,44 +78,14 @@ class Sampling:
     (``top_k`` beside it bounds that). For ``min_new_tokens`` alone the few ids left out are listed instead.
 
     Attributes:
-        max_new_tokens: a response of this many tokens ends with reason ``length``.
-        temperature: divides the logits; 0 is greedy decoding (``top_k`` and ``top_p`` then change nothing, and
-            log-probs are those at 1).
-        top_k: keep only the k most likely tokens; 0 keeps all.
-        top_p: keep the smallest set of tokens whose probability reaches this; 1 keeps all.
         stop: token ids that end a response (reason ``eos`` for the first, ``stop`` for the others); each is part of
             the response.
-        min_new_tokens: none of ``stop`` is drawn before a response has this many tokens.
-        stop_strings: texts that end a response with the token that completes them (reason ``stop``).
-        seed: keys the noise together with (admission, sample, position).
+
+    Raises:
+        ValueError: a value is out of range.
     """
 
-    max_new_tokens: int = 128
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
     stop: tuple[int, ...] = ()
-    min_new_tokens: int = 0
-    stop_strings: tuple[str, ...] = ()
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        require_numbers(self)
-        require_whole("seed of Sampling", self.seed, 0)
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
-        if self.temperature < 0:
-            raise ValueError(f"temperature must be 0 (greedy) or more, not {self.temperature}")
-        if self.top_k < 0:
-            raise ValueError(f"top_k must be 0 (off) or more, not {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must lie in (0, 1], not {self.top_p}")
-        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
-            raise ValueError(
-                f"min_new_tokens must lie in 0 .. max_new_tokens ({self.max_new_tokens}), not {self.min_new_tokens}"
-            )
-        if not all(self.stop_strings):
-            raise ValueError(f"a stop string must have at least one character; got {self.stop_strings}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

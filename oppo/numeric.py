@@ -3,19 +3,10 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Collection
-from dataclasses import fields
 from numbers import Integral, Real
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 WHOLE = range(-(2**63), 2**63)
 """What a whole number may be: arrays, random generators and files hold no larger ones."""
-
-_NUMERIC = re.compile(r"(tuple\[)?(int|float)\b[^|]*(\| None)?")
 
 
 def require_whole(name: str, value: object, least: int = WHOLE.start, *, error: type[Exception] = ValueError) -> None:
@@ -58,46 +49,20 @@ def require_range(
     *,
     at_least: float | None = None,
     above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
     error: type[Exception] = ValueError,
 ) -> None:
-    """Accept a number that is ``at_least`` something, or ``above`` it.
+    """Accept a number that is ``at_least`` something, or ``above`` it, ``at_most`` something, or ``below`` it.
 
     Raises:
-        error: it is too small, or a NaN.
+        error: it is too small or too large, or a NaN.
     """
     if at_least is not None and not value >= at_least:
         raise error(f"{name} must be {at_least} or more, not {value}")
     if above is not None and not value > above:
         raise error(f"{name} must be more than {above}, not {value}")
-
-
-def require_numbers(
-    record: DataclassInstance, *, infinite: Collection[str] = (), error: type[Exception] = ValueError
-) -> None:
-    """Accept a dataclass each of whose arguments annotated ``int`` or ``float`` is one; also ``| None``, and tuples.
-
-    Args:
-        record: of a module whose annotations are postponed; ranges are its own affair.
-        infinite: the names of those that may be infinite.
-        error: what is raised otherwise.
-
-    Example:
-        >>> from oppo.models import Sampling
-        >>> Sampling(temperature=float("nan"))
-        Traceback (most recent call last):
-        ...
-        ValueError: temperature of Sampling must be a finite number, not nan
-    """
-    for field in fields(record):
-        kind = _NUMERIC.fullmatch(str(field.type)) if field.init else None
-        given: object = getattr(record, field.name) if kind else None
-        if kind is None or (kind[3] and given is None):
-            continue
-        name = f"{field.name} of {type(record).__name__}"
-        if kind[1] and not isinstance(given, tuple):
-            raise error(f"{name} must be a tuple of numbers, not {given!r}")
-        for each in given if isinstance(given, tuple) else (given,):
-            if kind[2] == "int":
-                require_whole(name, each, error=error)
-            else:
-                require_real(name, each, infinite=field.name in infinite, error=error)
+    if at_most is not None and not value <= at_most:
+        raise error(f"{name} must be {at_most} or less, not {value}")
+    if below is not None and not value < below:
+        raise error(f"{name} must be less than {below}, not {value}")

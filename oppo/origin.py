@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import Self
 
 from oppo.checkpoint import State
-from oppo.config import Settings
 from oppo.errors import CheckpointError, DataError
 from oppo.report.log import installed
-from oppo.resume import fingerprints, require_same
 
 CODE = "models.reward"
 """The setting that names a file of code."""
@@ -37,11 +35,9 @@ class Origin:
     libraries: Mapping[str, str]
 
     @classmethod
-    def of(cls, settings: Settings) -> Self:
-        """Return what a run with these settings is made of now."""
-        return cls(
-            fingerprints(settings), {name: digest(file) for name, file in files_of(settings).items()}, installed()
-        )
+    def of(cls, settings: Mapping[str, str], files: Mapping[str, Path]) -> Self:
+        """Return what a run is made of now: with a digest of each setting, files under the settings that name them."""
+        return cls(settings, {name: digest(file) for name, file in files.items()}, installed())
 
     @classmethod
     def restored(cls, state: State) -> Self:
@@ -63,29 +59,27 @@ class Origin:
         """Return this as plain values."""
         return {"origin": asdict(self)}
 
-    def changed(self, settings: Settings) -> dict[str, Path]:
-        """Return the files, under the settings that name them, that are not what they were."""
-        return {name: file for name, file in files_of(settings).items() if digest(file) != self.files.get(name)}
+    def changed(self, files: Mapping[str, Path]) -> dict[str, Path]:
+        """Return those of the files, under the settings that name them, that are not what they were."""
+        return {name: file for name, file in files.items() if digest(file) != self.files.get(name)}
 
 
 def require_continued(
-    before: Origin, now: Origin, settings: Settings, tell: Callable[[str], None], *, accept_changed_code: bool
+    before: Origin, now: Origin, files: Mapping[str, Path], tell: Callable[[str], None], *, accept_changed_code: bool
 ) -> None:
-    """Check that a run goes on with what it was made of; tell of what may differ and does.
+    """Check that a run goes on with the files that it was made of; tell of what may differ and does.
 
     Args:
         before: what the checkpoint says.
         now: what it is made of now.
-        settings: of now.
+        files: of now, under the settings that name them.
         tell: called with a sentence about each difference that is accepted.
         accept_changed_code: go on with another file of code than the run began with.
 
     Raises:
-        ConfigError: a setting is another that may not change.
         DataError: a file is another.
     """
-    require_same(before.settings, settings, of="its checkpoint")
-    for name, file in files_of(settings).items():
+    for name, file in files.items():
         if before.files.get(name) == now.files.get(name):
             continue
         if name != CODE or not accept_changed_code:
@@ -98,14 +92,6 @@ def require_continued(
     for name, was in before.libraries.items():
         if (found := now.libraries.get(name, "none")) != was:
             tell(f"the run was made with {name} {was} so far, and goes on with {name} {found}")
-
-
-def files_of(settings: Settings) -> dict[str, Path]:
-    """Return each file under the setting that names it."""
-    files = {"data.prompts": Path(settings.data.prompts)}
-    if (function := settings.models.reward_file) is not None:
-        files[CODE] = function
-    return files
 
 
 def digest(path: Path) -> str:

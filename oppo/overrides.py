@@ -5,10 +5,8 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping, Sequence
 
+from oppo.declared import SEEDS
 from oppo.errors import ConfigError
-
-SEEDS = range(2**63)
-"""What a seed may be."""
 
 SEEDED = ("data", "sampling", "trainer")
 """The sections that have a seed of their own: the run's, unless they name another."""
@@ -71,7 +69,7 @@ def _parsed(override: str) -> tuple[tuple[str, str], object, str]:
     place, equals, text = override.partition("=")
     names = [name.strip() for name in place.split(".")]
     if not equals or len(names) != 2 or not all(names):
-        raise ConfigError(f"--set expects section.key=value, such as step.kl=0.1; got {override!r}")
+        raise ConfigError(f"--set expects section.key=value, such as step.batch=16; got {override!r}")
     return (names[0], names[1]), _value(text.strip()), override
 
 

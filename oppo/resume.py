@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from oppo.checkpoint import Checkpoint, Checkpoints
-from oppo.config import Settings, load
+from oppo.config import load
 from oppo.errors import CheckpointError, ConfigError
 from oppo.report.lock import Lock
 from oppo.report.occupancy import METRICS, ended
 from oppo.report.records import read
+from oppo.settings import Settings
 
 CHECKPOINTS = "checkpoints"
 """Where a run directory holds its checkpoints."""
@@ -20,10 +21,10 @@ MAY_CHANGE = frozenset(
     {
         "run.steps",
         "run.panel",
-        "run.samples",
+        "run.logged_samples",
         "run.trace",
         "run.watchdog_seconds",
-        "run.call_seconds",
+        "run.call_timeout",
         "run.scorer_restarts",
         "run.trainer",
         "run.max_empty",
@@ -149,6 +150,6 @@ def fingerprints(settings: Settings) -> dict[str, str]:
     """Return a digest of every setting, under ``section.key``: a value may hold a secret, in a URL for example."""
     return {
         f"{section}.{key}": hashlib.sha256(repr(value).encode()).hexdigest()[:16]
-        for section, values in settings.model_dump().items()
+        for section, values in settings.tables().items()
         for key, value in values.items()
     }

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Protocol, Self
 
-from oppo.numeric import require_numbers
+from oppo.declared import require_declared
 
 
 class Preempted(Exception):  # noqa: N818 - it says what happened
@@ -120,7 +120,7 @@ class TimeSlice:
     rise: float = 1.1
 
     def __post_init__(self) -> None:
-        require_numbers(self)
+        require_declared(self)
         if self.seconds <= 0:
             raise ValueError(f"seconds of a TimeSlice must be more than 0, not {self.seconds}")
         if self.rise < 1:

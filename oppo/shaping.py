@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from oppo.declared import require_declared
 from oppo.events import BoolArray, FloatArray
-from oppo.numeric import require_numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class ScoreShaping:
     moments: RunningMoments = field(default_factory=RunningMoments)
 
     def __post_init__(self) -> None:
-        require_numbers(self, infinite=["clip"])
+        require_declared(self, infinite=["clip"])
         if not self.clip > 0:
             raise ValueError(f"the score's clip must be more than 0, not {self.clip}")
         if not 0 < self.scale < math.inf:

@@ -1,11 +1,11 @@
-"""Learning from tokens that older weights sampled: the denominator of the ratio, and what a token weighs.
+"""Learning from tokens that older weights sampled: the base of the ratio, and what a token weighs.
 
 A carried rollout was partly written by older weights. With current ``pi``, behaviour ``mu`` (the weights that sampled
 a token) and proximal ``pi'`` (the weights as they are when the update begins), let ``m = pi' / mu`` be the *mismatch*
 of a token. The clipped loss takes a ratio, and each token's loss is multiplied by a constant weight:
 
 ============= ======================== ========================
-weight        denominator ``mu``       denominator ``pi'``
+weight        ratio base ``mu``        ratio base ``pi'``
 ============= ======================== ========================
 (ratio)       ``pi / mu``              ``pi / pi'``
 ``none``      1                        1
@@ -13,7 +13,7 @@ weight        denominator ``mu``       denominator ``pi'``
 ``mask``      1 if low <= m <= high    m if low <= m <= high
 ============= ======================== ========================
 
-Ratio times weight is then the same in both columns, but for ``none``: with ``mu`` in the denominator the band of the
+Ratio times weight is then the same in both columns, but for ``none``: with the base ``mu`` the band of the
 clip lies around the old weights, so that a token which the updates since have moved out of it teaches nothing; with
 ``pi'`` it lies around the weights that are being updated (the decoupled objective).
 
@@ -31,12 +31,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
+from oppo.declared import require_declared
 from oppo.errors import ConfigError
-from oppo.numeric import require_numbers
 
-Denominator: TypeAlias = Literal["behaviour", "proximal"]
+RatioBase: TypeAlias = Literal["behaviour", "proximal"]
 TokenWeight: TypeAlias = Literal["none", "truncated", "mask"]
 Level: TypeAlias = Literal["token", "sequence"]
 
@@ -58,7 +58,7 @@ class Correction:
     """How stale tokens are learnt from; the default is plain PPO.
 
     Attributes:
-        denominator: ``behaviour``: the ratio is over the policy that sampled a token (Schulman et al. 2017).
+        ratio_base: ``behaviour``: the ratio is over the policy that sampled a token (Schulman et al. 2017).
             ``proximal``: over the policy before the update (decoupled PPO: Hilton et al. 2022, arXiv 2110.00641,
             equation 3; for language models AReaL: Fu et al. 2025, arXiv 2505.24298, equation 5).
         weight: ``none``. ``truncated``: importance weights, at most ``cap`` (IMPALA: Espeholt et al. 2018, arXiv
@@ -76,7 +76,7 @@ class Correction:
         ConfigError: a value is out of range: 1 must be neither truncated nor masked.
     """
 
-    denominator: Denominator = "behaviour"
+    ratio_base: RatioBase = "behaviour"
     weight: TokenWeight = "none"
     level: Level = "token"
     cap: float = CAP
@@ -84,10 +84,7 @@ class Correction:
     high: float | None = None
 
     def __post_init__(self) -> None:
-        for name, choices in (("denominator", Denominator), ("weight", TokenWeight), ("level", Level)):
-            if getattr(self, name) not in get_args(choices):
-                raise ConfigError(f"{name} must be one of {', '.join(get_args(choices))}, not {getattr(self, name)!r}")
-        require_numbers(self, infinite=["cap", "low", "high"], error=ConfigError)
+        require_declared(self, infinite=["cap", "low", "high"], error=ConfigError)
         low, high = self.band
         if not 1 <= self.cap < math.inf:
             raise ConfigError(
@@ -101,7 +98,7 @@ class Correction:
     @property
     def asked(self) -> bool:
         """Whether anything differs from plain PPO, so that proximal log-probs are needed."""
-        return self.denominator != "behaviour" or self.weight != "none"
+        return self.ratio_base != "behaviour" or self.weight != "none"
 
     @property
     def band(self) -> tuple[float, float]:

@@ -3,34 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from oppo.config import Settings
 from oppo.data import PromptStream, read_prompts
 from oppo.errors import ConfigError, DataError
 from oppo.events import Prompt
 from oppo.origin import Origin
 from oppo.report.occupancy import ended
+from oppo.settings import DataSection
+from oppo.training import Schedule
 
 if TYPE_CHECKING:
     from oppo.hf.text import Text
 
 
-def settled_prompts(settings: Settings, text: Text, tell: Callable[[str], None], origin: Origin) -> list[Prompt]:
+def settled_prompts(
+    data: DataSection, text: Text, tell: Callable[[str], None], origin: Origin, files: Mapping[str, Path]
+) -> list[Prompt]:
     """Return the prompts.
 
     Args:
-        settings: of the run.
+        data: where they are, and which of them are used.
         text: reads them.
         tell: told, in a sentence, what is being done.
         origin: of the run, from before any of its files was read.
+        files: of the run, under the settings that name them.
 
     Raises:
         DataError: the file cannot be used, or changed while it was read.
     """
-    data = settings.data
     tell(f"reading {data.prompts}")
     prompts = read_prompts(
         Path(data.prompts),
@@ -40,40 +43,37 @@ def settled_prompts(settings: Settings, text: Text, tell: Callable[[str], None],
         over_long=data.over_long,
         tell=tell,
     )
-    for file in origin.changed(settings).values():
+    for file in origin.changed(files).values():
         raise DataError(f"{file} changed while it was read: start again when nobody writes it any more")
     return prompts
 
 
-def require_unfinished(settings: Settings, lasts: int) -> None:
+def require_unfinished(directory: Path, lasts: int) -> None:
     """Check that the prompts last for further steps, or that the run has not come to its end.
 
     Args:
-        settings: of the run.
+        directory: of the run.
         lasts: how many steps the run makes in all.
 
     Raises:
         DataError: no further steps can be made of the prompts.
     """
-    made = ended(settings.run_directory)
+    made = ended(directory)
     if made is not None and lasts <= made:
         raise DataError(f"the run has made all of the {made} steps that its data lasts for: there is nothing to resume")
 
 
-def steps_of(settings: Settings, prompts: PromptStream) -> int:
-    """Return how many steps a run makes: ``run.steps``, or as many as its prompts last for, the last one smaller."""
-    if not settings.data.epochs:
-        return settings.run.steps
-    return min(settings.run.steps, math.ceil(len(prompts) / settings.step.batch))
+def steps_of(steps: int, data: DataSection, batch: int, prompts: PromptStream) -> int:
+    """Return how many steps a run makes: ``steps``, or as many as its prompts last for, the last one smaller."""
+    return min(steps, math.ceil(len(prompts) / batch)) if data.epochs else steps
 
 
-def short_of(settings: Settings, lasts: int) -> str:
+def short_of(steps: int, lasts: int, data: DataSection, schedule: Schedule) -> str:
     """Return in words that the data ends before the steps do, and what that does to the learning rate."""
-    steps, schedule = settings.run.steps, settings.trainer.schedule
     laid_out = f" and the {schedule} schedule of the learning rate breaks off there" * (schedule != "constant")
     return (
         f"the data lasts for {lasts} of {steps} steps: the run ends after these{laid_out}; set run.steps = {lasts}, or "
-        f"raise data.epochs from {settings.data.epochs} (0: as many as the steps need)"
+        f"raise data.epochs from {data.epochs} (0: as many as the steps need)"
     )
 
 

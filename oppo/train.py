@@ -18,7 +18,6 @@ from rich.console import Console
 from oppo.carried import with_columns, without_columns
 from oppo.checkpoint import Checkpoint, Checkpoints
 from oppo.compose import compose
-from oppo.config import Settings, trainer_settings
 from oppo.data import PromptStream
 from oppo.emptiness import EmptySteps
 from oppo.errors import CheckpointError, HangError, behind
@@ -33,7 +32,8 @@ from oppo.report.journal import JOURNAL
 from oppo.report.lock import Lock
 from oppo.report.occupancy import require_unused
 from oppo.report.samples import Decode
-from oppo.resume import CHECKPOINTS, locked, newest
+from oppo.resume import CHECKPOINTS, fingerprints, locked, newest, require_same
+from oppo.settings import RunSection, Settings
 from oppo.supply import require_room, require_unfinished, settled_prompts, short_of, steps_of
 
 if TYPE_CHECKING:
@@ -71,7 +71,8 @@ class Session:
     @property
     def steps(self) -> int:
         """Steps of the whole run: ``run.steps``, or fewer where the prompts do not last so long."""
-        return steps_of(self.settings, self.prompts)
+        chosen = self.settings
+        return steps_of(chosen.run.steps, chosen.data, chosen.step.batch, self.prompts)
 
     @property
     def done(self) -> int:
@@ -151,19 +152,20 @@ def prepare(
                 tell(f"the run in {settings.run_directory} was ended before its first checkpoint, so it begins anew")
         elif not trial:
             require_unused(settings.run_directory)
-        trainer_settings(settings)
         from oppo.hf.assemble import assemble, load_text  # noqa: PLC0415 - torch takes seconds to import
 
-        text = load_text(settings, tell)
-        origin = Origin.of(settings)
-        prompts = settled_prompts(settings, text, tell, origin)
-        stream = PromptStream(prompts, seed=settings.data.seed, epochs=settings.data.epochs)
-        if (lasts := steps_of(settings, stream)) < chosen.steps:
-            tell(short_of(settings, lasts))
+        text = load_text(settings.models, tell)
+        data, files = settings.data, settings.files
+        origin = Origin.of(fingerprints(settings), files)
+        prompts = settled_prompts(data, text, tell, origin, files)
+        stream = PromptStream(prompts, seed=data.seed, epochs=data.epochs)
+        if (lasts := steps_of(chosen.steps, data, settings.step.batch, stream)) < chosen.steps:
+            tell(short_of(chosen.steps, lasts, data, settings.trainer.schedule))
         if checkpoint is not None:
             before = Origin.restored(checkpoint.state())
-            require_continued(before, origin, settings, tell, accept_changed_code=accept_changed_code)
-            require_unfinished(settings, lasts)
+            require_same(before.settings, settings, of="its checkpoint")
+            require_continued(before, origin, files, tell, accept_changed_code=accept_changed_code)
+            require_unfinished(settings.run_directory, lasts)
         assembly = stack.enter_context(assemble(settings, text, tell))
         require_room(prompts, assembly.sampling.max_new_tokens, assembly.positions)
         done = 0 if checkpoint is None else checkpoint.step
@@ -210,7 +212,7 @@ async def run(
         stack.callback(session.notices.listeners.remove, log.notice)
         for fault in directory.faults:
             session.notices(fault)
-        panel = stack.enter_context(panel_of(settings, console, decode))
+        panel = stack.enter_context(panel_of(chosen, console, decode))
         listeners = [log.on_stall, panel.on_stall]
         watchdog = stack.enter_context(watchdog_of(session, directory, listeners, last_resort))
         assembly.listen(directory.model_span, watchdog.on_span)
@@ -250,7 +252,7 @@ def watchdog_of(
         listeners=listeners,
         progress=assembly.progress,
         calls=assembly.at_work,
-        call_seconds=chosen.call_seconds,
+        call_timeout=chosen.call_timeout,
         saving=lambda: assembly.saving.is_saving,
         free=assembly.places.abort,
         last_resort=None if last_resort is None else leave,
@@ -268,7 +270,7 @@ def note_data(session: Session, log: RunLog) -> None:
     chosen = session.settings
     if session.steps < chosen.run.steps:
         log.note("data ended", steps=session.steps, wanted=chosen.run.steps)
-    for file in session.origin.changed(chosen).values():
+    for file in session.origin.changed(chosen.files).values():
         log.note("file changed", file=str(file), used="as it was when the run began")
 
 
@@ -283,7 +285,7 @@ def directory_of(session: Session, heartbeat: Heartbeat) -> RunDirectory:
         settings.run_directory,
         config=settings.toml(),
         decode=session.assembly.text.decode,
-        keep=settings.run.samples,
+        keep=settings.run.logged_samples,
         trace=None if settings.run.trace == "all" else settings.run.trace,
         gauges={"loop/worst_gap_s": heartbeat.take},
         resumed_at=None if session.lock is None else session.done,
@@ -318,9 +320,8 @@ async def make_steps(session: Session, running: Run[StepReport], interrupt: Inte
     empty.require_trained(directory.trained, session.steps)
 
 
-def panel_of(settings: Settings, console: Console, decode: Decode) -> Panel:
+def panel_of(chosen: RunSection, console: Console, decode: Decode) -> Panel:
     """Return the panel as ``run.panel`` asks for it."""
-    chosen = settings.run
     shown = Console(quiet=True) if chosen.panel == "off" else console
     live = chosen.panel == "live" or (chosen.panel == "auto" and console.is_terminal)
     return Panel(shown, chosen.steps, live=live, decode=decode)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Literal, TypeAlias, get_args
+from typing import Annotated, Literal, TypeAlias
 
+from annotated_types import Ge, Lt
+
+from oppo.declared import Count, FromList, NonNegative, Positive, PositiveCount, Seed, require_declared, setting
 from oppo.errors import ConfigError
-from oppo.numeric import require_numbers, require_range
 
 Schedule: TypeAlias = Literal["constant", "constant_with_warmup", "linear", "cosine"]
+Beta: TypeAlias = Annotated[float, Ge(0), Lt(1)]
 
 OF_THE_CRITIC = frozenset({"critic_learning_rate", "critic_warmup"})
 """The settings that mean nothing without a critic."""
@@ -24,64 +27,41 @@ class TrainerSettings:
     depends on a number of steps that was guessed at the start. ``gradient_checkpointing`` is off instead of on: it
     costs time, and is needed by models that do not fit otherwise. ``seed`` is 0 instead of 42.
 
-    Attributes:
-        learning_rate: of AdamW, for the actor.
-        critic_learning_rate: for the critic; the actor's when ``None``. A shared trunk has the actor's.
-        epochs: passes over each batch.
-        minibatches: optimizer steps in each pass.
-        critic_warmup: the first updates, so many, train the critic only; of one that shares the actor's trunk, its
-            head only.
-        max_grad_norm: each model's gradient is scaled down to this norm; ``inf`` leaves it alone. The two models are
-            clipped apart, so that the large gradients of an untrained critic do not shrink the actor's step. A shared
-            trunk is clipped as a part of the actor.
-        weight_decay: of AdamW, for matrices only.
-        betas, eps: of AdamW.
-        schedule: shape of the learning rate over the run, as of the same name in ``transformers.get_scheduler``.
-        warmup_steps: updates over which the learning rate grows from 0; not with ``constant``.
-        total_steps: updates in the run; ``linear`` and ``cosine`` reach 0 there and need it.
-        gradient_checkpointing: recompute every n-th layer in the backward pass, to save memory; 1: all, 0: none.
-        micro_batch_tokens: at most so many, padding included, in one forward pass; a longer row gets a pass of its own.
-        seed: keys, with the number of the update, how rows are shuffled into minibatches.
+    Where the critic shares the actor's trunk, that is trained, scheduled and clipped as a part of the actor, and a
+    warm-up of the critic is one of its head. The two models' gradients are clipped apart, so that the large ones of an
+    untrained critic do not shrink the actor's step; a ``max_grad_norm`` of ``inf`` leaves them alone.
 
     Raises:
         ConfigError: a value is out of range.
     """
 
-    learning_rate: float = 3e-6
-    critic_learning_rate: float | None = None
-    epochs: int = 4
-    minibatches: int = 1
-    critic_warmup: int = 0
-    max_grad_norm: float = 1.0
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-5
-    schedule: Schedule = "constant"
-    warmup_steps: int = 0
-    total_steps: int | None = None
-    gradient_checkpointing: int = 0
-    micro_batch_tokens: int = 4096
-    seed: int = 0
+    learning_rate: NonNegative = setting(3e-6, "of AdamW, for the actor")
+    critic_learning_rate: NonNegative | None = setting(None, "the actor's when absent; a shared trunk has the actor's")
+    critic_warmup: Count = setting(
+        0, "updates at the beginning that train the critic only (on a shared trunk: its head)"
+    )
+    epochs: PositiveCount = setting(4, "passes over each batch")
+    minibatches: PositiveCount = setting(1, "optimizer steps in each pass")
+    max_grad_norm: Positive = setting(1.0, "each model's gradient is scaled down to this norm")
+    weight_decay: NonNegative = setting(0.0, "of AdamW, for matrices only")
+    betas: Annotated[tuple[Beta, Beta], FromList()] = setting((0.9, 0.999), "of AdamW")
+    eps: Positive = setting(1e-5, "of AdamW")
+    schedule: Schedule = setting("constant", "a transformers scheduler, such as constant, linear or cosine")
+    warmup_steps: Count = setting(0, "updates over which the learning rate grows from 0; not with `constant`")
+    total_steps: PositiveCount | None = setting(
+        None, "updates in the run; `linear` and `cosine` reach 0 there and need it"
+    )
+    gradient_checkpointing: Count = setting(
+        0, "recompute every n-th layer in the backward pass, to save memory: 1 is all layers, 0 none"
+    )
+    micro_batch_tokens: PositiveCount = setting(
+        4096,
+        "at most so many tokens, padding included, in a forward pass; a longer row gets a pass of its own",
+    )
+    seed: Seed = setting(0, "keys, with the number of the update, how rows are shuffled into minibatches")
 
     def __post_init__(self) -> None:
-        require_numbers(self, infinite=["max_grad_norm"], error=ConfigError)
-        for name in ("epochs", "minibatches", "micro_batch_tokens"):
-            require_range(name, getattr(self, name), at_least=1, error=ConfigError)
-        for name in (
-            "learning_rate",
-            "critic_warmup",
-            "gradient_checkpointing",
-            "weight_decay",
-            "warmup_steps",
-            "seed",
-        ):
-            require_range(name, getattr(self, name), at_least=0, error=ConfigError)
-        if self.critic_learning_rate is not None:
-            require_range("critic_learning_rate", self.critic_learning_rate, at_least=0, error=ConfigError)
-        for name in ("max_grad_norm", "eps"):
-            require_range(name, getattr(self, name), above=0, error=ConfigError)
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ConfigError(f"betas must both lie in [0, 1), not {self.betas}")
+        require_declared(self, infinite=["max_grad_norm"], error=ConfigError)
         self._require_schedule()
 
     def require_no_critic(self) -> None:
@@ -99,18 +79,16 @@ class TrainerSettings:
                 )
 
     def _require_schedule(self) -> None:
-        if self.schedule not in get_args(Schedule):
-            raise ConfigError(f"schedule must be one of {', '.join(get_args(Schedule))}, not {self.schedule!r}")
         if self.schedule == "constant" and self.warmup_steps:
             raise ConfigError(
-                f"schedule 'constant' has no warm-up, so warmup_steps cannot be {self.warmup_steps}: "
+                f"schedule 'constant' has no warm-up, so warmup_steps cannot be {self.warmup_steps}: leave it out, or "
                 "use 'constant_with_warmup'"
             )
         if self.schedule in {"linear", "cosine"} and self.total_steps is None:
             raise ConfigError(f"schedule {self.schedule!r} ends at total_steps, so total_steps must be given")
         if self.total_steps is not None and self.total_steps <= self.warmup_steps:
             raise ConfigError(
-                f"total_steps must be more than warmup_steps, but {self.total_steps} <= {self.warmup_steps}"
+                f"warmup_steps must be fewer than the steps of the run ({self.total_steps}), not {self.warmup_steps}"
             )
 
     def learning_rate_factor(self, update: int) -> float:

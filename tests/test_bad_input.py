@@ -275,7 +275,7 @@ def test_a_reward_that_blocks_is_named_on_the_terminal_and_in_the_log(
 
 
 def test_a_reward_that_never_returns_ends_the_run_with_a_report(workplace: Path) -> None:
-    overrides = ("models.reward=reward.py:stuck", "run.name=stuck", "run.watchdog_seconds=4", "run.call_seconds=4")
+    overrides = ("models.reward=reward.py:stuck", "run.name=stuck", "run.watchdog_seconds=4", "run.call_timeout=4")
     code, _, said = run(workplace, *overrides)
     assert code == 1, said
     directory = workplace / "runs" / "stuck"
@@ -297,7 +297,7 @@ def test_a_model_that_never_returns_ends_the_process_with_a_report(workplace: Pa
         "oppo.hf.trainer_core.pack = lambda *_: threading.Event().wait()\n"
         "oppo.train.Watchdog = functools.partial(oppo.train.Watchdog, grace=1)\n"
     )
-    code, _, said = run(workplace, "run.name=model-stuck", "run.watchdog_seconds=4", "run.call_seconds=4", before=hang)
+    code, _, said = run(workplace, "run.name=model-stuck", "run.watchdog_seconds=4", "run.call_timeout=4", before=hang)
     assert code == 1, said
     assert "update is at work; in a call: trainer: update (see " in said
     report = json.loads((workplace / "runs" / "model-stuck" / "hang-report.json").read_text())

@@ -1,21 +1,27 @@
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
+import subprocess
+import sys
 import tomllib
 from datetime import date
 from pathlib import Path
-from typing import cast
 
 import pytest
 
-from oppo.config import Settings, TrainerSection, load, resolve, trainer_settings
+from oppo.algorithms.clipped import ClippedAlgorithm
+from oppo.algorithms.dr_grpo import DrGRPO
+from oppo.algorithms.grpo import GRPO
+from oppo.algorithms.ppo import PPO
+from oppo.algorithms.registry import ALGORITHMS
+from oppo.algorithms.rloo import RLOO
+from oppo.config import load, resolve
 from oppo.errors import ConfigError
-from oppo.hf.assemble import loss_of
 from oppo.losses import ClippedLoss, PPOLoss
-from oppo.models import Sampling
-from oppo.sections import Section
+from oppo.settings import Settings, keys_of
+from oppo.shaping import ScoreShaping
+from oppo.stages import GAE
 from oppo.staleness import Correction
 from oppo.training import TrainerSettings
 
@@ -74,8 +80,8 @@ def test_a_critic_on_the_policys_trunk_is_no_model_of_its_own(tmp_path: Path) ->
 
 def test_without_a_critic_there_is_none_by_default_and_groups_have_a_size(tmp_path: Path) -> None:
     settings = loaded(tmp_path, "", "step.algorithm=grpo")
-    assert (settings.models.critic, settings.step.group, loaded(tmp_path).step.group) == ("", 8, 1)
-    assert loaded(tmp_path, "", "step.algorithm=rloo", "step.samples=3").step.group == 3
+    assert (settings.models.critic, settings.algorithm.responses, loaded(tmp_path).algorithm.responses) == ("", 8, 1)
+    assert loaded(tmp_path, "", "step.algorithm=rloo", "algorithm.samples=3").algorithm.responses == 3
     assert resolve(tomllib.loads(settings.toml()), Path("/elsewhere")) == settings
 
 
@@ -87,16 +93,23 @@ def test_without_a_critic_there_is_none_by_default_and_groups_have_a_size(tmp_pa
             "'grpo' has no critic, so nothing is made of models.critic = './other': leave that out",
         ),
         ("models.shared_trunk=true", "so nothing is made of models.shared_trunk = True: leave that out"),
-        ("step.lam=0.9", "so nothing is made of step.lam = 0.9: leave that out"),
-        ("step.lam=0.9 trainer.critic_warmup=1", "nothing is made of step.lam = 0.9, trainer.critic_warmup = 1: leave"),
-        ("trainer.value_clip=none", "so nothing is made of trainer.value_clip = 'none': leave that out"),
+        ("trainer.critic_warmup=1", "so nothing is made of trainer.critic_warmup = 1: leave that out"),
+        (
+            "models.critic=./other trainer.critic_warmup=1",
+            "nothing is made of models.critic = './other', trainer.critic_warmup = 1: leave",
+        ),
+        (
+            "algorithm.lam=0.9",
+            "unknown key 'algorithm.lam' (it is a key of [algorithm] for 'ppo', not for 'grpo'); the keys of",
+        ),
+        ("algorithm.value_clip=none", "for 'ppo', not for 'grpo'"),
         (
             "sampling.temperature=0.0",
             "with one another, and sampling.temperature = 0 makes them all the same: give one above 0",
         ),
         ("step.algorithm=rloo sampling.temperature=0", "step.algorithm = 'rloo' compares the responses to a prompt"),
-        ("step.samples=1", "step.samples: "),
-        ("step.algorithm=ppo step.samples=4", "algorithm = 'ppo' makes one response to each prompt: leave samples out"),
+        ("algorithm.samples=1", "algorithm.samples: expected a number greater than or equal to 2, got 1"),
+        ("step.algorithm=ppo algorithm.samples=4", "for 'grpo', 'rloo', 'dr_grpo', not for 'ppo'"),
     ],
 )
 def test_what_means_nothing_without_a_critic_is_refused(tmp_path: Path, override: str, sentence: str) -> None:
@@ -107,18 +120,24 @@ def test_grpo_has_its_kl_in_the_loss_unless_it_is_told_otherwise(tmp_path: Path)
     def placed(*overrides: str) -> tuple[str, str, float]:
         settings = loaded(tmp_path, "", *overrides)
         assert resolve(tomllib.loads(settings.toml()), Path("/elsewhere")) == settings
-        return settings.step.kl_in, settings.step.kl_estimator, loss_of(settings).kl
+        algorithm = settings.algorithm
+        assert isinstance(algorithm, ClippedAlgorithm)
+        loss = algorithm.loss()
+        assert isinstance(loss, ClippedLoss)
+        return algorithm.kl_in, algorithm.kl_estimator, loss.kl
 
     assert placed("step.algorithm=grpo") == ("loss", "k3", 0.05)
-    assert placed("step.algorithm=grpo", "step.kl_estimator=k2") == ("loss", "k2", 0.05)
-    assert placed("step.algorithm=grpo", "step.kl_in=reward", "step.kl=0") == ("reward", "k3", 0)
+    assert placed("step.algorithm=grpo", "algorithm.kl_estimator=k2") == ("loss", "k2", 0.05)
+    assert placed("step.algorithm=grpo", "algorithm.kl_in=reward", "algorithm.kl=0") == ("reward", "k3", 0)
     assert placed("step.algorithm=rloo") == placed("step.algorithm=ppo") == placed() == ("reward", "k1", 0)
 
 
 def test_a_kl_in_the_reward_is_refused_where_rewards_are_standardised(tmp_path: Path) -> None:
-    said = refused(tmp_path, "", "step.algorithm=grpo", "step.kl_in=reward")
-    assert said.startswith("[step]: algorithm = 'grpo' standardises rewards, so that where the scores of a group tie")
-    assert "put it into the loss with step.kl_in = 'loss', or choose 'rloo'" in said
+    said = refused(tmp_path, "", "step.algorithm=grpo", "algorithm.kl_in=reward")
+    assert said.startswith(
+        "[algorithm]: algorithm 'grpo' standardises rewards, so that where the scores of a group tie"
+    )
+    assert "put it into the loss with kl_in = 'loss', or choose 'rloo'" in said
 
 
 def test_the_runs_seed_reaches_every_section_that_names_none(tmp_path: Path) -> None:
@@ -151,27 +170,26 @@ def test_a_seed_that_is_none_is_told_wherever_it_stands(tmp_path: Path, run: str
 
 def test_the_resolved_file_means_the_same_anywhere(tmp_path: Path) -> None:
     settings = loaded(
-        tmp_path, '[step]\nkl_target = 6.0\nkl_horizon = 100\nchunk = "whole"\n[sampling]\nstop = [1, "x"]\n'
+        tmp_path,
+        '[algorithm]\nkl_target = 6.0\nkl_horizon = 100\n[step]\nchunk = "whole"\n[sampling]\nstop = [1, "x"]\n',
     )
     assert resolve(tomllib.loads(settings.toml()), Path("/elsewhere")) == settings
 
 
 def test_an_override_is_a_toml_value_or_else_text(tmp_path: Path) -> None:
-    settings = loaded(tmp_path, "", "step.kl=0.2", "run.name=other", "sampling.stop=[3]", "run.exact = true")
-    assert (settings.step.kl, settings.run.name, settings.sampling.stop) == (0.2, "other", (3,))
+    settings = loaded(tmp_path, "", "algorithm.kl=0.2", "run.name=other", "sampling.stop=[3]", "run.exact = true")
+    assert (settings.algorithm, settings.run.name, settings.sampling.stop) == (PPO(kl=0.2), "other", (3,))
     assert settings.run.exact
 
 
-@pytest.mark.parametrize("override", ["step.kl", "kl=1", "=1", "a.b.c=1", ".kl=1"])
+@pytest.mark.parametrize("override", ["algorithm.kl", "kl=1", "=1", "a.b.c=1", ".kl=1"])
 def test_a_malformed_override_says_what_one_looks_like(tmp_path: Path, override: str) -> None:
     assert "--set expects section.key=value" in refused(tmp_path, "", override)
 
 
 def test_an_unknown_key_names_the_nearest_one_and_all_of_the_section(tmp_path: Path) -> None:
     said = refused(tmp_path, "[step]\nbathc = 3\n")
-    assert said.startswith(
-        "unknown key 'step.bathc' (did you mean 'batch'?); the keys of [step] are algorithm, samples,"
-    )
+    assert said.startswith("unknown key 'step.bathc' (did you mean 'batch'?); the keys of [step] are algorithm, batch,")
 
 
 def test_an_unknown_section_names_the_nearest_one(tmp_path: Path) -> None:
@@ -187,15 +205,15 @@ def test_an_unknown_section_names_the_nearest_one(tmp_path: Path) -> None:
         ('[run]\nname = "a/b"\n', "run.name: expected letters, digits"),
         ('[step]\nchunk = "half"\n', "step.chunk: expected a whole number or 'whole' or 'tuned', got 'half'"),
         ("[step]\nbatch = 4\nextra = 5\n", "extra must be at most batch (4), so that overdue rollouts fit; got 5"),
-        ("[step]\nkl_target = 3.0\n", "kl_target and kl_horizon go together"),
+        ("[algorithm]\nkl_target = 3.0\n", "kl_target and kl_horizon go together"),
         (
-            "[step]\nkl = 0.0\nkl_target = 3.0\nkl_horizon = 9\n",
-            "kl_target adapts the penalty by multiplying it: give step.kl, where it begins, above 0",
+            "[algorithm]\nkl = 0.0\nkl_target = 3.0\nkl_horizon = 9\n",
+            "kl_target adapts the penalty by multiplying it: give kl, where it begins, above 0",
         ),
-        ("[step]\nkl = nan\n", "step.kl: expected a finite number, got nan"),
-        ('[step]\nkl_in = "loss"\n', "kl_in = 'loss' needs kl_estimator = 'k2' or 'k3'"),
+        ("[algorithm]\nkl = nan\n", "algorithm.kl: expected a finite number, got nan"),
+        ('[algorithm]\nkl_in = "loss"\n', "kl_in = 'loss' needs kl_estimator = 'k2' or 'k3'"),
         (
-            '[step]\nkl_in = "loss"\nkl_target = 3.0\nkl_horizon = 9\n',
+            '[algorithm]\nkl_in = "loss"\nkl_target = 3.0\nkl_horizon = 9\n',
             "kl_target adapts the penalty in the reward: leave it out where kl_in = 'loss'",
         ),
         (
@@ -206,9 +224,12 @@ def test_an_unknown_section_names_the_nearest_one(tmp_path: Path) -> None:
             '[step]\nadmission = "adaptive"\n[run]\nexact = true\n',
             "run.exact makes every bit independent of timing, and step.admission = 'adaptive' decides by time",
         ),
-        ("[step]\nscore_clip = 0\n", "step.score_clip: expected a number greater than 0, got 0"),
-        ('[trainer]\nvalue_clip = "off"\n', "trainer.value_clip: expected a number or 'none', got 'off'"),
-        ("[sampling]\nmin_new_tokens = 200\n", "min_new_tokens must be at most max_new_tokens; got 200"),
+        ("[algorithm]\nscore_clip = 0\n", "algorithm.score_clip: expected a number greater than 0, got 0"),
+        ('[algorithm]\nvalue_clip = "off"\n', "algorithm.value_clip: expected a number or 'none', got 'off'"),
+        (
+            "[sampling]\nmin_new_tokens = 200\n",
+            "[sampling]: min_new_tokens must be at most max_new_tokens (128); got 200",
+        ),
         (
             '[sampling]\nstop_strings = [""]\n',
             "sampling.stop_strings: expected item 0 to be text that is not empty, got ''",
@@ -220,14 +241,14 @@ def test_an_unknown_section_names_the_nearest_one(tmp_path: Path) -> None:
         ("[run]\ncores = 100000\n", "run.cores: expected a number less than or equal to 1024, got 100000"),
         (f"[run]\nsteps = {10**30}\n", f"run.steps: expected a number less than 2147483648, got {10**30}"),
         ("[run]\nwatchdog_seconds = 1e30\n", "run.watchdog_seconds: expected a number less than 2147483648, got 1e+30"),
-        ("[step]\nlam = nan\n", "step.lam: expected a finite number, got nan"),
+        ("[algorithm]\nlam = nan\n", "algorithm.lam: expected a finite number, got nan"),
         (
             "[trainer]\nwarmup_steps = 4\n",
-            "trainer.warmup_steps: schedule 'constant' has no warm-up, got 4: leave it out, or choose trainer.schedule",
+            "[trainer]: schedule 'constant' has no warm-up, so warmup_steps cannot be 4: leave it out, or use",
         ),
         (
             '[run]\nsteps = 4\n[trainer]\nschedule = "linear"\nwarmup_steps = 4\n',
-            "trainer.warmup_steps: expected fewer than run.steps (4), got 4",
+            "[trainer]: warmup_steps must be fewer than the steps of the run (4), not 4",
         ),
         ("[sampling]\ntop_p = 0.0\n", "sampling.top_p: expected a number greater than 0, got 0.0"),
         (
@@ -251,8 +272,8 @@ def test_a_wrong_value_is_a_sentence(tmp_path: Path, text: str, sentence: str) -
     "value", [True, -3, 2**70, 1.5, 1e30, math.nan, math.inf, "", "\0", [], [[]], {"a": 1}, date.min]
 )
 def test_a_value_of_any_kind_is_taken_or_is_a_sentence_in_the_words_of_the_file(value: object) -> None:
-    for section, field in Settings.model_fields.items():
-        for key in cast("type[Section]", field.annotation).model_fields:
+    for section, keys in keys_of(PPO).items():
+        for key in keys:
             document: dict[str, dict[str, object]] = {
                 "models": {"policy": "a", "reward": "b"},
                 "data": {"prompts": "p"},
@@ -269,9 +290,11 @@ def test_a_value_of_any_kind_is_taken_or_is_a_sentence_in_the_words_of_the_file(
                 )
 
 
-@pytest.mark.parametrize("section", ["run", "sampling", "step", "trainer"])
+@pytest.mark.parametrize("section", ["run", "sampling", "step", "algorithm", "trainer"])
 def test_two_faults_of_a_section_are_two_sentences(section: str, tmp_path: Path) -> None:
-    key = {"run": "steps", "sampling": "top_k", "step": "batch", "trainer": "epochs"}[section]
+    key = {"run": "steps", "sampling": "top_k", "step": "batch", "algorithm": "kl_horizon", "trainer": "epochs"}[
+        section
+    ]
     said = refused(tmp_path, f"[{section}]\n{key} = 'four'\nnovel = 1\n").splitlines()
     assert said[:2] == ["2 settings are wrong:", f"  {section}.{key}: expected a whole number, got 'four'"]
     assert len(said) == 3
@@ -308,43 +331,61 @@ def test_a_file_that_is_not_there_or_not_toml_is_a_sentence(tmp_path: Path) -> N
     assert "is not valid TOML" in refused(tmp_path, "[run\n")
 
 
-def test_the_sections_mirror_what_they_configure() -> None:
-    trainer = {field.name for field in dataclasses.fields(TrainerSettings)}
-    loss = {field.name for field in dataclasses.fields(PPOLoss)}
-    of_a_step = {"kl", "kl_estimator", "correction"}
-    assert set(TrainerSection.model_fields) == trainer - {"betas", "eps", "total_steps"} | loss - of_a_step
-    sampling = {field.name for field in dataclasses.fields(Sampling)}
-    annotation = Settings.model_fields["sampling"].default
-    assert set(type(annotation).model_fields) == sampling
-    defaults = vars(PPOLoss()) | dataclasses.asdict(TrainerSettings())
-    assert all(defaults[name] == value for name, value in TrainerSection().model_dump().items())
+def test_the_defaults_of_an_algorithm_are_those_of_its_parts() -> None:
+    assert PPO().loss() == PPOLoss()
+    assert vars(PPO().advantage()) == vars(GAE())
+    assert PPO().correction == Correction()
+    for algorithm in (RLOO(), DrGRPO(), GRPO(kl_in="reward", kl=0)):
+        assert algorithm.loss() == ClippedLoss()
+        assert algorithm.shaping == ScoreShaping()
+    assert GRPO().loss() == ClippedLoss(kl=0.05, kl_estimator="k3")
 
 
 def test_a_schedule_spans_the_run(tmp_path: Path) -> None:
-    settings = loaded(tmp_path, '[run]\nsteps = 40\n[trainer]\nschedule = "linear"\nwarmup_steps = 4\n')
-    assert trainer_settings(settings).total_steps == 40
-    with pytest.raises(ConfigError, match="has no warm-up"):
-        trainer_settings(loaded(tmp_path, "[trainer]\nwarmup_steps = 4\n"))
+    text = '[run]\nsteps = 40\n[trainer]\nschedule = "linear"\nwarmup_steps = 4\n'
+    settings = loaded(tmp_path, text)
+    assert settings.trainer == TrainerSettings(schedule="linear", warmup_steps=4, total_steps=40)
+    assert "total_steps" not in settings.toml()
+    assert "[trainer]: total_steps is run.steps: leave it out" in refused(tmp_path, f"{text}total_steps = 9\n")
 
 
 def test_a_kl_in_the_loss_and_values_without_a_clip_reach_the_loss(tmp_path: Path) -> None:
-    text = '[step]\nkl_in = "loss"\nkl = 0.3\nkl_estimator = "k3"\n[trainer]\nvalue_clip = "none"\n'
-    chosen = loss_of(loaded(tmp_path, text))
-    assert isinstance(chosen, PPOLoss)
-    assert (chosen.kl, chosen.kl_estimator, chosen.value_clip) == (0.3, "k3", math.inf)
-    assert loss_of(loaded(tmp_path)) == PPOLoss()
+    text = '[algorithm]\nkl_in = "loss"\nkl = 0.3\nkl_estimator = "k3"\nvalue_clip = "none"\n'
+    chosen = loaded(tmp_path, text).algorithm.loss()
+    assert chosen == PPOLoss(kl=0.3, kl_estimator="k3", value_clip=math.inf)
+    assert loaded(tmp_path).algorithm.loss() == PPOLoss()
 
 
 def test_an_algorithm_without_a_critic_has_a_loss_without_one(tmp_path: Path) -> None:
-    text = '[step]\nalgorithm = "rloo"\nsamples = 2\n[trainer]\nclip = 0.3\nentropy_coefficient = 0.01\n'
-    assert loss_of(loaded(tmp_path, text)) == ClippedLoss(clip=0.3, entropy_coefficient=0.01)
+    text = '[step]\nalgorithm = "rloo"\n[algorithm]\nsamples = 2\nclip = 0.3\nentropy_coefficient = 0.01\n'
+    assert loaded(tmp_path, text).algorithm.loss() == ClippedLoss(clip=0.3, entropy_coefficient=0.01)
 
 
 def test_how_stale_tokens_are_learnt_from_reaches_the_loss(tmp_path: Path) -> None:
-    text = '[step]\ndenominator = "proximal"\nweight = "mask_sequence"\nweight_high = 1.5\n'
-    chosen = loss_of(loaded(tmp_path, text)).correction
-    assert chosen == Correction(denominator="proximal", weight="mask", level="sequence", high=1.5)
+    text = '[algorithm]\nratio_base = "proximal"\nis_correction = "mask_sequence"\nis_high = 1.5\n'
+    algorithm = loaded(tmp_path, text).algorithm
+    chosen = Correction(ratio_base="proximal", weight="mask", level="sequence", high=1.5)
+    assert algorithm.loss() == PPOLoss(correction=chosen)
     assert chosen.band == (0.9, 1.5)
-    assert chosen.asked
-    assert not loss_of(loaded(tmp_path)).correction.asked
-    assert "step.weight_low" in refused(tmp_path, "[step]\nweight_low = 1.2\n")
+    assert algorithm.corrects
+    assert not loaded(tmp_path).algorithm.corrects
+    assert "algorithm.is_low" in refused(tmp_path, "[algorithm]\nis_low = 1.2\n")
+
+
+def test_a_key_of_another_section_is_told_where_it_belongs(tmp_path: Path) -> None:
+    assert "unknown key 'step.kl' (it is a key of [algorithm]); the keys of [step] are" in refused(
+        tmp_path, "[step]\nkl = 0.1\n"
+    )
+
+
+def test_an_algorithm_that_there_is_none_of_is_one_fault_whatever_its_table_says(tmp_path: Path) -> None:
+    said = refused(tmp_path, '[step]\nalgorithm = "dpo"\n[algorithm]\nbeta = 0.1\n')
+    assert said == "step.algorithm: expected 'ppo', 'grpo', 'rloo' or 'dr_grpo', got 'dpo'"
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_settings_are_checked_without_loading_torch(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text(f'{MINIMAL}[step]\nalgorithm = "{name}"\n')
+    check = "import sys; from pathlib import Path; from oppo.config import load; load(Path(sys.argv[1])).toml()"
+    probe = f"{check}; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", probe, str(tmp_path / "config.toml")], check=True)

@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from oppo.admission import Overcommit
+from oppo.algorithms.ppo import ppo
 from oppo.chunking import ChunkSize, Fixed, WholeRollout
 from oppo.events import Batch, Prompt
 from oppo.hf.digest import weights_digest
@@ -25,7 +26,6 @@ from oppo.hf.trainer import HfTrainer
 from oppo.losses import token_logprobs
 from oppo.models import Sampling
 from oppo.placement import Thread
-from oppo.recipes import ppo
 from oppo.training import TrainerSettings
 from tests.known import known
 from tests.pipelines import Tap

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import example, given, strategies as st
 
 from oppo.admission import Overcommit
+from oppo.algorithms.grpo import grpo
 from oppo.errors import ConfigError
 from oppo.events import FloatArray, StepReport
 from oppo.graph import Graph
-from oppo.recipes import grpo
-from oppo.stages import Generate
+from oppo.stages import Generate, GroupRelative
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, fake_scalar, run_virtual
 from tests.pipelines import Pipeline, Setting, on_policy, same_batches, settings
 
@@ -37,8 +37,7 @@ class Grouped(Pipeline):
             trainer=self.trainer,
             admission=self.admission or Overcommit(s.batch, s.extra, s.max_deferrals),
             samples=s.samples,
-            advantage="leave_one_out" if self.referred else "standardised",
-            kl=0.05 if self.referred else 0.0,
+            advantage=GroupRelative("leave_one_out", 0.05) if self.referred else GroupRelative(),
             reference=self.reference if self.referred else None,
             proximal=recorded if self.proximal else None,
             chunks=s.chunks,
@@ -121,8 +120,10 @@ def test_the_graph_has_no_critic_and_only_the_scorers_it_was_given() -> None:
     ("options", "sentence"),
     [
         ({"samples": 1}, "samples must be 2 or more, not 1: a response alone has nothing to be compared with"),
-        ({"kl": 0.05}, "advantage = 'standardised' cannot have a KL in the reward, got kl = 0.05"),
-        ({"kl": 0.05, "advantage": "centred"}, "a KL penalty, kl = 0.05, is one to a reference: give one, or leave"),
+        (
+            {"advantage": GroupRelative("centred", 0.05)},
+            "a KL penalty, kl = 0.05, is one to a reference: give one, or leave",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_runs(options: dict[str, Any], sentence: str) -> None:

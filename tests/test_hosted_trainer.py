@@ -9,13 +9,13 @@ import anyio
 import pytest
 
 from oppo.admission import Overcommit
+from oppo.algorithms.ppo import ppo
 from oppo.errors import ModelError, ModelLost
 from oppo.events import Batch
 from oppo.hosted_trainer import HostedTrainer, TrainerCounts
 from oppo.models import Follower, ResumableTrainer, Trained, Trainer, Weights
 from oppo.observe import Span
 from oppo.placement import Inline
-from oppo.recipes import ppo
 from oppo.testing import (
     FakeCritic,
     FakePolicy,

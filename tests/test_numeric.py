@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,9 +13,10 @@ import numpy as np
 import pytest
 
 import oppo
+from oppo.declared import require_declared
 from oppo.liveness import Watchdog
 from oppo.losses import PPOLoss
-from oppo.numeric import require_numbers, require_real, require_whole
+from oppo.numeric import require_real, require_whole
 from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_scalar, prompts
 
 BAD: dict[str, tuple[object, ...]] = {
@@ -28,6 +30,14 @@ def grpo(**numbers: object) -> object:
     reward = FakeScorer(fake_scalar)
     return oppo.grpo(policy=policy, reward=reward, trainer=trainer, admission=oppo.Synchronous(2), **numbers)  # type: ignore[arg-type]  # what a user may pass
 
+
+KINDS = {
+    "Count": "int", "PositiveCount": "int", "Seed": "int",
+    "Fraction": "float", "NonNegative": "float", "Positive": "float",
+}  # fmt: skip
+"""What the types of :mod:`oppo.declared` are without their bounds."""
+
+DECLARED = re.compile(rf"\b({'|'.join(KINDS)})\b")
 
 MADE: dict[str, Callable[..., object]] = {
     "Sampling": oppo.Sampling,
@@ -62,7 +72,7 @@ def numbers() -> list[tuple[str, str, str]]:
     found = []
     for name, make in MADE.items():
         for parameter in inspect.signature(make).parameters.values():
-            kind = str(parameter.annotation).removesuffix(" | None")
+            kind = DECLARED.sub(lambda alias: KINDS[alias[0]], str(parameter.annotation)).removesuffix(" | None")
             if kind in BAD:
                 found.append((name, parameter.name, kind))
     return found
@@ -85,7 +95,7 @@ def test_what_is_no_number_is_refused_by_name_where_it_comes_in(name: str, argum
     ("make", "said"),
     [
         (lambda: oppo.Sampling(temperature=math.inf), "temperature of Sampling must be a finite number, not inf"),
-        (lambda: oppo.Sampling(seed=-1), "seed of Sampling must be at least 0, not -1"),
+        (lambda: oppo.Sampling(seed=-1), "seed must be 0 or more, not -1"),
         (lambda: oppo.Sampling(stop=(1, 2.5)), "stop of Sampling must be a whole number, not 2.5"),  # type: ignore[arg-type]
         (lambda: oppo.Tuned(64, parts=(0.5, math.nan)), "parts of Tuned must be a finite number, not nan"),
         (lambda: oppo.Tuned(64, parts=0.5), "parts of Tuned must be a tuple of numbers, not 0.5"),  # type: ignore[arg-type]
@@ -108,4 +118,4 @@ def test_what_stands_for_a_number_is_one() -> None:
     require_real("x", math.inf, infinite=True)
     assert oppo.TrainerSettings(max_grad_norm=math.inf, critic_learning_rate=None).max_grad_norm == math.inf
     assert PPOLoss(value_clip=math.inf).value_clip == math.inf
-    require_numbers(oppo.Sampling(max_new_tokens=np.int32(4)))  # type: ignore[arg-type]  # as it comes from an array
+    require_declared(oppo.Sampling(max_new_tokens=np.int32(4)))  # type: ignore[arg-type]  # as it comes from an array

@@ -77,7 +77,13 @@ def test_the_recipe_of_the_readme_is_the_recipe_and_a_stage_keeps_its_other_opti
     graph = names["graph"]
     assert isinstance(graph, Graph)
     whole = ppo(
-        policy=policy, reference=reference, reward=reward, critic=critic, trainer=trainer, admission=admission, kl=0.2
+        policy=policy,
+        reference=reference,
+        reward=reward,
+        critic=critic,
+        trainer=trainer,
+        admission=admission,
+        advantage=GAE(kl=0.2),
     )
     assert graph.mermaid() == whole.mermaid()
     names["graph"] = whole

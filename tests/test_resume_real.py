@@ -268,7 +268,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_anew(
 
 
 def test_a_run_that_corrects_for_stale_tokens_goes_on_as_if_never_interrupted(folder: Path) -> None:
-    corrected = ("step.denominator=proximal", "step.weight=truncated", "step.weight_cap=1.0")
+    corrected = ("algorithm.ratio_base=proximal", "algorithm.is_correction=truncated", "algorithm.is_cap=1.0")
     assert oppo(folder, "", *EXACT, *corrected, "run.name=corrected") == DONE
     assert weights(folder, "corrected") != weights(folder, "whole")
     assert any(line["mismatch/weight"] != 1 for line in records(folder, "corrected", "metrics.jsonl"))
@@ -373,7 +373,7 @@ def test_another_reward_function_is_gone_on_with_only_where_that_is_asked_for(
 def test_a_checkpoint_of_another_run_is_not_taken_for_the_run_s_own(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    other = ("run.name=other", "run.steps=6", "step.kl=0.5")
+    other = ("run.name=other", "run.steps=6", "algorithm.kl=0.5")
     assert oppo(folder, "", *other) == DONE
     run = copied(folder, "whole", "taken")
     shutil.rmtree(run / "checkpoints")
@@ -381,7 +381,8 @@ def test_a_checkpoint_of_another_run_is_not_taken_for_the_run_s_own(
     assert resume(folder, "taken", "run.steps=7") == UNUSABLE
     said = capsys.readouterr().err
     assert (
-        "run.exact, run.name, step.chunk, step.kl cannot change when a run is resumed, and its checkpoint was" in said
+        "algorithm.kl, run.exact, run.name, step.chunk cannot change when a run is resumed, and its checkpoint was"
+        in said
     )
 
 
@@ -390,7 +391,7 @@ def test_settings_that_were_edited_by_hand_are_refused(folder: Path, capsys: pyt
     config = (run / "config.toml").read_text()
     (run / "config.toml").write_text(config.replace("\nkl = 0.05\n", "\nkl = 0.9\n"))
     assert resume(folder, "edited", "run.steps=7") == UNUSABLE
-    assert "step.kl cannot change when a run is resumed, and its checkpoint was written" in capsys.readouterr().err
+    assert "algorithm.kl cannot change when a run is resumed, and its checkpoint was written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from oppo.admission import Overcommit
+from oppo.algorithms.ppo import ppo
 from oppo.errors import RewardError
 from oppo.events import Batch, Chunk, Drop, Finish, Prompt, Response
-from oppo.recipes import ppo
 from oppo.rewards import FunctionReward, OnFailure, load_function
 from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_per_token, prompts
 from oppo.testing.loop import run_virtual

@@ -162,7 +162,7 @@ oppo.train.Watchdog = functools.partial(oppo.train.Watchdog, grace=0.5)
 @pytest.mark.deep
 def test_what_was_learned_is_saved_though_the_scorers_process_hangs(folder: Path) -> None:
     overrides = ("run.name=hung", "run.steps=100000", "run.scorers=process", "run.cores=2")
-    limits = ("run.watchdog_seconds=2", "run.call_seconds=2", "run.checkpoint_every=0")
+    limits = ("run.watchdog_seconds=2", "run.call_timeout=2", "run.checkpoint_every=0")
     with start(folder, *overrides, *limits, before=IMPATIENT) as process:
         assert process.stdout is not None
         for _ in range(2):

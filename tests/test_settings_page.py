@@ -1,4 +1,4 @@
-"""``docs/settings.md`` is what the settings' models say, and says something of every key."""
+"""``docs/settings.md`` is what the settings declare, and says something of every key."""
 
 from __future__ import annotations
 
@@ -6,21 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from docs.make_settings import DEMO, NAMES, PAGE, page
-from oppo.config import Settings, resolve
+from docs.make_settings import DEMO, NAMES, PAGE, page, tables
+from oppo.config import resolve
 from oppo.demo.assets import Assets, Facts
 from oppo.demo.run import FULL, SHORT, Plan, settings_of
-from oppo.sections import Section
 
 
 def keys() -> list[str]:
-    sections = {name: field.annotation for name, field in Settings.model_fields.items()}
-    return [
-        f"{name}.{key}"
-        for name, model in sections.items()
-        if isinstance(model, type) and issubclass(model, Section)
-        for key in model.model_fields
-    ]
+    return [f"{name}.{key}" for name, keys in tables().items() for key in keys]
 
 
 def test_the_page_is_up_to_date() -> None:
@@ -41,11 +34,11 @@ def test_every_key_says_what_it_does() -> None:
 def test_the_demo_is_at_the_defaults_but_where_the_page_says_why(plan: Plan) -> None:
     facts = Facts(0, {}, 0, 0, 0, 0, {}, {}, 0, {})
     ours = settings_of(plan, Assets(Path("/made"), facts), Path("/runs/demo-1"), seed=0)
-    models = ours.models.model_dump(include={"policy", "reward", "critic"})
-    plain = resolve({"models": models, "data": {"prompts": ours.data.prompts}}, Path("/"))
+    models = {key: getattr(ours.models, key) for key in ("policy", "reward", "critic")}
+    plain = resolve({"models": models, "data": {"prompts": ours.data.prompts}}, Path("/")).tables()
     named = {"run.name", "run.directory", "run.steps"}
     differing = {
-        key for key in keys() for section, _, name in [key.partition(".")]
-        if getattr(getattr(ours, section), name) != getattr(getattr(plain, section), name)
+        f"{name}.{key}" for name, keys in ours.tables().items() for key, value in keys.items()
+        if value != plain[name][key]
     }  # fmt: skip
     assert differing - named == set(DEMO)

@@ -15,14 +15,13 @@ from torch import Tensor
 from oppo.errors import ConfigError
 from oppo.events import BoolArray, FloatArray
 from oppo.losses import ClippedLoss, Input, Inputs, Whole, importance_weights
-from oppo.staleness import SEQUENCE_BAND, TOKEN_BAND, Correction, Denominator, Level, TokenWeight
+from oppo.staleness import SEQUENCE_BAND, TOKEN_BAND, Correction, Level, RatioBase, TokenWeight
 
-DENOMINATORS: tuple[Denominator, ...] = ("behaviour", "proximal")
+BASES: tuple[RatioBase, ...] = ("behaviour", "proximal")
 WEIGHTS: tuple[TokenWeight, ...] = ("none", "truncated", "mask")
 LEVELS: tuple[Level, ...] = ("token", "sequence")
 EVERY = [
-    Correction(denominator=denominator, weight=weight, level=level)
-    for denominator, weight, level in product(DENOMINATORS, WEIGHTS, LEVELS)
+    Correction(ratio_base=base, weight=weight, level=level) for base, weight, level in product(BASES, WEIGHTS, LEVELS)
 ]
 
 MISMATCH = np.array([1.0, 0.25, 4.0, 10.0], np.float64)
@@ -53,7 +52,7 @@ def test_tokens_of_the_current_version_weigh_one(correction: Correction) -> None
 
 def test_the_ratio_is_over_what_was_chosen() -> None:
     assert {"behaviour", "proximal"} & ClippedLoss().reads == {"behaviour"}
-    decoupled = ClippedLoss(correction=Correction(denominator="proximal"))
+    decoupled = ClippedLoss(correction=Correction(ratio_base="proximal"))
     assert {"behaviour", "proximal"} & decoupled.reads == {"proximal"}
 
 
@@ -62,28 +61,28 @@ def test_the_ratio_is_over_what_was_chosen() -> None:
     [("truncated", [1.0, 0.25, 2.0, 2.0]), ("mask", [1.0, 0.0, 4.0, 0.0])],
 )
 def test_tokens_weigh_what_the_table_says(weight: TokenWeight, proximal: list[float]) -> None:
-    assert_allclose(weights(Correction(weight=weight, denominator="proximal")), proximal, rtol=1e-6)
+    assert_allclose(weights(Correction(weight=weight, ratio_base="proximal")), proximal, rtol=1e-6)
     assert_allclose(weights(Correction(weight=weight)), proximal / MISMATCH, rtol=1e-6)
 
 
 def test_without_a_weight_every_token_weighs_one() -> None:
-    for denominator in DENOMINATORS:
-        assert weights(Correction(denominator=denominator)).tolist() == [1, 1, 1, 1]
+    for base in BASES:
+        assert weights(Correction(ratio_base=base)).tolist() == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("weight", ["truncated", "mask"])
-def test_a_tokens_ratio_times_its_weight_does_not_depend_on_the_denominator(weight: TokenWeight) -> None:
+def test_a_tokens_ratio_times_its_weight_does_not_depend_on_the_base_of_the_ratio(weight: TokenWeight) -> None:
     current = np.array([-1.1, -2.0, -2.5, -4.0])
     one, other = (
-        np.exp(current - (BEHAVIOUR if chosen.denominator == "behaviour" else PROXIMAL)) * weights(chosen)
-        for chosen in (Correction(weight=weight, denominator=denominator) for denominator in DENOMINATORS)
+        np.exp(current - (BEHAVIOUR if chosen.ratio_base == "behaviour" else PROXIMAL)) * weights(chosen)
+        for chosen in (Correction(weight=weight, ratio_base=base) for base in BASES)
     )
     assert_allclose(one, other, rtol=1e-5)
 
 
 def test_a_rollouts_weight_is_that_of_its_geometric_mean() -> None:
     means = [math.sqrt(0.25), math.sqrt(40.0)]
-    by_rollout = Correction(weight="truncated", level="sequence", denominator="proximal", cap=3.0)
+    by_rollout = Correction(weight="truncated", level="sequence", ratio_base="proximal", cap=3.0)
     assert_allclose(weights(by_rollout, (2, 2)), [means[0], means[0], 3.0, 3.0], rtol=1e-6)
     kept = Correction(weight="mask", level="sequence", low=0.4, high=2.0)
     assert weights(kept, (2, 2)).tolist() == [1, 1, 0, 0]
@@ -103,10 +102,10 @@ def test_a_mask_without_a_band_of_its_own_has_that_of_its_level() -> None:
 
 def test_a_mismatch_too_large_for_a_float_is_truncated_and_masked_all_the_same() -> None:
     far = BEHAVIOUR + np.float32(1_000)
-    for denominator in DENOMINATORS:
-        truncated = weighed(Correction(weight="truncated", denominator=denominator), BEHAVIOUR, far, ALL, [4])
-        assert truncated.tolist() == [2.0 if denominator == "proximal" else 0.0] * 4
-        assert not weighed(Correction(weight="mask", denominator=denominator), BEHAVIOUR, far, ALL, [4]).any()
+    for base in BASES:
+        truncated = weighed(Correction(weight="truncated", ratio_base=base), BEHAVIOUR, far, ALL, [4])
+        assert truncated.tolist() == [2.0 if base == "proximal" else 0.0] * 4
+        assert not weighed(Correction(weight="mask", ratio_base=base), BEHAVIOUR, far, ALL, [4]).any()
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from oppo.admission import Admission, Overcommit, SlopeAdaptive, TailAdaptive, TailBatched
 from oppo.chunking import ChunkSize, Fixed, Tuned, WholeRollout
 from oppo.compose import admission_of, chunks_of
-from oppo.sections import StepSection
+from oppo.settings import StepSection
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from oppo.train import FINAL
 from tests.workplace import furnish, oppo, records, start
 
 GROUPS = (
-    "step.samples=3", "step.batch=3", "step.extra=2", "run.steps=4", "run.exact=true", "run.panel=off",
+    "algorithm.samples=3", "step.batch=3", "step.extra=2", "run.steps=4", "run.exact=true", "run.panel=off",
     "models.reward=reward.py:short",
 )  # fmt: skip
 
@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("algorithm", "further"),
-    [("grpo", ("step.denominator=proximal",)), ("rloo", ())],
+    [("grpo", ("algorithm.ratio_base=proximal",)), ("rloo", ()), ("dr_grpo", ())],
 )
 def test_groups_are_trained_whole_and_no_critic_is_loaded_or_saved(
     folder: Path, algorithm: str, further: tuple[str, ...], capsys: pytest.CaptureFixture[str]

@@ -35,8 +35,11 @@ stop_strings = ["w7", "w30 w"]
 [step]
 batch = 4
 extra = 2
+[algorithm]
 kl_in = "loss"
 kl_estimator = "k2"
+value_clip = "none"
+entropy_coefficient = 0.01
 score_norm = true
 score_clip = 2.0
 reward_scale = 0.5
@@ -47,8 +50,6 @@ learning_rate = 1e-2
 critic_warmup = 1
 epochs = 2
 minibatches = 2
-value_clip = "none"
-entropy_coefficient = 0.01
 gradient_checkpointing = 2
 """
 

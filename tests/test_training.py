@@ -30,7 +30,7 @@ def test_the_schedules_are_those_of_transformers(schedule: Schedule) -> None:
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"epochs": 0}, "epochs must be 1 or more, not 0"),
+        ({"epochs": 0}, "epochs must be more than 0, not 0"),
         ({"learning_rate": -1.0}, "learning_rate must be 0 or more"),
         (
             {"critic_learning_rate": math.nan},
@@ -38,11 +38,14 @@ def test_the_schedules_are_those_of_transformers(schedule: Schedule) -> None:
         ),
         ({"critic_warmup": -1}, "critic_warmup must be 0 or more"),
         ({"gradient_checkpointing": -1}, "gradient_checkpointing must be 0 or more"),
-        ({"betas": (0.9, 1.0)}, r"betas must both lie in \[0, 1\)"),
+        ({"betas": (0.9, 1.0)}, "betas must be less than 1, not 1.0"),
         ({"schedule": "bananas"}, "schedule must be one of constant, constant_with_warmup, linear, cosine"),
         ({"schedule": "linear"}, "total_steps must be given"),
         ({"warmup_steps": 3}, "use 'constant_with_warmup'"),
-        ({"schedule": "cosine", "warmup_steps": 3, "total_steps": 3}, "total_steps must be more than warmup_steps"),
+        (
+            {"schedule": "cosine", "warmup_steps": 3, "total_steps": 3},
+            r"warmup_steps must be fewer than the steps of the run \(3\), not 3",
+        ),
     ],
 )
 def test_impossible_settings_are_refused(settings: dict[str, float], sentence: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from oppo.config import Settings
+from oppo.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +27,9 @@ class Arm:
 
     def settings(self, demo: Settings, batch: int) -> Settings:
         """Return the demo's settings in this schedule, without what a study does not read of a run."""
-        document = demo.model_dump(exclude_none=True)
         extra = {} if self.share is None else {"admission": "overcommit", "extra": round(self.share * batch)}
-        document["step"] |= {"batch": batch, **extra, **self.step}
-        document["run"] |= {"panel": "off", "trace": 0, "samples": 0}
-        return Settings.model_validate(document)
+        quiet = {"panel": "off", "trace": 0, "logged_samples": 0}
+        return demo.changed({"step": {"batch": batch, **extra, **self.step}, "run": quiet})
 
 
 SERIAL: Final = Arm("serial", "decode, then score, then train", held=True, step={"chunk": "whole"})

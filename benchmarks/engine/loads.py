@@ -12,10 +12,10 @@ import anyio.lowlevel
 import numpy as np
 
 from oppo.admission import Overcommit
+from oppo.algorithms.ppo import ppo
 from oppo.chunking import Fixed
 from oppo.events import Chunk, Finish, FloatArray, Prompt, Response, Scored, merge_chunks, rollout_of
 from oppo.graph import Graph, GraphBuilder, Receiver, Sender, join
-from oppo.recipes import ppo
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer
 
 CHUNKS = 8
@@ -162,7 +162,7 @@ def _zeros(event: Finish, _read: tuple[int, ...], _version: int) -> FloatArray:
 
 
 async def step(rollouts: int, steps: int) -> AsyncIterator[int]:
-    """Yield the chunks made in each step of PPO as :func:`oppo.recipes.ppo` builds it, with an eighth overcommitted."""
+    """Yield the chunks made in each step of PPO as :func:`oppo.ppo` builds it, with an eighth overcommitted."""
     extra = rollouts // 9
     policy = FakePolicy(length, seconds=0.0)
     graph = ppo(

@@ -17,6 +17,7 @@ from benchmarks.ladder.layout import Seats, settle
 from benchmarks.ladder.modes import Mode
 from benchmarks.ladder.teach import config_of
 from benchmarks.ladder.workloads import Phase, Scorers, Shape, Workload
+from oppo.algorithms.ppo import ppo
 from oppo.demo.once import alone
 from oppo.events import Drop, Prompt, StepReport
 from oppo.graph import Graph
@@ -29,8 +30,8 @@ from oppo.hf.trainer import HfTrainer
 from oppo.models import Sampling, Scorer
 from oppo.observe import SpanListener
 from oppo.placement import Place, Process, Thread
-from oppo.recipes import ppo
 from oppo.rewards import FunctionReward
+from oppo.stages import GAE
 from oppo.training import TrainerSettings
 
 WORK: Final[dict[tuple[str, str], Phase]] = {
@@ -121,9 +122,7 @@ def pipeline(
         ),
         admission=mode.admission(workload),
         chunks=mode.chunks(workload),
-        kl=workload.kl,
-        gamma=workload.gamma,
-        lam=workload.lam,
+        advantage=GAE(gamma=workload.gamma, lam=workload.lam, kl=workload.kl),
     )
     if isinstance(scoring, Process):
         scoring.settle()

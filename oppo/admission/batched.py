@@ -9,8 +9,8 @@ from typing import Literal
 
 from oppo.admission.observation import Observation
 from oppo.admission.protocol import AdmitView, CutView
+from oppo.declared import require_declared
 from oppo.errors import AdmissionError
-from oppo.numeric import require_numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class TailBatched:
     launch: float = 1.25
 
     def __post_init__(self) -> None:
-        require_numbers(self, error=AdmissionError)
+        require_declared(self, error=AdmissionError)
         if self.batch < 1:
             raise AdmissionError(f"batch must be at least 1, not {self.batch}")
         if not 1 <= self.launch <= 2:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from oppo.admission.observation import Observation
 from oppo.admission.protocol import AdmitView, CutView
+from oppo.declared import require_declared
 from oppo.errors import AdmissionError
-from oppo.numeric import require_numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Overcommit:
     max_deferrals: int = 2
 
     def __post_init__(self) -> None:
-        require_numbers(self, error=AdmissionError)
+        require_declared(self, error=AdmissionError)
         if self.batch < 1:
             raise AdmissionError(f"batch must be at least 1, not {self.batch}")
         if not 0 <= self.extra <= self.batch:

@@ -10,8 +10,8 @@ from typing import Literal, TypeAlias, cast
 from oppo.admission.observation import Json, Observation
 from oppo.admission.overcommit import Overcommit
 from oppo.admission.protocol import AdmitView, CutView
+from oppo.declared import require_declared
 from oppo.errors import AdmissionError
-from oppo.numeric import require_numbers
 
 SlopeRule: TypeAlias = Literal["text", "algorithm1"]
 
@@ -62,7 +62,7 @@ class SlopeAdaptive:
     _scores: list[float] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        require_numbers(self, error=AdmissionError)
+        require_declared(self, error=AdmissionError)
         first = (self.least + self.most) // 2 if self.initial is None else self.initial
         if not 0 <= self.least <= first <= self.most:
             raise AdmissionError(f"0 <= least <= initial <= most must hold, not 0, {self.least}, {first}, {self.most}")

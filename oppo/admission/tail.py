@@ -14,8 +14,8 @@ from oppo.admission.overcommit import Overcommit
 from oppo.admission.pace import pace
 from oppo.admission.protocol import AdmitView, CutView
 from oppo.admission.survival import FloatVector, kaplan_meier
+from oppo.declared import require_declared
 from oppo.errors import AdmissionError
-from oppo.numeric import require_numbers
 
 MARGIN = 0.0115
 """Costs within this part of the lowest count as equal: the estimates are not better than that."""
@@ -71,7 +71,7 @@ class TailAdaptive:
     _seen: list[Observation] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        require_numbers(self, error=AdmissionError)
+        require_declared(self, error=AdmissionError)
         self._now = Overcommit(self.batch, 0, self.max_deferrals)
         Overcommit(self.batch, self._limit, self.max_deferrals)
         if self.window < 1:

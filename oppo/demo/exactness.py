@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import anyio
 
-from oppo.config import Settings
+from oppo.algorithms.ppo import PPO
 from oppo.errors import ConfigError
 from oppo.evaluate import respond, score_all
 from oppo.events import Batch, Drop
 from oppo.observe import Span
-from oppo.stages import GAE
+from oppo.settings import Settings
 from oppo.stages.rows import Row
 from oppo.train import Session, prepare
 
@@ -42,8 +42,7 @@ def compare_schedules(settings: Settings) -> Digests:
         "run": {"exact": True, "steps": STEPS, "name": f"{settings.run.name}-exactness"},
         "step": {"batch": BATCH, "extra": 0, "admission": "overcommit"},
     }
-    document = settings.model_dump(exclude_none=True)
-    exact = Settings.model_validate({name: section | changes.get(name, {}) for name, section in document.items()})
+    exact = settings.changed(changes)
     with prepare(exact) as session:
         serial = anyio.run(serially, session)
     with prepare(exact) as session:
@@ -53,11 +52,11 @@ def compare_schedules(settings: Settings) -> Digests:
 
 async def serially(session: Session) -> list[Batch]:
     """Return the batches of a run that generates, scores and trains one after another."""
-    models, step = session.assembly, session.settings.step
+    models, step, algorithm = session.assembly, session.settings.step, session.settings.algorithm
     critic = models.critic
-    if critic is None:
-        raise ConfigError(f"the serial run is one of PPO, and step.algorithm = {step.algorithm!r} has no critic")
-    estimator = GAE(gamma=step.gamma, lam=step.lam, kl=step.kl, kl_estimator=step.kl_estimator)
+    if critic is None or not isinstance(algorithm, PPO):
+        raise ConfigError(f"the serial run is one of PPO, and step.algorithm = {step.algorithm!r}: choose 'ppo'")
+    estimator = algorithm.advantage()
     batches = []
     for _ in range(STEPS):
         finished = await respond(models.policy, [next(session.prompts) for _ in range(step.batch)])

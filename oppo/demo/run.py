@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from oppo import observe
-from oppo.config import Settings, resolve
+from oppo.config import resolve
 from oppo.demo.assets import Assets, cache_directory, make_assets
 from oppo.demo.exactness import compare_schedules
 from oppo.demo.examination import Answers, examine
@@ -24,6 +24,7 @@ from oppo.events import Defer, Finish
 from oppo.observe import Span
 from oppo.report.occupancy import require_unused
 from oppo.report.panel import harmless
+from oppo.settings import Settings
 from oppo.train import FINAL, prepare, run
 
 SHOWN = 3

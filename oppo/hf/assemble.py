@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -13,7 +12,7 @@ from typing import Self
 import torch
 from transformers import PreTrainedModel
 
-from oppo.config import Settings, trainer_settings
+from oppo.declared import declared
 from oppo.errors import ConfigError
 from oppo.events import Drop, FloatArray
 from oppo.hf.actor_critic import ActorCritic
@@ -32,11 +31,11 @@ from oppo.hf.scorers import ReferenceLogprobs, RewardModel, ValueModel
 from oppo.hf.text import Text
 from oppo.hf.trainer import HfTrainer
 from oppo.hf.trunk import value_model_on
-from oppo.losses import ClippedLoss, PPOLoss
-from oppo.models import ResumableTrainer, Sampling, Scorer
+from oppo.models import ResumableTrainer, Sampling, SamplingSettings, Scorer
 from oppo.observe import Span, SpanListener
 from oppo.placement import Hosting
 from oppo.rewards import FunctionReward
+from oppo.settings import DataSection, ModelsSection, SamplingSection, Settings
 from oppo.stages.update import followers
 
 _SERVING = "lower step.batch, step.extra or sampling.max_new_tokens, or choose models.dtype = 'bfloat16'"
@@ -106,17 +105,16 @@ class Assembly:
         self.places.close()
 
 
-def load_text(settings: Settings, tell: Callable[[str], None]) -> Text:
+def load_text(models: ModelsSection, tell: Callable[[str], None]) -> Text:
     """Return the policy's tokenizer.
 
     Args:
-        settings: of the run.
+        models: those of the run.
         tell: told, in a sentence, that a hub is asked for it.
 
     Raises:
         ConfigError: there is none, it is damaged, or it needs code that is not trusted.
     """
-    models = settings.models
     try:
         return Text(load_tokenizer(models.policy, trust_remote_code=models.trust_remote_code, tell=tell))
     except ConfigError as error:
@@ -141,9 +139,9 @@ def assemble(settings: Settings, text: Text, tell: Callable[[str], None]) -> Ass
         RewardError: the reward function cannot be loaded.
         ModelRefused: a model cannot be served exactly.
     """
-    reward = _function(settings, text, tell)
     run = settings.run
-    device = _device(settings)
+    reward = _function(settings.models, settings.data, text, tell)
+    device = _device(settings.models, exact=run.exact)
     there = available_cores()
     if (cores := run.cores or there) > there:
         tell(
@@ -160,7 +158,7 @@ def assemble(settings: Settings, text: Text, tell: Callable[[str], None]) -> Ass
     )
     with ExitStack() as stack:
         stack.callback(places.close)
-        assembly = _assembled(settings, text, places, reward, RoleLoader(settings, text, device, tell))
+        assembly = _assembled(settings, text, places, reward, RoleLoader(settings.models, text, device, tell))
         settled(device)
         places.settle()
         stack.pop_all()
@@ -171,15 +169,15 @@ def _assembled(
     settings: Settings, text: Text, places: Places, reward: Scorer[float | Drop] | None, load: RoleLoader
 ) -> Assembly:
     exact = settings.run.exact
-    actor, reference = _actor_and_reference(settings, load)
+    actor, reference = _actor_and_reference(settings.models, load, seed=settings.trainer.seed)
     served = [actor, reference]
     if reward is None:
         judge = load.scalar("reward")
         served.append(judge)
         reward = RewardModel(judge, thread=ModelPlace(places.scoring, "reward model", _SERVING), exact=exact)
-    critic = _critic(settings, actor, load)
+    critic = _critic(settings.models, actor, load) if settings.algorithm.has_critic else None
     served += [] if critic is None else [critic]
-    sampling = _sampling(settings, text, actor)
+    sampling = _sampling(settings.sampling, text, actor)
     trainer = _trainer(settings, actor, critic, sampling, places.training)
     return Assembly(
         policy=HfPolicy(
@@ -197,7 +195,15 @@ def _assembled(
         critic=None
         if critic is None
         else ValueModel(critic, thread=ModelPlace(places.scoring, "critic", _SERVING), exact=exact),
-        proximal=_proximal(settings, actor, sampling, places.scoring),
+        proximal=ProximalLogprobs(
+            actor,
+            sampling=sampling,
+            thread=ModelPlace(places.scoring, "proximal", _SERVING),
+            exact=exact,
+            on_publish=settings.step.on_publish,
+        )
+        if settings.algorithm.corrects
+        else None,
         trainer=trainer,
         saving=Saving(trainer, text, ("actor",) if critic is None else ("actor", "critic"), places.saving),
         text=text,
@@ -207,29 +213,28 @@ def _assembled(
     )
 
 
-def _device(settings: Settings) -> torch.device:
+def _device(models: ModelsSection, *, exact: bool) -> torch.device:
     try:
-        return device_of(settings.models.device, exact=settings.run.exact)
+        return device_of(models.device, exact=exact)
     except ConfigError as error:
         raise ConfigError(f"models.device: {error}") from error
 
 
-def _actor_and_reference(settings: Settings, load: RoleLoader) -> tuple[PreTrainedModel, PreTrainedModel]:
+def _actor_and_reference(
+    models: ModelsSection, load: RoleLoader, *, seed: int
+) -> tuple[PreTrainedModel, PreTrainedModel]:
     """Return what is trained and what it is compared with; with adapters, both over the same base in memory."""
-    models = settings.models
     actor = load.causal("policy")
     shared = models.lora_rank > 0 and models.reference == models.policy
     reference = twin(actor) if shared else load.causal("reference")
     if models.lora_rank:
-        add_lora(actor, models.lora_rank, models.lora_alpha, seed=settings.trainer.seed)
+        add_lora(actor, models.lora_rank, models.lora_alpha, seed=seed)
     return actor, reference
 
 
-def _critic(settings: Settings, actor: PreTrainedModel, load: RoleLoader) -> PreTrainedModel | None:
-    """Return the value model, which may be a head on the actor's trunk; ``None`` where nobody asks for values."""
-    if not settings.has_critic:
-        return None
-    return value_model_on(actor) if settings.models.shared_trunk else load.scalar("critic", new_head=True)
+def _critic(models: ModelsSection, actor: PreTrainedModel, load: RoleLoader) -> PreTrainedModel:
+    """Return the value model, which may be a head on the actor's trunk."""
+    return value_model_on(actor) if models.shared_trunk else load.scalar("critic", new_head=True)
 
 
 def _trainer(
@@ -244,63 +249,29 @@ def _trainer(
         critic,
         sampling=sampling,
         thread=ModelPlace(place, "trainer", _TRAINING),
-        settings=trainer_settings(settings),
-        loss=loss_of(settings),
+        settings=settings.trainer,
+        loss=settings.algorithm.loss(),
     )
 
 
-def _proximal(
-    settings: Settings, actor: PreTrainedModel, sampling: Sampling, place: Hosting
-) -> ProximalLogprobs | None:
-    """Return what computes stale log-probs again, on the actor's own weights; ``None`` where nobody asked for it."""
-    if not settings.step.correction().asked:
-        return None
-    return ProximalLogprobs(
-        actor,
-        sampling=sampling,
-        thread=ModelPlace(place, "proximal", _SERVING),
-        exact=settings.run.exact,
-        on_publish=settings.step.on_publish,
-    )
-
-
-def loss_of(settings: Settings) -> ClippedLoss:
-    """Return what is minimised; of a critic's loss nothing where there is none."""
-    step, trainer = settings.step, settings.trainer
-    policy = ClippedLoss(
-        clip=trainer.clip, entropy_coefficient=trainer.entropy_coefficient, correction=step.correction()
-    )
-    if step.kl_in == "loss":
-        policy = replace(policy, kl=step.kl, kl_estimator=step.kl_estimator)
-    if not settings.has_critic:
-        return policy
-    value_clip = math.inf if trainer.value_clip == "none" else trainer.value_clip
-    return PPOLoss(**vars(policy), value_clip=value_clip, value_coefficient=trainer.value_coefficient)
-
-
-def _function(settings: Settings, text: Text, tell: Callable[[str], None]) -> FunctionReward | None:
+def _function(
+    models: ModelsSection, data: DataSection, text: Text, tell: Callable[[str], None]
+) -> FunctionReward | None:
     """Return the reward function, where the reward is one."""
-    if not settings.models.reward_is_function:
+    if not models.reward_is_function:
         return None
     return FunctionReward(
-        settings.models.reward,
+        models.reward,
         text.decode,
-        prompt_column=settings.data.column,
-        on_failure=settings.models.reward_failure,
-        process=settings.models.reward_process,
+        prompt_column=data.column,
+        on_failure=models.reward_failure,
+        process=models.reward_process,
         tell=tell,
     )
 
 
-def _sampling(settings: Settings, text: Text, actor: PreTrainedModel) -> Sampling:
-    section = settings.sampling
-    return Sampling(
-        max_new_tokens=section.max_new_tokens,
-        temperature=section.temperature,
-        top_k=section.top_k,
-        top_p=section.top_p,
-        stop=text.stop(section.stop, end_ids(actor)),
-        min_new_tokens=section.min_new_tokens,
-        stop_strings=text.stop_strings(section.stop_strings),
-        seed=section.seed,
-    )
+def _sampling(section: SamplingSection, text: Text, actor: PreTrainedModel) -> Sampling:
+    """Return how tokens are drawn, with the ids and texts that the tokenizer ends a response by."""
+    drawn = {name: getattr(section, name) for name in declared(SamplingSettings)}
+    drawn["stop_strings"] = text.stop_strings(section.stop_strings)
+    return Sampling(**drawn, stop=text.stop(section.stop, end_ids(actor)))

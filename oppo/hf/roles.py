@@ -9,7 +9,6 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
-from oppo.config import Settings
 from oppo.errors import ConfigError, ModelRefused
 from oppo.hf.anatomy import vocabulary
 from oppo.hf.directory import holds_tokenizer
@@ -18,6 +17,7 @@ from oppo.hf.load import load_causal, load_scalar, load_tokenizer
 from oppo.hf.memory import attributed
 from oppo.hf.precision import require_supported
 from oppo.hf.text import Text
+from oppo.settings import ModelsSection
 
 _LOADING = "choose models.dtype = 'bfloat16', or a smaller model"
 
@@ -29,10 +29,10 @@ _AS_FUNCTION = (
 
 
 class RoleLoader:
-    """Loads the models of ``settings``; an error names the setting that asked for the model, and what to do."""
+    """Loads the models of a run; an error names the setting that asked for the model, and what to do."""
 
-    def __init__(self, settings: Settings, text: Text, device: torch.device, tell: Callable[[str], None]) -> None:
-        self._models = settings.models
+    def __init__(self, models: ModelsSection, text: Text, device: torch.device, tell: Callable[[str], None]) -> None:
+        self._models = models
         self._text = text
         self._device = device
         self._tell = tell

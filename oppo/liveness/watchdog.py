@@ -7,7 +7,7 @@
 
 It looks from outside because what hangs may be the event loop itself. What moves a run is an item sent, a piece of
 work done by a model, a step, or any change of what ``progress`` returns. One long call, of a model or a reward
-function, looks from outside as a hang does: it is named when a stall is told of, and may last ``call_seconds``. So may
+function, looks from outside as a hang does: it is named when a stall is told of, and may last ``call_timeout``. So may
 what comes after a run was cancelled, as long as something moves, or what was learned is being saved.
 
 Code that holds the interpreter lock keeps every thread from running, this one included: there a timer of the system has
@@ -42,7 +42,7 @@ from oppo.redact import redacted_values
 NOTICE_SECONDS = 30.0
 """After so long without a move it is said who waits for whom, and again whenever the time has doubled."""
 
-CALL_SECONDS = 3600.0
+CALL_TIMEOUT = 3600.0
 """How long one call may be at work while nothing else moves."""
 
 GRACE_SECONDS = 30.0
@@ -84,14 +84,14 @@ class Watchdog(Observer):
         listeners: told of each stall, from the watchdog's thread.
         progress: whatever changes while work goes on that sends nothing, such as a count of decode steps.
         calls: names the calls that are at work, if any.
-        call_seconds: the limit instead of ``seconds`` while a call is at work, where it is longer; 0 sets none.
+        call_timeout: the limit instead of ``seconds`` while a call is at work, where it is longer; 0 sets none.
         saving: whether what was learned is being saved: a cancelled run is waited for meanwhile.
         free: called from the watchdog's thread when a cancelled run has not ended, and for ``grace`` seconds neither
             moved nor saved: ends what can be ended, such as child processes.
-        last_resort: the same, after that, or when the run has not ended after ``call_seconds``: a thread that never
+        last_resort: the same, after that, or when the run has not ended after ``call_timeout``: a thread that never
             returns cannot be ended but with the process.
         grace: seconds.
-        names: what ``seconds`` and ``call_seconds`` are called where they are chosen, for the error.
+        names: what ``seconds`` and ``call_timeout`` are called where they are chosen, for the error.
         clock: seconds.
     """
 
@@ -104,15 +104,15 @@ class Watchdog(Observer):
         listeners: Sequence[Callable[[Stall], None]] = (),
         progress: Callable[[], object] = int,
         calls: Callable[[], tuple[str, ...]] = tuple,
-        call_seconds: float = CALL_SECONDS,
+        call_timeout: float = CALL_TIMEOUT,
         saving: Callable[[], bool] = bool,
         free: Callable[[], object] = int,
         last_resort: Callable[[HangError], None] | None = None,
         grace: float = GRACE_SECONDS,
-        names: tuple[str, str] = ("run.watchdog_seconds", "run.call_seconds"),
+        names: tuple[str, str] = ("run.watchdog_seconds", "run.call_timeout"),
         clock: Callable[[], float] = now,
     ) -> None:
-        for name, value in zip((*names, "notice", "grace"), (seconds, call_seconds, notice, grace), strict=True):
+        for name, value in zip((*names, "notice", "grace"), (seconds, call_timeout, notice, grace), strict=True):
             require_real(name, value, 0, infinite=True)
         self._seconds = seconds
         self._report = report
@@ -120,7 +120,7 @@ class Watchdog(Observer):
         self._listeners = listeners
         self._progress = progress
         self._calls = calls
-        self._call_seconds = call_seconds
+        self._call_timeout = call_timeout
         self._saving = saving
         self._free = free
         self._last_resort = last_resort
@@ -218,9 +218,9 @@ class Watchdog(Observer):
         return None if self._run is None else self._run.snapshot()
 
     def _limit(self, calls: tuple[str, ...]) -> float:
-        if not self._seconds or (calls and not self._call_seconds):
+        if not self._seconds or (calls and not self._call_timeout):
             return math.inf
-        return max(self._seconds, self._call_seconds) if calls else self._seconds
+        return max(self._seconds, self._call_timeout) if calls else self._seconds
 
     def __enter__(self) -> Self:
         if self._last_word is not None:
@@ -257,7 +257,7 @@ class Watchdog(Observer):
         self._hang = hang = HangError(f"{stall.sentence()} ({self._written(stall)})")
         if self._loop is not None and self._scope is not None:
             self._loop.call_soon_threadsafe(self._scope.cancel)
-        until = self._clock() + (self._call_seconds or math.inf)
+        until = self._clock() + (self._call_timeout or math.inf)
         remedies: list[Callable[[], object]] = [self._free]
         if self._last_resort is not None:
             remedies.append(partial(self._last_resort, hang))
@@ -278,6 +278,6 @@ class Watchdog(Observer):
         except OSError as error:
             return f"{self._report} could not be written: {error.strerror or error}"
         name, limit = self._names[0], self._seconds
-        if stall.calls and self._call_seconds > self._seconds:
-            name, limit = self._names[1], self._call_seconds
+        if stall.calls and self._call_timeout > self._seconds:
+            name, limit = self._names[1], self._call_timeout
         return f"see {self._report}; {name} = {limit:g} is the limit, 0 sets none"

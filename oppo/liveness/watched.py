@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 import structlog
 
 from oppo.graph import Run
-from oppo.liveness.watchdog import CALL_SECONDS, NOTICE_SECONDS, Stall, Watchdog
+from oppo.liveness.watchdog import CALL_TIMEOUT, NOTICE_SECONDS, Stall, Watchdog
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ async def watched(
     run: Run[T],
     *working: Working,
     seconds: float = SECONDS,
-    call_seconds: float = CALL_SECONDS,
+    call_timeout: float = CALL_TIMEOUT,
     notice: float = NOTICE_SECONDS,
     report: Path = Path("hang-report.json"),
     tell: Callable[[str], object] | None = None,
@@ -40,9 +40,9 @@ async def watched(
 
     Args:
         run: open; no step of it is running.
-        working: the places of its models, and its reward function: one call of them may last ``call_seconds``.
+        working: the places of its models, and its reward function: one call of them may last ``call_timeout``.
         seconds: without a move for so long, the run is ended; 0: never.
-        call_seconds: the limit instead while a call is at work, where it is longer; 0: none.
+        call_timeout: the limit instead while a call is at work, where it is longer; 0: none.
         notice: seconds without a move after which ``tell`` is called, and again whenever they have doubled.
         report: the file that says, when the run is ended, what every stage, task and thread was doing.
         tell: called, from another thread, with a sentence about who waits for whom; a warning of structlog otherwise.
@@ -60,8 +60,8 @@ async def watched(
         notice=notice,
         listeners=[say],
         calls=lambda: tuple(filter(None, (each.at_work for each in working))),
-        call_seconds=call_seconds,
-        names=("seconds", "call_seconds"),
+        call_timeout=call_timeout,
+        names=("seconds", "call_timeout"),
     )
     run.listen(watchdog)
     with watchdog:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import get_args
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from oppo.declared import NonNegative, Positive, require_declared
 from oppo.errors import ConfigError
 from oppo.estimators import KLEstimator
 from oppo.losses.protocol import OF_A_CRITIC, Evaluated, Input, Inputs, Loss, Unit, means
 from oppo.losses.terms import clipped_tokens, kl_loss, masked_mean, policy_loss, value_loss
-from oppo.numeric import require_numbers, require_range
 from oppo.staleness import Correction
 
 
@@ -37,21 +37,14 @@ class ClippedLoss:
         ConfigError: a value is out of range.
     """
 
-    clip: float = 0.2
-    entropy_coefficient: float = 0.0
-    kl: float = 0.0
+    clip: Positive = 0.2
+    entropy_coefficient: NonNegative = 0.0
+    kl: NonNegative = 0.0
     kl_estimator: KLEstimator = "k2"
     correction: Correction = field(default_factory=Correction)
 
     def __post_init__(self) -> None:
-        require_numbers(self, infinite=["value_clip"], error=ConfigError)  # of the loss below, too
-        require_range("clip", self.clip, above=0, error=ConfigError)
-        require_range("entropy_coefficient", self.entropy_coefficient, at_least=0, error=ConfigError)
-        require_range("kl", self.kl, at_least=0, error=ConfigError)
-        if self.kl_estimator not in get_args(KLEstimator):
-            raise ConfigError(
-                f"kl_estimator must be one of {', '.join(get_args(KLEstimator))}, not {self.kl_estimator!r}"
-            )
+        require_declared(self, infinite=["value_clip"], error=ConfigError)  # of the loss below, too
 
     @property
     def unit(self) -> Unit:
@@ -61,7 +54,7 @@ class ClippedLoss:
     @property
     def reads(self) -> frozenset[Input]:
         """What the terms with a weight are functions of."""
-        reads: set[Input] = {"logprobs", "advantages", self.correction.denominator}
+        reads: set[Input] = {"logprobs", "advantages", self.correction.ratio_base}
         if self.correction.weight != "none":
             reads |= {"behaviour", "proximal"}
         if self.entropy_coefficient:
@@ -78,7 +71,7 @@ class ClippedLoss:
     def __call__(self, inputs: Inputs) -> Evaluated:
         """Return the policy's part of the loss, with what TRL tells of it."""
         mask, total = inputs.mask, inputs.whole.tokens
-        logprobs, old, advantages = inputs["logprobs"], inputs[self.correction.denominator], inputs["advantages"]
+        logprobs, old, advantages = inputs["logprobs"], inputs[self.correction.ratio_base], inputs["advantages"]
         weights = None if self.correction.weight == "none" else importance_weights(self.correction, inputs)
         policy = policy_loss(logprobs, old, advantages, mask, self.clip, weights=weights, total=total)
         spread = masked_mean(inputs["entropies"], mask, total)
@@ -100,6 +93,10 @@ class ClippedLoss:
         clipped = clipped_tokens(logprobs, old, advantages, mask, self.clip)
         return Evaluated(loss, measured, clipped, weights)
 
+    def with_kl(self, kl: float, estimator: KLEstimator) -> Self:
+        """Return this loss with a KL to the reference in it."""
+        return replace(self, kl=kl, kl_estimator=estimator)
+
     def metrics(self, minibatches: Sequence[Mapping[str, float]]) -> dict[str, float]:
         """Return the means over minibatches, and the variance of the minibatches' mean ratios; 0 where there is one."""
         ratios = [measured["val/ratio"] for measured in minibatches]
@@ -118,13 +115,8 @@ class PPOLoss(ClippedLoss):
         ConfigError: a value is out of range.
     """
 
-    value_clip: float = 0.2
-    value_coefficient: float = 0.1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_range("value_clip", self.value_clip, above=0, error=ConfigError)
-        require_range("value_coefficient", self.value_coefficient, at_least=0, error=ConfigError)
+    value_clip: Positive = 0.2
+    value_coefficient: NonNegative = 0.1
 
     @property
     def reads(self) -> frozenset[Input]:
@@ -185,4 +177,4 @@ def importance_weights(correction: Correction, inputs: Inputs) -> Tensor:
         low, high = correction.band
         within = (log <= math.log(high)) & (log >= (math.log(low) if low else -math.inf))
         importance = log.masked_fill(~within, -math.inf)
-    return (importance if correction.denominator == "proximal" else importance - log).exp().float()
+    return (importance if correction.ratio_base == "proximal" else importance - log).exp().float()

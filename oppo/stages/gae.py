@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, SupportsFloat
 
+from oppo.declared import require_declared
 from oppo.errors import ConfigError
 from oppo.estimators import KLEstimator, gae, whiten
 from oppo.events import Batch, Defer, Drop, FloatArray, RolloutEvent, Scored
 from oppo.graph import Receiver, Sender
-from oppo.numeric import require_numbers
 from oppo.shaping import ScoreShaping
 from oppo.stages.gathered import Gathered
 from oppo.stages.objective import KLControl, Objective, controlled, learned, relearned
@@ -49,7 +49,7 @@ class GAE:
     _control: KLControl = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        require_numbers(self, error=ConfigError)
+        require_declared(self, error=ConfigError)
         for name, value in (("gamma", self.gamma), ("lam", self.lam)):
             if not 0 <= value <= 1:
                 raise ConfigError(f"{name} must be a number from 0 to 1, not {value!r}")

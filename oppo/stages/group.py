@@ -63,7 +63,7 @@ class GroupRelative:
             raise ConfigError(
                 f"advantage = 'standardised' cannot have a KL in the reward, got kl = {self.kl}: where the scores of a "
                 "group tie, what is standardised is the KL alone, of full size at any coefficient; put it into the "
-                'loss, with step.kl_in="loss" or ClippedLoss(kl=..., kl_estimator="k3"), or choose \'centred\' or '
+                'loss, with algorithm.kl_in="loss" or ClippedLoss(kl=..., kl_estimator="k3"), or choose \'centred\' or '
                 "'leave_one_out'"
             )
 

@@ -15,10 +15,10 @@ import anyio
 import numpy as np
 from anyio.abc import TaskGroup
 
+from oppo.declared import require_declared
 from oppo.errors import ProtocolError, as_itself
 from oppo.events import FloatArray, IntArray, Prompt, Response
 from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Piece, PieceState, Weights
-from oppo.numeric import require_numbers
 from oppo.support import Support
 from oppo.testing.fakes import noises, require_seconds
 
@@ -135,7 +135,7 @@ class FakePolicy:
     capabilities: Capabilities = field(default_factory=Capabilities)
 
     def __post_init__(self) -> None:
-        require_numbers(self)
+        require_declared(self)
         require_seconds("seconds of FakePolicy", self.seconds)
         self._live: dict[FakeDecode, None] = {}  # an ordered set
         self._cut: Cut | None = None

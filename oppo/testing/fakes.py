@@ -17,11 +17,12 @@ import anyio
 import numpy as np
 from numpy.typing import NDArray
 
+from oppo.declared import require_declared
 from oppo.errors import ProtocolError
 from oppo.events import Batch, Chunk, Finish, FloatArray, Given, Prompt
 from oppo.hosted_trainer import publish
 from oppo.models import Follower, Trained, Weights
-from oppo.numeric import require_numbers, require_real
+from oppo.numeric import require_real
 
 T = TypeVar("T")
 
@@ -50,7 +51,7 @@ class FakeScorer(Generic[T]):
     tokens: int = 0
 
     def __post_init__(self) -> None:
-        require_numbers(self)
+        require_declared(self)
         require_seconds(f"per_token of {type(self).__name__}", self.per_token)
         self.sessions: dict[int, list[int]] = {}
         self._prompt: dict[int, int] = {}
@@ -158,7 +159,7 @@ class FakeTrainer:
     publishing: float = 0.0
 
     def __post_init__(self) -> None:
-        require_numbers(self)
+        require_declared(self)
         require_seconds("seconds of FakeTrainer", self.seconds)
 
     async def update(self, batch: Batch) -> Trained:

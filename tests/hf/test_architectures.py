@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import LlamaConfig, Phi3Config, PreTrainedModel
 
 from oppo.admission import Overcommit
+from oppo.algorithms.ppo import ppo
 from oppo.chunking import Fixed
 from oppo.errors import ModelError
 from oppo.events import Batch, FloatArray, IntArray, Prompt
@@ -34,7 +35,6 @@ from oppo.hf.text import Text
 from oppo.hf.trainer import HfTrainer
 from oppo.models import Sampling
 from oppo.placement import Thread
-from oppo.recipes import ppo
 from oppo.training import TrainerSettings
 from tests.hf import tiny
 from tests.known import known

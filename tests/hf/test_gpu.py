@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from oppo.admission import Overcommit
+from oppo.algorithms.ppo import ppo
 from oppo.chunking import Fixed
 from oppo.events import Prompt, StepReport
 from oppo.hf import HfPolicy, HfTrainer, ReferenceLogprobs, RewardModel, ValueModel, probe
@@ -20,7 +21,6 @@ from oppo.hf.sampling import draw, gumbel
 from oppo.losses import SupportIndex, token_logprobs
 from oppo.models import Sampling
 from oppo.placement import Thread
-from oppo.recipes import ppo
 from oppo.support import Support
 from oppo.training import TrainerSettings
 from tests.hf import tiny

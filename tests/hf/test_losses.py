@@ -129,7 +129,7 @@ BY_SEQUENCE = Correction(weight="truncated", level="sequence", cap=1.05)
 EVERY: Sequence[Clipped | ClippedLoss] = (
     *ORACLES,
     ClippedLoss(entropy_coefficient=0.1, kl=0.1, correction=BY_SEQUENCE),
-    PPOLoss(entropy_coefficient=0.1, kl=0.1, correction=Correction(weight="truncated", denominator="proximal")),
+    PPOLoss(entropy_coefficient=0.1, kl=0.1, correction=Correction(weight="truncated", ratio_base="proximal")),
 )
 
 

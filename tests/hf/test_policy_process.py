@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 
 from oppo.admission import Overcommit
+from oppo.algorithms.grpo import grpo
+from oppo.algorithms.ppo import ppo
 from oppo.chunking import Fixed
 from oppo.errors import ModelError, ModelLost, ProtocolError
 from oppo.events import Batch, Prompt
@@ -29,7 +31,6 @@ from oppo.hf.trainer import HfTrainer
 from oppo.losses import ClippedLoss
 from oppo.models import Sampling, Weights
 from oppo.placement import Hosting, Process, Thread
-from oppo.recipes import grpo, ppo
 from oppo.training import TrainerSettings
 from tests.hf import tiny
 from tests.hf.stories import SAMPLING, Story, prompts, serving, told

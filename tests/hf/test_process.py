@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from oppo.admission import Overcommit
+from oppo.algorithms.ppo import ppo
 from oppo.chunking import Fixed
 from oppo.errors import ModelError, ModelLost, ProtocolError
 from oppo.events import Finish, FloatArray, Prompt
@@ -25,7 +26,6 @@ from oppo.hf.scorers import ReferenceLogprobs, RewardModel, ValueModel
 from oppo.hf.trainer import HfTrainer
 from oppo.models import Sampling, Scorer, Weights
 from oppo.placement import Place, Process, Thread
-from oppo.recipes import ppo
 from oppo.testing import check_scorer
 from oppo.training import TrainerSettings
 from tests.hf import tiny

@@ -11,6 +11,7 @@ import torch
 from numpy.testing import assert_allclose, assert_array_equal
 
 from oppo.admission import Overcommit
+from oppo.algorithms.ppo import ppo
 from oppo.chunking import Fixed
 from oppo.errors import ModelError
 from oppo.evaluate import respond
@@ -24,7 +25,6 @@ from oppo.hf.trainer import HfTrainer
 from oppo.losses import PPOLoss
 from oppo.models import Sampling, Weights
 from oppo.placement import Process, Thread
-from oppo.recipes import ppo
 from oppo.stages import GAE
 from oppo.stages.rows import Row
 from oppo.staleness import Correction
@@ -219,8 +219,8 @@ async def test_where_nothing_is_carried_every_choice_makes_the_same_update_bit_f
 async def test_where_rollouts_are_carried_the_choices_differ_and_the_metrics_say_by_how_much() -> None:
     chosen = [
         Correction(),
-        Correction(denominator="proximal"),
-        Correction(denominator="proximal", weight="truncated", cap=1.0),
+        Correction(ratio_base="proximal"),
+        Correction(ratio_base="proximal", weight="truncated", cap=1.0),
         Correction(weight="mask", low=0.99, high=1.01),
     ]
     runs = [await ran(correction, extra=3) for correction in chosen]
@@ -240,7 +240,7 @@ async def test_where_rollouts_are_carried_the_choices_differ_and_the_metrics_say
 
 
 async def test_the_trainers_mismatch_is_that_of_the_batch() -> None:
-    run = await ran(Correction(denominator="proximal"), extra=3)
+    run = await ran(Correction(ratio_base="proximal"), extra=3)
     for batch, report in zip(run.batches, run.reports, strict=True):
         log = (known(batch.proximal) - batch.logprobs).astype(np.float64)[batch.sampled]
         stale = batch.versions[batch.sampled] < report.index
@@ -255,7 +255,7 @@ async def test_the_trainers_mismatch_is_that_of_the_batch() -> None:
 
 
 async def test_kept_keys_and_values_show_as_a_mismatch_of_current_tokens() -> None:
-    corrected = Correction(denominator="proximal")
+    corrected = Correction(ratio_base="proximal")
     kept, recomputed = [await ran(corrected, extra=3, keep=keep, steps=4) for keep in (True, False)]
     assert any(len(set(response.versions.tolist())) > 1 for batch in kept.batches for response in batch.responses)
     largest = [max(report.metrics["mismatch/kl_current"] for report in run.reports) for run in (kept, recomputed)]
@@ -271,7 +271,7 @@ async def test_ratios_over_the_proximal_policy_begin_at_one_for_stale_tokens_too
         Row(event, event.response.logprobs, 0.0, np.zeros(len(event.response), np.float32), again)
         for event, again in zip(finished, proximal, strict=True)
     ]
-    loss = PPOLoss(correction=Correction(denominator="proximal"))
+    loss = PPOLoss(correction=Correction(ratio_base="proximal"))
     trainer = HfTrainer(actor, critic, sampling=SAMPLING, thread=thread, settings=TrainerSettings(epochs=1), loss=loss)
     metrics = (await trainer.update(GAE().batch(rows))).metrics
     assert metrics["val/ratio"] == pytest.approx(1, abs=1e-5)

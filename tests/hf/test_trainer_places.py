@@ -18,6 +18,8 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from oppo.admission import Overcommit
+from oppo.algorithms.grpo import grpo
+from oppo.algorithms.ppo import ppo
 from oppo.chunking import Fixed
 from oppo.errors import ModelError, ModelLost
 from oppo.events import Prompt, StepReport
@@ -33,7 +35,6 @@ from oppo.hf.trunk import shares_trunk, value_model_on
 from oppo.losses import ClippedLoss, PPOLoss
 from oppo.models import Sampling
 from oppo.placement import Place, Process, Thread
-from oppo.recipes import grpo, ppo
 from oppo.training import TrainerSettings
 from tests.hf import tiny
 from tests.hf.pausing import Pausing, deadly

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from oppo.admission import Overcommit
+from oppo.algorithms.grpo import grpo
 from oppo.chunking import Fixed
 from oppo.errors import CheckpointError, ConfigError
 from oppo.events import Batch
@@ -23,7 +24,6 @@ from oppo.hf.trainer import HfTrainer
 from oppo.losses import ClippedLoss, PPOLoss
 from oppo.models import Sampling
 from oppo.placement import Thread
-from oppo.recipes import grpo
 from oppo.staleness import Correction
 from oppo.testing import check_trainer, prompts
 from oppo.training import TrainerSettings
@@ -135,7 +135,7 @@ def test_a_loss_of_a_critic_is_refused_without_one_and_a_critic_without_a_loss(t
             {"correction": Correction(weight="truncated")},
             r"weight='truncated'.* reads proximal log-probs, and the batch has none: give the recipe proximal=",
         ),
-        ({"correction": Correction(denominator="proximal")}, r"denominator='proximal'.* give the recipe proximal="),
+        ({"correction": Correction(ratio_base="proximal")}, r"ratio_base='proximal'.* give the recipe proximal="),
     ],
 )
 async def test_what_the_loss_asks_for_and_the_recipe_does_not_give_is_refused_and_nothing_stands_for_it(
@@ -191,7 +191,7 @@ async def ran(correction: Correction | None, *, extra: int) -> tuple[str, Sequen
 
 
 async def test_stale_tokens_are_corrected_as_beside_a_critic() -> None:
-    decoupled = Correction(denominator="proximal", weight="truncated", cap=1.0)
+    decoupled = Correction(ratio_base="proximal", weight="truncated", cap=1.0)
     plain, corrected = await ran(None, extra=0), await ran(decoupled, extra=0)
     assert plain == corrected, "where nothing is carried, nothing is stale"
     stale, mended = await ran(None, extra=2), await ran(decoupled, extra=2)

@@ -16,12 +16,12 @@ import anyio.to_thread
 import pytest
 
 from oppo.admission import Overcommit
+from oppo.algorithms.ppo import ppo
 from oppo.errors import HangError
 from oppo.events import Finish, StepReport
 from oppo.graph import Graph, Snapshot, Wait
 from oppo.liveness import Stall, Watchdog, watched
 from oppo.observe import Span
-from oppo.recipes import ppo
 from oppo.rewards import FunctionReward
 from oppo.stages import Score
 from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_per_token, prompts
@@ -65,7 +65,7 @@ class Scene:
             clock=self.time,
             progress=lambda: self.work,
             calls=lambda: self.calls,
-            call_seconds=self.limit,
+            call_timeout=self.limit,
         )
 
     def at(self, seconds: float) -> tuple[float, bool] | None:
@@ -252,7 +252,7 @@ async def test_a_cancelled_run_is_waited_for_while_it_saves_up_to_the_limit_of_a
     watchdog = Watchdog(
         0.1,
         report=tmp_path / "r.json",
-        call_seconds=limit,
+        call_timeout=limit,
         saving=saving,
         last_resort=end,
         grace=0.01,
@@ -349,7 +349,7 @@ async def test_a_run_of_a_program_is_watched_in_one_line(tmp_path: Path) -> None
     trap, told = Trap(), list[str]()
     reward = FunctionReward(lambda prompts, completions: trap.fall(), str, name="stuck")
     graph = hanging(trap).replace(reward=Score(reward))
-    limits = {"seconds": 0.2, "call_seconds": 0.3, "notice": 0.1, "report": tmp_path / "r.json", "tell": told.append}
+    limits = {"seconds": 0.2, "call_timeout": 0.3, "notice": 0.1, "report": tmp_path / "r.json", "tell": told.append}
 
     async def run() -> None:
         async with graph.open(prompts(10)) as run, watched(run, reward, **limits):  # type: ignore[arg-type]  # as they are named
@@ -357,7 +357,7 @@ async def test_a_run_of_a_program_is_watched_in_one_line(tmp_path: Path) -> None
                 pass
 
     try:
-        with pytest.raises(HangError, match=r"in a call: reward function 'stuck' .*; call_seconds = 0.3 is the limit"):
+        with pytest.raises(HangError, match=r"in a call: reward function 'stuck' .*; call_timeout = 0.3 is the limit"):
             await run()
     finally:
         trap.opened.set()

@@ -12,8 +12,8 @@ from pathlib import Path
 from rich.console import Console
 
 from oppo.admission import Overcommit
+from oppo.algorithms.ppo import ppo
 from oppo.chunking import Fixed
-from oppo.recipes import ppo
 from oppo.report import Panel, RunDirectory, story
 from oppo.rewards import FunctionReward
 from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_per_token, prompts

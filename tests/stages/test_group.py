@@ -245,7 +245,7 @@ def test_a_step_without_a_rollout_sends_nothing_and_one_that_only_carries_sends_
         ({"kl": "0.1"}, "kl must be a number, or a controller such as oppo.AdaptiveKL, not '0.1'"),
         ({"kl": -0.1}, "the KL coefficient must be 0 or more and finite, not -0.1"),
         ({"kl": 0.1}, "advantage = 'standardised' cannot have a KL in the reward, got kl = 0.1: where the scores of a"),
-        ({"kl": AdaptiveKL(0.01)}, 'put it into the loss, with step.kl_in="loss"'),
+        ({"kl": AdaptiveKL(0.01)}, 'put it into the loss, with algorithm.kl_in="loss"'),
     ],
 )
 def test_what_cannot_be_compared_with_is_refused_at_once(choice: dict[str, Any], sentence: str) -> None:

@@ -10,9 +10,9 @@ import anyio
 import pytest
 
 from oppo.admission import Overcommit
+from oppo.algorithms.ppo import ppo
 from oppo.events import Prompt
 from oppo.models import Decode
-from oppo.recipes import ppo
 from oppo.testing import (
     FakeCritic,
     FakePolicy,

@@ -1,0 +1,117 @@
+"""The settings that algorithms with PPO's clipped loss share: KL penalty, scores, clip, corrections of staleness."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias
+
+from annotated_types import Ge
+
+from oppo.declared import Fraction, NonNegative, Positive, PositiveCount, require_declared, setting
+from oppo.errors import ConfigError
+from oppo.estimators import AdaptiveKL, KLEstimator
+from oppo.shaping import ScoreShaping
+from oppo.staleness import CAP, Correction, RatioBase
+
+if TYPE_CHECKING:
+    from oppo.losses import Loss
+
+KLPlace: TypeAlias = Literal["reward", "loss"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClippedAlgorithm:
+    """The settings of an algorithm whose policy loss is PPO's.
+
+    Raises:
+        ConfigError: a value is out of range, or two contradict each other.
+    """
+
+    has_critic: ClassVar[bool] = False
+
+    kl: NonNegative = setting(0.05, "coefficient of the KL penalty (its first value when adaptive)")
+    kl_in: KLPlace = setting(
+        "reward",
+        "whether the KL penalty is part of the reward, or of the loss; not of a reward that is standardised, as `grpo` "
+        "does",
+    )
+    kl_estimator: KLEstimator = setting("k1", "estimator of the KL penalty; k2 or k3 in the loss")
+    kl_target: Positive | None = setting(None, "adapt the coefficient to hold this KL per rollout")
+    kl_horizon: PositiveCount | None = setting(None, "rollouts over which the coefficient adapts")
+    score_norm: bool = setting(default=False, description="normalise scores by the mean and spread of all so far")
+    score_clip: Positive | None = setting(None, "bound scores to this on either side of 0")
+    reward_scale: Positive = setting(1.0, "multiplies the scores")
+    missing_eos_penalty: NonNegative = setting(0.0, "taken from the reward of a response that ended at max_new_tokens")
+    clip: Positive = setting(0.2, "how far the probability ratio may move from 1")
+    entropy_coefficient: NonNegative = setting(0.0, "weight of the entropy bonus")
+    ratio_base: RatioBase = setting(
+        "behaviour",
+        "what the probability ratio of a stale token is over: the policy that sampled it, or the one before the update",
+    )
+    is_correction: Literal["none", "truncated", "mask", "mask_sequence"] = setting(
+        "none",
+        "importance sampling (IS) of stale tokens: their weights, truncated at `is_cap`, or masked outside of "
+        "`is_low` .. `is_high`, by token or by rollout (geometric mean)",
+    )
+    is_cap: Annotated[float, Ge(1)] = setting(CAP, "an importance weight is at most this")
+    is_low: Fraction | None = setting(
+        None, "what weighs less is masked; 0.5 for a token, 0.9 for a rollout, when absent"
+    )
+    is_high: Annotated[float, Ge(1)] | None = setting(
+        None, "what weighs more is masked; 5 for a token, 1.1 for a rollout, when absent"
+    )
+
+    def __post_init__(self) -> None:
+        require_declared(self, error=ConfigError)
+        if (self.kl_target is None) != (self.kl_horizon is None):
+            raise ConfigError("kl_target and kl_horizon go together: give both (adaptive KL) or neither (constant)")
+        if self.kl_target is not None and not self.kl:
+            raise ConfigError("kl_target adapts the penalty by multiplying it: give kl, where it begins, above 0")
+        if self.kl_in == "loss" and self.kl_target is not None:
+            raise ConfigError("kl_target adapts the penalty in the reward: leave it out where kl_in = 'loss'")
+        if self.kl_in == "loss" and self.kl_estimator == "k1":
+            raise ConfigError(
+                "the gradient of k1 is zero in expectation, so kl_in = 'loss' needs kl_estimator = 'k2' or 'k3'"
+            )
+
+    @property
+    def corrects(self) -> bool:
+        """Whether stale tokens are corrected for."""
+        return self.correction.asked
+
+    @property
+    def correction(self) -> Correction:
+        """How stale tokens are learnt from."""
+        return Correction(
+            ratio_base=self.ratio_base,
+            weight="mask" if self.is_correction == "mask_sequence" else self.is_correction,
+            level="sequence" if self.is_correction == "mask_sequence" else "token",
+            cap=self.is_cap,
+            low=self.is_low,
+            high=self.is_high,
+        )
+
+    @property
+    def shaping(self) -> ScoreShaping:
+        """What is made of the scores before they are rewards."""
+        return ScoreShaping(
+            norm=self.score_norm,
+            clip=math.inf if self.score_clip is None else self.score_clip,
+            scale=self.reward_scale,
+            missing_eos_penalty=self.missing_eos_penalty,
+        )
+
+    @property
+    def reward_kl(self) -> float | AdaptiveKL:
+        """The coefficient of the KL penalty in the reward: 0 where the penalty is in the loss."""
+        if self.kl_target is not None and self.kl_horizon is not None:
+            return AdaptiveKL(self.kl, self.kl_target, self.kl_horizon)
+        return self.kl if self.kl_in == "reward" else 0.0
+
+    def loss(self) -> Loss:
+        """Return the loss of the policy."""
+        from oppo.losses import ClippedLoss  # noqa: PLC0415 - torch takes seconds to import
+
+        loss = ClippedLoss(clip=self.clip, entropy_coefficient=self.entropy_coefficient, correction=self.correction)
+        return loss.with_kl(self.kl, self.kl_estimator) if self.kl_in == "loss" else loss

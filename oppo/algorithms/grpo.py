@@ -1,0 +1,120 @@
+"""GRPO: the responses to a prompt are compared with one another (Shao et al. 2024, arXiv 2402.03300)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from annotated_types import Ge, Lt
+
+from oppo.admission import Admission
+from oppo.algorithms.algorithm import Roles
+from oppo.algorithms.clipped import ClippedAlgorithm, KLPlace
+from oppo.chunking import ChunkSize, Fixed
+from oppo.declared import MOST, setting
+from oppo.errors import ConfigError
+from oppo.estimators import GroupAdvantage, KLEstimator
+from oppo.events import Drop, FloatArray, Prompt, StepReport, merge_chunks, rollout_of
+from oppo.graph import Graph, GraphBuilder
+from oppo.models import Policy, Scorer, Trainer
+from oppo.numeric import require_whole
+from oppo.stages import Generate, GroupRelative, Score, Update
+from oppo.stages.update import followers
+
+
+def grpo(
+    *,
+    policy: Policy,
+    reward: Scorer[float | Drop],
+    trainer: Trainer,
+    admission: Admission,
+    samples: int = 8,
+    advantage: GroupRelative | None = None,
+    reference: Scorer[FloatArray] | None = None,
+    proximal: Scorer[FloatArray] | None = None,
+    chunks: ChunkSize | None = None,
+) -> Graph[StepReport]:
+    """Return training without a critic, streamed: the responses to one prompt are compared with one another.
+
+    GRPO (Shao et al. 2024) unless told otherwise; RLOO (Ahmadian et al. 2024) with
+    ``advantage=GroupRelative("leave_one_out", kl=0.05)``; Dr. GRPO (Liu et al. 2025) with
+    ``advantage=GroupRelative("centred")``. GRPO's own KL is in its trainer's loss,
+    ``ClippedLoss(kl=0.04, kl_estimator="k3")``, which is a mean over all tokens of a minibatch, as with DAPO (Yu et al.
+    2025, arXiv 2503.14476), and not over those of each response first, as with GRPO.
+
+    What is not named here is as for :func:`oppo.ppo`.
+
+    Args:
+        trainer: trains the actor.
+        admission: groups in a batch, overcommit and the cut: what it counts are whole groups.
+        samples: responses to each prompt, a group.
+        advantage: the stage that compares them, with the KL penalty in what a response is worth, and what is made of
+            the scores; ``GroupRelative()`` unless given.
+        reference: ``None`` where no KL to one is asked for, here or in the loss.
+
+    Raises:
+        ConfigError: there are fewer than two samples, or there is a KL penalty without a reference.
+    """
+    require_whole("samples", samples, error=ConfigError)
+    if samples < 2:
+        raise ConfigError(f"samples must be 2 or more, not {samples}: a response alone has nothing to be compared with")
+    estimator = advantage or GroupRelative()
+    if reference is None and estimator.refers:
+        raise ConfigError(f"a KL penalty, kl = {estimator.kl}, is one to a reference: give one, or leave kl at 0")
+    capacity = max(16, 4 * admission.batch * samples)
+    g: GraphBuilder[Prompt] = GraphBuilder("grpo", capacity=capacity, merge=merge_chunks, key=rollout_of)
+    rollout = g.add("generate", Generate(policy, admission, chunks or Fixed(), samples), g.prompts)
+    score = g.add("reward", Score(reward), rollout)
+    ref = None if reference is None else g.add("ref_logp", Score(reference), rollout)
+    again = None if proximal is None else g.add("proximal", Score(proximal), rollout)
+    batch = g.add("advantage", estimator, rollout, score, reference=ref, proximal=again)
+    return g.build(g.add("update", Update(trainer, publish=followers(policy, proximal)), batch))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupAlgorithm(ClippedAlgorithm):
+    """The settings of an algorithm without a critic, which compares the responses to a prompt with one another."""
+
+    compared: ClassVar[GroupAdvantage]
+    """How; see :func:`oppo.estimators.group_advantages`."""
+
+    samples: Annotated[int, Ge(2), Lt(MOST)] = setting(
+        8, "responses to each prompt, which are compared; `step.batch` and `step.extra` count prompts"
+    )
+
+    @property
+    def responses(self) -> int:
+        """Responses to each prompt."""
+        return self.samples
+
+    def graph(self, roles: Roles) -> Graph[StepReport]:
+        """Return the graph of a step."""
+        return grpo(
+            policy=roles.policy,
+            reward=roles.reward,
+            trainer=roles.trainer,
+            admission=roles.admission,
+            samples=self.samples,
+            advantage=GroupRelative(self.compared, self.reward_kl, self.kl_estimator, self.shaping),
+            reference=roles.reference,
+            proximal=roles.proximal,
+            chunks=roles.chunks,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPO(GroupAlgorithm):
+    """GRPO: scores are standardised within the group, and the KL penalty is in the loss."""
+
+    compared: ClassVar[GroupAdvantage] = "standardised"
+
+    kl_in: KLPlace = "loss"
+    kl_estimator: KLEstimator = "k3"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kl_in == "reward" and self.kl > 0:
+            raise ConfigError(
+                "algorithm 'grpo' standardises rewards, so that where the scores of a group tie a KL in them is of "
+                "full size at any coefficient: put it into the loss with kl_in = 'loss', or choose 'rloo'"
+            )

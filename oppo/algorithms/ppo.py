@@ -1,0 +1,119 @@
+"""PPO with a critic: advantages by GAE, and a KL penalty in the reward (Ziegler et al. 2019, arXiv 1909.08593)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from oppo.admission import Admission
+from oppo.algorithms.algorithm import Roles
+from oppo.algorithms.clipped import ClippedAlgorithm
+from oppo.chunking import ChunkSize, Fixed
+from oppo.declared import Fraction, NonNegative, Positive, setting
+from oppo.errors import ConfigError
+from oppo.events import Drop, FloatArray, Prompt, StepReport, merge_chunks, rollout_of
+from oppo.graph import Graph, GraphBuilder
+from oppo.models import Policy, Scorer, Trainer
+from oppo.stages import GAE, Generate, Score, Update
+from oppo.stages.update import followers
+
+if TYPE_CHECKING:
+    from oppo.losses import PPOLoss
+
+
+def ppo(
+    *,
+    policy: Policy,
+    reference: Scorer[FloatArray],
+    reward: Scorer[float | Drop],
+    critic: Scorer[FloatArray],
+    trainer: Trainer,
+    admission: Admission,
+    advantage: GAE | None = None,
+    proximal: Scorer[FloatArray] | None = None,
+    chunks: ChunkSize | None = None,
+) -> Graph[StepReport]:
+    """Return PPO with a learned or rule-based reward and a critic (Ziegler et al. 2019), streamed.
+
+    Args:
+        policy: the actor that decodes.
+        reference: log-probs of the frozen reference model, float32 [n] for a response of n tokens.
+        reward: the score of a finished response, or a ``Drop`` where there is none.
+        critic: values of the states before each response token, float32 [n].
+        trainer: trains actor and critic; its weights are published to ``policy``, and to what else follows them.
+        admission: batch size, overcommit and the cut.
+        advantage: the stage that estimates advantages, with the KL penalty, gamma and lambda, and what is made of the
+            scores; ``GAE()`` unless given.
+        proximal: log-probs under the weights that are about to be updated, float32 [n], which the trainer's corrections
+            for stale tokens need; ``None``: those of the policy that sampled the tokens stand for them.
+        chunks: how many tokens travel at once; 32 unless given.
+    """
+    capacity = max(16, 4 * admission.batch)  # events of all rollouts in flight: a busy scorer wakes to all of them
+    g: GraphBuilder[Prompt] = GraphBuilder("ppo", capacity=capacity, merge=merge_chunks, key=rollout_of)
+    rollout = g.add("generate", Generate(policy, admission, chunks or Fixed()), g.prompts)
+    ref = g.add("ref_logp", Score(reference), rollout)
+    score = g.add("reward", Score(reward), rollout)
+    value = g.add("value", Score(critic), rollout)
+    again = None if proximal is None else g.add("proximal", Score(proximal), rollout)
+    batch = g.add("advantage", advantage or GAE(), rollout, ref, score, value, proximal=again)
+    return g.build(g.add("update", Update(trainer, publish=followers(policy, critic, proximal)), batch))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPO(ClippedAlgorithm):
+    """PPO: advantages from the values of a critic, by generalised advantage estimation."""
+
+    has_critic: ClassVar[bool] = True
+
+    whiten_rewards: bool = setting(default=False, description="scale a batch's rewards to unit variance")
+    gamma: Fraction = setting(1.0, "discount")
+    lam: Fraction = setting(0.95, "lambda of generalised advantage estimation")
+    value_clip: Positive | Literal["none"] = setting(0.2, "how far a value may move in an update")
+    value_coefficient: NonNegative = setting(0.1, "weight of the value loss")
+
+    @property
+    def responses(self) -> int:
+        """One response to each prompt."""
+        return 1
+
+    def advantage(self) -> GAE:
+        """Return the stage that estimates advantages, anew."""
+        return GAE(
+            gamma=self.gamma,
+            lam=self.lam,
+            kl=self.reward_kl,
+            kl_estimator=self.kl_estimator,
+            shaping=self.shaping,
+            whiten_rewards=self.whiten_rewards,
+        )
+
+    def graph(self, roles: Roles) -> Graph[StepReport]:
+        """Return the graph of a step.
+
+        Raises:
+            ConfigError: there is no critic.
+        """
+        if roles.critic is None:
+            raise ConfigError("PPO estimates advantages from the values of a critic, and there is none: give one")
+        return ppo(
+            policy=roles.policy,
+            reference=roles.reference,
+            reward=roles.reward,
+            critic=roles.critic,
+            trainer=roles.trainer,
+            admission=roles.admission,
+            advantage=self.advantage(),
+            proximal=roles.proximal,
+            chunks=roles.chunks,
+        )
+
+    def loss(self) -> PPOLoss:
+        """Return the loss of policy and critic."""
+        from oppo.losses import PPOLoss  # noqa: PLC0415 - torch takes seconds to import
+
+        return PPOLoss(
+            **vars(super().loss()),
+            value_clip=math.inf if self.value_clip == "none" else self.value_clip,
+            value_coefficient=self.value_coefficient,
+        )
