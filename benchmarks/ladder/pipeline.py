@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from benchmarks.ladder.countdown import EOS, PAD, language_of
 from benchmarks.ladder.directory import Files
-from benchmarks.ladder.hold import held
 from benchmarks.ladder.layout import Seats, settle
 from benchmarks.ladder.modes import Mode
 from benchmarks.ladder.teach import config_of
@@ -31,6 +30,7 @@ from oppo.observe import SpanListener
 from oppo.placement import Place, Process, Thread
 from oppo.recipes import ppo
 from oppo.rewards import FunctionReward
+from oppo.stages.hold import held
 
 WORK: Final[dict[tuple[str, str], Phase]] = {
     ("actor", "decode"): "decode",
