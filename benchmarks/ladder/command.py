@@ -11,7 +11,7 @@ from benchmarks import CHECKOUT
 from benchmarks.ladder.calibration import Calibration, bounds_of, calibrate
 from benchmarks.ladder.directory import Files, cache_directory, files_of
 from benchmarks.ladder.modes import MODES
-from benchmarks.ladder.plot import Results, plot, require_matplotlib
+from benchmarks.ladder.plot import Results, plot, require_svg
 from benchmarks.ladder.rounds import Entry, Ladder, Plan, Tell, entries, run, seating, serial_costs
 from benchmarks.ladder.show import render
 from benchmarks.ladder.teach import Progress
@@ -39,7 +39,7 @@ def bench(request: Request, console: Console, tell: Tell) -> list[Ladder]:
     if request.peer is not None:
         require_peer(request)
     if request.plot is not None:
-        require_matplotlib()
+        require_svg(request.plot)
     ladders: list[Ladder] = []
     for workload in workloads:
         for layout in layouts:

@@ -132,14 +132,17 @@ def demo(directory: Path, *, short: bool = False, seed: int = 0, cache: Path | N
         steps=plan.steps,
         seconds=narrator.seconds,
     )
-    path = settings.run_directory / "summary.json"
-    known = json.loads(path.read_text(encoding="utf-8"))
-    found = known | verdict.facts() | ({} if gains is None else gains.facts())
-    path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    note(settings.run_directory / "summary.json", verdict.facts() | ({} if gains is None else gains.facts()))
     show_samples(console, before, after)
     console.out("", *verdict.lines(), "", sep="\n", highlight=False)
     console.print(UNMEASURED if gains is None else gains.table(), highlight=False)
     return settings.run_directory
+
+
+def note(summary: Path, facts: Mapping[str, object]) -> None:
+    """Add facts to the summary of a run."""
+    known = json.loads(summary.read_text(encoding="utf-8"))
+    summary.write_text(json.dumps(known | facts, indent=2) + "\n", encoding="utf-8")
 
 
 def compare_seconds(settings: Settings, effort: Effort, narrator: Narrator) -> Gains:
