@@ -61,8 +61,7 @@ $(VENV)/.docs: $(STAMP)
 
 # The ladder of modes, as a table and a picture: make bench BENCH="--workload paper --layout split"
 bench: $(STAMP)
-	$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt 'matplotlib>=3.10'
-	$(BIN)/python -m benchmarks --plot runs/bench.png $(BENCH)
+	$(BIN)/python -m benchmarks --plot runs/bench.svg $(BENCH)
 
 # TRL's PPO trainer, in an environment of its own, beside ours: benchmarks/README.md.
 PEER_MODES := serial,chunk

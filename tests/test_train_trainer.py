@@ -87,7 +87,7 @@ oppo.train.Watchdog = functools.partial(oppo.train.Watchdog, grace=0.5)
 @pytest.mark.deep
 def test_a_run_whose_trainer_hangs_ends(folder: Path) -> None:
     overrides = ("run.name=hung", "run.steps=100000", "run.trainer=process", "run.scorers=thread")
-    limits = ("run.watchdog_seconds=2", "run.call_seconds=2", "run.checkpoint_every=1")
+    limits = ("run.watchdog_seconds=2", "run.call_timeout=2", "run.checkpoint_every=1")
     with start(folder, *overrides, *limits, before=IMPATIENT) as process:
         child = child_of_begun(process)
         os.kill(child, signal.SIGSTOP)

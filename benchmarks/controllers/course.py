@@ -12,12 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.controllers.regimes import Regime
-from benchmarks.ladder.hold import Hold
 from oppo.admission import Admission, Restarting
 from oppo.chunking import Fixed
 from oppo.events import Finish, FloatArray, Prompt, StepReport, merge_chunks, rollout_of
 from oppo.graph import Graph, GraphBuilder
 from oppo.stages import GAE, Generate, Score, Update
+from oppo.stages.hold import Hold
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, run_virtual
 
 

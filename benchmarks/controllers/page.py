@@ -19,7 +19,7 @@ from benchmarks.controllers.compare import (
     mean_worth,
 )
 from benchmarks.controllers.regimes import ENGINES, REGIMES
-from benchmarks.svg import Panel, picture, placed
+from oppo.report.svg import Panel, picture, placed
 
 DOCS = CHECKOUT / "docs"
 
@@ -191,7 +191,7 @@ def panel(results: Results, engine: str, regime: str) -> str:
     marks += "".join(_dot(axes.at(*point), COLOURS[name], 4) for name, point in points.items())
     drawn = f'<path d="M{line}" fill="none" stroke="#555" stroke-dasharray="4 3"/>{marks}'
     heading = f'<text y="-8" font-weight="600">{escape(regime)}</text>'
-    return heading + axes.framed(drawn, "mean lag", ".2f", ".2f")
+    return heading + axes.framed(drawn, label="mean lag", end=f"{right:.2f}", y=".2f")
 
 
 def _dot(place: str, colour: str, radius: float) -> str:

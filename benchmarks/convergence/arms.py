@@ -15,7 +15,7 @@ class Arm:
 
     Attributes:
         share: rollouts kept in flight beyond the batch, in parts of it; ``None``: not given.
-        held: scoring waits until decoding has ended (:class:`benchmarks.ladder.hold.Hold`), and then has all cores.
+        held: scoring waits until decoding has ended (:class:`oppo.stages.hold.Hold`), and then has all cores.
         step: what else it changes in the demo's ``[step]``.
     """
 

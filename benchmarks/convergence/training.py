@@ -15,7 +15,6 @@ from rich.console import Console
 
 from benchmarks.convergence.arms import Arm
 from benchmarks.convergence.results import Answers, Estimate, Outcome, Plan
-from benchmarks.ladder.hold import held
 from oppo.demo.assets import Assets, cache_directory, make_assets
 from oppo.demo.examination import examine
 from oppo.demo.run import FULL, SHORT, Plan as Demo, settings_of
@@ -23,6 +22,7 @@ from oppo.hf.cpu import available_cores, use_cores
 from oppo.hf.load import load_tokenizer
 from oppo.hf.text import Text
 from oppo.models import Sampling
+from oppo.stages.hold import held
 from oppo.train import FINAL, Session, prepare, run
 
 NOISE: Final = 20_000

@@ -8,10 +8,11 @@ from typing import cast
 from rich.console import Console
 
 from benchmarks import CHECKOUT
+from benchmarks.ladder.calibration import Calibration, bounds_of, calibrate
 from benchmarks.ladder.directory import Files, cache_directory, files_of
 from benchmarks.ladder.modes import MODES
-from benchmarks.ladder.plot import Results, plot, require_matplotlib
-from benchmarks.ladder.rounds import Entry, Ladder, Plan, Tell, entries, run, seating
+from benchmarks.ladder.plot import Results, plot, require_svg
+from benchmarks.ladder.rounds import Entry, Ladder, Plan, Tell, entries, run, seating, serial_costs
 from benchmarks.ladder.show import render
 from benchmarks.ladder.teach import Progress
 from benchmarks.ladder.workloads import ACTORS_ON_A_GPU, SMOKE, WORKLOADS, Layout, Workload, on_gpu
@@ -38,20 +39,42 @@ def bench(request: Request, console: Console, tell: Tell) -> list[Ladder]:
     if request.peer is not None:
         require_peer(request)
     if request.plot is not None:
-        require_matplotlib()
+        require_svg(request.plot)
     ladders: list[Ladder] = []
     for workload in workloads:
-        files = files_of(workload, request.cache or cache_directory(), _progress(tell))
         for layout in layouts:
+            files, calibration = made(workload, layout, request, plan, tell)
             for line in seating(layout, modes):
                 tell(f"{workload.name}, {layout}: {line}")
             contestants = entries(files, modes, layout, plan)
             contestants += [peer(files)] if request.peer is not None else []
-            ladder = run(files, layout, contestants, plan, tell)
+            ladder = run(files, layout, contestants, plan, tell, calibration=calibration)
             console.print(render(ladder), highlight=False)
             ladders.append(ladder)
             write(ladders, request)  # after each: what was measured is kept if the next one fails
     return ladders
+
+
+def made(
+    workload: Workload, layout: Layout, request: Request, plan: Plan, tell: Tell
+) -> tuple[Files, Calibration | None]:
+    """Return the files of a workload; where it states all shares of a step, its models get the depths that give them.
+
+    Raises:
+        ModelError: the actor did not learn to write responses as long as announced.
+        ModelLost: the serial contestant ended.
+    """
+    cache, progress = request.cache or cache_directory(), _progress(tell)
+    bounds = bounds_of(workload, layout)
+    if not bounds:
+        return files_of(workload, cache, progress), None
+    calibration = calibrate(
+        workload,
+        bounds,
+        lambda candidate: serial_costs(files_of(candidate, cache, progress), layout, plan),
+        lambda sentence: tell(f"{workload.name}, {layout}: {sentence}"),
+    )
+    return files_of(calibration.chosen.depths.applied(workload), cache, progress), calibration
 
 
 def plan_of(request: Request) -> Plan:

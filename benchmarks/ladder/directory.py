@@ -37,6 +37,7 @@ from oppo.events import Prompt
 from oppo.hf.load import load_causal, quiet
 
 SOURCES: Final = ("countdown.py", "directory.py", "teach.py")
+ROLES: Final = ("actor", "reward", "critic")
 EXAMINED: Final = 256
 """Responses that a taught actor is examined on."""
 
@@ -124,7 +125,7 @@ def workload_in(directory: Path) -> Workload:
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{directory} holds no workload of the ladder: {error}") from error
     shapes = told.pop("models")
-    for name in ("actor", "reward", "critic"):
+    for name in ROLES:
         shapes[name] = Shape(**shapes[name])
     typed = {
         "lengths": Lengths(**told["lengths"]),
@@ -174,15 +175,14 @@ def _digest(recipe: object) -> str:
 
 
 def _build(directory: Path, workload: Workload, cache: Path, progress: Progress) -> None:
-    """Make everything in ``directory``; workloads with the same models share the making of them."""
+    """Make everything in ``directory``; workloads that have a model in common share the making of it."""
     parameters: dict[str, int] = {}
     write_prompts(directory / "prompts.jsonl", workload)
     if not workload.models.scripted:
-        recipe = [asdict(workload.models), workload.lengths.cap, workload.positions, workload.seed]
-        made = made_once(cache / f"models-{_digest(recipe)}", lambda aside: _build_models(aside, workload, progress))
-        parameters = json.loads((made / "parameters.json").read_text(encoding="utf-8"))
-        for name in ("actor", "reward", "critic"):
-            shutil.copytree(made / name, directory / name)
+        for role in ROLES:
+            made = _model(role, workload, cache, progress)
+            parameters[role] = int((made / "parameters").read_text(encoding="utf-8"))
+            shutil.copytree(made / "model", directory / role)
     facts = Facts(*_examine(directory, workload, progress), parameters)
     spec = {
         "workload": workload.name,
@@ -207,21 +207,25 @@ def _build(directory: Path, workload: Workload, cache: Path, progress: Progress)
     (directory / "spec.json").write_text(json.dumps(spec, indent=2) + "\n", encoding="utf-8")
 
 
-def _build_models(directory: Path, workload: Workload, progress: Progress) -> None:
-    language, shapes, positions = language_of(workload), workload.models, workload.positions
-    tokenizer = language.tokenizer(positions)
-    with alone(workload.seed):
-        models = {
-            "actor": taught(language, shapes.actor, steps=shapes.taught, positions=positions, progress=progress),
-            "reward": scalar_model(shapes.reward, language.vocabulary, positions),
-            "critic": scalar_model(shapes.critic, language.vocabulary, positions),
-        }
-        for name, model in models.items():
-            with quiet():
-                model.save_pretrained(directory / name)
-                tokenizer.save_pretrained(directory / name)
-    told = {name: model.num_parameters() for name, model in models.items()}
-    (directory / "parameters.json").write_text(json.dumps(told) + "\n", encoding="utf-8")
+def _model(role: str, workload: Workload, cache: Path, progress: Progress) -> Path:
+    """Return where a model of a workload is, from ``cache`` if it is there, else made now and left there."""
+    models, language, positions = workload.models, language_of(workload), workload.positions
+    shape: Shape = getattr(models, role)
+    lessons = models.taught if role == "actor" else 0
+
+    def build(directory: Path) -> None:
+        with alone(workload.seed):
+            if lessons:
+                model = taught(language, shape, steps=lessons, positions=positions, progress=progress)
+            else:
+                model = scalar_model(shape, language.vocabulary, positions)
+        with quiet():
+            model.save_pretrained(directory / "model")
+            language.tokenizer(positions).save_pretrained(directory / "model")
+        (directory / "parameters").write_text(f"{model.num_parameters()}\n", encoding="utf-8")
+
+    recipe = [role, asdict(shape), lessons, workload.lengths.cap, positions, workload.seed]
+    return made_once(cache / f"{role}-{_digest(recipe)}", build)
 
 
 def _examine(directory: Path, workload: Workload, progress: Progress) -> tuple[Measured, Measured | None]:

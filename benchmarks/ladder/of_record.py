@@ -10,7 +10,7 @@ from typing import Any, Final
 from benchmarks import CHECKOUT
 
 RESULTS: Final = CHECKOUT / "benchmarks" / "results" / "intel-xeon-2-cores"
-PICTURE: Final = CHECKOUT / "docs" / "ladder.png"
+PICTURE: Final = CHECKOUT / "docs" / "ladder.svg"
 ORDER: Final = ("paper", "train-bound", "rule-reward", "capped")
 MODES: Final = ("rollout", "chunk", "fixed", "adaptive")
 

@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from benchmarks.ladder.countdown import EOS, PAD, language_of
 from benchmarks.ladder.directory import Files
-from benchmarks.ladder.hold import held
 from benchmarks.ladder.layout import Seats, settle
 from benchmarks.ladder.modes import Mode
 from benchmarks.ladder.teach import config_of
@@ -32,6 +31,7 @@ from oppo.observe import SpanListener
 from oppo.placement import Place, Process, Thread
 from oppo.rewards import FunctionReward
 from oppo.stages import GAE
+from oppo.stages.hold import held
 from oppo.training import TrainerSettings
 
 WORK: Final[dict[tuple[str, str], Phase]] = {

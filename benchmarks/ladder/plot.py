@@ -1,20 +1,20 @@
-"""The ladder as a picture, from results as they are written, by matplotlib."""
+"""The ladder as a picture, from results as they are written."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Final, Protocol, TypedDict, cast
+from typing import Final, TypedDict
 
 from benchmarks.ladder.modes import MODES
 from oppo.errors import ConfigError
+from oppo.report.svg import COLOURS, Panel, box, picture, placed, rule, text
 
 TIMES_SERIAL: Final = "times the serial step; whiskers: worst and best round"
-OURS: Final = "tab:blue"
-PEERS: Final = "tab:gray"
+OURS: Final = COLOURS[0]
+PEERS: Final = "#9ca3af"
+WIDTH, LEFT, RIGHT, TOP, ROW, BOTTOM = 560, 90, 24, 32, 26, 36
 
 
 class Machine(TypedDict):
@@ -58,84 +58,37 @@ class Bars:
     above: Sequence[float]
 
 
-class Axes(Protocol):
-    """What is used of matplotlib's axes."""
-
-    def barh(
-        self,
-        y: Sequence[str],
-        width: Sequence[float],
-        *,
-        height: float,
-        color: Sequence[str],
-        xerr: Sequence[Sequence[float]],
-        capsize: int,
-    ) -> object:
-        """Draw horizontal bars with whiskers."""
-
-    def invert_yaxis(self) -> None:
-        """Put the first bar on top."""
-
-    def axvline(self, x: float, *, color: str, linewidth: float) -> object:
-        """Draw a vertical line."""
-
-    def set_xlim(self, left: float, right: float) -> object:
-        """Set the range of the axis."""
-
-    def set_axis_off(self) -> None:
-        """Leave the place empty."""
-
-    def set_title(self, label: str, *, fontsize: int) -> object:
-        """Set the title."""
-
-    def set_xlabel(self, xlabel: str) -> object:
-        """Name the axis."""
-
-
-class Figure(Protocol):
-    """What is used of matplotlib's figures."""
-
-    def subplots(self, rows: int, columns: int, *, squeeze: bool) -> Sequence[Sequence[Axes]]:
-        """Return a grid of axes."""
-
-    def savefig(self, path: Path, *, dpi: int) -> None:
-        """Write a file."""
-
-
-def require_matplotlib() -> None:
-    """Find matplotlib, before anything is measured.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
-    if find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib, which is not installed: `make bench` installs it")
-
-
 def plot(ladders: Sequence[Results], path: Path) -> None:
     """Write a picture: a panel for each run, a bar for each contestant, whiskers from the worst to the best round.
 
     Args:
         ladders: at least one; two panels stand side by side, and equal units have equal axes.
-        path: its ending says what kind of picture it is.
+        path: of an SVG file.
 
     Raises:
-        ConfigError: matplotlib is not installed.
+        ConfigError: another kind of file is asked for.
     """
-    require_matplotlib()
-    columns = min(len(ladders), 2)
-    rows = -(-len(ladders) // columns)
-    # Its figure alone, without the state of pyplot; imported by name, since it comes with an extra.
-    make = import_module("matplotlib.figure").Figure
-    figure = cast("Figure", make(figsize=(6 * columns, 0.4 + 2.2 * rows), layout="constrained"))
-    axes = [each for row in figure.subplots(rows, columns, squeeze=False) for each in row]
+    require_svg(path)
     bars = [bars_of(ladder) for ladder in ladders]
-    for each, ladder, drawn in zip(axes, ladders, bars, strict=False):
+    panels, columns = [], min(len(ladders), 2)
+    bottoms = [0.0] * columns
+    for k, (ladder, drawn) in enumerate(zip(ladders, bars, strict=True)):
         widest = max(max(other.above) for other in bars if other.unit == drawn.unit)
-        draw(each, title(ladder), drawn, 1.05 * widest)
-    for empty in axes[len(ladders) :]:
-        empty.set_axis_off()
-    figure.savefig(path, dpi=150)
+        if k % columns == 0:
+            bottoms = [max(bottoms)] * columns
+        panels.append(placed(k % columns * WIDTH, bottoms[k % columns], draw(title(ladder), drawn, 1.05 * widest)))
+        bottoms[k % columns] += TOP + ROW * len(drawn.names) + BOTTOM
+    path.write_text(picture(columns * WIDTH, max(bottoms), "".join(panels), size=12), encoding="utf-8")
+
+
+def require_svg(path: Path) -> None:
+    """Check that a picture can be written as what its name says, before anything is measured.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if path.suffix != ".svg":
+        raise ConfigError(f"a picture of the ladder is an SVG file, expected a name that ends in .svg, not {path.name}")
 
 
 def bars_of(ladder: Results) -> Bars:
@@ -150,17 +103,29 @@ def bars_of(ladder: Results) -> Bars:
     return Bars("tokens a second", list(ladder["modes"]), speeds, speeds, speeds)
 
 
-def draw(axes: Axes, heading: str, bars: Bars, right: float) -> None:
-    """Draw one run on an axis that ends at ``right``."""
-    below = [width - low for width, low in zip(bars.widths, bars.below, strict=True)]
-    above = [high - width for width, high in zip(bars.widths, bars.above, strict=True)]
-    colors = [OURS if name in MODES else PEERS for name in bars.names]
-    axes.barh(bars.names, bars.widths, height=0.6, color=colors, xerr=[below, above], capsize=3)
-    axes.invert_yaxis()
-    axes.axvline(bars.widths[0], color="gray", linewidth=0.8)
-    axes.set_xlim(0.0, right)
-    axes.set_xlabel(bars.unit)
-    axes.set_title(heading, fontsize=9)
+def draw(heading: str, bars: Bars, right: float) -> str:
+    """Return one run as SVG, on an axis that ends at ``right``."""
+    panel = Panel(WIDTH - LEFT - RIGHT, ROW * len(bars.names), right, 0, 1)
+    drawn = []
+    for k, name in enumerate(bars.names):
+        y = k * ROW
+        low, width, high = (panel.x(each[k]) for each in (bars.below, bars.widths, bars.above))
+        drawn += [
+            text(-8, y + 17, name, anchor="end"),
+            box(0, y + 4, width, ROW - 8, OURS if name in MODES else PEERS),
+            rule(low, y + ROW / 2, high, y + ROW / 2, opacity=0.8),
+            *(rule(end, y + 8, end, y + ROW - 8, opacity=0.8) for end in (low, high)),
+        ]
+    first = panel.x(bars.widths[0])
+    below = panel.height + 18
+    drawn += [
+        rule(first, 0, first, panel.height, opacity=0.5),
+        rule(0, panel.height, panel.width, panel.height),
+        text(0, below, "0"),
+        text(panel.width / 2, below, bars.unit, anchor="middle"),
+        text(panel.width, below, f"{right:.3g}", anchor="end"),
+    ]
+    return text(12, 18, heading, bold=True) + placed(LEFT, TOP, "".join(drawn))
 
 
 def title(ladder: Results) -> str:

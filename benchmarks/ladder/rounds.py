@@ -16,11 +16,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from benchmarks import CHECKOUT
+from benchmarks.ladder.calibration import Calibration, Costs
 from benchmarks.ladder.contestant import Contestant
 from benchmarks.ladder.directory import Files
 from benchmarks.ladder.layout import seats
 from benchmarks.ladder.measures import Baseline, DecodeCost, Figures, Rounds, Spread, faults, speedup
-from benchmarks.ladder.modes import MODES
+from benchmarks.ladder.modes import MODES, SERIAL
 from benchmarks.ladder.record import StepRecord
 from benchmarks.ladder.workloads import Layout, Scorers, Workload
 from benchmarks.machine import Machine, cores_here
@@ -68,6 +69,7 @@ class Ladder:
         faults: why the run is INVALID; none: it is valid.
         ratios: ``a/b``: how many times faster a is than b.
         remarks: what a reader should know of a contestant.
+        calibration: how the depths of the models were chosen; ``None``: they are those of the table.
     """
 
     files: Files
@@ -80,6 +82,7 @@ class Ladder:
     ratios: Mapping[str, Spread]
     faults: Sequence[str] = ()
     remarks: Mapping[str, str] = field(default_factory=dict)
+    calibration: Calibration | None = None
 
     @property
     def workload(self) -> Workload:
@@ -109,6 +112,7 @@ class Ladder:
             "versions": dict(self.versions),
             "lengths": {"by": "script" if self.workload.models.scripted else "a trained actor", **facts},
             "recipe": asdict(self.workload),
+            "calibration": None if self.calibration is None else self.calibration.as_json(),
         }
 
 
@@ -119,7 +123,29 @@ def entries(files: Files, modes: Sequence[str], layout: Layout, plan: Plan) -> l
     return [Entry(mode, (*program, "--mode", mode, *options)) for mode in modes]
 
 
-def run(files: Files, layout: Layout, contestants: Sequence[Entry], plan: Plan, tell: Tell) -> Ladder:
+def serial_costs(files: Files, layout: Layout, plan: Plan) -> Costs:
+    """Return what the steps that a plan counts cost serially, with nothing else running.
+
+    Raises:
+        ModelLost: the contestant ended or took too long.
+        ProtocolError: it said something that it should not.
+    """
+    (entry,) = entries(files, [SERIAL.name], layout, plan)
+    with tempfile.TemporaryDirectory(prefix="oppo-bench-") as logs, start(entry, Path(logs)) as serial:
+        serial.ready()
+        serial.run(plan.warm_up)
+        return Costs.of(serial.run(plan.rounds * plan.steps))
+
+
+def run(
+    files: Files,
+    layout: Layout,
+    contestants: Sequence[Entry],
+    plan: Plan,
+    tell: Tell,
+    *,
+    calibration: Calibration | None = None,
+) -> Ladder:
     """Run every contestant and return what they came to.
 
     Args:
@@ -128,6 +154,7 @@ def run(files: Files, layout: Layout, contestants: Sequence[Entry], plan: Plan, 
         contestants: in the order of the ladder.
         plan: how much to run.
         tell: told, in a sentence, what is going on.
+        calibration: how the workload's depths were chosen, for the record.
 
     Raises:
         ModelLost: a contestant ended or took too long.
@@ -161,6 +188,7 @@ def run(files: Files, layout: Layout, contestants: Sequence[Entry], plan: Plan, 
         ratios=ratios(counted),
         faults=faults(files.workload, layout, figures, files.facts.announced.capped),
         remarks={entry.name: entry.remark for entry in contestants if entry.remark},
+        calibration=calibration,
     )
 
 

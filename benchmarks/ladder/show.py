@@ -43,6 +43,7 @@ def head(ladder: Ladder) -> list[Text]:
         f"  scorers in a {plan.scorers}; {plan.rounds} rounds of {plan.steps} steps after {plan.warm_up} to warm up, "
         + ("interleaved" if plan.together else "one contestant after the other, NOT interleaved"),
     ]
+    lines += [] if ladder.calibration is None else [f"  {ladder.calibration.sentence()}"]
     lines += [f"  {name}: {remark}" for name, remark in ladder.remarks.items()]
     seats: dict[str, list[str]] = {}
     for name, said in ladder.threads.items():

@@ -1,7 +1,8 @@
 """What is measured: every number of every workload, in one table.
 
-The figures of a workload hold on the class of machine it was tuned on, so each states the shares that the phases of a
-serial step must have there; a run outside of them is INVALID and says what it measured instead.
+A workload may state the shares that the phases of a serial step must have; a run outside of them is INVALID and says
+what it measured instead. One that states them all is calibrated first: the depths of its reward model and its critic
+are where the search begins (:mod:`benchmarks.ladder.calibration`).
 """
 
 from __future__ import annotations

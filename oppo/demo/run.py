@@ -18,17 +18,23 @@ from oppo.config import resolve
 from oppo.demo.assets import Assets, cache_directory, make_assets
 from oppo.demo.exactness import compare_schedules
 from oppo.demo.examination import Answers, examine
+from oppo.demo.gains import Effort, Gains
+from oppo.demo.schedules import excerpt, measure
 from oppo.demo.verdict import Verdict, hidden_fraction
 from oppo.evaluate import compare
 from oppo.events import Defer, Finish
 from oppo.observe import Span
 from oppo.report.occupancy import require_unused
 from oppo.report.panel import harmless
+from oppo.report.rundir import write_page
+from oppo.report.timeline import Schedule
 from oppo.settings import Settings
 from oppo.train import FINAL, prepare, run
 
 SHOWN = 3
 """Held-out prompts whose responses are shown, before and after."""
+
+UNMEASURED = "The short demo does not measure what overlap gains: its models are too small. `make demo` does."
 
 SECONDS_BETWEEN_LINES = 3.0
 """While the models are being made."""
@@ -44,6 +50,7 @@ class Plan:
         max_new_tokens: of a response.
         learning_rate: of the actor; the critic's is two and a half times as high.
         examined: held-out prompts that are answered before and after.
+        effort: of measuring what overlap gains; ``None``: nothing of tiny models' seconds is worth telling.
     """
 
     small: bool
@@ -51,10 +58,25 @@ class Plan:
     max_new_tokens: int
     learning_rate: float
     examined: int
+    effort: Effort | None
 
 
-FULL = Plan(small=False, steps=24, max_new_tokens=256, learning_rate=2.5e-4, examined=128)
-SHORT = Plan(small=True, steps=20, max_new_tokens=64, learning_rate=1e-3, examined=64)
+FULL = Plan(
+    small=False,
+    steps=14,
+    max_new_tokens=256,
+    learning_rate=2.5e-4,
+    examined=128,
+    effort=Effort(batch=12, extra=3, steps=5, rounds=3, deeper=4),
+)
+SHORT = Plan(
+    small=True,
+    steps=20,
+    max_new_tokens=64,
+    learning_rate=1e-3,
+    examined=64,
+    effort=None,
+)
 
 
 def demo(directory: Path, *, short: bool = False, seed: int = 0, cache: Path | None = None) -> Path:
@@ -96,6 +118,7 @@ def demo(directory: Path, *, short: bool = False, seed: int = 0, cache: Path | N
     )
     narrator.tell("running two steps serially and streamed, in exact mode")
     digests = compare_schedules(settings)
+    gains = None if plan.effort is None else compare_seconds(settings, plan.effort, narrator)
     verdict = Verdict(
         scores=compare(before.scores, after.scores),
         kl=float(after.kl.mean()),
@@ -110,12 +133,24 @@ def demo(directory: Path, *, short: bool = False, seed: int = 0, cache: Path | N
         steps=plan.steps,
         seconds=narrator.seconds,
     )
-    path = settings.run_directory / "summary.json"
-    known = json.loads(path.read_text(encoding="utf-8"))
-    path.write_text(json.dumps(known | verdict.facts(), indent=2) + "\n", encoding="utf-8")
+    note(settings.run_directory / "summary.json", verdict.facts() | ({} if gains is None else gains.facts()))
     show_samples(console, before, after)
-    console.out("", *verdict.lines(), sep="\n", highlight=False)
+    console.out("", *verdict.lines(), "", sep="\n", highlight=False)
+    console.print(UNMEASURED if gains is None else gains.table(), highlight=False)
     return settings.run_directory
+
+
+def note(summary: Path, facts: Mapping[str, object]) -> None:
+    """Add facts to the summary of a run."""
+    known = json.loads(summary.read_text(encoding="utf-8"))
+    summary.write_text(json.dumps(known | facts, indent=2) + "\n", encoding="utf-8")
+
+
+def compare_seconds(settings: Settings, effort: Effort, narrator: Narrator) -> Gains:
+    """Return what overlap gains; the run's page then opens with two steps of each schedule."""
+    rounds = measure(settings, effort, narrator.tell)
+    write_page(settings.run_directory, [Schedule(name, excerpt(made).steps) for name, made in rounds.items()])
+    return Gains.of(effort, rounds)
 
 
 def settings_of(plan: Plan, assets: Assets, target: Path, seed: int) -> Settings:

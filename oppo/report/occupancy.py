@@ -11,7 +11,7 @@ from oppo.errors import ConfigError
 from oppo.report.lock import LOCK, is_locked, taken
 from oppo.report.records import read
 
-METRICS = "metrics.jsonl"
+METRICS, SAMPLES, REPORT = "metrics.jsonl", "samples.jsonl", "report.html"
 
 SUMMARY = "summary.json"
 """Written last, however the run ends; :func:`ended` reads it."""
@@ -20,11 +20,11 @@ STEPLESS = frozenset(
     {
         "config.toml",
         METRICS,
-        "samples.jsonl",
+        SAMPLES,
         "journal.jsonl",
         "trace.json",
         SUMMARY,
-        "report.html",
+        REPORT,
         "log.jsonl",
         "hang-report.json",
     }

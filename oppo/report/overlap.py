@@ -55,13 +55,13 @@ def hidden_fraction(spans: Iterable[Span], roles: Mapping[str, Role]) -> float:
     return occupation(spans, roles).hidden
 
 
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the same points of time as disjoint intervals in order; empty ones are gone."""
+def union(intervals: Iterable[Interval], *, gap: float = 0.0) -> list[Interval]:
+    """Return the same points of time as disjoint intervals in order; empty ones and gaps of up to ``gap`` are gone."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if end <= start:
             continue
-        if merged and start <= merged[-1][1]:
+        if merged and start <= merged[-1][1] + gap:
             merged[-1] = (merged[-1][0], max(merged[-1][1], end))
         else:
             merged.append((start, end))

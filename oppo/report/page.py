@@ -7,15 +7,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 from oppo.admission.bottleneck import PARTS, PREFIX, Bottleneck, together
+from oppo.report.charts import lines, stacked
 from oppo.report.metrics import summary
 from oppo.report.records import Record
-from oppo.report.svg import lines, stacked
 
 _STYLE = """
-body{font:15px/1.5 system-ui,sans-serif;color:#1f2430;max-width:1180px;margin:2rem auto;padding:0 1rem}
+:root{color-scheme:light dark;--ink:#1f2430;--paper:#fff;--line:#e5e7eb}
+@media (prefers-color-scheme:dark){:root{--ink:#e5e7eb;--paper:#14161b;--line:#333a45}}
+body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper);max-width:1180px;margin:2rem auto}
+body{padding:0 1rem}figure{margin:0 0 1rem;overflow-x:auto}figure svg{min-width:720px}
 .charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(420px,1fr));gap:1rem}
-svg{width:100%;border:1px solid #e5e7eb;border-radius:8px;background:#fff}
-table{border-collapse:collapse;width:100%}td,th{border-bottom:1px solid #e5e7eb;padding:.35rem .5rem;text-align:left}
+svg{width:100%;border:1px solid var(--line);border-radius:8px;color:var(--ink)}
+table{border-collapse:collapse;width:100%}
+td,th{border-bottom:1px solid var(--line);padding:.35rem .5rem;text-align:left}
 td.text{white-space:pre-wrap;overflow-wrap:anywhere}td.number,th.number{text-align:right;white-space:nowrap}
 """
 
@@ -23,13 +27,16 @@ td.text{white-space:pre-wrap;overflow-wrap:anywhere}td.number,th.number{text-ali
 _WINDOW = 8  # steps that the last bottleneck is about
 
 
-def page(name: str, records: Sequence[Mapping[str, float | None]], samples: Sequence[Record]) -> str:
+def page(
+    name: str, records: Sequence[Mapping[str, float | None]], samples: Sequence[Record], timeline: str = ""
+) -> str:
     """Return the page of a run.
 
     Args:
         name: of the run.
         records: the lines of ``metrics.jsonl``.
         samples: lines of ``samples.jsonl`` worth showing.
+        timeline: the picture that the page opens with, as SVG (:mod:`oppo.report.timeline`); none where it is empty.
     """
     charts = "".join(
         [
@@ -47,13 +54,14 @@ def page(name: str, records: Sequence[Mapping[str, float | None]], samples: Sequ
             ),
         ]
     )
+    opening = f"<h2>When each model worked</h2><figure>{timeline}</figure>" if timeline else ""
     facts = "".join(
         f'<tr><th>{escape(key)}</th><td class="number">{escape(_number(value))}</td></tr>'
         for key, value in summary(records).items()
     )
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(name)}</title>'
-        f"<style>{_STYLE}</style></head><body><h1>{escape(name)}</h1>"
+        f"<style>{_STYLE}</style></head><body><h1>{escape(name)}</h1>{opening}"
         f'<div class="charts">{charts}</div>{_bottleneck(records)}<h2>Summary</h2><table>{facts}</table>'
         f"<h2>Samples</h2>{_samples(samples)}</body></html>\n"
     )

@@ -9,7 +9,7 @@
 ``trace.json``        Chrome trace of the first and the last steps: a track for each stage and model, an arrow for
                       each rollout
 ``summary.json``      what the run came to, and whether that was its end, with everything saved: ``complete``
-``report.html``       charts, summary and samples, self-contained
+``report.html``       when each model worked in the latest two steps, charts, summary and samples, self-contained
 ``hang-report.json``  only where a run was ended because nothing moved (:mod:`oppo.liveness`)
 ``nonfinite/``        only where a run was ended because it diverged: its last batch (:mod:`oppo.report.dump`)
 ``*.damaged``         lines of a record that were no record any more when the run was resumed
@@ -20,12 +20,11 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby, islice
 from operator import itemgetter
 from pathlib import Path
 from types import TracebackType
@@ -41,12 +40,14 @@ from oppo.report import journal
 from oppo.report.journal import JOURNAL
 from oppo.report.lock import Lock
 from oppo.report.metrics import Metrics, finite, record, summary
-from oppo.report.occupancy import METRICS, SUMMARY, clear, require_stepless, require_unused
+from oppo.report.occupancy import METRICS, REPORT, SAMPLES, SUMMARY, clear, require_stepless, require_unused
 from oppo.report.overlap import Role, occupation
 from oppo.report.page import page
 from oppo.report.put import put
-from oppo.report.records import Record, gaps, read, rewind
+from oppo.report.records import gaps, read, rewind
 from oppo.report.samples import Decode, samples
+from oppo.report.timed import Timekeeper
+from oppo.report.timeline import Schedule, timeline
 from oppo.report.trace import TRACED, Trace, TraceFile
 from oppo.report.writer import Writer
 
@@ -59,7 +60,7 @@ ROLES: Mapping[str, Role] = {
 }
 """What the models of ``oppo train`` do, by the names of their tracks."""
 
-RECORDS = (METRICS, "samples.jsonl", JOURNAL)
+RECORDS = (METRICS, SAMPLES, JOURNAL)
 """Files of one object a line, each with its ``step`` (:mod:`oppo.report.records`)."""
 
 _SHOWN_STEPS = 3  # steps at the start and at the end whose samples the page shows
@@ -118,12 +119,9 @@ class RunDirectory(Observer):
         self._gauges = dict(gauges or {})
         self._trace = None if trace == 0 else Trace()
         self._trace_file: TraceFile | None = None
-        self._lock = threading.Lock()
-        self._model_spans: list[Span] = []  # guarded by the lock: models report from their own threads
+        self._timekeeper = Timekeeper(source=source)
         self.trained = 0
         self.faults: list[str] = []
-        self._first_samples: list[Record] = []
-        self._last_samples: list[list[Record]] = []
         self._at = 0.0
         self._files: dict[str, TextIO] = {}
         self._open = ExitStack()
@@ -157,12 +155,12 @@ class RunDirectory(Observer):
 
     def model_span(self, span: Span) -> None:
         """Take note of a model's work; the listener for model threads, safe to call from any of them."""
-        with self._lock:
-            self._model_spans.append(span)
+        self._timekeeper.model_span(span)
 
     def on_item(self, step: int, stage: str, item: object, at: float) -> None:
         """Journal an event of a rollout, or what was observed; keep a few rollouts of a batch."""
         self._at = at
+        self._timekeeper.on_item(step, stage, item, at)
         if stage == self._source:
             if (entry := journal.entry(step, item, at)) is not None:
                 self._write_records(JOURNAL, [entry])
@@ -173,12 +171,14 @@ class RunDirectory(Observer):
 
     def on_span(self, span: Span) -> None:
         """Trace a stage's execution."""
+        self._timekeeper.on_span(span)
         if self._trace is not None:
             self._trace.span(span, "stages")
 
     def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
         """Write the step's metrics, and have everything about it on disk."""
-        spans = self._take_spans()
+        spans = self._timekeeper.complete(step)
+        self._trace_models(spans)
         if isinstance(result, StepReport):
             metrics = record(result, channels, occupation(spans, self._roles))
             metrics |= {name: finite(gauge()) for name, gauge in self._gauges.items()}
@@ -216,7 +216,7 @@ class RunDirectory(Observer):
             return
         self._closed = True
         with self._open, closing(self._writer):  # whatever fails, every file is closed
-            self._take_spans()
+            self._trace_models(self._timekeeper.take())
             if self._trace is not None and self._trace_file is not None:
                 self._writer.submit(partial(self._trace_file.close, *self._trace.take()))
             self._flush()
@@ -236,27 +236,15 @@ class RunDirectory(Observer):
             self.faults += rewind(self.path / name, steps)
         for name in (METRICS, JOURNAL):
             self.faults += gaps(self.path / name, steps)
-        self.trained = int(summary(self._metrics())["trained"] or 0)
-        shown = read(self.path / "samples.jsonl")
-        of_step = (list(group) for _, group in groupby(shown, key=itemgetter("step")))
-        self._first_samples = next(of_step, [])
-        self._last_samples = list(deque(of_step, _SHOWN_STEPS))
+        self.trained = int(summary(metrics_of(self.path))["trained"] or 0)
 
-    def _take_spans(self) -> list[Span]:
-        with self._lock:
-            spans, self._model_spans = self._model_spans, []
+    def _trace_models(self, spans: Iterable[Span]) -> None:
         if self._trace is not None:
             for span in spans:
                 self._trace.span(span, "models")
-        return spans
 
     def _sample(self, step: int, batch: Batch, decode: Decode) -> None:
-        chosen = list(samples(step, batch, self._keep, decode))
-        self._write_records("samples.jsonl", chosen)
-        if not self._first_samples:
-            self._first_samples = chosen
-        else:
-            self._last_samples = [*self._last_samples, chosen][-_SHOWN_STEPS:]
+        self._write_records(SAMPLES, samples(step, batch, self._keep, decode))
 
     def _write_records(self, name: str, records: Iterable[Mapping[str, object]]) -> None:
         self._write(name, "".join(json.dumps(each, ensure_ascii=False, allow_nan=False) + "\n" for each in records))
@@ -267,10 +255,6 @@ class RunDirectory(Observer):
 
     def _append(self, file: TextIO, text: str) -> None:
         file.write(text)
-
-    def _metrics(self) -> Sequence[Metrics]:
-        """Return the metrics of all steps, as they were written."""
-        return [cast("Metrics", each) for each in read(self.path / METRICS)]
 
     def _flush(self) -> None:
         for file in self._files.values():
@@ -283,11 +267,31 @@ class RunDirectory(Observer):
 
     def _complete(self) -> None:
         self._sync()
-        shown = [*self._first_samples, *(each for step in self._last_samples for each in step)]
-        metrics = self._metrics()
-        put(self.path / "report.html", page(self.path.name, metrics, shown))
-        facts = {**summary(metrics), "complete": self._concluded}
+        write_page(self.path, [Schedule("the latest steps", tuple(self._timekeeper.steps))], self._roles)
+        facts = {**summary(metrics_of(self.path)), "complete": self._concluded}
         put(self.path / SUMMARY, json.dumps(facts, indent=2) + "\n")
+
+
+def write_page(path: Path, schedules: Sequence[Schedule], roles: Mapping[str, Role] = ROLES) -> None:
+    """Write ``report.html`` of a run from the records in its directory.
+
+    Args:
+        path: the run directory.
+        schedules: whose steps the page opens with, on one scale; those without a step are left out.
+        roles: what each model track does.
+
+    Raises:
+        OSError: a file cannot be read or written.
+    """
+    of_step = (list(group) for _, group in groupby(read(path / SAMPLES), key=itemgetter("step")))
+    shown = [*islice(of_step, 1), *deque(of_step, _SHOWN_STEPS)]
+    opening = timeline(schedules, roles)
+    put(path / REPORT, page(path.name, metrics_of(path), list(chain.from_iterable(shown)), opening))
+
+
+def metrics_of(path: Path) -> Sequence[Metrics]:
+    """Return the metrics of all steps, as they were written."""
+    return [cast("Metrics", each) for each in read(path / METRICS)]
 
 
 def _require(config: str, **counts: int) -> None:

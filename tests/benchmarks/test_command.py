@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,8 @@ from benchmarks.__main__ import main
 from benchmarks.decoding.cases import as_json, measure, show
 from benchmarks.ladder import command as ladder
 from benchmarks.ladder.command import chosen
-from benchmarks.ladder.plot import require_matplotlib
 from benchmarks.ladder.workloads import SMOKE
 from benchmarks.request import Request
-from oppo.errors import ConfigError
 from tests.hf import tiny
 
 KEYS = {
@@ -32,7 +29,6 @@ KEYS = {
     "peak_rss_mb",
     "verdict",
 }
-PLOTS = find_spec("matplotlib") is not None
 
 
 @pytest.mark.parametrize("option", ["--json", "--plot"])
@@ -60,11 +56,11 @@ def test_looking_whether_results_can_be_written_leaves_no_file_and_harms_none(tm
 def test_the_smoke_workload_runs_through_the_whole_ladder_s_machinery(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    results, picture = tmp_path / "results" / "smoke.json", tmp_path / "results" / "smoke.png"
+    results, picture = tmp_path / "results" / "smoke.json", tmp_path / "results" / "smoke.svg"
     options = ["--workload", "smoke", "--layout", "split", "--modes", "serial,fixed", "--steps", "1", "--rounds", "1"]
     options += ["--warm-up", "1"]
     options += ["--json", str(results), "--cache", str(tmp_path / "cache")]
-    assert main([*options, *(["--plot", str(picture)] if PLOTS else [])]) == 0
+    assert main([*options, "--plot", str(picture)]) == 0
     printed = capsys.readouterr()
     told = json.loads(results.read_text())
     assert (told["workload"], told["layout"], told["valid"], told["faults"]) == ("smoke", "split", True, [])
@@ -86,7 +82,8 @@ def test_the_smoke_workload_runs_through_the_whole_ladder_s_machinery(
     assert "█ " in printed.out
     assert "valid: shares and lengths" in printed.out
     assert "teaching the actor to count down" in printed.err
-    assert picture.exists() == PLOTS
+    assert picture.read_text().startswith("<svg")
+    assert told["calibration"] is None, "the workload states no shares"
 
 
 @pytest.mark.parametrize(
@@ -119,12 +116,13 @@ def test_a_peer_that_is_not_installed_is_missed_before_a_workload_is_made(
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_picture_needs_matplotlib_and_says_what_installs_it() -> None:
-    if PLOTS:
-        require_matplotlib()
-    else:
-        with pytest.raises(ConfigError, match="make bench"):
-            require_matplotlib()
+def test_a_picture_of_another_kind_is_refused_before_anything_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--workload", "smoke", "--cache", str(tmp_path / "cache")]
+    assert main([*options, "--plot", str(tmp_path / "ladder.png")]) == 2
+    assert "ends in .svg, not ladder.png" in capsys.readouterr().err
+    assert not (tmp_path / "cache").exists()
 
 
 def test_names_keep_their_order_and_come_once() -> None:

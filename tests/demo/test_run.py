@@ -12,7 +12,7 @@ from safetensors import safe_open
 from oppo.cli import main
 from oppo.config import load
 from oppo.demo.exactness import Digests
-from oppo.demo.run import demo
+from oppo.demo.run import UNMEASURED, demo
 from oppo.demo.verdict import Verdict
 from oppo.evaluate import Comparison
 from oppo.hf import load_causal
@@ -50,6 +50,7 @@ def test_a_short_demo_learns_and_leaves_a_run_that_can_be_repeated(
     said = capsys.readouterr().out
     for finding in ("score", "KL", "length", "overlap", "deferral", "exactness", "outputs", "again", "time"):
         assert f"\n{finding} " in said
+    assert UNMEASURED in " ".join(said.split())
     again = load(directory / "config.toml", [f"run.name=again-{tmp_path.name}"])
     assert again.run.steps == facts["steps"]
     assert again.step.admission == "adaptive"

@@ -15,8 +15,10 @@ from oppo.observe import Span
 from oppo.report import RunDirectory, observations, story
 from oppo.report.journal import JOURNAL
 from oppo.report.records import Record, rewind
-from oppo.report.rundir import RECORDS
-from tests.report.synthetic import decode, play, play_second
+from oppo.report.rundir import RECORDS, write_page
+from oppo.report.timed import TimedStep
+from oppo.report.timeline import Schedule
+from tests.report.synthetic import decode, play, play_first, play_second
 
 
 def written(folder: Path, *, threaded: bool = True) -> Path:
@@ -120,6 +122,39 @@ def test_the_page_is_self_contained_and_escapes_what_models_say(tmp_path: Path) 
     assert not re.search(r"<(script|link|img)|url\(|@import", html)
     assert "&lt;b&gt;two&lt;/b&gt;" in html
     assert "<b>two</b>" not in html
+
+
+def test_the_page_opens_with_the_latest_two_steps_as_they_were(tmp_path: Path) -> None:
+    with RunDirectory(tmp_path / "run", decode=decode) as directory:
+        for play_one, number in ((play_first, 0), (play_second, 1)):
+            directory.model_span(Span("policy", "decode", 2.0 * number, 2.0 * number + 1))
+            directory.on_span(Span("step", str(number), 2.0 * number, 2.0 * number + 2))
+            play_one(directory)
+    html = (directory.path / "report.html").read_text()
+    assert html.index("the latest steps: 2 steps in 4.00 s") < html.index("Score")
+    assert "policy: 1.000 s, from 2.000 s on" in html
+    assert "1 carried" in html
+    assert html.count("<svg") == 8
+
+
+def test_a_page_can_be_written_again_with_other_steps_and_the_same_records(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    before = (path / "report.html").read_text()
+    write_page(path, [])
+    assert (path / "report.html").read_text() == before
+    work = [Span("trainer", "update", 0.0, 1.0)]
+    write_page(path, [Schedule("another", [TimedStep(0, 0.0, 2.0, None, 0, work)])])
+    assert "another: 1 step in 2.00 s" in (path / "report.html").read_text()
+    assert (path / "report.html").read_text().endswith(before[before.index('<div class="charts">') :])
+
+
+def test_the_page_shows_samples_of_the_first_step_and_of_the_last_three(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    (line,) = lines(path / "samples.jsonl")[:1]
+    shown = [json.dumps({**line, "step": step, "completion": f"said in {step}."}) + "\n" for step in range(9)]
+    (path / "samples.jsonl").write_text("".join(shown))
+    write_page(path, [])
+    assert re.findall(r"said in (\d)\.", (path / "report.html").read_text()) == ["0", "6", "7", "8"]
 
 
 def test_the_summary_says_what_the_run_came_to(tmp_path: Path) -> None:

@@ -2,57 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import cast
+from xml.etree import ElementTree as ET
 
 import pytest
 
 from benchmarks.ladder.__main__ import main
 from benchmarks.ladder.of_record import PICTURE, ladders
-from benchmarks.ladder.plot import PEERS, TIMES_SERIAL, Results, bars_of, draw, title
+from benchmarks.ladder.plot import LEFT, OURS, PEERS, RIGHT, TIMES_SERIAL, WIDTH, Results, bars_of, draw, title
 from oppo.errors import ConfigError
 
 RECORDED = cast("list[Results]", ladders())
-
-
-@dataclass
-class Drawn:
-    """Axes that keep what is drawn on them."""
-
-    said: dict[str, object] = field(default_factory=dict)
-
-    def barh(
-        self,
-        y: Sequence[str],
-        width: Sequence[float],
-        *,
-        height: float,
-        color: Sequence[str],
-        xerr: Sequence[Sequence[float]],
-        capsize: int,
-    ) -> None:
-        self.said |= {"y": y, "width": width, "xerr": xerr, "color": color}
-
-    def invert_yaxis(self) -> None:
-        self.said["inverted"] = True
-
-    def axvline(self, x: float, *, color: str, linewidth: float) -> None:
-        self.said["line"] = x
-
-    def set_xlim(self, left: float, right: float) -> None:
-        self.said["xlim"] = (left, right)
-
-    def set_axis_off(self) -> None:
-        raise AssertionError("nothing is empty here")
-
-    def set_title(self, label: str, *, fontsize: int) -> None:
-        self.said["title"] = label
-
-    def set_xlabel(self, xlabel: str) -> None:
-        self.said["xlabel"] = xlabel
 
 
 def results(*, valid: bool = True, serial: bool = True) -> Results:
@@ -70,15 +31,25 @@ def results(*, valid: bool = True, serial: bool = True) -> Results:
     }
 
 
+def elements(drawn: str, tag: str) -> list[ET.Element]:
+    return list(ET.fromstring(f"<svg>{drawn}</svg>").iter(tag))
+
+
 def test_bars_are_in_times_of_the_serial_step_with_whiskers_to_the_worst_and_the_best_round() -> None:
-    axes = Drawn()
-    draw(axes, title(results()), bars_of(results()), 2.0)
-    assert axes.said["y"] == ["serial", "chunk", "trl"]
-    assert axes.said["width"] == [1.0, 1.25, 0.5]
-    assert axes.said["xerr"] == [[0.0, 0.25, 0.25], [0.0, 0.5, 0.5]]
-    assert cast("list[str]", axes.said["color"])[2] == PEERS
-    assert (axes.said["line"], axes.said["xlim"]) == (1.0, (0.0, 2.0))
-    assert axes.said["xlabel"] == TIMES_SERIAL
+    drawn = draw(title(results()), bars_of(results()), 2.0)
+    scale = (WIDTH - LEFT - RIGHT) / 2.0
+    bars = elements(drawn, "rect")
+    assert [float(bar.get("width", "nan")) for bar in bars] == pytest.approx([scale, 1.25 * scale, 0.5 * scale])
+    assert [bar.get("fill") for bar in bars] == [OURS, OURS, PEERS]
+    across = [
+        (float(line.get("x1", "nan")), float(line.get("x2", "nan")))
+        for line in elements(drawn, "line")
+        if line.get("y1") == line.get("y2")
+    ]
+    assert across[1] == pytest.approx((1.0 * scale, 1.75 * scale), abs=0.1)
+    assert across[2] == pytest.approx((0.25 * scale, 1.0 * scale), abs=0.1)
+    said = [each.text for each in elements(drawn, "text")]
+    assert said == ["paper, split (a core)", "serial", "chunk", "trl", "0", TIMES_SERIAL, "2"]
 
 
 def test_without_the_serial_mode_bars_are_tokens_a_second() -> None:
@@ -98,10 +69,13 @@ def test_results_of_record_can_be_drawn(recorded: Results) -> None:
 
 
 def test_the_picture_of_record_is_drawn_without_measuring(tmp_path: Path) -> None:
-    if find_spec("matplotlib") is None:
-        with pytest.raises(ConfigError, match="make bench"):
-            main(["--plot", str(tmp_path / "ladder.png")])
-    else:
+    main(["--plot", str(tmp_path / "ladder.svg")])
+    assert (tmp_path / "ladder.svg").read_text() == PICTURE.read_text()
+    headings = [each.text for each in ET.fromstring(PICTURE.read_text()).iter() if each.get("font-weight")]
+    assert headings == [title(recorded) for recorded in RECORDED]
+
+
+def test_a_picture_of_another_kind_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"ends in \.svg, not ladder\.png"):
         main(["--plot", str(tmp_path / "ladder.png")])
-        assert (tmp_path / "ladder.png").read_bytes()[:4] == b"\x89PNG"
-    assert PICTURE.exists()
+    assert not list(tmp_path.iterdir())

@@ -5,7 +5,7 @@ from xml.etree import ElementTree as ET
 import pytest
 from hypothesis import given, strategies as st
 
-from oppo.report.svg import HEIGHT, MOST, WIDTH, lines, stacked
+from oppo.report.charts import HEIGHT, MOST, WIDTH, lines, stacked
 
 SVG = "{http://www.w3.org/2000/svg}"
 VALUES = st.lists(st.one_of(st.none(), st.floats(-1e6, 1e6)), min_size=1, max_size=30)
@@ -13,7 +13,7 @@ VALUES = st.lists(st.one_of(st.none(), st.floats(-1e6, 1e6)), min_size=1, max_si
 
 def bars(chart: str) -> list[dict[str, float]]:
     root = ET.fromstring(chart)
-    rects = [rect for rect in root.iter(f"{SVG}rect") if rect.get("width") != "10"]  # not those of the legend
+    rects = [rect for rect in root.iter(f"{SVG}rect") if rect.get("width") != "10.00"]  # not those of the legend
     return [{name: float(rect.get(name, "nan")) for name in ("x", "y", "width", "height")} for rect in rects]
 
 
@@ -39,7 +39,7 @@ def test_a_long_run_has_bars_of_several_steps_and_says_so(steps: int, bars_of: i
     chart = stacked("time", {"decode": values, "update": [1.0] * steps})
     drawn = bars(chart)
     assert len(drawn) == 2 * -(-steps // bars_of) <= 2 * MOST
-    assert drawn[-1]["x"] + drawn[-1]["width"] == pytest.approx(WIDTH - 12, abs=1)
+    assert drawn[-1]["x"] + drawn[-1]["width"] == pytest.approx(WIDTH - 68, abs=1)
     assert f"step {steps - 1}<" in chart
     assert (f"time, means of {bars_of} steps" in chart) == (bars_of > 1)
     if bars_of == 40:

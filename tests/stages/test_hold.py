@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from benchmarks.ladder.hold import Hold
 from oppo.events import Chunk, Defer, Finish, Prompt, Response, RolloutEvent
 from oppo.graph import Receiver
 from oppo.graph.channel import Channel
+from oppo.stages.hold import Hold
 
 
 class Kept:

@@ -1,0 +1,127 @@
+"""What overlap gains: the findings of a measurement, and the table that shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+
+from rich.table import Table
+
+from oppo.report.overlap import Role, seconds, union
+from oppo.report.rundir import ROLES
+from oppo.report.timed import TimedStep
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much is measured.
+
+    Attributes:
+        batch: responses a step.
+        extra: stragglers that the last schedule may carry.
+        steps: of a round, in each schedule; what is carried is finished within them.
+        rounds: in each of which every schedule makes the same steps.
+        deeper: how many times as deep as the demo's its reward model is.
+    """
+
+    batch: int
+    extra: int
+    steps: int
+    rounds: int
+    deeper: int
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One schedule in one round.
+
+    Attributes:
+        tokens: that were trained.
+        steps: as they were.
+    """
+
+    tokens: int
+    steps: Sequence[TimedStep]
+
+    @property
+    def seconds(self) -> float:
+        """From the start of the first step to the end of the last."""
+        return self.steps[-1].end - self.steps[0].start
+
+    @property
+    def idle(self) -> float:
+        """The share of time in which a half of the cores had nothing to do, the mean of both.
+
+        One half decodes, the other scores, and both update.
+        """
+        acting, scoring = self._busy("decode", "update"), self._busy("score", "update")
+        return 1 - (acting + scoring) / (2 * self.seconds)
+
+    def _busy(self, *roles: Role) -> float:
+        spans = (span for step in self.steps for span in step.spans if ROLES.get(span.track) in roles)
+        return seconds(union((span.start, span.end) for span in spans))
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """One schedule against the serial one; medians over rounds.
+
+    Attributes:
+        seconds: of a step.
+        speedup: how many times faster a token is trained than serially.
+        idle: see :attr:`Round.idle`.
+    """
+
+    schedule: str
+    seconds: float
+    speedup: float
+    idle: float
+
+    @classmethod
+    def of(cls, schedule: str, rounds: Sequence[Round], serial: Sequence[Round]) -> Standing:
+        """Return the standing of a schedule; its rounds and the serial ones are compared one by one."""
+        pairs = zip(rounds, serial, strict=True)
+        return cls(
+            schedule,
+            seconds=median(each.seconds / len(each.steps) for each in rounds),
+            speedup=median(base.seconds / base.tokens * own.tokens / own.seconds for own, base in pairs),
+            idle=median(each.idle for each in rounds),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Gains:
+    """How every schedule stands, the serial one first, and what was measured."""
+
+    effort: Effort
+    standings: Sequence[Standing]
+
+    @classmethod
+    def of(cls, effort: Effort, rounds: Mapping[str, Sequence[Round]]) -> Gains:
+        """Return the gains from the rounds of each schedule by its name, the serial one first."""
+        serial = next(iter(rounds.values()))
+        return cls(effort, [Standing.of(name, made, serial) for name, made in rounds.items()])
+
+    def table(self) -> Table:
+        """Return a table whose caption says what was measured and how."""
+        effort = self.effort
+        rounds = "One round" if effort.rounds == 1 else f"Medians of {effort.rounds} interleaved rounds"
+        shown = Table(
+            title=f"What overlap gains: the same {effort.steps} steps of {effort.batch} responses in each schedule",
+            caption=f"{rounds}. The models made above, but the reward model {effort.deeper} times as deep, the critic "
+            "on the actor's trunk, one epoch a step. In every schedule half of the cores decode and half score, and "
+            "the update has all. Idle: the share of time in which such a half has nothing to do, the mean of both.",
+            title_justify="left",
+            caption_justify="left",
+        )
+        shown.add_column("schedule")
+        for name in ("seconds a step", "times as fast", "idle"):
+            shown.add_column(name, justify="right")
+        for each in self.standings:
+            shown.add_row(each.schedule, f"{each.seconds:.2f}", f"{each.speedup:.2f}", f"{each.idle:.0%}")
+        return shown
+
+    def facts(self) -> dict[str, object]:
+        """Return the entries of ``summary.json``."""
+        return {"schedules": [asdict(each) for each in self.standings], "measured": asdict(self.effort)}

@@ -1,0 +1,145 @@
+"""The same steps serially, streamed, and streamed with stragglers carried over, measured in turn.
+
+The demo's models are scaled as the OPPO paper scales its own: a reward model that costs several times the actor, one
+epoch, and the long tail of lengths that the base policy has. Nothing is learned, so that every round samples the same
+tokens: the learning rate is next to nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final
+
+import anyio
+import torch
+from transformers import LlamaForSequenceClassification, PreTrainedModel
+
+from oppo.compose import recipe
+from oppo.demo.gains import Effort, Round
+from oppo.hf.load import load_scalar, load_tokenizer, quiet
+from oppo.report.timed import Timekeeper
+from oppo.settings import Settings
+from oppo.stages.hold import held
+from oppo.train import Session, prepare
+
+LEARNING_RATE: Final = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """One schedule.
+
+    Attributes:
+        serial: scoring waits until decoding has ended.
+        step: what it changes in ``[step]``.
+    """
+
+    name: str
+    serial: bool
+    step: Mapping[str, object]
+
+
+def modes(effort: Effort) -> list[Mode]:
+    """Return the schedules, the serial one first."""
+    nothing = {"extra": 0}
+    return [
+        Mode("serial: decode, score, update", serial=True, step={"chunk": "whole", **nothing}),
+        Mode("streamed: score while decoding", serial=False, step=nothing),
+        Mode(f"streamed, up to {effort.extra} stragglers carried", serial=False, step={"extra": effort.extra}),
+    ]
+
+
+def measure(settings: Settings, effort: Effort, tell: Callable[[str], None]) -> dict[str, list[Round]]:
+    """Return the rounds of each schedule, by its name; nothing is written.
+
+    Args:
+        settings: of the demo's run.
+        effort: how much is measured.
+        tell: told, in a sentence, what is being done.
+
+    Raises:
+        OppoError: a model cannot be used.
+    """
+    with TemporaryDirectory(prefix="oppo-demo-") as folder:
+        write_deeper(Path(settings.models.reward), Path(folder), effort.deeper)
+        variants = [(mode, varied(settings, mode, effort, Path(folder))) for mode in modes(effort)]
+        with prepare(variants[0][1], trial=True) as session:
+            beginning = session.prompts.state_dict()
+            rounds: dict[str, list[Round]] = {mode.name: [] for mode, _ in variants}
+            for number in range(effort.rounds + 1):
+                steps = effort.steps if number else 1  # the first round is slower, and not counted
+                tell(f"round {number} of {effort.rounds}, every schedule in turn" if number else "warming up")
+                for mode, chosen in variants if number % 2 else reversed(variants):
+                    session.prompts.load_state_dict(beginning)
+                    made = anyio.run(make_round, session, mode, chosen, steps)
+                    if number:
+                        rounds[mode.name].append(made)
+    return rounds
+
+
+def varied(settings: Settings, mode: Mode, effort: Effort, reward: Path) -> Settings:
+    """Return the settings of a schedule."""
+    return settings.changed(
+        {
+            "models": {"reward": str(reward), "shared_trunk": True, "critic": ""},
+            "step": {"batch": effort.batch, "admission": "overcommit", **mode.step},
+            "trainer": {
+                "epochs": 1,
+                "minibatches": 1,
+                "learning_rate": LEARNING_RATE,
+                "critic_learning_rate": LEARNING_RATE,
+            },
+        }
+    )
+
+
+async def make_round(session: Session, mode: Mode, settings: Settings, steps: int) -> Round:
+    """Return a round of one schedule; it begins and ends with nothing carried."""
+    graph = recipe(settings, session.assembly)
+    keeper = Timekeeper(kept=steps)
+    session.assembly.listen(keeper.model_span)
+    tokens = 0
+    async with (held(graph) if mode.serial else graph).open(session.prompts, observers=[keeper]) as run:
+        async for report in run.steps(steps):
+            tokens += int(report.metrics["response_length/tokens"])
+    return Round(tokens, tuple(keeper.steps))
+
+
+def write_deeper(source: Path, target: Path, times: int) -> None:
+    """Write the reward model in ``source``, so many times as deep, and its tokenizer to ``target``."""
+    with quiet():
+        deepened(load_scalar(source), times).save_pretrained(target)
+        load_tokenizer(source).save_pretrained(target)
+
+
+@torch.no_grad()
+def deepened(model: PreTrainedModel, times: int) -> PreTrainedModel:
+    """Return the model, so many times as deep: the layers added cost what its last one costs, and change nothing.
+
+    A residual block adds what its attention and its feed-forward network put out; here both put out zeros.
+
+    Raises:
+        TypeError: the model is no Llama with one label.
+    """
+    if not isinstance(model, LlamaForSequenceClassification):
+        raise TypeError(f"only a Llama with a scalar head can be deepened, not a {type(model).__name__}")
+    blocks = model.model.layers
+    for index in range(len(blocks), times * len(blocks)):
+        block = copy.deepcopy(blocks[-1])
+        block.self_attn.layer_idx = index
+        block.self_attn.o_proj.weight.zero_()
+        block.mlp.down_proj.weight.zero_()
+        blocks.append(block)
+    model.config.num_hidden_layers = len(blocks)
+    return model
+
+
+def excerpt(rounds: Sequence[Round]) -> Round:
+    """Return the two steps in the middle of the last round."""
+    made = rounds[-1]
+    middle = max(1, len(made.steps) // 2)
+    return Round(made.tokens, made.steps[middle - 1 : middle + 1])
