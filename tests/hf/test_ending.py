@@ -118,7 +118,7 @@ def test_stop_texts_need_a_way_to_read_tokens() -> None:
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"min_new_tokens": 9, "max_new_tokens": 8}, r"must lie in 0 .. max_new_tokens \(8\), not 9"),
+        ({"min_new_tokens": 9, "max_new_tokens": 8}, r"must be at most max_new_tokens \(8\); got 9"),
         ({"min_new_tokens": -1}, "not -1"),
         ({"stop_strings": ("x", "")}, "at least one character"),
     ],
