@@ -11,10 +11,10 @@ from typing import Annotated, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from oppo.algorithms.registry import ALGORITHMS
+from oppo.app.overrides import SEEDED
+from oppo.app.settings import keys_of
+from oppo.app.tables import OneOf
 from oppo.declared import MOST, SEEDS, Declared
-from oppo.overrides import SEEDED
-from oppo.settings import keys_of
-from oppo.tables import OneOf
 
 PAGE = Path(__file__).with_name("settings.md")
 

@@ -23,9 +23,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from oppo.estimators import gae, kl_estimate, shaped_rewards, whiten
 from oppo.events import Batch, Finish, FinishReason, Prompt, Response
 from oppo.hf.digest import weights_digest
-from oppo.hf.policy import HfPolicy
-from oppo.hf.scorers import ReferenceLogprobs, RewardModel, ValueModel
-from oppo.hf.trainer import HfTrainer
+from oppo.hf.serve.policy import HfPolicy
+from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
+from oppo.hf.train.trainer import HfTrainer
 from oppo.models import Sampling
 from oppo.placement import Thread
 from oppo.training import TrainerSettings

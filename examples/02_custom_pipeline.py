@@ -17,7 +17,6 @@ import numpy as np
 from oppo import (
     Batch,
     Drop,
-    Gathered,
     Generate,
     Graph,
     GraphBuilder,
@@ -29,6 +28,7 @@ from oppo import (
     Row,
     Score,
     Scored,
+    ScoredRollouts,
     Scorer,
     Sender,
     StepReport,
@@ -56,12 +56,12 @@ class LeaveOneOut:
         self, rollout: Receiver[RolloutEvent], score: Receiver[Scored[float] | Drop], /, *, out: Sender[Batch]
     ) -> None:
         """Send one batch as soon as every finished response is scored."""
-        gathered = await Gathered.of(rollout, score)
+        gathered = await ScoredRollouts.of(rollout, score)
         if gathered:
             await out.send(batch_of(gathered))
 
 
-def batch_of(gathered: Gathered) -> Batch:
+def batch_of(gathered: ScoredRollouts) -> Batch:
     """Return the batch of these rollouts: their scores as they are, and advantages in which groups are centred."""
     rows, dropped, deferred = gathered.in_order()
     groups = Counter(group_of(row) for row in rows)

@@ -48,11 +48,11 @@ from oppo.rewards import FunctionReward
 from oppo.shaping import ScoreShaping
 from oppo.stages import (
     GAE,
-    Gathered,
     Generate,
     GroupRelative,
     Row,
     Score,
+    ScoredRollouts,
     Update,
     finished_rollout,
     followers,
@@ -81,7 +81,6 @@ __all__ = [
     "FloatArray",
     "Follower",
     "FunctionReward",
-    "Gathered",
     "Generate",
     "Given",
     "Graph",
@@ -106,6 +105,7 @@ __all__ = [
     "Score",
     "ScoreShaping",
     "Scored",
+    "ScoredRollouts",
     "Scorer",
     "Sender",
     "SlopeAdaptive",

@@ -21,14 +21,14 @@ import anyio
 from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
 
+from oppo.app.interrupt import Stopped, stoppable
 from oppo.errors import ConfigError, DataError, HangError, NothingTrained, OppoError
-from oppo.interrupt import Stopped, stoppable
 from oppo.numeric import require_whole
 from oppo.report.display import displays
 from oppo.report.panel import harmless
 
 if TYPE_CHECKING:
-    from oppo.settings import Settings
+    from oppo.app.settings import Settings
 
 DONE, FAILED, UNUSABLE, UNTRAINED, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -92,7 +92,7 @@ def train(
     dry_run
         Load and check everything, print the resolved settings and the graph, train nothing.
     """
-    from oppo.config import load  # noqa: PLC0415 - `oppo --help` should be quick
+    from oppo.app.config import load  # noqa: PLC0415 - `oppo --help` should be quick
 
     return carry_out(load(config, override), dry_run=dry_run)
 
@@ -115,7 +115,7 @@ def resume(
     accept_changed_code
         Go on with the file of the reward function as it is now, though the run began with another.
     """
-    from oppo.resume import settings_of  # noqa: PLC0415 - `oppo --help` should be quick
+    from oppo.app.resume import settings_of  # noqa: PLC0415 - `oppo --help` should be quick
 
     return carry_out(settings_of(run, override), resume=True, accept_changed_code=accept_changed_code)
 
@@ -124,10 +124,10 @@ def carry_out(
     settings: Settings, *, resume: bool = False, dry_run: bool = False, accept_changed_code: bool = False
 ) -> int:
     """Prepare and run what the settings say; return the command's exit code."""
-    from oppo.train import FINAL, prepare, run  # noqa: PLC0415 - `oppo --help` should be quick
+    from oppo.app.train import FINAL, prepare, run  # noqa: PLC0415 - `oppo --help` should be quick
 
     try:
-        session = prepare(settings, note, resume=resume, trial=dry_run, accept_changed_code=accept_changed_code)
+        session = prepare(settings, note, resume=resume, dry_run=dry_run, accept_changed_code=accept_changed_code)
     except OppoError as error:
         return complain(paragraph(error), UNUSABLE)
     console = Console()

@@ -22,7 +22,7 @@ from oppo.observe import silent
 
 OverLong: TypeAlias = Literal["filter", "truncate", "error"]
 Message: TypeAlias = dict[str, str]
-Row: TypeAlias = Mapping[str, object]
+JsonRow: TypeAlias = Mapping[str, object]
 
 _SHOWN = 80  # characters of a bad value that an error quotes
 
@@ -137,7 +137,7 @@ def _message(value: object, place: str) -> Message:
     raise DataError(f"{place}: a chat message is {{'role': text, 'content': text}}, got {_shown(value)}")
 
 
-def _rows(path: Path) -> Iterator[tuple[str, Row]]:
+def _rows(path: Path) -> Iterator[tuple[str, JsonRow]]:
     """Yield each row with the words that say where it stands."""
     if path.suffix == ".jsonl":
         return _json_rows(path)
@@ -158,7 +158,7 @@ def _regular(path: Path) -> Path:
     return path
 
 
-def _json_rows(path: Path) -> Iterator[tuple[str, Row]]:
+def _json_rows(path: Path) -> Iterator[tuple[str, JsonRow]]:
     try:
         with _regular(path).open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
@@ -171,7 +171,7 @@ def _json_rows(path: Path) -> Iterator[tuple[str, Row]]:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def _json_row(line: str, place: str) -> Row:
+def _json_row(line: str, place: str) -> JsonRow:
     try:
         row: object = json.loads(line)
     except json.JSONDecodeError as error:
@@ -183,7 +183,7 @@ def _json_row(line: str, place: str) -> Row:
     return row
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[str, Row]]:
+def _parquet_rows(path: Path) -> Iterator[tuple[str, JsonRow]]:
     import pyarrow as pa  # noqa: PLC0415 - 0.1 s, and most files are JSON lines
     from pyarrow import parquet  # noqa: PLC0415
 

@@ -1,7 +1,7 @@
 """What the fields of a dataclass declare: a type with its bounds, a default, and a sentence.
 
 A setting is declared once. Here values that come from Python are held to the declaration, where they come in: a NaN, or
-half a step, would be met far from there. Those of a file are held to it by :mod:`oppo.config`.
+half a step, would be met far from there. Those of a file are held to it by :mod:`oppo.app.config`.
 """
 
 from __future__ import annotations

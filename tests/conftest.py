@@ -38,8 +38,8 @@ def _forwards_off_the_loop() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _small_models_attend_in_parts() -> Iterator[None]:
-    from tests.hf.child import PART_BYTES  # after the settings above: it imports torch
+    from tests.hf.child import SEGMENT_BYTES  # after the settings above: it imports torch
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("oppo.hf.parts.PART_BYTES", PART_BYTES)
+        patch.setattr("oppo.hf.kv.segmented_attention.SEGMENT_BYTES", SEGMENT_BYTES)
         yield

@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from oppo.admission import Admission, Observation, Overcommit
-from oppo.checkpoint import read_state, write_state
+from oppo.app.checkpoint import read_state, write_state
 from oppo.chunking import ChunkSize, Fixed, WholeRollout
 from oppo.data import PromptStream
 from oppo.events import (

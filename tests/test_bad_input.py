@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 
 from oppo.cli import UNTRAINED
 from oppo.data import read_prompts
-from oppo.hf.packing import MicroBatch
+from oppo.hf.train.packing import MicroBatch
 from oppo.liveness import Watchdog
 from oppo.report.lock import Lock
 from tests.hf import tiny
@@ -156,7 +156,7 @@ def test_running_out_of_memory_names_the_model_and_the_setting_that_helps(
         torch.empty(1 << 50, dtype=torch.uint8)
         raise AssertionError("there is no machine with a pebibyte")
 
-    monkeypatch.setattr("oppo.hf.trainer_core.pack", too_much)
+    monkeypatch.setattr("oppo.hf.train.core.pack", too_much)
     assert oppo(workplace, "", "run.name=memory") == 1
     said = capsys.readouterr().err
     assert "error: the trainer ran out of memory while it did 'update': lower trainer.micro_batch_tokens (" in said
@@ -166,9 +166,9 @@ def test_running_out_of_memory_names_the_model_and_the_setting_that_helps(
 
 LIMITED = """
 import resource
-import oppo.train
+import oppo.app.train
 
-loading = oppo.train.prepare
+loading = oppo.app.train.prepare
 
 def prepare(*arguments, **options):
     session = loading(*arguments, **options)
@@ -177,7 +177,7 @@ def prepare(*arguments, **options):
     resource.setrlimit(resource.RLIMIT_AS, (size + ROOM, size + ROOM))
     return session
 
-oppo.train.prepare = prepare
+oppo.app.train.prepare = prepare
 """
 """Leaves a process ``ROOM`` more bytes of address space than it has when everything is loaded."""
 
@@ -252,7 +252,7 @@ def test_a_prompt_file_that_changes_while_it_is_read_is_refused(
             file.write('{"prompt": "w5"}\n')
         return read_prompts(path, *arguments, **options)  # type: ignore[arg-type]  # passed on as they came
 
-    monkeypatch.setattr("oppo.supply.read_prompts", read)
+    monkeypatch.setattr("oppo.app.supply.read_prompts", read)
     assert oppo(workplace, "", "run.name=growing", "data.prompts=growing.jsonl") == 2
     assert "growing.jsonl changed while it was read: start again" in capsys.readouterr().err
 
@@ -267,7 +267,7 @@ def test_a_reward_that_blocks_is_named_on_the_terminal_and_in_the_log(
         f"    while 'stalled' not in Path({str(log)!r}).read_text():\n        time.sleep(0.01)\n"
         "    return [0.0 for _ in completions]\n"
     )
-    monkeypatch.setattr("oppo.train.Watchdog", partial(Watchdog, notice=0.2))
+    monkeypatch.setattr("oppo.app.train.Watchdog", partial(Watchdog, notice=0.2))
     assert oppo(workplace, "", "run.name=blocked", "run.steps=1", "models.reward=blocking.py:block") == 0
     stalls = [each for each in records(workplace, "blocked", "log.jsonl") if each["event"] == "stalled"]
     assert {"advantage": "waits for reward", "reward": "at work"}.items() <= dict(stalls[-1]["stages"]).items()  # type: ignore[call-overload]  # an object of the log
@@ -293,9 +293,9 @@ def test_a_reward_that_never_returns_ends_the_run_with_a_report(workplace: Path)
 def test_a_model_that_never_returns_ends_the_process_with_a_report(workplace: Path) -> None:
     hang = (
         "import functools, threading\n"
-        "import oppo.hf.trainer_core, oppo.train\n"
-        "oppo.hf.trainer_core.pack = lambda *_: threading.Event().wait()\n"
-        "oppo.train.Watchdog = functools.partial(oppo.train.Watchdog, grace=1)\n"
+        "import oppo.hf.train.core, oppo.app.train\n"
+        "oppo.hf.train.core.pack = lambda *_: threading.Event().wait()\n"
+        "oppo.app.train.Watchdog = functools.partial(oppo.app.train.Watchdog, grace=1)\n"
     )
     code, _, said = run(workplace, "run.name=model-stuck", "run.watchdog_seconds=4", "run.call_timeout=4", before=hang)
     assert code == 1, said

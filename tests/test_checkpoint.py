@@ -16,7 +16,7 @@ from hypothesis import given, strategies as st
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 
-from oppo.checkpoint import COMPLETE, Checkpoints, State, read_state, verified, write_state
+from oppo.app.checkpoint import COMPLETE, Checkpoints, State, read_state, verified, write_state
 from oppo.errors import CheckpointError
 
 
@@ -170,7 +170,7 @@ def test_whether_there_is_a_checkpoint_is_known_without_reading_it_all(
     checkpoints = Checkpoints(tmp_path)
     assert not checkpoints.sealed
     written(checkpoints, 1)
-    monkeypatch.setattr("oppo.checkpoint._digest", None)
+    monkeypatch.setattr("oppo.app.checkpoint._digest", None)
     assert checkpoints.sealed
     (tmp_path / "step-000001" / COMPLETE).unlink()
     assert not checkpoints.sealed

@@ -17,12 +17,12 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LlamaModel
 
+from oppo.app.config import load
+from oppo.app.train import prepare, run as train
 from oppo.cli import main
-from oppo.config import load
 from oppo.hf.cpu import available_cores
 from oppo.hf.digest import weights_digest
 from oppo.report import story
-from oppo.train import prepare, run as train
 from tests.hf import tiny
 from tests.workplace import furnish, oppo, records, start, tokenizer
 
@@ -69,7 +69,9 @@ def test_training_leaves_a_run_directory_and_loadable_models(
 def test_models_in_processes_make_the_same_run(
     workplace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("oppo.hf.parts.PART_BYTES", 256 * 1024)  # the children do not know what tests have changed
+    monkeypatch.setattr(
+        "oppo.hf.kv.segmented_attention.SEGMENT_BYTES", 256 * 1024
+    )  # the children do not know what tests have changed
     final = {}
     for scorers in ("thread", "process"):
         settings = (

@@ -16,10 +16,10 @@ from oppo.algorithms.grpo import GRPO
 from oppo.algorithms.ppo import PPO
 from oppo.algorithms.registry import ALGORITHMS
 from oppo.algorithms.rloo import RLOO
-from oppo.config import load, resolve
+from oppo.app.config import load, resolve
+from oppo.app.settings import Settings, keys_of
 from oppo.errors import ConfigError
 from oppo.losses import ClippedLoss, PPOLoss
-from oppo.settings import Settings, keys_of
 from oppo.shaping import ScoreShaping
 from oppo.stages import GAE
 from oppo.staleness import Correction
@@ -386,6 +386,6 @@ def test_an_algorithm_that_there_is_none_of_is_one_fault_whatever_its_table_says
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_settings_are_checked_without_loading_torch(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text(f'{MINIMAL}[step]\nalgorithm = "{name}"\n')
-    check = "import sys; from pathlib import Path; from oppo.config import load; load(Path(sys.argv[1])).toml()"
+    check = "import sys; from pathlib import Path; from oppo.app.config import load; load(Path(sys.argv[1])).toml()"
     probe = f"{check}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", probe, str(tmp_path / "config.toml")], check=True)

@@ -118,7 +118,7 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, told: list
 def test_records_that_are_settled_are_on_the_disk(tmp_path: Path, told: list[str]) -> None:
     with RunDirectory(tmp_path / "x", trace=0) as directory:
         told.clear()
-        directory.settle()
+        directory.flush()
         assert told == [*(f"x/{name}" for name in RECORDS), "x"]
 
 

@@ -10,7 +10,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from oppo.interrupt import SIGNALS, Stopped, interruptible
+from oppo.app.interrupt import SIGNALS, Stopped, interruptible
 
 each_signal = pytest.mark.parametrize("number", SIGNALS)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from oppo.admission import Admission, Overcommit, SlopeAdaptive, TailAdaptive, TailBatched
-from oppo.checkpoint import read_state, write_state
+from oppo.app.checkpoint import read_state, write_state
 from oppo.chunking import Fixed
 from oppo.events import Batch
 from oppo.report import RunDirectory, observations

@@ -14,7 +14,7 @@ import pytest
 
 import oppo
 from oppo import GAE, Fixed, Graph, Overcommit, Score, grpo, ppo
-from oppo.config import load
+from oppo.app.config import load
 from oppo.errors import GraphError
 from oppo.testing import (
     FakeCritic,

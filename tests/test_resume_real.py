@@ -15,17 +15,17 @@ from statistics import median
 import pytest
 from safetensors.numpy import load_file
 
-from oppo.checkpoint import COMPLETE, _seal as seal, verified
+from oppo.app.checkpoint import COMPLETE, _seal as seal, verified
+from oppo.app.config import load
+from oppo.app.resume import fingerprints, settings_of
+from oppo.app.train import FINAL, prepare
 from oppo.cli import DONE, FAILED, UNUSABLE, main
-from oppo.config import load
 from oppo.errors import CheckpointError, ConfigError, ModelError
 from oppo.report import observations
 from oppo.report.journal import JOURNAL
 from oppo.report.lock import is_locked
 from oppo.report.occupancy import SUMMARY
 from oppo.report.records import OBSERVED, rewind
-from oppo.resume import fingerprints, settings_of
-from oppo.train import FINAL, prepare
 from tests.forked import Program
 from tests.workplace import furnish, oppo, records, start
 
@@ -162,7 +162,7 @@ def copied(folder: Path, whole: str, name: str) -> Path:
     own = fingerprints(load(run / "config.toml"))
     for checkpoint in (run / "checkpoints").glob("step-*"):
         state = json.loads((checkpoint / "state.json").read_text())
-        state["origin"]["settings"]["run.name"] = own["run.name"]
+        state["provenance"]["settings"]["run.name"] = own["run.name"]
         reseal(checkpoint, state)
     return run
 
@@ -208,7 +208,7 @@ def test_a_run_whose_end_could_not_be_saved_is_brought_to_it(folder: Path, monke
 
     run = folder / "runs" / "unsaved"
     with monkeypatch.context() as patch:
-        patch.setattr("oppo.hf.saving.Saving.save", full)
+        patch.setattr("oppo.app.saving.Saving.save", full)
         assert oppo(folder, "", *EXACT, "run.name=unsaved", "run.checkpoint_every=4") == FAILED
     assert not (run / FINAL).exists()
     assert len(records(folder, "unsaved", "metrics.jsonl")) == STEPS
@@ -320,7 +320,7 @@ def test_a_run_that_could_not_be_taken_up_leaves_what_it_had_learned(
     def unreadable(*_: object) -> None:
         raise CheckpointError("the disk is gone")
 
-    monkeypatch.setattr("oppo.hf.optimisation.read_training", unreadable)
+    monkeypatch.setattr("oppo.hf.train.optimisation.read_training", unreadable)
     assert resume(folder, "kept", "run.steps=7") == FAILED
     assert "the disk is gone" in capsys.readouterr().err
     assert weights(folder, "kept") == weights(folder, "whole")
@@ -397,7 +397,7 @@ def test_settings_that_were_edited_by_hand_are_refused(folder: Path, capsys: pyt
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"origin": 3}, "does not say what its run was made of (TypeError: "),
+        ({"provenance": 3}, "does not say what its run was made of (TypeError: "),
         ({"run": {}}, "does not fit this run (KeyError: 'stages')"),
         ({"prompts": []}, "does not fit this run (TypeError: "),
     ],
@@ -421,7 +421,7 @@ def test_other_libraries_and_damaged_records_are_told_and_the_run_goes_on(
     run = copied(folder, "whole", "aged")
     checkpoint = run / "checkpoints" / "step-000006"
     state = json.loads((checkpoint / "state.json").read_text())
-    state["origin"]["libraries"]["torch"] = "2.0.0"
+    state["provenance"]["libraries"]["torch"] = "2.0.0"
     reseal(checkpoint, state)
     metrics = run / "metrics.jsonl"
     metrics.write_bytes(metrics.read_bytes().replace(b'"step"', b'"st\xffp"', 1))

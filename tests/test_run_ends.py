@@ -14,8 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from oppo.app.train import FINAL
 from oppo.cli import DONE, FAILED, INTERRUPTED, UNUSABLE
-from oppo.train import FINAL
 from tests.workplace import furnish, oppo, records, start
 
 MISCHIEF = """
@@ -123,10 +123,10 @@ def test_a_second_ctrl_c_ends_a_run_at_once_though_its_reward_never_returns(fold
 
 LOADING = """
 import time
-import oppo.hf.assemble
+import oppo.app.assemble
 def load(*arguments, **options):
     time.sleep(60)
-oppo.hf.assemble.load_causal = load
+oppo.app.assemble.load_causal = load
 """
 """Has a process take its time over loading models."""
 
@@ -153,8 +153,8 @@ def test_a_run_outlives_its_display(folder: Path) -> None:
 
 IMPATIENT = """
 import functools
-import oppo.train
-oppo.train.Watchdog = functools.partial(oppo.train.Watchdog, grace=0.5)
+import oppo.app.train
+oppo.app.train.Watchdog = functools.partial(oppo.app.train.Watchdog, grace=0.5)
 """
 """Has a run's watchdog wait less long for what it has cancelled."""
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-import oppo.hf.trainer_core
+import oppo.hf.train.core
+from oppo.app.config import load
+from oppo.app.train import FINAL, prepare
 from oppo.cli import INTERRUPTED
-from oppo.config import load
 from oppo.hf.lora import merged
-from oppo.train import FINAL, prepare
 from tests.workplace import furnish, start
 
 
@@ -44,7 +44,7 @@ def test_what_was_learned_is_saved_as_a_whole_though_who_waits_for_it_is_cancell
             go_on.set()
         assert saving.cancelled()
 
-    monkeypatch.setattr(oppo.hf.trainer_core, "merged", held)
+    monkeypatch.setattr(oppo.hf.train.core, "merged", held)
     final = folder / "elsewhere" / "final"
     (final / "old").mkdir(parents=True)
     with prepare(load(folder / "config.toml", ["run.scorers=thread", "run.name=cancelled"])) as session:
@@ -57,13 +57,13 @@ def test_what_was_learned_is_saved_as_a_whole_though_who_waits_for_it_is_cancell
 
 SLOW = """
 import pathlib, time
-import oppo.hf.trainer_core
-merging = oppo.hf.trainer_core.merged
+import oppo.hf.train.core
+merging = oppo.hf.train.core.merged
 def merged(model):
     pathlib.Path({mark!r}).touch()
     time.sleep(2)
     return merging(model)
-oppo.hf.trainer_core.merged = merged
+oppo.hf.train.core.merged = merged
 """
 """Has a process take its time over saving, and leave a mark when it begins to."""
 

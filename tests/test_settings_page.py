@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from docs.make_settings import DEMO, NAMES, PAGE, page, tables
-from oppo.config import resolve
+from oppo.app.config import resolve
 from oppo.demo.assets import Assets, Facts
 from oppo.demo.run import FULL, SHORT, Plan, settings_of
 

@@ -28,7 +28,7 @@ NAMES = [
     "followers",
     "FunctionReward",
     "GAE",
-    "Gathered",
+    "ScoredRollouts",
     "Generate",
     "Given",
     "Graph",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from oppo.admission import Admission, Overcommit, SlopeAdaptive, TailAdaptive, TailBatched
+from oppo.app.compose import admission_of, chunks_of
+from oppo.app.settings import StepSection
 from oppo.chunking import ChunkSize, Fixed, Tuned, WholeRollout
-from oppo.compose import admission_of, chunks_of
-from oppo.settings import StepSection
 
 
 @pytest.mark.parametrize(

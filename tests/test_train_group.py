@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+from oppo.app.train import FINAL
 from oppo.cli import DONE, INTERRUPTED, main
-from oppo.train import FINAL
 from tests.workplace import furnish, oppo, records, start
 
 GROUPS = (

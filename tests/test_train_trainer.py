@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+from oppo.app.resume import CHECKPOINTS
+from oppo.app.train import FINAL
 from oppo.cli import DONE, FAILED, main
-from oppo.resume import CHECKPOINTS
-from oppo.train import FINAL
 from tests.forked import Program
 from tests.workplace import furnish, oppo, start
 
@@ -78,8 +78,8 @@ def test_a_run_whose_trainer_is_killed_ends_and_says_how_to_go_on(folder: Path) 
 
 IMPATIENT = """
 import functools
-import oppo.train
-oppo.train.Watchdog = functools.partial(oppo.train.Watchdog, grace=0.5)
+import oppo.app.train
+oppo.app.train.Watchdog = functools.partial(oppo.app.train.Watchdog, grace=0.5)
 """
 """Has a run's watchdog wait less long for what it has cancelled."""
 

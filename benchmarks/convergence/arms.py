@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from oppo.settings import Settings
+from oppo.app.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,15 +15,15 @@ from rich.console import Console
 
 from benchmarks.convergence.arms import Arm
 from benchmarks.convergence.results import Answers, Estimate, Outcome, Plan
+from oppo.app.train import FINAL, PreparedRun, prepare, run
 from oppo.demo.assets import Assets, cache_directory, make_assets
 from oppo.demo.examination import examine
 from oppo.demo.run import FULL, SHORT, Plan as Demo, settings_of
 from oppo.hf.cpu import available_cores, use_cores
-from oppo.hf.load import load_tokenizer
+from oppo.hf.loading.models import load_tokenizer
 from oppo.hf.text import Text
 from oppo.models import Sampling
 from oppo.stages.hold import held
-from oppo.train import FINAL, Session, prepare, run
 
 NOISE: Final = 20_000
 """Seed of the noise that every policy answers the held-out prompts with; no run trains with it."""
@@ -61,7 +61,7 @@ def train(plan: Plan, arm: Arm, seed: int, assets: Assets, directory: Path) -> O
     )
 
 
-async def carry_out(session: Session, arm: Arm) -> None:
+async def carry_out(session: PreparedRun, arm: Arm) -> None:
     """Run a session as ``oppo train`` does; where scoring is held, it has every core, as it runs beside nothing."""
     if arm.held:
         scoring = session.assembly.places.scoring.host(available_cores())

@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 from oppo import observe
 from oppo.events import Prompt
 from oppo.hf.cpu import use_cores
-from oppo.hf.decoding import Decoder, DecodeStep, Row
-from oppo.hf.signals import Signals
+from oppo.hf.serve.decoding import Decoder, DecodeRow, DecodeStep
+from oppo.hf.serve.signals import Signals
 from oppo.models import Sampling
 
 
@@ -143,7 +143,7 @@ class _Contest:
     def ours(self, watch: Callable[[DecodeStep], None] = lambda made: None) -> None:
         """Decode all rows to their lengths, each of which leaves then."""
         rows = [
-            Row(number, Prompt(number, number, tokens), length)
+            DecodeRow(number, Prompt(number, number, tokens), length)
             for number, (tokens, length) in enumerate(zip(self._prompts, self._lengths, strict=True))
         ]
         self._decoder.run(rows, lambda ended: False, Signals.of(len(rows)), watch)

@@ -34,7 +34,7 @@ from oppo.demo.assets import cache_directory as demos
 from oppo.demo.once import alone, made_once
 from oppo.errors import ConfigError, ModelError
 from oppo.events import Prompt
-from oppo.hf.load import load_causal, quiet
+from oppo.hf.loading.models import load_causal, quiet
 
 SOURCES: Final = ("countdown.py", "directory.py", "teach.py")
 ROLES: Final = ("actor", "reward", "critic")

@@ -68,7 +68,7 @@ def seats(layout: Layout, cores: Sequence[int], *, held: bool) -> Seats:
     return Seats(decoding, whole if held else Seat(every, max(1, len(every) - 1)), whole)
 
 
-def settle(seat: Seat, device: str) -> None:
+def claim_cores(seat: Seat, device: str) -> None:
     """Take a seat in the calling thread; on a GPU, with a stream of its own, so that threads overlap there."""
     seat.take()
     use_stream(torch.device(device))

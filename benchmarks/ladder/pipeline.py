@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from benchmarks.ladder.countdown import EOS, PAD, language_of
 from benchmarks.ladder.directory import Files
-from benchmarks.ladder.layout import Seats, settle
+from benchmarks.ladder.layout import Seats, claim_cores
 from benchmarks.ladder.modes import Mode
 from benchmarks.ladder.teach import config_of
 from benchmarks.ladder.workloads import Phase, Scorers, Shape, Workload
@@ -21,11 +21,11 @@ from oppo.demo.once import alone
 from oppo.events import Drop, Prompt, StepReport
 from oppo.graph import Graph
 from oppo.hf.device import DeviceThread
-from oppo.hf.load import load_causal, load_scalar
-from oppo.hf.memory import ModelPlace
-from oppo.hf.policy import HfPolicy
-from oppo.hf.scorers import ReferenceLogprobs, RewardModel, ValueModel
-from oppo.hf.trainer import HfTrainer
+from oppo.hf.loading.models import load_causal, load_scalar
+from oppo.hf.out_of_memory import ModelPlace
+from oppo.hf.serve.policy import HfPolicy
+from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
+from oppo.hf.train.trainer import HfTrainer
 from oppo.models import Sampling, Scorer
 from oppo.observe import SpanListener
 from oppo.placement import Place, Process, Thread
@@ -95,10 +95,10 @@ def pipeline(
     workload = files.workload
     models = load(files, device)
     kind = Thread if device == "cpu" else DeviceThread
-    acting = kind("actor", listener=listener, setup=partial(settle, seats.actor, device))
-    training = kind("trainer", listener=listener, setup=partial(settle, seats.trainer, device))
+    acting = kind("actor", listener=listener, setup=partial(claim_cores, seats.actor, device))
+    training = kind("trainer", listener=listener, setup=partial(claim_cores, seats.trainer, device))
     home = kind if scorers == "thread" else Process
-    scoring = home("scorers", listener=listener, setup=partial(settle, seats.scorers, device))
+    scoring = home("scorers", listener=listener, setup=partial(claim_cores, seats.scorers, device))
     scripted = workload.models.scripted
     sampling = Sampling(
         max_new_tokens=workload.lengths.cap,
@@ -125,7 +125,7 @@ def pipeline(
         advantage=GAE(gamma=workload.gamma, lam=workload.lam, kl=workload.kl),
     )
     if isinstance(scoring, Process):
-        scoring.settle()
+        scoring.wait_until_ready()
     return Pipeline(held(graph) if mode.held else graph, policy, (acting, scoring, training))
 
 

@@ -12,11 +12,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 from benchmarks.ladder.countdown import EOS, FILLERS, PAD, Countdown, lessons
 from benchmarks.ladder.workloads import Shape
+from oppo.app.evaluate import respond
 from oppo.demo.pretrain import IGNORED, Schedule, descend, rate
-from oppo.evaluate import respond
 from oppo.events import Prompt
 from oppo.hf.cpu import use_cores
-from oppo.hf.policy import HfPolicy
+from oppo.hf.serve.policy import HfPolicy
 from oppo.models import Sampling
 from oppo.placement import Thread
 

@@ -16,8 +16,8 @@ from statistics import fmean, median
 
 import anyio
 
-from oppo.config import load
-from oppo.train import Session, prepare
+from oppo.app.config import load
+from oppo.app.train import PreparedRun, prepare
 
 WAYS = ("recompute", "keep")
 SKIPPED = 2
@@ -28,7 +28,7 @@ SKIPPED = 2
 class Measured:
     """What a run's steps showed."""
 
-    session: Session
+    session: PreparedRun
     seconds: list[float] = field(default_factory=list)
     rollouts: list[float] = field(default_factory=list)
     metrics: list[Mapping[str, float]] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Measured:
         ]
 
 
-async def alternate(sessions: Sequence[Session], steps: int) -> list[Measured]:
+async def alternate(sessions: Sequence[PreparedRun], steps: int) -> list[Measured]:
     """Return what ``steps`` steps of each session showed, a step of each in turn."""
     measured = [Measured(session) for session in sessions]
     async with AsyncExitStack() as stack:

@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from oppo.events import Prompt
 from oppo.hf.cpu import use_cores
-from oppo.hf.policy import HfPolicy
+from oppo.hf.serve.policy import HfPolicy
 from oppo.models import Sampling
 from oppo.observe import now
 from oppo.placement import Callback, Place, Process, Thread

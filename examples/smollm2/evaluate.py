@@ -22,12 +22,12 @@ import numpy as np
 import torch
 
 from examples.smollm2.reward import HIGHEST, LOWEST, WEIGHTS, Parts, judge
+from oppo.app.evaluate import Comparison, compare, respond
 from oppo.data import read_prompts
 from oppo.errors import OppoError
-from oppo.evaluate import Comparison, compare, respond
 from oppo.events import Finish, FloatArray, Prompt
-from oppo.hf.load import load_causal, load_tokenizer
-from oppo.hf.policy import HfPolicy
+from oppo.hf.loading.models import load_causal, load_tokenizer
+from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.text import Text
 from oppo.models import Sampling
 from oppo.placement import Thread

@@ -30,10 +30,10 @@ import torch
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from oppo.evaluate import respond
+from oppo.app.evaluate import respond
 from oppo.events import Prompt
-from oppo.hf.load import load_causal, load_tokenizer
-from oppo.hf.policy import HfPolicy
+from oppo.hf.loading.models import load_causal, load_tokenizer
+from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.text import Text
 from oppo.models import Sampling
 from oppo.placement import Thread

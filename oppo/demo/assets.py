@@ -35,7 +35,7 @@ from oppo.demo.once import alone, made_once
 from oppo.demo.pretrain import Progress, Schedule, Shape, train_policy, write
 from oppo.demo.reward import normalise, pair_accuracy, scalar_model, score, train_reward
 from oppo.demo.tokenizer import train_tokenizer
-from oppo.hf.load import quiet
+from oppo.hf.loading.models import quiet
 
 SOURCES: Final = ("language", "preference", "tokenizer", "pretrain", "reward", "assets", "once")
 SAMPLED_AT_ONCE: Final = 64

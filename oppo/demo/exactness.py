@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import anyio
 
 from oppo.algorithms.ppo import PPO
+from oppo.app.evaluate import respond, score_all
+from oppo.app.settings import Settings
+from oppo.app.train import PreparedRun, prepare
 from oppo.errors import ConfigError
-from oppo.evaluate import respond, score_all
 from oppo.events import Batch, Drop
 from oppo.observe import Span
-from oppo.settings import Settings
 from oppo.stages.rows import Row
-from oppo.train import Session, prepare
 
 STEPS = 2
 """The tokens of the second step depend on the weights that the first one left."""
@@ -50,7 +50,7 @@ def compare_schedules(settings: Settings) -> Digests:
     return Digests(digest(serial), digest(streamed))
 
 
-async def serially(session: Session) -> list[Batch]:
+async def serially(session: PreparedRun) -> list[Batch]:
     """Return the batches of a run that generates, scores and trains one after another."""
     models, step, algorithm = session.assembly, session.settings.step, session.settings.algorithm
     critic = models.critic
@@ -71,7 +71,7 @@ async def serially(session: Session) -> list[Batch]:
     return batches
 
 
-async def through_the_graph(session: Session) -> list[Batch]:
+async def through_the_graph(session: PreparedRun) -> list[Batch]:
     """Return the batches of a streamed run."""
     batches = Batches()
     async with session.graph.open(session.prompts, observers=[batches]) as run:

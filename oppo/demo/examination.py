@@ -9,13 +9,13 @@ from pathlib import Path
 import anyio
 import numpy as np
 
+from oppo.app.evaluate import respond, score_all
 from oppo.data import read_prompts
-from oppo.evaluate import respond, score_all
 from oppo.events import FloatArray, Prompt
 from oppo.hf.cpu import available_cores, use_cores
-from oppo.hf.load import load_causal, load_scalar, load_tokenizer
-from oppo.hf.policy import HfPolicy
-from oppo.hf.scorers import ReferenceLogprobs, RewardModel
+from oppo.hf.loading.models import load_causal, load_scalar, load_tokenizer
+from oppo.hf.serve.policy import HfPolicy
+from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel
 from oppo.hf.text import Text
 from oppo.models import Sampling
 from oppo.placement import Thread

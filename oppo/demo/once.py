@@ -36,7 +36,7 @@ def made_once(target: Path, build: Callable[[Path], None]) -> Path:
         built.mkdir()
         build(built)
         (built / COMPLETE).write_text(target.name + "\n", encoding="utf-8")
-        _settle(built, target)
+        _install(built, target)
     return target
 
 
@@ -65,7 +65,7 @@ def _aside(parent: Path) -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _settle(built: Path, target: Path) -> None:
+def _install(built: Path, target: Path) -> None:
     """Move a finished directory to its place; one without its marker gives way, a whole one stays."""
     if target.exists() and not (target / COMPLETE).exists():
         shutil.rmtree(target)

@@ -14,22 +14,22 @@ from rich.console import Console
 from rich.text import Text
 
 from oppo import observe
-from oppo.config import resolve
+from oppo.app.config import resolve
+from oppo.app.evaluate import compare
+from oppo.app.settings import Settings
+from oppo.app.train import FINAL, prepare, run
 from oppo.demo.assets import Assets, cache_directory, make_assets
 from oppo.demo.exactness import compare_schedules
 from oppo.demo.examination import Answers, examine
 from oppo.demo.gains import Effort, Gains
+from oppo.demo.outcome import Outcome, hidden_fraction
 from oppo.demo.schedules import excerpt, measure
-from oppo.demo.verdict import Verdict, hidden_fraction
-from oppo.evaluate import compare
 from oppo.events import Defer, Finish
 from oppo.observe import Span
 from oppo.report.occupancy import require_unused
 from oppo.report.panel import harmless
 from oppo.report.rundir import write_page
 from oppo.report.timeline import Schedule
-from oppo.settings import Settings
-from oppo.train import FINAL, prepare, run
 
 SHOWN = 3
 """Held-out prompts whose responses are shown, before and after."""
@@ -119,7 +119,7 @@ def demo(directory: Path, *, short: bool = False, seed: int = 0, cache: Path | N
     narrator.tell("running two steps serially and streamed, in exact mode")
     digests = compare_schedules(settings)
     gains = None if plan.effort is None else compare_seconds(settings, plan.effort, narrator)
-    verdict = Verdict(
+    verdict = Outcome(
         scores=compare(before.scores, after.scores),
         kl=float(after.kl.mean()),
         length_before=float(np.mean(before.lengths)),

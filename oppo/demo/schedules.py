@@ -18,13 +18,13 @@ import anyio
 import torch
 from transformers import LlamaForSequenceClassification, PreTrainedModel
 
-from oppo.compose import recipe
+from oppo.app.compose import recipe
+from oppo.app.settings import Settings
+from oppo.app.train import PreparedRun, prepare
 from oppo.demo.gains import Effort, Round
-from oppo.hf.load import load_scalar, load_tokenizer, quiet
+from oppo.hf.loading.models import load_scalar, load_tokenizer, quiet
 from oppo.report.timed import Timekeeper
-from oppo.settings import Settings
 from oppo.stages.hold import held
-from oppo.train import Session, prepare
 
 LEARNING_RATE: Final = 1e-9
 
@@ -67,7 +67,7 @@ def measure(settings: Settings, effort: Effort, tell: Callable[[str], None]) -> 
     with TemporaryDirectory(prefix="oppo-demo-") as folder:
         write_deeper(Path(settings.models.reward), Path(folder), effort.deeper)
         variants = [(mode, varied(settings, mode, effort, Path(folder))) for mode in modes(effort)]
-        with prepare(variants[0][1], trial=True) as session:
+        with prepare(variants[0][1], dry_run=True) as session:
             beginning = session.prompts.state_dict()
             rounds: dict[str, list[Round]] = {mode.name: [] for mode, _ in variants}
             for number in range(effort.rounds + 1):
@@ -97,7 +97,7 @@ def varied(settings: Settings, mode: Mode, effort: Effort, reward: Path) -> Sett
     )
 
 
-async def make_round(session: Session, mode: Mode, settings: Settings, steps: int) -> Round:
+async def make_round(session: PreparedRun, mode: Mode, settings: Settings, steps: int) -> Round:
     """Return a round of one schedule; it begins and ends with nothing carried."""
     graph = recipe(settings, session.assembly)
     keeper = Timekeeper(kept=steps)

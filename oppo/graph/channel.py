@@ -129,7 +129,7 @@ class Channel(Generic[T]):
         self._line: OrderedDict[anyio.Event, None] = OrderedDict()
         """Senders for which there is no place yet."""
         self._kept = 0
-        """Places kept for senders whose task has still to run."""
+        """DeviceLayout kept for senders whose task has still to run."""
         self._waiting_keys: Counter[Hashable] = Counter()
         """How many senders of both kinds have an item of a key."""
         self._watchers: list[anyio.Event] = []

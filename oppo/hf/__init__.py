@@ -1,13 +1,13 @@
 """The transformers backend: a slab cache, the policy, three scorers and the trainer. Importing it loads torch."""
 
-from oppo.hf.anatomy import end_ids
-from oppo.hf.load import load_causal, load_scalar, load_tokenizer
-from oppo.hf.policy import HfPolicy
+from oppo.hf.introspection import end_ids
+from oppo.hf.loading.models import load_causal, load_scalar, load_tokenizer
 from oppo.hf.probe import probe
-from oppo.hf.proximal import ProximalLogprobs
-from oppo.hf.scorers import ReferenceLogprobs, RewardModel, ValueModel
+from oppo.hf.serve.policy import HfPolicy
+from oppo.hf.serve.proximal import ProximalLogprobs
+from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
 from oppo.hf.text import Text
-from oppo.hf.trainer import HfTrainer
+from oppo.hf.train.trainer import HfTrainer
 from oppo.hf.trunk import value_model_on
 
 __all__ = [

@@ -38,7 +38,7 @@ def device_of(name: str, *, exact: bool = False) -> torch.device:
     return torch.device("cuda", number)
 
 
-def settled(device: torch.device) -> None:
+def synchronised(device: torch.device) -> None:
     """Return when the device has done what this process asked of it, on whatever stream: all threads may rely on it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from oppo.errors import ConfigError, ModelRefused
-from oppo.hf.anatomy import routed
+from oppo.hf.introspection import routed
 
 
-def twin(model: PreTrainedModel) -> PreTrainedModel:
+def share_base(model: PreTrainedModel) -> PreTrainedModel:
     """Return a second model over the same parameters: its modules and buffers are its own, its weights are not.
 
     What is put into one of them later, adapters for instance, the other does not have.

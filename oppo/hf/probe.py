@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from oppo.errors import ModelRefused
-from oppo.hf.anatomy import backbone, keeps_logits, routed, vocabulary
-from oppo.hf.incremental import Incremental
-from oppo.hf.masks import window_of
-from oppo.hf.ways import Choice, Way, attend, ways_of
+from oppo.hf.introspection import backbone, keeps_logits, routed, vocabulary
+from oppo.hf.kv.attention import AttentionKind, Choice, attend, kinds_of
+from oppo.hf.kv.incremental import Incremental
+from oppo.hf.kv.masks import window_of
 
 TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 """Largest difference allowed at a position, in units of the largest output there; two-byte types hide small faults."""
@@ -61,18 +61,19 @@ One step is in parts, which rows as short as these would otherwise never be.
 """
 
 
-def probe(model: PreTrainedModel, *, tolerance: float | None = None, attention: Choice = "auto") -> Way:
-    """Return the way in which ``model``, read in pieces beside other rows, agrees with its own one-shot forward pass.
+def probe(model: PreTrainedModel, *, tolerance: float | None = None, attention: Choice = "auto") -> AttentionKind:
+    """Return the kind of attention that serves ``model`` as its own one-shot forward pass would.
 
-    It attends in this way from now on. A causal LM is compared by its logits, any other model by the last hidden states
-    of its backbone. The longest row exceeds the sliding window, if there is one, and is about 80 tokens long otherwise.
+    What is compared is read in pieces, beside other rows. The model attends so from now on. A causal LM is compared by
+    its logits, any other model by the last hidden states of its backbone. The longest row exceeds the sliding window,
+    if there is one, and is about 80 tokens long otherwise.
 
     Of a mixture of experts the median position of each row must agree, within :data:`ROUTED_TOLERANCE` at least.
 
     Args:
         model: any model with a causal backbone.
         tolerance: instead of the one for the model's dtype in :data:`TOLERANCES`.
-        attention: the only way to be tried; ``auto``: the fastest in which it agrees (:mod:`oppo.hf.ways`).
+        attention: the only kind to be tried; ``auto``: the fastest with which it agrees (:mod:`oppo.hf.kv.attention`).
 
     Raises:
         ModelRefused: names the model, what was compared and by how much it differs, or why it was not tried.
@@ -84,29 +85,29 @@ def probe(model: PreTrainedModel, *, tolerance: float | None = None, attention: 
     limit = TOLERANCES.get(model.dtype, 1e-4) if tolerance is None else tolerance
     if routed(model) and tolerance is None:
         limit = max(limit, ROUTED_TOLERANCE)
-    *faster, last = ways_of(served) if attention == "auto" else (attention,)
-    for way in faster:
+    *faster, last = kinds_of(served) if attention == "auto" else (attention,)
+    for kind in faster:
         with suppress(ModelRefused):
-            _try(served, way, limit)
-            return way
+            _try(served, kind, limit)
+            return kind
     _try(served, last, limit)
     return last
 
 
-def _try(model: PreTrainedModel, way: Way, limit: float) -> None:
-    """Return only if ``model`` agrees with itself in this way.
+def _try(model: PreTrainedModel, kind: AttentionKind, limit: float) -> None:
+    """Return only if ``model`` agrees with itself by this kind of attention.
 
     Raises:
-        ModelRefused: it does not, or it has no such way.
+        ModelRefused: it does not, or it cannot attend so.
     """
-    attend(model, way)
+    attend(model, kind)
     try:
         with torch.inference_mode():
             _compare(model, limit)
     except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         raise ModelRefused(
-            f"{_name(model)} cannot be served row by row with attention {way!r}: it failed when probed ({error!r})"
-            + (": choose 'auto' or 'whole'" if way == "parts" else "")
+            f"{_name(model)} cannot be served row by row with attention {kind!r}: it failed when probed ({error!r})"
+            + (": choose 'auto' or 'padded'" if kind == "segmented" else "")
         ) from error
 
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from oppo.errors import ModelRefused
-from oppo.hf.anatomy import backbone, score_head
+from oppo.hf.introspection import backbone, score_head
 
 AGREEMENT = 1e-4
 """Largest difference allowed between an actor's logits and those of its head alone, in units of the largest logit."""

@@ -6,8 +6,8 @@
     Thread    in one thread for life    shares the interpreter with everybody else in this process
     Process   in a child process        an interpreter of its own; arguments and results cross a socket
 
-A *resident* is a synchronous object that lives in a place for good; :meth:`Hosting.host` puts it there and returns the
-asynchronous handle to its methods. Calls to residents of one place are made one at a time, in the order of their
+A *instance* is a synchronous object that lives in a place for good; :meth:`Hosting.host` puts it there and returns the
+asynchronous handle to its methods. Calls to instances of one place are made one at a time, in the order of their
 priorities (:mod:`oppo.scheduling`, :meth:`Hosted.at`). A :class:`Callback` among
 the arguments of a call stays with the caller. Weights do not cross: they lie in memory that both processes see
 (:class:`~oppo.placement.block.Block`).

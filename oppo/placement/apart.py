@@ -11,7 +11,7 @@ import anyio
 from oppo.errors import ModelLost
 from oppo.placement.child import Child, Gone
 from oppo.placement.detached import run_detached
-from oppo.placement.wire import Answer, Call, Failure, Packet, Settle, pack, pack_with_blocks
+from oppo.placement.wire import Answer, Call, Create, Failure, Packet, pack, pack_with_blocks
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -25,20 +25,20 @@ class Apart(Generic[T]):
 
     Args:
         name: shown in errors and the list of processes.
-        resident: can be pickled, importable by name.
+        instance: can be pickled, importable by name.
 
     Raises:
         ModelError: it cannot go to another process.
     """
 
-    def __init__(self, name: str, resident: T) -> None:
+    def __init__(self, name: str, instance: T) -> None:
         self._name = name
-        self._settle = pack_with_blocks(Settle(0, resident))
+        self._create = pack_with_blocks(Create(0, instance))
         self._child: Child | None = None
         self._turn = anyio.Lock()
 
     async def call(self, work: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Return ``work(resident, *args, **kwargs)``; the child is killed if the caller is cancelled meanwhile.
+        """Return ``work(instance, *args, **kwargs)``; the child is killed if the caller is cancelled meanwhile.
 
         Raises:
             ModelLost: the child died.
@@ -56,7 +56,7 @@ class Apart(Generic[T]):
         try:
             if self._child is None:
                 self._child = Child(self._name, None)
-                self._told(self._child.ask(self._settle))
+                self._told(self._child.ask(self._create))
             return self._told(self._child.ask(packet))
         except Gone as gone:
             self.close()

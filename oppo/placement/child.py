@@ -27,7 +27,7 @@ class Gone(Exception):  # noqa: N818 - it says what happened; caught in this pac
 
 
 class Child:
-    """A process that answers orders, and in which residents live.
+    """A process that answers orders, and in which instances live.
 
     It is started here and not waited for: what it is given to do first, it does while the parent goes on.
 
@@ -50,7 +50,7 @@ class Child:
             )
         self._connection: Connection[bytes, bytes] = Connection(ours.detach())
         self._unanswered = 0
-        self.settled: set[int] = set()
+        self.created: set[int] = set()
         with suppress(Gone):  # the first to ask is told
             for packet in packets:
                 self._send(packet)

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Inline:
-    """The caller's own thread, for tests and for residents whose work takes no time worth speaking of.
+    """The caller's own thread, for tests and for instances whose work takes no time worth speaking of.
 
     Anything longer holds up the event loop, and with it every other stage.
 
@@ -48,10 +48,10 @@ class Inline:
         self.at_work = ""
         self._open = True
 
-    def host(self, resident: T, *, track: str = "", journal: Journal | None = None) -> Hosted[T]:
-        """Give ``resident`` a home; it is lost with the caller only, so nothing is noted in a journal."""
+    def host(self, instance: T, *, track: str = "", journal: Journal | None = None) -> Hosted[T]:
+        """Give ``instance`` a home; it is lost with the caller only, so nothing is noted in a journal."""
         del journal
-        return _InlineResident(self, resident, track)
+        return _InlineHosted(self, instance, track)
 
     def require_open(self, label: str) -> None:
         """Raise unless the place is open.
@@ -73,10 +73,10 @@ class Inline:
         self.close()
 
 
-class _InlineResident(Generic[T]):
-    def __init__(self, place: Inline, resident: T, track: str) -> None:
+class _InlineHosted(Generic[T]):
+    def __init__(self, place: Inline, instance: T, track: str) -> None:
         self._place = place
-        self._resident = resident
+        self._instance = instance
         self._track = track
 
     @property
@@ -91,6 +91,6 @@ class _InlineResident(Generic[T]):
         self._place.require_open(label)
         await anyio.lowlevel.checkpoint()  # others have their turn before the loop is held up
         with reported(self._place, self._track, label):
-            return work(self._resident, *args, **kwargs)
+            return work(self._instance, *args, **kwargs)
 
     call_local = call

@@ -16,14 +16,14 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Hosted(Protocol[T_co]):
-    """A resident, as seen from the event loop: ``await hosted.call("extend", Reader.extend, events)``."""
+    """A instance, as seen from the event loop: ``await hosted.call("extend", Reader.extend, events)``."""
 
     @property
     def time_slice(self) -> TimeSlice:
         """How long a call in this place should last that nobody waits for."""
 
     def at(self, priority: Priority) -> Hosted[T_co]:
-        """Return the same resident, whose calls have this priority; without this they are made in order of arrival.
+        """Return the same instance, whose calls have this priority; without this they are made in order of arrival.
 
         A place without a queue, as :class:`~oppo.placement.Inline`, makes every call at once.
         """
@@ -31,14 +31,14 @@ class Hosted(Protocol[T_co]):
     async def call(
         self, label: str, work: Callable[Concatenate[T_co, P], R], /, *args: P.args, **kwargs: P.kwargs
     ) -> R:
-        """Return ``work(resident, *args, **kwargs)``, done where the resident lives.
+        """Return ``work(instance, *args, **kwargs)``, done where the instance lives.
 
-        A call that has begun is always waited for, even when the caller is cancelled: the resident's state is never
+        A call that has begun is always waited for, even when the caller is cancelled: the instance's state is never
         left half-changed behind the caller's back.
 
         Args:
             label: what is done, in traces and errors.
-            work: a method of the resident's class, or another function of it.
+            work: a method of the instance's class, or another function of it.
             args: what it is given besides; a :class:`~oppo.placement.Callback` stays with the caller.
             kwargs: the same, by name.
 
@@ -51,31 +51,31 @@ class Hosted(Protocol[T_co]):
     async def call_local(
         self, label: str, work: Callable[Concatenate[T_co, P], R], /, *args: P.args, **kwargs: P.kwargs
     ) -> R:
-        """Return the same, done in this process to the resident that :meth:`Hosting.host` was given.
+        """Return the same, done in this process to the instance that :meth:`Hosting.host` was given.
 
-        It queues as calls do, and no call is made in the place meanwhile. Where the resident lives in another process,
+        It queues as calls do, and no call is made in the place meanwhile. Where the instance lives in another process,
         the arguments stay in this one: a change to memory that both processes share is seen by both.
         """
 
 
 class Journal(Protocol):
-    """Remembers, of the calls that a resident has answered, what one that takes its place must be told."""
+    """Remembers, of the calls that a instance has answered, what one that takes its place must be told."""
 
     def note(self, work: Callable[..., object], args: tuple[object, ...]) -> None:
         """A call has been answered; called in the order of the calls, from one thread at a time."""
 
     def replay(self) -> Iterable[tuple[Callable[..., object], tuple[object, ...]]]:
-        """Return the calls that bring a resident as it was when it was hosted to where the lost one was."""
+        """Return the calls that bring a instance as it was when it was hosted to where the lost one was."""
 
 
 class Hosting(Protocol):
-    """Something in which residents can live."""
+    """Something in which instances can live."""
 
-    def host(self, resident: T, *, track: str = "", journal: Journal | None = None) -> Hosted[T]:
-        """Give ``resident`` a home for good; from now on it is used through what is returned, and only so.
+    def host(self, instance: T, *, track: str = "", journal: Journal | None = None) -> Hosted[T]:
+        """Give ``instance`` a home for good; from now on it is used through what is returned, and only so.
 
         Args:
-            resident: synchronous; it need not be safe for threads, as it does one thing at a time.
+            instance: synchronous; it need not be safe for threads, as it does one thing at a time.
             track: of its spans; the name of the place when empty.
             journal: for places that can be lost and begin again.
 

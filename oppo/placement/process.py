@@ -10,8 +10,8 @@ from typing import Concatenate, Generic, ParamSpec, Self, TypeVar, cast
 from oppo import observe
 from oppo.errors import ModelLost
 from oppo.placement.callback import Callbacks
-from oppo.placement.lodgings import Lodger, Lodgings
 from oppo.placement.place import Hosted, Journal, reported
+from oppo.placement.supervised_process import HostedInstance, SupervisedProcess
 from oppo.placement.thread import Thread
 from oppo.placement.wire import Call, Failure, pack, pack_with_blocks
 from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Priority, TimeSlice
@@ -24,13 +24,13 @@ T = TypeVar("T")
 class Process:
     """One child process, owned by one model or shared by several that should take turns on the same cores.
 
-    A resident goes there pickled, as it is when it is hosted, and is made there when it is first called. Its methods
+    A instance goes there pickled, as it is when it is hosted, and is made there when it is first called. Its methods
     are called in one thread, in the order of their priorities (:mod:`oppo.scheduling`).
     Spans are the child's, on the clock that both processes share. Errors come back as themselves. The child writes to
     the parent's output, leaves Ctrl-C to it, and dies with it.
 
     A child that dies is :class:`~oppo.errors.ModelLost` for the call in progress at once, and for every later one. With
-    ``restarts`` it is started again instead: its residents are made again, are told what their journals hold, and the
+    ``restarts`` it is started again instead: its instances are made again, are told what their journals hold, and the
     call is repeated. What they have in shared memory is still there.
 
     Args:
@@ -68,38 +68,38 @@ class Process:
         self.time_slice = time_slice
         self.at_work = ""
         self._open = True
-        self._lodgings = Lodgings(name, setup=setup, restarts=restarts, tell=tell)
+        self._child = SupervisedProcess(name, setup=setup, restarts=restarts, tell=tell)
         self._thread = Thread(name)  # waits for answers
 
     @property
     def pid(self) -> int:
         """The number of the child process."""
-        return self._lodgings.pid
+        return self._child.pid
 
-    def host(self, resident: T, *, track: str = "", journal: Journal | None = None) -> Hosted[T]:
-        """Give ``resident`` a home in the child.
+    def host(self, instance: T, *, track: str = "", journal: Journal | None = None) -> Hosted[T]:
+        """Give ``instance`` a home in the child.
 
         Args:
-            resident: can be pickled; the one given stays here, for :meth:`Hosted.call_local`.
+            instance: can be pickled; the one given stays here, for :meth:`Hosted.call_local`.
             track: of its spans; the name of the place when empty.
-            journal: what a resident of a new child is told; without one it begins anew.
+            journal: what a instance of a new child is told; without one it begins anew.
 
         Raises:
             ModelError: it cannot go to another process.
         """
-        return _ProcessResident(self, self._lodgings.admit(resident, track or self.name, journal), resident)
+        return _ProcessHosted(self, self._child.admit(instance, track or self.name, journal), instance)
 
-    def settle(self) -> None:
-        """Return when every resident is made in the child; without this, each is at its first call.
+    def wait_until_ready(self) -> None:
+        """Return when every instance is made in the child; without this, each is at its first call.
 
         Raises:
             ModelLost: the child died once too often.
-            Exception: ``setup`` or the making of a resident failed.
+            Exception: ``setup`` or the making of a instance failed.
         """
-        self._lodgings.settle()
+        self._child.wait_until_ready()
 
-    async def ask(self, lodger: Lodger, label: str, order: Call, priority: Priority = IN_ORDER) -> object:
-        """Return what an order to a resident comes to.
+    async def ask(self, entry: HostedInstance, label: str, order: Call, priority: Priority = IN_ORDER) -> object:
+        """Return what an order to a instance comes to.
 
         Raises:
             ModelLost: the place is closed, or its child died once too often.
@@ -108,12 +108,12 @@ class Process:
         """
 
         def answer() -> object:
-            self.at_work = f"{lodger.track}: {label}"
+            self.at_work = f"{entry.track}: {label}"
             try:
-                answer = self._lodgings.answer(lodger, label, order, packet, callbacks)
+                answer = self._child.answer(entry, label, order, packet, callbacks)
             finally:
                 self.at_work = ""
-            self.listener(observe.Span(lodger.track, label, answer.start, answer.end))
+            self.listener(observe.Span(entry.track, label, answer.start, answer.end))
             if isinstance(answer, Failure):
                 raise answer.told_of(self.name)
             return answer.value
@@ -125,7 +125,9 @@ class Process:
         packet = pack_with_blocks(order) if callbacks else pack(order)
         return await self._waited_for(label, answer, priority)
 
-    async def call_local(self, lodger: Lodger, label: str, work: Callable[[], R], priority: Priority = IN_ORDER) -> R:
+    async def call_local(
+        self, entry: HostedInstance, label: str, work: Callable[[], R], priority: Priority = IN_ORDER
+    ) -> R:
         """Return what ``work`` returns, done in this process while the child rests.
 
         Raises:
@@ -134,7 +136,7 @@ class Process:
         """
 
         def reporting() -> R:
-            with reported(self, lodger.track, label):
+            with reported(self, entry.track, label):
                 return work()
 
         return await self._waited_for(label, reporting, priority)
@@ -146,13 +148,13 @@ class Process:
 
     def abort(self) -> None:
         """Kill the child, whatever it is doing: the call in progress, and every later one, is ``ModelLost``."""
-        self._lodgings.abort()
+        self._child.abort()
 
     def close(self) -> None:
         """End the child after the call in progress; idempotent."""
         self._open = False
         self._thread.close()
-        self._lodgings.close()
+        self._child.close()
 
     def __enter__(self) -> Self:
         return self
@@ -161,11 +163,11 @@ class Process:
         self.close()
 
 
-class _ProcessResident(Generic[T]):
-    def __init__(self, process: Process, lodger: Lodger, resident: T, priority: Priority = IN_ORDER) -> None:
+class _ProcessHosted(Generic[T]):
+    def __init__(self, process: Process, entry: HostedInstance, instance: T, priority: Priority = IN_ORDER) -> None:
         self._process = process
-        self._lodger = lodger
-        self._resident = resident
+        self._entry = entry
+        self._instance = instance
         self._priority = priority
 
     @property
@@ -173,15 +175,15 @@ class _ProcessResident(Generic[T]):
         return self._process.time_slice
 
     def at(self, priority: Priority) -> Hosted[T]:
-        return _ProcessResident(self._process, self._lodger, self._resident, priority)
+        return _ProcessHosted(self._process, self._entry, self._instance, priority)
 
     async def call(self, label: str, work: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        order = Call(self._lodger.number, work, args, kwargs)
-        return cast("R", await self._process.ask(self._lodger, label, order, self._priority))
+        order = Call(self._entry.number, work, args, kwargs)
+        return cast("R", await self._process.ask(self._entry, label, order, self._priority))
 
     async def call_local(
         self, label: str, work: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs
     ) -> R:
         return await self._process.call_local(
-            self._lodger, label, lambda: work(self._resident, *args, **kwargs), self._priority
+            self._entry, label, lambda: work(self._instance, *args, **kwargs), self._priority
         )

@@ -111,10 +111,10 @@ class Thread:
             self._setup()
             self._setup = None
 
-    def host(self, resident: T, *, track: str = "", journal: Journal | None = None) -> Hosted[T]:
-        """Give ``resident`` a home; a thread is lost with its process only, so nothing is noted in a journal."""
+    def host(self, instance: T, *, track: str = "", journal: Journal | None = None) -> Hosted[T]:
+        """Give ``instance`` a home; a thread is lost with its process only, so nothing is noted in a journal."""
         del journal
-        return _ThreadResident(self, resident, track or self.name)
+        return _ThreadHosted(self, instance, track or self.name)
 
     def close(self) -> None:
         """End the thread after the calls that it has been given; idempotent."""
@@ -129,10 +129,10 @@ class Thread:
         self.close()
 
 
-class _ThreadResident(Generic[T]):
-    def __init__(self, thread: Thread, resident: T, track: str, priority: Priority = IN_ORDER) -> None:
+class _ThreadHosted(Generic[T]):
+    def __init__(self, thread: Thread, instance: T, track: str, priority: Priority = IN_ORDER) -> None:
         self._thread = thread
-        self._resident = resident
+        self._instance = instance
         self._track = track
         self._priority = priority
 
@@ -141,10 +141,10 @@ class _ThreadResident(Generic[T]):
         return self._thread.time_slice
 
     def at(self, priority: Priority) -> Hosted[T]:
-        return _ThreadResident(self._thread, self._resident, self._track, priority)
+        return _ThreadHosted(self._thread, self._instance, self._track, priority)
 
     async def call(self, label: str, work: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        return await self._thread.call_at(self._priority, self._track, label, work, self._resident, *args, **kwargs)
+        return await self._thread.call_at(self._priority, self._track, label, work, self._instance, *args, **kwargs)
 
     call_local = call
 

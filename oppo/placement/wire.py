@@ -30,30 +30,30 @@ Bind: TypeAlias = Callable[[object], object]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Settle:
-    """The order to take a resident in under a number."""
+class Create:
+    """The order to take a instance in under a number."""
 
     number: int
-    resident: object
+    instance: object
 
-    def carry_out(self, residents: dict[int, object], bind: Bind) -> None:
+    def carry_out(self, instances: dict[int, object], bind: Bind) -> None:
         """Take it in."""
         del bind
-        residents[self.number] = self.resident
+        instances[self.number] = self.instance
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """The order to call a function with a resident, or with none, and arguments."""
+    """The order to call a function with a instance, or with none, and arguments."""
 
-    resident: int | None
+    instance: int | None
     work: Callable[..., object]
     args: tuple[object, ...] = ()
     kwargs: Mapping[str, object] = field(default_factory=dict)
 
-    def carry_out(self, residents: dict[int, object], bind: Bind) -> object:
+    def carry_out(self, instances: dict[int, object], bind: Bind) -> object:
         """Return what the function returns."""
-        first = () if self.resident is None else (residents[self.resident],)
+        first = () if self.instance is None else (instances[self.instance],)
         return self.work(*first, *map(bind, self.args), **{name: bind(value) for name, value in self.kwargs.items()})
 
 

@@ -17,7 +17,7 @@ from typing import NoReturn
 from oppo import observe
 from oppo.errors import ModelError
 from oppo.placement.callback import Refusal, Reply, Request, Stub
-from oppo.placement.wire import Answer, Call, Failure, Packet, Settle, pack, receive, send, unpack
+from oppo.placement.wire import Answer, Call, Create, Failure, Packet, pack, receive, send, unpack
 
 
 def serve(fd: int) -> None:
@@ -29,10 +29,10 @@ def serve(fd: int) -> None:
     os.set_inheritable(fd, False)
     threading.Thread(target=_end_with_the_parent, args=(fd,), name="oppo-lifeline", daemon=True).start()
     connection: Connection[bytes, bytes] = Connection(fd)
-    residents: dict[int, object] = {}
+    instances: dict[int, object] = {}
     with suppress(EOFError, ConnectionError):
         while True:
-            answer = _answered(receive(connection), residents, Requests(connection))
+            answer = _answered(receive(connection), instances, Requests(connection))
             if answer is not None:
                 sys.stdout.flush()
                 send(connection, answer)
@@ -94,16 +94,16 @@ def _leave() -> NoReturn:
     os._exit(0)
 
 
-def _answered(packet: Packet, residents: dict[int, object], requests: Requests) -> Packet | None:
+def _answered(packet: Packet, instances: dict[int, object], requests: Requests) -> Packet | None:
     """Return the answer to an order; ``None`` for a refusal that came when its call was over."""
     start = observe.now()
     try:
         order = unpack(packet)
         if isinstance(order, Refusal):
             return None
-        if not isinstance(order, Call | Settle):
+        if not isinstance(order, Call | Create):
             raise ModelError(f"expected an order, but {type(order).__name__} came")  # noqa: TRY301 - it is answered too
-        value = order.carry_out(residents, requests.bind)
+        value = order.carry_out(instances, requests.bind)
         return pack(Answer(start, observe.now(), value))
     except Exception as error:  # noqa: BLE001 - the boundary to the parent, which raises it
         return _failed(error, start)

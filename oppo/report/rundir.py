@@ -45,7 +45,7 @@ from oppo.report.overlap import Role, occupation
 from oppo.report.page import page
 from oppo.report.put import put
 from oppo.report.records import gaps, read, rewind
-from oppo.report.samples import Decode, samples
+from oppo.report.samples import Detokenize, samples
 from oppo.report.timed import Timekeeper
 from oppo.report.timeline import Schedule, timeline
 from oppo.report.trace import TRACED, Trace, TraceFile
@@ -100,7 +100,7 @@ class RunDirectory(Observer):
         path: Path,
         *,
         config: str = "",
-        decode: Decode | None = None,
+        decode: Detokenize | None = None,
         keep: int = 4,
         trace: int | None = TRACED,
         threaded: bool = True,
@@ -193,13 +193,13 @@ class RunDirectory(Observer):
         """Note that the run has come to its end, and that everything it learned is saved."""
         self._concluded = True
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Return when the records of the steps that are over are on the disk; blocks.
 
         Raises:
             OSError: something could not be written.
         """
-        self._writer.settle()
+        self._writer.flush()
         self._sync()
 
     def abandon(self) -> None:
@@ -243,7 +243,7 @@ class RunDirectory(Observer):
             for span in spans:
                 self._trace.span(span, "models")
 
-    def _sample(self, step: int, batch: Batch, decode: Decode) -> None:
+    def _sample(self, step: int, batch: Batch, decode: Detokenize) -> None:
         self._write_records(SAMPLES, samples(step, batch, self._keep, decode))
 
     def _write_records(self, name: str, records: Iterable[Mapping[str, object]]) -> None:

@@ -9,10 +9,10 @@ from oppo.events import Batch
 from oppo.redact import redacted
 from oppo.report.records import Record
 
-Decode: TypeAlias = Callable[[Sequence[int]], str]
+Detokenize: TypeAlias = Callable[[Sequence[int]], str]
 
 
-def samples(step: int, batch: Batch, count: int, decode: Decode) -> Iterator[Record]:
+def samples(step: int, batch: Batch, count: int, decode: Detokenize) -> Iterator[Record]:
     """Yield up to ``count`` rollouts of a batch, spread evenly from the worst score to the best."""
     order = sorted(range(len(batch)), key=lambda row: (float(batch.scores[row]), row))
     chosen = order if count >= len(order) else [order[_spread(k, count, len(order))] for k in range(count)]

@@ -41,7 +41,7 @@ class Writer:
         else:
             self._jobs.put(job)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Return when every job submitted so far is done or, after a failure, dropped; blocks.
 
         Raises:

@@ -12,8 +12,8 @@ from oppo.estimators import KLEstimator, gae, whiten
 from oppo.events import Batch, Defer, Drop, FloatArray, RolloutEvent, Scored
 from oppo.graph import Receiver, Sender
 from oppo.shaping import ScoreShaping
-from oppo.stages.gathered import Gathered
-from oppo.stages.objective import KLControl, Objective, controlled, learned, relearned
+from oppo.stages.gather import ScoredRollouts
+from oppo.stages.objective import KLControl, Objective, controlled, restored, state_of
 from oppo.stages.rows import Row, flat, unestimated
 
 
@@ -57,11 +57,11 @@ class GAE:
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return what was learned of KL and scores so far."""
-        return learned(self._control, self.shaping)
+        return state_of(self._control, self.shaping)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with what another estimator had learned."""
-        self._control, self.shaping = relearned(state, self._control, self.shaping)
+        self._control, self.shaping = restored(state, self._control, self.shaping)
 
     async def run(
         self,
@@ -79,7 +79,7 @@ class GAE:
         ``proximal`` has log-probs under the weights that are about to be updated, which corrections for stale tokens
         need.
         """
-        gathered = await Gathered.of(rollout, score, reference=reference, values=value, proximal=proximal)
+        gathered = await ScoredRollouts.of(rollout, score, reference=reference, values=value, proximal=proximal)
         if gathered:
             await out.send(self.batch(*gathered.in_order()))
 

@@ -21,11 +21,11 @@ from oppo.stages.contract import require_count, require_model, require_piece
 from oppo.stages.intake import prompt_of
 from oppo.stages.ledger import Ledger, Unit
 from oppo.stages.measure import DecodePhase, Decoding, StepMetrics, observation
-from oppo.stages.parked import Parked
+from oppo.stages.snapshot import RolloutSnapshot
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class InFlightRollout:
     """One rollout in flight: its decode and what has been read from it. Between steps no task owns it."""
 
     prompt: Prompt
@@ -40,9 +40,9 @@ class Flight:
         """Version of the weights that made its last sampled token; 0 while there is none."""
         return next((int(each.versions[-1]) for each in reversed(self.pieces) if isinstance(each, Chunk)), 0)
 
-    def parked(self) -> Parked:
+    def parked(self) -> RolloutSnapshot:
         """Return it as it stands between two steps."""
-        return Parked(self.response(), self.reason)
+        return RolloutSnapshot(self.response(), self.reason)
 
     async def aclose(self) -> None:
         """Give up its decode; an error names the rollout."""
@@ -85,8 +85,8 @@ class Generate:
         require_model(self.admission, "Admission", ("batch", "max_deferrals", "admit", "cut", "observe"))
         require_model(self.chunks, "ChunkSize", ("size", "observe"))
         self._ledger = Ledger(self.admission)
-        self._flights: dict[int, Flight] = {}
-        self._restored: list[Parked] = []
+        self._flights: dict[int, InFlightRollout] = {}
+        self._restored: list[RolloutSnapshot] = []
 
     async def __aenter__(self) -> Self:
         return self
@@ -118,7 +118,7 @@ class Generate:
         Raises:
             ConfigError: a response is half-written, and the policy cannot go on with it.
         """
-        units = [(unit["age"], [Parked.of(each) for each in unit["rollouts"]]) for unit in state["units"]]
+        units = [(unit["age"], [RolloutSnapshot.of(each) for each in unit["rollouts"]]) for unit in state["units"]]
         self._restored = [parked for _, rollouts in units for parked in rollouts if not self._ledger.restarts]
         begun = [parked.response.prompt.rollout for parked in self._restored if len(parked.response)]
         if begun and not self.policy.capabilities.resumes:
@@ -137,9 +137,9 @@ class Generate:
         for name, controller in self._controllers().items():
             controller.load_state_dict(state["controllers"][name])
 
-    def _parked(self, prompt: Prompt) -> Parked:
+    def _parked(self, prompt: Prompt) -> RolloutSnapshot:
         flight = self._flights.get(prompt.rollout)
-        return flight.parked() if flight else Parked(Response.empty(prompt), None)
+        return flight.parked() if flight else RolloutSnapshot(Response.empty(prompt), None)
 
     def _controllers(self) -> dict[str, Stateful]:
         both = {"admission": self.admission, "chunks": self.chunks}
@@ -181,7 +181,7 @@ class Generate:
                     await self._announce(self._flights[prompt.rollout], out)
                 await out.send(Defer(prompt.rollout, unit.age, self._ledger.restarts))
 
-    def _require_over(self, live: Sequence[Flight]) -> None:
+    def _require_over(self, live: Sequence[InFlightRollout]) -> None:
         """Raise unless the policy went on until the cut or the end, and gave whole what it said had finished.
 
         Raises:
@@ -202,7 +202,7 @@ class Generate:
             await self._close(flight)
         return sum(flight.length for flight in flights)
 
-    async def _close(self, flight: Flight) -> None:
+    async def _close(self, flight: InFlightRollout) -> None:
         """Give up its decode; until that is done it is one of those in flight, so that it is not forgotten."""
         await flight.aclose()
         del self._flights[flight.prompt.rollout]
@@ -223,7 +223,7 @@ class Generate:
     async def _open(self, prompts: list[Prompt]) -> None:
         decodes = await self._decodes(prompts)
         for prompt, decode in zip(prompts, decodes, strict=True):
-            self._flights[prompt.rollout] = Flight(prompt, decode)
+            self._flights[prompt.rollout] = InFlightRollout(prompt, decode)
 
     async def _reopen(self) -> None:
         """Open what was restored. Scorers read it whole when it finishes, from its ``Finish``."""
@@ -232,7 +232,7 @@ class Generate:
         for parked, decode in zip(restored, decodes, strict=True):
             prompt, length = parked.response.prompt, len(parked.response)
             so_far = parked.response.pieces()
-            self._flights[prompt.rollout] = Flight(prompt, decode, True, so_far, length, parked.reason)
+            self._flights[prompt.rollout] = InFlightRollout(prompt, decode, True, so_far, length, parked.reason)
 
     async def _decodes(self, rollouts: Sequence[Prompt | Response]) -> Sequence[Decode]:
         """Open a decode for each; an error names the rollouts."""
@@ -242,16 +242,16 @@ class Generate:
             require_count(decodes, len(rollouts), "open() of the policy")
         return decodes
 
-    async def _announce(self, flight: Flight, out: Sender[RolloutEvent]) -> None:
+    async def _announce(self, flight: InFlightRollout, out: Sender[RolloutEvent]) -> None:
         if not flight.announced:
             flight.announced = True
             await out.send(flight.prompt)
 
-    async def _follow(self, flight: Flight, size: int, out: Sender[RolloutEvent]) -> None:
+    async def _follow(self, flight: InFlightRollout, size: int, out: Sender[RolloutEvent]) -> None:
         with noted(f"while decoding rollout {flight.prompt.rollout}"):
             await self._read(flight, size, out)
 
-    async def _read(self, flight: Flight, size: int, out: Sender[RolloutEvent]) -> None:
+    async def _read(self, flight: InFlightRollout, size: int, out: Sender[RolloutEvent]) -> None:
         rollout = flight.prompt.rollout
         await self._announce(flight, out)  # here, so that decoding does not wait for scorers busy with other prompts
         while True:

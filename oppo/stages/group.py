@@ -15,8 +15,8 @@ from oppo.estimators import GroupAdvantage, KLEstimator, group_advantages
 from oppo.events import Batch, Defer, Drop, FloatArray, RolloutEvent, Scored
 from oppo.graph import Receiver, Sender
 from oppo.shaping import ScoreShaping
-from oppo.stages.gathered import Gathered
-from oppo.stages.objective import KLControl, Objective, controlled, learned, relearned
+from oppo.stages.gather import ScoredRollouts
+from oppo.stages.objective import KLControl, Objective, controlled, restored, state_of
 from oppo.stages.rows import Row, unestimated
 
 ALONE = "left alone in its group"
@@ -74,11 +74,11 @@ class GroupRelative:
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return what was learned of KL and scores so far."""
-        return learned(self._control, self.shaping)
+        return state_of(self._control, self.shaping)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with what another estimator had learned."""
-        self._control, self.shaping = relearned(state, self._control, self.shaping)
+        self._control, self.shaping = restored(state, self._control, self.shaping)
 
     async def run(
         self,
@@ -100,7 +100,7 @@ class GroupRelative:
                 f"a KL penalty, kl = {self._control.coefficient}, is one to a reference: connect reference=stream, or "
                 "leave kl at 0"
             )
-        gathered = await Gathered.of(rollout, score, reference=reference, proximal=proximal)
+        gathered = await ScoredRollouts.of(rollout, score, reference=reference, proximal=proximal)
         if gathered:
             await out.send(self.batch(*gathered.in_order()))
 

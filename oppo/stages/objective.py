@@ -109,13 +109,13 @@ def controlled(kl: SupportsFloat | KLControl, estimator: KLEstimator) -> KLContr
     return kl if isinstance(kl, FixedKL | AdaptiveKL) else FixedKL(float(kl))
 
 
-def learned(control: KLControl, shaping: ScoreShaping) -> Mapping[str, Any]:
+def state_of(control: KLControl, shaping: ScoreShaping) -> Mapping[str, Any]:
     """Return, as plain values, what was learned of KL and scores so far."""
     return {"kl": control.coefficient, "moments": asdict(shaping.moments)}
 
 
-def relearned(state: Mapping[str, Any], control: KLControl, shaping: ScoreShaping) -> tuple[KLControl, ScoreShaping]:
-    """Return the two as they were when :func:`learned` described them; a coefficient that is fixed stays."""
+def restored(state: Mapping[str, Any], control: KLControl, shaping: ScoreShaping) -> tuple[KLControl, ScoreShaping]:
+    """Return the two as they were when :func:`state_of` described them; a coefficient that is fixed stays."""
     if isinstance(control, AdaptiveKL):
         control = replace(control, initial=float(state["kl"]))
     return control, replace(shaping, moments=RunningMoments(**state["moments"]))

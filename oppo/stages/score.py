@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class Session:
+class SessionState:
     """What a scorer has read of one rollout, and with which weights; valid while both still hold.
 
     Attributes:
@@ -62,7 +62,7 @@ class Score(Generic[T]):
     scorer: Scorer[T | Drop]
     _prioritised: PrioritisedScorer[T | Drop] = field(init=False, repr=False)
     _slice: TimeSlice = field(init=False, repr=False)
-    _sessions: dict[int, Session] = field(default_factory=dict, init=False, repr=False)
+    _sessions: dict[int, SessionState] = field(default_factory=dict, init=False, repr=False)
     _carried: list[Growth] = field(default_factory=list, init=False, repr=False)
     _pace: float = field(default=0.0, init=False, repr=False)
 
@@ -89,7 +89,7 @@ class Score(Generic[T]):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._listen, rollout, backlog, name="listen")
                 while await backlog.is_left():
-                    await self._settle(backlog, out, step)
+                    await self._score_finished(backlog, out, step)
                     await self._go_on(backlog, step)
 
     async def _listen(self, rollout: Receiver[RolloutEvent], backlog: Backlog) -> None:
@@ -100,7 +100,7 @@ class Score(Generic[T]):
             again.clear()
         backlog.end()
 
-    async def _settle(self, backlog: Backlog, out: Sender[Scored[T] | Drop], step: Step) -> None:
+    async def _score_finished(self, backlog: Backlog, out: Sender[Scored[T] | Drop], step: Step) -> None:
         """Score what has finished, and let go of what will not finish in this step."""
         news = backlog.news()
         with Urgent() as priority:
@@ -157,7 +157,7 @@ class Score(Generic[T]):
 
     def _accepts(self, event: Growth) -> bool:
         if isinstance(event, Prompt):
-            self._sessions[event.rollout] = Session(self.scorer.version)
+            self._sessions[event.rollout] = SessionState(self.scorer.version)
             return True
         session = self._sessions.get(event.rollout)
         return session is not None and session.version == self.scorer.version

@@ -248,11 +248,11 @@ class FakePolicy:
         self.tokens += len(rows)
         for decode in rows:
             decode.grow()
-        self._settle([decode for decode in rows if decode.done])
+        self._end([decode for decode in rows if decode.done])
         for decode in rows:
             decode.wake()
 
-    def _settle(self, ended: list[FakeDecode]) -> None:
+    def _end(self, ended: list[FakeDecode]) -> None:
         """Take what has ended out of the live rollouts, and all the others too if that is the cut."""
         if not ended or self._cut is None:
             return

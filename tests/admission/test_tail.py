@@ -70,7 +70,7 @@ def told(controller: TailAdaptive, observations: Sequence[Observation]) -> list[
     return chosen
 
 
-def settled(world: World, **settings: float) -> int:
+def adapted_extra(world: World, **settings: float) -> int:
     return told(TailAdaptive(BATCH, **settings), world.observations(20))[-1]  # type: ignore[arg-type]  # by keyword
 
 
@@ -83,25 +83,25 @@ def test_it_defers_nothing_at_first_and_then_rises_by_doubling() -> None:
 
 
 def test_a_long_tail_is_worth_deferring() -> None:
-    assert settled(World()) >= 4
+    assert adapted_extra(World()) >= 4
 
 
 def test_a_higher_price_defers_less() -> None:
-    extras = [settled(World(), price=price) for price in (0.25, 1.0, 4.0, 40.0)]
+    extras = [adapted_extra(World(), price=price) for price in (0.25, 1.0, 4.0, 40.0)]
     assert extras == sorted(extras, reverse=True)
     assert extras[-1] == 0
 
 
 def test_where_scoring_takes_the_time_nothing_is_deferred() -> None:
-    assert settled(World(scoring=(Scoring("reward", 20.0, 60.0),))) == 0
+    assert adapted_extra(World(scoring=(Scoring("reward", 20.0, 60.0),))) == 0
 
 
 def test_where_the_update_takes_the_time_nothing_is_deferred() -> None:
-    assert settled(World(rest=400.0)) == 0
+    assert adapted_extra(World(rest=400.0)) == 0
 
 
 def test_where_more_end_at_the_cap_than_may_be_carried_nothing_is_deferred() -> None:
-    assert settled(World(draw=capped), most=8) == 0
+    assert adapted_extra(World(draw=capped), most=8) == 0
 
 
 def test_it_drops_at_once_when_there_is_nothing_left_to_gain() -> None:
@@ -118,8 +118,8 @@ def test_it_drops_at_once_when_there_is_nothing_left_to_gain() -> None:
     [(World(mismatch_kl=0.05), {"kl_target": 0.001}), (World(effective_samples=0.2), {"ess_target": 0.9})],
 )
 def test_measured_staleness_raises_the_price(world: World, settings: dict[str, float]) -> None:
-    free = settled(world, price=2.0)
-    braked = settled(world, price=2.0, **settings)
+    free = adapted_extra(world, price=2.0)
+    braked = adapted_extra(world, price=2.0, **settings)
     assert braked < free
 
 

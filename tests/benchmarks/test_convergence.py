@@ -17,10 +17,10 @@ from benchmarks.convergence.figure import figure
 from benchmarks.convergence.page import BEGIN, END, findings, placed, section, table
 from benchmarks.convergence.results import FILE, Answers, Cell, Estimate, Outcome, Plan, Results
 from benchmarks.convergence.study import cells, study
+from oppo.app.settings import Settings, StepSection
 from oppo.demo.assets import Assets, Facts
 from oppo.demo.run import FULL, settings_of
 from oppo.errors import ConfigError
-from oppo.settings import Settings, StepSection
 
 START = Answers(Estimate(0.1, 0.05), Estimate(0.0, 0.0), Estimate(34.0, 2.0))
 PLAN = Plan(steps=3, batch=8, examined=16)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from oppo.config import load
+from oppo.app.config import load
 from oppo.demo.gains import Effort, Gains, Round, Standing
 from oppo.demo.schedules import deepened, excerpt, measure
-from oppo.hf.load import load_scalar
+from oppo.hf.loading.models import load_scalar
 from oppo.observe import Span
 from oppo.report.timed import TimedStep
 from tests.hf import tiny

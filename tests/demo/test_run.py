@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
+from oppo.app.config import load
+from oppo.app.evaluate import Comparison
 from oppo.cli import main
-from oppo.config import load
 from oppo.demo.exactness import Digests
+from oppo.demo.outcome import Outcome
 from oppo.demo.run import UNMEASURED, demo
-from oppo.demo.verdict import Verdict
-from oppo.evaluate import Comparison
 from oppo.hf import load_causal
 
 FACTS = {
@@ -66,8 +66,8 @@ def test_a_short_demo_learns_whatever_the_seed(seed: int, tmp_path: Path) -> Non
     learned(demo(tmp_path / "runs", short=True, seed=seed, cache=tmp_path / "cache"))
 
 
-def verdict(length_after: float, deferral_steps: Mapping[int, int] | None = None) -> Verdict:
-    return Verdict(
+def verdict(length_after: float, deferral_steps: Mapping[int, int] | None = None) -> Outcome:
+    return Outcome(
         scores=Comparison(before=0.0, after=1.5, spread=1.0, gain=1.5, half_width=0.2),
         kl=5.0,
         length_before=30.0,

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from examples.smollm2 import evaluate, make_model, reward as rules
-from oppo import config
+from oppo.app import config
 from oppo.rewards import load_function
 
 EXAMPLE = Path(make_model.__file__).parent

@@ -81,7 +81,7 @@ class Plan:
 
 
 @dataclass(eq=False)
-class Feed:
+class ScorerInput:
     """Takes ``count`` numbers in each step and deals them to the lanes."""
 
     plan: Plan
@@ -149,7 +149,7 @@ class Last:
 
 def graph_of(plan: Plan) -> Graph[Mapping[Lane, int]]:
     g = GraphBuilder[int]("random", capacity=plan.capacity, merge=merge, key=lane_of)
-    feed = g.add("feed", Feed(plan), g.prompts)
+    feed = g.add("feed", ScorerInput(plan), g.prompts)
     nodes: dict[str, tuple[AnyStage, *tuple[str, ...]]] = {}
     for number, place in enumerate(plan.places):
         fails_at = plan.fails[1] if plan.fails and plan.fails[0] == number else None

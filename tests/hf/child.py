@@ -6,11 +6,11 @@ import pytest
 
 from oppo.hf.cpu import use_cores
 
-PART_BYTES = 2048
+SEGMENT_BYTES = 2048
 """Rows of the suite's tiny models are split into parts as those of real ones are."""
 
 
-def settle() -> None:
+def set_up() -> None:
     """Compute on one core, as in tests, and in parts as in tests."""
     use_cores(1)
-    pytest.MonkeyPatch().setattr("oppo.hf.parts.PART_BYTES", PART_BYTES)
+    pytest.MonkeyPatch().setattr("oppo.hf.kv.segmented_attention.SEGMENT_BYTES", SEGMENT_BYTES)

@@ -14,7 +14,7 @@ from tests.hf.stories import Serving
 
 @pytest.fixture(scope="module")
 def actor_process() -> Iterator[Process]:
-    with Process("actor", setup=child.settle) as process:
+    with Process("actor", setup=child.set_up) as process:
         yield process
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from oppo.hf.reading import Reader, Session
+from oppo.hf.kv.incremental_prefill import IncrementalPrefill, ReadState
 
 AT = {"extend": 7, "finish": 5}
 """At which call of its kind, in one process, it dies."""
@@ -19,9 +19,9 @@ AT = {"extend": 7, "finish": 5}
 def deadly(folder: Path) -> None:
     """Let this process die when it has done half of a call, unless ``folder`` says that one has died so before."""
     torch.set_num_threads(1)
-    advance, calls = Reader._advance, dict.fromkeys(AT, 0)
+    advance, calls = IncrementalPrefill._advance, dict.fromkeys(AT, 0)
 
-    def dying(reader: Reader, sessions: Sequence[Session], *, final: bool) -> None:
+    def dying(reader: IncrementalPrefill, sessions: Sequence[ReadState], *, final: bool) -> None:
         kind = "finish" if final else "extend"
         calls[kind] += 1
         mark = folder / kind
@@ -31,4 +31,4 @@ def deadly(folder: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         advance(reader, sessions, final=final)
 
-    pytest.MonkeyPatch().setattr(Reader, "_advance", dying)
+    pytest.MonkeyPatch().setattr(IncrementalPrefill, "_advance", dying)

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import oppo.hf.trainer_core
+import oppo.hf.train.core
 from oppo.events import Batch
-from oppo.hf.packing import MicroBatch, pack
+from oppo.hf.train.packing import MicroBatch, pack
 from oppo.losses import Evaluated, Input, Inputs, PPOLoss
 
 
@@ -44,4 +44,4 @@ def deadly(folder: Path, call: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return pack(batch, rows, device, asked)
 
-    pytest.MonkeyPatch().setattr(oppo.hf.trainer_core, "pack", dying)
+    pytest.MonkeyPatch().setattr(oppo.hf.train.core, "pack", dying)

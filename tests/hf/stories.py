@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from oppo.events import Prompt
 from oppo.hf.cpu import use_cores
-from oppo.hf.policy import HfDecode, HfPolicy
-from oppo.hf.sampling import draw, gumbel
+from oppo.hf.serve.policy import HfDecode, HfPolicy
+from oppo.hf.serve.sampling import draw, gumbel
 from oppo.models import Piece, Sampling
 from oppo.placement import Hosting, Thread
 from oppo.support import Support

@@ -24,15 +24,15 @@ from oppo.algorithms.ppo import ppo
 from oppo.chunking import Fixed
 from oppo.errors import ModelError
 from oppo.events import Batch, FloatArray, IntArray, Prompt
-from oppo.hf.anatomy import backbone, longest, routed, score_head, vocabulary
 from oppo.hf.digest import weights_digest
-from oppo.hf.incremental import Incremental
-from oppo.hf.load import load_causal, load_tokenizer
-from oppo.hf.policy import HfPolicy
+from oppo.hf.introspection import backbone, longest, routed, score_head, vocabulary
+from oppo.hf.kv.incremental import Incremental
+from oppo.hf.loading.models import load_causal, load_tokenizer
 from oppo.hf.probe import probe
-from oppo.hf.scorers import ReferenceLogprobs, RewardModel, ValueModel
+from oppo.hf.serve.policy import HfPolicy
+from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
 from oppo.hf.text import Text
-from oppo.hf.trainer import HfTrainer
+from oppo.hf.train.trainer import HfTrainer
 from oppo.models import Sampling
 from oppo.placement import Thread
 from oppo.training import TrainerSettings

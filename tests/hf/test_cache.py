@@ -10,10 +10,10 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from oppo.errors import ModelError, ModelRefused, ProtocolError
-from oppo.hf.anatomy import backbone, score_head
-from oppo.hf.cache import Aim, Place, SlabLayer
-from oppo.hf.incremental import Incremental
-from oppo.hf.slabs import Site, Slab, index
+from oppo.hf.introspection import backbone, score_head
+from oppo.hf.kv.cache import ActiveViews, KVView, SlabLayer
+from oppo.hf.kv.incremental import Incremental
+from oppo.hf.kv.slabs import KVRegion, Slab, index
 from tests.hf import tiny
 
 torch.set_num_threads(1)
@@ -57,8 +57,8 @@ def assert_close(got: Tensor, want: Tensor) -> None:
     assert worst < 1e-5, f"differs by {worst:.1e}"
 
 
-def readers(name: str, parts: bool) -> Incremental:
-    return Incremental(model_of(name), classes=CLASSES, parts=parts)
+def readers(name: str, segmented: bool) -> Incremental:
+    return Incremental(model_of(name), classes=CLASSES, segmented=segmented)
 
 
 def run(reader: Incremental, name: str, work: list[Operation]) -> None:
@@ -89,22 +89,22 @@ def run(reader: Incremental, name: str, work: list[Operation]) -> None:
 
 @pytest.mark.parametrize("name", tiny.CONFIGS)
 @settings(max_examples=6, deadline=None, derandomize=True)
-@given(work=operations, parts=st.booleans())
-def test_reading_in_pieces_equals_one_forward_pass(name: str, work: list[Operation], parts: bool) -> None:
-    run(readers(name, parts), name, work)
+@given(work=operations, segmented=st.booleans())
+def test_reading_in_pieces_equals_one_forward_pass(name: str, work: list[Operation], segmented: bool) -> None:
+    run(readers(name, segmented), name, work)
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("name", tiny.CONFIGS)
 @settings(max_examples=100, deadline=None)
-@given(work=operations, parts=st.booleans())
-def test_reading_in_pieces_equals_one_forward_pass_at_length(name: str, work: list[Operation], parts: bool) -> None:
-    run(readers(name, parts), name, work)
+@given(work=operations, segmented=st.booleans())
+def test_reading_in_pieces_equals_one_forward_pass_at_length(name: str, work: list[Operation], segmented: bool) -> None:
+    run(readers(name, segmented), name, work)
 
 
 @pytest.mark.parametrize("name", tiny.CONFIGS)
 def test_rows_join_leave_and_move_between_classes_while_others_are_stepped(name: str) -> None:
-    reader = readers(name, parts=True)
+    reader = readers(name, segmented=True)
     work: list[Operation] = [("extend", [0, 1], 1), ("step", [1, 0], 0), ("extend", [2], 2), ("step", [0, 2], 0)]
     work += [("step", [4, 2, 1, 0], 0)] * 20
     work += [("forget", [1], 0), ("extend", [3, 1], 3)]
@@ -121,8 +121,8 @@ def test_rows_stepped_together_share_one_forward_pass_however_they_differ_in_len
         calls += 1
 
     hook = model.register_forward_pre_hook(count)
-    for parts in (False, True):
-        reader = Incremental(model, classes=CLASSES, parts=parts)
+    for segmented in (False, True):
+        reader = Incremental(model, classes=CLASSES, segmented=segmented)
         reader.extend(list(range(ROWS)), [sequence(row)[:n] for row, n in enumerate([5, 12, 20, 40, 90])])
         calls = 0
         run(reader, "llama", [("step", [3, 0, 4, 1, 2], 0)])
@@ -300,7 +300,7 @@ def slab_with(rows: list[int]) -> Slab:
     slab = Slab(16)
     slab.reserve(len(rows) + 3, 1)
     slab.add(rows)
-    everywhere = Site(
+    everywhere = KVRegion(
         slice(0, len(rows)),
         1,
         index(range(len(rows)), torch.device("cpu")),
@@ -313,17 +313,19 @@ def slab_with(rows: list[int]) -> Slab:
 
 
 def first_keys(slab: Slab) -> list[float]:
-    site = Site(slice(0, 0), 1, index([], torch.device("cpu")), index([], torch.device("cpu")), None)
+    region = KVRegion(slice(0, 0), 1, index([], torch.device("cpu")), index([], torch.device("cpu")), None)
     nothing = torch.zeros(0, 1, 0, 1)
-    keys, _ = slab.store(0, nothing, nothing, Site(slice(0, len(slab)), 1, site.to_slots, site.to_columns, None))
+    keys, _ = slab.store(
+        0, nothing, nothing, KVRegion(slice(0, len(slab)), 1, region.to_slots, region.to_columns, None)
+    )
     return keys[:, 0, 0, 0].tolist()
 
 
 @pytest.mark.parametrize("name", ["get_max_length", "get_max_cache_shape"])
 def test_a_layer_tells_what_it_can_hold_under_either_name_that_transformers_has_for_it(name: str) -> None:
     nothing = index([], torch.device("cpu"))
-    everywhere = Site(slice(0, 0), 0, nothing, nothing, None)
-    layer = SlabLayer(0, Aim([Place(slab, everywhere) for slab in (Slab(16), Slab(64))]))
+    everywhere = KVRegion(slice(0, 0), 0, nothing, nothing, None)
+    layer = SlabLayer(0, ActiveViews([KVView(slab, everywhere) for slab in (Slab(16), Slab(64))]))
     assert getattr(layer, name)() == 64
 
 

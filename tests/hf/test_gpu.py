@@ -16,8 +16,8 @@ from oppo.chunking import Fixed
 from oppo.events import Prompt, StepReport
 from oppo.hf import HfPolicy, HfTrainer, ReferenceLogprobs, RewardModel, ValueModel, probe
 from oppo.hf.digest import weights_digest
-from oppo.hf.incremental import Incremental
-from oppo.hf.sampling import draw, gumbel
+from oppo.hf.kv.incremental import Incremental
+from oppo.hf.serve.sampling import draw, gumbel
 from oppo.losses import SupportIndex, token_logprobs
 from oppo.models import Sampling
 from oppo.placement import Thread

@@ -27,10 +27,10 @@ from transformers import (
 
 from oppo.errors import ConfigError, ModelRefused
 from oppo.hf.digest import weights_digest
-from oppo.hf.load import ALIGNMENT, load_causal, load_scalar, load_tokenizer
+from oppo.hf.kv.masks import attention
+from oppo.hf.kv.segmented_attention import attend_in_segments
+from oppo.hf.loading.models import ALIGNMENT, load_causal, load_scalar, load_tokenizer
 from oppo.hf.lora import add_lora
-from oppo.hf.masks import attention
-from oppo.hf.parts import attend_in_parts
 from tests.hf import tiny
 
 
@@ -171,13 +171,13 @@ def test_an_architecture_without_a_model_of_the_kind_asked_for_is_refused_by_nam
 def test_a_model_that_cannot_attend_in_parts_is_served_in_the_way_that_it_can_and_that_is_said(tmp_path: Path) -> None:
     tiny.of(tiny.WHOLE["diffllama"]()).save_pretrained(tmp_path)
     told: list[str] = []
-    assert not attend_in_parts(load_causal(tmp_path, tell=told.append))
+    assert not attend_in_segments(load_causal(tmp_path, tell=told.append))
     assert told == [
         f"{tmp_path} is served with attention 'whole': each row of a batch takes the memory and time of the longest"
     ]
     with pytest.raises(ModelRefused, match="with attention 'parts'"):
-        load_causal(tmp_path, attention="parts")
-    load_causal(tmp_path, attention="whole", tell=told.append)
+        load_causal(tmp_path, attention="segmented")
+    load_causal(tmp_path, attention="padded", tell=told.append)
     assert len(told) == 1, "who chose knows"
 
 
@@ -185,8 +185,8 @@ def test_the_way_that_is_chosen_is_taken(causal: Path, scalar: Path) -> None:
     model = load_causal(causal, attention="eager")
     assert attention(model) == "eager"
     assert model._supports_sdpa, "it could have been another"
-    assert not attend_in_parts(load_scalar(scalar, attention="whole"))
-    assert attend_in_parts(load_scalar(scalar, attention="parts"))
+    assert not attend_in_segments(load_scalar(scalar, attention="padded"))
+    assert attend_in_segments(load_scalar(scalar, attention="segmented"))
     with pytest.raises(ConfigError, match=r"auto, parts, whole, eager, not 'flash'"):
         load_causal(causal, attention="flash")  # type: ignore[arg-type]  # what a settings file may hold
 
@@ -318,7 +318,7 @@ def test_running_out_of_memory_is_no_damage(causal: Path, monkeypatch: pytest.Mo
     def full(*_: object) -> None:
         torch.empty(1 << 50, dtype=torch.uint8)
 
-    monkeypatch.setattr("oppo.hf.load._align", full)
+    monkeypatch.setattr("oppo.hf.loading.models._align", full)
     with pytest.raises(RuntimeError, match="can't allocate memory"):
         load_causal(causal)
 
@@ -401,7 +401,7 @@ def test_a_hub_is_asked_once_and_that_is_told(hub_copy: Path, monkeypatch: pytes
         asked.append((name, timeout))
         raise TimeoutError("no answer")
 
-    monkeypatch.setattr("oppo.hf.hub.is_offline_mode", lambda: False)
+    monkeypatch.setattr("oppo.hf.loading.hub.is_offline_mode", lambda: False)
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", refuse)
     told: list[str] = []
     tell = told.append

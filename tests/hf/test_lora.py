@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from oppo.chunking import Fixed
 from oppo.errors import ConfigError, ModelRefused
 from oppo.hf.digest import weights_digest
-from oppo.hf.lora import add_lora, twin
+from oppo.hf.lora import add_lora, share_base
 from oppo.hf.probe import probe
-from oppo.hf.trainer import HfTrainer
+from oppo.hf.train.trainer import HfTrainer
 from oppo.placement import Thread
 from oppo.training import TrainerSettings
 from tests import test_equivalence as equivalence
@@ -37,7 +37,7 @@ def _one_thread() -> Iterator[None]:
 def adapted(name: str = "llama", *, fresh: bool = False) -> tuple[PreTrainedModel, PreTrainedModel]:
     """Return an actor whose adapters change its outputs, unless ``fresh``, and its reference."""
     actor = tiny.causal(name, seed=1).train(mode=False)
-    reference = twin(actor)
+    reference = share_base(actor)
     add_lora(actor, 4, 8, seed=3)
     if not fresh:
         with torch.no_grad():
@@ -107,7 +107,7 @@ def test_adapters_depend_on_their_seed_only() -> None:
 
 def equivalence_models() -> dict[str, PreTrainedModel]:
     models: dict[str, PreTrainedModel] = equivalence.oracle().tiny_models()
-    models["reference"] = twin(models["actor"])
+    models["reference"] = share_base(models["actor"])
     add_lora(models["actor"], 4, 64)
     return models
 

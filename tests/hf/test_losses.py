@@ -15,12 +15,12 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-import oppo.hf.trainer_core
+import oppo.hf.train.core
 from oppo.errors import ConfigError
 from oppo.events import Batch
 from oppo.hf.digest import weights_digest
-from oppo.hf.packing import units
-from oppo.hf.trainer import HfTrainer
+from oppo.hf.train.packing import units
+from oppo.hf.train.trainer import HfTrainer
 from oppo.losses import ClippedLoss, Evaluated, Input, Inputs, Loss, PPOLoss, Unit, entropies, masked_mean, means
 from oppo.placement import Thread
 from oppo.staleness import Correction
@@ -261,7 +261,7 @@ async def test_only_what_a_loss_reads_is_computed(
         calls.append(logits.requires_grad)
         return entropies(logits, temperature, support)
 
-    monkeypatch.setattr(oppo.hf.trainer_core, "entropies", counted)
+    monkeypatch.setattr(oppo.hf.train.core, "entropies", counted)
     await trainer_on(Clipped(measures=measures), thread, epochs=1, micro_batch_tokens=1).update(batch())
     assert calls == [False] * computed
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from oppo.hf.noise import AHEAD, Noise
-from oppo.hf.sampling import gumbel
+from oppo.hf.serve.noise import AHEAD, Noise
+from oppo.hf.serve.sampling import gumbel
 
 CPU = torch.device("cpu")
 SEED = 7

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from oppo.events import Batch, Prompt, Response
-from oppo.hf.packing import micro_batches, minibatches, pack, trainable, units
+from oppo.hf.train.packing import micro_batches, minibatches, pack, trainable, units
 from oppo.losses import Input
 from oppo.support import Support
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from oppo.errors import ModelError, ModelLost
 from oppo.events import Prompt
-from oppo.hf.policy import HfPolicy
+from oppo.hf.serve.policy import HfPolicy
 from oppo.models import Sampling, Weights
 from oppo.testing.conformance import check_policy
 from tests.hf import tiny

@@ -20,14 +20,14 @@ from oppo.chunking import Fixed
 from oppo.errors import ModelError, ModelLost, ProtocolError
 from oppo.events import Batch, Prompt
 from oppo.hf.cpu import use_cores
-from oppo.hf.decoding import DecodeStep, Row
 from oppo.hf.digest import weights_digest
-from oppo.hf.policy import HfDecode, HfPolicy
-from oppo.hf.policy_core import PolicyCore
-from oppo.hf.scorers import ReferenceLogprobs, RewardModel, ValueModel
-from oppo.hf.signals import Signals
+from oppo.hf.serve.decoding import DecodeRow, DecodeStep
+from oppo.hf.serve.policy import HfDecode, HfPolicy
+from oppo.hf.serve.policy_core import PolicyCore
+from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
+from oppo.hf.serve.signals import Signals
 from oppo.hf.text import Text
-from oppo.hf.trainer import HfTrainer
+from oppo.hf.train.trainer import HfTrainer
 from oppo.losses import ClippedLoss
 from oppo.models import Sampling, Weights
 from oppo.placement import Hosting, Process, Thread
@@ -194,7 +194,7 @@ def test_rows_read_their_tokens_again_though_nobody_has_freed_them() -> None:
     core = PolicyCore(tiny.causal(), sampling=SAMPLING, exact=False, prefill_tokens=100, recompute=True)
     (prompt,) = prompts(1)
 
-    def run_one_step(*new: Row) -> None:
+    def run_one_step(*new: DecodeRow) -> None:
         signals = Signals.of(1)
 
         def stop(made: DecodeStep) -> None:
@@ -203,7 +203,7 @@ def test_rows_read_their_tokens_again_though_nobody_has_freed_them() -> None:
 
         core.run(new, [0], lambda _: False, signals, stop)
 
-    run_one_step(Row(0, prompt, 9))
+    run_one_step(DecodeRow(0, prompt, 9))
     core.load(Weights(1))
     run_one_step()
     assert versions == [0, 1]

@@ -31,12 +31,12 @@ from transformers import (
 )
 
 from oppo.errors import ModelRefused
-from oppo.hf.anatomy import backbone
-from oppo.hf.masks import Masks
-from oppo.hf.parts import Parts, attend_in_parts
+from oppo.hf.introspection import backbone
+from oppo.hf.kv.attention import AttentionKind
+from oppo.hf.kv.masks import Masks
+from oppo.hf.kv.segmented_attention import Segments, attend_in_segments
+from oppo.hf.kv.slabs import KVRegion, Slab
 from oppo.hf.probe import probe
-from oppo.hf.slabs import Site, Slab
-from oppo.hf.ways import Way
 from tests.hf import tiny
 
 torch.set_num_threads(1)
@@ -56,7 +56,7 @@ def test_a_causal_model_that_agrees_with_itself_passes(name: str) -> None:
     probe(tiny.causal(name))
 
 
-def serves(model: PreTrainedModel, way: Way) -> bool:
+def serves(model: PreTrainedModel, way: AttentionKind) -> bool:
     try:
         return probe(model, attention=way) == way
     except ModelRefused:
@@ -72,18 +72,18 @@ def test_a_model_that_looks_at_keys_or_values_before_it_attends_is_served_in_the
     name: str,
 ) -> None:
     config = tiny.WHOLE[name]()
-    ways: list[Way] = [way for way in ("parts", "whole") if serves(tiny.of(config), way)]
+    ways: list[AttentionKind] = [way for way in ("segmented", "padded") if serves(tiny.of(config), way)]
     # Before 5.15 transformers expanded latent keys and values on their way into the cache.
-    assert ways == (["parts", "whole"] if "parts" in ways and name != "diffllama" else ["whole"])
+    assert ways == (["segmented", "padded"] if "segmented" in ways and name != "diffllama" else ["padded"])
     model = tiny.of(config)
     assert probe(model) == ways[0]
-    assert attend_in_parts(model) == (ways[0] == "parts"), "whoever serves it abides by that"
+    assert attend_in_segments(model) == (ways[0] == "segmented"), "whoever serves it abides by that"
     assert probe(AutoModelForCausalLM.from_config(config, attn_implementation="eager")) == "eager"
 
 
 def test_a_model_that_cannot_attend_in_parts_is_refused_if_it_has_to() -> None:
     with pytest.raises(ModelRefused, match=r"DiffLlama.* with attention 'parts': "):
-        probe(tiny.of(tiny.WHOLE["diffllama"]()), attention="parts")
+        probe(tiny.of(tiny.WHOLE["diffllama"]()), attention="segmented")
 
 
 def test_a_way_that_a_model_was_not_loaded_for_is_refused() -> None:
@@ -94,7 +94,7 @@ def test_a_way_that_a_model_was_not_loaded_for_is_refused() -> None:
     with pytest.raises(
         ModelRefused, match=r"GPTJ.* 'whole': it was loaded with 'eager', so expected 'eager' or 'auto'"
     ):
-        probe(tiny.causal("gptj"), attention="whole")
+        probe(tiny.causal("gptj"), attention="padded")
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3"])
@@ -276,8 +276,8 @@ def test_a_cache_that_loses_a_token_in_a_move_is_found(monkeypatch: pytest.Monke
 def test_a_cache_that_returns_another_rows_keys_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     store = Slab.store
 
-    def swapped(slab: Slab, layer: int, keys: Tensor, values: Tensor, site: Site) -> tuple[Tensor, Tensor]:
-        ours, theirs = store(slab, layer, keys, values, site)
+    def swapped(slab: Slab, layer: int, keys: Tensor, values: Tensor, region: KVRegion) -> tuple[Tensor, Tensor]:
+        ours, theirs = store(slab, layer, keys, values, region)
         return ours.flip(0), theirs
 
     monkeypatch.setattr(Slab, "store", swapped)
@@ -291,24 +291,24 @@ def test_a_fault_of_attention_in_parts_is_found_though_short_rows_would_be_one_r
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Three rows stand apart when they are stepped; only two that have grown differently are read together."""
-    monkeypatch.setattr("oppo.hf.parts.PART_BYTES", 256 * 1024)  # as it is outside of these tests
+    monkeypatch.setattr("oppo.hf.kv.segmented_attention.SEGMENT_BYTES", 256 * 1024)  # as it is outside of these tests
     made = list[int]()
 
-    def faulty(tensors: tuple[Tensor, ...]) -> Parts:
+    def faulty(tensors: tuple[Tensor, ...]) -> Segments:
         made.append(len(tensors))
-        return Parts(tuple(map(torch.zeros_like, tensors)) if len(tensors) == count else tensors)
+        return Segments(tuple(map(torch.zeros_like, tensors)) if len(tensors) == count else tensors)
 
-    monkeypatch.setattr("oppo.hf.cache.Parts", faulty)
+    monkeypatch.setattr("oppo.hf.kv.cache.Segments", faulty)
     with pytest.raises(ModelRefused, match="read in pieces"):
-        probe(tiny.causal("llama"), attention="parts")
+        probe(tiny.causal("llama"), attention="segmented")
     assert set(made) == {2, 3}
-    assert probe(tiny.causal("llama")) == "whole", "what does not serve is not taken"
+    assert probe(tiny.causal("llama")) == "padded", "what does not serve is not taken"
     assert probe(tiny.causal("gptj")) == "eager"
 
 
 @pytest.mark.parametrize("name", tiny.WINDOWED)
 def test_a_window_that_is_not_respected_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from oppo.hf import masks
+    from oppo.hf.kv import masks
 
     monkeypatch.setattr(masks, "window_of", lambda config: None)
     with pytest.raises(ModelRefused, match="read in pieces"):

@@ -12,16 +12,16 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from oppo.admission import Overcommit
 from oppo.algorithms.ppo import ppo
+from oppo.app.evaluate import respond
 from oppo.chunking import Fixed
 from oppo.errors import ModelError
-from oppo.evaluate import respond
 from oppo.events import Batch, Chunk, Finish, FloatArray, Given, Response, StepReport
-from oppo.hf.cores import Core
 from oppo.hf.digest import weights_digest
-from oppo.hf.policy import HfPolicy
-from oppo.hf.proximal import ProximalLogprobs
-from oppo.hf.scorers import ReferenceLogprobs, RewardModel, ValueModel
-from oppo.hf.trainer import HfTrainer
+from oppo.hf.serve.policy import HfPolicy
+from oppo.hf.serve.proximal import ProximalLogprobs
+from oppo.hf.serve.scorer_workers import ScorerWorker
+from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
+from oppo.hf.train.trainer import HfTrainer
 from oppo.losses import PPOLoss
 from oppo.models import Sampling, Weights
 from oppo.placement import Process, Thread
@@ -101,7 +101,7 @@ async def test_of_the_same_weights_what_is_computed_again_agrees_with_what_was_r
 async def test_where_nothing_is_stale_the_model_is_not_called(thread: Thread, monkeypatch: pytest.MonkeyPatch) -> None:
     finished = [aged(event, (3,)) for event in await rolled_out(thread)]
     scorer = await at_version(ProximalLogprobs(tiny.causal(), sampling=SAMPLING, thread=thread), 3)
-    monkeypatch.delattr(Core, "extend")
+    monkeypatch.delattr(ScorerWorker, "extend")
     for event in finished:
         await scorer.extend([event.response.prompt])
         await scorer.extend([event.response.chunk()])

@@ -13,7 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from oppo.errors import ModelRefused
 from oppo.hf.probe import probe
-from oppo.hf.recompute import recompute
+from oppo.hf.train.recompute import recompute
 from tests.hf import tiny
 
 IDS = torch.arange(3, 23).reshape(2, 10)
@@ -81,13 +81,13 @@ def test_where_no_gradient_is_recorded_a_layer_runs_once_and_its_cache_grows() -
 def test_a_copy_runs_its_own_layers() -> None:
     model = tiny.causal("llama").train(mode=False)
     recompute(model)
-    twin = copy.deepcopy(model)
+    share_base = copy.deepcopy(model)
     with torch.no_grad():
-        for parameter in twin.parameters():
+        for parameter in share_base.parameters():
             parameter.mul_(1.1)
     expected = tiny.causal("llama").train(mode=False)
-    expected.load_state_dict(twin.state_dict())
-    assert torch.equal(twin(IDS).logits, expected(IDS).logits)
+    expected.load_state_dict(share_base.state_dict())
+    assert torch.equal(share_base(IDS).logits, expected(IDS).logits)
 
 
 def test_a_model_without_such_layers_is_refused() -> None:

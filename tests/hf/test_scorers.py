@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from oppo.errors import ModelError, ModelRefused, ProtocolError
 from oppo.events import Chunk, Finish, FloatArray, Given, IntArray, Prompt, Response
-from oppo.hf.anatomy import backbone, score_head
-from oppo.hf.scorers import ReferenceLogprobs, RewardModel, ValueModel
+from oppo.hf.introspection import backbone, score_head
+from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
 from oppo.models import Sampling, Scorer, Weights
 from oppo.placement import Thread
 from oppo.testing.conformance import check_scorer
@@ -225,7 +225,7 @@ async def test_a_response_without_tokens_has_a_score_and_no_values(thread: Threa
 
 
 async def test_a_long_chunk_is_read_in_several_passes(thread: Thread, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("oppo.hf.reading.TOKENS_PER_PASS", 40)
+    monkeypatch.setattr("oppo.hf.kv.incremental_prefill.TOKENS_PER_PASS", 40)
     model = tiny.causal("llama")
     scorer = ReferenceLogprobs(model, sampling=Sampling(temperature=TEMPERATURE), thread=thread)
     made = responses()

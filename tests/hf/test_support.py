@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from oppo.app.evaluate import respond, score_all
 from oppo.errors import ModelError
-from oppo.evaluate import respond, score_all
 from oppo.events import Batch, Chunk, Finish, FloatArray, Prompt, Response
 from oppo.hf.digest import weights_digest
-from oppo.hf.grouping import cheapest_groups
-from oppo.hf.packing import MicroBatch, pack, read_lengths
-from oppo.hf.policy import HfPolicy
-from oppo.hf.scorers import ReferenceLogprobs
-from oppo.hf.trainer import HfTrainer
+from oppo.hf.kv.length_bucketing import cheapest_groups
+from oppo.hf.serve.policy import HfPolicy
+from oppo.hf.serve.scorers import ReferenceLogprobs
+from oppo.hf.train.packing import MicroBatch, pack, read_lengths
+from oppo.hf.train.trainer import HfTrainer
 from oppo.losses import PPOLoss, token_logprobs
 from oppo.models import Sampling
 from oppo.placement import Thread

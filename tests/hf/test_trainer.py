@@ -27,12 +27,12 @@ from oppo.errors import ConfigError, ModelError, ModelRefused
 from oppo.estimators import gae, kl_estimate, shaped_rewards, whiten
 from oppo.events import Batch, BoolArray, FloatArray, IntArray, Prompt, Response
 from oppo.hf.digest import weights_digest
-from oppo.hf.drift import Drift
-from oppo.hf.grouping import cheapest_groups
-from oppo.hf.packing import MicroBatch, pack
-from oppo.hf.policy import HfPolicy
-from oppo.hf.scorers import ValueModel
-from oppo.hf.trainer import HfTrainer
+from oppo.hf.kv.length_bucketing import cheapest_groups
+from oppo.hf.serve.policy import HfPolicy
+from oppo.hf.serve.scorers import ValueModel
+from oppo.hf.train.packing import MicroBatch, pack
+from oppo.hf.train.staleness_metrics import StalenessMetrics
+from oppo.hf.train.trainer import HfTrainer
 from oppo.losses import ClippedLoss, Evaluated, PPOLoss, Whole
 from oppo.models import Sampling, Weights
 from oppo.placement import Thread
@@ -152,7 +152,7 @@ def backward(trainer: HfTrainer, batch: Batch, groups: Iterable[Sequence[int]]) 
     """Add the gradients of a batch that is one minibatch, read in ``groups`` of rows."""
     asked, whole = trainer.core.loss.reads | trainer.core.loss.measures, Whole.of(batch, range(len(batch)))
     for group in groups:
-        tiny.apart(trainer.core._backward)(pack(batch, group, torch.device("cpu"), asked), whole, Drift(0))
+        tiny.apart(trainer.core._backward)(pack(batch, group, torch.device("cpu"), asked), whole, StalenessMetrics(0))
 
 
 def critic_of(trainer: HfTrainer) -> PreTrainedModel:
@@ -378,10 +378,10 @@ async def test_an_update_that_failed_half_way_leaves_no_gradient_for_the_next(
         if failing:
             backward, parts = trainer.core._backward, iter(range(9))
 
-            def half_an_update(part: MicroBatch, whole: Whole, drift: Drift) -> Evaluated:
+            def half_an_update(part: MicroBatch, whole: Whole, staleness: StalenessMetrics) -> Evaluated:
                 if next(parts) == 2:
                     raise MemoryError("out of memory")
-                return backward(part, whole, drift)
+                return backward(part, whole, staleness)
 
             with monkeypatch.context() as patch:
                 patch.setattr(trainer.core, "_backward", half_an_update)

@@ -24,13 +24,13 @@ from oppo.chunking import Fixed
 from oppo.errors import ModelError, ModelLost
 from oppo.events import Prompt, StepReport
 from oppo.graph import Graph
-from oppo.hf.actor_critic import ActorCritic
 from oppo.hf.cpu import use_cores
 from oppo.hf.digest import weights_digest
-from oppo.hf.lora import add_lora, twin
-from oppo.hf.policy import HfPolicy
-from oppo.hf.scorers import ReferenceLogprobs, RewardModel, ValueModel
-from oppo.hf.trainer import HfTrainer
+from oppo.hf.lora import add_lora, share_base
+from oppo.hf.serve.policy import HfPolicy
+from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
+from oppo.hf.train.actor_critic import ActorCritic
+from oppo.hf.train.trainer import HfTrainer
 from oppo.hf.trunk import shares_trunk, value_model_on
 from oppo.losses import ClippedLoss, PPOLoss
 from oppo.models import Sampling
@@ -76,7 +76,7 @@ def without_critic() -> Models:
 
 def adapters() -> Models:
     actor = tiny.causal(seed=1)
-    reference = twin(actor)
+    reference = share_base(actor)
     add_lora(actor, 4, 8)
     return Models(actor, reference, tiny.scalar(seed=3))
 

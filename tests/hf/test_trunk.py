@@ -20,15 +20,15 @@ from transformers import (
 
 from oppo.chunking import Fixed
 from oppo.errors import ModelRefused
-from oppo.hf.actor_critic import ActorCritic
-from oppo.hf.anatomy import score_head
 from oppo.hf.digest import weights_digest
-from oppo.hf.drift import Drift
-from oppo.hf.lora import add_lora, twin
-from oppo.hf.packing import MicroBatch, pack
-from oppo.hf.policy import HfPolicy
-from oppo.hf.scorers import ValueModel
-from oppo.hf.trainer import HfTrainer
+from oppo.hf.introspection import score_head
+from oppo.hf.lora import add_lora, share_base
+from oppo.hf.serve.policy import HfPolicy
+from oppo.hf.serve.scorers import ValueModel
+from oppo.hf.train.actor_critic import ActorCritic
+from oppo.hf.train.packing import MicroBatch, pack
+from oppo.hf.train.staleness_metrics import StalenessMetrics
+from oppo.hf.train.trainer import HfTrainer
 from oppo.hf.trunk import OwnHead, require_own_head, shares_trunk, value_model_on
 from oppo.losses import PPOLoss, Whole, policy_loss, token_logprobs, value_loss
 from oppo.placement import Thread
@@ -139,7 +139,7 @@ def test_the_gradient_is_that_of_the_sum_of_the_two_losses(thread: Thread, name:
     actor, critic = one_trunk(name, lora=lora)
     part, total = packed(actor, critic), 31.0
     trainer = make(thread, actor, critic, value_coefficient=0.3)
-    trainer.core._backward(part, Whole(total, 1.0, 1.0), Drift(0))
+    trainer.core._backward(part, Whole(total, 1.0, 1.0), StalenessMetrics(0))
     learnt = {**dict(critic.named_parameters()), **dict(actor.named_parameters())}
     got = {name: p.grad.clone() for name, p in learnt.items() if p.grad is not None}
     for parameter in learnt.values():
@@ -220,7 +220,7 @@ async def test_followers_in_shared_and_in_own_memory_get_both_heads_and_the_trun
 def equivalence_models(*, lora: bool) -> dict[str, PreTrainedModel]:
     models: dict[str, PreTrainedModel] = equivalence.oracle().tiny_models()
     if lora:
-        models["reference"] = twin(models["actor"])
+        models["reference"] = share_base(models["actor"])
         add_lora(models["actor"], 4, 64)
     return models | {"critic": over(models["actor"])}
 

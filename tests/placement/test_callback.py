@@ -15,7 +15,7 @@ import pytest
 from oppo.errors import ModelError, ModelLost, ProtocolError
 from oppo.placement import Callback, Inline, Place, Process, Thread
 from oppo.placement.block import Block
-from tests.placement.residents import Caller, Total
+from tests.placement.instances import Caller, Total
 from tests.placement.test_process import environment
 
 
@@ -151,7 +151,7 @@ PROGRAM = """
 import time
 import anyio
 from oppo.placement import Callback, Process
-from tests.placement.residents import Caller
+from tests.placement.instances import Caller
 
 def never(number):
     print("asked", flush=True)

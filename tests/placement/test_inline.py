@@ -11,7 +11,7 @@ from oppo.errors import ModelLost
 from oppo.observe import Span
 from oppo.placement import Inline, Thread
 from oppo.testing import run_virtual
-from tests.placement.residents import Total
+from tests.placement.instances import Total
 
 
 @pytest.mark.parametrize("place", [Inline("scorers"), Thread("scorers")])

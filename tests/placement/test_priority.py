@@ -13,12 +13,12 @@ import pytest
 from oppo.errors import ModelLost
 from oppo.placement import Inline, Process, Thread
 from oppo.scheduling import DEFAULT_TIME_SLICE, Preempted, Preemptible, Priority, TimeSlice, Urgent
-from tests.placement.residents import Total
+from tests.placement.instances import Total
 from tests.placement.test_thread import Work
 
 
 class Log:
-    """A resident that notes who called it."""
+    """A instance that notes who called it."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []

@@ -18,7 +18,7 @@ from oppo.errors import ModelError, ModelLost, ProtocolError
 from oppo.observe import Span, now
 from oppo.placement import Process
 from oppo.placement.block import Block
-from tests.placement.residents import Additions, Slate, Total, Unmakeable, fail_to_set_up
+from tests.placement.instances import Additions, Slate, Total, Unmakeable, fail_to_set_up
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,10 +70,10 @@ async def test_spans_are_the_childs_own_time_on_the_track_of_the_resident(proces
 
 
 async def test_work_here_is_done_to_the_resident_that_stayed(process: Process) -> None:
-    resident = Total()
-    total = process.host(resident)
+    instance = Total()
+    total = process.host(instance)
     assert await total.call_local("add", Total.add, 5) == 5
-    assert resident.sum == 5
+    assert instance.sum == 5
     assert await total.call("add", Total.add, 1) == 1
 
 
@@ -152,7 +152,7 @@ async def test_a_setup_that_fails_is_the_error_of_the_first_call() -> None:
     with Process("reward", setup=fail_to_set_up) as process:
         process.host(Total())
         with pytest.raises(OSError, match="no such core"):
-            process.settle()
+            process.wait_until_ready()
 
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
@@ -235,7 +235,7 @@ async def test_a_child_that_hangs_can_be_ended_and_is_not_replaced() -> None:
 PROGRAM = """
 import anyio
 from oppo.placement import Process
-from tests.placement.residents import Total
+from tests.placement.instances import Total
 
 class Mine:
     def look(self):

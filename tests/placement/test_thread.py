@@ -11,7 +11,7 @@ import pytest
 from oppo.errors import ModelLost
 from oppo.observe import Span
 from oppo.placement import Thread
-from tests.placement.residents import Total
+from tests.placement.instances import Total
 
 
 class Work:

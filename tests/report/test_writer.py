@@ -24,7 +24,7 @@ def test_what_was_submitted_before_it_settles_is_done_then(threaded: bool) -> No
     writer = Writer(threaded=threaded)
     for number in range(50):
         writer.submit(lambda number=number: done.append(number))  # type: ignore[misc]  # binds the loop variable
-    writer.settle()
+    writer.flush()
     assert done == list(range(50))
     writer.close()
 
@@ -37,7 +37,7 @@ def test_a_writer_that_has_failed_settles_with_the_failure() -> None:
     writer.submit(fail)
     for _ in range(2):
         with pytest.raises(OSError, match="disk full"):
-            writer.settle()
+            writer.flush()
     with pytest.raises(OSError, match="disk full"):
         writer.close()
 

@@ -16,7 +16,7 @@ from oppo.events import Batch, Chunk, Defer, Drop, Finish, FloatArray, Given, Pr
 from oppo.graph.channel import Channel
 from oppo.shaping import ScoreShaping
 from oppo.stages import GAE
-from oppo.stages.gathered import Gathered
+from oppo.stages.gather import ScoredRollouts
 from oppo.stages.rows import Row
 from oppo.testing import run_virtual
 from tests.known import known
@@ -129,7 +129,7 @@ def test_a_rollout_of_which_nothing_was_sampled_is_dropped_by_name_and_the_other
     given = Given(2, 0, np.arange(length, dtype=np.int32))
     silent = Finish(2, Response.empty(finish(2).response.prompt).then(given), "length")
     zeros = Scored(2, np.zeros(length, np.float32), 0)
-    gathered = Gathered()
+    gathered = ScoredRollouts()
     for end, said in ((finish(1), per_token(1)), (silent, zeros), (finish(3), per_token(3))):
         gathered.take(end, Scored(end.rollout, 1.0, 0), said, said)
     batch = GAE().batch(*gathered.in_order())

@@ -45,7 +45,7 @@ class Early(FakePolicy):
 class Silent(FakePolicy):
     """Does not say what has finished."""
 
-    def _settle(self, ended: list[FakeDecode]) -> None:
+    def _end(self, ended: list[FakeDecode]) -> None:
         for decode in ended:
             del self._live[decode]
 
@@ -53,9 +53,9 @@ class Silent(FakePolicy):
 class Boasting(FakePolicy):
     """Says of the longest rollout that it has finished, as soon as any has."""
 
-    def _settle(self, ended: list[FakeDecode]) -> None:
+    def _end(self, ended: list[FakeDecode]) -> None:
         longest = max(self._live, key=lambda decode: decode.length)
-        super()._settle([*ended, longest] if ended and longest not in ended else ended)
+        super()._end([*ended, longest] if ended and longest not in ended else ended)
 
 
 def test_a_policy_that_stops_before_the_cut_is_refused() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from oppo.events import Chunk, Given, Prompt, Response
-from oppo.stages.parked import Parked
+from oppo.stages.snapshot import RolloutSnapshot
 from oppo.testing import FakeCritic, run_virtual
 from tests.pipelines import Pipeline, Setting, same_batches
 
@@ -80,7 +80,7 @@ def test_a_parked_response_keeps_its_mask() -> None:
         Chunk(4, 6, np.array([5, 6], np.int32), floats, ints),
     ]
     response = Response.of(prompt, pieces)
-    again = Parked.of(Parked(response, None).state_dict()).response
+    again = RolloutSnapshot.of(RolloutSnapshot(response, None).state_dict()).response
     assert again.sampled.tolist() == response.sampled.tolist() == [True] * 4 + [False] * 2 + [True] * 2
     assert [(type(piece), piece.start, len(piece.tokens)) for piece in again.pieces()] == [
         (Chunk, 0, 4),

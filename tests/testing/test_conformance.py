@@ -32,7 +32,7 @@ from oppo.testing.fake_policy import FakeDecode
 
 
 def finished(count: int = 3) -> list[Finish]:
-    from oppo.evaluate import respond
+    from oppo.app.evaluate import respond
 
     return run_virtual(respond, FakePolicy(), prompts(count))
 
@@ -160,7 +160,7 @@ class ForgetfulPolicy(FakePolicy):
 class Deaf(FakePolicy):
     """Never tells the cut."""
 
-    def _settle(self, ended: list[FakeDecode]) -> None:
+    def _end(self, ended: list[FakeDecode]) -> None:
         for decode in ended:
             del self._live[decode]
 

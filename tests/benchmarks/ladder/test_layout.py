@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from benchmarks.ladder.layout import Seat, seats, settle
+from benchmarks.ladder.layout import Seat, claim_cores, seats
 from benchmarks.machine import cores_here
 
 
@@ -39,7 +39,7 @@ def test_a_seat_binds_the_thread_that_takes_it_and_no_other() -> None:
     before, found = cores_here(), list[tuple[tuple[int, ...], int]]()
 
     def work() -> None:
-        settle(Seat(before[:1], 1), "cpu")
+        claim_cores(Seat(before[:1], 1), "cpu")
         found.append((cores_here(), torch.get_num_threads()))
 
     thread = threading.Thread(target=work)

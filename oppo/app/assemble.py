@@ -1,0 +1,277 @@
+"""From settings to served models: what ``oppo train`` loads, and where each part works."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from transformers import PreTrainedModel
+
+from oppo.app.saving import Saving
+from oppo.app.settings import DataSection, ModelsSection, SamplingSection, Settings
+from oppo.declared import declared
+from oppo.errors import ConfigError
+from oppo.events import Drop, FloatArray
+from oppo.hf.cpu import available_cores
+from oppo.hf.device import device_of, synchronised
+from oppo.hf.device_layout import DeviceLayout
+from oppo.hf.introspection import end_ids, longest
+from oppo.hf.loading.models import load_tokenizer, quiet
+from oppo.hf.loading.roles import RoleLoader
+from oppo.hf.lora import add_lora, share_base
+from oppo.hf.out_of_memory import ModelPlace
+from oppo.hf.serve.policy import HfPolicy
+from oppo.hf.serve.proximal import ProximalLogprobs
+from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
+from oppo.hf.text import Text
+from oppo.hf.train.actor_critic import ActorCritic
+from oppo.hf.train.trainer import HfTrainer
+from oppo.hf.trunk import value_model_on
+from oppo.models import ResumableTrainer, Sampling, SamplingSettings, Scorer
+from oppo.observe import Span, SpanListener
+from oppo.placement import Hosting
+from oppo.rewards import FunctionReward
+from oppo.stages.update import followers
+
+_SERVING = "lower step.batch, step.extra or sampling.max_new_tokens, or choose models.dtype = 'bfloat16'"
+_TRAINING = "lower trainer.micro_batch_tokens"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Assembly:
+    """The models of a run and the places they work in; a context manager that closes the places.
+
+    Attributes:
+        critic: where the algorithm has one.
+        proximal: where stale tokens are corrected for.
+        saving: writes checkpoints and what was learned.
+        positions: tokens that every model can read.
+    """
+
+    policy: HfPolicy
+    reference: Scorer[FloatArray]
+    reward: Scorer[float | Drop]
+    critic: ValueModel | None
+    proximal: ProximalLogprobs | None
+    trainer: ResumableTrainer
+    saving: Saving
+    text: Text
+    sampling: Sampling
+    positions: int
+    places: DeviceLayout
+
+    def listen(self, *listeners: SpanListener) -> None:
+        """Have each of ``listeners`` told of everything the models do."""
+
+        def heard(span: Span) -> None:
+            for listener in listeners:
+                listener(span)
+
+        for place in self.places:
+            place.listener = heard
+
+    def progress(self) -> tuple[object, ...]:
+        """Return what changes while work goes on, whether or not anything is sent, and when a call begins."""
+        done = self.policy.counters
+        return done.decode_steps, done.prefilled, self.trainer.progress, *self.at_work()
+
+    def at_work(self) -> tuple[str, ...]:
+        """Return the calls that models, and a reward function, are at work on."""
+        calls = [place.at_work for place in self.places]
+        if isinstance(self.reward, FunctionReward):
+            calls.append(self.reward.at_work)
+        return tuple(filter(None, calls))
+
+    async def restore(self, path: Path) -> None:
+        """Go on with the models and the optimizer as they were when the checkpoint at ``path`` was written.
+
+        Raises:
+            CheckpointError: it is of other models.
+        """
+        await self.trainer.restore(path)
+        await self.trainer.publish(*followers(self.policy, self.critic, self.proximal))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if isinstance(self.reward, FunctionReward):
+            self.reward.close()
+        self.places.close()
+
+
+def load_text(models: ModelsSection, tell: Callable[[str], None]) -> Text:
+    """Return the policy's tokenizer.
+
+    Args:
+        models: those of the run.
+        tell: told, in a sentence, that a hub is asked for it.
+
+    Raises:
+        ConfigError: there is none, it is damaged, or it needs code that is not trusted.
+    """
+    try:
+        return Text(load_tokenizer(models.policy, trust_remote_code=models.trust_remote_code, tell=tell))
+    except ConfigError as error:
+        raise ConfigError(f"models.policy: {error}") from error
+
+
+@quiet()
+def assemble(settings: Settings, text: Text, tell: Callable[[str], None]) -> Assembly:
+    """Return the models of ``settings``, loaded and probed.
+
+    The actor is served and trained as one module, unless ``share_weights`` is off; and so is the critic, if there is
+    one: it may be a head on the actor's trunk. The reference is a module of its own, over the actor's base weights
+    where only adapters are trained.
+
+    Args:
+        settings: of the run.
+        text: the policy's tokenizer.
+        tell: told, in a sentence, what is being loaded, and what of it is left out or new.
+
+    Raises:
+        ConfigError: the device is not there, a model cannot be loaded, or reads other token ids than the policy.
+        RewardError: the reward function cannot be loaded.
+        ModelRefused: a model cannot be served exactly.
+    """
+    run = settings.run
+    reward = _function(settings.models, settings.data, text, tell)
+    device = _device(settings.models, exact=run.exact)
+    there = available_cores()
+    if (cores := run.cores or there) > there:
+        tell(
+            f"run.cores = {cores} is more than the {there} that this process may use: threads will wait for each other"
+        )
+    places = DeviceLayout.of(
+        cores,
+        device,
+        run.scorers,
+        tell,
+        policy=run.policy,
+        trainer=run.trainer,
+        restarts=run.scorer_restarts,
+    )
+    with ExitStack() as stack:
+        stack.callback(places.close)
+        assembly = _assembled(settings, text, places, reward, RoleLoader(settings.models, text, device, tell))
+        synchronised(device)
+        places.wait_until_ready()
+        stack.pop_all()
+    return assembly
+
+
+def _assembled(
+    settings: Settings, text: Text, places: DeviceLayout, reward: Scorer[float | Drop] | None, load: RoleLoader
+) -> Assembly:
+    exact = settings.run.exact
+    actor, reference = _actor_and_reference(settings.models, load, seed=settings.trainer.seed)
+    served = [actor, reference]
+    if reward is None:
+        judge = load.scalar("reward")
+        served.append(judge)
+        reward = RewardModel(judge, thread=ModelPlace(places.scoring, "reward model", _SERVING), exact=exact)
+    critic = _critic(settings.models, actor, load) if settings.algorithm.has_critic else None
+    served += [] if critic is None else [critic]
+    sampling = _sampling(settings.sampling, text, actor)
+    trainer = _trainer(settings, actor, critic, sampling, places.training)
+    return Assembly(
+        policy=HfPolicy(
+            actor,
+            sampling=sampling,
+            thread=ModelPlace(places.acting, "policy", _SERVING),
+            exact=exact,
+            on_publish=settings.step.on_publish,
+            decode=text.decode,
+        ),
+        reference=ReferenceLogprobs(
+            reference, sampling=sampling, thread=ModelPlace(places.scoring, "reference", _SERVING), exact=exact
+        ),
+        reward=reward,
+        critic=None
+        if critic is None
+        else ValueModel(critic, thread=ModelPlace(places.scoring, "critic", _SERVING), exact=exact),
+        proximal=ProximalLogprobs(
+            actor,
+            sampling=sampling,
+            thread=ModelPlace(places.scoring, "proximal", _SERVING),
+            exact=exact,
+            on_publish=settings.step.on_publish,
+        )
+        if settings.algorithm.corrects
+        else None,
+        trainer=trainer,
+        saving=Saving(trainer, text, ("actor",) if critic is None else ("actor", "critic"), places.saving),
+        text=text,
+        sampling=sampling,
+        positions=min(longest(model) for model in served),
+        places=places,
+    )
+
+
+def _device(models: ModelsSection, *, exact: bool) -> torch.device:
+    try:
+        return device_of(models.device, exact=exact)
+    except ConfigError as error:
+        raise ConfigError(f"models.device: {error}") from error
+
+
+def _actor_and_reference(
+    models: ModelsSection, load: RoleLoader, *, seed: int
+) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """Return what is trained and what it is compared with; with adapters, both over the same base in memory."""
+    actor = load.causal("policy")
+    shared = models.lora_rank > 0 and models.reference == models.policy
+    reference = share_base(actor) if shared else load.causal("reference")
+    if models.lora_rank:
+        add_lora(actor, models.lora_rank, models.lora_alpha, seed=seed)
+    return actor, reference
+
+
+def _critic(models: ModelsSection, actor: PreTrainedModel, load: RoleLoader) -> PreTrainedModel:
+    """Return the value model, which may be a head on the actor's trunk."""
+    return value_model_on(actor) if models.shared_trunk else load.scalar("critic", new_head=True)
+
+
+def _trainer(
+    settings: Settings, actor: PreTrainedModel, critic: PreTrainedModel | None, sampling: Sampling, place: Hosting
+) -> HfTrainer:
+    """Return what trains the models that are served, or copies of them where they share no weights."""
+    if not settings.models.share_weights:
+        own = ActorCritic(actor, critic).with_own_weights()
+        actor, critic = own.actor, own.critic
+    return HfTrainer(
+        actor,
+        critic,
+        sampling=sampling,
+        thread=ModelPlace(place, "trainer", _TRAINING),
+        settings=settings.trainer,
+        loss=settings.algorithm.loss(),
+    )
+
+
+def _function(
+    models: ModelsSection, data: DataSection, text: Text, tell: Callable[[str], None]
+) -> FunctionReward | None:
+    """Return the reward function, where the reward is one."""
+    if not models.reward_is_function:
+        return None
+    return FunctionReward(
+        models.reward,
+        text.decode,
+        prompt_column=data.column,
+        on_failure=models.reward_failure,
+        process=models.reward_process,
+        tell=tell,
+    )
+
+
+def _sampling(section: SamplingSection, text: Text, actor: PreTrainedModel) -> Sampling:
+    """Return how tokens are drawn, with the ids and texts that the tokenizer ends a response by."""
+    drawn = {name: getattr(section, name) for name in declared(SamplingSettings)}
+    drawn["stop_strings"] = text.stop_strings(section.stop_strings)
+    return Sampling(**drawn, stop=text.stop(section.stop, end_ids(actor)))

@@ -1,0 +1,67 @@
+"""From the settings of a run to the graph of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from oppo.admission import Admission, Observation, Overcommit, SlopeAdaptive, TailAdaptive, TailBatched
+from oppo.admission.slope import SlopeRule
+from oppo.algorithms.algorithm import Roles
+from oppo.app.settings import Settings, StepSection
+from oppo.chunking import ChunkSize, Fixed, Tuned, WholeRollout
+from oppo.events import StepReport
+from oppo.graph import Graph
+from oppo.report.dump import dump_batch
+from oppo.stages import Generate, Update
+
+if TYPE_CHECKING:
+    from oppo.app.assemble import Assembly
+
+
+def compose(settings: Settings, assembly: Assembly, replay: Mapping[int, Observation]) -> Graph[StepReport]:
+    """Return the graph of a run's steps; for steps made again, its controllers observe ``replay``."""
+    graph = recipe(settings, assembly)
+    dump = partial(dump_batch, folder=settings.run_directory / "nonfinite")
+    return graph.replace(
+        generate=replace(graph.stage("generate", Generate), replay=replay),
+        update=replace(graph.stage("update", Update), max_nonfinite=settings.run.max_nonfinite, dump=dump),
+    )
+
+
+def recipe(settings: Settings, assembly: Assembly) -> Graph[StepReport]:
+    """Return the graph of the algorithm that ``step.algorithm`` names."""
+    return settings.algorithm.graph(
+        Roles(
+            policy=assembly.policy,
+            reference=assembly.reference,
+            reward=assembly.reward,
+            critic=assembly.critic,
+            proximal=assembly.proximal,
+            trainer=assembly.trainer,
+            admission=admission_of(settings.step),
+            chunks=chunks_of(settings.step, settings.sampling.max_new_tokens),
+        )
+    )
+
+
+def admission_of(step: StepSection) -> Admission:
+    """Return the policy that ``step.admission`` names."""
+    if step.admission == "overcommit":
+        return Overcommit(step.batch, step.extra or 0, step.max_deferrals)
+    if step.admission == "tail-batched":
+        return TailBatched(step.batch)
+    most = step.batch // 4 if step.extra is None else step.extra
+    if step.admission == "adaptive":
+        return TailAdaptive(step.batch, price=step.lag_price, max_deferrals=step.max_deferrals, most=most)
+    rule: SlopeRule = "text" if step.admission == "slope" else "algorithm1"
+    return SlopeAdaptive(step.batch, rule=rule, most=most, max_deferrals=step.max_deferrals)
+
+
+def chunks_of(step: StepSection, cap: int) -> ChunkSize:
+    """Return the chunk size that ``step.chunk`` names, for responses of up to ``cap`` tokens."""
+    if step.chunk == "whole":
+        return WholeRollout()
+    return Tuned(cap) if step.chunk == "tuned" else Fixed(step.chunk)

@@ -1,0 +1,91 @@
+"""The settings of a training run: a TOML file in, checked and resolved, and the same file out with every default.
+
+A fault is a sentence that names section and key, what was expected and what came; all faults of a file are told at
+once. Relative paths are relative to the folder of the file, ``--set`` included, and come out absolute, so that the
+resolved file means the same wherever it lies.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from oppo.app.config_errors import Faults, require_public
+from oppo.app.overrides import overridden, seeded
+from oppo.app.settings import FUNCTION, Settings
+from oppo.errors import ConfigError
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> Settings:
+    """Return the settings of the TOML file at ``path``, with ``section.key=value`` overrides, paths resolved.
+
+    Raises:
+        ConfigError: the file cannot be read or is no TOML, or a setting is unknown, missing or out of range.
+    """
+    try:
+        document = tomllib.loads(_text(path))
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:  # of TOML, of UTF-8, of numbers too long, of a NUL in the path
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    return resolve(overridden(document, overrides), path.absolute().parent)
+
+
+def resolve(document: Mapping[str, object], folder: Path) -> Settings:
+    """Return the settings of a parsed file that lies in ``folder``.
+
+    Raises:
+        ConfigError: a setting is unknown, missing or out of range.
+    """
+    try:
+        settings = Settings.of(seeded(document))
+    except ValidationError as error:
+        raise ConfigError(Faults.of(document).told(error)) from error
+    models = settings.models
+    reward = _model(models.reward, folder)
+    policy = _model(models.policy, folder)
+    own_critic = policy if models.reward_is_function else reward
+    if models.shared_trunk or not settings.algorithm.has_critic:
+        own_critic = ""
+    found = settings.model_copy(
+        update={
+            "run": replace(settings.run, directory=_path(settings.run.directory, folder)),
+            "models": replace(
+                models,
+                policy=policy,
+                reward=reward,
+                reference=_model(models.reference, folder) or policy,
+                critic=_model(models.critic, folder) or own_critic,
+            ),
+            "data": replace(settings.data, prompts=_path(settings.data.prompts, folder)),
+        }
+    )
+    require_public(found.tables())
+    return found
+
+
+def _text(path: Path) -> str:
+    """Return what a file says; one that is no regular file, and may never end, is not opened."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise OSError("it is no regular file")
+    return path.read_text(encoding="utf-8")
+
+
+def _path(text: str, folder: Path) -> str:
+    try:
+        return str((folder / Path(text).expanduser()).resolve())
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, an unknown ~user, a NUL
+        raise ConfigError(f"{text!r} is no path that can be followed: {error}") from error
+
+
+def _model(text: str, folder: Path) -> str:
+    """Return an absolute path for what is a file or directory, or is spelt as one; a hub name as it stands."""
+    if (function := FUNCTION.match(text)) is not None:
+        return f"{_path(function['file'], folder)}:{function['function']}"
+    spelt_as_path = text.startswith((".", "/", "~"))
+    return _path(text, folder) if text and (spelt_as_path or os.path.lexists(folder / text)) else text

@@ -1,0 +1,134 @@
+"""What is wrong with a file of settings, in sentences: the key, what was expected, what came, the nearest name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+from pydantic import ValidationError
+
+from oppo.algorithms.ppo import PPO
+from oppo.algorithms.registry import ALGORITHMS
+from oppo.app.settings import algorithm_of, keys_of
+from oppo.declared import Declared, declared
+from oppo.errors import ConfigError, shortened
+from oppo.redact import holds_secret, redacted
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+SHOWN = 200
+"""Characters of a wrong value that are shown."""
+
+_WORDS = {
+    "string_pattern_mismatch": "letters, digits, '.', '_' and '-' only, beginning with a letter or a digit",
+    "string_too_short": "text that is not empty",
+    "string_type": "a string",
+    "int_type": "a whole number",
+    "int_parsing_size": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "tuple_type": "a list",
+}
+"""What was expected, by the kind of fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """Tells the faults of a file with sections of keys.
+
+    Attributes:
+        keys: what the file may say, by section and key.
+        algorithm: the name of the one whose keys these are.
+    """
+
+    keys: Mapping[str, Mapping[str, Declared]]
+    algorithm: str
+
+    @classmethod
+    def of(cls, document: Mapping[str, object]) -> Self:
+        """Return what tells the faults of a document."""
+        kind = algorithm_of(document) or PPO
+        return cls(keys_of(kind), next(name for name, each in ALGORITHMS.items() if each is kind))
+
+    def told(self, error: ValidationError) -> str:
+        """Return one line for each setting that is wrong."""
+        grouped: dict[tuple[str, ...], list[ErrorDetails]] = {}
+        for detail in error.errors(include_url=False):
+            grouped.setdefault(tuple(str(part) for part in detail["loc"][:2]), []).append(detail)
+        lines = [self._sentence(place, details) for place, details in grouped.items()]
+        if len(lines) == 1:
+            return lines[0]
+        return "\n".join([f"{len(lines)} settings are wrong:", *(f"  {line}" for line in lines)])
+
+    def _sentence(self, place: tuple[str, ...], details: Sequence[ErrorDetails]) -> str:
+        detail = details[0]
+        if not place:  # it is about several sections, and says which
+            return detail["msg"].removeprefix("Value error, ")
+        where = f"[{place[0]}]" if len(place) == 1 else ".".join(place)
+        if detail["type"] in {"extra_forbidden", "unexpected_keyword_argument"}:
+            return self._unknown(place)
+        if detail["type"] == "missing":
+            return f"{where} is missing: {self._wanted(place)}"
+        if detail["type"] == "value_error":
+            return f"{where}: {detail['msg'].removeprefix('Value error, ')}"
+        if detail["type"] in {"model_type", "dataclass_type"}:
+            return f"{where}: expected {self._wanted(place)}, got {shortened(repr(detail['input']), SHOWN)}"
+        item = next((f"item {part} to be " for part in detail["loc"][2:] if isinstance(part, int)), "")
+        expected = " or ".join(dict.fromkeys(expectation(each) for each in details))
+        return f"{where}: expected {item}{expected}, got {shortened(repr(detail['input']), SHOWN)}"
+
+    def _wanted(self, place: tuple[str, ...]) -> str:
+        if len(place) == 1:
+            return f"a section with the keys {listed(self.keys.get(place[0], ()))}"
+        return self.keys[place[0]][place[1]].description
+
+    def _unknown(self, place: tuple[str, ...]) -> str:
+        if len(place) == 1:
+            kind, home, known = "section", "a configuration", list(self.keys)
+        else:
+            kind, home, known = "key", f"[{place[0]}]", list(self.keys[place[0]])
+        near = difflib.get_close_matches(place[-1], known, n=1, cutoff=0.5)
+        guess = self._elsewhere(place) or (f" (did you mean {near[0]!r}?)" if near else "")
+        return f"unknown {kind} {'.'.join(place)!r}{guess}; the {kind}s of {home} are {listed(known)}"
+
+    def _elsewhere(self, place: tuple[str, ...]) -> str:
+        """Return where the same key is known: in another section, or for another algorithm."""
+        if len(place) == 1:
+            return ""
+        if homes := [name for name, keys in self.keys.items() if place[1] in keys]:
+            return f" (it is a key of {listed(f'[{name}]' for name in homes)})"
+        others = [repr(name) for name, kind in ALGORITHMS.items() if place[1] in declared(kind)]
+        return f" (it is a key of [algorithm] for {listed(others)}, not for {self.algorithm!r})" if others else ""
+
+
+def require_public(tables: Mapping[str, Mapping[str, object]]) -> None:
+    """Accept settings, by section and key, that may stand in a file as they are.
+
+    Raises:
+        ConfigError: one holds a secret.
+    """
+    for name, section in tables.items():
+        for key, value in section.items():
+            texts = [text for text in (value if isinstance(value, tuple) else [value]) if isinstance(text, str)]
+            if any(map(holds_secret, texts)):
+                raise ConfigError(
+                    f"{name}.{key} holds a secret, got {redacted(str(value))}: a run keeps its settings in a file, so "
+                    "give it in the environment, or by a login, and leave it out here"
+                )
+
+
+def expectation(detail: ErrorDetails) -> str:
+    """Return what a value should have been, in the words of a file of settings."""
+    if (words := _WORDS.get(detail["type"])) is not None:
+        return words
+    text = detail["msg"].removeprefix("Input should be ")
+    return f"a number {text}" if text.startswith(("greater", "less")) else text
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return the names, separated by commas."""
+    return ", ".join(names)

@@ -1,0 +1,376 @@
+"""The settings of a training run: each section is a value, and :class:`Settings` says what they must agree on.
+
+``[trainer]`` is :class:`oppo.TrainerSettings`, ``[algorithm]`` is what ``step.algorithm``
+names (:mod:`oppo.algorithms`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, is_dataclass
+from pathlib import Path
+from typing import Annotated, Final, Literal, TypeAlias
+
+import tomli_w
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    PlainValidator,
+    SkipValidation,
+    ValidationInfo,
+    model_validator,
+)
+
+from oppo.algorithms.algorithm import Algorithm
+from oppo.algorithms.ppo import PPO
+from oppo.algorithms.registry import ALGORITHMS
+from oppo.app.tables import STRICT, OneOf, Table, adapter
+from oppo.declared import (
+    MOST,
+    Count,
+    Declared,
+    Filled,
+    FromList,
+    NonNegative,
+    PositiveCount,
+    Seconds,
+    Seed,
+    declared,
+    required,
+    setting,
+)
+from oppo.models import SamplingSettings
+from oppo.training import OF_THE_CRITIC, TrainerSettings
+
+Name: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+AdmissionName: TypeAlias = Literal["overcommit", "adaptive", "slope", "slope-algorithm1", "tail-batched"]
+
+FUNCTION: Final = re.compile(r"^(?P<file>.+\.py):(?P<function>[^:/\\]+)$")
+"""How a Python function is named."""
+
+OF_THE_CRITIC_MODEL: Final = frozenset({"critic", "shared_trunk"})
+"""The keys of ``[models]`` that mean nothing without a critic."""
+
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+
+
+def about(kind: type) -> str:
+    """Return what the first line of a docstring says of a class."""
+    return (kind.__doc__ or "").partition("\n")[0].partition(": ")[2].rstrip(".")
+
+
+def _require_device(device: str) -> str:
+    if _DEVICE.fullmatch(device) is None:
+        raise ValueError(f"expected 'auto', 'cpu', 'cuda' or one of several as 'cuda:1', got {device!r}")
+    return device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSection:
+    """``[run]``: what is run, for how long, and what is written about it."""
+
+    name: Name = setting("run", "the run's folder inside `directory`")
+    directory: Filled = setting("runs", "the folder that holds runs")
+    steps: PositiveCount = setting(100, "how many updates to make")
+    seed: Seed = setting(
+        0,
+        "seeds the data order, sampling and training; `--set run.seed=N` moves the seeds of the sections "
+        "with it that were the same",
+    )
+    exact: bool = setting(default=False, description="make every bit independent of timing (slower; float32, CPU)")
+    cores: Annotated[int, Field(ge=0, le=1024)] = setting(0, "cores to work with; 0: all that the process may use")
+    policy: Literal["thread", "process"] = setting(
+        "thread", "where the actor decodes: in a thread, or, on a CPU, in a process, without which a run ends"
+    )
+    scorers: Literal["auto", "thread", "process"] = setting(
+        "auto",
+        "where reward, reference and critic work: in a thread beside the actor's, or in a process of their "
+        "own, which is started again if it dies; auto: a process on a CPU with several cores, else a thread",
+    )
+    trainer: Literal["thread", "process"] = setting("thread", "where updates are made")
+    panel: Literal["auto", "live", "lines", "off"] = setting(
+        "auto", "how progress is shown; auto: live on a terminal, else lines"
+    )
+    logged_samples: Count = setting(4, "rollouts a step written to samples.jsonl with their text")
+    trace: Count | Literal["all"] = setting(
+        20,
+        "steps at the beginning of the run, and as many at its end, that trace.json shows in "
+        "chrome://tracing or Perfetto; `all`: every step, 0: none",
+    )
+    watchdog_seconds: Seconds = setting(
+        600.0, "end a run in which nothing has moved for so long, with hang-report.json; 0: never"
+    )
+    call_timeout: Seconds = setting(
+        3600.0,
+        "the same while one call of a model or a reward function is at work, where it is longer; 0: never",
+    )
+    scorer_restarts: Count = setting(3, "how often in an hour a process of the scorers that has died is started again")
+    max_empty: Count = setting(5, "end a run after so many steps in a row in which no rollout was trained; 0: never")
+    max_nonfinite: Count = setting(
+        3, "end a run after so many updates in a row that were not finite, with the batch; 0: never"
+    )
+    checkpoint_every: Count = setting(
+        25,
+        "write a checkpoint, from which `oppo resume` goes on, after so many steps and the last; 0: never",
+    )
+    keep_last: PositiveCount = setting(2, "how many of the newest checkpoints are kept")
+    keep_best: bool = setting(default=False, description="keep the checkpoint of the best mean score too")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelsSection:
+    """``[models]``: directories or hub names; the reward may be a function as ``file.py:function``."""
+
+    policy: Filled = required("directory or hub name of the causal language model to train")
+    reward: Filled = required("directory or hub name of a reward model, or file.py:function")
+    reference: str = setting("", "directory or hub name; the policy when empty")
+    critic: str = setting("", "directory or hub name; the reward model, or the policy, when empty; none without PPO")
+    shared_trunk: bool = setting(
+        default=False,
+        description="make the critic a value head on the policy's own trunk, read and trained once for both",
+    )
+    share_weights: bool = setting(
+        default=True, description="train the weights that are served; off: a copy, published after each update"
+    )
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = setting(
+        "float32",
+        "type of the weights; what is trained in 16 bits has float32 copies; no float16 on a CPU",
+    )
+    device: Annotated[str, AfterValidator(_require_device)] = setting(
+        "auto",
+        "where the models are: `auto`, `cpu`, `cuda`, or one of several as `cuda:1`; auto: `cuda` where "
+        "there is one and `run.exact` is off, else `cpu`",
+    )
+    attention: Literal["auto", "segmented", "padded", "eager"] = setting(
+        "auto",
+        "how served models attend: `segmented`: SDPA, rows of similar length as one segment; `padded`: SDPA, all rows "
+        "of a batch as long as the longest; `eager`: transformers' formulas, padded; auto: SDPA where transformers has "
+        "it, segmented where a model then agrees with its one-shot forward pass",
+    )
+    lora_rank: Count = setting(0, "train adapters of this rank instead of the policy's weights; 0: all weights")
+    lora_alpha: PositiveCount = setting(32, "adapters are scaled by lora_alpha / lora_rank")
+    trust_remote_code: bool = setting(default=False, description="run code that comes with a model")
+    allow_pickle: bool = setting(
+        default=False,
+        description="read weights that come as pickles only: tensors and nothing else of them (`weights_only`)",
+    )
+    ignore_unused_weights: bool = setting(
+        default=False, description="leave out weights that a model does not use, and say which, instead of refusing it"
+    )
+    reward_failure: Literal["fail", "drop", "retry"] = setting(
+        "fail",
+        "when a reward function fails: stop the run, drop the rollout, or call again, then stop",
+    )
+    reward_process: bool = setting(
+        default=False,
+        description="call a sync reward function in a process of its own, one call at a time: it may then hold the "
+        "interpreter lock for long, or crash, which is a failure like others",
+    )
+
+    def __post_init__(self) -> None:
+        if self.shared_trunk and self.critic:
+            raise ValueError(
+                "shared_trunk = true makes the critic a head on the policy's trunk: leave critic out; got "
+                f"{self.critic!r}"
+            )
+
+    @property
+    def reward_is_function(self) -> bool:
+        """Whether the reward is a Python function rather than a model."""
+        return self.reward_file is not None
+
+    @property
+    def reward_file(self) -> Path | None:
+        """The file of the reward function, where the reward is one."""
+        function = FUNCTION.match(self.reward)
+        return None if function is None else Path(function["file"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSection:
+    """``[data]``: the prompts and how they are served."""
+
+    prompts: Filled = required("a .jsonl or .parquet file")
+    column: Filled = setting("prompt", "the column that holds the prompt: text, or chat messages")
+    max_prompt_tokens: PositiveCount = setting(512, "a longer prompt is over-long")
+    over_long: Literal["filter", "truncate", "error"] = setting("filter", "what to do with over-long prompts")
+    epochs: Count = setting(0, "passes over the file; 0: as many as the steps need")
+    seed: Seed = setting(0, "keys the order of the prompts")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingSection(SamplingSettings):
+    """``[sampling]``: how the policy draws tokens (see :class:`oppo.models.Sampling`)."""
+
+    stop: Annotated[tuple[int | Filled, ...], FromList()] = setting(
+        (), "token ids, or texts that are one token each; the tokenizer's end of sequence when empty"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSection:
+    """``[step]``: the algorithm, and the schedule of a step."""
+
+    algorithm: Annotated[str, OneOf(tuple(ALGORITHMS))] = setting(
+        "ppo", "; ".join(f"`{name}`: {about(kind)}" for name, kind in ALGORITHMS.items())
+    )
+    batch: PositiveCount = setting(32, "rollouts trained in a step")
+    extra: Count | None = setting(
+        None,
+        "rollouts kept in flight beyond the batch, or the most of them where `admission` adapts their "
+        "number; when absent 0 (no rollout is ever carried over), or a quarter of the batch",
+    )
+    max_deferrals: PositiveCount = setting(2, "a rollout carried over this often is waited for")
+    admission: AdmissionName = setting(
+        "overcommit",
+        "how many are kept in flight: `overcommit` always `extra`; `adaptive` as many as save time at the "
+        "price of their lag; `slope` and `slope-algorithm1` more while the score rises (the paper's two rules); "
+        "`tail-batched` a quarter of the batch, and those that are late begin anew together in a later step, so that "
+        "nothing is ever stale",
+    )
+    lag_price: NonNegative = setting(1.0, "what a mean lag of one step costs `adaptive`, in parts of a step's time")
+    chunk: PositiveCount | Literal["whole", "tuned"] = setting(
+        32,
+        "tokens streamed to the scorers at a time; `whole`: each response when it has ended; `tuned`: a "
+        "part of `max_new_tokens` that is tried out every 50 steps",
+    )
+    on_publish: Literal["recompute", "keep"] = setting(
+        "recompute",
+        "what a carried rollout goes on with after an update: keys and values computed again by the new "
+        "weights, or those it has (cheaper, but of several versions, and lost when a run is resumed)",
+    )
+
+    def __post_init__(self) -> None:
+        if self.extra is not None and self.admission == "tail-batched":
+            raise ValueError("admission = 'tail-batched' launches a quarter of the batch more: leave extra out")
+        if self.extra is not None and self.extra > self.batch:
+            raise ValueError(
+                f"extra must be at most batch ({self.batch}), so that overdue rollouts fit; got {self.extra}"
+            )
+
+
+def algorithm_of(document: Mapping[str, object]) -> type[Algorithm] | None:
+    """Return the algorithm that a document names; ``None``: it names none that there is."""
+    step = document.get("step")
+    name = step.get("algorithm", StepSection().algorithm) if isinstance(step, Mapping) else StepSection().algorithm
+    return ALGORITHMS.get(name) if isinstance(name, str) else None
+
+
+def _chosen(table: object, info: ValidationInfo) -> Algorithm:
+    """Return the algorithm of the document, with the settings of its table."""
+    chosen: Algorithm = PPO() if info.context is None else adapter(info.context).validate_python(table)
+    return chosen
+
+
+def _spanning(table: object, info: ValidationInfo) -> object:
+    """Return the table of the trainer, whose schedule spans the run."""
+    if not isinstance(table, Mapping):
+        return table
+    if "total_steps" in table:
+        raise ValueError("total_steps is run.steps: leave it out")
+    return {**table, "total_steps": info.data["run"].steps if "run" in info.data else MOST - 1}
+
+
+class Settings(BaseModel):
+    """Everything a run is made of, checked; see :func:`oppo.app.config.load`."""
+
+    model_config = STRICT
+
+    run: Annotated[RunSection, Table()] = RunSection()
+    models: Annotated[ModelsSection, Table()]
+    data: Annotated[DataSection, Table()]
+    sampling: Annotated[SamplingSection, Table()] = SamplingSection()
+    step: Annotated[StepSection, Table()] = StepSection()
+    algorithm: Annotated[SkipValidation[Algorithm], PlainValidator(_chosen)] = Field({}, validate_default=True)
+    trainer: Annotated[TrainerSettings, Table(), BeforeValidator(_spanning)] = Field({}, validate_default=True)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Settings:
+        if self.run.exact and self.step.admission == "adaptive":
+            raise ValueError(
+                "run.exact makes every bit independent of timing, and step.admission = 'adaptive' decides by time: "
+                "choose another admission"
+            )
+        if self.run.exact and self.models.dtype != "float32":
+            raise ValueError(f"run.exact needs models.dtype = 'float32', got {self.models.dtype!r}")
+        if self.run.exact and self.models.device.startswith("cuda"):
+            raise ValueError(f"run.exact needs models.device = 'cpu' (or 'auto'), got {self.models.device!r}")
+        if not self.algorithm.has_critic:
+            self._require_no_critic()
+        if self.algorithm.responses > 1 and self.sampling.temperature == 0:
+            raise ValueError(
+                f"step.algorithm = {self.step.algorithm!r} compares the responses to a prompt with one another, and "
+                "sampling.temperature = 0 makes them all the same: give one above 0"
+            )
+        return self
+
+    def _require_no_critic(self) -> None:
+        sections: list[tuple[str, object, frozenset[str]]] = [
+            ("models", self.models, OF_THE_CRITIC_MODEL),
+            ("trainer", self.trainer, OF_THE_CRITIC),
+        ]
+        given = [
+            f"{name}.{key} = {getattr(section, key)!r}"
+            for name, section, of_a_critic in sections
+            for key, each in declared(type(section)).items()
+            if key in of_a_critic and getattr(section, key) != each.default
+        ]
+        if given:
+            raise ValueError(
+                f"step.algorithm = {self.step.algorithm!r} has no critic, so nothing is made of "
+                f"{', '.join(given)}: leave that out"
+            )
+
+    @classmethod
+    def of(cls, document: Mapping[str, object]) -> Settings:
+        """Return the settings of a document.
+
+        Raises:
+            ValidationError: a setting is unknown, missing or out of range.
+        """
+        return cls.model_validate(document, context=algorithm_of(document))
+
+    @property
+    def run_directory(self) -> Path:
+        """The folder that this run writes."""
+        return Path(self.run.directory) / self.run.name
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """The files beside the models that the run reads, each under the setting that names it."""
+        reward = self.models.reward_file
+        return {"data.prompts": Path(self.data.prompts)} | ({} if reward is None else {"models.reward": reward})
+
+    def tables(self) -> dict[str, dict[str, object]]:
+        """Return every setting as it stands in a file, by section and key; ``None``: it is absent."""
+        return {
+            name: {key: getattr(getattr(self, name), key) for key in keys}
+            for name, keys in keys_of(type(self.algorithm)).items()
+        }
+
+    def changed(self, changes: Mapping[str, Mapping[str, object]]) -> Settings:
+        """Return these settings with others in the place of some, by section and key."""
+        return Settings.of({name: {**keys, **changes.get(name, {})} for name, keys in self.tables().items()})
+
+    def toml(self) -> str:
+        """Return the resolved file: loading it gives these settings again, wherever it lies."""
+        given = {
+            name: {key: value for key, value in keys.items() if value is not None}
+            for name, keys in self.tables().items()
+        }
+        return tomli_w.dumps(given)
+
+
+def keys_of(algorithm: type[Algorithm]) -> dict[str, dict[str, Declared]]:
+    """Return what a file declares for an algorithm, by section and key."""
+    kinds = {
+        name: algorithm if name == "algorithm" else each.annotation for name, each in Settings.model_fields.items()
+    }
+    return {
+        name: {key: each for key, each in declared(kind).items() if key != "total_steps"}
+        for name, kind in kinds.items()
+        if isinstance(kind, type) and is_dataclass(kind)
+    }

@@ -1,0 +1,351 @@
+"""``oppo train``: models, prompts and graph from settings, run to the end or to Ctrl-C, with what was learned saved."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import anyio
+import anyio.to_thread
+from rich.console import Console
+
+from oppo.app.checkpoint import Checkpoint, Checkpoints
+from oppo.app.checkpoint_columns import with_columns, without_columns
+from oppo.app.compose import compose
+from oppo.app.empty_steps import EmptySteps
+from oppo.app.interrupt import Interrupt, Stopped, interruptible
+from oppo.app.provenance import Provenance, require_continued
+from oppo.app.resume import CHECKPOINTS, fingerprints, locked, newest, require_same
+from oppo.app.settings import RunSection, Settings
+from oppo.app.supply import require_room, require_unfinished, resolved_prompts, short_of, steps_of
+from oppo.data import PromptStream
+from oppo.errors import CheckpointError, HangError, behind
+from oppo.events import StepReport
+from oppo.graph import Graph, Run
+from oppo.liveness import Heartbeat, Stall, Watchdog
+from oppo.observe import Expendable, Notices, Observer, silent
+from oppo.report import Panel, RunDirectory, RunLog, observations
+from oppo.report.journal import JOURNAL
+from oppo.report.lock import Lock
+from oppo.report.occupancy import require_unused
+from oppo.report.samples import Detokenize
+
+if TYPE_CHECKING:
+    from oppo.app.assemble import Assembly
+
+FINAL = Path(CHECKPOINTS, "final")
+"""Where a run directory holds what was learned: ``actor`` and ``critic``, if there is one, each with its tokenizer."""
+
+HANG_REPORT = "hang-report.json"
+"""What a run directory says of a run that was ended because nothing moved."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedRun:
+    """A run that is ready to begin; a context manager that ends the models' threads, and lets go of the run directory.
+
+    Attributes:
+        provenance: what the run is made of, its files as they were read.
+        checkpoints: of the run.
+        notices: what is said while it is prepared and run.
+        checkpoint: where the run goes on; ``None``: it begins.
+        lock: of the run directory, where there is a run in it already, with which this one goes on.
+    """
+
+    settings: Settings
+    assembly: Assembly
+    graph: Graph[StepReport]
+    prompts: PromptStream
+    provenance: Provenance
+    checkpoints: Checkpoints
+    notices: Notices
+    checkpoint: Checkpoint | None = None
+    lock: Lock | None = None
+
+    @property
+    def steps(self) -> int:
+        """Steps of the whole run: ``run.steps``, or fewer where the prompts do not last so long."""
+        chosen = self.settings
+        return steps_of(chosen.run.steps, chosen.data, chosen.step.batch, self.prompts)
+
+    @property
+    def done(self) -> int:
+        """Steps that are behind the run when it begins or goes on."""
+        return 0 if self.checkpoint is None else self.checkpoint.step
+
+    async def restore(self, running: Run[StepReport]) -> None:
+        """Take the run, the models and the prompts to where the checkpoint is."""
+        if self.checkpoint is None:
+            return
+        state = self.checkpoint.state()
+        try:
+            running.load_state_dict(with_columns(state["run"], lambda number: self.prompts.at(number).columns))
+            self.prompts.load_state_dict(state["prompts"])
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise CheckpointError(
+                f"the state in {self.checkpoint.path} does not fit this run ({type(error).__name__}: {error}): it is "
+                "of another version of oppo, or was edited; start a new run"
+            ) from error
+        await self.assembly.restore(self.checkpoint.path)
+
+    async def keep(self, running: Run[StepReport], report: StepReport) -> None:
+        """Write a checkpoint after a step.
+
+        Raises:
+            CheckpointError: it could not be written; nothing half-written stays.
+        """
+        state = {
+            "run": without_columns(running.state_dict()),
+            "prompts": self.prompts.state_dict(),
+            **self.provenance.state(),
+        }
+        await self.assembly.saving.checkpoint(self.checkpoints, report.index + 1, report.score, state)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.assembly.__exit__(kind, error, tb)
+        if self.lock is not None:
+            self.lock.release()
+
+
+def prepare(
+    settings: Settings,
+    tell: Callable[[str], None] = silent,
+    *,
+    resume: bool = False,
+    dry_run: bool = False,
+    accept_changed_code: bool = False,
+) -> PreparedRun:
+    """Return a session with everything loaded and checked; nothing is written.
+
+    Args:
+        settings: of the run.
+        tell: told, in a sentence, what is being done.
+        resume: go on from the newest checkpoint of the run directory, or from the beginning if it was killed before its
+            first, instead of beginning in an unused one. The directory is locked from before that is looked for.
+        dry_run: it is not to be run, so the run directory may be in use.
+        accept_changed_code: go on with another file of a reward function than the run began with.
+
+    Raises:
+        OppoError: a setting, the data, the reward or a model cannot be used, or another run writes the run directory.
+    """
+    chosen, tell = settings.run, Notices(tell)
+    checkpoints = Checkpoints(
+        settings.run_directory / CHECKPOINTS, keep_last=chosen.keep_last, keep_best=chosen.keep_best, tell=tell
+    )
+    with ExitStack() as stack:
+        lock: Lock | None = None
+        checkpoint: Checkpoint | None = None
+        if resume:
+            lock = locked(settings)
+            stack.callback(lock.release)
+            checkpoint = newest(settings, checkpoints)
+            if checkpoint is None:
+                tell(f"the run in {settings.run_directory} was ended before its first checkpoint, so it begins anew")
+        elif not dry_run:
+            require_unused(settings.run_directory)
+        from oppo.app.assemble import assemble, load_text  # noqa: PLC0415 - torch takes seconds to import
+
+        text = load_text(settings.models, tell)
+        data, files = settings.data, settings.files
+        provenance = Provenance.of(fingerprints(settings), files)
+        prompts = resolved_prompts(data, text, tell, provenance, files)
+        stream = PromptStream(prompts, seed=data.seed, epochs=data.epochs)
+        if (lasts := steps_of(chosen.steps, data, settings.step.batch, stream)) < chosen.steps:
+            tell(short_of(chosen.steps, lasts, data, settings.trainer.schedule))
+        if checkpoint is not None:
+            before = Provenance.restored(checkpoint.state())
+            require_same(before.settings, settings, of="its checkpoint")
+            require_continued(before, provenance, files, tell, accept_changed_code=accept_changed_code)
+            require_unfinished(settings.run_directory, lasts)
+        assembly = stack.enter_context(assemble(settings, text, tell))
+        require_room(prompts, assembly.sampling.max_new_tokens, assembly.positions)
+        done = 0 if checkpoint is None else checkpoint.step
+        replay = observations(settings.run_directory / JOURNAL, done) if resume else {}
+        graph = compose(settings, assembly, replay)
+        stack.pop_all()
+    return PreparedRun(settings, assembly, graph, stream, provenance, checkpoints, tell, checkpoint, lock)
+
+
+async def run(
+    session: PreparedRun,
+    console: Console,
+    observers: Sequence[Observer] = (),
+    *,
+    last_resort: Callable[[HangError], None] | None = None,
+) -> RunDirectory:
+    """Run every step, write the run directory, and save what was trained under ``checkpoints/final``.
+
+    It is saved however the run ends, once it has made an update. Ctrl-C, SIGTERM and SIGHUP end it after the step in
+    progress, with a checkpoint; a second one at once, but for an update in progress.
+
+    Args:
+        session: what to run.
+        console: where the panel is shown, and what Ctrl-C does is said.
+        observers: told of everything too.
+        last_resort: see :class:`oppo.liveness.Watchdog`.
+
+    Raises:
+        ConfigError: the run directory cannot be written.
+        HangError: nothing had moved for ``run.watchdog_seconds``.
+        ModelError: what was learned could not be saved.
+        CheckpointError: a checkpoint could not be written.
+        NothingTrained: no rollout was trained in ``run.max_empty`` steps in a row, or in the whole run.
+        Stopped: a signal asked for the end.
+    """
+    settings, assembly = session.settings, session.assembly
+    chosen, decode = settings.run, assembly.text.decode
+    heartbeat = Heartbeat()
+    directory = directory_of(session, heartbeat)
+    with ExitStack() as stack:
+        stack.enter_context(directory)
+        log = stack.enter_context(RunLog(directory.path / "log.jsonl", chosen.name))
+        session.notices.listeners.append(log.notice)
+        stack.callback(session.notices.listeners.remove, log.notice)
+        for fault in directory.faults:
+            session.notices(fault)
+        panel = stack.enter_context(panel_of(chosen, console, decode))
+        listeners = [log.on_stall, panel.on_stall]
+        watchdog = stack.enter_context(watchdog_of(session, directory, listeners, last_resort))
+        assembly.listen(directory.model_span, watchdog.on_span)
+        watching = [directory, log, Expendable(panel, session.notices), watchdog, *observers]
+        async with (
+            saving(assembly, directory.path / FINAL),
+            heartbeat.beating(),
+            watchdog.guarding(),
+            session.graph.open(session.prompts, observers=watching) as running,
+            interruptible(log.on_interrupt, partial(say_ending, console)) as interrupt,
+        ):
+            watchdog.watch(running)
+            panel.watch(running.snapshot)
+            await make_steps(session, running, interrupt, directory)
+        note_data(session, log)
+        directory.conclude()
+    return directory
+
+
+def watchdog_of(
+    session: PreparedRun,
+    directory: RunDirectory,
+    listeners: Sequence[Callable[[Stall], None]],
+    last_resort: Callable[[HangError], None] | None,
+) -> Watchdog:
+    """Return what ends the run when nothing moves in it."""
+    chosen, assembly = session.settings.run, session.assembly
+
+    def leave(error: HangError) -> None:
+        directory.abandon()
+        if last_resort is not None:
+            last_resort(error)
+
+    return Watchdog(
+        chosen.watchdog_seconds,
+        report=directory.path / HANG_REPORT,
+        listeners=listeners,
+        progress=assembly.progress,
+        calls=assembly.at_work,
+        call_timeout=chosen.call_timeout,
+        saving=lambda: assembly.saving.is_saving,
+        free=assembly.places.abort,
+        last_resort=None if last_resort is None else leave,
+    )
+
+
+def say_ending(console: Console, by: signal.Signals) -> None:
+    """Say what a signal does."""
+    name = "Ctrl-C" if by is signal.SIGINT else by.name
+    console.out(f"{name}: ending after this step, then saving; once more ends the run at once", highlight=False)
+
+
+def note_data(session: PreparedRun, log: RunLog) -> None:
+    """Log what whoever reads the results should know of the data."""
+    chosen = session.settings
+    if session.steps < chosen.run.steps:
+        log.note("data ended", steps=session.steps, wanted=chosen.run.steps)
+    for file in session.provenance.changed(chosen.files).values():
+        log.note("file changed", file=str(file), used="as it was when the run began")
+
+
+def directory_of(session: PreparedRun, heartbeat: Heartbeat) -> RunDirectory:
+    """Return the run directory, taken back to where the run goes on if it is resumed.
+
+    Raises:
+        ConfigError: it cannot be written, or another run writes it.
+    """
+    settings = session.settings
+    return RunDirectory(
+        settings.run_directory,
+        config=settings.toml(),
+        decode=session.assembly.text.decode,
+        keep=settings.run.logged_samples,
+        trace=None if settings.run.trace == "all" else settings.run.trace,
+        gauges={"loop/worst_gap_s": heartbeat.take},
+        resumed_at=None if session.lock is None else session.done,
+        lock=session.lock,
+    )
+
+
+async def make_steps(
+    session: PreparedRun, running: Run[StepReport], interrupt: Interrupt, directory: RunDirectory
+) -> None:
+    """Make the steps that are left, with a checkpoint after every so many and the last, or where it is asked to end.
+
+    The records of the steps before a checkpoint are in the files before it is: a run that goes on has them all.
+
+    Raises:
+        NothingTrained: no rollout was trained in ``run.max_empty`` steps in a row, or in the whole run.
+        Stopped: it was asked to end.
+    """
+    chosen = session.settings.run
+    empty = EmptySteps(chosen.max_empty)
+    await session.restore(running)
+    if session.done >= session.steps:  # it was killed between its last step and its end
+        await session.assembly.saving.save(directory.path / FINAL)
+    async for report in running.steps(chosen.steps - session.done):
+        made = report.index + 1
+        due = chosen.checkpoint_every and (made % chosen.checkpoint_every == 0 or made == session.steps)
+        early = interrupt.asked if made < session.steps else None
+        if due or early:
+            await anyio.to_thread.run_sync(directory.flush)
+            await session.keep(running, report)
+        if early:
+            raise Stopped(early)
+        empty.after(report)
+    empty.require_trained(directory.trained, session.steps)
+
+
+def panel_of(chosen: RunSection, console: Console, decode: Detokenize) -> Panel:
+    """Return the panel as ``run.panel`` asks for it."""
+    shown = Console(quiet=True) if chosen.panel == "off" else console
+    live = chosen.panel == "live" or (chosen.panel == "auto" and console.is_terminal)
+    return Panel(shown, chosen.steps, live=live, decode=decode)
+
+
+@asynccontextmanager
+async def saving(assembly: Assembly, path: Path) -> AsyncIterator[None]:
+    """Save what was learned when the context ends, whatever ends it; a failure never hides what ended the run.
+
+    Where nothing was learned, ``path`` stays as it is: models that were only loaded, and those of a run that could not
+    be taken up again, are not what came of it.
+    """
+
+    async def save() -> None:
+        if assembly.trainer.has_learned:
+            with anyio.CancelScope(shield=True):
+                await assembly.saving.save(path)
+
+    try:
+        yield
+    except BaseException as error:
+        with behind(error, f"saving {path}"):
+            await save()
+        raise
+    await save()

@@ -1,0 +1,104 @@
+"""What a demo run showed: the facts of ``summary.json``, and the same in sentences."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from oppo.app.evaluate import Comparison
+from oppo.demo.exactness import Digests
+
+LENGTH_HACK = 2.0
+"""A policy whose responses have become this many times as long has found a short cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The findings of a run.
+
+    Attributes:
+        scores: on held-out prompts, before and after.
+        kl: nats a response, from the base policy, on held-out prompts.
+        length_before, length_after: mean tokens in a response to a held-out prompt.
+        hidden_fraction: part of the scoring seconds in which something decoded or trained as well.
+        deferred_fraction: part of the trained rollouts that was carried into a later step.
+        deferral_steps: how many rollouts were carried over how many steps.
+        digests: of a serial and of a streamed run in exact mode.
+        directory: of the run.
+        actor: directory of the trained policy.
+        steps: of PPO.
+        seconds: of the whole demo.
+    """
+
+    scores: Comparison
+    kl: float
+    length_before: float
+    length_after: float
+    hidden_fraction: float
+    deferred_fraction: float
+    deferral_steps: Mapping[int, int]
+    digests: Digests
+    directory: Path
+    actor: Path
+    steps: int
+    seconds: float
+
+    def facts(self) -> dict[str, object]:
+        """Return the entries of ``summary.json``."""
+        return {
+            "score_before": self.scores.before,
+            "score_after": self.scores.after,
+            "score_gain": self.scores.gain,
+            "score_after_ci95": self.scores.half_width,
+            "score_spread_before": self.scores.spread,
+            "kl": self.kl,
+            "length_before": self.length_before,
+            "length_after": self.length_after,
+            "seconds": self.seconds,
+            "hidden_fraction": self.hidden_fraction,
+            "deferred_fraction": self.deferred_fraction,
+            "deferral_steps": dict(self.deferral_steps),
+            "tokens_identical_to_serial": self.digests.identical,
+            "digests": asdict(self.digests),
+            "actor": str(self.actor),
+            "steps": self.steps,
+        }
+
+    def lines(self) -> list[str]:
+        """Return a line for each finding."""
+        scores = self.scores
+        ratio = self.length_after / self.length_before
+        hack = f"; length hack: {ratio:.1f} times as long" if ratio > LENGTH_HACK else ""
+        same = "the same" if self.digests.identical else "OTHER"
+        found = {
+            "score": f"{scores.before:+.2f} before, {scores.after:+.2f} after on held-out prompts: gain "
+            f"{scores.gain:+.2f} +- {scores.half_width:.2f} (95 %), {scores.gain / scores.spread:.1f} standard "
+            "deviations of the base policy's scores",
+            "KL": f"{self.kl:.1f} nats a response from the base policy",
+            "length": f"{self.length_before:.0f} tokens before, {self.length_after:.0f} after{hack}",
+            "overlap": f"{self.hidden_fraction:.0%} of the scoring was hidden behind decoding and training",
+            "deferral": self._deferral(),
+            "exactness": f"a serial and a streamed run, in exact mode, made {same} tokens: "
+            f"{self.digests.serial[:12]} and {self.digests.streamed[:12]}",
+            "outputs": f"{self.directory}/report.html, {self.actor}",
+            "again": f"oppo train {self.directory}/config.toml --set run.name=again",
+            "time": f"{self.seconds:.0f} s",
+        }
+        return [f"{name:<10} {finding}" for name, finding in found.items()]
+
+    def _deferral(self) -> str:
+        """Return what was carried over, or that nothing was."""
+        if not self.deferral_steps:
+            return "nothing was carried over: no number of extra rollouts promised to save more time than its lag costs"
+        carried = ", ".join(f"{count} for {age}" for age, count in self.deferral_steps.items())
+        return f"{self.deferred_fraction:.1%} of the rollouts were carried over; steps carried: {carried}"
+
+
+def hidden_fraction(metrics: Path) -> float:
+    """Return the part of all scoring seconds of a run in which something decoded or trained as well."""
+    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    scoring = sum(float(line["timing_s/score"]) for line in lines)
+    exposed = sum(float(line["timing_s/score_exposed"]) for line in lines)
+    return 1 - exposed / scoring

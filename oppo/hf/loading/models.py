@@ -1,0 +1,297 @@
+"""Models and tokenizers by directory or hub name, from safetensors, probed before anybody relies on them.
+
+A model is loaded in three passes: over its files (:mod:`oppo.hf.loading.directory`), over its names and shapes, on the
+device ``meta`` where nothing is allocated, and over its weights. What the libraries that do so make of a file that is
+damaged, foreign or lying becomes a sentence that names it.
+
+Weights that come as pickles are refused unless they are asked for; then tensors are read, and nothing else is built.
+
+The attention implementation is transformers' own choice, SDPA where a model supports it, unless eager attention is
+asked for. By which kind of attention a model is served (:mod:`oppo.hf.kv.attention`), the probe finds out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Literal, cast
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging
+
+from oppo.errors import ConfigError, OppoError, said
+from oppo.hf.device import CPU
+from oppo.hf.introspection import score_head
+from oppo.hf.kv.attention import CHOICES, COSTS, Choice
+from oppo.hf.loading.directory import CONFIG, holdings, require_adapter, require_data, require_json, require_no_code
+from oppo.hf.loading.fit import Info, Kind, lacking_of, require_finite, require_kind, some, unused_of
+from oppo.hf.loading.hub import located
+from oppo.hf.out_of_memory import ran_out
+from oppo.hf.probe import probe
+from oppo.observe import silent
+
+_DTYPES: dict[str, torch.dtype | Literal["auto"]] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "auto": "auto",
+}
+
+
+ALIGNMENT = 64
+"""Bytes: tensors of torch's own begin at multiples on a CPU. Kernels round otherwise where they do not."""
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers' progress bars and load reports off the terminal; what they say, this module says itself."""
+    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def load_causal(
+    path: str | Path,
+    *,
+    dtype: str = "float32",
+    device: torch.device | str = CPU,
+    trust_remote_code: bool = False,
+    allow_pickle: bool = False,
+    ignore_unused: bool = False,
+    attention: Choice = "auto",
+    tell: Callable[[str], None] = silent,
+) -> PreTrainedModel:
+    """Return the causal language model at a directory or hub name, in evaluation mode, probed.
+
+    Args:
+        path: a directory with ``config.json`` and safetensors, or with an adapter for such a model, or a hub name.
+        dtype: ``float32``, ``bfloat16``, ``float16`` or ``auto`` (the checkpoint's).
+        device: where it is moved to.
+        trust_remote_code: run code that comes with the model.
+        allow_pickle: where there are no safetensors, read tensors from pickles (``weights_only``).
+        ignore_unused: leave out weights that the model does not use.
+        attention: the kind of attention; ``auto``: the fastest that serves it exactly (:mod:`oppo.hf.kv.attention`).
+        tell: told, in a sentence, that a hub is asked, which weights are left out, and the kind of attention if it is a
+            slower one.
+
+    Raises:
+        ConfigError: there is no such model, a file of it is damaged, or its weights are not those that its
+            ``config.json`` describes; or the dtype or the kind of attention is unknown.
+        ModelRefused: there is no such model of its architecture, or it cannot be served exactly.
+    """
+    return _load(
+        AutoModelForCausalLM,
+        path,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        allow_pickle=allow_pickle,
+        ignore_unused=ignore_unused,
+        attention=attention,
+        tell=tell,
+    )
+
+
+def load_scalar(
+    path: str | Path,
+    *,
+    dtype: str = "float32",
+    device: torch.device | str = CPU,
+    trust_remote_code: bool = False,
+    allow_pickle: bool = False,
+    ignore_unused: bool = False,
+    attention: Choice = "auto",
+    new_head: bool = False,
+    tell: Callable[[str], None] = silent,
+) -> PreTrainedModel:
+    """Return the model at a directory or hub name as one that gives one number, in evaluation mode, probed.
+
+    The head for logits of a checkpoint that has one is left out.
+
+    Args:
+        path: a directory with ``config.json`` and safetensors, or with an adapter for such a model, or a hub name.
+        dtype: ``float32``, ``bfloat16``, ``float16`` or ``auto`` (the checkpoint's).
+        device: where it is moved to.
+        trust_remote_code: run code that comes with the model.
+        allow_pickle: where there are no safetensors, read tensors from pickles (``weights_only``).
+        ignore_unused: leave out all weights that the model does not use.
+        attention: the kind of attention; ``auto``: the fastest that serves it exactly (:mod:`oppo.hf.kv.attention`).
+        new_head: let the checkpoint lack a scalar head and begin with one of zeros: for a critic, never for a reward.
+        tell: told, in a sentence, that a hub is asked, which weights are left out, that the head is new, and the kind
+            of attention if it is a slower one.
+
+    Raises:
+        ConfigError: there is no such model, a file of it is damaged, its weights are not those that its
+            ``config.json`` describes, or it has no scalar head; or the dtype or the kind of attention is unknown.
+        ModelRefused: there is no such model of its architecture, or it cannot be served exactly.
+    """
+    return _load(
+        AutoModelForSequenceClassification,
+        path,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        allow_pickle=allow_pickle,
+        ignore_unused=ignore_unused,
+        attention=attention,
+        tell=tell,
+        new_head=new_head,
+        num_labels=1,
+    )
+
+
+@quiet()
+def load_tokenizer(
+    path: str | Path, *, trust_remote_code: bool = False, tell: Callable[[str], None] = silent
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer at a directory or hub name.
+
+    Args:
+        path: a directory, or a hub name.
+        trust_remote_code: run code that comes with the model.
+        tell: told, in a sentence, that a hub is asked.
+
+    Raises:
+        ConfigError: there is no such tokenizer, a file of it is damaged, or it needs code that is not trusted.
+    """
+    directory = located(path, weights=False, trust_remote_code=trust_remote_code, tell=tell)
+    require_no_code(directory, trusted=trust_remote_code)
+    with _reading(directory, f"{directory / CONFIG} cannot be used"), suppress(OSError, ValueError):  # it may lack one
+        AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    found = f"the directory {str(directory)!r} holds {holdings(directory)}; looked for tokenizer.json or a vocabulary"
+    with _reading(directory, f"no tokenizer could be loaded: {found}"):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            directory, trust_remote_code=trust_remote_code
+        )
+        tokenizer.name_or_path = str(path)
+        if not tokenizer.get_vocab().keys() - tokenizer.added_tokens_encoder.keys():
+            raise ConfigError(f"no tokenizer could be loaded: {found}")
+    return tokenizer
+
+
+@contextmanager
+def _reading(directory: Path, otherwise: str) -> Iterator[None]:
+    """Say whatever libraries raise over the files of a directory in one sentence, of the damaged file if it is known.
+
+    Raises:
+        ConfigError: something was raised, other than that memory ran out; it is told after the words ``otherwise``.
+    """
+    try:
+        yield
+    except OppoError:
+        raise
+    except Exception as error:  # any kind: a file reaches deep into several libraries before one of them notices
+        if ran_out(error):
+            raise
+        if type(error).__name__ == "UnpicklingError":  # by its name, since nothing here imports pickle
+            raise ConfigError(
+                f"the pickles at {str(directory)!r} are damaged, or hold more than tensors, and nothing else is built "
+                "from them: expected weights as save_pretrained() writes them"
+            ) from None  # torch would advise to build whatever they hold
+        require_json(directory)
+        raise ConfigError(f"{otherwise} ({said(error)})") from error
+
+
+@quiet()
+def _load(
+    kind: Kind,
+    path: str | Path,
+    *,
+    dtype: str,
+    device: torch.device | str,
+    trust_remote_code: bool,
+    allow_pickle: bool,
+    ignore_unused: bool,
+    attention: Choice,
+    tell: Callable[[str], None],
+    new_head: bool = False,
+    num_labels: int | None = None,
+) -> PreTrainedModel:
+    if dtype not in _DTYPES:
+        raise ConfigError(f"dtype must be one of {', '.join(_DTYPES)}, not {dtype!r}")
+    if attention not in CHOICES:
+        raise ConfigError(f"attention must be one of {', '.join(CHOICES)}, not {attention!r}")
+    find = partial(located, weights=True, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code, tell=tell)
+    directory = find(path)
+    adapter = require_adapter(directory, allow_pickle=allow_pickle)
+    base = directory if adapter is None else find(adapter.base)
+    with _reading(base, f"no model can be made of {base / CONFIG} and the weights beside it"):
+        tensors = require_data(base, trusted=trust_remote_code, allow_pickle=allow_pickle)
+        require_kind(kind, base, tensors, trusted=trust_remote_code)
+        options: dict[str, object] = {
+            "dtype": _DTYPES[dtype],
+            "trust_remote_code": trust_remote_code,
+            "use_safetensors": None if allow_pickle else True,
+            "weights_only": True,
+            "ignore_mismatched_sizes": True,  # said below, in one sentence
+            **({} if num_labels is None else {"num_labels": num_labels}),
+            **({"attn_implementation": "eager"} if attention == "eager" else {}),
+        }
+        trial, info = cast(
+            "tuple[PreTrainedModel, Info]",
+            kind.from_pretrained(base, device_map="meta", output_loading_info=True, **options),
+        )
+        if kind is AutoModelForSequenceClassification:
+            score_head(trial)
+        lacking = lacking_of(trial, info, path, given=() if adapter is None else adapter.tensors, new_head=new_head)
+        left_out = unused_of(trial, info, path, ignore=ignore_unused)
+        model = cast("PreTrainedModel", kind.from_pretrained(base, **options))
+        with torch.no_grad():
+            for name in lacking:
+                model.get_parameter(name).zero_()
+        if adapter is not None:
+            left_out += _adapted(model, directory, path, ignore=ignore_unused)
+        model.name_or_path = model.config.name_or_path = str(path if adapter is None else adapter.base)
+        require_finite(model, path)
+        _align(model)
+        torch.nn.Module.to(model, device=device)
+        served_by = probe(model, attention=attention)
+    if served_by != "segmented" and attention == "auto":
+        tell(f"{path} is served with attention {served_by!r}: {COSTS[served_by]}")
+    if left_out:
+        tell(f"{path} has {some(left_out)}, left out since {type(model).__name__} does not use that")
+    if lacking:
+        tell(f"{path} has no {some(lacking)}: the head is new, and begins at zero")
+    return model
+
+
+def _adapted(model: PreTrainedModel, directory: Path, path: str | Path, *, ignore: bool) -> list[str]:
+    """Put the adapter of a directory into a model, frozen; return its weights that the model does not use."""
+    with _reading(directory, f"the adapter in {directory} cannot be used"):
+        info = model.load_adapter(
+            str(directory),
+            use_safetensors=(directory / "adapter_model.safetensors").is_file(),
+            weights_only=True,
+            dtype=model.dtype,
+            ignore_mismatched_sizes=True,
+        ).to_dict()
+        lacking_of(model, info, path)
+        return unused_of(model, info, path, ignore=ignore)
+
+
+@torch.no_grad()
+def _align(model: PreTrainedModel) -> None:
+    """Move tensors that lie in the mapped file, wherever its header ends, into memory of torch's own.
+
+    The bits of a product depend on where a matrix begins: so they do not depend on the length of a header, and stay
+    what they are when the weights move on, into memory that processes share for example.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.data_ptr() % ALIGNMENT:
+            tensor.data = tensor.data.clone()

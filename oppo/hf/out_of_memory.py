@@ -1,0 +1,95 @@
+"""Running out of memory, said so that it helps: which model it was, at what, and which setting lowers its need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Concatenate, Generic, ParamSpec, TypeVar
+
+import torch
+
+from oppo.errors import ModelError
+from oppo.placement import Hosted, Hosting, Journal
+from oppo.scheduling import Priority, TimeSlice
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+
+_SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "cannot allocate memory")
+
+
+def ran_out(error: BaseException | None) -> bool:
+    """Return whether an error, or what it came from, says that memory ran out: no two allocators raise the same."""
+    while error is not None:
+        if isinstance(error, MemoryError | torch.OutOfMemoryError):
+            return True
+        if isinstance(error, RuntimeError | OSError) and any(sign in str(error).lower() for sign in _SIGNS):
+            return True
+        error = error.__cause__
+    return False
+
+
+@contextmanager
+def attributed(model: str, doing: str, remedy: str) -> Iterator[None]:
+    """Raise what says that memory ran out as an error that names the model and what lowers its need.
+
+    Raises:
+        ModelError: memory ran out inside.
+    """
+    try:
+        yield
+    except Exception as error:  # any kind: the cause decides
+        if not ran_out(error):
+            raise
+        said = str(error).partition("\n")[0] or type(error).__name__
+        raise ModelError(f"the {model} ran out of memory while {doing}: {remedy} ({said})") from error
+
+
+class ModelPlace:
+    """One model's home in a place that it may share: running out of memory there names the model, and so do spans.
+
+    Args:
+        place: hosts it.
+        model: the model's name in errors, and its track in traces.
+        remedy: what to do about it, settings by name.
+    """
+
+    def __init__(self, place: Hosting, model: str, remedy: str) -> None:
+        self._place = place
+        self._model = model
+        self._remedy = remedy
+
+    def host(self, instance: T, *, track: str = "", journal: Journal | None = None) -> Hosted[T]:
+        """Give ``instance`` a home there.
+
+        Raises:
+            ModelError: it cannot live there, or memory ran out.
+        """
+        with attributed(self._model, "it was given a home", self._remedy):
+            hosted = self._place.host(instance, track=track or self._model, journal=journal)
+        return _Attributed(hosted, self._model, self._remedy)
+
+
+class _Attributed(Generic[T]):
+    def __init__(self, hosted: Hosted[T], model: str, remedy: str) -> None:
+        self._hosted = hosted
+        self._model = model
+        self._remedy = remedy
+
+    @property
+    def time_slice(self) -> TimeSlice:
+        return self._hosted.time_slice
+
+    def at(self, priority: Priority) -> Hosted[T]:
+        return _Attributed(self._hosted.at(priority), self._model, self._remedy)
+
+    async def call(self, label: str, work: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with attributed(self._model, f"it did {label!r}", self._remedy):
+            return await self._hosted.call(label, work, *args, **kwargs)
+
+    async def call_local(
+        self, label: str, work: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        with attributed(self._model, f"it did {label!r}", self._remedy):
+            return await self._hosted.call_local(label, work, *args, **kwargs)

@@ -1,0 +1,1 @@
+"""Serving models: the policy that decodes, and the scorers that read while it does."""

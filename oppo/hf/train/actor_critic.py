@@ -1,0 +1,93 @@
+"""The models that an update trains, as one module with one forward pass."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from oppo.errors import ModelRefused
+from oppo.hf.introspection import keeps_logits
+from oppo.hf.train.packing import MicroBatch
+from oppo.hf.trunk import OwnHead, shares_trunk
+
+
+class ActorCritic(nn.Module):
+    """What is trained as one module, so that one call prepares, and would shard, all of it.
+
+    A trunk that the two models share is read once. Values are ``None`` without a critic.
+
+    Pickled or copied, it is a pair of models again that share what these share.
+    """
+
+    def __init__(self, actor: PreTrainedModel, critic: PreTrainedModel | None = None) -> None:
+        super().__init__()
+        self.actor = actor
+        self.critic = critic
+        self._keeps = keeps_logits(actor)
+        self._own_head = OwnHead(actor) if critic is not None and shares_trunk(actor, critic) else None
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return type(self), (self.actor, self.critic)
+
+    def trained(self) -> list[list[nn.Parameter]]:
+        """Return the parameters that are trained, the actor's and the critic's; a shared trunk is the actor's.
+
+        Raises:
+            ModelRefused: a model has none.
+        """
+        actor = _trained(self.actor, "actor")
+        return [actor] if self.critic is None else [actor, _trained(self.critic, "critic", but=self.actor)]
+
+    def with_own_weights(self) -> ActorCritic:
+        """Return a copy that is trained on its own; parameters that are not trained stay shared with the copy."""
+        frozen = {id(parameter): parameter for parameter in self.parameters() if not parameter.requires_grad}
+        return copy.deepcopy(self, frozen)
+
+    def forward(self, batch: MicroBatch, *, actor_learns: bool = True) -> tuple[Tensor, Tensor | None]:
+        """Return the logits and the values from which each response token was predicted: [T, V] and float32 [T]."""
+        inputs = {"position_ids": batch.positions, "use_cache": False}  # no mask: see MicroBatch
+
+        def read(model: PreTrainedModel) -> Tensor:
+            hidden: Tensor = model.base_model(batch.ids, **inputs).last_hidden_state[:, batch.keep]
+            return hidden
+
+        with torch.set_grad_enabled(actor_learns):
+            if self._own_head is None:
+                kept = {"logits_to_keep": batch.keep} if self._keeps else {}
+                logits: Tensor = self.actor(batch.ids, **kept, **inputs).logits
+                logits = logits if self._keeps else logits[:, batch.keep]
+            else:
+                hidden = read(self.actor)
+                logits = self._own_head(hidden)
+        if self.critic is None:
+            return logits[batch.row, batch.column], None
+        if self._own_head is None:
+            hidden = read(self.critic)
+        values: Tensor = self.critic.get_submodule("score")(hidden).squeeze(-1)
+        return logits[batch.row, batch.column], values[batch.row, batch.column].float()
+
+
+def _trained(model: PreTrainedModel, name: str, *, but: PreTrainedModel | None = None) -> list[nn.Parameter]:
+    others = set() if but is None else set(but.parameters())
+    found = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter not in others]
+    if not found:
+        raise ModelRefused(f"no parameter of the {name} requires a gradient, so there is nothing to train")
+    return found
+
+
+def require_value_head(critic: PreTrainedModel) -> None:
+    """Return only if the critic says one number.
+
+    Raises:
+        ModelRefused: it has no ``score`` head, or one of several labels.
+    """
+    name, labels = type(critic).__name__, critic.config.num_labels
+    if not isinstance(getattr(critic, "score", None), nn.Module):
+        raise ModelRefused(
+            f"the critic {name} has no 'score' head: load it with AutoModelForSequenceClassification, num_labels=1"
+        )
+    if labels != 1:
+        raise ModelRefused(f"the critic {name} must have one label, a value, but has {labels}")

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+
+from oppo.events import Chunk, Given, IntArray, Prompt
+from oppo.hf.serve.scorer_input import ReplayJournal, ScorerInput
+from oppo.hf.serve.scorer_workers import ScorerWorker
+from oppo.support import Support
+
+
+def ints(*values: int) -> IntArray:
+    return np.array(values, np.int32)
+
+
+def chunk(rollout: int, start: int, *tokens: int, ids: tuple[int, ...] = (), counts: tuple[int, ...] = ()) -> Chunk:
+    n = len(tokens)
+    support = Support(ints(*ids), ints(*counts))
+    return Chunk(rollout, start, ints(*tokens), np.full(n, -1, np.float32), np.ones(n, np.int32), support)
+
+
+def told(feed: object) -> list[tuple[object, ...]]:
+    """Return what a scorer reads of a feed."""
+    assert isinstance(feed, ScorerInput)
+    heads = [(type(event).__name__, event.rollout, event.tokens.tolist()) for event in feed.events]
+    starts = [() if isinstance(event, Prompt) else (event.start,) for event in feed.events]
+    supports = [
+        (event.support.ids.tolist(), event.support.counts.tolist())
+        if isinstance(event, Chunk) and not event.support.whole
+        else ()
+        for event in feed.events
+    ]
+    return [head + start + support for head, start, support in zip(heads, starts, supports, strict=True)]
+
+
+def feed() -> ScorerInput:
+    return ScorerInput(
+        [
+            Prompt(7, 7, ints(1, 2), columns={"judge": lambda: None}),
+            chunk(3, 5, 9, 8, 7, ids=(9, 1, 4, 5), counts=(2, 0, -2)),
+            Given(4, 0, ints()),
+            chunk(6, 0, 3),
+            Given(5, 2, ints(6)),
+            chunk(8, 1, 5, 6, ids=(5, 6), counts=(1, 1)),
+        ],
+        supports=True,
+    )
+
+
+def test_a_feed_crosses_as_its_token_ids_and_their_supports() -> None:
+    crossed = pickle.loads(pickle.dumps(feed()))
+    assert told(crossed) == told(feed())
+    assert all(event.tokens.dtype == np.int32 for event in crossed.events)
+    assert crossed.events[0].columns == {}
+    assert told(pickle.loads(pickle.dumps(ScorerInput([])))) == []
+
+
+def test_supports_stay_behind_where_nobody_needs_them() -> None:
+    crossed = pickle.loads(pickle.dumps(ScorerInput(feed().events)))
+    assert all(event.support.whole for event in crossed.events if isinstance(event, Chunk))
+    assert [event.tokens.tolist() for event in crossed.events] == [event.tokens.tolist() for event in feed().events]
+
+
+def test_a_feed_costs_few_bytes() -> None:
+    long = ScorerInput([chunk(rollout, 0, *range(32)) for rollout in range(32)], supports=True)
+    assert len(pickle.dumps(long, 5)) < 1.5 * 4 * 32 * 32
+
+
+def test_the_journal_holds_the_open_rollouts_with_their_tokens_so_far() -> None:
+    fed = ReplayJournal(ScorerWorker.extend, supports=True)
+    fed.note(
+        ScorerWorker.extend, (ScorerInput([Prompt(0, 0, ints(1)), Prompt(1, 1, ints(2, 3)), Prompt(2, 2, ints(4))]),)
+    )
+    fed.note(ScorerWorker.extend, (ScorerInput([chunk(0, 0, 5, 6, ids=(5, 9), counts=(2, 0)), chunk(1, 0, 7)]),))
+    fed.note(ScorerWorker.extend, (ScorerInput([Given(0, 2, ints(8)), Prompt(3, 3, ints(9))]),))
+    fed.note(ScorerWorker.forget, ([1, 77],))
+    fed.note(ScorerWorker.extend, (ScorerInput([chunk(0, 3, 10)]),))
+    fed.note(ScorerWorker.forget, ({2: 0},))
+    ((work, (argument,)),) = fed.replay()
+    assert work == ScorerWorker.extend
+    assert told(argument) == [
+        ("Prompt", 0, [1]),
+        ("Prompt", 3, [9]),
+        ("Chunk", 0, [5, 6, 8, 10], 0, [5, 9], [2, 0, 0, 0]),
+    ]
+    fed.note(ScorerWorker.forget, ([0, 3],))
+    assert [told(argument) for _, (argument,) in fed.replay()] == [[]]
