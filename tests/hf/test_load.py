@@ -173,9 +173,9 @@ def test_a_model_that_cannot_attend_in_parts_is_served_in_the_way_that_it_can_an
     told: list[str] = []
     assert not attend_in_segments(load_causal(tmp_path, tell=told.append))
     assert told == [
-        f"{tmp_path} is served with attention 'whole': each row of a batch takes the memory and time of the longest"
+        f"{tmp_path} is served with attention 'padded': each row of a batch takes the memory and time of the longest"
     ]
-    with pytest.raises(ModelRefused, match="with attention 'parts'"):
+    with pytest.raises(ModelRefused, match="with attention 'segmented'"):
         load_causal(tmp_path, attention="segmented")
     load_causal(tmp_path, attention="padded", tell=told.append)
     assert len(told) == 1, "who chose knows"
@@ -187,7 +187,7 @@ def test_the_way_that_is_chosen_is_taken(causal: Path, scalar: Path) -> None:
     assert model._supports_sdpa, "it could have been another"
     assert not attend_in_segments(load_scalar(scalar, attention="padded"))
     assert attend_in_segments(load_scalar(scalar, attention="segmented"))
-    with pytest.raises(ConfigError, match=r"auto, parts, whole, eager, not 'flash'"):
+    with pytest.raises(ConfigError, match=r"auto, segmented, padded, eager, not 'flash'"):
         load_causal(causal, attention="flash")  # type: ignore[arg-type]  # what a settings file may hold
 
 

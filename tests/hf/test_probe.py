@@ -82,13 +82,13 @@ def test_a_model_that_looks_at_keys_or_values_before_it_attends_is_served_in_the
 
 
 def test_a_model_that_cannot_attend_in_parts_is_refused_if_it_has_to() -> None:
-    with pytest.raises(ModelRefused, match=r"DiffLlama.* with attention 'parts': "):
+    with pytest.raises(ModelRefused, match=r"DiffLlama.* with attention 'segmented': "):
         probe(tiny.of(tiny.WHOLE["diffllama"]()), attention="segmented")
 
 
 def test_a_way_that_a_model_was_not_loaded_for_is_refused() -> None:
     with pytest.raises(
-        ModelRefused, match="with attention 'eager': it was loaded with 'sdpa', so expected 'parts', 'who"
+        ModelRefused, match="with attention 'eager': it was loaded with 'sdpa', so expected 'segmented', 'pad"
     ):
         probe(tiny.causal("llama"), attention="eager")
     with pytest.raises(
