@@ -92,7 +92,7 @@ def test_a_way_that_a_model_was_not_loaded_for_is_refused() -> None:
     ):
         probe(tiny.causal("llama"), attention="eager")
     with pytest.raises(
-        ModelRefused, match=r"GPTJ.* 'whole': it was loaded with 'eager', so expected 'eager' or 'auto'"
+        ModelRefused, match=r"GPTJ.* 'padded': it was loaded with 'eager', so expected 'eager' or 'auto'"
     ):
         probe(tiny.causal("gptj"), attention="padded")
 
