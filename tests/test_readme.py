@@ -7,12 +7,13 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-import oppo
+import oppo.algorithms
 from oppo import GAE, Fixed, Graph, Overcommit, Score, grpo, ppo
 from oppo.app.config import load
 from oppo.errors import GraphError
@@ -28,7 +29,7 @@ from oppo.testing import (
 )
 from tests.forked import Program
 from tests.hf import tiny
-from tests.workplace import tokenizer
+from tests.workplace import furnish, records, tokenizer
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -70,9 +71,9 @@ def test_the_recipe_of_the_readme_is_the_recipe_and_a_stage_keeps_its_other_opti
     (recipe,) = re.findall(r"```python\n(g = GraphBuilder.*?)```", README, re.DOTALL)
     (swap,) = re.findall(r"```python\n(graph = graph\.replace.*?)```", README, re.DOTALL)
     policy, reward, critic, trainer = FakePolicy(), FakeScorer(fake_scalar), FakeCritic(), FakeTrainer()
-    reference, admission, chunks = FakeScorer(fake_per_token), Overcommit(batch=4, extra=1), Fixed(8)
+    reference = FakeScorer(fake_per_token)
     models = {"policy": policy, "reference": reference, "reward": reward, "critic": critic, "trainer": trainer}
-    names: dict[str, object] = vars(oppo) | models | {"admission": admission, "chunks": chunks, "replace": replace}
+    names: dict[str, object] = vars(oppo) | models | {"replace": replace}
     exec(recipe, names)
     graph = names["graph"]
     assert isinstance(graph, Graph)
@@ -82,7 +83,7 @@ def test_the_recipe_of_the_readme_is_the_recipe_and_a_stage_keeps_its_other_opti
         reward=reward,
         critic=critic,
         trainer=trainer,
-        admission=admission,
+        admission=Overcommit(batch=4, extra=1),
         advantage=GAE(kl=0.2),
     )
     assert graph.mermaid() == whole.mermaid()
@@ -141,12 +142,50 @@ def test_python_m_oppo_is_oppo_and_its_help_says_where_the_settings_are() -> Non
     assert "docs/settings.md" in ran.stdout
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/architecture.md", "docs/rewards.md", "docs/testing.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/extending.md", "docs/rewards.md", "docs/testing.md"])
 def test_the_blocks_that_stand_alone_run(page: str) -> None:
-    blocks = [block for block in fenced(ROOT / page, "python") if block.startswith(("import ", "from oppo", "def "))]
+    begins = ("import ", "from oppo", "from collections", "def ")
+    blocks = [block for block in fenced(ROOT / page, "python") if block.startswith(begins)]
     assert blocks
     for block in blocks:
         exec(block, {})
+
+
+@pytest.fixture
+def algorithm(tmp_path: Path) -> Iterator[Path]:
+    """Give the folder with the algorithm that the page on extending writes, as if it were one of the package's."""
+    (file,) = [block for block in fenced(ROOT / "docs" / "extending.md", "python") if block.startswith('"""')]
+    (tmp_path / "reinforce.py").write_text(file)
+    oppo.algorithms.__path__.append(str(tmp_path))
+    yield tmp_path
+    oppo.algorithms.__path__.remove(str(tmp_path))
+    sys.modules.pop("oppo.algorithms.reinforce", None)
+
+
+@pytest.mark.usefixtures("algorithm")
+def test_the_algorithm_that_the_page_adds_passes_the_test_that_it_shows() -> None:
+    (shown,) = [block for block in fenced(ROOT / "docs" / "extending.md", "python") if block.startswith("# tests/")]
+    names: dict[str, object] = {}
+    exec(shown, names)
+    (test,) = [each for name, each in names.items() if name.startswith("test_")]
+    assert callable(test)
+    test()
+
+
+def test_the_algorithm_that_the_page_adds_trains_once_it_is_registered(algorithm: Path) -> None:
+    furnish(algorithm)
+    registered = (
+        f"import sys, oppo.algorithms\noppo.algorithms.__path__.append({str(algorithm)!r})\n"
+        "from oppo.algorithms.registry import ALGORITHMS\nfrom oppo.algorithms.reinforce import Reinforce\n"
+        "ALGORITHMS['reinforce'] = Reinforce\nfrom oppo.cli import main\nsys.exit(main())"
+    )
+    chosen = ["--set", "step.algorithm=reinforce", "--set", "algorithm.kl=0.1"]
+    command = [sys.executable, "-c", registered, "train", str(algorithm / "config.toml"), *chosen]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert ran.returncode == 0, ran.stderr
+    steps = records(algorithm, "first", "metrics.jsonl")
+    assert [(step["trained"], step["objective/kl_coef"]) for step in steps] == [(4, 0.1), (4, 0.1)]
+    assert all(step["loss/policy_avg"] for step in steps)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
