@@ -139,7 +139,6 @@ def load_scalar(
         attention=attention,
         tell=tell,
         new_head=new_head,
-        num_labels=1,
     )
 
 
@@ -206,7 +205,6 @@ def _load(
     attention: Choice,
     tell: Callable[[str], None],
     new_head: bool = False,
-    num_labels: int | None = None,
 ) -> PreTrainedModel:
     if dtype not in _DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(_DTYPES)}, not {dtype!r}")
@@ -225,7 +223,7 @@ def _load(
             "use_safetensors": None if allow_pickle else True,
             "weights_only": True,
             "ignore_mismatched_sizes": True,  # reported below, in one sentence
-            **({} if num_labels is None else {"num_labels": num_labels}),
+            **({"num_labels": 1} if kind is AutoModelForSequenceClassification else {}),
             **({"attn_implementation": "eager"} if attention == "eager" else {}),
         }
         trial, info = cast(
