@@ -70,8 +70,8 @@ def test_a_policy_that_cannot_attend_in_parts_is_trained_and_what_serving_it_cos
     overrides = (f"models.policy={workplace / 'whole'}", "models.reward=reward.py:short", "models.critic=reward")
     assert oppo(workplace, "", "run.name=whole", "run.panel=lines", *overrides) == 0
     metrics(workplace, "whole")
-    assert f"{workplace / 'whole'} is served with attention 'whole': each row" in capsys.readouterr().err
-    assert oppo(workplace, "", "run.name=refused", "models.attention=parts", *overrides) == 2
+    assert f"{workplace / 'whole'} is served with attention 'padded': each row" in capsys.readouterr().err
+    assert oppo(workplace, "", "run.name=refused", "models.attention=segmented", *overrides) == 2
     refusal = capsys.readouterr().err
     assert "models.policy: DiffLlamaForCausalLM" in refusal
-    assert "with attention 'parts': " in refusal
+    assert "with attention 'segmented': " in refusal

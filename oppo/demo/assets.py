@@ -55,8 +55,8 @@ class Recipe:
 
     seed: int = 0
     shape: Shape = field(default_factory=Shape)
-    policy: Schedule = field(default_factory=lambda: Schedule(steps=410, rows=2, learning_rate=2.5e-3))
-    reward: Schedule = field(default_factory=lambda: Schedule(steps=100, rows=8, learning_rate=8e-4))
+    policy: Schedule = field(default_factory=lambda: Schedule(steps=350, rows=2, learning_rate=2.5e-3))
+    reward: Schedule = field(default_factory=lambda: Schedule(steps=75, rows=8, learning_rate=8e-4))
     limit: int = 256
     corpus: int = 3000
     samples: int = 128

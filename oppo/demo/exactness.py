@@ -39,7 +39,7 @@ class Digests:
 def compare_schedules(settings: Settings) -> Digests:
     """Return the digests of a serial and of a streamed run of a few steps; nothing is written."""
     changes: Mapping[str, Mapping[str, object]] = {
-        "run": {"exact": True, "steps": STEPS, "name": f"{settings.run.name}-exactness"},
+        "run": {"exact": True, "steps": STEPS, "scorers": "thread", "name": f"{settings.run.name}-exactness"},
         "step": {"batch": BATCH, "extra": 0, "admission": "overcommit"},
     }
     exact = settings.changed(changes)
