@@ -1,4 +1,4 @@
-"""The transformers backend: a slab cache, the policy, three scorers and the trainer. Importing it loads torch."""
+"""The transformers backend: a slab cache, the policy, the scorers and the trainer. Importing it loads torch."""
 
 from oppo.hf.introspection import end_ids
 from oppo.hf.loading.models import load_causal, load_scalar, load_tokenizer

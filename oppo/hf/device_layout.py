@@ -1,9 +1,9 @@
-"""Where the models of a run work, and on which share of the cores.
+"""The places of a run's models, and their shares of the CPU cores.
 
-The actor decodes with half of the cores; reward, reference and critic take turns with the rest; the update, which
-nothing runs beside, has them all: each in a thread or in a process. Checkpoints are put together in one more thread,
-which computes nothing. On a GPU each thread has a stream of its own. The counts are the same whatever the schedule and
-the places, so runs can be compared bit for bit.
+The actor decodes on half of the cores; reward, reference and critic take turns on the rest; the update, which runs
+alone, has all of them. Each of the three is a thread or a process. One more thread writes checkpoints and computes
+nothing. On a GPU each thread has a stream of its own. The core counts are the same for every schedule and every choice
+of places, so that runs can be compared bit for bit.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from oppo.hf.cpu import use_cores
 from oppo.hf.device import DeviceThread, use_stream
 from oppo.placement import Place, Process, Thread
 
-Scorers: TypeAlias = Literal["auto", "thread", "process"]
 Home: TypeAlias = Literal["thread", "process"]
+Scorers: TypeAlias = Literal["auto"] | Home
 
 
 class DeviceLayout(NamedTuple):
-    """The places of a run; closed together."""
+    """The places of a run."""
 
     acting: Place
     scoring: Place
@@ -45,46 +45,47 @@ class DeviceLayout(NamedTuple):
     ) -> DeviceLayout:
         """Return places that share ``cores``, for models on ``device``.
 
-        ``auto`` is a process wherever scorers can compute beside the actor: on a CPU with two cores or more. There both
-        are Python to a good part, and two threads of one interpreter take turns at that. The policy's process is not
-        started again: the tokens it was at, and their keys and values, are lost with it.
-
         Args:
             cores: how many there are.
-            device: where the models are.
-            scorers: where the scorers work.
+            device: of the models.
+            scorers: place of the scorers. ``auto`` is a process on a CPU with two cores or more, where scorers can
+                compute beside the actor: both spend much of their time in Python, which threads of one interpreter
+                cannot do in parallel.
             tell: told, in a sentence, of processes that are started.
-            policy: where the actor decodes.
+            policy: place of the actor. A dead process is not replaced: its rows, and their keys and values, are lost.
+            trainer: place of the updates; a dead process is not replaced.
             restarts: how many dead processes of the scorers are replaced in an hour.
-            trainer: where updates are made; a dead process of the trainer is not replaced.
 
         Raises:
-            ConfigError: a process is asked for, which cannot be given what is on a GPU.
+            ConfigError: a process is chosen for models on a GPU, whose memory is not shared.
         """
         on_cpu = device.type == "cpu"
-        if not on_cpu:
-            _require_thread("run.scorers", scorers, device, "'thread' or 'auto'")
-            _require_thread("run.policy", policy, device, "'thread'")
-            _require_thread("run.trainer", trainer, device, "'thread'")
+        for setting, home in {"scorers": scorers, "policy": policy, "trainer": trainer}.items():
+            if home == "process" and not on_cpu:
+                expected = "'thread' or 'auto'" if setting == "scorers" else "'thread'"
+                raise ConfigError(
+                    f"run.{setting} = 'process' shares weights with a process, which is for a CPU, and the models are "
+                    f"on {device}: expected run.{setting} = {expected}"
+                )
         if scorers == "auto":
             scorers = "process" if cores > 1 and on_cpu else "thread"
-        kind = Thread if on_cpu else DeviceThread
-        half, rest = max(1, cores // 2), max(1, cores - cores // 2)
+
+        def place(name: str, home: Home, share: int, restarts: int = 0) -> Place:
+            setup = partial(claim_cores, share, device)
+            if home == "thread":
+                return Thread(name, setup=setup) if on_cpu else DeviceThread(name, setup=setup)
+            tell(f"starting the process of the {name}")
+            return Process(name, setup=setup, restarts=restarts, tell=tell)
+
         return cls(
-            kind("actor", setup=partial(claim_cores, half, device))
-            if policy == "thread"
-            else _process("actor", half, tell),
-            kind("scorers", setup=partial(claim_cores, rest, device))
-            if scorers == "thread"
-            else _process("scorers", rest, tell, restarts),
-            kind("trainer", setup=partial(claim_cores, cores, device))
-            if trainer == "thread"
-            else _process("trainer", cores, tell),
+            place("actor", policy, max(1, cores // 2)),
+            place("scorers", scorers, max(1, cores - cores // 2), restarts),
+            place("trainer", trainer, cores),
             Thread("saver"),
         )
 
     def wait_until_ready(self) -> None:
-        """Return when everything that lives in another process is there: what cannot be is known before a run begins.
+        """Return when all processes have received their models, so that their errors come before the run begins.
 
         Raises:
             ModelLost: the process died.
@@ -94,9 +95,9 @@ class DeviceLayout(NamedTuple):
             process.wait_until_ready()
 
     def abort(self) -> None:
-        """End what hangs in another process, so that what was learned can be saved; safe to call from any thread.
+        """Kill processes whose calls may hang, so that what was learned can be saved; safe to call from any thread.
 
-        The trainer's process is ended only if it is at work: otherwise it is needed for saving.
+        The trainer's process is killed only during a call: saving needs it.
         """
         for process in self._processes():
             if process is not self.training or process.at_work:
@@ -106,25 +107,12 @@ class DeviceLayout(NamedTuple):
         return [place for place in self if isinstance(place, Process)]
 
     def close(self) -> None:
-        """Close each of them after the call in progress; what is being saved needs the trainer until then."""
+        """Close each place after its call in progress; the saver first, since saving needs the trainer."""
         for place in reversed(self):
             place.close()
 
 
-def _require_thread(setting: str, chosen: str, device: torch.device, expected: str) -> None:
-    if chosen == "process":
-        raise ConfigError(
-            f"{setting} = 'process' shares weights with a process, which is for a CPU, and the models are on {device}: "
-            f"expected {setting} = {expected}"
-        )
-
-
-def _process(name: str, cores: int, tell: Callable[[str], None], restarts: int = 0) -> Process:
-    tell(f"starting the process of the {name}")
-    return Process(name, setup=partial(use_cores, cores), restarts=restarts, tell=tell)
-
-
-def claim_cores(cores: int, device: torch.device) -> None:
-    """Let this thread compute on so many cores, and on the device in a stream of its own."""
-    use_cores(cores)
+def claim_cores(count: int, device: torch.device) -> None:
+    """Let the calling thread compute on ``count`` cores, and on ``device`` in a stream of its own."""
+    use_cores(count)
     use_stream(device)

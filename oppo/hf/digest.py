@@ -1,4 +1,4 @@
-"""Comparing weights by value: one short string for all bits of a model."""
+"""A digest of a model's weights, to compare models by value."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 def weights_digest(model: nn.Module) -> str:
-    """Return the SHA-256 of a model's parameters and buffers: names, types, shapes and every bit, in name order."""
+    """Return the SHA-256 of a model's parameters and buffers: names, dtypes, shapes and every bit, in name order."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())

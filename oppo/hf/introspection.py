@@ -1,9 +1,10 @@
-"""Finding the parts of a transformers model that its type does not name."""
+"""Parts and limits of a transformers model that its type does not name."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -18,21 +19,21 @@ def backbone(model: PreTrainedModel) -> PreTrainedModel:
     """Return the part of ``model`` that turns token ids into hidden states.
 
     Raises:
-        ModelRefused: there is none that stands on its own.
+        ModelRefused: it is no transformers model of its own.
     """
-    found = model.base_model
-    if not isinstance(found, PreTrainedModel):
-        raise ModelRefused(f"{type(model).__name__} has no transformers backbone, but a {type(found).__name__}")
-    return found
+    base = model.base_model
+    if not isinstance(base, PreTrainedModel):
+        raise ModelRefused(f"{type(model).__name__} has no transformers backbone, but a {type(base).__name__}")
+    return base
 
 
 def keeps_logits(model: PreTrainedModel) -> bool:
-    """Return whether a forward pass can be told, by ``logits_to_keep``, at which positions logits are wanted."""
+    """Return whether the forward pass takes ``logits_to_keep``, and then computes logits at the last positions only."""
     return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
 def vocabulary(model: PreTrainedModel) -> int:
-    """Return how many token ids ``model`` can read.
+    """Return the number of token ids that ``model`` reads.
 
     Raises:
         ModelRefused: its input embedding is no table.
@@ -44,41 +45,32 @@ def vocabulary(model: PreTrainedModel) -> int:
 
 
 def end_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """Return the end-of-sequence ids of the model's generation config; it may have more than the tokenizer's one."""
-    own = model.generation_config.eos_token_id if model.generation_config is not None else None
-    return tuple(own) if isinstance(own, list) else (own,) if isinstance(own, int) else ()
+    """Return the end-of-sequence ids of the model's generation config, possibly more than the tokenizer's one."""
+    ids = model.generation_config.eos_token_id if model.generation_config is not None else None
+    return tuple(ids) if isinstance(ids, list) else (ids,) if isinstance(ids, int) else ()
 
 
 def longest(model: PreTrainedModel) -> int:
-    """Return how many tokens a sequence may have, so that every position can be read and none changes another's.
+    """Return how many tokens a sequence may have, so that the encoding of a position never depends on the length.
 
-    The end of the position table, or the length the model was trained for. With ``longrope`` it is the *original*
-    length: past it transformers turns to other rotary frequencies for all positions of a forward pass at once, which
-    neither keys that are kept already nor other rows of the pass could follow. (``dynamic`` frequencies change past
-    ``max_position_embeddings``, which is the limit anyway.)
+    That is the size of the position table, or the length of training. With ``longrope`` it is the *original* length:
+    beyond it transformers changes the rotary frequencies of all positions of a pass, but cached keys and other rows
+    need the old ones. (``dynamic`` frequencies change beyond ``max_position_embeddings``, which is the limit anyway.)
     """
     text = model.config.get_text_config()
     limit = int(getattr(text, "max_position_embeddings", None) or UNLIMITED)
+    rope: Mapping[str, Any] = getattr(text, "rope_parameters", None) or {}
+    groups = [rope, *(group for group in rope.values() if isinstance(group, Mapping))]  # for each kind of layer
     original = [
-        int(rope["original_max_position_embeddings"])
-        for rope in _ropes(getattr(text, "rope_parameters", None))
-        if rope.get("rope_type") == "longrope"
+        int(group["original_max_position_embeddings"]) for group in groups if group.get("rope_type") == "longrope"
     ]
     return min([limit, *original])
-
-
-def _ropes(parameters: object) -> Iterator[Mapping[str, int | float | str]]:
-    """Yield the rotary settings of a config: one group, or one for each kind of layer."""
-    if isinstance(parameters, Mapping):
-        yield parameters
-        for group in parameters.values():
-            yield from _ropes(group)
 
 
 def routed(model: PreTrainedModel) -> bool:
     """Return whether ``model`` is a mixture of experts.
 
-    Its router picks experts by comparing numbers: where two are nearly equal, rounding picks, and the outputs jump.
+    Rounding decides between experts with nearly equal router logits, so outputs are discontinuous.
     """
     text = model.config.get_text_config()
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -86,10 +78,10 @@ def routed(model: PreTrainedModel) -> bool:
 
 
 def score_head(model: PreTrainedModel) -> nn.Module:
-    """Return the layer that turns a hidden state of a sequence-classification model into one number.
+    """Return the layer of a sequence-classification model that maps a hidden state to one number.
 
     Raises:
-        ModelRefused: it gives several numbers, or there is no such layer.
+        ModelRefused: the model has several labels, or no such layer.
     """
     if model.config.num_labels != 1:
         raise ModelRefused(

@@ -1,7 +1,6 @@
-"""Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) through PEFT, put into the actor once and never switched.
+"""Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) through PEFT, added to the actor once and never switched.
 
-The reference is then a second module over the same base parameters, so both can be served at once and the base is in
-memory once.
+The reference is a second module over the same base parameters: both are served at once, and the base is in memory once.
 """
 
 from __future__ import annotations
@@ -18,22 +17,22 @@ from oppo.hf.introspection import routed
 
 
 def share_base(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a second model over the same parameters: its modules and buffers are its own, its weights are not.
+    """Return a second model over the same parameters, with modules and buffers of its own.
 
-    What is put into one of them later, adapters for instance, the other does not have.
+    Adapters added to one of them later do not affect the other.
     """
     shared = {id(parameter): parameter for parameter in model.parameters()}
     return copy.deepcopy(model, shared)
 
 
 def add_lora(model: PreTrainedModel, rank: int, alpha: int, *, seed: int = 0) -> None:
-    """Put an adapter beside every linear layer but the last; from now on only the adapters require a gradient.
+    """Add an adapter to every linear layer but the last; from now on only the adapters require a gradient.
 
-    A fresh adapter changes no output: one of its two matrices is zero. With a base in a 16-bit type the adapters are
-    float32. ``save_pretrained`` writes adapters only, and ``from_pretrained`` loads them with their base.
+    A new adapter changes no output: one of its two matrices is zero. Adapters are float32, also on a 16-bit base.
+    ``save_pretrained`` writes adapters only, and ``from_pretrained`` loads them with their base.
 
     Args:
-        model: changed in place, for good.
+        model: changed in place.
         rank: of each adapter.
         alpha: adapters are scaled by ``alpha / rank``.
         seed: of the matrices that are not zero.
@@ -59,22 +58,22 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: int, *, seed: int = 0) ->
         model.add_adapter(adapter)
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.data = parameter.data.float()  # steps too small for 16 bits must not be lost
+            parameter.data = parameter.data.float()  # 16 bits would round small optimizer steps away
     model.train(mode=False)
 
 
 @torch.no_grad()
 def merged(model: nn.Module) -> dict[str, Tensor]:
-    """Return the ``state_dict`` of the same model without adapters, what they have learnt added to its weights."""
+    """Return the ``state_dict`` of the model without adapters, their products added to its weights."""
     state: dict[str, Tensor] = model.state_dict()
     if not any(".base_layer." in name for name in state):
         return state
-    from peft.tuners.lora import Linear  # noqa: PLC0415 - an extra, here already where there are adapters
+    from peft.tuners.lora import Linear  # noqa: PLC0415 - an extra, installed if there are adapters
 
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
     plain = {name.replace(".base_layer.", "."): tensor for name, tensor in state.items() if ".lora_" not in name}
     for name, layer in layers.items():
         weight = plain[f"{name}.weight"]
-        learnt = torch.stack([layer.get_delta_weight(adapter) for adapter in layer.active_adapters]).sum(0)
-        plain[f"{name}.weight"] = (weight.float() + learnt.float()).to(weight.dtype)
+        delta = torch.stack([layer.get_delta_weight(adapter) for adapter in layer.active_adapters]).sum(0)
+        plain[f"{name}.weight"] = (weight.float() + delta.float()).to(weight.dtype)
     return plain

@@ -1,4 +1,4 @@
-"""Running out of memory, said so that it helps: which model it was, at what, and which setting lowers its need."""
+"""Out-of-memory errors that name the model, the work and the setting that needs less memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "cannot
 
 
 def ran_out(error: BaseException | None) -> bool:
-    """Return whether an error, or what it came from, says that memory ran out: no two allocators raise the same."""
+    """Return whether an error, or one of its causes, is an allocator's; allocators have no error type in common."""
     while error is not None:
         if isinstance(error, MemoryError | torch.OutOfMemoryError):
             return True
@@ -32,27 +32,27 @@ def ran_out(error: BaseException | None) -> bool:
 
 @contextmanager
 def attributed(model: str, doing: str, remedy: str) -> Iterator[None]:
-    """Raise what says that memory ran out as an error that names the model and what lowers its need.
+    """Attribute out-of-memory errors to a model.
 
     Raises:
-        ModelError: memory ran out inside.
+        ModelError: memory ran out inside; it names ``model``, what it was ``doing`` and the ``remedy``.
     """
     try:
         yield
     except Exception as error:  # any kind: the cause decides
         if not ran_out(error):
             raise
-        said = str(error).partition("\n")[0] or type(error).__name__
-        raise ModelError(f"the {model} ran out of memory while {doing}: {remedy} ({said})") from error
+        first_line = str(error).partition("\n")[0] or type(error).__name__
+        raise ModelError(f"the {model} ran out of memory while {doing}: {remedy} ({first_line})") from error
 
 
 class ModelPlace:
-    """One model's home in a place that it may share: running out of memory there names the model, and so do spans.
+    """A place that hosts one model by name, in spans and out-of-memory errors; several may share one.
 
     Args:
-        place: hosts it.
-        model: the model's name in errors, and its track in traces.
-        remedy: what to do about it, settings by name.
+        place: hosts the model.
+        model: its name in errors, and its track in traces.
+        remedy: advice against running out of memory, with settings by name.
     """
 
     def __init__(self, place: Hosting, model: str, remedy: str) -> None:
@@ -61,10 +61,10 @@ class ModelPlace:
         self._remedy = remedy
 
     def host(self, instance: T, *, track: str = "", journal: Journal | None = None) -> Hosted[T]:
-        """Give ``instance`` a home there.
+        """Host ``instance`` in the place.
 
         Raises:
-            ModelError: it cannot live there, or memory ran out.
+            ModelError: the place cannot host it, or memory ran out.
         """
         with attributed(self._model, "it was given a home", self._remedy):
             hosted = self._place.host(instance, track=track or self._model, journal=journal)

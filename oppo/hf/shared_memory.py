@@ -1,14 +1,14 @@
-"""A model in memory that several processes see: its structure crosses to another process, its weights stay put.
+"""Models in shared memory: the structure is sent to another process, and both processes map the weights.
 
 ::
 
-    model  ──pickled, its tensors set aside──>  skeleton        sent
+    model  ──pickled without its tensors──>   skeleton        sent
       │
-      └────every storage moved, in place────>   Block           mapped by both: one file descriptor for each model
+      └────every storage moved, in place──>   Block           mapped by both: one file descriptor for each model
 
-Sharing is safe because nobody writes while somebody reads: frozen models are never written, and at lookahead 0 those
-that are trained are served between updates only. Who replaces weights from outside of the update does it in the turn of
-the model that is served (:meth:`oppo.placement.Hosted.call_local`).
+No process reads weights while another writes them: frozen models are never written, and at lookahead 0 trained models
+are served only between updates. Weights that come from elsewhere are written in the turn of the served model
+(:meth:`oppo.placement.Hosted.call_local`).
 """
 
 from __future__ import annotations
@@ -25,24 +25,23 @@ from oppo.errors import ModelRefused
 from oppo.placement.block import Block
 from oppo.placement.wire import packed, unpacked
 
-_ALIGNMENT = 64
-"""Bytes: a storage keeps its address modulo this when it is moved, since kernels choose by it how they round."""
+ALIGNMENT = 64
+"""Bytes: torch allocates tensors at multiples of it on a CPU. Rounding depends on a tensor's address modulo this."""
 
 _blocks: WeakValueDictionary[int, Block] = WeakValueDictionary()
-"""The blocks in which models of this process lie, by address: as the address space, there is one for the process.
+"""The blocks of this process that hold models, by address.
 
-A storage that lies in one of them is shared as it is, whoever shares it next; moving it again would cut off the
-process that sees it there already.
+A storage in a block is shared in place from then on; moving it again would disconnect the processes that map it.
 """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Lying:
-    """Where a tensor lies in shared memory, and what it is.
+class TensorLayout:
+    """A tensor in shared memory.
 
     Attributes:
-        block: which of the model's blocks.
-        offset: of its first element, in elements from the beginning of the block.
+        block: index of the block among the model's.
+        offset: of the first element, in elements from the beginning of the block.
         parameter: whether it is a parameter rather than a plain tensor.
     """
 
@@ -57,15 +56,15 @@ class Lying:
     def tensor(self, blocks: Sequence[Block]) -> Tensor:
         """Return the tensor, over the memory of the block."""
         flat = torch.frombuffer(blocks[self.block], dtype=self.dtype)
-        found = flat.as_strided(self.shape, self.stride, self.offset)
-        return nn.Parameter(found, self.requires_grad) if self.parameter else found
+        view = flat.as_strided(self.shape, self.stride, self.offset)
+        return nn.Parameter(view, self.requires_grad) if self.parameter else view
 
 
 class SharedModel:
-    """Pickles ``model`` so that what is unpickled, in another process, computes with the very same weights.
+    """A model that unpickles in another process over the same weights.
 
-    Pickling moves the weights into shared memory, once; modules, parameters and whoever holds them stay what they
-    are. Weights that are changed in place, as by an optimizer, are changed for both.
+    Pickling moves the weights into shared memory, once; modules and parameters keep their identity. Changes of weights
+    in place, as by an optimizer, apply to both processes.
 
     Raises:
         ModelRefused: when pickled; a tensor is not on the CPU.
@@ -78,22 +77,22 @@ class SharedModel:
         tensors: dict[int, Tensor] = {}
         numbers: dict[int, int] = {}
 
-        def aside(part: object) -> int | None:
+        def numbered(part: object) -> int | None:
             if not _shareable(part):
                 return None
             number = numbers.setdefault(id(part), len(numbers))
             tensors[number] = cast("Tensor", part)
             return number
 
-        skeleton = packed(self._model, aside)
-        blocks, lying = share(list(tensors.values()))
-        return _rebuilt, (skeleton, tuple(blocks), tuple(lying))
+        skeleton = packed(self._model, numbered)
+        blocks, layouts = share(list(tensors.values()))
+        return _rebuilt, (skeleton, tuple(blocks), tuple(layouts))
 
 
-def share(tensors: Sequence[Tensor]) -> tuple[list[Block], list[Lying]]:
-    """Move the memory of ``tensors`` into shared blocks, unless it lies there, and return where each of them lies.
+def share(tensors: Sequence[Tensor]) -> tuple[list[Block], list[TensorLayout]]:
+    """Move the memory of ``tensors`` into shared blocks, unless it is there; return the blocks and each layout.
 
-    Tensors that overlap go on doing so.
+    Tensors that overlap still overlap afterwards.
 
     Raises:
         ModelRefused: a tensor is not on the CPU.
@@ -111,35 +110,33 @@ def share(tensors: Sequence[Tensor]) -> tuple[list[Block], list[Lying]]:
             offset = start // tensor.element_size() + tensor.storage_offset()
             flat = torch.frombuffer(block, dtype=tensor.dtype)
             tensor.data = flat.as_strided(tensor.shape, tensor.stride(), offset)
-    blocks: dict[int, Block] = {}
-    lying = []
-    for tensor in tensors:
-        base = tensor.untyped_storage().data_ptr()
-        blocks.setdefault(base, _blocks[base])
-        lying.append(
-            Lying(
-                block=list(blocks).index(base),
-                offset=int(tensor.storage_offset()),
-                dtype=tensor.dtype,
-                shape=tuple(tensor.shape),
-                stride=tensor.stride(),
-                parameter=isinstance(tensor, nn.Parameter),
-                requires_grad=tensor.requires_grad,
-            )
+    bases = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+    blocks = {base: _blocks[base] for base in bases}
+    layouts = [
+        TensorLayout(
+            block=list(blocks).index(base),
+            offset=int(tensor.storage_offset()),
+            dtype=tensor.dtype,
+            shape=tuple(tensor.shape),
+            stride=tensor.stride(),
+            parameter=isinstance(tensor, nn.Parameter),
+            requires_grad=tensor.requires_grad,
         )
-    return list(blocks.values()), lying
+        for base, tensor in zip(bases, tensors, strict=True)
+    ]
+    return list(blocks.values()), layouts
 
 
 def _moved(storages: dict[int, torch.UntypedStorage]) -> dict[int, tuple[Block, int]]:
-    """Copy the storages that lie in no block into a new one; return for each, by address, where it begins there."""
+    """Copy the storages outside of blocks into a new block; return it and each start in bytes, by old address."""
     private = {address: storage for address, storage in storages.items() if address not in _blocks}
     if not private:
         return {}
     starts, size = {}, 0
     for address, storage in private.items():
-        starts[address] = size + (address - size) % _ALIGNMENT
+        starts[address] = size + (address - size) % ALIGNMENT
         size = starts[address] + storage.nbytes()
-    block = Block.new(size + -size % _ALIGNMENT)
+    block = Block.new(size + -size % ALIGNMENT)
     flat = torch.frombuffer(block, dtype=torch.uint8)
     _blocks[flat.data_ptr()] = block
     for address, storage in private.items():
@@ -152,6 +149,6 @@ def _shareable(part: object) -> bool:
     return type(part) in (Tensor, nn.Parameter, nn.Buffer) and cast("Tensor", part).numel() > 0
 
 
-def _rebuilt(skeleton: bytes, blocks: tuple[Block, ...], lying: tuple[Lying, ...]) -> object:
-    tensors = [each.tensor(blocks) for each in lying]
+def _rebuilt(skeleton: bytes, blocks: tuple[Block, ...], layouts: tuple[TensorLayout, ...]) -> object:
+    tensors = [layout.tensor(blocks) for layout in layouts]
     return unpacked(skeleton, tensors.__getitem__)

@@ -1,4 +1,4 @@
-"""Text to tokens and back: a transformers tokenizer behind the few typed methods that this package asks of one."""
+"""Text to tokens and back: a transformers tokenizer behind the typed methods that this package uses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from oppo.errors import ConfigError
 
 
 class Text:
-    """A tokenizer; :class:`oppo.data.Tokenizer` is the part of it that reading prompts needs."""
+    """A tokenizer; also an :class:`oppo.data.Tokenizer`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
@@ -25,9 +25,9 @@ class Text:
         return list(self.tokenizer.encode(text))
 
     def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Return the token ids of a conversation that ends where the assistant is to speak."""
+        """Return the token ids of a conversation up to the start of the assistant's turn."""
         text = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
-        return list(self.tokenizer.encode(str(text), add_special_tokens=False))  # the template has them
+        return list(self.tokenizer.encode(str(text), add_special_tokens=False))  # the template contains them
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of token ids, without special tokens."""
@@ -37,15 +37,15 @@ class Text:
         """Return the ids that end a response.
 
         Args:
-            wanted: ids, and texts that are one token each; when empty, the end-of-sequence ids are used.
-            generation_stop: the end-of-sequence ids that come with the model.
+            wanted: ids, and texts of one token each; when empty, the end-of-sequence ids.
+            generation_stop: the end-of-sequence ids of the model's generation config.
 
         Raises:
-            ConfigError: a text is not one token, an id is not in the vocabulary, or there is nothing to stop at.
+            ConfigError: a text is not one token, an id is not in the vocabulary, or no id is left.
         """
         if not wanted:
-            own = self.tokenizer.eos_token_id
-            ends = dict.fromkeys([*([own] if isinstance(own, int) else []), *generation_stop])
+            eos = self.tokenizer.eos_token_id
+            ends = dict.fromkeys([*([eos] if isinstance(eos, int) else []), *generation_stop])
             if not ends:
                 raise ConfigError("the policy's tokenizer has no end-of-sequence token: set sampling.stop")
             return tuple(ends)
@@ -55,10 +55,10 @@ class Text:
         return tuple(ids)
 
     def stop_strings(self, wanted: Sequence[str]) -> tuple[str, ...]:
-        """Return the texts that end a response, each of which can be found in what :meth:`decode` gives.
+        """Return the texts that end a response, after checking that :meth:`decode` can produce them.
 
         Raises:
-            ConfigError: a text contains a special token, which is never part of decoded text.
+            ConfigError: a text contains a special token, which decoded text never does.
         """
         added = self.tokenizer.added_tokens_decoder.values()
         special = {*self.tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
@@ -80,7 +80,7 @@ class Text:
         return int(ids[0])
 
     def differs(self, other: Text) -> str | None:
-        """Return how another tokenizer reads token ids differently; ``None`` when it does not."""
+        """Return the first difference to another tokenizer's vocabulary, in words; ``None`` without one."""
         ours, theirs = self.tokenizer.get_vocab(), other.tokenizer.get_vocab()
         if ours == theirs:
             return None

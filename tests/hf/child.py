@@ -7,10 +7,10 @@ import pytest
 from oppo.hf.cpu import use_cores
 
 SEGMENT_BYTES = 2048
-"""Rows of the suite's tiny models are split into parts as those of real ones are."""
+"""Rows of the suite's tiny models are segmented as those of real ones are."""
 
 
 def set_up() -> None:
-    """Compute on one core, as in tests, and in parts as in tests."""
+    """Compute on one core and in segments, as in tests."""
     use_cores(1)
     pytest.MonkeyPatch().setattr("oppo.hf.kv.segmented_attention.SEGMENT_BYTES", SEGMENT_BYTES)

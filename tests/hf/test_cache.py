@@ -11,7 +11,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from oppo.errors import ModelError, ModelRefused, ProtocolError
 from oppo.hf.introspection import backbone, score_head
-from oppo.hf.kv.cache import ActiveViews, KVView, SlabLayer
+from oppo.hf.kv.attention import attend, kinds_of
+from oppo.hf.kv.cache import KVView, SlabLayer
 from oppo.hf.kv.incremental import Incremental
 from oppo.hf.kv.slabs import KVRegion, Slab, index
 from tests.hf import tiny
@@ -34,8 +35,11 @@ operations = st.lists(
 
 
 @functools.cache
-def model_of(name: str) -> PreTrainedModel:
-    return tiny.causal(name)
+def model_of(name: str, *, segmented: bool = True) -> PreTrainedModel:
+    """Return a model that attends in segments or, if it cannot or shall not, to padded rows."""
+    model = tiny.causal(name)
+    attend(model, kinds_of(model)[0 if segmented else -1])
+    return model
 
 
 @functools.cache
@@ -57,8 +61,8 @@ def assert_close(got: Tensor, want: Tensor) -> None:
     assert worst < 1e-5, f"differs by {worst:.1e}"
 
 
-def readers(name: str, segmented: bool) -> Incremental:
-    return Incremental(model_of(name), classes=CLASSES, segmented=segmented)
+def reader_of(name: str, *, segmented: bool) -> Incremental:
+    return Incremental(model_of(name, segmented=segmented), classes=CLASSES)
 
 
 def run(reader: Incremental, name: str, work: list[Operation]) -> None:
@@ -91,7 +95,7 @@ def run(reader: Incremental, name: str, work: list[Operation]) -> None:
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(work=operations, segmented=st.booleans())
 def test_reading_in_pieces_equals_one_forward_pass(name: str, work: list[Operation], segmented: bool) -> None:
-    run(readers(name, segmented), name, work)
+    run(reader_of(name, segmented=segmented), name, work)
 
 
 @pytest.mark.deep
@@ -99,12 +103,12 @@ def test_reading_in_pieces_equals_one_forward_pass(name: str, work: list[Operati
 @settings(max_examples=100, deadline=None)
 @given(work=operations, segmented=st.booleans())
 def test_reading_in_pieces_equals_one_forward_pass_at_length(name: str, work: list[Operation], segmented: bool) -> None:
-    run(readers(name, segmented), name, work)
+    run(reader_of(name, segmented=segmented), name, work)
 
 
 @pytest.mark.parametrize("name", tiny.CONFIGS)
 def test_rows_join_leave_and_move_between_classes_while_others_are_stepped(name: str) -> None:
-    reader = readers(name, segmented=True)
+    reader = reader_of(name, segmented=True)
     work: list[Operation] = [("extend", [0, 1], 1), ("step", [1, 0], 0), ("extend", [2], 2), ("step", [0, 2], 0)]
     work += [("step", [4, 2, 1, 0], 0)] * 20
     work += [("forget", [1], 0), ("extend", [3, 1], 3)]
@@ -114,20 +118,20 @@ def test_rows_join_leave_and_move_between_classes_while_others_are_stepped(name:
 
 
 def test_rows_stepped_together_share_one_forward_pass_however_they_differ_in_length() -> None:
-    model, calls = model_of("llama"), 0
+    calls = 0
 
     def count(*_: object) -> None:
         nonlocal calls
         calls += 1
 
-    hook = model.register_forward_pre_hook(count)
     for segmented in (False, True):
-        reader = Incremental(model, classes=CLASSES, segmented=segmented)
+        hook = model_of("llama", segmented=segmented).register_forward_pre_hook(count)
+        reader = reader_of("llama", segmented=segmented)
         reader.extend(list(range(ROWS)), [sequence(row)[:n] for row, n in enumerate([5, 12, 20, 40, 90])])
         calls = 0
         run(reader, "llama", [("step", [3, 0, 4, 1, 2], 0)])
         assert calls == 1
-    hook.remove()
+        hook.remove()
 
 
 def test_eager_attention_gives_what_sdpa_gives() -> None:
@@ -291,7 +295,6 @@ def test_a_row_named_twice_or_without_tokens_is_an_error() -> None:
 
 def test_unknown_rows_are_forgotten_without_complaint() -> None:
     reader = Incremental(model_of("llama"))
-    reader.open(4)
     reader.forget([4, 99])
     assert reader.length(4) == 0
 
@@ -325,7 +328,8 @@ def first_keys(slab: Slab) -> list[float]:
 def test_a_layer_tells_what_it_can_hold_under_either_name_that_transformers_has_for_it(name: str) -> None:
     nothing = index([], torch.device("cpu"))
     everywhere = KVRegion(slice(0, 0), 0, nothing, nothing, None)
-    layer = SlabLayer(0, ActiveViews([KVView(slab, everywhere) for slab in (Slab(16), Slab(64))]))
+    layer = SlabLayer(0)
+    layer.views = [KVView(slab, everywhere) for slab in (Slab(16), Slab(64))]
     assert getattr(layer, name)() == 64
 
 

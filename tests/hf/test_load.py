@@ -27,10 +27,10 @@ from transformers import (
 
 from oppo.errors import ConfigError, ModelRefused
 from oppo.hf.digest import weights_digest
-from oppo.hf.kv.masks import attention
-from oppo.hf.kv.segmented_attention import attend_in_segments
-from oppo.hf.loading.models import ALIGNMENT, load_causal, load_scalar, load_tokenizer
+from oppo.hf.kv.attention import attend_in_segments, attends_eagerly
+from oppo.hf.loading.models import load_causal, load_scalar, load_tokenizer
 from oppo.hf.lora import add_lora
+from oppo.hf.shared_memory import ALIGNMENT
 from tests.hf import tiny
 
 
@@ -168,7 +168,7 @@ def test_an_architecture_without_a_model_of_the_kind_asked_for_is_refused_by_nam
         load_causal(tmp_path / "t5")
 
 
-def test_a_model_that_cannot_attend_in_parts_is_served_in_the_way_that_it_can_and_that_is_said(tmp_path: Path) -> None:
+def test_a_model_that_cannot_attend_in_segments_is_served_by_another_kind_and_that_is_reported(tmp_path: Path) -> None:
     tiny.of(tiny.WHOLE["diffllama"]()).save_pretrained(tmp_path)
     told: list[str] = []
     assert not attend_in_segments(load_causal(tmp_path, tell=told.append))
@@ -178,12 +178,12 @@ def test_a_model_that_cannot_attend_in_parts_is_served_in_the_way_that_it_can_an
     with pytest.raises(ModelRefused, match="with attention 'segmented'"):
         load_causal(tmp_path, attention="segmented")
     load_causal(tmp_path, attention="padded", tell=told.append)
-    assert len(told) == 1, "who chose knows"
+    assert len(told) == 1, "a chosen kind is not reported"
 
 
-def test_the_way_that_is_chosen_is_taken(causal: Path, scalar: Path) -> None:
+def test_the_kind_of_attention_that_is_chosen_is_used(causal: Path, scalar: Path) -> None:
     model = load_causal(causal, attention="eager")
-    assert attention(model) == "eager"
+    assert attends_eagerly(model)
     assert model._supports_sdpa, "it could have been another"
     assert not attend_in_segments(load_scalar(scalar, attention="padded"))
     assert attend_in_segments(load_scalar(scalar, attention="segmented"))

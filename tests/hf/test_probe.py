@@ -32,9 +32,8 @@ from transformers import (
 
 from oppo.errors import ModelRefused
 from oppo.hf.introspection import backbone
-from oppo.hf.kv.attention import AttentionKind
-from oppo.hf.kv.masks import Masks
-from oppo.hf.kv.segmented_attention import Segments, attend_in_segments
+from oppo.hf.kv.attention import AttentionKind, Masks, attend_in_segments
+from oppo.hf.kv.segmented_attention import Segments
 from oppo.hf.kv.slabs import KVRegion, Slab
 from oppo.hf.probe import probe
 from tests.hf import tiny
@@ -56,9 +55,9 @@ def test_a_causal_model_that_agrees_with_itself_passes(name: str) -> None:
     probe(tiny.causal(name))
 
 
-def serves(model: PreTrainedModel, way: AttentionKind) -> bool:
+def serves(model: PreTrainedModel, kind: AttentionKind) -> bool:
     try:
-        return probe(model, attention=way) == way
+        return probe(model, attention=kind) == kind
     except ModelRefused:
         return False
 
@@ -68,25 +67,25 @@ OTHERS = [pytest.param(name, marks=pytest.mark.deep) for name in tiny.WHOLE if n
 
 
 @pytest.mark.parametrize("name", [*SOME, *OTHERS])
-def test_a_model_that_looks_at_keys_or_values_before_it_attends_is_served_in_the_fastest_way_that_it_can_be(
+def test_a_model_that_reads_keys_or_values_before_attention_is_served_by_the_fastest_kind_that_agrees(
     name: str,
 ) -> None:
     config = tiny.WHOLE[name]()
-    ways: list[AttentionKind] = [way for way in ("segmented", "padded") if serves(tiny.of(config), way)]
+    kinds: list[AttentionKind] = [kind for kind in ("segmented", "padded") if serves(tiny.of(config), kind)]
     # Before 5.15 transformers expanded latent keys and values on their way into the cache.
-    assert ways == (["segmented", "padded"] if "segmented" in ways and name != "diffllama" else ["padded"])
+    assert kinds == (["segmented", "padded"] if "segmented" in kinds and name != "diffllama" else ["padded"])
     model = tiny.of(config)
-    assert probe(model) == ways[0]
-    assert attend_in_segments(model) == (ways[0] == "segmented"), "whoever serves it abides by that"
+    assert probe(model) == kinds[0]
+    assert attend_in_segments(model) == (kinds[0] == "segmented"), "the choice holds when it is served"
     assert probe(AutoModelForCausalLM.from_config(config, attn_implementation="eager")) == "eager"
 
 
-def test_a_model_that_cannot_attend_in_parts_is_refused_if_it_has_to() -> None:
+def test_a_model_that_cannot_attend_in_segments_is_refused_if_it_has_to() -> None:
     with pytest.raises(ModelRefused, match=r"DiffLlama.* with attention 'segmented': "):
         probe(tiny.of(tiny.WHOLE["diffllama"]()), attention="segmented")
 
 
-def test_a_way_that_a_model_was_not_loaded_for_is_refused() -> None:
+def test_a_kind_of_attention_that_a_model_was_not_loaded_for_is_refused() -> None:
     with pytest.raises(
         ModelRefused, match="with attention 'eager': it was loaded with 'sdpa', so expected 'segmented', 'pad"
     ):
@@ -207,7 +206,7 @@ def test_attention_sinks_and_a_router_pass_together() -> None:
 
 @pytest.mark.parametrize("name", ["gemma2", "gptj"])
 def test_a_boolean_mask_under_eager_attention_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Masks, "_written", lambda masks, seen: seen)
+    monkeypatch.setattr(Masks, "_encoded", lambda masks, allowed: allowed)
     with pytest.raises(ModelRefused, match="read in pieces"):
         probe(tiny.causal(name))
 
@@ -231,7 +230,7 @@ def test_a_fault_is_found_in_a_mixture_though_only_its_median_counts(
     if fault == "move":
         lose_a_token_in_moves(monkeypatch)
     elif fault == "mask":
-        monkeypatch.setattr(Masks, "_written", lambda masks, seen: seen | seen.roll(1, -1))
+        monkeypatch.setattr(Masks, "_encoded", lambda masks, allowed: allowed | allowed.roll(1, -1))
     else:
         backbone(model).register_forward_pre_hook(lambda _, args, kwargs: (args, _shifted(kwargs)), with_kwargs=True)
     with pytest.raises(ModelRefused, match="read in pieces"):
@@ -286,11 +285,11 @@ def test_a_cache_that_returns_another_rows_keys_is_found(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_a_fault_of_attention_in_parts_is_found_though_short_rows_would_be_one_rectangle(
+def test_a_fault_of_segmented_attention_is_found_though_short_rows_would_be_one_rectangle(
     count: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Three rows stand apart when they are stepped; only two that have grown differently are read together."""
+    """Three rows are stepped in a segment each; at most two length classes are read together."""
     monkeypatch.setattr("oppo.hf.kv.segmented_attention.SEGMENT_BYTES", 256 * 1024)  # as it is outside of these tests
     made = list[int]()
 
@@ -308,9 +307,7 @@ def test_a_fault_of_attention_in_parts_is_found_though_short_rows_would_be_one_r
 
 @pytest.mark.parametrize("name", tiny.WINDOWED)
 def test_a_window_that_is_not_respected_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from oppo.hf.kv import masks
-
-    monkeypatch.setattr(masks, "window_of", lambda config: None)
+    monkeypatch.setattr("oppo.hf.kv.attention.window_of", lambda config: None)
     with pytest.raises(ModelRefused, match="read in pieces"):
         probe(tiny.causal(name))
 

@@ -1,4 +1,4 @@
-"""Rows are split into parts of similar length, and models attend part by part."""
+"""Rows are split into segments of similar length, and models attend segment by segment."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from oppo.hf.introspection import backbone
 from oppo.hf.kv import segmented_attention
+from oppo.hf.kv.attention import attend_in_segments, attends_eagerly
 from oppo.hf.kv.incremental import Incremental
-from oppo.hf.kv.masks import attention
-from oppo.hf.kv.segmented_attention import NAME, Segments, attend_in_segments, overhead_of, segmented
+from oppo.hf.kv.segmented_attention import NAME, Segments, overhead_of, segmented
 from tests.hf import tiny
 
 torch.set_num_threads(1)
 
 
 @given(lengths=st.lists(st.integers(1, 4000), min_size=1, max_size=60), overhead=st.integers(0, 5000))
-def test_every_row_is_in_one_part_and_parts_are_of_similar_length(lengths: list[int], overhead: int) -> None:
+def test_every_row_is_in_one_segment_and_segments_are_of_similar_length(lengths: list[int], overhead: int) -> None:
     found = segmented(lengths, overhead)
-    assert sorted(at for part in found for at in part) == list(range(len(lengths)))
-    assert all(part == sorted(part) for part in found)
-    held = [[lengths[at] for at in part] for part in found]
+    assert sorted(at for segment in found for at in segment) == list(range(len(lengths)))
+    assert all(segment == sorted(segment) for segment in found)
+    held = [[lengths[at] for at in segment] for segment in found]
     assert all(min(longer) > max(shorter) for longer, shorter in pairwise(held))
-    assert sum(max(part) * len(part) + overhead for part in held) <= max(lengths) * len(lengths) + overhead
+    assert sum(max(rows) * len(rows) + overhead for rows in held) <= max(lengths) * len(lengths) + overhead
 
 
-def test_rows_of_like_length_are_one_part() -> None:
+def test_rows_of_similar_length_are_one_segment() -> None:
     assert segmented([60, 70, 65, 80], overhead=60) == [[0, 1, 2, 3]]
 
 
-def test_carried_rows_are_parted_from_fresh_ones_where_that_saves_more_than_it_costs() -> None:
+def test_carried_rows_are_segmented_from_fresh_ones_if_that_saves_more_than_it_costs() -> None:
     assert segmented([20, 300, 22, 290, 25, 20], overhead=1000) == [[1, 3], [0, 2, 4, 5]]
     assert segmented([20, 300, 22, 290, 25, 20], overhead=1200) == [[0, 1, 2, 3, 4, 5]]
 
 
-def test_the_more_a_token_takes_the_less_must_be_saved_for_another_part() -> None:
+def test_the_more_bytes_a_token_has_the_fewer_tokens_pay_for_another_segment() -> None:
     assert overhead_of(2 * segmented_attention.SEGMENT_BYTES) == 1
     assert overhead_of(segmented_attention.SEGMENT_BYTES / 100) == 100
 
 
-def test_a_model_that_attends_in_parts_reads_and_generates_as_before(tmp_path: Path) -> None:
+def test_a_model_that_attends_in_segments_reads_and_generates_as_before(tmp_path: Path) -> None:
     model = tiny.causal("qwen2")
     before = copy.deepcopy(model)
     assert attend_in_segments(model)
     assert attend_in_segments(model), "a second time it does already"
-    assert attention(model) == "sdpa"
+    assert not attends_eagerly(model)
     ids = torch.randint(3, tiny.VOCABULARY, (3, 20), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     mask[0, :9] = 0
@@ -82,14 +82,14 @@ def test_whatever_it_is_asked_for_attention_is_that_of_transformers(groups: int,
     seen = []
     for name in (NAME, "sdpa"):
         torch.manual_seed(0)
-        asked = {"scaling": 0.3, "dropout": 0.5 * module.training, "position_bias": bias}
-        seen.append(ALL_ATTENTION_FUNCTIONS[name](module, query, key, value, mask, **asked)[0])
+        options = {"scaling": 0.3, "dropout": 0.5 * module.training, "position_bias": bias}
+        seen.append(ALL_ATTENTION_FUNCTIONS[name](module, query, key, value, mask, **options)[0])
     assert seen[0].shape == (5, queries, 4, 8)
     torch.testing.assert_close(*seen)  # to the bit where transformers, too, lets heads stand as queries; 5.10 does not
 
 
 @pytest.mark.parametrize("queries", [1, 4])
-def test_parts_attend_as_each_would_alone(queries: int) -> None:
+def test_segments_attend_as_each_would_alone(queries: int) -> None:
     draw = torch.Generator().manual_seed(0)
     module = Layer(2).eval()
     query = torch.randn(5, 4, queries, 8, generator=draw)
@@ -113,7 +113,7 @@ def test_a_model_whose_attention_is_its_own_is_stepped_as_one_rectangle(name: st
     assert model.config._attn_implementation == was
 
 
-def test_rows_of_every_length_are_read_in_one_pass_and_attend_apart() -> None:
+def test_rows_of_every_length_are_read_in_one_pass_and_attend_in_segments() -> None:
     model = tiny.causal("qwen2")
     passes = []
     model.register_forward_pre_hook(
@@ -136,7 +136,7 @@ def test_rows_of_every_length_are_read_in_one_pass_and_attend_apart() -> None:
         assert ((out - want).abs() / (1 + want.abs())).max() < 1e-5
 
 
-def test_a_rows_place_among_parts_does_not_show() -> None:
+def test_a_rows_place_among_segments_does_not_show() -> None:
     model = tiny.causal("llama")
     lengths = [30, 150, 31, 140, 12, 29]
     tokens = [torch.randint(3, tiny.VOCABULARY, (n + 1,), generator=torch.Generator().manual_seed(n)) for n in lengths]

@@ -160,7 +160,7 @@ WHOLE: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "jetmoe": lambda: build(JetMoeConfig, GROUPED, kv_channels=8, num_local_experts=4, num_experts_per_tok=2),
     "doge": lambda: build(DogeConfig, GROUPED),
 }
-"""Those that do something to keys or values between cache and attention, so that rows cannot attend in parts."""
+"""Models that read keys or values between cache and attention, so that rows cannot attend in segments."""
 
 PLAIN = ("llama", "qwen2", "qwen3", "gpt2", "neox")
 """Those without a sliding window."""

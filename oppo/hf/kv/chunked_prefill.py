@@ -1,4 +1,4 @@
-"""Reading what rows hold before they can be decoded: a portion at a time, so that others decode meanwhile."""
+"""Chunked prefill: rows are read a portion at a time, so that others decode meanwhile."""
 
 from __future__ import annotations
 
@@ -7,24 +7,21 @@ from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from oppo.hf.kv.incremental import Incremental
+from oppo.hf.kv.incremental import EXACT_BLOCK, Incremental
 from oppo.hf.kv.length_bucketing import cheapest_groups, overhead_on
 from oppo.hf.serve.signals import Signals
 
-GRID = 32
-"""In exact mode a row is read alone, in blocks that begin at multiples of this: bits then depend on that row only."""
-
 
 class Readable(Protocol):
-    """What can be prefilled: a sequence with a name in the cache, which somebody may give up."""
+    """A row that can be prefilled."""
 
     @property
     def key(self) -> int:
-        """Names the row in the cache."""
+        """The row's name in the cache."""
 
     @property
     def given_up(self) -> bool:
-        """Whether nobody wants it any more."""
+        """Whether its readers have gone."""
 
     def sequence(self) -> Tensor:
         """Return all tokens, int64."""
@@ -34,15 +31,11 @@ R = TypeVar("R", bound=Readable)
 
 
 class ChunkedPrefill(Generic[R]):
-    """Rows that wait to be read: the shortest first, what has been read of them already is not read again.
+    """Rows to be prefilled, the shortest remainder first; tokens that ``reader`` holds are not read again.
 
-    A portion has at most ``budget`` tokens, as one rectangle: as many whole rows of like length as fit, or a piece of
-    one that does not. It is read in one forward pass, or in several where those cost less together. With ``exact`` all
-    rows are read at once, each alone on a grid.
-
-    Args:
-        reader: reads them.
-        rows: those that wait, in admission order.
+    A portion is a rectangle of at most ``budget`` tokens: as many whole rows of similar length as fit, or a piece of
+    one that does not fit. It is read in the passes that cost least. With ``exact`` a portion holds all rows, and each
+    is read alone, in blocks on an absolute grid.
 
     Attributes:
         tokens: read so far.
@@ -60,10 +53,10 @@ class ChunkedPrefill(Generic[R]):
         return bool(self._waiting)
 
     def read(self, signals: Signals) -> list[tuple[R, Tensor]]:
-        """Read one portion; return the rows that have been read to their end, with the logits [1, V] after it.
+        """Read one portion; return each row that is complete, with the logits [1, V] at its last position.
 
-        Rows that were given up meanwhile are forgotten instead. When ``signals`` say stop nothing is read, and with
-        ``exact`` all that wait are forgotten.
+        Rows given up meanwhile are forgotten. Once ``signals`` are stopped nothing is read, and with ``exact`` all
+        waiting rows are forgotten.
         """
         gone = [row.key for row, _ in self._waiting if row.given_up]
         if gone:
@@ -73,22 +66,22 @@ class ChunkedPrefill(Generic[R]):
             return self._read_all(signals)
         portion = [] if signals.stopped else self._portion()
         logits = self._pass(portion) if portion else []
-        return [(row, last) for (row, _), last in zip(portion, logits, strict=True) if not self._is_first_waiting(row)]
+        incomplete = self._waiting[0][0] if self._waiting else None
+        return [(row, last) for (row, _), last in zip(portion, logits, strict=True) if row is not incomplete]
 
     def _read_all(self, signals: Signals) -> list[tuple[R, Tensor]]:
-        read: list[tuple[R, Tensor]] = []
+        complete: list[tuple[R, Tensor]] = []
         for row, tokens in self._waiting:
-            for block in tokens.split(GRID):
+            for block in tokens.split(EXACT_BLOCK):
                 if signals.stopped:
                     self._reader.forget([row.key for row, _ in self._waiting])
                     return []
                 (last,) = self._pass([(row, block)])
-            read.append((row, last))
+            complete.append((row, last))
         self._waiting = []
-        return read
+        return complete
 
     def _portion(self) -> list[tuple[R, Tensor]]:
-        """Take what the next forward pass reads from what waits."""
         if self._waiting and len(self._waiting[0][1]) > self._budget:
             row, tokens = self._waiting[0]
             self._waiting[0] = row, tokens[self._budget :]
@@ -99,12 +92,8 @@ class ChunkedPrefill(Generic[R]):
         portion, self._waiting = self._waiting[:count], self._waiting[count:]
         return portion
 
-    def _is_first_waiting(self, row: R) -> bool:
-        """Return whether there is more to read of a row of which a piece was read."""
-        return bool(self._waiting) and self._waiting[0][0] is row
-
     def _pass(self, portion: Sequence[tuple[R, Tensor]]) -> list[Tensor]:
-        """Read a portion in the passes that together cost least; return the logits [1, V] after each row."""
+        """Read a portion in the passes that cost least; return the logits [1, V] at the end of each row."""
         lengths = [len(tokens) for _, tokens in portion]
         self.tokens += sum(lengths)
         logits: dict[int, Tensor] = {}

@@ -1,4 +1,4 @@
-"""Rows that take a token each, again and again, where they are: what does not change between decode steps."""
+"""What successive decode steps over the same rows share: their views, positions and order."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from oppo.hf.kv.cache import KVView
 
 @dataclass(slots=True)
 class DecodeBatch:
-    """Rows that are stepped together; ends when others are, or when anything is read or forgotten.
+    """Rows that decode together; valid until other rows are stepped, or any row is extended or forgotten.
 
     Attributes:
-        rows: in the order in which tokens come and outputs go.
-        views: of its segments; row after row they make up the batch.
-        positions: int64 [n], of the tokens to be read, in the order of the batch.
-        picks: int64 [n], for each row of the batch its index in ``rows``; ``None`` when the orders agree.
+        rows: in the order of tokens and outputs.
+        views: of its segments, whose rows one after another form the batch.
+        positions: int64 [n], of the tokens to be read, in batch order.
+        picks: int64 [n], the index in ``rows`` of each row of the batch; ``None`` when the orders agree.
     """
 
     rows: list[int]
@@ -28,22 +28,20 @@ class DecodeBatch:
 
     @property
     def end(self) -> int:
-        """How many columns the longest row has, the token to be read included."""
+        """Columns of the longest row, the token to be read included."""
         return max(view.region.end for view in self.views)
 
-    def goes_on(self, rows: Sequence[int], longest: int) -> bool:
-        """Return whether ``rows`` are these, and none of them will have more than ``longest`` tokens."""
+    def continues(self, rows: Sequence[int], longest: int) -> bool:
+        """Return whether the batch consists of ``rows``, and none of them exceeds ``longest`` tokens in this step."""
         return self.rows == rows and self.end <= longest
 
     def make_room(self) -> None:
-        """Make sure that each row has room for another token, where it is: shapes follow from the rows alone."""
+        """Reserve a column for the next token of each row in its slab."""
         for slab, region in self.views:
-            if region.end > slab.columns:
-                slab.reserve(0, region.end)
-                region.forget_indices()
+            slab.reserve(0, region.end)
 
     def advance(self) -> None:
-        """Take note that each row has a token more."""
+        """Move each row on by one token."""
         self.positions += 1
         for _, region in self.views:
             region.advance()

@@ -2,20 +2,19 @@
 
 ::
 
-    extend(rows, ragged tokens)  ->  one forward pass, chunks padded on the left; each length class of the rows
-                                     attends to a rectangle of its own
-    step(rows, one token each)   ->  the same with segments of similar length, and keys and values are sliced, never
-                                     gathered
+    extend(rows, ragged tokens)  ->  one forward pass over chunks; the rows of each length class attend as one segment
+    step(rows, one token each)   ->  one forward pass; rows of similar length attend as one segment, if that saves more
+                                     than it costs; their keys and values are sliced, never gathered
 
-Chunks are padded on the left, so that the last token of every row stands in the last column and a causal LM computes
-its logits there only. Padding is never stored: its keys and values are dropped before the slab is written.
+A model that cannot attend in segments (:mod:`oppo.hf.kv.attention`) reads each length class in a pass of its own, and
+steps rows as one rectangle. Chunks are padded on the left: the last token of every row is in the last column, and a
+causal LM computes logits there only. The keys and values of padding are never stored.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -23,43 +22,39 @@ from transformers import PreTrainedModel
 
 from oppo.errors import ModelError, ProtocolError
 from oppo.hf.introspection import keeps_logits, longest
+from oppo.hf.kv.attention import Masks, attend_in_segments
 from oppo.hf.kv.cache import KVView, SlabCache
 from oppo.hf.kv.decode_batch import DecodeBatch
-from oppo.hf.kv.masks import Masks
-from oppo.hf.kv.segmented_attention import attend_in_segments, overhead_of, segmented
-from oppo.hf.kv.slabs import KVRegion, Slab, index, run_of
+from oppo.hf.kv.segmented_attention import overhead_of, segmented
+from oppo.hf.kv.slabs import KVRegion, Slab, as_slice, index
+
+EXACT_BLOCK = 32
+"""In exact mode rows are read alone, in blocks that begin at multiples of this: bits then depend on that row only."""
 
 SHORTEST_CLASS = 64
-"""Sequences up to this length share a slab; the next class is twice as long, and so on."""
-
-SlabRows: TypeAlias = tuple[Slab, list[int]]
-"""Rows, and the slab that they live in."""
+"""Length of the first length class, in tokens; each next class is twice as long."""
 
 
 class Incremental:
     """A causal model with a cache in which every row has its own length; rows are named by ints.
 
-    All calls belong in one thread. The model is put into evaluation mode once, here, and never toggled.
+    One thread makes all calls. The model is put into evaluation mode once, at construction.
 
     Args:
-        model: a causal LM (its outputs are then logits) or a backbone (last hidden states).
-        classes: the shortest length classes of rows that are read in chunks; longer ones follow by doubling, up to
-            ``max_length``. With one class as long as that, all of them share a slab.
+        model: a causal LM (the outputs are logits) or a backbone (last hidden states).
+        classes: the shortest length classes of rows read in chunks; longer ones follow by doubling, up to
+            ``max_length``. With one class of that length all rows share a slab.
         head: applied to the outputs [n, q, D], for example a reward model's score layer.
-        segmented: let rows of very different length share a pass and attend in segments of similar length; in steps,
-            where that saves more than it costs. Otherwise, and where a model cannot attend so
-            (:mod:`oppo.hf.kv.attention`), rows that are stepped are one rectangle, and those of each length class are
-            read in a pass of their own.
-        ordered: keep rows that are stepped together in the order of the call. Kernels treat the last rows of an odd
-            batch differently, so without it the bits of a step depend on which rows came and went before. With it
-            they depend on the rows of the step, and on what lengths they had when these rows were first stepped
-            together, at the price of copying when a row leaves.
+        ordered: keep the rows of a step in the order of the call. Kernels treat the last rows of an odd batch
+            differently, so without it the bits of a step depend on which rows came and went before. With it they
+            depend on the rows of the step, and on the lengths at which these rows were first stepped together; rows
+            are copied when one leaves.
 
     Attributes:
-        max_length: the longest sequence a row can hold, see :func:`~oppo.hf.introspection.longest`.
+        max_length: the longest sequence of a row, in tokens (:func:`~oppo.hf.introspection.longest`).
 
     Raises:
-        ModelRefused: the model attends in a way that cannot be served row by row.
+        ModelRefused: the model's attention cannot be served row by row.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -78,36 +73,31 @@ class Incremental:
         *,
         classes: Sequence[int] = (SHORTEST_CLASS,),
         head: Callable[[Tensor], Tensor] | None = None,
-        segmented: bool = True,
         ordered: bool = False,
     ) -> None:
         text = model.config.get_text_config()
         self.max_length = longest(model)
         self._model = model.train(False)
         self._head = head
-        self._segmented = segmented and attend_in_segments(model)
+        self._segmented = attend_in_segments(model)
         self._ordered = ordered
         self._masks = Masks(model)
-        self._keeps = keeps_logits(model)
-        self._shelves = [Slab(columns) for columns in _class_lengths(classes, self.max_length)]
-        self._stepped: list[Slab] = []
+        self._keeps_logits = keeps_logits(model)
+        self._class_slabs = [Slab(columns) for columns in _class_lengths(classes, self.max_length)]
+        self._decode_slabs: list[Slab] = []
         self._cache = SlabCache(int(text.num_hidden_layers))
-        self._homes: dict[int, Slab] = {}
+        self._slab_of: dict[int, Slab] = {}
         self._lengths: dict[int, int] = {}
         self._decode_batch: DecodeBatch | None = None
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The model's device."""
         return torch.device(self._model.device)
 
     def length(self, row: int) -> int:
-        """Return the number of tokens that ``row`` has read; 0 for an unknown row."""
+        """Return the number of tokens of ``row`` read; 0 for an unknown row."""
         return self._lengths.get(row, 0)
-
-    def open(self, row: int) -> None:
-        """Name a row that has read nothing; :meth:`extend` does so for a row it does not know."""
-        self._lengths.setdefault(row, 0)
 
     @torch.inference_mode()
     def extend(
@@ -115,18 +105,17 @@ class Incremental:
     ) -> list[Tensor]:
         """Append ``tokens[i]``, int64 [n_i] with n_i >= 1, to ``rows[i]``; return the outputs at the new positions.
 
-        A row extended alone from the same length by as many tokens gives the same bits whatever else is held here.
-        Reading copies keys and values where the rows are not adjacent in their slab; that is small beside the work
-        on the chunk itself.
+        A row extended alone gives the same bits for the same length and tokens, whatever other rows the cache holds.
+        Keys and values of rows that are not adjacent in their slab are copied, at a small cost beside the chunk's own.
 
         Args:
-            last: k_i of 1 .. n_i: outputs are wanted at the last k_i of a row's new positions; ``None``: at all.
+            last: k_i of 1 .. n_i: return the outputs at the last k_i new positions; ``None``: at all.
 
         Returns:
             For each row [k_i, D].
 
         Raises:
-            ModelError: a row would grow beyond ``max_length``; nothing has been read then.
+            ModelError: a row would grow beyond ``max_length``; nothing has been read.
             ProtocolError: a row is named twice, or has no tokens.
         """
         self._decode_batch = None
@@ -136,9 +125,10 @@ class Incremental:
         outputs: dict[int, Tensor] = {}
         pieces = dict(zip(rows, tokens, strict=True))
         wanted = dict(zip(rows, sizes if last is None else last, strict=True))
-        by_slab = self._admitted(rows, sizes)
-        for shared in [by_slab] if by_slab and self._segmented else [[seat] for seat in by_slab]:
-            members = [row for _, held in shared for row in held]
+        by_slab = self._placed_by_class(rows, sizes)
+        alone = [{slab: members} for slab, members in by_slab.items()]
+        for shared in [by_slab] if by_slab and self._segmented else alone:
+            members = [row for held in shared.values() for row in held]
             ragged = [pieces[row] for row in members]
             outs = self._read(shared, ragged, keep=max(wanted[row] for row in members))
             for row, piece, out in zip(members, ragged, outs, strict=True):
@@ -150,20 +140,22 @@ class Incremental:
     def step(self, rows: Sequence[int], tokens: Tensor) -> Tensor:
         """Append one token to each row, ``tokens`` int64 [n]; return [n, D] in the order of ``rows``.
 
-        The rows of each segment are brought to the front of their slab (free if they were there in the last step), so
-        that keys and values are read as a view, up to the longest of the segment. The segments are made anew when other
-        rows are stepped, or some have been read or forgotten; between, rows grow alike, and a segment wastes less and
-        less.
+        The rows of each segment move to the front of their slab, unless they are there already, so that keys and
+        values are read as a view, up to the longest row of the segment. Rows are segmented anew when other rows are
+        stepped, or after :meth:`extend` or :meth:`forget`; in between rows grow alike, and relative padding shrinks.
 
         Raises:
-            ModelError: a row would grow beyond ``max_length``; nothing has been read then.
+            ModelError: a row would grow beyond ``max_length``; nothing has been read.
             ProtocolError: a row is named twice.
         """
         batch, self._decode_batch = self._decode_batch, None
-        if batch is None or not batch.goes_on(rows, self.max_length):
-            batch = self._in_step(rows)
+        if batch is None or not batch.continues(rows, self.max_length):
+            batch = self._batched(rows)
         batch.make_room()
-        out = self._pass(batch, tokens)
+        ids, picks = tokens.to(batch.positions.device), batch.picks
+        ids = ids if picks is None else ids[picks]
+        out = self._forward(batch.views, ids[:, None], batch.positions[:, None], keep=1)[:, 0]
+        out = out if picks is None else out.index_copy(0, picks, out)
         for row in rows:
             self._lengths[row] = self.length(row) + 1
         batch.advance()
@@ -171,16 +163,16 @@ class Incremental:
         return out
 
     @torch.inference_mode()
-    def stand_apart(self, rows: Sequence[int]) -> None:
-        """Let ``rows``, if they are stepped next, attend in one segment for each length: for a probe.
+    def segment_by_length(self, rows: Sequence[int]) -> None:
+        """Let the next step over ``rows`` use one segment for each length, whatever it costs: for a probe.
 
-        Where a model does not attend in segments, nothing changes.
+        A model that does not attend in segments is not affected.
 
         Raises:
             ModelError: a row has no room for another token.
             ProtocolError: a row is named twice.
         """
-        self._decode_batch = self._in_step(rows, overhead=0)
+        self._decode_batch = self._batched(rows, overhead=0)
 
     @torch.inference_mode()
     def forget(self, rows: Iterable[int]) -> None:
@@ -188,9 +180,9 @@ class Incremental:
         freed: dict[Slab, list[int]] = {}
         for row in rows:
             self._lengths.pop(row, None)
-            home = self._homes.pop(row, None)
-            if home is not None:
-                freed.setdefault(home, []).append(row)
+            slab = self._slab_of.pop(row, None)
+            if slab is not None:
+                freed.setdefault(slab, []).append(row)
         for slab, gone in freed.items():
             self._decode_batch = None
             slab.remove(gone)
@@ -202,77 +194,70 @@ class Incremental:
 
     def memory(self) -> tuple[int, int]:
         """Return the bytes allocated for keys and values, and the bytes that the tokens read so far need."""
-        held = sum(slab.bytes_allocated() for slab in (*self._shelves, *self._stepped))
-        return held, self._bytes_per_token() * sum(self._lengths.values())
+        allocated = sum(slab.bytes_allocated() for slab in (*self._class_slabs, *self._decode_slabs))
+        return allocated, self._bytes_per_token() * sum(self._lengths.values())
 
     def _bytes_per_token(self) -> int:
-        """Return what a token takes over all layers; 0 before anything was read."""
-        return max(slab.bytes_per_token() for slab in (*self._shelves, *self._stepped))
+        """Return the bytes of a token over all layers; 0 before the first pass."""
+        return max(slab.bytes_per_token() for slab in (*self._class_slabs, *self._decode_slabs))
 
-    def _admitted(self, rows: Sequence[int], more: Sequence[int]) -> list[SlabRows]:
-        """Give each row a slot in which it can grow by ``more[i]`` tokens; return the rows of each slab, by slot."""
-        groups: dict[Slab, list[int]] = {}
-        grown = self._grown(rows, more)
-        for row, length in grown.items():
-            home = self._homes.get(row)
-            if home is None or length > home.longest:
-                home = next(slab for slab in self._shelves if slab.longest >= length)
-            groups.setdefault(home, []).append(row)
-        for slab, members in groups.items():
-            self._move(members, slab, max(grown[row] for row in members), spared=groups.keys())
-        return [(slab, sorted(members, key=slab.slot)) for slab, members in groups.items()]
+    def _placed_by_class(self, rows: Sequence[int], added: Sequence[int]) -> dict[Slab, list[int]]:
+        """Give each row a slot with room for ``added[i]`` more tokens; return the rows of each slab, by slot."""
+        lengths = self._lengths_after(rows, added)
+        by_slab: dict[Slab, list[int]] = {}
+        for row, length in lengths.items():
+            slab = self._slab_of.get(row)
+            if slab is None or length > slab.longest:
+                slab = next(slab for slab in self._class_slabs if slab.longest >= length)
+            by_slab.setdefault(slab, []).append(row)
+        self._move(by_slab, lengths)
+        return {slab: sorted(members, key=slab.slot) for slab, members in by_slab.items()}
 
-    def _move(self, rows: Iterable[int], slab: Slab, columns: int, *, spared: Container[Slab]) -> None:
-        """Let ``rows`` live in ``slab``, in sequences of so many ``columns``.
+    def _placed_by_segment(self, rows: Sequence[int], overhead: int | None) -> dict[Slab, list[int]]:
+        """Give each segment of ``rows`` the slab that holds most of it, with room for one more token per row.
 
-        Slabs that they leave give memory back, but for those that have been given room for what they will hold, or
-        will be: those among ``spared``.
+        A segment costs ``overhead`` tokens; ``None``: the cost for this model.
         """
-        incoming = [row for row in rows if self._homes.get(row) is not slab]
-        slab.reserve(len(incoming), columns)
-        for home in {self._homes[row]: None for row in incoming if row in self._homes}:
-            moving = {row: self.length(row) for row in incoming if self._homes.get(row) is home}
-            slab.adopt(moving, home)
-            if home not in spared:
-                home.trim(self._longest(home))
-        slab.add(row for row in incoming if row not in self._homes)
-        self._homes.update(dict.fromkeys(incoming, slab))
-
-    def _step_slabs(self, rows: Sequence[int], overhead: int | None) -> list[SlabRows]:
-        """Give each segment of ``rows`` a slab in which its rows can grow by a token: that which holds most of it.
-
-        Another segment costs ``overhead`` tokens; unless given, what it takes for this model.
-        """
-        grown = self._grown(rows, [1] * len(rows))
-        lengths = list(grown.values())
+        lengths = self._lengths_after(rows, [1] * len(rows))
         segments = [list(range(len(rows)))]
         if self._segmented and rows and (per_token := self._bytes_per_token()):
             own = overhead_of(per_token / len(self._cache.layers))
-            segments = segmented(lengths, own if overhead is None else overhead)
-        by_slab = dict[Slab, list[int]]()
+            segments = segmented(list(lengths.values()), own if overhead is None else overhead)
+        by_slab: dict[Slab, list[int]] = {}
         for segment in segments:
             members = [rows[at] for at in segment]
-            held = Counter(self._homes[row] for row in members if row in self._homes)
-            free = [slab for slab in self._stepped if slab not in by_slab]
+            held = Counter(self._slab_of[row] for row in members if row in self._slab_of)
+            free = [slab for slab in self._decode_slabs if slab not in by_slab]
             slab = max(free, key=held.__getitem__, default=None)
             if slab is None or not held[slab]:
                 slab = next((slab for slab in free if not slab.rows), None) or Slab(self.max_length)
             by_slab[slab] = members
+        self._move(by_slab, lengths)
         for slab, members in by_slab.items():
-            self._move(members, slab, max(grown[row] for row in members), spared=by_slab.keys())
+            slab.trim(max([self._longest(slab), *(lengths[row] for row in members)]))
+        self._decode_slabs = [slab for slab in dict.fromkeys([*self._decode_slabs, *by_slab]) if slab.rows]
+        return by_slab
+
+    def _move(self, by_slab: Mapping[Slab, Sequence[int]], lengths: Mapping[int, int]) -> None:
+        """Move rows to their slabs, with room for ``lengths``; slabs that only lose rows give memory back."""
         for slab, members in by_slab.items():
-            slab.trim(max([self._longest(slab), *(grown[row] for row in members)]))
-        self._stepped = [slab for slab in dict.fromkeys([*self._stepped, *by_slab]) if slab.rows]
-        return list(by_slab.items())
+            incoming = [row for row in members if self._slab_of.get(row) is not slab]
+            slab.reserve(len(incoming), max(lengths[row] for row in members))
+            for source in {self._slab_of[row]: None for row in incoming if row in self._slab_of}:
+                slab.adopt({row: self.length(row) for row in incoming if self._slab_of.get(row) is source}, source)
+                if source not in by_slab:
+                    source.trim(self._longest(source))
+            slab.add(row for row in incoming if row not in self._slab_of)
+            self._slab_of.update(dict.fromkeys(incoming, slab))
 
     def _longest(self, slab: Slab) -> int:
         return max(map(self.length, slab.rows), default=0)
 
-    def _grown(self, rows: Sequence[int], more: Sequence[int]) -> dict[int, int]:
-        """Return the length that each row will have, after checking that it may."""
+    def _lengths_after(self, rows: Sequence[int], added: Sequence[int]) -> dict[int, int]:
+        """Return the length of each row after ``added[i]`` more tokens, which must fit."""
         if len(set(rows)) != len(rows):
             raise ProtocolError(f"each row may be named once in a call, but rows are {list(rows)}")
-        lengths = {row: self.length(row) + n for row, n in zip(rows, more, strict=True)}
+        lengths = {row: self.length(row) + n for row, n in zip(rows, added, strict=True)}
         for row, length in lengths.items():
             if length > self.max_length:
                 raise ModelError(
@@ -281,38 +266,38 @@ class Incremental:
                 )
         return lengths
 
-    def _read(self, by_slab: Sequence[SlabRows], ragged: Sequence[Tensor], *, keep: int) -> Tensor:
-        """Read one chunk for each row, in the order of the by_slab; return the last ``keep`` outputs [n, keep, D]."""
+    def _read(self, by_slab: Mapping[Slab, Sequence[int]], ragged: Sequence[Tensor], *, keep: int) -> Tensor:
+        """Read one chunk for each row, in the order of ``by_slab``; return the last ``keep`` outputs [n, keep, D]."""
         device = self._model.device
         sizes = [len(piece) for piece in ragged]
-        width, starts = max(sizes), [self.length(row) for _, rows in by_slab for row in rows]
+        width, starts = max(sizes), [self.length(row) for rows in by_slab.values() for row in rows]
         pads = index([width - size for size in sizes], device)[:, None]
         columns = torch.arange(width, device=device)
         real = columns >= pads
-        # Padding stands at position 0, which every row has: it attends to that and is thrown away.
+        # Padding gets position 0: it then attends to a key that every row has, and its output is dropped.
         positions = (index(starts, device)[:, None] + columns - pads).where(real, 0)
         ids = positions.new_zeros(positions.shape)
         ids[real] = torch.cat([piece.to(device) for piece in ragged])
         views, first = list[KVView](), 0
-        for slab, rows in by_slab:
+        for slab, rows in by_slab.items():
             segment = slice(first, first + len(rows))
             slots = [slab.slot(row) for row in rows]
             where = index(slots, device)[:, None].expand(-1, width)
             region = KVRegion(
-                slots=run_of(slots) or index(slots, device),
+                slots=as_slice(slots) or index(slots, device),
                 end=max(start + size for start, size in zip(starts[segment], sizes[segment], strict=True)),
                 to_slots=where[real[segment]],
                 to_columns=positions[segment][real[segment]],
-                chosen=None if min(sizes[segment]) == width else real[segment].flatten().nonzero()[:, 0],
+                unpadded=None if min(sizes[segment]) == width else real[segment].flatten().nonzero()[:, 0],
             )
             views.append(KVView(slab, region))
             first = segment.stop
         return self._forward(views, ids, positions, keep=keep)
 
-    def _in_step(self, rows: Sequence[int], overhead: int | None = None) -> DecodeBatch:
-        """Bring ``rows``, segment by segment, to the front of slabs in which they can be stepped."""
+    def _batched(self, rows: Sequence[int], overhead: int | None = None) -> DecodeBatch:
+        """Bring ``rows``, segment by segment, to the front of their slabs."""
         device, views, batch = self._model.device, list[KVView](), list[int]()
-        for slab, members in self._step_slabs(rows, overhead):
+        for slab, members in self._placed_by_segment(rows, overhead).items():
             slab.bring_forward(members, ordered=self._ordered)
             front = slab.rows[: len(members)]
             lengths = [self.length(row) for row in front]
@@ -324,16 +309,8 @@ class Incremental:
         picks = index([position_of[row] for row in batch], device) if batch != list(rows) else None
         return DecodeBatch(list(rows), views, index([self.length(row) for row in batch], device), picks)
 
-    def _pass(self, batch: DecodeBatch, tokens: Tensor) -> Tensor:
-        """Read one token for each row; return the outputs [n, D]."""
-        picks = batch.picks
-        ids = tokens.to(batch.positions.device)
-        ids = ids if picks is None else ids[picks]
-        out = self._forward(batch.views, ids[:, None], batch.positions[:, None], keep=1)[:, 0]
-        return out if picks is None else out.index_copy(0, picks, out)
-
     def _forward(self, views: Sequence[KVView], ids: Tensor, positions: Tensor, *, keep: int) -> Tensor:
-        kept = {"logits_to_keep": keep} if self._keeps else {}
+        kept = {"logits_to_keep": keep} if self._keeps_logits else {}
         output = self._model(
             input_ids=ids,
             attention_mask=self._masks(positions, max(region.end for _, region in views)),
@@ -342,14 +319,14 @@ class Incremental:
             use_cache=True,
             **kept,
         )
-        seen: Tensor = output.logits if "logits" in output else output.last_hidden_state
-        seen = seen[:, -keep:]
-        return seen if self._head is None else self._head(seen)
+        outputs: Tensor = output.logits if "logits" in output else output.last_hidden_state
+        outputs = outputs[:, -keep:]
+        return outputs if self._head is None else self._head(outputs)
 
 
 def _class_lengths(shortest: Sequence[int], longest: int) -> list[int]:
     """Return ascending class lengths: those given, at most ``longest``, then doubled up to it."""
     lengths = sorted({min(length, longest) for length in shortest})
-    while not lengths or lengths[-1] < longest:
-        lengths.append(min(lengths[-1] * 2 if lengths else SHORTEST_CLASS, longest))
+    while lengths[-1] < longest:
+        lengths.append(min(lengths[-1] * 2, longest))
     return lengths

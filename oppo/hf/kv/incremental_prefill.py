@@ -1,11 +1,11 @@
-"""Reading rollouts as they grow: from events to calls of :class:`~oppo.hf.kv.incremental.Incremental`.
+"""Incremental prefill of rollouts as they grow: from events to calls of :class:`~oppo.hf.kv.incremental.Incremental`.
 
 ::
 
-    Prompt | Chunk | Given  ->  session.unread  ->  spans, batched  ->  keep(span, outputs)
+    Prompt | Chunk | Given  ->  ReadState.unread  ->  spans, batched  ->  keep(span, outputs)
 
-Otherwise at once, in ragged batches; with ``exact`` each rollout alone, in blocks on an absolute grid of its sequence,
-so that neither the arrival pattern nor other rollouts can change a bit of the outputs.
+Tokens are read on arrival, in ragged batches. With ``exact`` each rollout is read alone, in blocks on an absolute grid
+of its sequence: neither the arrival pattern nor other rollouts can change a bit of the outputs.
 """
 
 from __future__ import annotations
@@ -20,29 +20,26 @@ from torch import Tensor
 
 from oppo.errors import ModelError, ProtocolError
 from oppo.events import Chunk, Given, IntArray, Prompt
-from oppo.hf.kv.incremental import Incremental
+from oppo.hf.kv.incremental import EXACT_BLOCK, Incremental
 from oppo.hf.kv.length_bucketing import cheapest_groups, overhead_on
 from oppo.support import Support
 
-GRID = 32
-"""Tokens in a block of the exact mode."""
-
 TOKENS_PER_PASS = 4096
-"""A forward pass reads at most so many tokens, padding included: bounds the activations and the logits."""
+"""Tokens of a forward pass, padding included: bounds the memory of activations and logits."""
 
 
 @dataclass(slots=True, eq=False)
 class ReadState:
-    """What is known of one rollout while it grows.
+    """One rollout while it grows.
 
     Attributes:
         prompt: length of the prompt.
         received: tokens received, prompt and response together.
         read: tokens that the model has read.
         unread: int64 [received - read].
-        support: of the unread tokens, where outputs are logits: the ids that each was drawn from.
-        kept: what the scorer noted of each span.
-        tail: [1, D], the output at the last position read, where the scorer needs it for the next token.
+        support: of the unread tokens, if outputs are logits: the ids that each was drawn from.
+        kept: what the scorer kept of each span.
+        tail: [1, D], the output at the last position read, for scorers that need it with the next token.
     """
 
     rollout: int
@@ -59,7 +56,7 @@ class ReadState:
 class TokenSpan:
     """Tokens ``start .. end`` of one rollout's sequence, int64 on the model's device, and their support."""
 
-    session: ReadState
+    state: ReadState
     start: int
     tokens: Tensor
     support: Support
@@ -71,28 +68,25 @@ class TokenSpan:
 
     @property
     def in_prompt(self) -> bool:
-        """Whether no token of the response is in it."""
-        return self.end <= self.session.prompt
+        """Whether it holds no token of the response."""
+        return self.end <= self.state.prompt
 
     @property
-    def informative(self) -> int:
-        """How many of its last positions tell something of the response: predict a token of it, or will be asked to."""
-        return max(1, self.end - max(self.session.prompt - 1, self.start))
+    def predictive(self) -> int:
+        """Number of last positions that predict response tokens; at least 1, since the last may predict the next."""
+        return max(1, self.end - max(self.state.prompt - 1, self.start))
 
 
 class IncrementalPrefill:
-    """Reads rollouts with one model and tells a scorer what came out.
+    """Reads rollouts with one model and hands the outputs to a scorer.
 
     Args:
-        incremental: the model.
-        name: the model's, for errors.
-        vocabulary: token ids must be smaller.
-        device: where the model is.
+        name: of the model, for errors.
+        vocabulary: upper bound of token ids.
         keep: called with each span and the outputs [k, D] at its last k positions: all of them, or, with
-            ``needs_logits``, those that are informative about the response.
-        exact: each rollout alone, on the grid.
-        needs_logits: outputs are logits, which are computed only where they are needed; the supports of tokens are
-            kept for them.
+            ``needs_logits``, those that predict the response.
+        exact: read each rollout alone, on the grid.
+        needs_logits: outputs are logits, computed at the predictive positions only; supports of tokens are kept.
     """
 
     def __init__(
@@ -101,7 +95,6 @@ class IncrementalPrefill:
         *,
         name: str,
         vocabulary: int,
-        device: torch.device,
         keep: Callable[[TokenSpan, Tensor], None],
         exact: bool,
         needs_logits: bool = False,
@@ -109,78 +102,78 @@ class IncrementalPrefill:
         self._incremental = incremental
         self._name = name
         self._vocabulary = vocabulary
-        self._device = device
+
         self._keep = keep
         self._exact = exact
         self._needs_logits = needs_logits
-        self._sessions: dict[int, ReadState] = {}
+        self._states: dict[int, ReadState] = {}
 
     def extend(self, events: Sequence[Prompt | Chunk | Given]) -> None:
-        """Take the tokens of ``events`` and read what can be read now.
+        """Receive the tokens of ``events`` and read them; with ``exact``, the whole blocks.
 
         Raises:
-            ModelError: a token is outside the vocabulary, or a sequence longer than the model reads.
+            ModelError: a token is outside the vocabulary, or a sequence is longer than the model reads.
             ProtocolError: a rollout is opened twice, was never opened, or has a gap.
         """
         grown = {event.rollout: self._received(event) for event in events}
         self._advance(list(grown.values()), final=False)
 
     def finish(self, lengths: Mapping[int, int]) -> list[ReadState]:
-        """Read what is left of finished rollouts; return their sessions, in order, which are forgotten here.
+        """Read the rest of finished rollouts and forget them; return their states, in order.
 
         Args:
-            lengths: how many tokens each response has, by rollout.
+            lengths: tokens of each response, by rollout.
 
         Raises:
             ProtocolError: the tokens received are not the whole response.
         """
-        sessions = []
+        states = []
         for rollout, length in lengths.items():
-            session = self._known(rollout)
-            expected = session.prompt + length
-            if session.received != expected:
+            state = self._opened(rollout)
+            expected = state.prompt + length
+            if state.received != expected:
                 raise ProtocolError(
                     f"rollout {rollout} finished with {expected} tokens, prompt included, but {self._name} was "
-                    f"given {session.received}: extend it by the rest first"
+                    f"given {state.received}: extend it by the rest first"
                 )
-            sessions.append(session)
-        self._advance(sessions, final=True)
-        self.forget([session.rollout for session in sessions])
-        return sessions
+            states.append(state)
+        self._advance(states, final=True)
+        self.forget([state.rollout for state in states])
+        return states
 
     def forget(self, rollouts: Iterable[int]) -> None:
-        """Drop sessions and their memory; unknown rollouts are fine."""
+        """Drop rollouts and their memory; unknown rollouts are fine."""
         rollouts = list(rollouts)
         for rollout in rollouts:
-            self._sessions.pop(rollout, None)
+            self._states.pop(rollout, None)
         self._incremental.forget(rollouts)
 
-    def _known(self, rollout: int) -> ReadState:
-        session = self._sessions.get(rollout)
-        if session is None:
+    def _opened(self, rollout: int) -> ReadState:
+        state = self._states.get(rollout)
+        if state is None:
             raise ProtocolError(f"rollout {rollout} is unknown to {self._name}: its Prompt must come first")
-        return session
+        return state
 
     def _received(self, event: Prompt | Chunk | Given) -> ReadState:
         if isinstance(event, Prompt):
-            if event.rollout in self._sessions:
+            if event.rollout in self._states:
                 raise ProtocolError(f"rollout {event.rollout} is open in {self._name} already; it came a second time")
-            session = ReadState(event.rollout, len(event.tokens))
+            state = ReadState(event.rollout, len(event.tokens))
         else:
-            session = self._known(event.rollout)
-            expected = session.received - session.prompt
+            state = self._opened(event.rollout)
+            expected = state.received - state.prompt
             if event.start != expected:
                 raise ProtocolError(
                     f"rollout {event.rollout}: {self._name} expected tokens from {expected} of the response on, but "
                     f"{type(event).__name__} starts at {event.start}"
                 )
         support = event.support if self._needs_logits and isinstance(event, Chunk) else Support()
-        self._check(event.rollout, event.tokens, support, session.received)
-        session.support = Support.concatenate([(session.support, len(session.unread)), (support, len(event.tokens))])
-        session.unread = np.concatenate((session.unread, event.tokens.astype(np.int64)))
-        session.received += len(event.tokens)
-        self._sessions[event.rollout] = session
-        return session
+        self._check(event.rollout, event.tokens, support, state.received)
+        state.support = Support.concatenate([(state.support, len(state.unread)), (support, len(event.tokens))])
+        state.unread = np.concatenate((state.unread, event.tokens.astype(np.int64)))
+        state.received += len(event.tokens)
+        self._states[event.rollout] = state
+        return state
 
     def _check(self, rollout: int, tokens: IntArray, support: Support, received: int) -> None:
         length, limit = received + len(tokens), self._incremental.max_length
@@ -196,38 +189,33 @@ class IncrementalPrefill:
                     f"of {self._name} has {self._vocabulary}: policy and scorers must share a tokenizer"
                 )
 
-    def _advance(self, sessions: Sequence[ReadState], *, final: bool) -> None:
-        for batch in self._alone(sessions, final=final) if self._exact else self._together(sessions):
-            last = [span.informative for span in batch] if self._needs_logits else None
-            rows, tokens = [span.session.rollout for span in batch], [span.tokens for span in batch]
+    def _advance(self, states: Sequence[ReadState], *, final: bool) -> None:
+        for batch in self._blocks(states, final=final) if self._exact else self._batches(states):
+            last = [span.predictive for span in batch] if self._needs_logits else None
+            rows, tokens = [span.state.rollout for span in batch], [span.tokens for span in batch]
             for span, outputs in zip(batch, self._incremental.extend(rows, tokens, last=last), strict=True):
                 self._keep(span, outputs)
 
-    def _alone(self, sessions: Sequence[ReadState], *, final: bool) -> Iterator[list[TokenSpan]]:
-        for session in sessions:
-            while len(session.unread) >= GRID or (final and len(session.unread)):
-                yield [self._taken(session, GRID)]
+    def _blocks(self, states: Sequence[ReadState], *, final: bool) -> Iterator[list[TokenSpan]]:
+        for state in states:
+            while len(state.unread) >= EXACT_BLOCK or (final and len(state.unread)):
+                yield [self._next_span(state, EXACT_BLOCK)]
 
-    def _together(self, sessions: Sequence[ReadState]) -> Iterator[list[TokenSpan]]:
-        waiting = list(sessions)
-        while waiting := [session for session in waiting if len(session.unread)]:
-            spans = [self._taken(session, TOKENS_PER_PASS) for session in waiting]
-            for alike in self._alike(spans):
+    def _batches(self, states: Sequence[ReadState]) -> Iterator[list[TokenSpan]]:
+        waiting, overhead = list(states), overhead_on(self._incremental.device)
+        while waiting := [state for state in waiting if len(state.unread)]:
+            spans = [self._next_span(state, TOKENS_PER_PASS) for state in waiting]
+            # A pass computes logits for each span as for the one that needs most: prompts have passes of their own.
+            for in_prompt in (True, False):
+                alike = [span for span in spans if (self._needs_logits and span.in_prompt) == in_prompt]
                 lengths = [len(span.tokens) for span in alike]
-                overhead = overhead_on(self._device)
                 for group in cheapest_groups(lengths, range(len(alike)), overhead=overhead, budget=TOKENS_PER_PASS):
                     yield [alike[at] for at in group]
 
-    def _alike(self, spans: list[TokenSpan]) -> list[list[TokenSpan]]:
-        """Return spans that may share a pass: outputs are computed for each as for the one that needs most."""
-        if not self._needs_logits:
-            return [spans]
-        return [[span for span in spans if span.in_prompt == silent] for silent in (True, False)]
-
-    def _taken(self, session: ReadState, limit: int) -> TokenSpan:
-        tokens, session.unread = session.unread[:limit], session.unread[limit:]
-        support = session.support.slice(0, limit)
-        session.support = session.support.slice(limit, len(session.support.counts))
-        span = TokenSpan(session, session.read, torch.from_numpy(tokens).to(self._device), support)
-        session.read += len(tokens)
+    def _next_span(self, state: ReadState, limit: int) -> TokenSpan:
+        tokens, state.unread = state.unread[:limit], state.unread[limit:]
+        support = state.support.slice(0, limit)
+        state.support = state.support.slice(limit, len(state.support.counts))
+        span = TokenSpan(state, state.read, torch.from_numpy(tokens).to(self._incremental.device), support)
+        state.read += len(tokens)
         return span

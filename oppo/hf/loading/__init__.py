@@ -1,1 +1,1 @@
-"""Loading models and tokenizers from directories and hubs, checked before anybody relies on them."""
+"""Loading models and tokenizers from directories and hubs, with checks before first use."""

@@ -1,4 +1,4 @@
-"""What the directory of a model must be before a library reads it: data that is whole, and its own; never code."""
+"""Checks on a model directory before a library reads it: complete data inside of the directory, and no code."""
 
 from __future__ import annotations
 
@@ -17,28 +17,25 @@ OBJECTS = (
     *(CONFIG, GENERATION, ADAPTER, "model.safetensors.index.json"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
 )
-"""Files that libraries read, and that hold one JSON object each."""
-
-TOKENIZERS = ("*token*", "vocab*", "*.model")
-"""What files of a tokenizer are called."""
+"""Files that hold one JSON object each."""
 
 SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 """Where transformers looks for weights, in this order; an index names the files that hold them."""
 
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-"""Where it looks next, if it may read pickles."""
+"""Where it looks next, if pickles are allowed."""
 
 PICKLES = ("bin", "pt", "pth", "ckpt", "pkl")
-"""Suffixes under which weights come as pickles."""
+"""Suffixes of pickled weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """What a directory with an adapter holds.
+    """The contents of an adapter's directory.
 
     Attributes:
         base: name of the model that the adapter is for.
-        tensors: names of the weights, as those of that model where they take the place of one.
+        tensors: names of the weights; those that replace a weight of the base have its name.
     """
 
     base: str
@@ -46,7 +43,7 @@ class Adapter:
 
 
 def read_object(file: Path) -> dict[str, object]:
-    """Return the JSON object that a file holds.
+    """Return the JSON object in a file.
 
     Raises:
         ConfigError: the file cannot be read, or holds something else.
@@ -62,21 +59,21 @@ def read_object(file: Path) -> dict[str, object]:
     return found
 
 
-def holdings(directory: Path) -> str:
-    """Return the names of what a directory holds, in words."""
+def entries_of(directory: Path) -> str:
+    """Return the names of a directory's entries, for errors."""
     return ", ".join(sorted(entry.name for entry in directory.glob("*"))) or "nothing"
 
 
 def holds_tokenizer(directory: Path) -> bool:
-    """Return whether a directory holds what may be files of a tokenizer."""
-    return any(True for pattern in TOKENIZERS for _ in directory.glob(pattern))
+    """Return whether a directory holds files that look like a tokenizer's."""
+    return any(True for pattern in ("*token*", "vocab*", "*.model") for _ in directory.glob(pattern))
 
 
 def require_json(directory: Path) -> None:
-    """Return only if every file of a directory that must hold a JSON object does.
+    """Check the JSON files of a directory, those in :data:`OBJECTS`.
 
     Raises:
-        ConfigError: one does not.
+        ConfigError: one of them holds no JSON object.
     """
     for file in (directory / name for name in OBJECTS):
         if file.is_file():
@@ -84,26 +81,35 @@ def require_json(directory: Path) -> None:
 
 
 def require_data(directory: Path, *, trusted: bool, allow_pickle: bool) -> list[str]:
-    """Return the names of a model's tensors, none where pickles hold them, if all that will be read is data.
+    """Return the names of a model's tensors, without those in pickles, after checking that its files are only data.
 
     Raises:
         ConfigError: there is no model, it needs code that is not trusted, its weights are quantised, or a file is
-            missing, damaged, outside of the directory or, unless those are allowed, a pickle.
+            missing, damaged, outside of the directory or a pickle that is not allowed.
     """
     if not (directory / CONFIG).is_file():
         raise _without_model(directory)
     if (directory / ADAPTER).exists():
         raise ConfigError(f"{directory} holds an adapter beside a model: expected either in a directory of its own")
     require_no_code(directory, trusted=trusted)
-    _require_plain(directory)
+    if quantised := read_object(directory / CONFIG).get("quantization_config"):
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        raise ConfigError(
+            f"the weights at {directory} are quantised ({method}), and neither trained nor served exactly: expected "
+            "those they were made from, in float32, bfloat16 or float16"
+        )
+    if (file := directory / GENERATION).is_file():  # transformers would ignore it if damaged
+        ends = read_object(file).get("eos_token_id")
+        if not all(type(each) is int for each in (ends if isinstance(ends, list) else [ends]) if ends is not None):
+            raise ConfigError(f"{file}: expected token ids under eos_token_id, got {ends!r}")
     return _weights(directory, allow_pickle=allow_pickle)
 
 
 def require_no_code(directory: Path, *, trusted: bool) -> None:
-    """Refuse a directory whose model needs code that comes with it, unless that is trusted.
+    """Check that a model needs no code of its own directory, unless that is trusted.
 
     Raises:
-        ConfigError: it does.
+        ConfigError: it needs such code.
     """
     config = directory / CONFIG
     if trusted or not config.is_file():
@@ -119,7 +125,7 @@ def require_no_code(directory: Path, *, trusted: bool) -> None:
 
 
 def require_adapter(directory: Path, *, allow_pickle: bool) -> Adapter | None:
-    """Return what a directory holds that is that of an adapter; ``None`` where it is not.
+    """Return the adapter in a directory; ``None`` for a directory of another kind.
 
     Raises:
         ConfigError: the adapter names no model, or its weights are missing, damaged or a pickle.
@@ -129,20 +135,17 @@ def require_adapter(directory: Path, *, allow_pickle: bool) -> Adapter | None:
     base = read_object(file).get("base_model_name_or_path")
     if not isinstance(base, str):
         raise ConfigError(f"{file}: expected the model that it is for under base_model_name_or_path, got {base!r}")
-    weights = ["adapter_model.safetensors", "adapter_model.bin"]
-    names = _tensors(
-        directory,
-        [name for name in weights if (directory / name).is_file()][:1] or weights[:1],
-        allow_pickle=allow_pickle,
-    )
+    safetensors, pickle = "adapter_model.safetensors", "adapter_model.bin"
+    pickled = not (directory / safetensors).is_file() and (directory / pickle).is_file()
+    names = _tensors(directory, [pickle if pickled else safetensors], allow_pickle=allow_pickle)
     return Adapter(base, frozenset(name.removeprefix("base_model.model.") for name in names))
 
 
 def shards(index: Path) -> list[str]:
-    """Return the names of the files that hold the weights, as an index says; none where there is no index.
+    """Return the names of the files with weights that an index lists; none without an index.
 
     Raises:
-        ConfigError: it is no index.
+        ConfigError: the file is no index.
     """
     if not index.is_file():
         return []
@@ -153,20 +156,6 @@ def shards(index: Path) -> list[str]:
     if not isinstance(described.get("metadata"), dict):
         raise ConfigError(f"{index}: expected metadata beside the weight_map, an object that may be empty")
     return sorted(set(names.values()))
-
-
-def _require_plain(directory: Path) -> None:
-    """Refuse weights that are quantised, and generation settings that transformers would pass over as damaged."""
-    if quantised := read_object(directory / CONFIG).get("quantization_config"):
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-        raise ConfigError(
-            f"the weights at {directory} are quantised ({method}), and neither trained nor served exactly: expected "
-            "those they were made from, in float32, bfloat16 or float16"
-        )
-    if (file := directory / GENERATION).is_file():
-        ends = read_object(file).get("eos_token_id")
-        if not all(type(each) is int for each in (ends if isinstance(ends, list) else [ends]) if ends is not None):
-            raise ConfigError(f"{file}: expected token ids under eos_token_id, got {ends!r}")
 
 
 def _weights(directory: Path, *, allow_pickle: bool) -> list[str]:
@@ -182,11 +171,11 @@ def _weights(directory: Path, *, allow_pickle: bool) -> list[str]:
 
 
 def _tensors(directory: Path, names: list[str], *, allow_pickle: bool) -> list[str]:
-    """Return the names of the tensors that files hold, but for those in pickles; each file is there, and whole.
+    """Return the names of the tensors in complete files of the directory, without those in pickles.
 
-    It is the name that stays inside of the directory. What lies under it may be a link, as it is in the hub's cache.
+    Names must stay inside of the directory. The files may be links, as they are in the hub's cache.
     """
-    found: list[str] = []
+    tensors: list[str] = []
     pickles = [name for name in names if not name.endswith(".safetensors")]
     for name in names:
         file = directory / name
@@ -200,18 +189,18 @@ def _tensors(directory: Path, names: list[str], *, allow_pickle: bool) -> list[s
             raise _pickled(directory, pickles)
         try:
             with safe_open(file, framework="pt") as opened:
-                found += opened.keys()
+                tensors += opened.keys()
         except (SafetensorError, OSError) as error:
             raise ConfigError(
                 f"{file} is no safetensors file, or not the whole of one (a git clone has them after `git lfs pull`): "
                 f"{error}"
             ) from error
-    return found
+    return tensors
 
 
 def _without_model(directory: Path) -> ConfigError:
     return ConfigError(
-        f"no model could be loaded: the directory {str(directory)!r} holds {holdings(directory)}; looked for "
+        f"no model could be loaded: the directory {str(directory)!r} holds {entries_of(directory)}; looked for "
         "config.json and *.safetensors"
     )
 

@@ -1,4 +1,4 @@
-"""Whether weights are those of the model that ``config.json`` describes: by kind, names, shapes, and as numbers."""
+"""Checks that weights belong to the model that ``config.json`` describes: its kind, names, shapes and values."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from oppo.errors import ConfigError, ModelRefused
 Kind: TypeAlias = type[AutoModelForCausalLM | AutoModelForSequenceClassification]
 
 HEADS = ("lm_head.", "embed_out.")
-"""How the weights of a head for logits begin, which a causal language model has and a critic made of it does not."""
+"""Prefixes of the weights of a language model's head, which a critic made of it does not use."""
 
-BYGONE = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", "decoder.version")
-"""How constants end that older checkpoints of GPT-2, GPT-J, GPT-NeoX and OPT hold, and that models compute today."""
+OBSOLETE = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", "decoder.version")
+"""Suffixes of constants in older checkpoints of GPT-2, GPT-J, GPT-NeoX and OPT; models compute them today."""
 
 
 class Info(TypedDict):
-    """What transformers says of a checkpoint: names, and names with the shape that came and the one wanted."""
+    """transformers' loading info of a checkpoint: names of weights, and names with the shapes found and expected."""
 
     missing_keys: Collection[str]
     unexpected_keys: Collection[str]
@@ -36,7 +36,7 @@ class Info(TypedDict):
 
 
 def require_kind(kind: Kind, directory: Path, tensors: Sequence[str], *, trusted: bool) -> None:
-    """Refuse an architecture of which there is no model of this kind, or a depth that no such file could have."""
+    """Check that the architecture has a model of this kind, and that the files hold enough tensors for its depth."""
     config = AutoConfig.from_pretrained(directory, trust_remote_code=trusted)
     if kind is AutoModelForCausalLM:
         mapping, wanted = MODEL_FOR_CAUSAL_LM_MAPPING, "causal language model"
@@ -48,71 +48,65 @@ def require_kind(kind: Kind, directory: Path, tensors: Sequence[str], *, trusted
             "take one of another architecture"
         )
     depth = getattr(config.get_text_config(), "num_hidden_layers", 0)
-    if 0 < len(tensors) < depth:  # said here, since so many layers may take hours even where they take no memory
+    if 0 < len(tensors) < depth:  # first: building so many layers may take hours, even without memory
         raise ConfigError(
             f"{directory / 'config.json'} describes {depth} layers, but there are {len(tensors)} tensors in all: "
             "expected the weights of that model"
         )
 
 
-def lacking_of(
-    model: PreTrainedModel, info: Info, path: str | Path, *, given: Collection[str] = (), new_head: bool = False
-) -> list[str]:
-    """Return the weights of a new head: those that neither the checkpoint has nor what is added to it later, ``given``.
+def require_fit(
+    model: PreTrainedModel,
+    info: Info,
+    path: str | Path,
+    *,
+    given: Collection[str] = (),
+    new_head: bool = False,
+    ignore_unused: bool,
+) -> tuple[list[str], list[str]]:
+    """Check the weights of a checkpoint by name and shape; return the missing ones of a new head, and the unused ones.
+
+    An adapter's weights, ``given``, are not missing. Constants that the model computes are not unused, nor are weights
+    that transformers ignores itself.
 
     Raises:
-        ConfigError: it lacks others, or a head that may not be new, or has weights of other shapes.
+        ConfigError: a shape differs, a weight is missing from the backbone or from a head that may not be new, or a
+            weight other than those of a head for logits is unused, without ``ignore_unused``.
     """
+    checkpoint, has_logits = f"the checkpoint at {str(path)!r}", model.get_output_embeddings() is not None
     if info["mismatched_keys"]:
-        wrong = [f"{name} is {list(came)}, not {list(wanted)}" for name, came, wanted in info["mismatched_keys"]]
-        raise ConfigError(
-            f"the checkpoint at {str(path)!r} does not fit {type(model).__name__}: {', '.join(sorted(wrong)[:3])}"
-        )
-    lacking = sorted(set(info["missing_keys"]).difference(given))
-    if backbone := [name for name in lacking if name.startswith(f"{model.base_model_prefix}.")]:
-        raise ConfigError(f"the checkpoint at {str(path)!r} has no {some(backbone)}: it is incomplete")
-    if lacking and not new_head:
+        wrong = [f"{name} is {list(found)}, not {list(wanted)}" for name, found, wanted in info["mismatched_keys"]]
+        raise ConfigError(f"{checkpoint} does not fit {type(model).__name__}: {', '.join(sorted(wrong)[:3])}")
+    missing = sorted(set(info["missing_keys"]).difference(given))
+    if backbone := [name for name in missing if name.startswith(f"{model.base_model_prefix}.")]:
+        raise ConfigError(f"{checkpoint} has no {first_of(backbone)}: it is incomplete")
+    if missing and not new_head:
         expected = "sequence classification model with one label; a reward from an untrained head would be noise"
-        if _has_logits(model):
+        if has_logits:
             expected = f"causal language model, not {', '.join(model.config.architectures or ['an unknown one'])}"
-        raise ConfigError(f"the checkpoint at {str(path)!r} has no {some(lacking)}: expected a {expected}")
-    return lacking
-
-
-def unused_of(model: PreTrainedModel, info: Info, path: str | Path, *, ignore: bool) -> list[str]:
-    """Return the weights that the model does not use, and may do without: a head for logits, or any if asked to.
-
-    What transformers knows to be of no use is not counted, nor are constants that the model computes.
-
-    Raises:
-        ConfigError: there are others.
-    """
+        raise ConfigError(f"{checkpoint} has no {first_of(missing)}: expected a {expected}")
     buffers = {name for name, _ in model.named_buffers()}
-    unused = sorted(name for name in info["unexpected_keys"] if name not in buffers and not name.endswith(BYGONE))
-    needless = () if _has_logits(model) else HEADS
-    if not ignore and (strange := [name for name in unused if not name.startswith(needless)]):
+    unused = sorted(name for name in info["unexpected_keys"] if name not in buffers and not name.endswith(OBSOLETE))
+    droppable = () if has_logits else HEADS
+    if not ignore_unused and (unknown := [name for name in unused if not name.startswith(droppable)]):
         raise ConfigError(
-            f"the checkpoint at {str(path)!r} has {some(strange)}, which {type(model).__name__} does not use: expected "
-            "the weights of the model that config.json describes, and of this kind; if it may do without, set "
+            f"{checkpoint} has {first_of(unknown)}, which {type(model).__name__} does not use: expected the weights of "
+            "the model that config.json describes, and of this kind; if it may do without, set "
             "models.ignore_unused_weights = true"
         )
-    return unused
+    return missing, unused
 
 
-def some(names: Sequence[str]) -> str:
-    """Return the first few of many names, and how many there are besides."""
+def first_of(names: Sequence[str]) -> str:
+    """Return the first three names and the number of the rest, for messages."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def require_finite(model: PreTrainedModel, path: str | Path) -> None:
-    """Refuse weights that are not numbers, which would be noticed only where they have spread, as something else."""
+    """Check that no weight is NaN or infinite; otherwise the first symptom would be another error, much later."""
     for name, weight in model.named_parameters():
         if weight.numel() and not torch.stack(torch.aminmax(weight.detach())).isfinite().all():
             raise ConfigError(
                 f"{name} of the checkpoint at {str(path)!r} holds NaN or infinite numbers in {weight.dtype}: expected "
                 "weights of a training that did not diverge"
             )
-
-
-def _has_logits(model: PreTrainedModel) -> bool:
-    return model.get_output_embeddings() is not None

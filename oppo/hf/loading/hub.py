@@ -1,6 +1,6 @@
-"""The directory that a model's name stands for: one that is there, or this machine's copy of what a hub has.
+"""The directory of a model by name: a local one, or this machine's copy of a hub's.
 
-A hub is asked once, briefly, whether it has the model at all; only from one that has are files fetched, patiently.
+A hub is asked once, with a short timeout, whether it has the model; files are fetched only from one that has it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from oppo.errors import ConfigError, OppoError, said
 from oppo.hf.loading.directory import ADAPTER, CONFIG, PICKLED, SAFETENSORS, shards
 from oppo.observe import silent
 
-DESCRIBING = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
-"""Files of a hub that describe a model, or its tokenizer."""
+METADATA = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
+"""Files of a hub that describe a model or its tokenizer."""
 
 
 def located(
@@ -28,26 +28,26 @@ def located(
     trust_remote_code: bool = False,
     tell: Callable[[str], None] = silent,
 ) -> Path:
-    """Return the directory that holds a model, or the tokenizer of one; what it holds is not looked at.
+    """Return the directory of a model or tokenizer, without checking its contents.
 
     Args:
         name: a directory, or a hub name.
-        weights: fetch those too from a hub.
-        allow_pickle: as pickles, where the hub has no others.
+        weights: fetch weights too from a hub.
+        allow_pickle: fetch pickles if the hub has no other weights.
         trust_remote_code: fetch code too.
-        tell: told, in a sentence, that a hub is asked, and what becomes of that.
+        tell: told, in a sentence, that a hub is asked, and that a local copy is used instead.
 
     Raises:
-        ConfigError: there is no such directory, and the name is none of a hub's, or no hub can be asked for it.
+        ConfigError: there is no such directory, and no hub has a model of that name or can be reached.
     """
     try:
         directory = Path(name).expanduser()
         if directory.is_dir():
             return directory
-        if (kept := _asked(str(name), tell)) is not None:
-            return kept
+        if (copy := _copy_without_hub(str(name), tell)) is not None:
+            return copy
         directory = Path(
-            snapshot_download(str(name), allow_patterns=[*DESCRIBING, *(["*.py"] if trust_remote_code else [])])
+            snapshot_download(str(name), allow_patterns=[*METADATA, *(["*.py"] if trust_remote_code else [])])
         )
         if weights:
             _fetch(str(name), directory, SAFETENSORS, "adapter_model.safetensors")
@@ -63,39 +63,33 @@ def located(
 
 
 def _fetch(name: str, directory: Path, weights: tuple[str, str], adapter: str) -> None:
-    one, index = weights
-    snapshot_download(name, allow_patterns=[one, adapter, *shards(directory / index)])
+    whole, index = weights
+    snapshot_download(name, allow_patterns=[whole, adapter, *shards(directory / index)])
 
 
 @cache
-def _asked(name: str, tell: Callable[[str], None]) -> Path | None:
-    """Return the copy that this machine has where no hub can be asked for a model; ``None``: a hub has it.
+def _copy_without_hub(name: str, tell: Callable[[str], None]) -> Path | None:
+    """Return this machine's copy if no hub can be asked for a model; ``None`` if a hub has the model.
 
-    The answer holds for the life of the process, so that all models of a run have the patience of one.
+    The answer holds for the life of the process, so that a run waits for it once per name.
+
+    Raises:
+        ConfigError: no hub can be asked, and there is no copy.
+        HFValidationError: the name is not a valid hub name.
     """
-    kept = _kept(name)
+    files = (CONFIG, ADAPTER, "tokenizer_config.json", "tokenizer.json")
+    cached = [found for file in files if isinstance(found := try_to_load_from_cache(name, file), str)]
+    copy = Path(cached[0]).parent if cached else None
     try:
         if not is_offline_mode():
             tell(f"{name} is no directory here: asking {constants.ENDPOINT} for it")
         HfApi().model_info(name, timeout=constants.HF_HUB_ETAG_TIMEOUT)
     except Exception as error:  # any kind: proxies, certificates, servers and their answers
-        if kept is None:
+        if copy is None:
             raise ConfigError(
                 f"{name!r} is no directory here, and as a hub name it could not be had ({said(error)})"
             ) from error
         if not is_offline_mode():
-            tell(f"taking {name} as this machine's copy {kept} has it ({said(error)})")
-        return kept
-    return None
-
-
-def _kept(name: str) -> Path | None:
-    """Return this machine's copy of what a hub had, if there is one.
-
-    Raises:
-        HFValidationError: no hub has models of such names.
-    """
-    for file in (CONFIG, ADAPTER, "tokenizer_config.json", "tokenizer.json"):
-        if isinstance(found := try_to_load_from_cache(name, file), str):
-            return Path(found).parent
+            tell(f"taking {name} as this machine's copy {copy} has it ({said(error)})")
+        return copy
     return None

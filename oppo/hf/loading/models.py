@@ -1,13 +1,13 @@
-"""Models and tokenizers by directory or hub name, from safetensors, probed before anybody relies on them.
+"""Models and tokenizers by directory or hub name, read from safetensors, and probed before first use.
 
-A model is loaded in three passes: over its files (:mod:`oppo.hf.loading.directory`), over its names and shapes, on the
-device ``meta`` where nothing is allocated, and over its weights. What the libraries that do so make of a file that is
-damaged, foreign or lying becomes a sentence that names it.
+Loading makes three passes: over the files (:mod:`oppo.hf.loading.directory`); over names and shapes, on the device
+``meta`` that allocates nothing; and over the weights. Errors of the libraries about a damaged or foreign file become
+one sentence that names the file.
 
-Weights that come as pickles are refused unless they are asked for; then tensors are read, and nothing else is built.
+Pickles are refused unless they are allowed; then tensors are read from them, and no other objects are built.
 
-The attention implementation is transformers' own choice, SDPA where a model supports it, unless eager attention is
-asked for. By which kind of attention a model is served (:mod:`oppo.hf.kv.attention`), the probe finds out.
+transformers chooses the attention implementation, SDPA for models that support it, unless eager attention is chosen.
+The probe finds the kind of attention (:mod:`oppo.hf.kv.attention`) that serves the model.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ from oppo.errors import ConfigError, OppoError, said
 from oppo.hf.device import CPU
 from oppo.hf.introspection import score_head
 from oppo.hf.kv.attention import CHOICES, COSTS, Choice
-from oppo.hf.loading.directory import CONFIG, holdings, require_adapter, require_data, require_json, require_no_code
-from oppo.hf.loading.fit import Info, Kind, lacking_of, require_finite, require_kind, some, unused_of
+from oppo.hf.loading.directory import CONFIG, entries_of, require_adapter, require_data, require_json, require_no_code
+from oppo.hf.loading.fit import Info, Kind, first_of, require_finite, require_fit, require_kind
 from oppo.hf.loading.hub import located
 from oppo.hf.out_of_memory import ran_out
 from oppo.hf.probe import probe
+from oppo.hf.shared_memory import ALIGNMENT
 from oppo.observe import silent
 
 _DTYPES: dict[str, torch.dtype | Literal["auto"]] = {
@@ -48,13 +49,9 @@ _DTYPES: dict[str, torch.dtype | Literal["auto"]] = {
 }
 
 
-ALIGNMENT = 64
-"""Bytes: tensors of torch's own begin at multiples on a CPU. Kernels round otherwise where they do not."""
-
-
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep transformers' progress bars and load reports off the terminal; what they say, this module says itself."""
+    """Suppress transformers' progress bars and load reports: this module reports the same in its own words."""
     bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
@@ -82,18 +79,18 @@ def load_causal(
     Args:
         path: a directory with ``config.json`` and safetensors, or with an adapter for such a model, or a hub name.
         dtype: ``float32``, ``bfloat16``, ``float16`` or ``auto`` (the checkpoint's).
-        device: where it is moved to.
+        device: of the returned model.
         trust_remote_code: run code that comes with the model.
-        allow_pickle: where there are no safetensors, read tensors from pickles (``weights_only``).
+        allow_pickle: without safetensors, read tensors from pickles (``weights_only``).
         ignore_unused: leave out weights that the model does not use.
         attention: the kind of attention; ``auto``: the fastest that serves it exactly (:mod:`oppo.hf.kv.attention`).
-        tell: told, in a sentence, that a hub is asked, which weights are left out, and the kind of attention if it is a
-            slower one.
+        tell: told, in a sentence, that a hub is asked, which weights are left out, that a head is new, and the kind of
+            attention if it is a slower one.
 
     Raises:
         ConfigError: there is no such model, a file of it is damaged, or its weights are not those that its
             ``config.json`` describes; or the dtype or the kind of attention is unknown.
-        ModelRefused: there is no such model of its architecture, or it cannot be served exactly.
+        ModelRefused: the architecture has no such model, or it cannot be served exactly.
     """
     return _load(
         AutoModelForCausalLM,
@@ -120,26 +117,16 @@ def load_scalar(
     new_head: bool = False,
     tell: Callable[[str], None] = silent,
 ) -> PreTrainedModel:
-    """Return the model at a directory or hub name as one that gives one number, in evaluation mode, probed.
+    """Return the sequence-classification model with one label at a directory or hub name, in evaluation mode, probed.
 
-    The head for logits of a checkpoint that has one is left out.
+    A head for logits in the checkpoint is left out. The other arguments and errors are those of :func:`load_causal`.
 
     Args:
-        path: a directory with ``config.json`` and safetensors, or with an adapter for such a model, or a hub name.
-        dtype: ``float32``, ``bfloat16``, ``float16`` or ``auto`` (the checkpoint's).
-        device: where it is moved to.
-        trust_remote_code: run code that comes with the model.
-        allow_pickle: where there are no safetensors, read tensors from pickles (``weights_only``).
-        ignore_unused: leave out all weights that the model does not use.
-        attention: the kind of attention; ``auto``: the fastest that serves it exactly (:mod:`oppo.hf.kv.attention`).
-        new_head: let the checkpoint lack a scalar head and begin with one of zeros: for a critic, never for a reward.
-        tell: told, in a sentence, that a hub is asked, which weights are left out, that the head is new, and the kind
-            of attention if it is a slower one.
+        new_head: start with a head of zeros if the checkpoint has none: for a critic, never for a reward.
 
     Raises:
-        ConfigError: there is no such model, a file of it is damaged, its weights are not those that its
-            ``config.json`` describes, or it has no scalar head; or the dtype or the kind of attention is unknown.
-        ModelRefused: there is no such model of its architecture, or it cannot be served exactly.
+        ConfigError: also if the checkpoint has no scalar head, and none may be new.
+        ModelRefused: also if the model has no ``score`` layer.
     """
     return _load(
         AutoModelForSequenceClassification,
@@ -152,7 +139,6 @@ def load_scalar(
         attention=attention,
         tell=tell,
         new_head=new_head,
-        num_labels=1,
     )
 
 
@@ -160,12 +146,7 @@ def load_scalar(
 def load_tokenizer(
     path: str | Path, *, trust_remote_code: bool = False, tell: Callable[[str], None] = silent
 ) -> PreTrainedTokenizerBase:
-    """Return the tokenizer at a directory or hub name.
-
-    Args:
-        path: a directory, or a hub name.
-        trust_remote_code: run code that comes with the model.
-        tell: told, in a sentence, that a hub is asked.
+    """Return the tokenizer at a directory or hub name; ``tell`` is told, in a sentence, that a hub is asked.
 
     Raises:
         ConfigError: there is no such tokenizer, a file of it is damaged, or it needs code that is not trusted.
@@ -174,23 +155,26 @@ def load_tokenizer(
     require_no_code(directory, trusted=trust_remote_code)
     with _reading(directory, f"{directory / CONFIG} cannot be used"), suppress(OSError, ValueError):  # it may lack one
         AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
-    found = f"the directory {str(directory)!r} holds {holdings(directory)}; looked for tokenizer.json or a vocabulary"
-    with _reading(directory, f"no tokenizer could be loaded: {found}"):
+    failure = (
+        f"no tokenizer could be loaded: the directory {str(directory)!r} holds {entries_of(directory)}; looked for "
+        "tokenizer.json or a vocabulary"
+    )
+    with _reading(directory, failure):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             directory, trust_remote_code=trust_remote_code
         )
         tokenizer.name_or_path = str(path)
         if not tokenizer.get_vocab().keys() - tokenizer.added_tokens_encoder.keys():
-            raise ConfigError(f"no tokenizer could be loaded: {found}")
+            raise ConfigError(failure)
     return tokenizer
 
 
 @contextmanager
-def _reading(directory: Path, otherwise: str) -> Iterator[None]:
-    """Say whatever libraries raise over the files of a directory in one sentence, of the damaged file if it is known.
+def _reading(directory: Path, failure: str) -> Iterator[None]:
+    """Turn library errors about the files of a directory into one sentence: on the damaged file, or ``failure``.
 
     Raises:
-        ConfigError: something was raised, other than that memory ran out; it is told after the words ``otherwise``.
+        ConfigError: for any error except running out of memory.
     """
     try:
         yield
@@ -205,7 +189,7 @@ def _reading(directory: Path, otherwise: str) -> Iterator[None]:
                 "from them: expected weights as save_pretrained() writes them"
             ) from None  # torch would advise to build whatever they hold
         require_json(directory)
-        raise ConfigError(f"{otherwise} ({said(error)})") from error
+        raise ConfigError(f"{failure} ({said(error)})") from error
 
 
 @quiet()
@@ -221,7 +205,6 @@ def _load(
     attention: Choice,
     tell: Callable[[str], None],
     new_head: bool = False,
-    num_labels: int | None = None,
 ) -> PreTrainedModel:
     if dtype not in _DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(_DTYPES)}, not {dtype!r}")
@@ -239,8 +222,8 @@ def _load(
             "trust_remote_code": trust_remote_code,
             "use_safetensors": None if allow_pickle else True,
             "weights_only": True,
-            "ignore_mismatched_sizes": True,  # said below, in one sentence
-            **({} if num_labels is None else {"num_labels": num_labels}),
+            "ignore_mismatched_sizes": True,  # reported below, in one sentence
+            **({"num_labels": 1} if kind is AutoModelForSequenceClassification else {}),
             **({"attn_implementation": "eager"} if attention == "eager" else {}),
         }
         trial, info = cast(
@@ -249,14 +232,14 @@ def _load(
         )
         if kind is AutoModelForSequenceClassification:
             score_head(trial)
-        lacking = lacking_of(trial, info, path, given=() if adapter is None else adapter.tensors, new_head=new_head)
-        left_out = unused_of(trial, info, path, ignore=ignore_unused)
+        given = () if adapter is None else adapter.tensors
+        missing, left_out = require_fit(trial, info, path, given=given, new_head=new_head, ignore_unused=ignore_unused)
         model = cast("PreTrainedModel", kind.from_pretrained(base, **options))
         with torch.no_grad():
-            for name in lacking:
+            for name in missing:
                 model.get_parameter(name).zero_()
         if adapter is not None:
-            left_out += _adapted(model, directory, path, ignore=ignore_unused)
+            left_out += _adapted(model, directory, path, ignore_unused=ignore_unused)
         model.name_or_path = model.config.name_or_path = str(path if adapter is None else adapter.base)
         require_finite(model, path)
         _align(model)
@@ -265,14 +248,14 @@ def _load(
     if served_by != "segmented" and attention == "auto":
         tell(f"{path} is served with attention {served_by!r}: {COSTS[served_by]}")
     if left_out:
-        tell(f"{path} has {some(left_out)}, left out since {type(model).__name__} does not use that")
-    if lacking:
-        tell(f"{path} has no {some(lacking)}: the head is new, and begins at zero")
+        tell(f"{path} has {first_of(left_out)}, left out since {type(model).__name__} does not use that")
+    if missing:
+        tell(f"{path} has no {first_of(missing)}: the head is new, and begins at zero")
     return model
 
 
-def _adapted(model: PreTrainedModel, directory: Path, path: str | Path, *, ignore: bool) -> list[str]:
-    """Put the adapter of a directory into a model, frozen; return its weights that the model does not use."""
+def _adapted(model: PreTrainedModel, directory: Path, path: str | Path, *, ignore_unused: bool) -> list[str]:
+    """Load a directory's adapter into a model, frozen; return the weights that the model does not use."""
     with _reading(directory, f"the adapter in {directory} cannot be used"):
         info = model.load_adapter(
             str(directory),
@@ -281,16 +264,15 @@ def _adapted(model: PreTrainedModel, directory: Path, path: str | Path, *, ignor
             dtype=model.dtype,
             ignore_mismatched_sizes=True,
         ).to_dict()
-        lacking_of(model, info, path)
-        return unused_of(model, info, path, ignore=ignore)
+        return require_fit(model, info, path, ignore_unused=ignore_unused)[1]
 
 
 @torch.no_grad()
 def _align(model: PreTrainedModel) -> None:
-    """Move tensors that lie in the mapped file, wherever its header ends, into memory of torch's own.
+    """Copy tensors of the mapped file, which begin where its header ends, into aligned memory.
 
-    The bits of a product depend on where a matrix begins: so they do not depend on the length of a header, and stay
-    what they are when the weights move on, into memory that processes share for example.
+    The bits of a product depend on the address of a matrix. Aligned, they depend neither on the length of the header
+    nor on a later move of the weights, for example into shared memory.
     """
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.data_ptr() % ALIGNMENT:

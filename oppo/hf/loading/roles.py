@@ -1,9 +1,8 @@
-"""The models that settings name, each loaded for its role and checked against the policy."""
+"""The models of a run, each loaded for its role and checked against the policy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -29,7 +28,7 @@ _AS_FUNCTION = (
 
 
 class RoleLoader:
-    """Loads the models of a run; an error names the setting that asked for the model, and what to do."""
+    """Loads the models of a run; errors name the setting of the model and the remedy."""
 
     def __init__(self, models: ModelsSection, text: Text, device: torch.device, tell: Callable[[str], None]) -> None:
         self._models = models
@@ -40,47 +39,41 @@ class RoleLoader:
 
     def causal(self, name: str) -> PreTrainedModel:
         """Return the causal language model of ``models.<name>``; the first is the policy."""
-        return self._checked(name, load_causal)
+        return self._loaded(name, load_causal)
 
     def scalar(self, name: str, *, new_head: bool = False) -> PreTrainedModel:
-        """Return the model of ``models.<name>`` as one that gives one number."""
-        return self._checked(name, partial(load_scalar, new_head=new_head))
+        """Return the sequence-classification model of ``models.<name>``, with one label."""
+        return self._loaded(name, partial(load_scalar, new_head=new_head))
 
-    def _checked(self, name: str, load: Callable[..., PreTrainedModel]) -> PreTrainedModel:
+    def _loaded(self, name: str, load: Callable[..., PreTrainedModel]) -> PreTrainedModel:
         models = self._models
-        with self._loading(name) as path:
-            model = load(
-                path,
-                dtype=models.dtype,
-                device=self._device,
-                trust_remote_code=models.trust_remote_code,
-                allow_pickle=models.allow_pickle,
-                ignore_unused=models.ignore_unused_weights,
-                attention=models.attention,
-                tell=self._tell,
-            )
-            require_supported(model.dtype, model.device)
-            self._require_same_tokens(name, model)
-        return model
-
-    @contextmanager
-    def _loading(self, name: str) -> Iterator[str]:
-        path = str(getattr(self._models, name))
+        path = str(getattr(models, name))
         self._tell(f"loading the {name} {path}")
         try:
             with attributed(name, "it was loaded", _LOADING):
-                yield path
+                model = load(
+                    path,
+                    dtype=models.dtype,
+                    device=self._device,
+                    trust_remote_code=models.trust_remote_code,
+                    allow_pickle=models.allow_pickle,
+                    ignore_unused=models.ignore_unused_weights,
+                    attention=models.attention,
+                    tell=self._tell,
+                )
+                require_supported(model.dtype, model.device)
+                self._require_same_tokens(path, model)
         except (ConfigError, ModelRefused) as error:
             advice = [_AS_FUNCTION] if name == "reward" else []
             raise type(error)("\n".join([f"models.{name}: {error}", *advice])) from error
+        return model
 
-    def _require_same_tokens(self, name: str, model: PreTrainedModel) -> None:
-        """Refuse a model that reads the policy's token ids differently: it would score gibberish."""
+    def _require_same_tokens(self, path: str, model: PreTrainedModel) -> None:
+        """Check that a model reads token ids as the policy does: otherwise its scores mean nothing."""
         if self._actor is None:
             self._actor = model
             return
-        path, policy = str(getattr(self._models, name)), self._models.policy
-        ours, theirs = vocabulary(self._actor), vocabulary(model)
+        policy, ours, theirs = self._models.policy, vocabulary(self._actor), vocabulary(model)
         if theirs < ours:
             raise ConfigError(
                 f"{path} knows the token ids below {theirs}, but the policy {policy} may choose any below {ours}: "

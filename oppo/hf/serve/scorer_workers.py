@@ -42,7 +42,6 @@ class ScorerWorker(ABC):
             incremental,
             name=type(model).__name__,
             vocabulary=vocabulary(model),
-            device=model.device,
             keep=self._keep,
             exact=exact,
             needs_logits=needs_logits,
@@ -86,7 +85,7 @@ class ReferenceWorker(ScorerWorker):
 
     @torch.inference_mode()
     def _keep(self, span: TokenSpan, outputs: Tensor) -> None:
-        session, first = span.session, max(span.session.prompt, span.start)
+        session, first = span.state, max(span.state.prompt, span.start)
         if not span.in_prompt:
             # The logits at a position are those of the next token: the first of a span was predicted before it.
             before = outputs[:-1] if session.tail is None else torch.cat((session.tail, outputs[:-1]))
@@ -111,13 +110,13 @@ class RewardWorker(ScorerWorker):
 
     def _keep(self, span: TokenSpan, outputs: Tensor) -> None:
         if self._padding is None:
-            span.session.kept = [outputs[-1]]
+            span.state.kept = [outputs[-1]]
             return
         real = (span.tokens != self._padding).nonzero()
         if len(real):
-            span.session.kept = [outputs[int(real[-1])]]
+            span.state.kept = [outputs[int(real[-1])]]
         elif span.start == 0:
-            span.session.kept = [outputs[0]]  # the library's choice when there is nothing but padding
+            span.state.kept = [outputs[0]]  # the library's choice when there is nothing but padding
 
 
 class ValueWorker(ScorerWorker):
@@ -133,8 +132,8 @@ class ValueWorker(ScorerWorker):
 
     @torch.inference_mode()
     def _keep(self, span: TokenSpan, outputs: Tensor) -> None:
-        skipped = max(span.session.prompt - 1 - span.start, 0)
-        span.session.kept.append(outputs[skipped:, 0].float())
+        skipped = max(span.state.prompt - 1 - span.start, 0)
+        span.state.kept.append(outputs[skipped:, 0].float())
 
 
 def _scalar(model: PreTrainedModel) -> Incremental:
