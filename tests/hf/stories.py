@@ -17,8 +17,10 @@ from transformers import PreTrainedModel
 
 from oppo.events import Prompt
 from oppo.hf.cpu import use_cores
-from oppo.hf.serve.policy import HfDecode, HfPolicy
-from oppo.hf.serve.sampling import draw, gumbel
+from oppo.hf.serve.mailbox import HfDecode
+from oppo.hf.serve.noise import gumbel
+from oppo.hf.serve.policy import HfPolicy
+from oppo.hf.serve.sampling import draw
 from oppo.models import Piece, Sampling
 from oppo.placement import Hosting, Thread
 from oppo.support import Support

@@ -17,7 +17,8 @@ from oppo.events import Prompt, StepReport
 from oppo.hf import HfPolicy, HfTrainer, ReferenceLogprobs, RewardModel, ValueModel, probe
 from oppo.hf.digest import weights_digest
 from oppo.hf.kv.incremental import Incremental
-from oppo.hf.serve.sampling import draw, gumbel
+from oppo.hf.serve.noise import gumbel
+from oppo.hf.serve.sampling import draw
 from oppo.losses import SupportIndex, token_logprobs
 from oppo.models import Sampling
 from oppo.placement import Thread

@@ -142,7 +142,7 @@ def thread() -> Iterator[Thread]:
 @cache
 @tiny.apart
 def batch() -> Batch:
-    """Return three pairs of responses, tokens that nobody sampled among theirs, of weights that have moved since."""
+    """Return three pairs of responses, given tokens among theirs, of weights that have changed since."""
     made, random = rollouts(tiny.causal(seed=1), tiny.scalar(seed=2), given=True), np.random.default_rng(3)
     for column, width in ((made.logprobs, 0.2), (known(made.reference), 0.5)):
         column[:] += random.normal(0, width, len(column)).astype(np.float32)

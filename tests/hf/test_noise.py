@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from oppo.hf.serve.noise import AHEAD, Noise
-from oppo.hf.serve.sampling import gumbel
+from oppo.hf.serve.noise import AHEAD, Noise, gumbel
 
 CPU = torch.device("cpu")
 SEED = 7

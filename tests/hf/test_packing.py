@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from oppo.events import Batch, Prompt, Response
-from oppo.hf.train.packing import micro_batches, minibatches, pack, trainable, units
+from oppo.hf.train.packing import micro_batches, minibatches, pack, units
 from oppo.losses import Input
 from oppo.support import Support
 
@@ -101,10 +101,6 @@ def test_padding_is_on_the_right_and_counted() -> None:
     assert packed.positions.tolist() == [list(range(7))] * 2
 
 
-def test_rows_without_a_sampled_token_are_not_trained() -> None:
-    assert trainable(batch()).tolist() == [0, 2]
-
-
 @pytest.mark.parametrize("count", [1, 3, 12])
 def test_minibatches_are_a_shuffled_partition_that_its_key_decides(count: int) -> None:
     whole = [[0], [1, 2], [3], [4, 5, 6], [7], [8], [9], [10]]
@@ -118,7 +114,7 @@ def test_minibatches_are_a_shuffled_partition_that_its_key_decides(count: int) -
     assert list(chain.from_iterable(epoch(2))) != list(chain.from_iterable(epoch(3)))
 
 
-def test_units_are_rows_or_the_rows_of_a_prompt() -> None:
+def test_units_are_rows_or_the_rows_of_a_prompt_that_have_a_sampled_token() -> None:
     assert units(batch(), "token") == units(batch(), "row") == [[0], [2]]
     assert units(batch(), "group") == [[0, 2]]
 

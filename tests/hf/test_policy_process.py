@@ -21,8 +21,9 @@ from oppo.errors import ModelError, ModelLost, ProtocolError
 from oppo.events import Batch, Prompt
 from oppo.hf.cpu import use_cores
 from oppo.hf.digest import weights_digest
-from oppo.hf.serve.decoding import DecodeRow, DecodeStep
-from oppo.hf.serve.policy import HfDecode, HfPolicy
+from oppo.hf.serve.decoding import Decoder, DecodeRow, DecodeStep
+from oppo.hf.serve.mailbox import HfDecode
+from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.policy_core import PolicyCore
 from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
 from oppo.hf.serve.signals import Signals
@@ -188,17 +189,17 @@ async def test_the_trainers_own_weights_are_served_without_a_copy(actor_process:
     assert {version for versions in story.versions() for version in versions} == {1}
 
 
-def test_rows_read_their_tokens_again_though_nobody_has_freed_them() -> None:
-    """As in a decoding that is called for between the load and the call that frees memory."""
+def test_rows_read_their_tokens_again_before_their_memory_is_freed() -> None:
+    """As in a decoding that begins between the load and the call that frees memory."""
     versions: list[int] = []
-    core = PolicyCore(tiny.causal(), sampling=SAMPLING, exact=False, prefill_tokens=100, recompute=True)
+    core = PolicyCore(Decoder(tiny.causal(), sampling=SAMPLING, exact=False, prefill_tokens=100), recompute=True)
     (prompt,) = prompts(1)
 
     def run_one_step(*new: DecodeRow) -> None:
         signals = Signals.of(1)
 
-        def stop(made: DecodeStep) -> None:
-            versions.append(made.version)
+        def stop(step: DecodeStep) -> None:
+            versions.append(step.version)
             signals.stop()
 
         core.run(new, [0], lambda _: False, signals, stop)

@@ -126,7 +126,7 @@ async def test_where_keys_and_values_are_kept_everything_after_a_stale_token_is_
         assert_allclose(logprobs, expected(event, 7), rtol=1e-5, atol=1e-5)
 
 
-async def test_tokens_nobody_sampled_are_read_and_keep_their_zero(thread: Thread) -> None:
+async def test_given_tokens_are_read_and_keep_a_log_prob_of_zero(thread: Thread) -> None:
     event = max(await rolled_out(thread), key=lambda event: len(event.response))
     whole = event.response
     answer = Given(event.rollout, 2, np.array([9, 11], np.int32))

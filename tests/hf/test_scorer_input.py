@@ -56,7 +56,7 @@ def test_a_feed_crosses_as_its_token_ids_and_their_supports() -> None:
     assert told(pickle.loads(pickle.dumps(ScorerInput([])))) == []
 
 
-def test_supports_stay_behind_where_nobody_needs_them() -> None:
+def test_supports_stay_behind_unless_the_scorer_needs_them() -> None:
     crossed = pickle.loads(pickle.dumps(ScorerInput(feed().events)))
     assert all(event.support.whole for event in crossed.events if isinstance(event, Chunk))
     assert [event.tokens.tolist() for event in crossed.events] == [event.tokens.tolist() for event in feed().events]
@@ -68,7 +68,7 @@ def test_a_feed_costs_few_bytes() -> None:
 
 
 def test_the_journal_holds_the_open_rollouts_with_their_tokens_so_far() -> None:
-    fed = ReplayJournal(ScorerWorker.extend, supports=True)
+    fed = ReplayJournal(ScorerWorker.extend)
     fed.note(
         ScorerWorker.extend, (ScorerInput([Prompt(0, 0, ints(1)), Prompt(1, 1, ints(2, 3)), Prompt(2, 2, ints(4))]),)
     )
@@ -81,8 +81,10 @@ def test_the_journal_holds_the_open_rollouts_with_their_tokens_so_far() -> None:
     assert work == ScorerWorker.extend
     assert told(argument) == [
         ("Prompt", 0, [1]),
+        ("Chunk", 0, [5, 6], 0, [5, 9], [2, 0]),
+        ("Given", 0, [8], 2),
+        ("Chunk", 0, [10], 3),
         ("Prompt", 3, [9]),
-        ("Chunk", 0, [5, 6, 8, 10], 0, [5, 9], [2, 0, 0, 0]),
     ]
     fed.note(ScorerWorker.forget, ([0, 3],))
     assert [told(argument) for _, (argument,) in fed.replay()] == [[]]

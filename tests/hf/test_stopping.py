@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from oppo.hf.serve.noise import gumbel
 from oppo.hf.serve.policy import HfPolicy
-from oppo.hf.serve.sampling import draw, gumbel
+from oppo.hf.serve.sampling import draw
 from oppo.hf.serve.stopping import SLACK, StopCriteria
 from oppo.models import Sampling
 from oppo.placement import Thread
@@ -130,22 +131,22 @@ def test_impossible_endings_are_refused(fields: dict[str, int], sentence: str) -
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("top_k", [0, 3])
-def test_young_rows_draw_no_stop_token_and_the_others_are_not_touched(temperature: float, top_k: int) -> None:
+def test_rows_that_must_not_end_yet_draw_no_stop_token_and_others_are_unchanged(temperature: float, top_k: int) -> None:
     logits = torch.randn(64, 12, generator=torch.Generator().manual_seed(0))
     logits[:, 4] += 4
     sampling = Sampling(temperature=temperature, top_k=top_k, stop=(4, 5, 99))
     places = torch.arange(64)
     noise = gumbel(0, places, places, places, 12)
-    young = places % 2 == 0
+    short = places % 2 == 0
     plain, plain_logprobs, _ = draw(logits, noise, sampling)
-    tokens, logprobs, support = draw(logits, noise, sampling, young)
-    assert not set(tokens[young].tolist()) & {4, 5}
-    assert 4 in plain[young].tolist()
-    assert torch.equal(tokens[~young], plain[~young])
-    assert torch.equal(logprobs[~young], plain_logprobs[~young])
+    tokens, logprobs, support = draw(logits, noise, sampling, short)
+    assert not set(tokens[short].tolist()) & {4, 5}
+    assert 4 in plain[short].tolist()
+    assert torch.equal(tokens[~short], plain[~short])
+    assert torch.equal(logprobs[~short], plain_logprobs[~short])
     assert support is not None
     if not (top_k and temperature):
-        logits[young, 4:6] = -torch.inf
+        logits[short, 4:6] = -torch.inf
         expected = (logits / (temperature or 1)).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
         torch.testing.assert_close(logprobs, expected)
 

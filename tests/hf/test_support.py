@@ -15,10 +15,9 @@ from oppo.app.evaluate import respond, score_all
 from oppo.errors import ModelError
 from oppo.events import Batch, Chunk, Finish, FloatArray, Prompt, Response
 from oppo.hf.digest import weights_digest
-from oppo.hf.kv.length_bucketing import cheapest_groups
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import ReferenceLogprobs
-from oppo.hf.train.packing import MicroBatch, pack, read_lengths
+from oppo.hf.train.packing import MicroBatch, micro_batches, pack, units
 from oppo.hf.train.trainer import HfTrainer
 from oppo.losses import PPOLoss, token_logprobs
 from oppo.models import Sampling
@@ -36,7 +35,7 @@ STOP = (2, 3, 4)
 TRUNCATED = {
     "top_k": Sampling(max_new_tokens=24, top_k=20, stop=STOP, seed=5),
     "top_p": Sampling(max_new_tokens=24, top_p=0.9, stop=STOP, seed=5),
-    "young": Sampling(max_new_tokens=24, min_new_tokens=6, stop=STOP, seed=5),
+    "min_new_tokens": Sampling(max_new_tokens=24, min_new_tokens=6, stop=STOP, seed=5),
     "cooler": Sampling(max_new_tokens=24, temperature=0.7, top_k=20, top_p=0.9, min_new_tokens=4, stop=STOP, seed=5),
 }
 
@@ -83,8 +82,9 @@ async def test_before_the_first_step_the_ratio_of_every_token_is_one(
     assert batch.support(range(len(batch))).holds(batch.tokens).all()
     settings = TrainerSettings(epochs=1, micro_batch_tokens=100)
     trainer = HfTrainer(actor, critic, sampling=sampling, thread=thread, settings=settings)
-    for group in cheapest_groups(read_lengths(batch), range(len(batch)), overhead=0, budget=100):
-        part = pack(batch, group, torch.device("cpu"))
+    cpu = torch.device("cpu")
+    for group in micro_batches(batch, units(batch, "row"), cpu, 100):
+        part = pack(batch, group, cpu)
         logits = current(trainer, part)
         ours = token_logprobs(logits, part.tokens, sampling.temperature, part.support)
         assert ((ours - part.behaviour).exp() - 1).abs().max() <= 1e-5
@@ -143,7 +143,7 @@ async def test_a_support_outside_of_the_references_vocabulary_is_refused(thread:
 
 
 async def test_what_is_learnt_does_not_depend_on_how_a_support_is_written(thread: Thread) -> None:
-    sampling = TRUNCATED["young"]
+    sampling = TRUNCATED["min_new_tokens"]
     finished = await rolled_out(tiny.causal(seed=1), sampling, thread)
     digests = set()
     for kept in (False, True):

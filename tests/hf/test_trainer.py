@@ -31,8 +31,8 @@ from oppo.hf.kv.length_bucketing import cheapest_groups
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import ValueModel
 from oppo.hf.train.packing import MicroBatch, pack
-from oppo.hf.train.staleness_metrics import StalenessMetrics
 from oppo.hf.train.trainer import HfTrainer
+from oppo.hf.train.update_metrics import StalenessMetrics
 from oppo.losses import ClippedLoss, Evaluated, PPOLoss, Whole
 from oppo.models import Sampling, Weights
 from oppo.placement import Thread

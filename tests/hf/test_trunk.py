@@ -27,8 +27,8 @@ from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import ValueModel
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.train.packing import MicroBatch, pack
-from oppo.hf.train.staleness_metrics import StalenessMetrics
 from oppo.hf.train.trainer import HfTrainer
+from oppo.hf.train.update_metrics import StalenessMetrics
 from oppo.hf.trunk import OwnHead, require_own_head, shares_trunk, value_model_on
 from oppo.losses import PPOLoss, Whole, policy_loss, token_logprobs, value_loss
 from oppo.placement import Thread

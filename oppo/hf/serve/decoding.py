@@ -1,53 +1,51 @@
-"""The decode loop: continuous batching in the model's thread, with the cut evaluated between two decode steps.
+"""The decode loop: continuous batching in the model's thread, which evaluates the cut between two decode steps.
 
 ::
 
-    live rows read the last token of each, in one forward pass
-    rows whose keys and values are missing or stale read one portion of their prompts and tokens so far
-    those read to their end join the live rows
-    draw one token for each live row -> tell the cut who ended -> deliver -> again
+    each live row reads its last token, all of them in one forward pass
+    rows whose keys and values are missing or stale prefill one portion of their tokens; fully read, they become live
+    draw one token for each live row -> call the cut with the rollouts that ended -> deliver the step -> again
 
-So a long prompt is read between decode steps, and no row waits for it. In exact mode all rows enter together.
+A long prompt is prefilled between decode steps, so live rows do not wait for it. In exact mode all rows enter together.
 
-Everything here is synchronous, knows no event loop and runs in one thread, maybe of another process than the readers'.
+Everything here is synchronous and runs in one thread, possibly of another process than the readers'.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from oppo.errors import ModelError
+from oppo.events import FinishReason, FloatArray, IntArray, Prompt
 from oppo.hf.kv.chunked_prefill import ChunkedPrefill
 from oppo.hf.kv.incremental import Incremental
 from oppo.hf.serve.noise import Noise
-from oppo.hf.serve.sampling import DeviceSupport, draw
+from oppo.hf.serve.sampling import draw
 from oppo.hf.serve.signals import Counters, Signals
 from oppo.hf.serve.stopping import Detokenize, StopCriteria
+from oppo.hf.shared_memory import SharedModel
+from oppo.models import Cut, Sampling
 from oppo.support import Support
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from oppo.events import FinishReason, FloatArray, IntArray, Prompt
-    from oppo.models import Cut, Sampling
 
 
 @dataclass(slots=True, eq=False)
 class DecodeRow:
-    """A rollout as the decode loop sees it.
+    """A rollout in the decode loop.
 
     Attributes:
-        key: names the row, in the cache and in decode steps.
-        limit: a response of this many tokens ends with reason ``length``.
-        tokens: the response so far; the last one has not been read by the model yet.
-        reason: why the response has ended; ``None`` while it goes on.
-        given_up: nobody wants it; the row leaves at the next decode step.
+        key: the row's name in the cache and in decode steps.
+        limit: length in tokens at which the response ends with reason ``length``.
+        tokens: the response so far; the model has yet to read the last one.
+        reason: why the response has ended; ``None`` while it continues.
+        given_up: its reader has closed it; the row leaves at the next decode step.
     """
 
     key: int
@@ -59,7 +57,7 @@ class DecodeRow:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Place of the rollout in admission order."""
+        """Sort key of admission order: admission number and sample."""
         return self.prompt.admission, self.prompt.sample
 
     def sequence(self) -> Tensor:
@@ -69,15 +67,15 @@ class DecodeRow:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeStep:
-    """What one decode step made: one token for each live row, in admission order.
+    """The tokens of one decode step: one for each live row, in admission order.
 
     Attributes:
-        keys: of the rows.
+        keys: of the n rows.
         tokens: int32 [n].
-        logprobs: float32 [n].
-        version: version of the weights that made them.
+        logprobs: float32 [n], natural logarithm.
+        version: of the weights that made the tokens.
         reasons: why a row ended with its token; ``None`` while it is live.
-        support: of the n tokens: the ids that each was drawn from.
+        support: the ids that each of the n tokens was drawn from.
     """
 
     keys: tuple[int, ...]
@@ -93,14 +91,17 @@ Deliver: TypeAlias = Callable[[DecodeStep], None]
 
 
 class Decoder:
-    """Decodes rows with one model, a token at a time, for as long as it is let.
+    """Decodes rows with one model, one token of each at a time.
+
+    Pickled, it crosses to another process without its keys and values, over the same weights and counters.
 
     Args:
         model: a causal LM.
-        exact: read prompts so that no row's bits depend on another row, and keep rows in admission order.
-        prefill_tokens: how many tokens, padding included, are read between two decode steps.
-        decode: gives the text of tokens, for stop texts.
-        counters: what it counts in, from where they are.
+        sampling: how tokens are drawn.
+        exact: prefill so that a row's bits depend on no other row, and keep rows in admission order.
+        prefill_tokens: tokens, padding included, that are prefilled between two decode steps.
+        decode: returns the text of tokens, for stop strings.
+        counters: continued; new ones unless given.
     """
 
     def __init__(
@@ -113,25 +114,37 @@ class Decoder:
         decode: Detokenize | None = None,
         counters: Counters | None = None,
     ) -> None:
-        self.counters = counters or Counters()
+        self.model = model
+        self.counters = counters or Counters.over()
         self.reader = Incremental(model, ordered=exact)
         self._sampling = sampling
         self._noise = Noise(sampling.seed)
         self._stopping = StopCriteria(sampling, decode)
         self._exact = exact
-        self._budget = prefill_tokens
+        self._prefill_tokens = prefill_tokens
+        self._over = partial(
+            Decoder,
+            sampling=sampling,
+            exact=exact,
+            prefill_tokens=prefill_tokens,
+            decode=decode if sampling.stop_strings else None,
+            counters=self.counters,
+        )
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return self._over, (SharedModel(self.model),)
 
     @torch.inference_mode()
     def run(self, rows: Sequence[DecodeRow], cut: Cut, signals: Signals, deliver: Deliver) -> None:
-        """Decode ``rows`` until each has ended, ``cut`` answers true or ``signals`` say stop; the others stay parked.
+        """Decode ``rows`` until each has ended, ``cut`` returns true or ``signals`` stop the loop; the rest is parked.
 
         Raises:
-            ModelError: logits were not finite.
+            ModelError: logits were not finite. The cache then holds none of ``rows``, as after any other error.
         """
         try:
             self._decode(rows, cut, signals, deliver)
         except BaseException:
-            self.forget(row.key for row in rows)  # what they have read is unknown now
+            self.reader.forget([row.key for row in rows])  # a failed pass leaves their lengths unknown
             raise
 
     def _decode(self, rows: Sequence[DecodeRow], cut: Cut, signals: Signals, deliver: Deliver) -> None:
@@ -139,65 +152,57 @@ class Decoder:
         live = [row for row in ordered if self._is_parked(row)]
         tokens = torch.tensor([row.tokens[-1] for row in live], dtype=torch.int64)
         others = [row for row in ordered if not self._is_parked(row)]
-        prefill = ChunkedPrefill(self.reader, others, budget=self._budget, exact=self._exact)
+        prefill = ChunkedPrefill(self.reader, others, budget=self._prefill_tokens, exact=self._exact)
         while live or prefill:
             for at in signals.given_up():
                 rows[at].given_up = True
             live, logits = self._advance(live, tokens, prefill, signals)
             if logits is not None:
-                made, tokens = self._draw(live, logits)
+                step, tokens = self._draw(live, logits)
                 ended = [row.prompt.rollout for row in live if row.reason]
                 cutting = bool(ended) and cut(ended)
-                deliver(made)
-                live, tokens = self._without_ended(live, tokens)
+                deliver(step)
+                live, tokens = self._continuing(live, tokens)
                 if cutting:
                     return
             if signals.stopped:
                 return
 
     def _is_parked(self, row: DecodeRow) -> bool:
-        """Return whether only the last token of ``row`` has not been read yet."""
+        """Return whether the cache holds all of ``row`` but its last token."""
         return bool(row.tokens) and self.reader.length(row.key) == len(row.prompt.tokens) + len(row.tokens) - 1
 
     def _advance(
         self, live: list[DecodeRow], tokens: Tensor, prefill: ChunkedPrefill[DecodeRow], signals: Signals
     ) -> tuple[list[DecodeRow], Tensor | None]:
-        """Read the last token of each live row and a portion of what waits; return who can go on, and the logits.
+        """Prefill a portion and read the last token of each live row; return the rows to draw for and their logits.
 
-        Both in admission order; the logits [n, V] are ``None`` when nobody can.
+        Both are in admission order; the logits [n, V] are ``None`` when no row is fully read.
         """
-        if not prefill:
-            return live, self.reader.step([row.key for row in live], tokens)
-        before = prefill.tokens
+        prefilled = prefill.tokens
         joining = prefill.read(signals)
-        self.counters.prefilled += prefill.tokens - before
+        self.counters.prefilled += prefill.tokens - prefilled
+        outputs = [self.reader.step([row.key for row in live], tokens)] if live else []
         if not joining:
-            return live, self.reader.step([row.key for row in live], tokens) if live else None
-        outputs = [last for _, last in joining]
-        if live:
-            outputs.insert(0, self.reader.step([row.key for row in live], tokens))
+            return live, outputs[0] if outputs else None
+        outputs += [last for _, last in joining]
         together = [*live, *(row for row, _ in joining)]
         order = sorted(range(len(together)), key=lambda at: together[at].order)
         return [together[at] for at in order], torch.cat(outputs)[order]
 
-    def forget(self, keys: Iterable[int]) -> None:
-        """Free the memory of rows."""
-        self.reader.forget(list(keys))
-
-    def expire(self) -> None:
-        """Free all keys and values: parked rows will read their tokens again, with the weights of that time."""
-        self.reader.clear()
-
     def _draw(self, live: Sequence[DecodeRow], logits: Tensor) -> tuple[DecodeStep, Tensor]:
         """Append one token to each row; return the step and its tokens, int64 [n] on the model's device."""
+        lengths = [len(row.tokens) for row in live]
         noise = None
         if self._sampling.temperature > 0:
-            orders, positions = [row.order for row in live], [len(row.tokens) for row in live]
-            noise = self._noise(orders, positions, logits.shape[-1], logits.device)
-        tokens, logprobs, support = draw(logits, noise, self._sampling, self._young(live, logits.device))
+            noise = self._noise([row.order for row in live], lengths, logits.shape[-1], logits.device)
+        short = [length < self._sampling.min_new_tokens for length in lengths]
+        too_short = torch.tensor(short, device=logits.device) if any(short) else None
+        tokens, logprobs, support = draw(logits, noise, self._sampling, too_short)
         host = torch.stack((tokens.double(), logprobs.double())).cpu().numpy()  # both exact in float64: one transfer
-        if not np.isfinite(host[1]).all():
-            broken = [row.prompt.rollout for row, fine in zip(live, np.isfinite(host[1]), strict=True) if not fine]
+        finite = np.isfinite(host[1])
+        if not finite.all():
+            broken = [row.prompt.rollout for row, fine in zip(live, finite, strict=True) if not fine]
             raise ModelError(
                 f"the policy's logits at version {self.counters.version} are not finite for rollouts {broken}: "
                 "the weights have diverged or overflow their dtype"
@@ -208,30 +213,21 @@ class Decoder:
             row.reason = self._stopping.reason(row.tokens, row.limit)
         self.counters.decode_steps += 1
         self.counters.tokens += len(live)
-        made = DecodeStep(
+        step = DecodeStep(
             tuple(row.key for row in live),
             ids,
             host[1].astype(np.float32),
             self.counters.version,
             tuple(row.reason for row in live),
-            _on_host(support),
+            Support() if support is None else Support(*(tensor.cpu().numpy() for tensor in support)),
         )
-        return made, tokens
+        return step, tokens
 
-    def _young(self, live: Sequence[DecodeRow], device: torch.device) -> Tensor | None:
-        """Return which rows have fewer tokens than a response may end with, bool [n]; ``None`` if there is none."""
-        young = [len(row.tokens) < self._sampling.min_new_tokens for row in live]
-        return torch.tensor(young, device=device) if any(young) else None
-
-    def _without_ended(self, live: list[DecodeRow], tokens: Tensor) -> tuple[list[DecodeRow], Tensor]:
-        """Return the rows that go on and their tokens; the memory of the others is free."""
+    def _continuing(self, live: list[DecodeRow], tokens: Tensor) -> tuple[list[DecodeRow], Tensor]:
+        """Return the rows that continue and their tokens; free the memory of the others."""
         stays = [row.reason is None and not row.given_up for row in live]
         if all(stays):
             return live, tokens
-        self.forget(row.key for row, stay in zip(live, stays, strict=True) if not stay)
+        self.reader.forget([row.key for row, stay in zip(live, stays, strict=True) if not stay])
         kept = torch.tensor([at for at, stay in enumerate(stays) if stay], dtype=torch.int64, device=tokens.device)
         return [row for row, stay in zip(live, stays, strict=True) if stay], tokens[kept]
-
-
-def _on_host(support: DeviceSupport | None) -> Support:
-    return Support(*(tensor.cpu().numpy() for tensor in support)) if support is not None else Support()

@@ -1,4 +1,4 @@
-"""The proximal log-probs of stale tokens: what the actor, as it is before the update, gives to what it once sampled."""
+"""Proximal log-probs: those of response tokens under the actor's weights before the update, recomputed if stale."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from oppo.events import BoolArray, Chunk, Finish, FloatArray, Given, Prompt, Response
-from oppo.hf.serve.scorer_workers import ReferenceWorker
+from oppo.hf.serve.scorer_workers import ScorerWorker
 from oppo.hf.serve.scorers import ReferenceLogprobs
 from oppo.models import Sampling, Weights
 from oppo.placement import Hosting
@@ -18,20 +18,20 @@ from oppo.scheduling import IN_ORDER, Priority
 
 
 class ProximalLogprobs(ReferenceLogprobs):
-    """Scores each response token with its log-prob under the actor's present weights: float32 [n], natural logarithm.
+    """Scores each response token with its log-prob under the actor's current weights: float32 [n], natural logarithm.
 
-    A token that these weights sampled keeps the log-prob that was recorded then. So only rollouts with older tokens are
-    read, whole and once, when they have finished; where nothing was carried over, the model is never called, and what
-    is returned is, to the bit, the behaviour's log-probs. They are over the tokens' supports, and agree with the
-    recorded ones of the same weights as :class:`~oppo.hf.serve.scorers.ReferenceLogprobs` do.
+    A token that these weights sampled keeps its recorded log-prob. So the model reads only rollouts with older tokens,
+    whole and once, when they finish. Where no rollout was carried over it reads nothing, and the result is, to the bit,
+    the behaviour log-probs. Log-probs are over the tokens' supports; recomputed ones agree with recorded ones of the
+    same weights as those of :class:`~oppo.hf.serve.scorers.ReferenceLogprobs` do.
 
     Args:
-        model: the actor. It may be the very module that decodes: nothing of it is changed here.
-        sampling: its temperature is the policy's.
+        model: the actor. It may be the module that decodes: nothing of it is changed here.
+        sampling: the policy's; only the temperature counts.
         thread: where rollouts are read: any place.
-        exact: the results do not depend, to the bit, on which rollouts finish together; slower.
-        on_publish: what the policy does with the keys and values of parked rollouts. Where it keeps them, tokens after
-            older ones were sampled by no version alone: they are computed again too.
+        exact: the bits of results do not depend on which rollouts finish together; slower.
+        on_publish: what the policy does with the keys and values of parked rollouts. With ``keep``, no single version
+            sampled the tokens that follow older ones, so they are recomputed too.
 
     Raises:
         ModelRefused: the model cannot be served row by row.
@@ -48,15 +48,11 @@ class ProximalLogprobs(ReferenceLogprobs):
     ) -> None:
         super().__init__(model, sampling=sampling, thread=thread, exact=exact)
         self._mixed = on_publish == "keep"
-        self._version = 0
-
-    @property
-    def version(self) -> int:
-        """Version of the weights in use."""
-        return self._version
 
     async def load(self, weights: Weights) -> None:
         """Serve ``weights.actor`` from the next call on; tensors that are the model's own are not copied.
+
+        An empty ``weights.actor`` changes the version only.
 
         Raises:
             ModelError: a name is missing or unknown, or a shape differs; the old weights are then still served.
@@ -64,39 +60,36 @@ class ProximalLogprobs(ReferenceLogprobs):
         await self._worker.call_local("load", self._load, weights)
 
     async def extend(self, events: Sequence[Prompt | Chunk | Given], *, priority: Priority = IN_ORDER) -> None:
-        """Read nothing: which tokens are stale is known at the end."""
+        """Read nothing: which tokens are stale is known when a rollout finishes."""
 
     async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> Sequence[FloatArray]:
         """Return the log-probs of each response."""
         stale = {event.rollout: self._stale(event.response) for event in finished}
-        again = [event for event in finished if stale[event.rollout].any()]
-        read = dict(zip((event.rollout for event in again), await self._read(again, priority), strict=True))
-        return [
-            np.where(stale[event.rollout], read[event.rollout], event.response.logprobs)
-            if event.rollout in read
-            else event.response.logprobs
-            for event in finished
-        ]
+        carried = [event for event in finished if stale[event.rollout].any()]
+        logprobs = {event.rollout: event.response.logprobs for event in finished}
+        for event, recomputed in zip(carried, await self._recompute(carried, priority), strict=True):
+            logprobs[event.rollout] = np.where(stale[event.rollout], recomputed, event.response.logprobs)
+        return list(logprobs.values())
 
     async def forget(self, rollouts: Sequence[int], *, priority: Priority = IN_ORDER) -> None:
-        """Hold nothing of rollouts between two calls."""
+        """Do nothing: no rollout is kept between two calls."""
 
-    def _load(self, worker: ReferenceWorker, weights: Weights) -> None:
+    def _load(self, worker: ScorerWorker[FloatArray], weights: Weights) -> None:
         if weights.actor:
             worker.load(weights.actor)
         self._version = weights.version
 
     def _stale(self, response: Response) -> BoolArray:
-        """Return which tokens are not of the present weights alone: bool [n]."""
+        """Return which tokens the current weights alone did not sample: bool [n]."""
         older = response.versions < self._version
         return response.sampled & (np.logical_or.accumulate(older) if self._mixed else older)
 
-    async def _read(self, finished: Sequence[Finish], priority: Priority) -> Sequence[FloatArray]:
+    async def _recompute(self, finished: Sequence[Finish], priority: Priority) -> Sequence[FloatArray]:
         if not finished:
             return []
         try:
-            parts = [part for each in finished for part in (each.response.prompt, each.response.chunk())]
-            await super().extend(parts, priority=priority)
+            events = [event for each in finished for event in (each.response.prompt, each.response.chunk())]
+            await super().extend(events, priority=priority)
             return await super().finish(finished, priority=priority)
         except BaseException:
             with anyio.CancelScope(shield=True):

@@ -1,12 +1,14 @@
-"""What the three scorers are where their models live: synchronous, fed with events, asked for values at the end.
+"""The workers of the three scorers, where their models live: synchronous; events in, one result per rollout out.
 
-A worker can live in another process (:class:`oppo.placement.Process`): there it is made anew, over the same weights.
+A worker can live in another process (:class:`oppo.placement.Process`). Pickled, it crosses without its open sessions,
+over the same weights.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -22,14 +24,16 @@ from oppo.hf.shared_memory import SharedModel
 from oppo.hf.weights import adopt
 from oppo.losses import SupportIndex, token_logprobs
 
+T = TypeVar("T")
 
-class ScorerWorker(ABC):
-    """Reads rollouts as they grow and keeps what the scorer needs of each span.
+
+class ScorerWorker(ABC, Generic[T]):
+    """Reads rollouts as they grow, and keeps of each span what the scorer's result needs.
 
     Args:
-        model: computes.
-        incremental: the part of it that reads.
-        exact: each rollout alone, on the grid.
+        model: whose weights are loaded.
+        incremental: reads with it, or with its backbone and score layer.
+        exact: read each rollout alone, on the grid.
         needs_logits: see :class:`~oppo.hf.kv.incremental_prefill.IncrementalPrefill`.
     """
 
@@ -48,46 +52,51 @@ class ScorerWorker(ABC):
         )
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        """Cross to another process as what it is made of; open sessions stay behind."""
         return type(self), (SharedModel(self._model), self._exact)
 
     def extend(self, feed: ScorerInput) -> None:
         """Read more of some rollouts."""
         self._reader.extend(feed.events)
 
+    def finish(self, lengths: Mapping[int, int]) -> list[T]:
+        """Return each rollout's result, and forget it; ``lengths`` are the tokens of the responses, by rollout."""
+        return [self._result(state) for state in self._reader.finish(lengths)]
+
     def forget(self, rollouts: Iterable[int]) -> None:
-        """Drop sessions; unknown rollouts are fine."""
+        """Drop sessions; unknown rollouts are ignored."""
         self._reader.forget(rollouts)
 
     def load(self, weights: Mapping[str, object]) -> None:
-        """Compute with ``weights`` from now on, and so does every worker over the same memory."""
+        """Compute with ``weights`` from now on, here and in every worker over the same memory."""
         adopt(self._model, weights)
 
     @abstractmethod
     def _keep(self, span: TokenSpan, outputs: Tensor) -> None:
-        """Note in the session of ``span`` what is needed of ``outputs`` [k, D] at its last k positions."""
+        """Keep in the rollout's state what the result needs of ``outputs`` [k, D] at the span's last k positions."""
+
+    @abstractmethod
+    def _result(self, state: ReadState) -> T:
+        """Return the result of a rollout that has been read."""
 
 
-class ReferenceWorker(ScorerWorker):
-    """Log-probs of each response under a causal LM; see :class:`oppo.hf.serve.scorers.ReferenceLogprobs`."""
+class ReferenceWorker(ScorerWorker[FloatArray]):
+    """Log-probs of a response under a causal LM, float32 [n]; see :class:`oppo.hf.serve.scorers.ReferenceLogprobs`."""
 
     def __init__(self, model: PreTrainedModel, exact: bool, temperature: float) -> None:
         self._temperature = temperature
         super().__init__(model, Incremental(model), exact=exact, needs_logits=True)
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        """Cross to another process as what it is made of; open sessions stay behind."""
         return type(self), (SharedModel(self._model), self._exact, self._temperature)
 
-    def finish(self, lengths: Mapping[int, int]) -> list[FloatArray]:
-        """Return float32 [n] for each rollout, of as many response tokens as ``lengths`` says, and forget it."""
-        return [_floats(session) for session in self._reader.finish(lengths)]
+    def _result(self, state: ReadState) -> FloatArray:
+        return _joined(state)
 
     @torch.inference_mode()
     def _keep(self, span: TokenSpan, outputs: Tensor) -> None:
         session, first = span.state, max(span.state.prompt, span.start)
         if not span.in_prompt:
-            # The logits at a position are those of the next token: the first of a span was predicted before it.
+            # The logits at a position predict the next token: those for a span's first token precede the span.
             before = outputs[:-1] if session.tail is None else torch.cat((session.tail, outputs[:-1]))
             skipped = first - span.start
             targets = span.tokens[skipped:]
@@ -97,16 +106,15 @@ class ReferenceWorker(ScorerWorker):
         session.tail = outputs[-1:].clone()  # a view would keep the whole chunk's logits alive
 
 
-class RewardWorker(ScorerWorker):
-    """One number for each rollout; see :class:`oppo.hf.serve.scorers.RewardModel`."""
+class RewardWorker(ScorerWorker[float]):
+    """The score of a rollout; see :class:`oppo.hf.serve.scorers.RewardModel`."""
 
     def __init__(self, model: PreTrainedModel, exact: bool) -> None:
         self._padding = model.config.get_text_config().pad_token_id
-        super().__init__(model, _scalar(model), exact=exact)
+        super().__init__(model, _score_reader(model), exact=exact)
 
-    def finish(self, lengths: Mapping[int, int]) -> list[float]:
-        """Return the score of each rollout, of as many response tokens as ``lengths`` says, and forget it."""
-        return [float(session.kept[0]) for session in self._reader.finish(lengths)]
+    def _result(self, state: ReadState) -> float:
+        return float(state.kept[0])
 
     def _keep(self, span: TokenSpan, outputs: Tensor) -> None:
         if self._padding is None:
@@ -119,16 +127,14 @@ class RewardWorker(ScorerWorker):
             span.state.kept = [outputs[0]]  # the library's choice when there is nothing but padding
 
 
-class ValueWorker(ScorerWorker):
-    """A value of the state before each token; see :class:`oppo.hf.serve.scorers.ValueModel`."""
+class ValueWorker(ScorerWorker[FloatArray]):
+    """Values of the states before each token, float32 [n]; see :class:`oppo.hf.serve.scorers.ValueModel`."""
 
     def __init__(self, model: PreTrainedModel, exact: bool) -> None:
-        super().__init__(model, _scalar(model), exact=exact)
+        super().__init__(model, _score_reader(model), exact=exact)
 
-    def finish(self, lengths: Mapping[int, int]) -> list[FloatArray]:
-        """Return float32 [n] for each rollout, of as many response tokens as ``lengths`` says, and forget it."""
-        # The last value is that of the state after the last token.
-        return [_floats(session)[:-1] for session in self._reader.finish(lengths)]
+    def _result(self, state: ReadState) -> FloatArray:
+        return _joined(state)[:-1]  # the last value is of the state after the last token
 
     @torch.inference_mode()
     def _keep(self, span: TokenSpan, outputs: Tensor) -> None:
@@ -136,16 +142,15 @@ class ValueWorker(ScorerWorker):
         span.state.kept.append(outputs[skipped:, 0].float())
 
 
-def _scalar(model: PreTrainedModel) -> Incremental:
-    """Return a reader of a sequence-classification model's backbone that puts its score layer on every position."""
+def _score_reader(model: PreTrainedModel) -> Incremental:
+    """Return a reader that applies a sequence-classification model's score layer at every position."""
     head = score_head(model)
     model.train(mode=False)
     return Incremental(backbone(model), head=head)
 
 
-def _floats(session: ReadState) -> FloatArray:
-    """Return what was kept as one float32 array."""
-    if not session.kept:
+def _joined(state: ReadState) -> FloatArray:
+    if not state.kept:
         return np.zeros(0, np.float32)
-    joined: FloatArray = torch.cat(session.kept).cpu().numpy()
+    joined: FloatArray = torch.cat(state.kept).cpu().numpy()
     return joined

@@ -1,7 +1,7 @@
 """The three scorers of PPO on transformers: reference log-probs, the reward model's scalar, the critic's values.
 
-Each reads rollouts while they grow, in the place it is given, which several may share. What a scorer does there is in
-its worker (:mod:`oppo.hf.serve.scorer_workers`); token ids go in, floats come out.
+Each reads rollouts while they grow, in a place that several may share. Its worker (:mod:`oppo.hf.serve.scorer_workers`)
+computes there: token ids go in, floats come out.
 """
 
 from __future__ import annotations
@@ -20,57 +20,62 @@ from oppo.models import Sampling, Weights
 from oppo.placement import Hosting
 from oppo.scheduling import IN_ORDER, Priority, TimeSlice
 
-C = TypeVar("C", bound=ScorerWorker)
+T = TypeVar("T")
 
 
-class Streamed(Generic[C]):
-    """What every scorer here does: it reads rollouts as they grow, where its worker lives.
+class StreamedScorer(Generic[T]):
+    """A scorer that reads rollouts as they grow, in the place of its worker.
 
     Args:
-        worker: does the work.
-        place: where it lives from now on.
-        supports: whether it needs the supports of tokens.
+        worker: reads them.
+        place: where the worker lives from now on.
+        supports: whether the worker needs the supports of tokens.
     """
 
-    def __init__(self, worker: C, place: Hosting, *, supports: bool = False) -> None:
-        self._worker = place.host(worker, journal=ReplayJournal(ScorerWorker.extend, supports=supports))
+    def __init__(self, worker: ScorerWorker[T], place: Hosting, *, supports: bool = False) -> None:
+        self._worker = place.host(worker, journal=ReplayJournal(ScorerWorker.extend))
         self._supports = supports
+        self._version = 0
 
     @property
     def version(self) -> int:
-        """0: a frozen model."""
-        return 0
+        """Version of the weights in use; 0 for a frozen model."""
+        return self._version
 
     @property
     def time_slice(self) -> TimeSlice:
-        """How long a call should last that nobody waits for: as long as its place says."""
+        """How long a preemptible call should last, as its place has it."""
         return self._worker.time_slice
 
     async def extend(self, events: Sequence[Prompt | Chunk | Given], *, priority: Priority = IN_ORDER) -> None:
         """Read more of some rollouts."""
-        await self._worker.at(priority).call(
-            "extend", ScorerWorker.extend, ScorerInput(events, supports=self._supports)
-        )
+        feed = ScorerInput(events, supports=self._supports)
+        await self._worker.at(priority).call("extend", ScorerWorker.extend, feed)
+
+    async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> Sequence[T]:
+        """Return each rollout's result, and forget it."""
+        lengths = {event.rollout: len(event.response) for event in finished}
+        return await self._worker.at(priority).call("finish", ScorerWorker[T].finish, lengths)
 
     async def forget(self, rollouts: Sequence[int], *, priority: Priority = IN_ORDER) -> None:
-        """Drop sessions; unknown rollouts are fine."""
+        """Drop sessions; unknown rollouts are ignored."""
         with suppress(ModelLost):  # sessions are lost with the place they were in
             await self._worker.at(priority).call("forget", ScorerWorker.forget, list(rollouts))
 
 
-class ReferenceLogprobs(Streamed[ReferenceWorker]):
+class ReferenceLogprobs(StreamedScorer[FloatArray]):
     """Scores each response token with its log-prob under a frozen causal LM: float32 [n], natural logarithm.
 
-    Computed as the trainer does, by :func:`oppo.losses.token_logprobs`: of logits z, the log-prob of token t is
+    It computes them as the trainer does, by :func:`oppo.losses.token_logprobs`: of logits z, the log-prob of token t is
     (z / temperature)[t] - logsumexp(z / temperature), in float32; a temperature of 0 counts as 1. Where the policy's
-    sampling left ids out, the logsumexp is over the others: the KL then is between two distributions over one support.
-    ``Given`` tokens get one too. Between chunks one row of logits is kept for each open rollout.
+    sampling left ids out, the logsumexp is over the others, so that the KL is between distributions over one support.
+    ``Given`` tokens get a log-prob too. Between chunks it keeps one row of logits for each open rollout.
 
     Args:
-        model: a causal LM; the policy's tokenizer.
-        sampling: its temperature is the policy's.
+        model: a causal LM that shares the policy's tokenizer.
+        sampling: the policy's; only the temperature counts.
         thread: where the model lives: any place.
-        exact: the results do not depend, to the bit, on arrival patterns and other rollouts; slower.
+        exact: the bits of results do not depend on arrival patterns and other rollouts; slower.
 
     Raises:
         ModelRefused: the model cannot be served row by row.
@@ -79,21 +84,17 @@ class ReferenceLogprobs(Streamed[ReferenceWorker]):
     def __init__(self, model: PreTrainedModel, *, sampling: Sampling, thread: Hosting, exact: bool = False) -> None:
         super().__init__(ReferenceWorker(model, exact, sampling.temperature), thread, supports=True)
 
-    async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> Sequence[FloatArray]:
-        """Return the log-probs of each response, and forget it."""
-        return await self._worker.at(priority).call("finish", ReferenceWorker.finish, _lengths(finished))
 
-
-class RewardModel(Streamed[RewardWorker]):
+class RewardModel(StreamedScorer[float]):
     """Scores each rollout with one number: a sequence-classification model's, at the end of prompt + response.
 
-    The number is that of the library's own call on this one sequence. In particular the library looks at the last
-    token *that is not padding*: where the padding token is also the end-of-text token, the one before it.
+    The number is what transformers' own call on this one sequence returns. In particular it is taken at the last token
+    *that is not padding*: where the padding token is also the end-of-text token, at the token before it.
 
     Args:
         model: ``AutoModelForSequenceClassification`` with ``num_labels == 1``.
         thread: where the model lives: any place.
-        exact: the results do not depend, to the bit, on arrival patterns and other rollouts; slower.
+        exact: the bits of results do not depend on arrival patterns and other rollouts; slower.
 
     Raises:
         ModelRefused: the model has several labels, no ``score`` layer, or cannot be served row by row.
@@ -102,24 +103,20 @@ class RewardModel(Streamed[RewardWorker]):
     def __init__(self, model: PreTrainedModel, *, thread: Hosting, exact: bool = False) -> None:
         super().__init__(RewardWorker(model, exact), thread)
 
-    async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> Sequence[float]:
-        """Return each rollout's score, and forget it."""
-        return await self._worker.at(priority).call("finish", RewardWorker.finish, _lengths(finished))
 
-
-class ValueModel(Streamed[ValueWorker]):
+class ValueModel(StreamedScorer[FloatArray]):
     """Scores each response token with the critic's value of the state before it: float32 [n].
 
     The critic is a sequence-classification model with one label; the value of the state before response token ``i``
     is its ``score`` layer on the hidden state at position ``len(prompt) - 1 + i``.
 
-    It follows the trainer: sessions opened under an older version are stale after :meth:`load`; whoever streams into
-    this scorer forgets and replays them.
+    It follows the trainer. After :meth:`load`, sessions opened under an older version are stale: the caller forgets and
+    replays them.
 
     Args:
         model: ``AutoModelForSequenceClassification`` with ``num_labels == 1``.
         thread: where the model lives: any place.
-        exact: the results do not depend, to the bit, on arrival patterns and other rollouts; slower.
+        exact: the bits of results do not depend on arrival patterns and other rollouts; slower.
 
     Raises:
         ModelRefused: the model has several labels, no ``score`` layer, or cannot be served row by row.
@@ -127,33 +124,18 @@ class ValueModel(Streamed[ValueWorker]):
 
     def __init__(self, model: PreTrainedModel, *, thread: Hosting, exact: bool = False) -> None:
         super().__init__(ValueWorker(model, exact), thread)
-        self._version = 0
-
-    @property
-    def version(self) -> int:
-        """Version of the weights in use."""
-        return self._version
 
     async def load(self, weights: Weights) -> None:
-        """Serve ``weights.critic`` from the next call on; shared memory is not copied.
+        """Serve ``weights.critic`` from the next call on; tensors that are the model's own are not copied.
 
-        Tensors cross to no other process: this one sees the memory from which the model is served there, so what is
-        the trainer's own model costs nothing, and anything else is copied into it, in the scorer's turn.
+        No tensor crosses to another process: this process writes the memory that both share, while no other call is
+        made there.
 
         Raises:
             ModelError: a name is missing or unknown, or a shape differs; the old weights are then still served.
         """
         await self._worker.call_local("load", self._load, weights)
 
-    async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> Sequence[FloatArray]:
-        """Return the values along each response, and forget it."""
-        return await self._worker.at(priority).call("finish", ValueWorker.finish, _lengths(finished))
-
-    def _load(self, worker: ValueWorker, weights: Weights) -> None:
+    def _load(self, worker: ScorerWorker[FloatArray], weights: Weights) -> None:
         worker.load(weights.critic)
         self._version = weights.version
-
-
-def _lengths(finished: Sequence[Finish]) -> dict[int, int]:
-    """Return, by rollout, how many tokens the response has."""
-    return {finish.rollout: len(finish.response) for finish in finished}

@@ -1,57 +1,53 @@
-"""What a policy and its decode loop say to one another without a message: a few bytes of shared memory."""
+"""What a policy and its decode loop exchange while the loop runs: a few bytes of shared memory, without a message."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from ctypes import Structure, c_int64, sizeof
+from typing import ClassVar
 
 from oppo.placement.block import Block
 
-_BYTES = 8
-_SAID = b"\1"
+_RAISED = b"\1"
 
 
-class _Number:
-    """One of the int64 of :class:`Counters`."""
-
-    def __init__(self, at: int) -> None:
-        self._at = at
-
-    def __get__(self, counters: Counters, kind: type[Counters]) -> int:
-        return counters.numbers[self._at]
-
-    def __set__(self, counters: Counters, value: int) -> None:
-        counters.numbers[self._at] = value
-
-
-class Counters:
-    """What a decoder has done so far: written where it decodes, read anywhere while it does.
+class Counters(Structure):
+    """What a decoder has done so far: written where it decodes, readable anywhere while it does.
 
     Attributes:
+        decode_steps: made.
         tokens: sampled.
-        prefilled: tokens that were read before their rows could be decoded.
+        prefilled: tokens read before their rows could be decoded.
         version: of the weights in use.
         loads: how often weights were loaded.
+        block: the memory.
     """
 
-    decode_steps = _Number(0)
-    tokens = _Number(1)
-    prefilled = _Number(2)
-    version = _Number(3)
-    loads = _Number(4)
+    decode_steps: int
+    tokens: int
+    prefilled: int
+    version: int
+    loads: int
+    _fields_: ClassVar = [(name, c_int64) for name in ("decode_steps", "tokens", "prefilled", "version", "loads")]
+    block: Block
 
-    def __init__(self, block: Block | None = None) -> None:
-        self._block = block or Block.new(5 * _BYTES)
-        self.numbers: memoryview[int] = memoryview(self._block).cast("q")
+    @classmethod
+    def over(cls, block: Block | None = None) -> Counters:
+        """Return the counters that lie in ``block``; new ones, all 0, without a block."""
+        block = block or Block.new(sizeof(cls))
+        counters = cls.from_buffer(block)
+        counters.block = block
+        return counters
 
-    def __reduce__(self) -> tuple[type[Counters], tuple[Block]]:
-        return Counters, (self._block,)
+    def __reduce__(self) -> tuple[Callable[[Block], Counters], tuple[Block]]:
+        return Counters.over, (self.block,)
 
 
 class Signals:
-    """What a decode loop is told while it runs, and looks at between two decode steps.
+    """Flags that a decode loop looks at between two decode steps.
 
     Args:
-        block: a byte that says whether to stop, then one for each row that says whether nobody wants it any more.
+        block: one byte that stops the loop, then one for each row that makes the loop drop the row.
     """
 
     def __init__(self, block: Block) -> None:
@@ -62,25 +58,25 @@ class Signals:
 
     @classmethod
     def of(cls, rows: int) -> Signals:
-        """Return the signals, none of them given yet, to a decode loop of so many rows."""
+        """Return the signals to a decode loop of ``rows`` rows, none of them raised."""
         return cls(Block.new(1 + rows))
 
     def stop(self) -> None:
-        """Say that the loop is to stop."""
-        self._block[:1] = _SAID
+        """Stop the loop after the decode step in progress."""
+        self._block[:1] = _RAISED
 
     @property
     def stopped(self) -> bool:
         """Whether the loop is to stop."""
-        return self._block[:1] == _SAID
+        return self._block[:1] == _RAISED
 
     def give_up(self, row: int) -> None:
-        """Say that nobody wants the row at this index any more."""
-        self._block[1 + row : 2 + row] = _SAID
+        """Have the loop drop the row at this index."""
+        self._block[1 + row : 2 + row] = _RAISED
 
     def given_up(self) -> Iterator[int]:
-        """Return the indices of the rows that nobody wants any more."""
-        at = self._block.find(_SAID, 1)
+        """Return the indices of the rows to drop."""
+        at = self._block.find(_RAISED, 1)
         while at > 0:
             yield at - 1
-            at = self._block.find(_SAID, at + 1)
+            at = self._block.find(_RAISED, at + 1)

@@ -1,33 +1,32 @@
-"""When a response ends: at a stop token, at a stop text, or because it is long enough."""
+"""When a response ends: at a stop token, at a stop string, or at its length limit."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
-if TYPE_CHECKING:
-    from oppo.events import FinishReason
-    from oppo.models import Sampling
+from oppo.events import FinishReason
+from oppo.models import Sampling
 
 Detokenize: TypeAlias = Callable[[Sequence[int]], str]
-"""The text of token ids; called from the thread of the model."""
+"""Returns the text of token ids; called from the thread of the model."""
 
 SLACK = 8
-"""Tokens read before those that a stop text can span: the first of them may decode differently than in its place."""
+"""Tokens decoded before those that a stop string can span: without its context, the first may decode differently."""
 
 
 class StopCriteria:
-    """Says of a response, after each token, whether that token ends it.
+    """Decides after each token of a response whether it is the last.
 
-    A stop text ends a response with the token that completes it, which stays part of the response. As many of the last
-    tokens are decoded as the longest of the texts has bytes, and a few more: a token is at least a byte.
+    A stop string ends a response with the token that completes it; the response keeps that token. As many of the last
+    tokens are decoded as the longest stop string has bytes, and a few more: a token is at least a byte.
 
     Args:
-        sampling: what ends a response.
-        decode: gives the text of tokens.
+        sampling: its stop tokens, stop strings and least length.
+        decode: returns the text of tokens.
 
     Raises:
-        ValueError: there are stop texts, but no ``decode``.
+        ValueError: there are stop strings, but no ``decode``.
     """
 
     def __init__(self, sampling: Sampling, decode: Detokenize | None = None) -> None:
@@ -38,12 +37,7 @@ class StopCriteria:
         self._window = SLACK + max((len(text.encode()) for text in sampling.stop_strings), default=0)
 
     def reason(self, tokens: Sequence[int], limit: int) -> FinishReason | None:
-        """Return why the response ends with the last of ``tokens``; ``None`` while it goes on.
-
-        Args:
-            tokens: the response so far.
-            limit: the length at which it ends in any case.
-        """
+        """Return why a response ends with the last of ``tokens``, at ``limit`` tokens in any case; ``None`` if not."""
         stop = self._sampling.stop
         if tokens[-1] in stop:
             return "eos" if tokens[-1] == stop[0] else "stop"
@@ -52,9 +46,9 @@ class StopCriteria:
         return "length" if len(tokens) >= limit else None
 
     def _completed(self, tokens: Sequence[int]) -> bool:
-        """Return whether the last token completes a stop text.
+        """Return whether the last token completes a stop string.
 
-        Texts are compared, and not their lengths: while a character lacks some of its tokens, others stand for it.
+        It compares texts rather than their lengths: an incomplete character decodes to replacement characters.
         """
         tail = tokens[-self._window :]
         text = self._decode(tail)

@@ -1,1 +1,1 @@
-"""Training models: micro-batches, the optimizer, what an update measured, and the state that a checkpoint keeps."""
+"""Training models: micro-batches, the optimizer, metrics of an update, and the state that a checkpoint keeps."""

@@ -1,4 +1,4 @@
-"""The models that an update trains, as one module with one forward pass."""
+"""Actor and critic as one module with one forward pass."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ from oppo.hf.trunk import OwnHead, shares_trunk
 
 
 class ActorCritic(nn.Module):
-    """What is trained as one module, so that one call prepares, and would shard, all of it.
+    """The models that are trained, as one module, so that one call prepares, and would shard, both.
 
-    A trunk that the two models share is read once. Values are ``None`` without a critic.
-
-    Pickled or copied, it is a pair of models again that share what these share.
+    A trunk that the two models share is read once. Pickled or copied, the models share what they shared before.
     """
 
     def __init__(self, actor: PreTrainedModel, critic: PreTrainedModel | None = None) -> None:
@@ -33,21 +31,27 @@ class ActorCritic(nn.Module):
         return type(self), (self.actor, self.critic)
 
     def trained(self) -> list[list[nn.Parameter]]:
-        """Return the parameters that are trained, the actor's and the critic's; a shared trunk is the actor's.
+        """Return the parameters that are trained: the actor's, a shared trunk included, and the critic's.
 
         Raises:
-            ModelRefused: a model has none.
+            ModelRefused: a model has none or is in float16, or the critic has no single-label ``score`` head.
         """
         actor = _trained(self.actor, "actor")
-        return [actor] if self.critic is None else [actor, _trained(self.critic, "critic", but=self.actor)]
+        if self.critic is None:
+            return [actor]
+        _require_value_head(self.critic)
+        return [actor, _trained(self.critic, "critic", but=self.actor)]
 
     def with_own_weights(self) -> ActorCritic:
-        """Return a copy that is trained on its own; parameters that are not trained stay shared with the copy."""
+        """Return a copy with its own trained parameters; the others stay shared."""
         frozen = {id(parameter): parameter for parameter in self.parameters() if not parameter.requires_grad}
         return copy.deepcopy(self, frozen)
 
     def forward(self, batch: MicroBatch, *, actor_learns: bool = True) -> tuple[Tensor, Tensor | None]:
-        """Return the logits and the values from which each response token was predicted: [T, V] and float32 [T]."""
+        """Return logits and values at the position before each response token: [T, V] and float32 [T].
+
+        Values are ``None`` without a critic. The actor's pass records no gradient unless ``actor_learns``.
+        """
         inputs = {"position_ids": batch.positions, "use_cache": False}  # no mask: see MicroBatch
 
         def read(model: PreTrainedModel) -> Tensor:
@@ -71,19 +75,19 @@ class ActorCritic(nn.Module):
 
 
 def _trained(model: PreTrainedModel, name: str, *, but: PreTrainedModel | None = None) -> list[nn.Parameter]:
+    if model.dtype == torch.float16:
+        raise ModelRefused(
+            f"{type(model).__name__} is in float16, in which most gradients of PPO underflow to 0, and losses are not "
+            "scaled here: load what is trained with dtype = 'bfloat16' or 'float32'"
+        )
     others = set() if but is None else set(but.parameters())
-    found = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter not in others]
-    if not found:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter not in others]
+    if not trained:
         raise ModelRefused(f"no parameter of the {name} requires a gradient, so there is nothing to train")
-    return found
+    return trained
 
 
-def require_value_head(critic: PreTrainedModel) -> None:
-    """Return only if the critic says one number.
-
-    Raises:
-        ModelRefused: it has no ``score`` head, or one of several labels.
-    """
+def _require_value_head(critic: PreTrainedModel) -> None:
     name, labels = type(critic).__name__, critic.config.num_labels
     if not isinstance(getattr(critic, "score", None), nn.Module):
         raise ModelRefused(

@@ -1,9 +1,9 @@
 """Float32 copies of 16-bit weights, on which an optimizer steps in their place (Micikevicius et al. 2018).
 
-A bfloat16 number has 8 significant bits: a step of less than a 256th of a weight, as nearly all steps of PPO are,
-would be rounded away. Here steps add up in the copy, and the weight follows when they have become a bit of its own.
-Gradients of several micro-batches add up in float32 too. The price is 8 bytes for each such parameter, the optimizer's
-own two moments, which are float32 then, not counted.
+A bfloat16 number has 8 significant bits: rounding would lose a step of less than a 256th of a weight, as nearly all
+steps of PPO are. Here steps add up in the copy, and the weight changes when they amount to one of its bits. Gradients
+of several micro-batches add up in float32 too. The cost is 8 bytes for each such parameter, besides the optimizer's two
+moments, which are float32 as well.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 
 
 class MasterWeights:
-    """What an optimizer is to step on: float32 copies of parameters of fewer bits, other parameters themselves.
+    """The parameters that an optimizer steps on: float32 copies of those with fewer bits, the others themselves.
 
     Example:
         >>> weight = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
@@ -38,7 +38,7 @@ class MasterWeights:
         }
 
     def of(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return what is optimized in the place of ``parameter``."""
+        """Return what the optimizer steps on in the place of ``parameter``."""
         return self._copies.get(parameter, parameter)
 
     @torch.no_grad()
@@ -52,11 +52,11 @@ class MasterWeights:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Give the parameters the values of their copies, rounded."""
+        """Set the parameters to the values of their copies, rounded."""
         for parameter, master in self._copies.items():
             parameter.copy_(master)
 
     def clear(self) -> None:
-        """Forget what gradients the parameters hold; those of the copies are the optimizer's to clear."""
+        """Clear the gradients of the parameters; the optimizer clears those of the copies."""
         for parameter in self._copies:
             parameter.grad = None

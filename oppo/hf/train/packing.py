@@ -1,4 +1,4 @@
-"""From a ragged batch to padded forward passes of bounded size, and back to flat tokens."""
+"""Packing: a ragged batch as padded forward passes of bounded size, and the way back to flat tokens."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from oppo.losses import Input, SupportIndex, Unit
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """Some rows of a batch as one forward pass; n rows padded on the right to L tokens, T response tokens in all.
+    """Rows of a batch as one forward pass: n rows, padded on the right to L tokens, with T response tokens in all.
 
-    The last token of each row is not read: nothing is predicted from it. Padding needs no mask: causal attention keeps
-    it out of the sight of every token before it, and nothing is predicted from padding either.
+    The last token of each row is not read, since it predicts none. Padding needs no mask: no token before it attends to
+    it, and it predicts none.
 
     Attributes:
         ids, positions: int64 [n, L].
-        padding: how many of the ``ids`` are padding.
-        keep: int64 [K], the sequence positions from which some row predicts a response token.
-        row, column: int64 [T], where in an [n, K, ...] output each response token was predicted.
+        padding: number of ``ids`` that are padding.
+        keep: int64 [K], the positions that predict a response token of some row.
+        row, column: int64 [T], where each response token is predicted in an [n, K, ...] output.
         tokens: int64 [T].
         mask: bool [T], true for the tokens that are trained.
         groups: int64 [n], the group of each row.
         versions: int64 [T].
-        behaviour: float32 [T], as it came with the batch.
-        given: what else was asked for, as it came with the batch: float32 [T], or [n] where it is of rows.
+        behaviour: float32 [T], behaviour log-probs.
+        given: inputs of the loss that the batch holds: float32 [T], or [n] for those of rows.
         support: where the ids lie from which the T tokens were drawn; ``None`` if that was the whole vocabulary.
     """
 
@@ -52,68 +52,61 @@ class MicroBatch:
     support: SupportIndex | None
 
 
-def trainable(batch: Batch) -> NDArray[np.int64]:
-    """Return the rows of the batch of which at least one token was sampled: int64."""
-    return np.array([r for r, tokens in enumerate(batch.rows()) if batch.sampled[tokens].any()], np.int64)
-
-
 def units(batch: Batch, unit: Unit) -> list[list[int]]:
-    """Return the trainable rows of the batch, each with those that it may not be segmented from, in admission order."""
-    rows = trainable(batch).tolist()
-    if unit != "group":
-        return [[row] for row in rows]
-    groups = dict[int, list[int]]()
+    """Return the rows with a sampled token, in admission order, grouped so that a loss of this unit can see them."""
+    rows = [row for row, tokens in enumerate(batch.rows()) if batch.sampled[tokens].any()]
+    members = dict[int, list[int]]()
     for row in rows:
-        groups.setdefault(batch.responses[row].prompt.group, []).append(row)
-    return list(groups.values())
+        members.setdefault(batch.responses[row].prompt.group if unit == "group" else row, []).append(row)
+    return list(members.values())
 
 
-def minibatches(whole: Sequence[list[int]], count: int, key: Sequence[int]) -> Iterator[list[list[int]]]:
+def minibatches(units: Sequence[list[int]], count: int, key: Sequence[int]) -> Iterator[list[list[int]]]:
     """Yield one epoch of units, shuffled by ``key``, in ``count`` parts of nearly equal size; none is empty."""
-    shuffled = np.random.default_rng(key).permutation(len(whole))
-    yield from ([whole[each] for each in part] for part in np.array_split(shuffled, count) if len(part))
+    shuffled = np.random.default_rng(key).permutation(len(units))
+    yield from ([units[each] for each in part] for part in np.array_split(shuffled, count) if len(part))
 
 
-def micro_batches(batch: Batch, whole: Sequence[list[int]], device: torch.device, budget: int) -> Iterator[list[int]]:
-    """Yield the rows of ``whole`` units in groups, each of them one forward pass on ``device``, the longest first.
+def micro_batches(batch: Batch, units: Sequence[list[int]], device: torch.device, budget: int) -> Iterator[list[int]]:
+    """Yield the rows of ``units`` in groups, each of them one forward pass on ``device``, the longest first.
 
-    Args:
-        batch: of the rows.
-        whole: rows that stay together.
-        device: of the models.
-        budget: tokens of a pass at most, padding included; a longer unit gets a pass of its own.
+    A pass has at most ``budget`` tokens, padding included; a longer unit gets a pass of its own.
     """
-    whole, read = sorted(whole), read_lengths(batch)  # of units of one length the earlier comes first
-    longest, counts = [max(read[row] for row in unit) for unit in whole], [len(unit) for unit in whole]
+    units = sorted(units)  # of units of one length the earlier comes first
+    lengths = [len(response.prompt.tokens) + len(response) - 1 for response in batch.responses]
+    longest, counts = [max(lengths[row] for row in unit) for unit in units], [len(unit) for unit in units]
     overhead = overhead_on(device)
-    for group in cheapest_groups(longest, range(len(whole)), overhead=overhead, budget=budget, counts=counts):
-        yield list(chain.from_iterable(whole[each] for each in group))
+    for group in cheapest_groups(longest, range(len(units)), overhead=overhead, budget=budget, counts=counts):
+        yield list(chain.from_iterable(units[each] for each in group))
 
 
-def read_lengths(batch: Batch) -> list[int]:
-    """Return how many tokens of each row a forward pass reads."""
-    return [len(response.prompt.tokens) + len(response) - 1 for response in batch.responses]
-
-
-def pack(batch: Batch, rows: Sequence[int], device: torch.device, asked: Collection[Input] = ()) -> MicroBatch:
-    """Return the given rows of the batch as one forward pass on ``device``, with what of it is ``asked`` and there."""
-    prompts = [batch.responses[r].prompt.tokens for r in rows]
-    every = batch.rows()
-    spans = [every[r] for r in rows]
+def pack(batch: Batch, rows: Sequence[int], device: torch.device, inputs: Collection[Input] = ()) -> MicroBatch:
+    """Return rows of the batch as one forward pass on ``device``, with those of the ``inputs`` that the batch holds."""
+    prompts = [batch.responses[row].prompt.tokens for row in rows]
+    tokens = batch.rows()
+    spans = [tokens[row] for row in rows]
     lengths = [span.stop - span.start for span in spans]
     read = [len(prompt) + length - 1 for prompt, length in zip(prompts, lengths, strict=True)]
     width = max(read)
     first = min(len(prompt) for prompt in prompts) - 1
     ids = np.zeros((len(rows), width), np.int64)
-    for i, (prompt, span) in enumerate(zip(prompts, spans, strict=True)):
-        sequence = np.concatenate((prompt, batch.tokens[span]))[:-1]
-        ids[i, : len(sequence)] = sequence
+    for row, (prompt, span) in enumerate(zip(prompts, spans, strict=True)):
+        ids[row, : read[row]] = np.concatenate((prompt, batch.tokens[span]))[:-1]
     taken = np.concatenate([np.arange(span.start, span.stop) for span in spans])
     columns = [np.arange(length) + len(prompt) - 1 - first for prompt, length in zip(prompts, lengths, strict=True)]
 
     def tensor(array: NDArray[np.generic]) -> Tensor:
         return torch.tensor(array, device=device)
 
+    held: dict[Input, FloatArray | None] = {
+        "behaviour": batch.logprobs,
+        "advantages": batch.advantages,
+        "old_values": batch.values,
+        "returns": batch.returns,
+        "scores": batch.scores,
+        "proximal": batch.proximal,
+        "reference": batch.reference,
+    }
     return MicroBatch(
         ids=tensor(ids),
         positions=torch.arange(width, device=device).expand(len(rows), width),
@@ -123,27 +116,13 @@ def pack(batch: Batch, rows: Sequence[int], device: torch.device, asked: Collect
         column=tensor(np.concatenate(columns)),
         tokens=tensor(batch.tokens[taken].astype(np.int64)),
         mask=tensor(batch.sampled[taken]),
-        groups=tensor(np.array([batch.responses[r].prompt.group for r in rows], np.int64)),
+        groups=tensor(np.array([batch.responses[row].prompt.group for row in rows], np.int64)),
         versions=tensor(batch.versions[taken].astype(np.int64)),
         behaviour=tensor(batch.logprobs[taken]),
         given={
             name: tensor(column[list(rows) if name == "scores" else taken])
-            for name, column in _columns(batch).items()
-            if name in asked
+            for name, column in held.items()
+            if name in inputs and column is not None
         },
         support=SupportIndex.of(batch.support(rows), device),
     )
-
-
-def _columns(batch: Batch) -> dict[Input, FloatArray]:
-    """Return what a batch holds for losses."""
-    columns: dict[Input, FloatArray | None] = {
-        "behaviour": batch.logprobs,
-        "advantages": batch.advantages,
-        "old_values": batch.values,
-        "returns": batch.returns,
-        "scores": batch.scores,
-        "proximal": batch.proximal,
-        "reference": batch.reference,
-    }
-    return {name: column for name, column in columns.items() if column is not None}

@@ -1,18 +1,17 @@
-"""Which types of weights a device computes with, and which can be trained."""
+"""Which dtypes of weights a device supports."""
 
 from __future__ import annotations
 
 import torch
-from transformers import PreTrainedModel
 
-from oppo.errors import ConfigError, ModelRefused
+from oppo.errors import ConfigError
 
 
 def require_supported(dtype: torch.dtype, device: torch.device) -> None:
-    """Return only if models in ``dtype`` can be served and trained on ``device``.
+    """Accept a dtype in which models can be served and trained on ``device``.
 
     Raises:
-        ConfigError: they cannot; says which type to choose.
+        ConfigError: they cannot; the message names dtypes that can.
     """
     if dtype == torch.float16 and device.type == "cpu":
         raise ConfigError(
@@ -27,17 +26,4 @@ def require_supported(dtype: torch.dtype, device: torch.device) -> None:
         raise ConfigError(
             f"{torch.cuda.get_device_name(device)} does not compute in bfloat16 itself: expected models.dtype = "
             "'float32'"
-        )
-
-
-def require_trainable(model: PreTrainedModel) -> None:
-    """Return only if a gradient through ``model`` means something in the type of its weights.
-
-    Raises:
-        ModelRefused: they are float16.
-    """
-    if model.dtype == torch.float16:
-        raise ModelRefused(
-            f"{type(model).__name__} is in float16, in which most gradients of PPO underflow to 0, and losses are not "
-            "scaled here: load what is trained with dtype = 'bfloat16' or 'float32'"
         )

@@ -1,8 +1,7 @@
-"""Gradient checkpointing that nobody has to switch: layers that are recomputed whenever a gradient is recorded.
+"""Gradient checkpointing without a switch: layers are recomputed whenever the calling thread records gradients.
 
-transformers' own is bound to training mode, which a model that is served must never enter. Here the wrapper stays for
-the model's whole life and looks at what the calling thread does: where no gradient is recorded, as in serving, it
-passes the call on.
+transformers' own works in training mode only, which a served model must never enter. This wrapper stays for the model's
+whole life; in a thread that records no gradient, as in serving, it only passes the call on.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from oppo.errors import ModelRefused
 
 
 def recompute(model: PreTrainedModel, every: int = 1) -> None:
-    """Have every ``every``-th layer keep its input only, and run again in the backward pass (Chen et al. 2016).
+    """Make every ``every``-th layer keep only its input, and run again in the backward pass (Chen et al. 2016).
 
     The layers' forward must be free of randomness: dropout is off in every model here.
 
     Args:
-        model: changed in place, for good; its parameters and their names stay as they are.
-        every: 1 is all layers; n is the first, and each n-th after it.
+        model: changed in place, for good; its parameters and their names stay.
+        every: 1 recomputes all layers; n recomputes the first, and each n-th after it.
 
     Raises:
-        ModelRefused: the model has no layers of a kind that can be recomputed.
+        ModelRefused: transformers can checkpoint none of the model's layers.
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:

@@ -1,4 +1,4 @@
-"""Training transformers models, through accelerate, in any place; what is done there is in its core."""
+"""The trainer on transformers and accelerate: a handle on the event loop to the core that trains in a place."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from oppo.training import TrainerSettings
 class HfTrainer(HostedTrainer[HfTrainerCore]):
     """Trains a causal language model, and its critic if it has one; implements :class:`oppo.models.ResumableTrainer`.
 
-    The metrics are those of the loss, how far stale tokens had drifted, and the work done.
+    The metrics are those of the loss, of the tokens' staleness, and of the work done.
 
-    Weights of fewer bits than float32 are trained through float32 copies, see :mod:`oppo.hf.train.master_weights`.
+    Weights with fewer bits than float32 are trained through float32 copies, see :mod:`oppo.hf.train.master_weights`.
 
-    Where the two models share their trunk (:func:`oppo.hf.trunk.value_model_on`) it is read once, and gets the gradient
-    of the sum of all losses. It counts as the actor's: it has the actor's learning rate, its gradient is clipped with
-    the actor's, and while the critic is warmed up it rests, so that only the value head learns then.
+    A trunk that the two models share (:func:`oppo.hf.trunk.value_model_on`) is read once, and its gradient is that of
+    the sum of all losses. It belongs to the actor: it has the actor's learning rate, is clipped with the actor, and
+    does not learn during the critic's warm-up, which trains the value head only.
 
-    In a :class:`~oppo.placement.Process` the weights lie in memory that both processes see, see
-    :mod:`oppo.hf.shared_memory`: the models given here compute with what is trained there. The float32 copies and the
+    In a :class:`~oppo.placement.Process` the weights lie in memory that both processes share, see
+    :mod:`oppo.hf.shared_memory`: the models given here compute with the trained weights. The float32 copies and the
     optimizer's moments are in that process alone.
 
     Args:
         actor: a causal language model; the parameters that require a gradient are trained.
         critic: a sequence-classification model with one label: its head's output at the position before a response
-            token is the value of the state in which that token was chosen. ``None``: advantages need none (GRPO, RLOO),
-            and nothing of a value loss is computed, reported or saved.
-        sampling: how the policy draws tokens: its temperature divides the logits here too. (What it left out comes with
-            the tokens, as their support.)
+            token is the value of the state in which the policy drew that token. ``None`` if advantages need no values
+            (GRPO, RLOO); no value loss is then computed, reported or saved.
+        sampling: the policy's: its temperature divides the logits here too. (The ids that it left out come with the
+            tokens, as their support.)
         thread: where updates are made: any place.
         settings: everything about the optimisation.
-        loss: what is minimised; unless given, PPO's: :class:`oppo.losses.PPOLoss` where there is a critic, else
+        loss: minimised; by default PPO's: :class:`oppo.losses.PPOLoss` with a critic, else
             :class:`oppo.losses.ClippedLoss`.
 
     Raises:
-        ConfigError: there is no critic, but settings or a loss that are about one; or one, and no loss for it.
-        ModelError: models or loss cannot go to another process.
-        ModelRefused: the critic has no single-label ``score`` head, a model has nothing to train or to recompute or is
-            in float16.
+        ConfigError: settings or loss need a critic and there is none, or there is a critic and the loss ignores it.
+        ModelError: models or loss cannot cross to another process.
+        ModelRefused: the critic has no single-label ``score`` head, or a model has nothing to train, no layers to
+            recompute, or is in float16.
     """
 
     def __init__(

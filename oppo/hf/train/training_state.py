@@ -1,4 +1,4 @@
-"""What training needs to go on elsewhere, as one safetensors file: trained parameters and the optimizer's moments."""
+"""The state from which training resumes, as one safetensors file: trained parameters and the optimizer's moments."""
 
 from __future__ import annotations
 
@@ -8,60 +8,51 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from oppo.durable import writing
 from oppo.errors import CheckpointError
+from oppo.hf.train.optimisation import Optimisation
 
-FILE = "trainer.safetensors"
-PARAMETER = "parameter"
+_FILE = "trainer.safetensors"
+_PARAMETER = "parameter"
 
 
-def write_training(
-    directory: Path,
-    trained: Mapping[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer,
-    counts: Mapping[str, int],
-) -> None:
-    """Write every trained parameter, what the optimizer knows of it, and counts that belong to both.
-
-    Args:
-        directory: gets the file.
-        trained: what the optimizer steps on, by the names of the parameters it stands for.
-        optimizer: their moments.
-        counts: of updates, for example.
+def write_training(directory: Path, optimisation: Optimisation, counts: Mapping[str, int]) -> None:
+    """Write every trained parameter, its state in the optimizer, and counts, of updates for example.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     tensors = {
         f"{kind}/{name}": tensor.detach().contiguous()
-        for name, parameter in trained.items()
-        for kind, tensor in {PARAMETER: parameter, **optimizer.state[parameter]}.items()
+        for name, parameter in optimisation.named_weights().items()
+        for kind, tensor in {_PARAMETER: parameter, **optimisation.optimizer.state[parameter]}.items()
     }
-    with writing(directory / FILE):
-        save_file(tensors, directory / FILE, metadata={name: str(count) for name, count in counts.items()})
+    with writing(directory / _FILE):
+        save_file(tensors, directory / _FILE, metadata={name: str(count) for name, count in counts.items()})
 
 
 @torch.no_grad()
-def read_training(
-    directory: Path, trained: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
-) -> dict[str, int]:
-    """Put what was written into the parameters and the optimizer, in place; return the counts.
+def read_training(directory: Path, optimisation: Optimisation) -> dict[str, int]:
+    """Restore parameters and optimizer in place; return the counts.
 
     Raises:
-        CheckpointError: it was written of other parameters; nothing has changed then.
+        CheckpointError: the file was written of other parameters; nothing is changed.
     """
     stored = dict[str, dict[str, Tensor]]()
-    with safe_open(directory / FILE, framework="pt") as file:
+    with safe_open(directory / _FILE, framework="pt") as file:
         for key in file.keys():  # noqa: SIM118 - it is no mapping
             kind, name = key.split("/", 1)
             stored.setdefault(name, {})[kind] = file.get_tensor(key)
         counts: dict[str, str] = file.metadata() or {}
-    _require_alike(directory / FILE, trained, {name: kinds[PARAMETER] for name, kinds in stored.items()})
+    trained = optimisation.named_weights()
+    _require_alike(directory / _FILE, trained, {name: kinds[_PARAMETER] for name, kinds in stored.items()})
     for name, parameter in trained.items():
-        parameter.copy_(stored[name].pop(PARAMETER))
-        optimizer.state[parameter] = {kind: tensor.to(parameter.device) for kind, tensor in stored[name].items()}
+        parameter.copy_(stored[name].pop(_PARAMETER))
+        state = {kind: tensor.to(parameter.device) for kind, tensor in stored[name].items()}
+        optimisation.optimizer.state[parameter] = state
+    optimisation.masters.write_back()
     return {name: int(count) for name, count in counts.items() if count.isdecimal()}
 
 

@@ -1,4 +1,4 @@
-"""What an update adds up to: what its minibatches measured, and the work that was done."""
+"""What one update measures: losses, gradient norms, the work done, and how stale its tokens are."""
 
 from __future__ import annotations
 
@@ -6,10 +6,93 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from oppo.hf.train.packing import MicroBatch
-from oppo.hf.train.staleness_metrics import StalenessMetrics
-from oppo.losses import Loss
+from oppo.losses import Evaluated, Loss
+
+LAGS = ("0", "1", "2plus")
+"""Classes of tokens by lag: updates between the weights that sampled a token and those trained now."""
+
+
+class StalenessMetrics:
+    """How far the tokens of an update have drifted from the weights that sampled them.
+
+    Before the first optimizer step, a token's current log-prob is its proximal one. So the mismatch is measured on the
+    first minibatch, a random part of the batch, from what the trainer computes anyway. Sums stay on the device until
+    :meth:`metrics` is called.
+
+    Args:
+        version: of the weights with which the update begins.
+
+    Attributes:
+        first_minibatch: whether :meth:`add` is given tokens of the first minibatch.
+    """
+
+    def __init__(self, version: int) -> None:
+        self._version = version
+        self.first_minibatch = True
+        self._clips = False
+        self._by_lag: list[Tensor] = []
+        self._mismatch: list[Tensor] = []
+
+    @torch.no_grad()
+    def add(self, part: MicroBatch, logprobs: Tensor, evaluated: Evaluated) -> None:
+        """Add the tokens of a micro-batch, with their current log-probs, float32 [T], and the loss's result."""
+        lag = (self._version - part.versions).clamp(0, len(LAGS) - 1)
+        by_lag = (lag == torch.arange(len(LAGS), device=lag.device)[:, None]) & part.mask  # [L, T]
+        clipped = torch.zeros_like(part.mask) if evaluated.clipped is None else evaluated.clipped
+        self._clips = evaluated.clipped is not None
+        self._by_lag.append(torch.stack((by_lag.sum(1), (by_lag & clipped).sum(1))))
+        if self.first_minibatch:
+            weights = torch.ones_like(logprobs) if evaluated.weights is None else evaluated.weights
+            log = torch.where(part.mask, logprobs - part.behaviour, torch.zeros_like(logprobs)).double()
+            stale, current, ratio = by_lag[1:].any(0), by_lag[0], log.exp()
+            divergence = torch.expm1(log) - log
+            sums = (
+                (stale * divergence).sum(),
+                stale.sum(),
+                (current * divergence).sum(),
+                current.sum(),
+                (part.mask * ratio).sum(),
+                (part.mask * ratio.square()).sum(),
+                (part.mask * weights).sum(),
+                (part.mask & (weights == 0)).sum(),
+            )
+            self._mismatch.append(torch.stack([total.double() for total in sums]))
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics, under the names of ``metrics.jsonl``.
+
+        ``policy/clipfrac_lag_k``: share of the tokens of that lag whose loss was clipped, if the loss clips and there
+        are such tokens.
+        ``mismatch/kl``: KL(behaviour || proximal), nats per token, by Schulman's k3 over stale tokens; 0 without any.
+        ``mismatch/kl_current``: the same over tokens of the current version: the difference between what decoding and
+        training compute, and the effect of keys and values kept from older weights.
+        ``mismatch/ess``: effective sample size of the tokens as importance samples, ``sum(m)**2 / (n * sum(m**2))``
+        (Kong 1992); 1 if all are current.
+        ``mismatch/weight``, ``mismatch/masked``: mean weight of a token, and the share of tokens with weight 0.
+        """
+        if not self._by_lag:
+            return {}
+        counts, clipped = torch.stack(self._by_lag).sum(0).tolist()
+        clipfrac = {
+            f"policy/clipfrac_lag_{lag}": hits / count
+            for lag, count, hits in zip(LAGS, counts, clipped, strict=True)
+            if count and self._clips
+        }
+        stale_kl, stale, current_kl, current, total, squares, weight, masked = (
+            torch.stack(self._mismatch).sum(0).tolist()
+        )
+        tokens = stale + current
+        return clipfrac | {
+            "mismatch/kl": stale_kl / stale if stale else 0.0,
+            "mismatch/kl_current": current_kl / current if current else 0.0,
+            "mismatch/ess": total**2 / (tokens * squares) if tokens and squares else 0.0,
+            "mismatch/weight": weight / tokens if tokens else 0.0,
+            "mismatch/masked": masked / tokens if tokens else 0.0,
+        }
 
 
 @dataclass(slots=True)
@@ -17,15 +100,15 @@ class UpdateMetrics:
     """What the minibatches of one update add up to.
 
     Attributes:
-        loss: that is minimised.
-        staleness: of their tokens.
-        measured: by the loss, of each minibatch that made a step.
-        norms: of its gradients, before they were clipped: the actor's, and the critic's if there is one.
-        stepped: the rollouts of those.
-        skipped: the rollouts of minibatches that made none.
-        minibatches_skipped: how many those were.
-        micro_batches: how many were read.
-        padding, tokens: that were read in all, of which the first were padding.
+        loss: which is minimised.
+        staleness: of the tokens.
+        measured: the loss's measurements of each minibatch that made an optimizer step.
+        norms: gradient norms of each such minibatch before clipping: the actor's, and the critic's if there is one.
+        stepped: the rollouts of those minibatches.
+        skipped: the rollouts of minibatches that made no step.
+        minibatches_skipped: number of minibatches that made no step.
+        micro_batches: number of forward passes.
+        padding, tokens: padding read, and tokens read, padding included.
     """
 
     loss: Loss
@@ -39,14 +122,14 @@ class UpdateMetrics:
     padding: int = 0
     tokens: int = 0
 
-    def read(self, part: MicroBatch) -> None:
-        """Count a micro-batch that was read, and taken back."""
+    def count(self, part: MicroBatch) -> None:
+        """Count a micro-batch that was trained on."""
         self.micro_batches += 1
         self.padding += part.padding
         self.tokens += part.ids.numel()
 
     def metrics(self) -> dict[str, float]:
-        """Return what the loss tells of the minibatches that made a step, and ours for the work done."""
+        """Return the metrics of the work done and, if an optimizer step was made, those of loss and gradients."""
         work = {
             "train/minibatches": float(len(self.measured)),
             "train/minibatches_skipped": float(self.minibatches_skipped),
