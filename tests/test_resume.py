@@ -95,7 +95,7 @@ def test_a_state_comes_before_the_first_step() -> None:
         pipeline = Pipeline(CARRIED)
         async with pipeline.graph().open(pipeline.prompts()) as run:
             await run.step()
-            with pytest.raises(GraphError, match="has made 1 steps: a state comes before the first"):
+            with pytest.raises(GraphError, match="has made 1 steps: load a state before the first"):
                 run.load_state_dict(run.state_dict())
 
     run_virtual(main)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias
 
 from annotated_types import Ge
@@ -82,7 +82,7 @@ class ClippedAlgorithm:
 
     @property
     def correction(self) -> Correction:
-        """How stale tokens are learnt from."""
+        """The correction of stale tokens."""
         return Correction(
             ratio_base=self.ratio_base,
             weight="mask" if self.is_correction == "mask_sequence" else self.is_correction,
@@ -94,7 +94,7 @@ class ClippedAlgorithm:
 
     @property
     def shaping(self) -> ScoreShaping:
-        """What is made of the scores before they are rewards."""
+        """The shaping of scores before they are rewards."""
         return ScoreShaping(
             norm=self.score_norm,
             clip=math.inf if self.score_clip is None else self.score_clip,
@@ -104,7 +104,7 @@ class ClippedAlgorithm:
 
     @property
     def reward_kl(self) -> float | AdaptiveKL:
-        """The coefficient of the KL penalty in the reward: 0 where the penalty is in the loss."""
+        """The coefficient of the KL penalty in the reward: 0 if the penalty is in the loss."""
         if self.kl_target is not None and self.kl_horizon is not None:
             return AdaptiveKL(self.kl, self.kl_target, self.kl_horizon)
         return self.kl if self.kl_in == "reward" else 0.0
@@ -114,4 +114,4 @@ class ClippedAlgorithm:
         from oppo.losses import ClippedLoss  # noqa: PLC0415 - torch takes seconds to import
 
         loss = ClippedLoss(clip=self.clip, entropy_coefficient=self.entropy_coefficient, correction=self.correction)
-        return loss.with_kl(self.kl, self.kl_estimator) if self.kl_in == "loss" else loss
+        return replace(loss, kl=self.kl, kl_estimator=self.kl_estimator) if self.kl_in == "loss" else loss

@@ -323,7 +323,7 @@ def test_a_deadlock_shows_the_channel_table() -> None:
     assert "line.collect" in message
     assert "graph 'line', step 0" in message
     table = {row.split()[0]: row.split(maxsplit=2)[1:] for row in message.splitlines()[2:]}
-    assert table["prompts"] == ["3", "taken not asked"]
+    assert table["prompts"] == ["3", "taken idle"]
     assert table["take->relay"] == ["1/1", "closed"]
     assert table["relay->collect"] == ["1/1", "1 waiting to send"]
 
