@@ -19,15 +19,8 @@ if TYPE_CHECKING:
 class Roles:
     """The models of a run and the schedule of its steps, from which an algorithm makes a graph.
 
-    Attributes:
-        policy: the actor that decodes.
-        reference: log-probs of the frozen reference model, float32 [n] for a response of n tokens.
-        reward: the score of a finished response, or a ``Drop``.
-        critic: values, float32 [n]; ``None`` without a critic.
-        proximal: log-probs under the weights that are about to be updated, float32 [n]; ``None`` without corrections.
-        trainer: trains the actor and the critic.
-        admission: batch size, overcommit and the cut.
-        chunks: tokens per chunk.
+    The fields are the arguments of :func:`oppo.ppo`. ``critic`` is ``None`` for an algorithm without one, ``proximal``
+    for one that corrects nothing.
     """
 
     policy: Policy

@@ -78,6 +78,18 @@ class Receiver(Protocol[T_co]):
         """Return the current counters."""
 
 
+async def changed(*receivers: Receiver[Any]) -> None:
+    """Wait until one of the receivers has an item or ends."""
+    event = anyio.Event()
+    for receiver in receivers:
+        receiver.watch(event)
+    try:
+        await event.wait()
+    finally:
+        for receiver in receivers:
+            receiver.unwatch(event)
+
+
 class Sender(Protocol[T_contra]):
     """The writing end: reaches every reader of a stage's output."""
 
@@ -97,7 +109,7 @@ class Channel(Generic[T]):
 
     A full channel first tries to merge the new item with the newest queued item *of the same key*, which keeps the
     order within a key. Where ``merge`` returns ``None`` the sender waits its turn. Without ``key`` only the newest item
-    of all is tried.
+    of all is tried. A send raises ``ProtocolError`` if the channel is closed or its reader has returned.
 
     Args:
         name: shown in errors and tables, ``source->target``.
@@ -143,11 +155,7 @@ class Channel(Generic[T]):
         return not self._blocked and not self._reserved and len(self._queue) < self.capacity
 
     def offer(self, item: T, /) -> bool:
-        """Queue ``item`` if there is room, without merging or waiting; return whether it was queued.
-
-        Raises:
-            ProtocolError: the channel is closed, or its reader has returned.
-        """
+        """Queue ``item`` if there is room, without merging or waiting; return whether it was queued."""
         self._require_open()
         if not self.has_room:
             return False
@@ -155,12 +163,7 @@ class Channel(Generic[T]):
         return True
 
     def send_nowait(self, item: T, /) -> None:
-        """Queue ``item``, or merge it into a queued one.
-
-        Raises:
-            anyio.WouldBlock: the channel is full.
-            ProtocolError: the channel is closed, or its reader has returned.
-        """
+        """Queue ``item``, or merge it into a queued one; raise ``anyio.WouldBlock`` if the channel is full."""
         if not self.offer(item) and not self._absorb(item):
             raise anyio.WouldBlock
 
@@ -168,9 +171,6 @@ class Channel(Generic[T]):
         """Queue ``item``, or merge it into a queued one, waiting while the channel is full.
 
         A cancelled send has not sent the item.
-
-        Raises:
-            ProtocolError: the channel is closed, or its reader has returned.
         """
         if self.offer(item):
             return
@@ -310,14 +310,8 @@ class Channel(Generic[T]):
         return item
 
     async def _readable(self) -> None:
-        """Wait for an item or the end."""
         while not self._queue and not self._closed:
-            event = anyio.Event()
-            self.watch(event)
-            try:
-                await event.wait()
-            finally:
-                self.unwatch(event)
+            await changed(self)
 
     @property
     def closed(self) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar, overload
 import anyio
 
 from oppo.errors import ProtocolError
-from oppo.graph.channel import ChannelStatistics, Key, Receiver
+from oppo.graph.channel import ChannelStatistics, Key, Receiver, changed
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -92,7 +92,7 @@ class _Join:
         self._held: list[dict[Hashable, object]] = [{} for _ in lanes]
         self._missing = [0 for _ in lanes]
         self._matched: set[Hashable] = set()
-        self._rows: deque[tuple[object, ...]] = deque()
+        self._complete: deque[tuple[object, ...]] = deque()
 
     def __aiter__(self) -> AsyncIterator[tuple[Any, ...]]:
         return self
@@ -102,12 +102,12 @@ class _Join:
             for number, lane in enumerate(self._lanes):
                 for item in lane.drain_nowait():
                     self._take(number, item)
-            if self._rows:
-                return self._rows.popleft()
+            if self._complete:
+                return self._complete.popleft()
             self._require_complete()
             if self._lanes[0].ended and not self._held[0]:
                 raise StopAsyncIteration
-            await self._change()
+            await changed(*self._lanes)
 
     def _take(self, number: int, item: object) -> None:
         key = self._key(item)
@@ -123,7 +123,7 @@ class _Join:
         elif key in self._held[0]:
             self._missing[number] -= 1
         if all(key in held for held in self._held):
-            self._rows.append(tuple(held.pop(key) for held in self._held))
+            self._complete.append(tuple(held.pop(key) for held in self._held))
             self._matched.add(key)
 
     def _require_complete(self) -> None:
@@ -132,17 +132,6 @@ class _Join:
             if self._missing[number] and lane.ended:
                 keys = ", ".join(repr(key) for key in self._held[0] if key not in self._held[number])
                 raise ProtocolError(f"input {number + 1} of a join ended without an item for {keys}")
-
-    async def _change(self) -> None:
-        """Wait until an input has an item or ends."""
-        event = anyio.Event()
-        for lane in self._lanes:
-            lane.watch(event)
-        try:
-            await event.wait()
-        finally:
-            for lane in self._lanes:
-                lane.unwatch(event)
 
 
 @overload

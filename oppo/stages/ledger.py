@@ -2,7 +2,7 @@
 
 A unit (a rollout, or a group of them) takes a place in the batch when it is complete, and keeps it:
 
-- places are reserved for overdue units, which may not be deferred again, while they decode;
+- an overdue unit, which may not be deferred again, always has a place: one is reserved while it decodes;
 - any other complete unit takes a free place, in finish order;
 - a complete unit without a place is carried like an unfinished one, and is the first to be placed in the next step.
 
@@ -13,7 +13,7 @@ scores. Everything here is synchronous; :meth:`Ledger.finished` may be called fr
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from oppo.admission import Admission, AdmitView, CutView, Restarting
@@ -91,7 +91,8 @@ class Ledger:
             DataError: a new rollout is in flight already.
         """
         groups = list(groups)
-        require_new((prompt for group in groups for prompt in group), self.in_flight())
+        in_flight = (prompt.rollout for unit in self.carried for prompt in unit.prompts)
+        require_new((prompt for group in groups for prompt in group), in_flight)
         new = [Unit(prompts, 0, {prompt.rollout for prompt in prompts}) for prompts in groups]
         carried = self.carried
         if self.restarts:
@@ -106,10 +107,6 @@ class Ledger:
             if not unit.unfinished:
                 self._place(unit)
         return list(self.placed)
-
-    def in_flight(self) -> Iterator[int]:
-        """Yield the rollouts that are carried."""
-        return (prompt.rollout for unit in self.carried for prompt in unit.prompts)
 
     def finished(self, rollouts: Sequence[int]) -> bool:
         """Note the rollouts that finished in one decode step; return whether the step is cut: the policy's ``Cut``.

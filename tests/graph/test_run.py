@@ -69,7 +69,7 @@ def test_the_source_cannot_be_joined() -> None:
         async def run(self, items: Receiver[int], *, out: Sender[int]) -> None:
             items.drain_nowait()
 
-    with pytest.raises(ProtocolError, match="put a stage between it and whatever joins it"):
+    with pytest.raises(ProtocolError, match="put a stage between it and a join"):
         run_virtual(results_of, line().replace(take=Peek()), 1)
 
 
