@@ -51,11 +51,7 @@ class Ports:
 
     @classmethod
     def of(cls, stage: object) -> Ports:
-        """Return the ports of ``stage``.
-
-        Raises:
-            GraphError: ``stage`` is no stage; the message continues a sentence that begins with its name.
-        """
+        """Return the ports of ``stage``; a ``GraphError`` continues a sentence that begins with its name."""
         if isinstance(stage, type):
             raise GraphError(f"is the class {stage.__name__}, not an object of it: write {stage.__name__}(...)")
         run = getattr(stage, "run", None)

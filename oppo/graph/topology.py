@@ -75,16 +75,8 @@ class Topology:
         return [node for node in self.nodes if name in node.reads]
 
     def require_sound(self, faults: Sequence[str] = ()) -> None:
-        """Raise if the graph has a fault.
-
-        Args:
-            faults: known faults, reported with the others.
-
-        Raises:
-            GraphError: one line for each fault.
-        """
-        found = [*faults, *self._faults()]
-        if found:
+        """Raise ``GraphError`` with one line for each fault, the known ``faults`` first."""
+        if found := [*faults, *self._faults()]:
             title = f"graph {self.name!r} cannot be built:"
             raise GraphError("\n".join([title, *(f"  - {fault}" for fault in dict.fromkeys(found))]))
 

@@ -201,11 +201,7 @@ def means(minibatches: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def require_loss(loss: Loss, *, critic: bool) -> None:
-    """Raise unless the loss is well-formed, and reads a critic's values exactly if there is a ``critic``.
-
-    Raises:
-        ConfigError: it is no loss, reads an unknown input, has an unknown unit, or does not suit the critic.
-    """
+    """Raise ``ConfigError`` unless the loss is well-formed, and reads a critic's values exactly if there is one."""
     sets = [isinstance(getattr(loss, name, None), AbstractSet) for name in ("reads", "measures")]
     if isinstance(loss, type) or not all(sets):
         raise ConfigError(

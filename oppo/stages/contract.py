@@ -47,16 +47,7 @@ def require_new(prompts: Iterable[Prompt], in_flight: Iterable[int]) -> None:
 
 
 def require_model(model: object, kind: str, members: Sequence[str]) -> None:
-    """Raise unless an object has the members that the stages use.
-
-    Args:
-        model: the object.
-        kind: name of the protocol, of :mod:`oppo.models` or :mod:`oppo.admission`.
-        members: of the protocol.
-
-    Raises:
-        ProtocolError: it lacks a member.
-    """
+    """Raise ``ProtocolError`` if ``model`` lacks one of the members of the protocol ``kind`` that the stages use."""
     lacking = [name for name in members if not hasattr(model, name)]
     if not lacking:
         return
@@ -80,16 +71,13 @@ def require_count(results: object, rollouts: int, what: str) -> None:
 
 
 def require_piece(piece: Piece, rollout: int, oldest: int, newest: int) -> None:
-    """Raise unless a piece can be the next of its rollout.
+    """Raise ``ProtocolError`` unless a piece can be the next of its rollout.
 
     Args:
         piece: as read from the policy.
         rollout: named in the error.
         oldest: version that made the token before it.
         newest: version of the policy's weights.
-
-    Raises:
-        ProtocolError: it cannot.
     """
     if not isinstance(piece, Piece):
         raise ProtocolError(f"rollout {rollout}: read() must return a Piece; got {described(piece)}")

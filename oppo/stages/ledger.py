@@ -72,11 +72,7 @@ class Ledger:
     def wanted(self, remaining: int) -> int:
         """Return how many new units enter a step: as admission decides, at most what the run can still train.
 
-        Args:
-            remaining: steps left to train in, this one included.
-
-        Raises:
-            AdmissionError: admission returned a negative number.
+        ``remaining`` counts the steps left, this one included. Raises ``AdmissionError`` for a negative number.
         """
         oldest = max((unit.age for unit in self.carried), default=0)
         admitted = self.admission.admit(AdmitView(len(self.carried), oldest, remaining))
@@ -85,11 +81,7 @@ class Ledger:
         return max(0, min(admitted, remaining * self.admission.batch - len(self.carried)))
 
     def begin(self, groups: Iterable[tuple[Prompt, ...]]) -> list[Unit]:
-        """Start a step with the carried and the new units; return the carried ones that are complete and placed.
-
-        Raises:
-            DataError: a new rollout is in flight already.
-        """
+        """Start a step with the carried and the new units; return the carried ones that are complete and placed."""
         groups = list(groups)
         in_flight = (prompt.rollout for unit in self.carried for prompt in unit.prompts)
         require_new((prompt for group in groups for prompt in group), in_flight)
@@ -111,8 +103,7 @@ class Ledger:
     def finished(self, rollouts: Sequence[int]) -> bool:
         """Note the rollouts that finished in one decode step; return whether the step is cut: the policy's ``Cut``.
 
-        Raises:
-            ProtocolError: a rollout is not in flight, or has finished before.
+        Raises ``ProtocolError`` for a rollout that is not decoding.
         """
         for rollout in rollouts:
             unit = self._unit_of.get(rollout)
@@ -131,8 +122,7 @@ class Ledger:
     def place_of(self, rollout: int) -> Unit | None:
         """Return the unit of a finished rollout if it has a place in this step's batch.
 
-        Raises:
-            ProtocolError: the policy has not reported that the rollout finished.
+        Raises ``ProtocolError`` if the policy has not reported that the rollout finished.
         """
         unit = self._unit_of[rollout]
         if rollout in unit.unfinished:

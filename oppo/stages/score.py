@@ -113,12 +113,13 @@ class Score(Generic[T]):
             results = await self._finish(outcomes.finished, step, priority)
         for result in (*results, *outcomes.dropped):
             await out.send(result)
-        deferred = [event for event in outcomes.deferred if event.restart or self._follows]
-        for event in (*outcomes.dropped, *deferred):
+        closed: list[Drop | Defer] = [*outcomes.dropped]
+        closed += [event for event in outcomes.deferred if event.restart or self._follows]
+        for event in closed:
             unread, session = backlog.take_unread(event.rollout), self._sessions.get(event.rollout)
             if isinstance(event, Defer) and not event.restart:
                 self._carried += [*(session.read if session else []), *unread]
-        await self._forget(sorted(event.rollout for event in (*outcomes.dropped, *deferred)), IN_ORDER)
+        await self._forget(sorted(event.rollout for event in closed), IN_ORDER)
 
     async def _read_ahead(self, backlog: Backlog, step: Step) -> None:
         """Read some of the unfinished rollouts, unless an urgent event arrives before the call begins."""
@@ -197,7 +198,7 @@ def _recorded(events: Sequence[Growth | Finish], step: Step, *, answered: bool) 
 
 
 def prioritised(scorer: Scorer[T]) -> PrioritisedScorer[T]:
-    """Return ``scorer``, or a wrapper that drops the priority if its methods do not take that keyword.
+    """Return ``scorer``, or a wrapper that drops the priority if none of its methods takes that keyword.
 
     Raises:
         ProtocolError: some of its methods take the keyword, others do not.

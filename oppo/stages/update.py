@@ -165,7 +165,7 @@ def composition(batch: Batch, version: int) -> Mapping[str, float]:
     }
 
 
-def _mean(values: NDArray[np.generic]) -> float:
+def _mean(values: NDArray[np.integer[Any]] | NDArray[np.bool_]) -> float:
     return float(np.mean(values)) if len(values) else 0.0
 
 
