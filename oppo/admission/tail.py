@@ -20,7 +20,7 @@ MARGIN = 0.0115
 """Costs within this share of the lowest count as equal: the precision of the estimates."""
 
 RISE = 4
-"""``extra`` at most doubles in a step, or rises by this many units."""
+"""``extra`` at most doubles in a step, but may always rise by this many units."""
 
 
 @dataclass
@@ -92,7 +92,10 @@ class TailAdaptive(AdaptiveOvercommit):
         return {**super().metrics(), **predicted}
 
     def observe(self, seen: Observation) -> None:
-        """Update the estimates and decide on the next step; a step that completed or decoded nothing does not count."""
+        """Update the estimates and decide on the next step.
+
+        A step that completed nothing, or decoded nothing or in no time, does not count.
+        """
         if not seen.finished or not seen.decode_steps or not seen.decode_seconds > 0:
             return
         self._window = [*self._window, seen][-self.window :]
@@ -135,7 +138,7 @@ class TailAdaptive(AdaptiveOvercommit):
         return brake
 
     def _chosen(self, cost: FloatVector) -> int:
-        """Return the least ``extra`` of nearly lowest cost, bounded by twice the current one."""
+        """Return the least ``extra`` of nearly lowest cost, with a bounded rise above the current one."""
         equal = np.flatnonzero(cost <= (1 + MARGIN) * cost.min())
         return min(int(equal[0]), self.extra + max(RISE, self.extra))
 

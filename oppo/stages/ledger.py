@@ -81,7 +81,10 @@ class Ledger:
         return max(0, min(admitted, remaining * self.admission.batch - len(self.carried)))
 
     def begin(self, groups: Iterable[tuple[Prompt, ...]]) -> list[Unit]:
-        """Start a step with the carried and the new units; return the carried ones that are complete and placed."""
+        """Start a step with the carried and the new units; return the carried ones that are complete and placed.
+
+        Raises ``DataError`` for a new rollout that is in flight already.
+        """
         groups = list(groups)
         in_flight = (prompt.rollout for unit in self.carried for prompt in unit.prompts)
         require_new((prompt for group in groups for prompt in group), in_flight)

@@ -15,7 +15,7 @@ from oppo.stages.in_flight import InFlightRollout
 
 @dataclass(frozen=True, slots=True)
 class DecodePhase:
-    """When a step's rollouts were decoded, and the outcome; recorded once, by the stage that decodes.
+    """The decoding of a step's rollouts; recorded once, by the stage that decodes.
 
     Attributes:
         start, end: loop time, in seconds.
