@@ -84,7 +84,7 @@ def test_a_state_of_other_stages_is_refused_by_name() -> None:
         async with pipeline.graph().open(()) as run:
             state = run.state_dict()
             del state["stages"]["advantage"]
-            with pytest.raises(GraphError, match=r"whose stages \['generate', 'update'\] hold something"):
+            with pytest.raises(GraphError, match=r"whose stages \['generate', 'update'\] keep state"):
                 run.load_state_dict(state)
 
     run_virtual(main)
