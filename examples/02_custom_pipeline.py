@@ -10,6 +10,7 @@ RLOO of Ahmadian et al. 2024), so no critic is needed. What is new is one stage,
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,9 +26,9 @@ from oppo import (
     Prompt,
     Receiver,
     RolloutEvent,
-    Row,
     Score,
     Scored,
+    ScoredRollout,
     ScoredRollouts,
     Scorer,
     Sender,
@@ -37,7 +38,6 @@ from oppo import (
     followers,
     merge_chunks,
     rollout_of,
-    unestimated,
 )
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, fake_scalar, noise, prompts, run_virtual
 
@@ -48,37 +48,35 @@ SAMPLES = 4
 class LeaveOneOut:
     """The advantage of a response is its score minus the mean score of the others for the same prompt.
 
-    Where somebody dropped a response, those that are left of its group are compared with one another; one that is left
-    alone has nothing to be compared with, and is dropped too.
+    A dropped response leaves its group: the others are compared with one another, and one left alone is dropped too.
     """
 
     async def run(
         self, rollout: Receiver[RolloutEvent], score: Receiver[Scored[float] | Drop], /, *, out: Sender[Batch]
     ) -> None:
         """Send one batch as soon as every finished response is scored."""
-        gathered = await ScoredRollouts.of(rollout, score)
-        if gathered:
-            await out.send(batch_of(gathered))
+        scored = await ScoredRollouts.of(rollout, score)
+        if scored:
+            await out.send(batch_of(scored))
 
 
-def batch_of(gathered: ScoredRollouts) -> Batch:
+def batch_of(scored: ScoredRollouts) -> Batch:
     """Return the batch of these rollouts: their scores as they are, and advantages in which groups are centred."""
-    rows, dropped, deferred = gathered.in_order()
-    groups = Counter(group_of(row) for row in rows)
-    compared = [row for row in rows if groups[group_of(row)] > 1]
-    alone = [Drop(row.finish.rollout, "left alone in its group") for row in rows if groups[group_of(row)] == 1]
-    batch = unestimated(compared, sorted([*dropped, *alone], key=lambda drop: drop.rollout), deferred)
+    sizes = Counter(each.group for each in scored.rollouts)
+    compared = [each for each in scored.rollouts if sizes[each.group] > 1]
+    alone = [Drop(each.rollout, "left alone in its group") for each in scored.rollouts if sizes[each.group] == 1]
+    dropped = sorted([*scored.dropped, *alone], key=lambda drop: drop.rollout)
+    batch = ScoredRollouts(compared, dropped, scored.deferred).batch()
     advantages = np.zeros(len(batch.tokens), np.float32)
-    for at, row in zip(batch.rows(), compared, strict=True):
-        others = [other.score for other in compared if other is not row and group_of(other) == group_of(row)]
-        advantages[at] = np.where(batch.sampled[at], row.score - np.mean(others), 0)
+    for span, one in zip(batch.rows(), compared, strict=True):
+        advantages[span] = np.where(batch.sampled[span], one.score - np.mean(others(one, compared)), 0)
     metrics = {"objective/scores": float(batch.scores.mean())} if compared else {}
     return replace(batch, advantages=advantages, metrics=metrics)
 
 
-def group_of(row: Row) -> int:
-    """Return what the responses to one prompt have in common."""
-    return row.finish.response.prompt.group
+def others(one: ScoredRollout, compared: Sequence[ScoredRollout]) -> list[float]:
+    """Return the scores of the other responses to the same prompt."""
+    return [other.score for other in compared if other is not one and other.group == one.group]
 
 
 def rloo(policy: Policy, reward: Scorer[float | Drop], trainer: Trainer) -> Graph[StepReport]:

@@ -50,13 +50,12 @@ from oppo.stages import (
     GAE,
     Generate,
     GroupRelative,
-    Row,
     Score,
+    ScoredRollout,
     ScoredRollouts,
     Update,
     finished_rollout,
     followers,
-    unestimated,
 )
 from oppo.staleness import Correction
 from oppo.support import Support
@@ -98,13 +97,13 @@ __all__ = [
     "Receiver",
     "Response",
     "RolloutEvent",
-    "Row",
     "Run",
     "RunDirectory",
     "Sampling",
     "Score",
     "ScoreShaping",
     "Scored",
+    "ScoredRollout",
     "ScoredRollouts",
     "Scorer",
     "Sender",
@@ -132,7 +131,6 @@ __all__ = [
     "ppo",
     "read_prompts",
     "rollout_of",
-    "unestimated",
     "watched",
     "where",
 ]

@@ -134,9 +134,7 @@ def test_grpo_has_its_kl_in_the_loss_unless_it_is_told_otherwise(tmp_path: Path)
 
 def test_a_kl_in_the_reward_is_refused_where_rewards_are_standardised(tmp_path: Path) -> None:
     said = refused(tmp_path, "", "step.algorithm=grpo", "algorithm.kl_in=reward")
-    assert said.startswith(
-        "[algorithm]: algorithm 'grpo' standardises rewards, so that where the scores of a group tie"
-    )
+    assert said.startswith("[algorithm]: algorithm 'grpo' standardises rewards: where the scores of a group tie")
     assert "put it into the loss with kl_in = 'loss', or choose 'rloo'" in said
 
 

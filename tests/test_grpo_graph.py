@@ -122,7 +122,7 @@ def test_the_graph_has_no_critic_and_only_the_scorers_it_was_given() -> None:
         ({"samples": 1}, "samples must be 2 or more, not 1: a response alone has nothing to be compared with"),
         (
             {"advantage": GroupRelative("centred", 0.05)},
-            "a KL penalty, kl = 0.05, is one to a reference: give one, or leave",
+            "the KL penalty, kl = 0.05, needs a reference: give one, or leave",
         ),
     ],
 )

@@ -84,7 +84,7 @@ def test_a_state_of_other_stages_is_refused_by_name() -> None:
         async with pipeline.graph().open(()) as run:
             state = run.state_dict()
             del state["stages"]["advantage"]
-            with pytest.raises(GraphError, match=r"whose stages \['generate', 'update'\] hold something"):
+            with pytest.raises(GraphError, match=r"whose stages \['generate', 'update'\] keep state"):
                 run.load_state_dict(state)
 
     run_virtual(main)
@@ -95,7 +95,7 @@ def test_a_state_comes_before_the_first_step() -> None:
         pipeline = Pipeline(CARRIED)
         async with pipeline.graph().open(pipeline.prompts()) as run:
             await run.step()
-            with pytest.raises(GraphError, match="has made 1 steps: a state comes before the first"):
+            with pytest.raises(GraphError, match="has made 1 steps: load a state before the first"):
                 run.load_state_dict(run.state_dict())
 
     run_virtual(main)

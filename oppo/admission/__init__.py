@@ -1,20 +1,19 @@
 """Admission: how many prompts enter a step, and when a step is cut. Pure policies: no I/O, no clock, no torch.
 
-All counts are in *units*: a rollout, or a whole group of rollouts where they are compared with one another.
+All counts are in *units*: a rollout, or a whole group of rollouts that are compared with one another.
 
 With ``batch`` = B and at most ``extra`` = Delta units beyond it, at most Delta are carried into the next step; the
 cut waits for units of age ``max_deferrals``; since ``extra <= batch``, all of those fit in one batch. So a unit's age
 when it is trained is at most ``max_deferrals``: a theorem, tested as a property in ``tests/stages/test_ledger.py``.
 
-What is to be kept between a run and its continuation is in ``state_dict()`` of those that learn; the same
-observations in the same order make the same decisions.
+Policies that learn have a ``state_dict()``. The same observations in the same order make the same decisions.
 """
 
 from oppo.admission.batched import TailBatched
 from oppo.admission.bottleneck import Bottleneck, bottleneck, together
 from oppo.admission.observation import Observation, Scoring
 from oppo.admission.overcommit import Overcommit, Synchronous
-from oppo.admission.protocol import Admission, AdmitView, CutView, Measured, Restarting
+from oppo.admission.protocol import Admission, AdmitView, CutView, ReportsMetrics, Restarting
 from oppo.admission.slope import SlopeAdaptive
 from oppo.admission.tail import TailAdaptive
 
@@ -23,9 +22,9 @@ __all__ = [
     "AdmitView",
     "Bottleneck",
     "CutView",
-    "Measured",
     "Observation",
     "Overcommit",
+    "ReportsMetrics",
     "Restarting",
     "Scoring",
     "SlopeAdaptive",

@@ -1,4 +1,4 @@
-"""Tail batching: strictly on-policy, and yet few steps wait for the longest responses."""
+"""Tail batching: strictly on-policy, yet few steps wait for the longest responses."""
 
 from __future__ import annotations
 
@@ -15,21 +15,20 @@ from oppo.errors import AdmissionError
 
 @dataclass(frozen=True, slots=True)
 class TailBatched:
-    """Short rounds that drop their tail, and long rounds made of nothing but tails (RollPacker, arXiv 2509.21009).
+    """Short rounds that discard their tail, and long rounds of discarded units only (RollPacker, arXiv 2509.21009).
 
-    A short round launches ``launch * batch`` units, takes the first ``batch`` that are complete and gives the others
-    up. When a whole batch of those waits, a long round begins them anew, with the weights of that time, and waits for
-    all. So nothing is ever trained by other weights than those that made it, at the price of the tokens given up
-    (``deferral/discarded_tokens``) and of batches whose mean length swings: short ones for some steps, then a long one.
-    Nothing is lost: every prompt is trained exactly once, and near the end of the run, or of the data, what waits fills
-    the rounds up.
+    A short round launches ``launch * batch`` units, trains the first ``batch`` complete ones and discards the others.
+    When a whole batch is waiting, a long round restarts it with the current weights and waits for all of it. So every
+    token is trained by the weights that made it, at the price of the discarded tokens (``deferral/discarded_tokens``)
+    and of a mean length that swings between short batches and a long one. Every prompt is trained exactly once: near
+    the end of the run, or of the data, waiting units fill up the rounds.
 
     Attributes:
         batch: units in a full batch.
         launch: units launched in a short round, in batches.
 
     Raises:
-        AdmissionError: ``batch`` < 1, or ``launch`` outside of 1 .. 2.
+        AdmissionError: ``batch`` < 1, or ``launch`` outside 1 .. 2.
 
     Example:
         >>> TailBatched(batch=64).admit(AdmitView(carried=10, oldest=1, remaining=9))
@@ -48,7 +47,7 @@ class TailBatched:
 
     @property
     def max_deferrals(self) -> int:
-        """No bound: what waits has no tokens that could become stale."""
+        """No bound: waiting units have no tokens that could become stale."""
         return sys.maxsize
 
     def admit(self, view: AdmitView) -> int:
@@ -57,7 +56,7 @@ class TailBatched:
 
     @property
     def restarts(self) -> Literal[True]:
-        """True: a long round, or one for which there are too few new units, is filled up with what was given up."""
+        """True: discarded units fill long rounds, and rounds with too few new units."""
         return True
 
     def cut(self, view: CutView) -> bool:

@@ -1,26 +1,25 @@
-"""The bottleneck of a step: what its time went to, which of that no schedule can save, and so what would help.
+"""The bottleneck of a step: the largest part of its time, and the speed-up that a schedule could give at most.
 
-A step's seconds are divided into five parts. D are its seconds of decoding, E those in which scores were waited for
-when decoding had ended, R the rest (:class:`~oppo.admission.Observation`), so that T = D + E + R. Of its scorers, the
-one that was busy longest was so for S seconds, M of them while something was decoded::
+A step's seconds T = D + E + R consist of decoding, the wait for scores after decoding, and the rest
+(:class:`~oppo.admission.Observation`). The scorer that was busy longest was busy for S seconds, M of them during
+decoding. Five parts follow::
 
-    full    = tokens / (rows * decode steps)       the part of the places in decode steps that made a token
-    paced   = min(M, D) if S >= D else 0           decoding that was no faster than a scorer followed
+    full    = tokens / (rows * decode steps)       the share of row slots in decode steps that made a token
+    paced   = min(M, D) if S >= D else 0           decoding at the pace of the slowest scorer
 
-    decode  = (D - paced) * full                   decoding with every place taken
-    tail    = (D - paced) * (1 - full)             decode steps for places whose responses had ended
+    decode  = (D - paced) * full                   decoding with every row live
+    tail    = (D - paced) * (1 - full)             decode steps of rows whose responses had ended
     score   = E + paced
-    train   = R                                    the update, and all that is neither of these
+    train   = R                                    the update, and everything else
 
-where the tail is called ``cap`` if a response was decoded from its first token to the length cap: carrying stragglers
-has then shortened nothing. The largest part is the bottleneck. What remains where everything overlaps that can, and
-carrying leaves no place empty, is
+The tail is called ``cap`` if a response was decoded from its first token to the length cap: carrying stragglers has
+then shortened nothing. The largest part is the bottleneck. With full overlap and no empty row a step takes
 
     least   = max(D * full, S) + R                 so  limit = T / least
 
-times as fast. It is generous: a decode step of fewer rows is taken to cost as much as one of all, as it nearly does on
-a GPU. It counts on neither faster models nor steps that overlap one another, nor on more rows at a time: whoever
-carries more than about half a batch has so many more of them that decoding can take less than that.
+is the speed-up at most. The bound is generous: it takes a decode step of fewer rows to cost as much as one of all, as
+it nearly does on a GPU. It assumes the same models, no overlap of steps, and no more rows at a time: carrying more than
+about half a batch adds so many rows that decoding can take less.
 """
 
 from __future__ import annotations
@@ -33,29 +32,32 @@ from typing import Literal, TypeAlias, cast, get_args
 from oppo.admission.observation import Observation
 
 Part: TypeAlias = Literal["decode", "tail", "cap", "score", "train"]
-"""What a step's time mostly went to."""
+"""A part of a step's time."""
 
 PARTS: tuple[Part, ...] = get_args(Part)
-"""All of them; of equal parts the first counts."""
+"""All parts; of equal ones the first is the largest."""
+
+NUMBERS = ("limit", "scoring", "capped", "finished")
+"""The other fields of a bottleneck that are metrics."""
 
 PREFIX = "bottleneck/"
-"""Of the names that a bottleneck has among a step's metrics."""
+"""Prefix of its metrics' names."""
 
 RESERVE = 2
-"""Units to be carried beyond those that end at the cap, since a step may have more of them than the mean."""
+"""Units to carry beyond the mean number that end at the cap: a step may have more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bottleneck:
-    """What the time of a step, or of some steps, went to.
+    """The parts of the time of a step, or of some steps.
 
     Attributes:
-        seconds: that are divided.
-        shares: the parts, from 0 to 1; together 1.
-        limit: how many times as fast any overlap and any deferral of as many rows could make it; 1 or more.
-        scoring: how many times as long as decoding the slowest scorer was busy.
-        capped: units of a step that ended at the length cap.
-        finished: units of a step that were completed.
+        seconds: of all parts.
+        shares: of each part, 0 to 1; their sum is 1.
+        limit: largest speed-up by any overlap and any deferral of as many rows; 1 or more.
+        scoring: busy time of the slowest scorer over that of decoding.
+        capped: units per step that ended at the length cap.
+        finished: units per step that were completed.
 
     Example:
         >>> seen = Observation(0, seconds=8.0, decode_seconds=4.0, decode_steps=9, tokens=9, rows=4, rest_seconds=4.0)
@@ -77,12 +79,12 @@ class Bottleneck:
 
     @property
     def needed(self) -> int:
-        """Units to be carried before that shortens steps whose tail sits at the cap."""
+        """Units to carry to shorten a step whose tail is at the cap."""
         return round(self.capped + RESERVE)
 
     @property
     def sentence(self) -> str:
-        """What the bottleneck means, what would help, and how much at most."""
+        """The bottleneck, its remedy, and the largest speed-up."""
         share = f"{self.shares[self.largest]:.0%}".replace("%", " %")
         return f"{self._meaning(share)}; no schedule of as many rows is more than {self.limit:.1f} times as fast"
 
@@ -103,39 +105,38 @@ class Bottleneck:
                     "step: carrying stragglers gains nothing, faster scoring would"
                 )
             case "score":
-                return f"{share} of the step waits for scores of what is decoded: score it while it is written"
+                return f"{share} of the step waits for scores after decoding: score responses while they are decoded"
             case "train":
                 return f"the update takes {share} of the step: no schedule shortens that"
 
     def as_metrics(self) -> dict[str, float]:
-        """Return this as a step's metrics have it; its seconds are the step's own."""
-        more = {"limit": self.limit, "scoring": self.scoring, "capped": self.capped, "finished": self.finished}
+        """Return this as metrics of a step, all but ``seconds``."""
         parts = {PREFIX + part: share for part, share in self.shares.items()}
-        return parts | {PREFIX + name: value for name, value in more.items()}
+        return parts | {PREFIX + name: getattr(self, name) for name in NUMBERS}
 
     @classmethod
     def of_metrics(cls, metrics: Mapping[str, float | None], seconds: float) -> Bottleneck | None:
-        """Return the one of which :meth:`as_metrics` is among ``metrics``, if it is."""
-        if any(metrics.get(PREFIX + name) is None for name in (*PARTS, "limit", "scoring", "capped", "finished")):
+        """Return the bottleneck whose :meth:`as_metrics` is in ``metrics``, or ``None``."""
+        if any(metrics.get(PREFIX + name) is None for name in (*PARTS, *NUMBERS)):
             return None
         known = cast("Mapping[str, float]", metrics)
-        return cls(
-            seconds,
-            {part: known[PREFIX + part] for part in PARTS},
-            limit=known[PREFIX + "limit"],
-            scoring=known[PREFIX + "scoring"],
-            capped=known[PREFIX + "capped"],
-            finished=known[PREFIX + "finished"],
-        )
+        shares = {part: known[PREFIX + part] for part in PARTS}
+        return cls(seconds, shares, **{name: known[PREFIX + name] for name in NUMBERS})
 
     def as_json(self) -> dict[str, object]:
-        """Return this for a reader of JSON, with the words."""
-        said = {"bottleneck": self.largest, "sentence": self.sentence, "limit": self.limit}
-        return {**said, "shares": dict(self.shares), "capped": self.capped, "needed": self.needed}
+        """Return this as JSON values, with the sentence."""
+        return {
+            "bottleneck": self.largest,
+            "sentence": self.sentence,
+            "limit": self.limit,
+            "shares": dict(self.shares),
+            "capped": self.capped,
+            "needed": self.needed,
+        }
 
 
 def bottleneck(seen: Observation) -> Bottleneck | None:
-    """Return the bottleneck of a step; ``None`` where nothing was decoded, or no time passed meanwhile."""
+    """Return the bottleneck of a step; ``None`` if nothing was decoded, or decoding took no time."""
     decode, rest = seen.decode_seconds, seen.rest_seconds
     if not (decode > 0 and seen.decode_steps):
         return None
@@ -143,8 +144,8 @@ def bottleneck(seen: Observation) -> Bottleneck | None:
     slowest = max(seen.scoring, key=lambda scoring: scoring.busy, default=None)
     busy = min(slowest.busy, decode + waited) if slowest else 0.0
     paced = min(slowest.before, decode) if slowest and busy >= decode else 0.0
-    places = (seen.rows or len(seen.finished) + len(seen.parked)) * seen.decode_steps
-    full = min(1.0, seen.tokens / places) if places else 1.0
+    slots = (seen.rows or len(seen.finished) + len(seen.parked)) * seen.decode_steps
+    full = min(1.0, seen.tokens / slots) if slots else 1.0
     lost = (decode - paced) * (1 - full)
     at_cap = seen.capped > 0 and seen.decode_steps >= max(seen.finished, default=0)
     total = decode + waited + rest
@@ -167,7 +168,7 @@ def bottleneck(seen: Observation) -> Bottleneck | None:
 
 
 def together(steps: Sequence[Bottleneck]) -> Bottleneck | None:
-    """Return the bottleneck of all of these steps as one: each second counts as much; ``None`` if there is none."""
+    """Return the bottleneck of several steps together, weighted by their seconds; ``None`` without any time."""
     total = math.fsum(each.seconds for each in steps)
     if not total > 0:
         return None

@@ -1,18 +1,18 @@
-"""How many decode steps lie between two cuts, for any number of extra units: the law behind overcommit.
+"""The expected decode steps between two cuts for any number of extra units: the law behind overcommit.
 
-With B units in a batch, S the probability that a response is longer than x tokens, N decode steps between two cuts and
-M = ``max_deferrals``, the units admitted k steps ago are at k N + x tokens after x decode steps. Then there remain
+With B units in a batch, S(x) the probability that a response is longer than x tokens, N decode steps between two cuts
+and M = ``max_deferrals``, the units admitted k steps ago are at k N + x tokens after x decode steps. On average
 
-    parked(x)  = B * sum over k = 0 .. M-1 of S(k N + x)      that may be carried once more
-    overdue(x) = B * S(M N + x)                               that may not
+    parked(x)  = B * sum over k = 0 .. M-1 of S(k N + x)      remain that may be carried again
+    overdue(x) = B * S(M N + x)                               remain that may not
 
-in the mean. Units end independently of one another, so the numbers that remain are nearly Poisson distributed. A step
-lasts until at most Delta units remain and nobody overdue does; so its expected length is
+Units end independently, so these numbers are nearly Poisson distributed. A step lasts until at most Delta units remain
+and none of them is overdue; its expected length
 
     N(Delta) = integral over x >= 0 of  1 - P[Poisson(parked(x)) <= Delta] * P[Poisson(overdue(x)) = 0]
 
-which is solved for N. At Delta = 0 it is the expected longest of a batch. Without a bound on deferrals and without the
-spread of the Poisson distribution it is the law ``B * sum over k >= 1 of S(k N) = Delta``.
+is solved for N. At Delta = 0 it is the expected longest of a batch. Without a bound on deferrals and without the spread
+of the Poisson distribution it is the law ``B * sum over k >= 1 of S(k N) = Delta``.
 
 By Little's law B new units a step and Delta carried ones make a mean lag of Delta / B steps.
 """
@@ -25,13 +25,13 @@ from oppo.admission.poisson import summed, tabulated
 from oppo.admission.survival import FloatVector, Survival
 
 GRID = 256
-"""Points at which a step's end is looked for."""
+"""Points of the integral."""
 
 TABLE = 4096
-"""Points at which the survival function is tabulated."""
+"""Points of the tabulated survival function."""
 
 KNOTS = 64
-"""At most so many values of ``extra`` are solved for, so that a large batch costs little more than a small one."""
+"""Largest number of values of ``extra`` solved for: a large batch costs little more than a small one."""
 
 ROUNDS = 16
 """Halvings of the bracket of N: its error is below ``longest / 2**16``."""
@@ -50,25 +50,24 @@ def cut_intervals(survival: Survival, batch: int, most: int, max_deferrals: int)
     table = np.append(survival(np.linspace(0.0, longest, TABLE, endpoint=False, dtype=np.float64)), 0.0)
     width = longest / GRID
     after = (np.arange(GRID) + 0.5) * width
-    extras = looked_at(most)
+    extras = knots(most)
     at_most = summed if len(extras) > most else tabulated(extras)
 
     def remaining(tokens: FloatVector) -> FloatVector:
-        """Return the units of one step's admission that are longer than so many tokens."""
-        places = np.minimum(tokens * (TABLE / longest), TABLE).astype(np.int64)
-        left: FloatVector = batch * table[places]
-        return left
+        """Return how many units of one step's admission are longer than ``tokens``."""
+        units: FloatVector = batch * table[np.minimum(tokens * (TABLE / longest), TABLE).astype(np.int64)]
+        return units
 
     def expected(interval: FloatVector) -> FloatVector:
-        """Return how long a step lasts whose forerunners lasted ``interval``, for each of ``extras``."""
+        """Return the expected length of a step after steps of length ``interval``, for each of ``extras``."""
         ages = np.arange(max_deferrals)[:, None, None] * interval[:, None]
         parked = remaining(ages + after).sum(0)
         overdue = remaining(max_deferrals * interval[:, None] + after)
-        lasts: FloatVector = (1 - at_most(parked) * np.exp(-overdue)).sum(1) * width
-        return lasts
+        length: FloatVector = (1 - at_most(parked) * np.exp(-overdue)).sum(1) * width
+        return length
 
     low, high = np.zeros(len(extras)), np.full(len(extras), longest)
-    for _ in range(ROUNDS):  # a longer interval leaves less to do: where the two meet there is one solution
+    for _ in range(ROUNDS):  # expected() falls with the interval, so the solution is unique
         middle = (low + high) / 2
         longer = expected(middle) > middle
         low, high = np.where(longer, middle, low), np.where(longer, high, middle)
@@ -76,10 +75,10 @@ def cut_intervals(survival: Survival, batch: int, most: int, max_deferrals: int)
     return np.interp(np.arange(most + 1), extras, intervals)
 
 
-def looked_at(most: int) -> list[int]:
-    """Return the values of ``extra`` whose interval is solved for: all if they are few, else 0 .. ``most`` with gaps.
+def knots(most: int) -> list[int]:
+    """Return the values of ``extra`` to solve for: all if few, else 0 .. ``most`` with gaps equal in square roots.
 
-    The gaps are of equal size in square roots, so at most that of the spread of a Poisson variable of that mean.
+    A gap is then at most the standard deviation of a Poisson variable of that mean.
     """
     if most < KNOTS:
         return list(range(most + 1))

@@ -1,24 +1,24 @@
-"""What a controller is told of a step that is over: the only thing it ever learns from."""
+"""The observation of a finished step: the only input that controllers learn from."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import TypeAlias, cast
+from dataclasses import asdict, dataclass, fields
+from typing import Any, TypeAlias, cast
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
-"""A value as JSON has it."""
+"""A JSON value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How long one scorer was busy on the way to a step's batch.
+    """Busy time of one scorer in a step.
 
     Attributes:
         stage: name of its stage.
         before: busy seconds until decoding ended.
-        after: busy seconds from then until its last value of the step.
+        after: busy seconds from then to its last value of the step.
     """
 
     stage: str
@@ -27,32 +27,32 @@ class Scoring:
 
     @property
     def busy(self) -> float:
-        """Seconds of work in all."""
+        """Busy seconds in all."""
         return self.before + self.after
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What one step showed. All seconds are on the event loop's clock; lengths are in tokens, sampled or given.
+    """Measurements of one step. Seconds are on the event loop's clock; lengths are in tokens, sampled or given.
 
     The length of a unit is that of its longest rollout.
 
     Attributes:
         step: ordinal of the step, from 0.
         seconds: from the step's start to its last publish.
-        decode_seconds: from the start of decoding to the cut; 0 where nothing had to be decoded.
-        decode_steps: the most tokens that any rollout gained: how often the model was asked for a next token.
-        tokens: the tokens that all rollouts gained together.
-        rows: rollouts that were being decoded at first; 0 where nobody counted them: one for each unit.
-        finished: lengths of the units that were completed, trained in this step or not.
+        decode_seconds: from the start of decoding to the cut; 0 without decoding.
+        decode_steps: number of forward passes: the most tokens that any rollout gained.
+        tokens: sum of the tokens that the rollouts gained.
+        rows: rollouts decoding at the start; 0 if not counted: one for each unit.
+        finished: lengths of the units completed in this step, trained or not.
         capped: how many of those ended at the length cap.
-        parked: lengths so far of the units that were not completed.
-        scoring: what each scorer did, by stage.
-        rest_seconds: what is left of ``seconds`` without decoding and the scoring that was waited for.
-        score: mean of the scores of the rollouts that were trained; NaN when there are none.
-        mismatch_kl: nats a token between the weights that sampled and those that were trained; ``None`` if not
+        parked: lengths so far of the incomplete units.
+        scoring: busy time of each scorer.
+        rest_seconds: ``seconds`` without decoding and the wait for scores after it.
+        score: mean score of the trained rollouts; NaN without any.
+        mismatch_kl: KL between the weights that sampled and those that were trained, nats per token; ``None`` if not
             measured.
-        effective_samples: effective sample size of the importance weights, as a part of all, 0 to 1; likewise.
+        effective_samples: effective sample size of the importance weights as a share, 0 to 1; ``None`` likewise.
 
     Example:
         >>> seen = Observation(step=3, seconds=9.5, finished=(12, 40), scoring=(Scoring("reward", 2.0, 0.5),))
@@ -76,32 +76,18 @@ class Observation:
     effective_samples: float | None = None
 
     def as_json(self) -> dict[str, Json]:
-        """Return this as JSON values, for a journal or a checkpoint; a score that is not finite is ``None`` there."""
-        fields = asdict(self)
-        lists = {"finished": list(self.finished), "parked": list(self.parked), "scoring": list(fields["scoring"])}
-        return {**fields, **lists, "score": self.score if math.isfinite(self.score) else None}
+        """Return this as JSON values, for a journal or a checkpoint; a score that is not finite becomes ``None``."""
+        values = asdict(self)
+        lists = {name: list(values[name]) for name in ("finished", "parked", "scoring")}
+        return {**values, **lists, "score": self.score if math.isfinite(self.score) else None}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Json]) -> Observation:
-        """Return the observation of which :meth:`as_json` made ``value``."""
-        scoring = cast("list[tuple[str, float, float]]", [tuple(each.values()) for each in _dicts(value["scoring"])])
-        return cls(
-            step=cast("int", value["step"]),
-            seconds=cast("float", value["seconds"]),
-            decode_seconds=cast("float", value["decode_seconds"]),
-            decode_steps=cast("int", value["decode_steps"]),
-            tokens=cast("int", value["tokens"]),
-            rows=cast("int", value["rows"]),
-            finished=tuple(cast("list[int]", value["finished"])),
-            capped=cast("int", value["capped"]),
-            parked=tuple(cast("list[int]", value["parked"])),
-            scoring=tuple(Scoring(*each) for each in scoring),
-            rest_seconds=cast("float", value["rest_seconds"]),
-            score=math.nan if value["score"] is None else cast("float", value["score"]),
-            mismatch_kl=cast("float | None", value["mismatch_kl"]),
-            effective_samples=cast("float | None", value["effective_samples"]),
-        )
-
-
-def _dicts(value: Json) -> list[dict[str, Json]]:
-    return cast("list[dict[str, Json]]", value)
+        """Return the observation of which :meth:`as_json` returned ``value``."""
+        given = {each.name: cast("Any", value[each.name]) for each in fields(cls)}
+        tuples = {
+            "finished": tuple(given["finished"]),
+            "parked": tuple(given["parked"]),
+            "scoring": tuple(Scoring(*each.values()) for each in given["scoring"]),
+        }
+        return cls(**{**given, **tuples, "score": math.nan if given["score"] is None else given["score"]})

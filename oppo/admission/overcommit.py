@@ -1,4 +1,4 @@
-"""Fixed overcommit: the same number of units in flight beyond the batch in every step."""
+"""Overcommit: a number of units in flight beyond the batch, fixed or set by a controller."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Overcommit:
 
     Attributes:
         batch: units in a full batch.
-        extra: Delta, units in flight beyond it; 0 is strictly on-policy.
+        extra: Delta, the units in flight beyond it; 0 is strictly on-policy.
         max_deferrals: the cut waits for units of this age.
 
     Raises:
@@ -41,21 +41,44 @@ class Overcommit:
             raise AdmissionError(f"max_deferrals must be at least 1, not {self.max_deferrals}; extra=0 defers nothing")
 
     def admit(self, view: AdmitView) -> int:
-        """Fill up to ``batch + extra``; nothing where more than that is carried already."""
+        """Fill up to ``batch + extra``; 0 if more than that is carried."""
         return max(0, self.batch + self.extra - view.carried)
 
     def cut(self, view: CutView) -> bool:
-        """Stop once the batch is full and nobody overdue is still decoding."""
+        """Stop once the batch is full and no overdue unit is decoding."""
         return view.placed >= self.batch and not view.overdue
 
     def observe(self, seen: Observation) -> None:
         """Learn nothing."""
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the extra units of the step at hand."""
+        """Return the extra units of the coming step."""
         return {"deferral/extra": float(self.extra)}
 
 
+class AdaptiveOvercommit:
+    """An overcommit whose ``extra`` a controller sets anew for each step, by replacing ``_current``."""
+
+    _current: Overcommit
+
+    @property
+    def extra(self) -> int:
+        """Delta of the coming step."""
+        return self._current.extra
+
+    def admit(self, view: AdmitView) -> int:
+        """Fill up to ``batch + extra``."""
+        return self._current.admit(view)
+
+    def cut(self, view: CutView) -> bool:
+        """Stop once the batch is full and no overdue unit is decoding."""
+        return self._current.cut(view)
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return the extra units of the coming step."""
+        return self._current.metrics()
+
+
 def Synchronous(batch: int) -> Overcommit:  # noqa: N802 - reads as the policy it returns
-    """Return the admission that waits for every response of its batch: strictly on-policy, nothing deferred."""
+    """Return the admission that waits for every response of its batch: strictly on-policy, none deferred."""
     return Overcommit(batch=batch, extra=0)

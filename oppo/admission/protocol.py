@@ -1,4 +1,4 @@
-"""What the stages ask of an admission policy, and what it may offer besides."""
+"""The protocol of an admission policy, and its optional parts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from oppo.admission.observation import Observation
 
 @dataclass(frozen=True, slots=True)
 class AdmitView:
-    """What admission sees at the start of a step.
+    """The state at the start of a step.
 
     Attributes:
         carried: units carried into this step, unfinished or finished.
-        oldest: age of the oldest of them, in steps; 0 when nothing is carried.
+        oldest: age of the oldest of them, in steps; 0 without any.
         remaining: steps left to train in, this one included.
     """
 
@@ -26,12 +26,12 @@ class AdmitView:
 
 @dataclass(frozen=True, slots=True)
 class CutView:
-    """What admission sees between two decode steps, whenever something has finished.
+    """The state between two decode steps, after a rollout has finished.
 
     Attributes:
-        placed: units that are complete and have a place in this step's batch.
+        placed: complete units with a place in this step's batch.
         decoding: units still being decoded.
-        overdue: those of them that may not be deferred once more.
+        overdue: those of them that may not be deferred again.
     """
 
     placed: int
@@ -48,34 +48,34 @@ class Admission(Protocol):
 
     @property
     def max_deferrals(self) -> int:
-        """Age at which a unit may not be deferred once more."""
+        """Age at which a unit may not be deferred again."""
 
     def admit(self, view: AdmitView) -> int:
-        """Return how many new units should enter, asked once at a step's start."""
+        """Return how many new units enter; called once, at a step's start."""
 
     def cut(self, view: CutView) -> bool:
         """Return whether decoding stops now."""
 
     def observe(self, seen: Observation) -> None:
-        """Learn from a step that is over."""
+        """Learn from a finished step."""
 
 
 @runtime_checkable
 class Restarting(Protocol):
-    """An admission that gives up, at the cut, what has no place in the batch, and begins it anew later.
+    """An admission that discards, at the cut, units without a place in the batch, and restarts them later.
 
-    A step with fewer new units than the batch is filled up with those that were given up, the oldest first. A unit
-    keeps its admission number, so that its tokens are drawn with the same noise, by the weights of that time.
+    Discarded units, the oldest first, fill up a step with fewer new units than the batch. A restarted unit keeps its
+    admission number: its tokens are drawn with the same noise, by the current weights.
     """
 
     @property
     def restarts(self) -> Literal[True]:
-        """Always true: it is there to tell such an admission from the others."""
+        """Always true: marks such an admission."""
 
 
 @runtime_checkable
-class Measured(Protocol):
+class ReportsMetrics(Protocol):
     """A controller whose decisions are among the metrics of a step."""
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the decision for the step at hand, and its reasons, by the names of metrics."""
+        """Return the decision for the coming step, and its reasons, by metric name."""

@@ -1,4 +1,4 @@
-"""How long responses are, learned from those that have ended and those that have not."""
+"""The survival function of response lengths, estimated from complete and incomplete responses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Survival:
     beyond: FloatVector
 
     def __call__(self, tokens: FloatVector) -> FloatVector:
-        """Return the probability of more than so many tokens, in the shape of ``tokens``."""
+        """Return the probability of a longer response, in the shape of ``tokens``."""
         steps = np.concatenate((np.ones(1), self.beyond))
         return steps[np.searchsorted(self.lengths, tokens, side="right")]
 
@@ -43,13 +43,12 @@ class Survival:
 def kaplan_meier(finished: Sequence[int], parked: Sequence[int]) -> Survival:
     """Return the estimate of Kaplan and Meier (1958) from complete and from censored lengths.
 
-    A parked response is known to be longer than what it has, and no more than that: leaving it out, or taking it for
-    complete, would make the tail look short exactly where it is long. If the longest of all is a parked one, it
-    counts as complete (Efron 1967), so that the curve ends at 0.
+    The length of a parked response is a lower bound: leaving it out, or counting it as complete, would shorten the
+    tail. If the longest of all is a parked one, it counts as complete (Efron 1967), so that the curve ends at 0.
 
     Args:
-        finished: lengths of responses that have ended, in tokens; at least one.
-        parked: lengths so far of those that have not.
+        finished: lengths of complete responses, in tokens; at least one.
+        parked: lengths so far of incomplete ones.
 
     Example:
         >>> curve = kaplan_meier([1, 2, 3], parked=[2])

@@ -1,4 +1,4 @@
-"""The default controller of overcommit: it defers as much as saves time at the price of the lag."""
+"""The default controller of overcommit: it weighs the time that deferral saves against the lag it costs."""
 
 from __future__ import annotations
 
@@ -10,46 +10,45 @@ import numpy as np
 
 from oppo.admission.interval import cut_intervals
 from oppo.admission.observation import Json, Observation
-from oppo.admission.overcommit import Overcommit
+from oppo.admission.overcommit import AdaptiveOvercommit, Overcommit
 from oppo.admission.pace import pace
-from oppo.admission.protocol import AdmitView, CutView
 from oppo.admission.survival import FloatVector, kaplan_meier
 from oppo.declared import require_declared
 from oppo.errors import AdmissionError
 
 MARGIN = 0.0115
-"""Costs within this part of the lowest count as equal: the estimates are not better than that."""
+"""Costs within this share of the lowest count as equal: the precision of the estimates."""
 
 RISE = 4
 """``extra`` at most doubles in a step, but may always rise by this many units."""
 
 
 @dataclass
-class TailAdaptive:
+class TailAdaptive(AdaptiveOvercommit):
     """Chooses ``extra`` from a prediction of the step's time for each of its values (``docs/controllers.md``).
 
     From the last ``window`` steps it estimates the survival function of the lengths (Kaplan-Meier: parked responses
-    are censored), the seconds for each decode step and each token, what every scorer needs, and the rest. From these
-    follow, for each Delta, the decode steps between two cuts (:mod:`oppo.admission.interval`) and the seconds of a
-    step (:mod:`oppo.admission.pace`). A mean lag of Delta / B steps is priced in time::
+    are censored), and the seconds per decode step, per token, of every scorer, and of the rest. These give, for each
+    Delta, the decode steps between two cuts (:mod:`oppo.admission.interval`) and the seconds of a step
+    (:mod:`oppo.admission.pace`). A mean lag of Delta / B steps has a price in time::
 
         cost(Delta) = seconds(Delta) * (1 + price * brake * Delta / B)
         brake       = max(1, mismatch KL / kl_target, ess_target / effective sample size)
 
-    and the least Delta is taken whose cost is within 1.15 % of the lowest: at once if it is less than the present one,
-    at most doubling if it is more. The first step defers nothing; it is all that the second one is decided by. Because
-    all of the curve is looked at, a plateau before a gain (many responses at the cap) does not stop it, and where a
-    scorer or the update takes the time it defers nothing: nothing is gained.
+    It takes the least Delta whose cost is within 1.15 % of the lowest: at once if that is below the current one, at
+    most doubling if above. The first step defers nothing, and alone decides on the second. The search covers the whole
+    curve, so a plateau before a gain (many responses at the cap) does not stop it; where a scorer or the update takes
+    the time, deferral gains nothing and Delta is 0.
 
     Attributes:
         batch: units in a full batch.
-        price: what a mean lag of 1 step costs, in parts of the step's time.
+        price: cost of a mean lag of 1 step, as a share of the step's time.
         max_deferrals: the cut waits for units of this age.
-        most: the largest ``extra``; a quarter of the batch unless given.
+        most: the largest ``extra``; ``None`` for a quarter of the batch.
         window: steps that are remembered.
-        kl_target: nats a token between the weights that sampled and those that are trained, above which the price
-            rises; not looked at when ``None``.
-        ess_target: effective sample size, as a part of all, below which the price rises; likewise.
+        kl_target: KL between the weights that sampled and those that are trained, nats per token, above which the
+            price rises; ``None`` ignores it.
+        ess_target: effective sample size as a share, 0 to 1, below which the price rises; ``None`` ignores it.
 
     Raises:
         AdmissionError: a number is out of range.
@@ -66,13 +65,13 @@ class TailAdaptive:
     window: int = 8
     kl_target: float | None = None
     ess_target: float | None = None
-    _now: Overcommit = field(init=False, repr=False)
+    _current: Overcommit = field(init=False, repr=False)
     _predicted: float | None = field(default=None, init=False, repr=False)
-    _seen: list[Observation] = field(default_factory=list, init=False, repr=False)
+    _window: list[Observation] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
         require_declared(self, error=AdmissionError)
-        self._now = Overcommit(self.batch, 0, self.max_deferrals)
+        self._current = Overcommit(self.batch, 0, self.max_deferrals)
         Overcommit(self.batch, self._limit, self.max_deferrals)
         if self.window < 1:
             raise AdmissionError(f"window must be at least 1 step, not {self.window}")
@@ -83,59 +82,45 @@ class TailAdaptive:
             raise AdmissionError(f"price must be 0 or more, not {self.price}")
 
     @property
-    def extra(self) -> int:
-        """Delta of the step to come."""
-        return self._now.extra
-
-    @property
     def predicted_seconds(self) -> float | None:
-        """How long the step to come should take, in the mean of many like it; ``None`` for the first."""
+        """Expected seconds of the coming step; ``None`` for the first."""
         return self._predicted
 
-    def admit(self, view: AdmitView) -> int:
-        """Fill up to ``batch + extra``."""
-        return self._now.admit(view)
-
-    def cut(self, view: CutView) -> bool:
-        """Stop once the batch is full and nobody overdue is still decoding."""
-        return self._now.cut(view)
-
     def metrics(self) -> Mapping[str, float]:
-        """Return the extra units of the step at hand, and how long it should take."""
-        if self._predicted is None:
-            return self._now.metrics()
-        return {**self._now.metrics(), "deferral/predicted_seconds": self._predicted}
+        """Return the extra units of the coming step, and its expected seconds."""
+        predicted = {} if self._predicted is None else {"deferral/predicted_seconds": self._predicted}
+        return {**super().metrics(), **predicted}
 
     def observe(self, seen: Observation) -> None:
-        """Take a step into account, and decide on the next.
+        """Update the estimates and decide on the next step.
 
-        One that only trained what was carried says nothing, nor does one of models that take no time.
+        A step that completed nothing, or decoded nothing or in no time, does not count.
         """
         if not seen.finished or not seen.decode_steps or not seen.decode_seconds > 0:
             return
-        self._seen = [*self._seen, seen][-self.window :]
+        self._window = [*self._window, seen][-self.window :]
         seconds = self.predictions()
         chosen = self._chosen(seconds * (1 + self.price * self._brake() * np.arange(len(seconds)) / self.batch))
-        self._now = replace(self._now, extra=chosen)
+        self._current = replace(self._current, extra=chosen)
         self._predicted = float(seconds[chosen])
 
     def predictions(self) -> FloatVector:
         """Return the predicted seconds of a step for ``extra`` = 0, 1, .., float64."""
-        finished = [length for seen in self._seen for length in seen.finished]
-        survival = kaplan_meier(finished, self._seen[-1].parked)
+        finished = [length for seen in self._window for length in seen.finished]
+        survival = kaplan_meier(finished, self._window[-1].parked)
         intervals = cut_intervals(survival, self.batch, self._limit, self.max_deferrals)
-        return pace(self._seen, self.batch).seconds(intervals, survival.mean)
+        return pace(self._window, self.batch).seconds(intervals, survival.mean)
 
     def state_dict(self) -> dict[str, Json]:
-        """Return the decision that stands and the observations in the window."""
-        seen: list[Json] = [each.as_json() for each in self._seen]
+        """Return the current decision and the observations in the window."""
+        seen: list[Json] = [each.as_json() for each in self._window]
         return {"extra": self.extra, "predicted_seconds": self._predicted, "seen": seen}
 
     def load_state_dict(self, state: Mapping[str, Json]) -> None:
-        """Go on from what :meth:`state_dict` returned."""
-        self._now = replace(self._now, extra=cast("int", state["extra"]))
+        """Restore what :meth:`state_dict` returned."""
+        self._current = replace(self._current, extra=cast("int", state["extra"]))
         self._predicted = cast("float | None", state["predicted_seconds"])
-        self._seen = [Observation.from_json(each) for each in cast("list[dict[str, Json]]", state["seen"])]
+        self._window = [Observation.from_json(each) for each in cast("list[dict[str, Json]]", state["seen"])]
 
     @property
     def _limit(self) -> int:
@@ -143,8 +128,8 @@ class TailAdaptive:
 
     def _brake(self) -> float:
         """Return the factor by which measured staleness raises the price."""
-        kl = _mean([seen.mismatch_kl for seen in self._seen])
-        samples = _mean([seen.effective_samples for seen in self._seen])
+        kl = _mean([seen.mismatch_kl for seen in self._window])
+        samples = _mean([seen.effective_samples for seen in self._window])
         brake = 1.0
         if kl is not None and self.kl_target is not None:
             brake = max(brake, kl / self.kl_target)
@@ -153,7 +138,7 @@ class TailAdaptive:
         return brake
 
     def _chosen(self, cost: FloatVector) -> int:
-        """Return the least ``extra`` that is as good as the best, but not too far above the present one."""
+        """Return the least ``extra`` of nearly lowest cost, with a bounded rise above the current one."""
         equal = np.flatnonzero(cost <= (1 + MARGIN) * cost.min())
         return min(int(equal[0]), self.extra + max(RISE, self.extra))
 

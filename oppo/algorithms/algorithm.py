@@ -1,4 +1,4 @@
-"""What ``oppo train`` asks of an algorithm, and what it gives one."""
+"""The protocol of an algorithm for ``oppo train``, and the models it receives."""
 
 from __future__ import annotations
 
@@ -17,18 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Roles:
-    """The models of a run and the schedule of its steps, of which an algorithm makes a graph.
+    """The models of a run and the schedule of its steps, from which an algorithm makes a graph.
 
-    Attributes:
-        policy: the actor that decodes.
-        reference: log-probs of the frozen reference model, float32 [n] for a response of n tokens.
-        reward: the score of a finished response, or a ``Drop`` where there is none.
-        critic: values, float32 [n]; ``None`` where the algorithm has no critic.
-        proximal: log-probs under the weights that are about to be updated, float32 [n]; ``None`` where the algorithm
-            corrects nothing.
-        trainer: trains the actor, and the critic.
-        admission: batch size, overcommit and the cut.
-        chunks: how many tokens travel at once.
+    The fields are the arguments of :func:`oppo.ppo`. ``critic`` is ``None`` for an algorithm without one, ``proximal``
+    for one that corrects nothing.
     """
 
     policy: Policy
@@ -42,21 +34,21 @@ class Roles:
 
 
 class Algorithm(Protocol):
-    """The settings of an algorithm, a frozen dataclass, and what follows from them."""
+    """The settings of an algorithm, a frozen dataclass, and what they define."""
 
     has_critic: ClassVar[bool]
-    """Whether values are estimated, by a model that is trained too."""
+    """Whether a critic is trained too and estimates values."""
 
     @property
     def responses(self) -> int:
-        """Responses to each prompt; where there are several, they are compared with one another."""
+        """Responses to each prompt; several are compared with one another."""
 
     @property
     def corrects(self) -> bool:
-        """Whether stale tokens are corrected for, so that log-probs under the proximal policy are needed."""
+        """Whether stale tokens are corrected for, which needs log-probs under the proximal policy."""
 
     def graph(self, roles: Roles) -> Graph[StepReport]:
         """Return the graph of a step."""
 
     def loss(self) -> Loss:
-        """Return what the trainer minimises; this loads torch."""
+        """Return the trainer's loss; this loads torch."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias
 
 from annotated_types import Ge
@@ -33,33 +33,34 @@ class ClippedAlgorithm:
     kl: NonNegative = setting(0.05, "coefficient of the KL penalty (its first value when adaptive)")
     kl_in: KLPlace = setting(
         "reward",
-        "whether the KL penalty is part of the reward, or of the loss; not of a reward that is standardised, as `grpo` "
-        "does",
+        "place of the KL penalty: the reward or the loss; always the loss if rewards are standardised, as by `grpo`",
     )
     kl_estimator: KLEstimator = setting("k1", "estimator of the KL penalty; k2 or k3 in the loss")
     kl_target: Positive | None = setting(None, "adapt the coefficient to hold this KL per rollout")
     kl_horizon: PositiveCount | None = setting(None, "rollouts over which the coefficient adapts")
-    score_norm: bool = setting(default=False, description="normalise scores by the mean and spread of all so far")
+    score_norm: bool = setting(default=False, description="normalise scores by the running mean and standard deviation")
     score_clip: Positive | None = setting(None, "bound scores to this on either side of 0")
     reward_scale: Positive = setting(1.0, "multiplies the scores")
-    missing_eos_penalty: NonNegative = setting(0.0, "taken from the reward of a response that ended at max_new_tokens")
+    missing_eos_penalty: NonNegative = setting(
+        0.0, "subtracted from the reward of a response that ended at max_new_tokens"
+    )
     clip: Positive = setting(0.2, "how far the probability ratio may move from 1")
     entropy_coefficient: NonNegative = setting(0.0, "weight of the entropy bonus")
     ratio_base: RatioBase = setting(
         "behaviour",
-        "what the probability ratio of a stale token is over: the policy that sampled it, or the one before the update",
+        "denominator of a stale token's probability ratio: the policy that sampled it, or the one before the update",
     )
     is_correction: Literal["none", "truncated", "mask", "mask_sequence"] = setting(
         "none",
-        "importance sampling (IS) of stale tokens: their weights, truncated at `is_cap`, or masked outside of "
+        "importance sampling (IS) of stale tokens: weights truncated at `is_cap`, or masked outside "
         "`is_low` .. `is_high`, by token or by rollout (geometric mean)",
     )
     is_cap: Annotated[float, Ge(1)] = setting(CAP, "an importance weight is at most this")
     is_low: Fraction | None = setting(
-        None, "what weighs less is masked; 0.5 for a token, 0.9 for a rollout, when absent"
+        None, "smaller weights are masked; 0.5 for a token, 0.9 for a rollout, when absent"
     )
     is_high: Annotated[float, Ge(1)] | None = setting(
-        None, "what weighs more is masked; 5 for a token, 1.1 for a rollout, when absent"
+        None, "larger weights are masked; 5 for a token, 1.1 for a rollout, when absent"
     )
 
     def __post_init__(self) -> None:
@@ -82,7 +83,7 @@ class ClippedAlgorithm:
 
     @property
     def correction(self) -> Correction:
-        """How stale tokens are learnt from."""
+        """The correction of stale tokens."""
         return Correction(
             ratio_base=self.ratio_base,
             weight="mask" if self.is_correction == "mask_sequence" else self.is_correction,
@@ -94,7 +95,7 @@ class ClippedAlgorithm:
 
     @property
     def shaping(self) -> ScoreShaping:
-        """What is made of the scores before they are rewards."""
+        """The shaping of scores before they are rewards."""
         return ScoreShaping(
             norm=self.score_norm,
             clip=math.inf if self.score_clip is None else self.score_clip,
@@ -104,7 +105,7 @@ class ClippedAlgorithm:
 
     @property
     def reward_kl(self) -> float | AdaptiveKL:
-        """The coefficient of the KL penalty in the reward: 0 where the penalty is in the loss."""
+        """The coefficient of the KL penalty in the reward: 0 if the penalty is in the loss."""
         if self.kl_target is not None and self.kl_horizon is not None:
             return AdaptiveKL(self.kl, self.kl_target, self.kl_horizon)
         return self.kl if self.kl_in == "reward" else 0.0
@@ -114,4 +115,4 @@ class ClippedAlgorithm:
         from oppo.losses import ClippedLoss  # noqa: PLC0415 - torch takes seconds to import
 
         loss = ClippedLoss(clip=self.clip, entropy_coefficient=self.entropy_coefficient, correction=self.correction)
-        return loss.with_kl(self.kl, self.kl_estimator) if self.kl_in == "loss" else loss
+        return replace(loss, kl=self.kl, kl_estimator=self.kl_estimator) if self.kl_in == "loss" else loss

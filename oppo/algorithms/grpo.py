@@ -36,31 +36,31 @@ def grpo(
 ) -> Graph[StepReport]:
     """Return training without a critic, streamed: the responses to one prompt are compared with one another.
 
-    GRPO (Shao et al. 2024) unless told otherwise; RLOO (Ahmadian et al. 2024) with
+    GRPO (Shao et al. 2024) by default; RLOO (Ahmadian et al. 2024) with
     ``advantage=GroupRelative("leave_one_out", kl=0.05)``; Dr. GRPO (Liu et al. 2025) with
-    ``advantage=GroupRelative("centred")``. GRPO's own KL is in its trainer's loss,
-    ``ClippedLoss(kl=0.04, kl_estimator="k3")``, which is a mean over all tokens of a minibatch, as with DAPO (Yu et al.
-    2025, arXiv 2503.14476), and not over those of each response first, as with GRPO.
+    ``advantage=GroupRelative("centred")``. GRPO's KL is in its trainer's loss,
+    ``ClippedLoss(kl=0.04, kl_estimator="k3")``, a mean over all tokens of a minibatch, as with DAPO (Yu et al. 2025,
+    arXiv 2503.14476), and not over those of each response first, as with GRPO.
 
-    What is not named here is as for :func:`oppo.ppo`.
+    Other arguments are as for :func:`oppo.ppo`.
 
     Args:
         trainer: trains the actor.
-        admission: groups in a batch, overcommit and the cut: what it counts are whole groups.
+        admission: groups in a batch, overcommit and the cut; it counts whole groups.
         samples: responses to each prompt, a group.
-        advantage: the stage that compares them, with the KL penalty in what a response is worth, and what is made of
-            the scores; ``GroupRelative()`` unless given.
-        reference: ``None`` where no KL to one is asked for, here or in the loss.
+        advantage: the stage that compares them, with the KL penalty in the reward and the shaping of scores;
+            ``GroupRelative()`` by default.
+        reference: needed for a KL penalty, here or in the loss.
 
     Raises:
-        ConfigError: there are fewer than two samples, or there is a KL penalty without a reference.
+        ConfigError: there are fewer than two samples, or a KL penalty has no reference.
     """
     require_whole("samples", samples, error=ConfigError)
     if samples < 2:
         raise ConfigError(f"samples must be 2 or more, not {samples}: a response alone has nothing to be compared with")
     estimator = advantage or GroupRelative()
     if reference is None and estimator.refers:
-        raise ConfigError(f"a KL penalty, kl = {estimator.kl}, is one to a reference: give one, or leave kl at 0")
+        raise ConfigError(f"the KL penalty, kl = {estimator.kl}, needs a reference: give one, or leave kl at 0")
     capacity = max(16, 4 * admission.batch * samples)
     g: GraphBuilder[Prompt] = GraphBuilder("grpo", capacity=capacity, merge=merge_chunks, key=rollout_of)
     rollout = g.add("generate", Generate(policy, admission, chunks or Fixed(), samples), g.prompts)
@@ -76,7 +76,7 @@ class GroupAlgorithm(ClippedAlgorithm):
     """The settings of an algorithm without a critic, which compares the responses to a prompt with one another."""
 
     compared: ClassVar[GroupAdvantage]
-    """How; see :func:`oppo.estimators.group_advantages`."""
+    """The estimator; see :func:`oppo.estimators.group_advantages`."""
 
     samples: Annotated[int, Ge(2), Lt(MOST)] = setting(
         8, "responses to each prompt, which are compared; `step.batch` and `step.extra` count prompts"
@@ -115,6 +115,6 @@ class GRPO(GroupAlgorithm):
         super().__post_init__()
         if self.kl_in == "reward" and self.kl > 0:
             raise ConfigError(
-                "algorithm 'grpo' standardises rewards, so that where the scores of a group tie a KL in them is of "
-                "full size at any coefficient: put it into the loss with kl_in = 'loss', or choose 'rloo'"
+                "algorithm 'grpo' standardises rewards: where the scores of a group tie, a KL in them is of full size "
+                "at any coefficient; put it into the loss with kl_in = 'loss', or choose 'rloo'"
             )

@@ -39,17 +39,17 @@ def ppo(
     Args:
         policy: the actor that decodes.
         reference: log-probs of the frozen reference model, float32 [n] for a response of n tokens.
-        reward: the score of a finished response, or a ``Drop`` where there is none.
+        reward: the score of a finished response, or a ``Drop``.
         critic: values of the states before each response token, float32 [n].
-        trainer: trains actor and critic; its weights are published to ``policy``, and to what else follows them.
+        trainer: trains actor and critic; its weights are published to ``policy`` and the other followers.
         admission: batch size, overcommit and the cut.
-        advantage: the stage that estimates advantages, with the KL penalty, gamma and lambda, and what is made of the
-            scores; ``GAE()`` unless given.
+        advantage: the stage that estimates advantages, with the KL penalty, gamma, lambda and the shaping of scores;
+            ``GAE()`` by default.
         proximal: log-probs under the weights that are about to be updated, float32 [n], which the trainer's corrections
-            for stale tokens need; ``None``: those of the policy that sampled the tokens stand for them.
-        chunks: how many tokens travel at once; 32 unless given.
+            for stale tokens need; ``None``: the behaviour log-probs stand for them.
+        chunks: tokens per chunk; 32 by default.
     """
-    capacity = max(16, 4 * admission.batch)  # events of all rollouts in flight: a busy scorer wakes to all of them
+    capacity = max(16, 4 * admission.batch)  # a busy scorer wakes to the events of all rollouts in flight
     g: GraphBuilder[Prompt] = GraphBuilder("ppo", capacity=capacity, merge=merge_chunks, key=rollout_of)
     rollout = g.add("generate", Generate(policy, admission, chunks or Fixed()), g.prompts)
     ref = g.add("ref_logp", Score(reference), rollout)
@@ -78,7 +78,7 @@ class PPO(ClippedAlgorithm):
         return 1
 
     def advantage(self) -> GAE:
-        """Return the stage that estimates advantages, anew."""
+        """Return a new stage that estimates advantages."""
         return GAE(
             gamma=self.gamma,
             lam=self.lam,
@@ -95,7 +95,7 @@ class PPO(ClippedAlgorithm):
             ConfigError: there is no critic.
         """
         if roles.critic is None:
-            raise ConfigError("PPO estimates advantages from the values of a critic, and there is none: give one")
+            raise ConfigError("PPO estimates advantages from the values of a critic, and got none: give one")
         return ppo(
             policy=roles.policy,
             reference=roles.reference,

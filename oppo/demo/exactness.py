@@ -15,7 +15,7 @@ from oppo.app.train import PreparedRun, prepare
 from oppo.errors import ConfigError
 from oppo.events import Batch, Drop
 from oppo.observe import Span
-from oppo.stages.rows import Row
+from oppo.stages.scored_rollouts import ScoredRollout
 
 STEPS = 2
 """The tokens of the second step depend on the weights that the first one left."""
@@ -64,7 +64,7 @@ async def serially(session: PreparedRun) -> list[Batch]:
         judged = await score_all(models.reward, finished)
         scores = [score for score in judged if not isinstance(score, Drop)]
         values = await score_all(critic, finished)
-        rows = [Row(*said) for said in zip(finished, reference, scores, values, strict=True)]
+        rows = [ScoredRollout(*said) for said in zip(finished, reference, scores, values, strict=True)]
         batches.append(estimator.batch(rows))
         await models.trainer.update(batches[-1])
         await models.trainer.publish(models.policy, critic)

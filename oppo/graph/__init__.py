@@ -2,13 +2,13 @@
 
 ::
 
-    g = GraphBuilder[Item]("name")          stages and wires are declared, checked by the type checker
-    graph = g.build(last)                   and said again in sentences: a frozen value
-    async with graph.open(items) as run:    stages are entered once
-        async for result in run.steps(10):  a task for each stage and step; channels between them
+    g = GraphBuilder[Item]("name")          declares stages and wires, which the type checker checks
+    graph = g.build(last)                   reports other faults, returns a frozen value
+    async with graph.open(items) as run:    enters the stages once
+        async for result in run.steps(10):  runs a task for each stage and step, with channels between them
 
-Tasks live for a step: when a step has ended, by its result, an error or a cancellation, none is left. Channels are
-bounded and lossless. A stage's error surfaces as itself, with a note that says where.
+Tasks live for a step: none is left when it ends, by its result, an error or a cancellation. Channels are bounded and
+lossless. A stage's error surfaces as itself, with a note that names stage, step and graph.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from oppo.graph.graph import Graph
 from oppo.graph.join import join, where
 from oppo.graph.run import Run
 from oppo.graph.snapshot import Snapshot, Wait
-from oppo.graph.stage import AnyStage, Observing, Opened, Stage1, Stage2, Stage3, Stage4, Stateful, Step
+from oppo.graph.stage import AnyStage, Observing, Stage1, Stage2, Stage3, Stage4, Stateful, Step
 from oppo.graph.topology import Node
 
 __all__ = [
@@ -32,7 +32,6 @@ __all__ = [
     "Merge",
     "Node",
     "Observing",
-    "Opened",
     "Receiver",
     "Run",
     "Sender",

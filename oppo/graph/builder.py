@@ -1,4 +1,4 @@
-"""Declaring a graph: typed handles for streams, so that a wrong wire is an error of the type checker first."""
+"""Declaring a graph: streams are typed handles, so that the type checker reports a wrong wire first."""
 
 from __future__ import annotations
 
@@ -28,17 +28,16 @@ class Stream(Generic[T_co]):
 
 
 class GraphBuilder(Generic[S]):
-    """Collects stages and their wires, and makes a :class:`Graph` of them.
+    """Collects stages and their wires, and builds a :class:`Graph` of them.
 
-    A handle must exist before it is used, so what is declared has no circles. What else can be wrong is said by
-    :meth:`build`, all of it at once.
+    A handle must exist before it is used, so a declaration has no cycles. :meth:`build` reports all other faults at
+    once.
 
     Args:
         name: of the graph, shown in errors and task names.
-        capacity: bound of a channel where :meth:`add` names none, in items.
-        merge: makes one item of two where a channel is full; asked for every edge, so it answers ``None`` for items
-            it does not know.
-        key: tells which items keep their order among themselves; see :class:`oppo.graph.Channel`.
+        capacity: default bound of a channel, in items.
+        merge: merges two items of a full channel; called for every edge, so it returns ``None`` for unknown items.
+        key: items of equal key keep their order; see :class:`oppo.graph.Channel`.
 
     Example:
         >>> from oppo.graph import Receiver, Sender
@@ -63,7 +62,7 @@ class GraphBuilder(Generic[S]):
 
     @property
     def prompts(self) -> Stream[S]:
-        """What :meth:`Graph.open` is given; one stage takes from it, at its own pace."""
+        """The items given to :meth:`Graph.open`; one stage reads them, at its own pace."""
         return Stream(SOURCE, self)
 
     @overload
@@ -131,17 +130,17 @@ class GraphBuilder(Generic[S]):
             name: an identifier, unique in the graph.
             stage: any object with ``async def run(self, *inputs: Receiver[...], out: Sender[...])``.
             streams: one for each input of ``run``, in order.
-            capacity: bound of each channel it reads, in items; the builder's where ``None``.
-            named: further inputs, by the keywords of ``run`` that take them, or ``None`` where one is not connected;
-                what they carry is checked by :meth:`build`.
+            capacity: bound of each channel it reads, in items; ``None`` for the builder's.
+            named: further inputs by the keywords of ``run``, ``None`` for one that is not connected; :meth:`build`
+                checks their types.
         """
         inputs = tuple(self._name_of(stream) for stream in streams)
-        besides = {keyword: self._name_of(stream) for keyword, stream in named.items() if stream is not None}
-        self._nodes.append(Node(name, stage, inputs, self._capacity if capacity is None else capacity, besides))
+        by_name = {keyword: self._name_of(stream) for keyword, stream in named.items() if stream is not None}
+        self._nodes.append(Node(name, stage, inputs, self._capacity if capacity is None else capacity, by_name))
         return Stream(name, self)
 
     def build(self, result: Stream[O]) -> Graph[O]:
-        """Return the graph whose steps result in what ``result`` carries: exactly one item a step.
+        """Return the graph whose result is the item that ``result`` carries: at most one a step.
 
         Raises:
             GraphError: the wiring is wrong; one line for each fault.
@@ -151,7 +150,7 @@ class GraphBuilder(Generic[S]):
         return Graph(topology)
 
     def _name_of(self, stream: object) -> str:
-        """Return the name of ``stream`` as this graph knows it: no node's, where it is of another builder."""
+        """Return the name of the node behind ``stream``; the name of no node if it belongs to another builder."""
         if not isinstance(stream, Stream):
             return repr(stream)
         return stream.name if stream.builder is self else f"{stream.builder.name}.{stream.name}"

@@ -1,7 +1,7 @@
-"""Bounded, lossless channels: what connects one stage's output with one reader of it.
+"""Bounded, lossless channels: each connects a stage's output to one reader.
 
-The ``_nowait`` form of each operation is the logic; the async form is the shell that waits. Nothing here knows what the
-items mean: a ``merge`` function, given by whoever builds the graph, says which items may become one.
+The ``_nowait`` form of each operation is the logic; the async form waits around it. A channel does not know what its
+items mean: the graph's ``merge`` function decides which items may become one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 T_contra = TypeVar("T_contra", contravariant=True)
 
-# One function serves all edges of a graph, whatever their items: the one place where an item has no static type.
+# One function serves all edges of a graph, so items have no static type here.
 Merge: TypeAlias = Callable[[Any, Any], Any]
 """``merge(queued, new)``: the one item that stands for both, or ``None`` where they must stay two."""
 Key: TypeAlias = Callable[[Any], Hashable | None]
@@ -34,12 +34,12 @@ class ChannelStatistics:
     Attributes:
         sent: items accepted from the sender.
         received: items handed to the reader.
-        merged: accepted items that became part of one already queued.
+        merged: accepted items that became part of a queued one.
         queued: items waiting to be read.
-        peak: the most that were ever queued.
-        capacity: the most that can be queued.
-        waiting_senders: tasks that wait for room.
-        waiting_receivers: tasks that wait for an item.
+        peak: largest number queued so far.
+        capacity: largest number that can be queued.
+        waiting_senders: tasks waiting for room.
+        waiting_receivers: tasks waiting for an item.
     """
 
     sent: int
@@ -53,32 +53,41 @@ class ChannelStatistics:
 
 
 class Receiver(Protocol[T_co]):
-    """The reading end of an edge; one stage reads it.
-
-    Cancelling a read loses nothing: what was not returned is still there for the next read.
-    """
+    """The reading end of an edge; one stage reads it. Cancelling a read loses nothing: the items stay queued."""
 
     def __aiter__(self) -> AsyncIterator[T_co]:
-        """Return an iterator that takes one item at a time and ends when the sending stage has returned."""
+        """Return an iterator over the items; it ends when the sending stage has returned."""
 
     async def drain(self) -> Sequence[T_co]:
-        """Return everything queued, waiting for at least one item; empty only when the input has ended."""
+        """Wait for at least one item and return everything queued; empty only when the input has ended."""
 
     def drain_nowait(self) -> Sequence[T_co]:
-        """Return everything queued, which may be nothing."""
+        """Return everything queued, possibly nothing."""
 
     @property
     def ended(self) -> bool:
-        """Whether everything has been read and nothing will come."""
+        """Whether the sender has closed and everything has been read."""
 
     def watch(self, event: anyio.Event) -> None:
-        """Have ``event`` set at the next change: an item, or the end."""
+        """Set ``event`` at the next item or at the end."""
 
     def unwatch(self, event: anyio.Event) -> None:
-        """Forget ``event``; unknown ones are fine."""
+        """Forget ``event``, watched or not."""
 
     def statistics(self) -> ChannelStatistics:
-        """Return the counters as of now."""
+        """Return the current counters."""
+
+
+async def changed(*receivers: Receiver[Any]) -> None:
+    """Wait until one of the receivers has an item or ends."""
+    event = anyio.Event()
+    for receiver in receivers:
+        receiver.watch(event)
+    try:
+        await event.wait()
+    finally:
+        for receiver in receivers:
+            receiver.unwatch(event)
 
 
 class Sender(Protocol[T_contra]):
@@ -87,8 +96,8 @@ class Sender(Protocol[T_contra]):
     async def send(self, item: T_contra, /) -> None:
         """Hand over ``item``, waiting while a reader's channel is full.
 
-        Items sent by one task keep their order for every reader. A cancelled send may have reached some of several
-        readers and not the others; cancellation from outside tears the step down, so nobody goes on from there.
+        Items sent by one task keep their order for every reader. A cancelled send may have reached only some of
+        several readers; cancellation from outside tears the step down, so no reader goes on from there.
 
         Raises:
             ProtocolError: a reader has returned, or this output has been closed.
@@ -98,9 +107,9 @@ class Sender(Protocol[T_contra]):
 class Channel(Generic[T]):
     """A bounded queue between one stage and one reader that never loses, doubles or reorders an item.
 
-    A full channel first tries to merge: the new item is offered to the newest queued item *of the same key*, and to no
-    other, so that the order within a key is kept. Where that gives ``None`` the sender waits in line. Without ``key``
-    only the newest item of all is tried.
+    A full channel first tries to merge the new item with the newest queued item *of the same key*, which keeps the
+    order within a key. Where ``merge`` returns ``None`` the sender waits its turn. Without ``key`` only the newest item
+    of all is tried. A send raises ``ProtocolError`` if the channel is closed or its reader has returned.
 
     Args:
         name: shown in errors and tables, ``source->target``.
@@ -125,33 +134,28 @@ class Channel(Generic[T]):
         self._key = key
         self._queue: deque[T] = deque()
         self._newest: dict[Hashable, int] | None = None
-        """Ordinal of the newest queued item of each key; kept from the first time it is needed to the next drain."""
-        self._line: OrderedDict[anyio.Event, None] = OrderedDict()
-        """Senders for which there is no place yet."""
-        self._kept = 0
-        """DeviceLayout kept for senders whose task has still to run."""
+        """Ordinal of the newest queued item of each key; built on first use, dropped at the next drain."""
+        self._blocked: OrderedDict[anyio.Event, None] = OrderedDict()
+        """Senders waiting for room, in order of arrival."""
+        self._reserved = 0
+        """Slots reserved for admitted senders whose tasks have still to run."""
         self._waiting_keys: Counter[Hashable] = Counter()
-        """How many senders of both kinds have an item of a key."""
+        """Number of blocked or admitted senders by the key of their item."""
         self._watchers: list[anyio.Event] = []
         self._closed = False
         self._abandoned = False
         self._sent = self._received = self._merged = self._peak = 0
 
-    # Sending. While somebody stands in line nobody overtakes: at most as many are admitted as there are free places,
-    # and each of them takes the place kept for it itself when its task runs again, so that a cancelled one has sent
-    # nothing. No operation looks at every item or every sender, so that its cost does not grow with their number.
+    # Sending. Blocked senders are admitted in order, one for each free slot. An admitted sender fills its reserved slot
+    # when its task runs again, so a cancelled one has sent nothing. No operation visits every item or every sender.
 
     @property
     def has_room(self) -> bool:
         """Whether a send would neither merge nor wait."""
-        return not self._line and not self._kept and len(self._queue) < self.capacity
+        return not self._blocked and not self._reserved and len(self._queue) < self.capacity
 
     def offer(self, item: T, /) -> bool:
-        """Queue ``item`` if there is room, neither merging nor waiting; return whether it was queued.
-
-        Raises:
-            ProtocolError: the channel is closed, or its reader has returned.
-        """
+        """Queue ``item`` if there is room, without merging or waiting; return whether it was queued."""
         self._require_open()
         if not self.has_room:
             return False
@@ -159,51 +163,43 @@ class Channel(Generic[T]):
         return True
 
     def send_nowait(self, item: T, /) -> None:
-        """Queue ``item``, or merge it into a queued one.
-
-        Raises:
-            anyio.WouldBlock: the channel is full.
-            ProtocolError: the channel is closed, or its reader has returned.
-        """
+        """Queue ``item``, or merge it into a queued one; raise ``anyio.WouldBlock`` if the channel is full."""
         if not self.offer(item) and not self._absorb(item):
             raise anyio.WouldBlock
 
     async def send(self, item: T, /) -> None:
         """Queue ``item``, or merge it into a queued one, waiting while the channel is full.
 
-        When it is cancelled the item has not been sent.
-
-        Raises:
-            ProtocolError: the channel is closed, or its reader has returned.
+        A cancelled send has not sent the item.
         """
         if self.offer(item):
             return
         if self._absorb(item):
-            # A sender that never has to wait would otherwise keep the reader from running.
+            # Lets the reader run: a sender whose items all merge never waits otherwise.
             await anyio.lowlevel.cancel_shielded_checkpoint()
         else:
-            await self._stand_in_line(item)
+            await self._send_when_admitted(item)
 
-    async def _stand_in_line(self, item: T) -> None:
+    async def _send_when_admitted(self, item: T) -> None:
         admitted = anyio.Event()
         key = None if self._key is None else self._key(item)
-        self._line[admitted] = None
+        self._blocked[admitted] = None
         self._waiting_keys[key] += 1
         try:
             await admitted.wait()
             self._require_open()
         except BaseException:
-            self._leave_line(admitted, key)
-            self._admit()  # whoever does not take its place passes it on
+            self._withdraw(admitted, key)
+            self._admit()  # the unused slot goes to the next sender
             raise
-        self._leave_line(admitted, key)
+        self._withdraw(admitted, key)
         self._append(item)
 
-    def _leave_line(self, admitted: anyio.Event, key: Hashable | None) -> None:
+    def _withdraw(self, admitted: anyio.Event, key: Hashable | None) -> None:
         if admitted.is_set():
-            self._kept -= 1
+            self._reserved -= 1
         else:
-            del self._line[admitted]
+            del self._blocked[admitted]
         self._waiting_keys[key] -= 1
         if not self._waiting_keys[key]:
             del self._waiting_keys[key]
@@ -218,11 +214,8 @@ class Channel(Generic[T]):
             self._wake()
 
     def _absorb(self, item: T) -> bool:
-        """Merge ``item`` into the newest queued item of its key, if that is possible."""
-        if self._merge is None:
-            return False
-        position = self._mate(item)
-        if position is None:
+        """Merge ``item`` into the newest queued item of its key, if possible."""
+        if self._merge is None or (position := self._merge_position(item)) is None:
             return False
         merged = self._merge(self._queue[position], item)
         if merged is None:
@@ -232,10 +225,10 @@ class Channel(Generic[T]):
         self._merged += 1
         return True
 
-    def _mate(self, item: T) -> int | None:
-        """Return the place in the queue of the one item that ``item`` may be merged with."""
+    def _merge_position(self, item: T) -> int | None:
+        """Return the queue position of the one item that ``item`` may be merged with."""
         if self._key is None:
-            return len(self._queue) - 1 if self._queue and not self._line and not self._kept else None
+            return len(self._queue) - 1 if self._queue and not self._blocked and not self._reserved else None
         key = self._key(item)
         if key is None or key in self._waiting_keys:
             return None
@@ -245,9 +238,9 @@ class Channel(Generic[T]):
         return None if ordinal is None else ordinal - self._received
 
     def _admit(self) -> None:
-        while self._line and len(self._queue) + self._kept < self.capacity:
-            admitted, _ = self._line.popitem(last=False)
-            self._kept += 1
+        while self._blocked and len(self._queue) + self._reserved < self.capacity:
+            admitted, _ = self._blocked.popitem(last=False)
+            self._reserved += 1
             admitted.set()
 
     def _require_open(self) -> None:
@@ -260,23 +253,23 @@ class Channel(Generic[T]):
             )
 
     def close(self) -> None:
-        """End the channel: what is queued can still be read, nothing more can be sent; idempotent."""
+        """End the channel: queued items can still be read, later sends raise; idempotent."""
         self._closed = True
-        self._kept += len(self._line)
-        while self._line:
-            self._line.popitem(last=False)[0].set()
+        self._reserved += len(self._blocked)
+        while self._blocked:
+            self._blocked.popitem(last=False)[0].set()
         self._wake()
 
     # Reading.
 
     def abandon(self) -> None:
-        """Note that the reader has returned: whoever sends from now on is told so.
+        """Note that the reader has returned: later sends raise.
 
         Raises:
             ProtocolError: it left items unread.
         """
         self._abandoned = True
-        left = len(self._queue) + len(self._line) + self._kept
+        left = len(self._queue) + len(self._blocked) + self._reserved
         if left:
             raise ProtocolError(
                 f"the reader of {self.name!r} returned and left {left} item{'s' * (left > 1)} unread; a stage reads "
@@ -284,7 +277,7 @@ class Channel(Generic[T]):
             )
 
     def drain_nowait(self) -> Sequence[T]:
-        """Return everything queued, which may be nothing."""
+        """Return everything queued, possibly nothing."""
         if not self._queue:
             return []
         items = list(self._queue)
@@ -295,7 +288,7 @@ class Channel(Generic[T]):
         return items
 
     async def drain(self) -> Sequence[T]:
-        """Return everything queued, waiting for at least one item; empty only when the channel has ended."""
+        """Wait for at least one item and return everything queued; empty only when the channel has ended."""
         await self._readable()
         return self.drain_nowait()
 
@@ -313,19 +306,12 @@ class Channel(Generic[T]):
             if self._newest.get(key) == self._received:
                 del self._newest[key]
         self._received += 1
-        if self._line:
-            self._admit()
+        self._admit()
         return item
 
     async def _readable(self) -> None:
-        """Wait until something is queued or nothing will be."""
         while not self._queue and not self._closed:
-            event = anyio.Event()
-            self.watch(event)
-            try:
-                await event.wait()
-            finally:
-                self.unwatch(event)
+            await changed(self)
 
     @property
     def closed(self) -> bool:
@@ -334,15 +320,15 @@ class Channel(Generic[T]):
 
     @property
     def ended(self) -> bool:
-        """Whether everything has been read and nothing will come."""
+        """Whether the channel is closed and everything has been read."""
         return self._closed and not self._queue
 
     def watch(self, event: anyio.Event) -> None:
-        """Have ``event`` set at the next change: an item, or the end."""
+        """Set ``event`` at the next item or at the end."""
         self._watchers.append(event)
 
     def unwatch(self, event: anyio.Event) -> None:
-        """Forget ``event``; unknown ones are fine."""
+        """Forget ``event``, watched or not."""
         if event in self._watchers:
             self._watchers.remove(event)
 
@@ -352,7 +338,7 @@ class Channel(Generic[T]):
             event.set()
 
     def statistics(self) -> ChannelStatistics:
-        """Return the counters as of now."""
+        """Return the current counters."""
         return ChannelStatistics(
             sent=self._sent,
             received=self._received,
@@ -360,18 +346,18 @@ class Channel(Generic[T]):
             queued=len(self._queue),
             peak=self._peak,
             capacity=self.capacity,
-            waiting_senders=len(self._line) + self._kept,
+            waiting_senders=len(self._blocked) + self._reserved,
             waiting_receivers=len(self._watchers),
         )
 
 
 def channel_table(channels: Iterable[Channel[Any]]) -> str:
-    """Return one line for each channel: how full it is, and who waits at which end."""
+    """Return one line for each channel: how full it is, and how many tasks wait at either end."""
     lines = []
     for channel in channels:
         now = channel.statistics()
         state = ["closed"] if channel.closed else []
         state += [f"{now.waiting_senders} waiting to send"] if now.waiting_senders else []
         state += [f"{now.waiting_receivers} waiting to receive"] if now.waiting_receivers else []
-        lines.append(f"{channel.name:<32} {now.queued:>4}/{now.capacity:<4} {', '.join(state) or 'nobody waits'}")
+        lines.append(f"{channel.name:<32} {now.queued:>4}/{now.capacity:<4} {', '.join(state) or 'idle'}")
     return "\n".join(lines)

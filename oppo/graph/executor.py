@@ -1,4 +1,4 @@
-"""One step of a graph: a task for each stage, channels between them, and nothing left of either when it is over."""
+"""One step of a graph: a task for each stage and channels between them; neither outlives the step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import anyio
 
 from oppo.errors import ProtocolError, leaves, not_cancelled_from_within, note_others, running_loop
 from oppo.graph.channel import Channel, Sender, channel_table
-from oppo.graph.fanout import FanOut, Target
 from oppo.graph.snapshot import Snapshot, Wait
 from oppo.graph.source import Source
 from oppo.graph.stage import Step
@@ -19,52 +18,70 @@ from oppo.graph.topology import SOURCE, Node, Topology
 from oppo.observe import Observer, Span
 
 T = TypeVar("T")
+T_contra = TypeVar("T_contra", contravariant=True)
 
 
 @runtime_checkable
 class ReportsDeadlocks(Protocol):
-    """An event loop that notices when no task can ever go on, and says so."""
+    """An event loop that detects deadlocks: no task can ever go on."""
 
     def on_deadlock(self, describe: Callable[[], str]) -> Callable[[], None]:
-        """Have ``describe()`` become part of the error; returns what takes it back."""
+        """Add ``describe()`` to the error of a deadlock; return the function that undoes this."""
+
+
+class Target(Protocol[T_contra]):
+    """An outlet that takes items one by one, for example a channel."""
+
+    def offer(self, item: T_contra, /) -> bool:
+        """Take ``item`` if that needs neither waiting nor merging; return whether it was taken."""
+
+    async def send(self, item: T_contra, /) -> None:
+        """Take ``item``, waiting for room."""
+
+
+class FanOut(Generic[T]):
+    """Delivers each item to every target: at once to those with room, then to the others as they have some.
+
+    Args:
+        on_delivered: called with each item once all targets have it.
+    """
+
+    def __init__(self, targets: Sequence[Target[T]], on_delivered: Callable[[T], None] | None = None) -> None:
+        self._targets = targets
+        self._on_delivered = on_delivered
+
+    async def send(self, item: T, /) -> None:
+        """Deliver ``item`` to every target; see :meth:`oppo.Sender.send` for what a cancellation leaves."""
+        for target in [target for target in self._targets if not target.offer(item)]:
+            await target.send(item)
+        if self._on_delivered is not None:
+            self._on_delivered(item)
 
 
 class Result(Generic[T]):
-    """Takes the one item a step results in."""
+    """Takes the one item a step results in; a second one raises ``ProtocolError``."""
 
     def __init__(self, stage: str) -> None:
         self._stage = stage
-        self._items: list[T] = []
+        self.items: list[T] = []
 
     def offer(self, item: T, /) -> bool:
-        """Keep ``item``; there is always room.
-
-        Raises:
-            ProtocolError: there is one already.
-        """
-        if self._items:
+        """Keep ``item``; there is always room."""
+        if self.items:
             raise ProtocolError(f"{self._stage!r} sent a second result; a step results in exactly one item")
-        self._items.append(item)
+        self.items.append(item)
         return True
 
     async def send(self, item: T, /) -> None:
-        """Keep ``item``.
-
-        Raises:
-            ProtocolError: there is one already.
-        """
+        """Keep ``item``."""
         self.offer(item)
-
-    def items(self) -> Sequence[T]:
-        """Return the result, or nothing."""
-        return self._items
 
 
 class Execution(Generic[T]):
     """One execution of every stage.
 
     Args:
-        source: what :data:`SOURCE` stands for; outlives the step.
+        source: the graph's input; outlives the step.
     """
 
     def __init__(self, topology: Topology, step: Step, source: Source, observers: Sequence[Observer]) -> None:
@@ -84,14 +101,12 @@ class Execution(Generic[T]):
         }
 
     async def run(self) -> Sequence[T]:
-        """Run every stage once and return the result, if there is one.
-
-        Raises:
-            Exception: whatever a stage raised, as itself, with notes that say where.
-        """
+        """Run every stage once and return the result, if any; raise a stage's error as itself, with a note."""
         try:
             with self._deadlocks_described():
-                await self._run_stages()
+                async with anyio.create_task_group() as stages:
+                    for node in self._topology.nodes:
+                        stages.start_soon(self._drive, node, name=f"{self._topology.name}.{node.name}")
         except BaseExceptionGroup:
             if not self._failures:
                 raise
@@ -103,12 +118,7 @@ class Execution(Generic[T]):
             note_others(first, others)
             raise first
         self._require_returned()
-        return self._result.items()
-
-    async def _run_stages(self) -> None:
-        async with anyio.create_task_group() as stages:
-            for node in self._topology.nodes:
-                stages.start_soon(self._drive, node, name=f"{self._topology.name}.{node.name}")
+        return self._result.items
 
     async def _drive(self, node: Node) -> None:
         start = anyio.current_time()
@@ -123,7 +133,7 @@ class Execution(Generic[T]):
             for channel in (*inputs, *named.values()):
                 channel.abandon()
             span = Span(node.name, "run", start, anyio.current_time(), {"step": self._step.index})
-            tell(self._observers, lambda observer: observer.on_span(span))
+            notify(self._observers, lambda observer: observer.on_span(span))
         except Exception as error:
             for leaf in leaves(error):
                 leaf.add_note(f"in stage {node.name!r} of graph {self._topology.name!r}, step {self._step.index}")
@@ -131,8 +141,7 @@ class Execution(Generic[T]):
             raise
         finally:
             self._running.remove(node.name)
-        # Only a stage that has done its work ends its output: a reader must never take what a failed one had sent
-        # until then for everything.
+        # Only a stage that has returned ends its output: its readers must not take a failed stage's items for all.
         for reader in self._topology.readers(node.name):
             self._channels[node.name, reader.name].close()
 
@@ -147,18 +156,10 @@ class Execution(Generic[T]):
             targets.append(self._result)
         if not self._observers:
             return targets[0] if len(targets) == 1 else FanOut(targets)
-        return FanOut(targets, told=lambda item: self._tell_item(node.name, item))
-
-    def _tell_item(self, stage: str, item: object) -> None:
-        at = anyio.current_time()
-        tell(self._observers, lambda observer: observer.on_item(self._step.index, stage, item, at))
+        return FanOut(targets, lambda item: notify_item(self._observers, self._step, node.name, item))
 
     def _require_returned(self) -> None:
-        """Raise if a stage neither returned nor failed: an end that was cancelled from within is none.
-
-        Raises:
-            ProtocolError: a stage cancelled its own task.
-        """
+        """Raise ``ProtocolError`` if a stage neither returned nor failed: it cancelled its own task."""
         gone = [node.name for node in self._topology.nodes if node.name not in self._returned]
         if gone:
             raise ProtocolError(
@@ -169,15 +170,14 @@ class Execution(Generic[T]):
     @contextmanager
     def _deadlocks_described(self) -> Iterator[None]:
         loop = running_loop()
-        withdraw = loop.on_deadlock(self._stuck) if isinstance(loop, ReportsDeadlocks) else None
+        undo = loop.on_deadlock(self._deadlock) if isinstance(loop, ReportsDeadlocks) else None
         try:
             yield
         finally:
-            if withdraw is not None:
-                withdraw()
+            if undo is not None:
+                undo()
 
-    def _stuck(self) -> str:
-        """Return the channel table, and who waits for whom."""
+    def _deadlock(self) -> str:
         return f"{self.describe()}\n{self.snapshot().sentence()}"
 
     def describe(self) -> str:
@@ -186,7 +186,7 @@ class Execution(Generic[T]):
         return "\n".join([title, self._source.describe(), channel_table(self._channels.values())])
 
     def snapshot(self) -> Snapshot:
-        """Return who waits for whom now; it only reads, so that any thread may ask."""
+        """Return which stage waits for which; it only reads, so any thread may call it."""
         return Snapshot(
             step=self._step.index,
             running=tuple(self._running),
@@ -198,7 +198,7 @@ class Execution(Generic[T]):
     def _waits(self) -> Iterator[Wait]:
         for (source, target), channel in self._channels.items():
             now = channel.statistics()
-            # A join goes on watching what has been closed, but nothing more comes from there.
+            # A join also watches closed channels, which have no more items to wait for.
             if now.waiting_receivers and not now.queued and not channel.closed:
                 yield Wait(target, source, "an item")
             if now.waiting_senders:
@@ -209,18 +209,24 @@ class Execution(Generic[T]):
     @property
     def sent(self) -> bool:
         """Whether any stage has sent anything."""
-        return bool(self._result.items()) or any(channel.statistics().sent for channel in self._channels.values())
+        return bool(self._result.items) or any(channel.statistics().sent for channel in self._channels.values())
 
     def statistics(self) -> Mapping[str, Mapping[str, int]]:
         """Return each channel's counters under ``source->target``."""
         return {channel.name: asdict(channel.statistics()) for channel in self._channels.values()}
 
 
-def tell(observers: Sequence[Observer], say: Callable[[Observer], None]) -> None:
-    """Tell every observer something; one that raises is named in a note."""
+def notify_item(observers: Sequence[Observer], step: Step, stage: str, item: object) -> None:
+    """Notify every observer of an item that a stage has sent now."""
+    at = anyio.current_time()
+    notify(observers, lambda observer: observer.on_item(step.index, stage, item, at))
+
+
+def notify(observers: Sequence[Observer], call: Callable[[Observer], None]) -> None:
+    """Call every observer; a note names one that raises."""
     for observer in observers:
         try:
-            say(observer)
+            call(observer)
         except Exception as error:
             error.add_note(f"raised by the observer {type(observer).__name__}, which must not raise")
             raise

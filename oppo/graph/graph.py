@@ -1,4 +1,4 @@
-"""A graph that can be run: a frozen value, from which others are made by naming what differs."""
+"""A graph that can be run: a frozen value, from which :meth:`Graph.replace` and :meth:`Graph.rebuild` make others."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from oppo.errors import GraphError
 from oppo.graph.run import Run, opened
 from oppo.graph.source import Source
 from oppo.graph.stage import AnyStage
-from oppo.graph.topology import Node, Topology
+from oppo.graph.topology import SOURCE, Node, Topology
 from oppo.observe import Observer
 
 O = TypeVar("O")  # noqa: E741 - O for output, as in the stage protocols
-
 S = TypeVar("S")
 
 
 @dataclass(frozen=True)
 class Graph(Generic[O]):
-    """Stages wired to one another, of which one gives the result of a step; made by :class:`GraphBuilder`."""
+    """Stages wired to one another, one of which sends the result of a step; made by :class:`GraphBuilder`."""
 
     topology: Topology
 
@@ -33,14 +32,14 @@ class Graph(Generic[O]):
 
     @property
     def nodes(self) -> Mapping[str, Node]:
-        """Its nodes under their names, each after what it reads."""
+        """Its nodes by name, each after the nodes it reads."""
         return MappingProxyType({name: self.topology.by_name[name] for name in self.topology.order()})
 
     def stage(self, name: str, kind: type[S]) -> S:
-        """Return the stage of that name, to make another from it for :meth:`replace`.
+        """Return the stage of that name, for example to make a variant for :meth:`replace`.
 
         Raises:
-            GraphError: there is no such stage, or it is not of that kind.
+            GraphError: there is no such stage, or it is not a ``kind``.
         """
         node = self.topology.by_name.get(name)
         if node is None:
@@ -51,17 +50,31 @@ class Graph(Generic[O]):
 
     def mermaid(self) -> str:
         """Return the graph as a Mermaid flowchart."""
-        return self.topology.mermaid()
+        lines = ["flowchart LR", f"    {SOURCE}([{SOURCE}])"]
+        lines += [f'    {node.name}["{node.name}<br/>{type(node.stage).__name__}"]' for node in self.topology.nodes]
+        lines += [f"    {name} --> {node.name}" for node in self.topology.nodes for name in node.reads]
+        lines += [f"    {self.topology.result} --> result([result])"]
+        return "\n".join(lines)
 
     def table(self) -> str:
-        """Return who waits for whom: a line for each stage with its class, inputs, readers and capacity."""
-        return self.topology.table()
+        """Return a line for each stage: its class, inputs, readers and capacity."""
+        rows = [("stage", "class", "reads", "read by", "capacity")]
+        for node in self.topology.nodes:
+            kind = type(node.stage).__name__
+            reads = [*node.inputs, *(f"{keyword}={name}" for keyword, name in node.named.items())]
+            readers = [reader.name for reader in self.topology.readers(node.name)]
+            readers += ["result"] * (node.name == self.topology.result)
+            rows.append((node.name, kind, ", ".join(reads), ", ".join(readers), str(node.capacity)))
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        )
 
     def replace(self, **stages: AnyStage) -> Graph[O]:
-        """Return this graph with other stages at the same places.
+        """Return this graph with other stages under the same names.
 
         Raises:
-            GraphError: a name is unknown, or a stage has other inputs or another output than its place asks for.
+            GraphError: a name is unknown, or the inputs or output of a stage do not fit its wires.
         """
         changed = replace(
             self.topology,
@@ -73,34 +86,34 @@ class Graph(Generic[O]):
     def rebuild(
         self, *, without: Iterable[str] = (), **nodes: tuple[AnyStage, *tuple[str | Mapping[str, str], ...]]
     ) -> Graph[O]:
-        """Return this graph with some nodes removed and others added or wired anew.
+        """Return this graph with some nodes removed and others added or rewired.
 
-        Whatever the result no longer depends on is dropped with them.
+        Nodes that the result no longer depends on are dropped too.
 
         Args:
             without: names of nodes to remove.
-            nodes: ``name=(stage, "input", ...)``, a new node or another one in place of the old; inputs by name as
+            nodes: ``name=(stage, "input", ...)``, a new node or a replacement; inputs by name as
                 ``{"keyword": "input"}``.
 
         Raises:
-            GraphError: a name is unknown, an added node is used by nobody, or the wiring is wrong.
+            GraphError: a name is unknown, no node reads an added one, or the wiring is wrong.
         """
         removed = frozenset(without)
         old = self.topology.by_name
         faults = [self._unknown("removed", name) for name in sorted(removed) if name not in old]
         kept = [node for node in self.topology.nodes if node.name not in removed and node.name not in nodes]
         default = self.topology.nodes[0].capacity
-        made = [
+        added = [
             Node(
                 name,
                 stage,
-                tuple(each for each in inputs if isinstance(each, str)),
+                tuple(wire for wire in inputs if isinstance(wire, str)),
                 old[name].capacity if name in old else default,
-                {keyword: each[keyword] for each in inputs if not isinstance(each, str) for keyword in each},
+                {keyword: wire[keyword] for wire in inputs if not isinstance(wire, str) for keyword in wire},
             )
             for name, (stage, *inputs) in nodes.items()
         ]
-        changed = replace(self.topology, nodes=(*kept, *made))
+        changed = replace(self.topology, nodes=(*kept, *added))
         needed = changed.needed() | nodes.keys()
         pruned = replace(changed, nodes=tuple(node for node in changed.nodes if node.name in needed))
         pruned.require_sound(faults)
@@ -116,12 +129,12 @@ class Graph(Generic[O]):
         """Open the stages for as long as the context lasts, and run steps within it.
 
         Args:
-            prompts: what the graph reads; taken one by one when the reading stage asks, never ahead, and not closed.
-                Of a pipeline that begins with :class:`oppo.Generate`: :class:`oppo.Prompt`, each with an ``admission``
-                number that no other prompt of the run has, in later epochs neither (:class:`oppo.PromptStream` numbers
-                them). A prompt whose number is in flight is refused with a ``DataError``.
-            observers: told what happens.
-            lookahead: how many steps may begin before an earlier one has ended; only 0 so far.
+            prompts: the graph's input; items are taken one by one as the reading stage asks, never ahead, and the
+                iterable is not closed. :class:`oppo.Generate` reads :class:`oppo.Prompt`, each with an ``admission``
+                number unique in the run, later epochs included (:class:`oppo.PromptStream` numbers them); it raises
+                ``DataError`` for a number that is in flight.
+            observers: notified of spans, items and steps.
+            lookahead: number of steps that may begin before an earlier one has ended; only 0 so far.
 
         Raises:
             GraphError: ``lookahead`` is not 0, or a stage is in another open run.

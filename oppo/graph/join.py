@@ -1,7 +1,6 @@
 """Reading several inputs at once: aligned by key, or only items of some classes.
 
-No task is made for it: one wait watches all inputs, so a join can be left at any point, by an error or a cancellation,
-and leaves nothing running behind.
+A join makes no task: one wait watches all inputs, so an error or a cancellation leaves nothing running.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any, Generic, TypeVar, overload
 import anyio
 
 from oppo.errors import ProtocolError
-from oppo.graph.channel import ChannelStatistics, Key, Receiver
+from oppo.graph.channel import ChannelStatistics, Key, Receiver, changed
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -68,26 +67,24 @@ def join(
 def join(
     *lanes: Receiver[Any], key: Key, aside: Callable[[Any], object] | None = None
 ) -> AsyncIterator[tuple[Any, ...]]:
-    """Return rows of items of equal key, one from each input, as soon as they are complete.
+    """Return tuples of items of equal key, one from each input, as soon as they are complete.
 
-    All inputs are read at once and kept until they match, so that the bound of none can block another. The first input
-    is the primary: it says which keys there are. The rows end when it has ended and each of its keys has its row; items
-    of other inputs for keys it never named are passed over.
+    All inputs are read at once and held until they match, so a full channel never blocks another. The first input is
+    the primary and determines the keys. The join ends when the primary has ended and all of its keys are matched; items
+    of other inputs whose keys it lacks are discarded.
 
     Args:
         lanes: two to five inputs, none of them the source of the graph.
-        key: what aligns items; ``None`` for items that belong to no row.
-        aside: given the primary's items without a key, in order; those of other inputs are passed over.
+        key: aligns items; ``None`` for an item that belongs to no tuple.
+        aside: called with the primary's items without a key, in order; those of other inputs are discarded.
 
     Raises:
-        ProtocolError: while it is read: an input names a key twice, or ended without a key of the primary.
+        ProtocolError: while it is read: an input repeats a key, or ended without a key of the primary.
     """
     return _Join(lanes, key, aside)
 
 
 class _Join:
-    """The rows of :func:`join`."""
-
     def __init__(self, lanes: Sequence[Receiver[Any]], key: Key, aside: Callable[[Any], object] | None) -> None:
         self._lanes = lanes
         self._key = key
@@ -95,7 +92,7 @@ class _Join:
         self._held: list[dict[Hashable, object]] = [{} for _ in lanes]
         self._missing = [0 for _ in lanes]
         self._matched: set[Hashable] = set()
-        self._rows: deque[tuple[object, ...]] = deque()
+        self._complete: deque[tuple[object, ...]] = deque()
 
     def __aiter__(self) -> AsyncIterator[tuple[Any, ...]]:
         return self
@@ -105,12 +102,12 @@ class _Join:
             for number, lane in enumerate(self._lanes):
                 for item in lane.drain_nowait():
                     self._take(number, item)
-            if self._rows:
-                return self._rows.popleft()
+            if self._complete:
+                return self._complete.popleft()
             self._require_complete()
             if self._lanes[0].ended and not self._held[0]:
                 raise StopAsyncIteration
-            await self._change()
+            await changed(*self._lanes)
 
     def _take(self, number: int, item: object) -> None:
         key = self._key(item)
@@ -126,26 +123,15 @@ class _Join:
         elif key in self._held[0]:
             self._missing[number] -= 1
         if all(key in held for held in self._held):
-            self._rows.append(tuple(held.pop(key) for held in self._held))
+            self._complete.append(tuple(held.pop(key) for held in self._held))
             self._matched.add(key)
 
     def _require_complete(self) -> None:
-        """Raise where an input has ended and can never match a key of the primary."""
+        """Raise if an input has ended and can no longer match a key of the primary."""
         for number, lane in enumerate(self._lanes):
             if self._missing[number] and lane.ended:
                 keys = ", ".join(repr(key) for key in self._held[0] if key not in self._held[number])
                 raise ProtocolError(f"input {number + 1} of a join ended without an item for {keys}")
-
-    async def _change(self) -> None:
-        """Wait until an input has an item or ends."""
-        event = anyio.Event()
-        for lane in self._lanes:
-            lane.watch(event)
-        try:
-            await event.wait()
-        finally:
-            for lane in self._lanes:
-                lane.unwatch(event)
 
 
 @overload
@@ -155,13 +141,11 @@ def where(receiver: Receiver[object], first: type[A], second: type[B], /) -> Rec
 @overload
 def where(receiver: Receiver[object], first: type[A], second: type[B], third: type[C], /) -> Receiver[A | B | C]: ...
 def where(receiver: Receiver[Any], /, *classes: type[Any]) -> Receiver[Any]:
-    """Return a view of ``receiver`` that passes only items of these classes; it reads and discards the others."""
+    """Return a view of ``receiver`` that passes items of these classes and discards the others."""
     return _Where(receiver, classes)
 
 
 class _Where(Generic[T]):
-    """The view of :func:`where`."""
-
     def __init__(self, receiver: Receiver[Any], classes: tuple[type[T], ...]) -> None:
         self._receiver = receiver
         self._classes = classes
@@ -176,14 +160,12 @@ class _Where(Generic[T]):
         raise StopAsyncIteration
 
     async def drain(self) -> Sequence[T]:
-        """Return every queued item of the classes, waiting for at least one; empty only when the input has ended."""
         while items := await self._receiver.drain():
             if passed := self._passed(items):
                 return passed
         return []
 
     def drain_nowait(self) -> Sequence[T]:
-        """Return every queued item of the classes, which may be nothing."""
         return self._passed(self._receiver.drain_nowait())
 
     def _passed(self, items: Sequence[object]) -> Sequence[T]:
@@ -191,17 +173,13 @@ class _Where(Generic[T]):
 
     @property
     def ended(self) -> bool:
-        """Whether everything has been read and nothing will come."""
         return self._receiver.ended
 
     def watch(self, event: anyio.Event) -> None:
-        """Have ``event`` set at the next change of the receiver behind."""
         self._receiver.watch(event)
 
     def unwatch(self, event: anyio.Event) -> None:
-        """Forget ``event``."""
         self._receiver.unwatch(event)
 
     def statistics(self) -> ChannelStatistics:
-        """Return the counters of the receiver behind."""
         return self._receiver.statistics()

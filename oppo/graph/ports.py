@@ -1,4 +1,4 @@
-"""What the ``run`` of a stage says about its inputs and its output, read from its signature."""
+"""The inputs and the output of a stage, read from the signature of its ``run``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from oppo.errors import GraphError
 from oppo.graph.channel import Receiver, Sender
 
 KEYWORDS: Final = ("out", "step")
-"""Parameters of ``run`` that the executor gives, whatever a graph connects."""
+"""Parameters of ``run`` that the executor passes, not the graph."""
 
 _UNIONS: Final = (typing.Union, types.UnionType)
 _BY_NAME: Final = inspect.Parameter.KEYWORD_ONLY
@@ -24,20 +24,20 @@ _BY_POSITION: Final = (
 )
 
 Classes: TypeAlias = frozenset[type] | None
-"""The nominal classes an item may have; ``None`` where the annotation does not say."""
+"""The nominal classes an item may have; ``None`` for an annotation that names none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """What a stage's ``run`` takes and sends.
+    """The inputs and the output of a stage's ``run``.
 
     Attributes:
-        names: parameter names of the inputs.
-        reads: the classes each input may carry.
+        names: parameter names of the positional inputs.
+        reads: the classes each of them may carry.
         variadic: whether ``run`` takes any number of inputs (``*inputs``), all like the last of ``reads``.
-        named: the classes that each input which is given by name may carry.
-        required: those of them that have no default.
-        stepped: whether ``run`` takes the step.
+        named: the classes each input by keyword may carry.
+        required: the keywords without a default.
+        stepped: whether ``run`` takes ``step``.
         sends: the classes the output may carry.
     """
 
@@ -51,11 +51,7 @@ class Ports:
 
     @classmethod
     def of(cls, stage: object) -> Ports:
-        """Return the ports of ``stage``, read from the signature of its ``run``.
-
-        Raises:
-            GraphError: ``stage`` is no stage; the message is the rest of a sentence that begins with its name.
-        """
+        """Return the ports of ``stage``; a ``GraphError`` continues a sentence that begins with its name."""
         if isinstance(stage, type):
             raise GraphError(f"is the class {stage.__name__}, not an object of it: write {stage.__name__}(...)")
         run = getattr(stage, "run", None)
@@ -91,7 +87,7 @@ class Ports:
 def _carried(run: Callable[..., object], annotation: object, port: type) -> Classes:
     """Return the classes of the items in ``port[item]``, as far as the annotation can be resolved."""
     holder = types.SimpleNamespace(__annotations__={"port": annotation})
-    # Annotations may name things imported for type checkers only, or parameters of the class: then nothing is known.
+    # An annotation may name an import for type checkers only, or a type parameter of the class: it stays unknown.
     try:
         resolved = typing.get_type_hints(holder, getattr(run, "__globals__", {}))["port"]
     except (NameError, AttributeError, TypeError, SyntaxError):
@@ -117,12 +113,12 @@ def _classes(annotation: object) -> Classes:
 
 
 def fits(sent: Classes, read: Classes) -> bool:
-    """Whether everything sent can be read; true where one side is unknown."""
+    """Whether every class sent can be read; true if one side is unknown."""
     if sent is None or read is None:
         return True
     return all(issubclass(one, tuple(read)) for one in sent)
 
 
 def in_words(classes: Classes) -> str:
-    """Return the names of ``classes``, as an error shows them."""
+    """Return the names of ``classes`` for an error."""
     return " | ".join(sorted(one.__name__ for one in classes or ())) or "anything"

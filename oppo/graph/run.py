@@ -1,4 +1,4 @@
-"""An open graph: its stages are entered, and steps run until the data or the reader's wish ends."""
+"""An open graph: its stages are entered, and steps run until the data ends or the caller stops."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, Generic, TypeVar
 import anyio
 from anyio.lowlevel import RunVar
 
-from oppo.errors import GraphError, running_loop
-from oppo.graph.executor import Execution, tell
+from oppo.errors import GraphError, noted, running_loop
+from oppo.graph.executor import Execution, notify, notify_item
 from oppo.graph.snapshot import Snapshot
 from oppo.graph.source import Source
-from oppo.graph.stage import UNKNOWN, Observing, Opened, Stateful, Step
+from oppo.graph.stage import UNKNOWN, Observing, Stateful, Step
 from oppo.graph.topology import Node, Topology
 from oppo.numeric import require_whole
 from oppo.observe import Observer, Span
@@ -42,52 +42,48 @@ class Run(Generic[O]):
 
     @property
     def ended(self) -> bool:
-        """Whether the prompts have run out, and no stage has sent anything in the last step."""
+        """Whether the prompts have run out and no stage sent anything in the last step."""
         return self._ended
 
     def listen(self, observer: Observer) -> None:
-        """Tell one more observer what happens, from the next step on."""
+        """Add an observer, from the next step on."""
         self._observers = (*self._observers, observer)
 
     def steps(self, count: int) -> AsyncIterator[O]:
-        """Return an iterator that runs steps when an item is asked of it, and gives what they result in.
+        """Return an iterator that runs a step for each item and yields its result.
 
-        It ends after ``count`` steps, or when the prompts have. A step that results in nothing gives no item.
+        It ends after ``count`` steps or with the prompts. A step without a result yields nothing.
 
         Raises:
-            ValueError: ``count`` is no whole number.
+            ValueError: ``count`` is not a whole number.
         """
         require_whole("count", count)
         return _Steps(self, count)
 
     async def step(self, *, remaining: int = UNKNOWN) -> O | None:
-        """Run one step and return its result, or ``None`` where it has none: see :attr:`ended`.
+        """Run one step and return its result, or ``None`` without one: see :attr:`ended`.
 
         Args:
-            remaining: how many steps the caller means to run, with this one; stages are told. Where it is not said,
-                they work ahead without an end in sight, and what they hold when the run closes is given up.
+            remaining: how many steps the caller will run, this one included; passed on to the stages. By default they
+                work ahead without a known end, and closing the run discards what they hold.
 
         Raises:
             GraphError: a step is running, has failed or was cancelled, or the run is closed.
             ProtocolError: the graph yielded a second result, or a stage broke another rule.
-            Exception: whatever a stage raised, as itself, with notes that say where.
+            Exception: an error of a stage, as itself, with notes that name stage and step.
         """
         results = await self.advance(remaining)
         return results[0] if results else None
 
     async def advance(self, remaining: int) -> Sequence[O]:
-        """Run one step and return what it results in: one item, or nothing.
-
-        Raises:
-            Exception: as :meth:`step` does.
-        """
+        """Run one step and return its result, one item or none; raises as :meth:`step` does."""
         self._require_ready(f"run step {self._index}")
         self._state = "a step is running"
         step = Step(self._index, remaining, anyio.current_time())
         try:
             results = await self._execute(step)
         except BaseException:
-            self._state = f"step {step.index} did not come to its end, so what its stages hold is unknown"
+            self._state = f"step {step.index} did not come to its end, so the state of its stages is unknown"
             raise
         self._state = "ready"
         self._index += 1
@@ -104,38 +100,26 @@ class Run(Generic[O]):
         for result in results:
             self._observe(step, result)
         if self._observers:
-            self._report(step, results, execution)
+            self._notify(step, results, execution)
         return results
 
     def _observe(self, step: Step, result: O) -> None:
         for node in self._topology.nodes:
             if isinstance(node.stage, Observing):
-                with self._hook("observe", node.name, step):
-                    said = node.stage.observe(result, step.of(node.name))
-                if said is not None:
-                    self._pass_on(step, node.name, said)
+                with noted(f"in observe() of stage {node.name!r} of graph {self._topology.name!r}, step {step.index}"):
+                    observation = node.stage.observe(result, step.of(node.name))
+                if observation is not None:
+                    notify_item(self._observers, step, node.name, observation)
 
-    def _pass_on(self, step: Step, stage: str, said: object) -> None:
-        at = anyio.current_time()
-        tell(self._observers, lambda observer: observer.on_item(step.index, stage, said, at))
-
-    def _report(self, step: Step, results: Sequence[O], execution: Execution[O]) -> None:
+    def _notify(self, step: Step, results: Sequence[O], execution: Execution[O]) -> None:
         span = Span("step", str(step.index), step.started, anyio.current_time())
-        tell(self._observers, lambda observer: observer.on_span(span))
+        notify(self._observers, lambda observer: observer.on_span(span))
         if results:
             channels = execution.statistics()
-            tell(self._observers, lambda observer: observer.on_step(step.index, results[0], channels))
-
-    @contextmanager
-    def _hook(self, hook: str, stage: str, step: Step) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            error.add_note(f"in {hook}() of stage {stage!r} of graph {self._topology.name!r}, step {step.index}")
-            raise
+            notify(self._observers, lambda observer: observer.on_step(step.index, results[0], channels))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the run stands: how many steps are over, and what each stage holds between them.
+        """Return the state of the run: the number of completed steps, and what each stage holds between steps.
 
         Raises:
             GraphError: a step is running, has failed or was cancelled, or the run is closed.
@@ -144,24 +128,24 @@ class Run(Generic[O]):
         return {"steps": self._index, "stages": {name: stage.state_dict() for name, stage in self._stateful()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from where another run of this graph stood.
+        """Continue from the state of another run of this graph.
 
         Raises:
-            GraphError: this run has made a step, or the state is of a graph with other stages.
+            GraphError: this run has made a step, or the state belongs to a graph with other stages.
         """
         self._require_ready("take a state")
         if self._index:
             raise GraphError(
-                f"graph {self._topology.name!r} has made {self._index} steps: a state comes before the first"
+                f"graph {self._topology.name!r} has made {self._index} steps: load a state before the first"
             )
-        stages, theirs = dict(self._stateful()), state["stages"]
-        if stages.keys() != theirs.keys():
+        stages, states = dict(self._stateful()), state["stages"]
+        if stages.keys() != states.keys():
             raise GraphError(
-                f"the state is of a graph whose stages {sorted(theirs)} hold something between steps; in "
+                f"the state belongs to a graph whose stages {sorted(states)} keep state between steps; in "
                 f"{self._topology.name!r} these are {sorted(stages)}"
             )
         for name, stage in stages.items():
-            stage.load_state_dict(theirs[name])
+            stage.load_state_dict(states[name])
         self._index = int(state["steps"])
 
     def _stateful(self) -> list[tuple[str, Stateful]]:
@@ -172,7 +156,7 @@ class Run(Generic[O]):
             raise GraphError(f"graph {self._topology.name!r} cannot {what}: {self._state}")
 
     def snapshot(self) -> Snapshot | None:
-        """Return who waits for whom in the step that is running, if one is; may be called from any thread."""
+        """Return which stage waits for which in the running step, or ``None`` between steps; from any thread."""
         execution = self._execution
         return None if execution is None else execution.snapshot()
 
@@ -182,7 +166,7 @@ class Run(Generic[O]):
 
 
 class _Steps(Generic[O]):
-    """Runs the next step when asked for the next item; nothing is under way in between."""
+    """Runs one step for each item; nothing runs in between."""
 
     def __init__(self, run: Run[O], count: int) -> None:
         self._run = run
@@ -202,15 +186,14 @@ class _Steps(Generic[O]):
 
 @asynccontextmanager
 async def opened(run: Run[O], topology: Topology) -> AsyncIterator[Run[O]]:
-    """Enter the stages of a graph, and leave them when the context ends, whatever ends it."""
+    """Enter the stages of a graph for as long as the context lasts."""
     running_loop()
     with _occupied(topology), anyio.CancelScope() as scope:
-        # Stages may hold cancel scopes of their own, and scopes must nest: so the one that shields their exit is
-        # entered before them.
+        # Stages may hold cancel scopes, and scopes must nest: the one that shields their exit is entered first.
         async with AsyncExitStack() as stack:
             try:
                 for node in topology.nodes:
-                    if isinstance(node.stage, Opened):
+                    if isinstance(node.stage, AbstractAsyncContextManager):
                         await stack.enter_async_context(_Doorway(node, node.stage, topology.name))
                 yield run
             finally:
@@ -219,9 +202,9 @@ async def opened(run: Run[O], topology: Topology) -> AsyncIterator[Run[O]]:
 
 
 class _Doorway(AbstractAsyncContextManager[None]):
-    """Opens and closes a stage; an error of either names it, and never hides the one that ended the run."""
+    """Opens and closes a stage; its errors name the stage and never hide the error that ended the run."""
 
-    def __init__(self, node: Node, stage: Opened, graph: str) -> None:
+    def __init__(self, node: Node, stage: AbstractAsyncContextManager[object, bool | None], graph: str) -> None:
         self._stage = stage
         self._name = f"stage {node.name!r} of graph {graph!r}"
 
@@ -249,13 +232,13 @@ class _Doorway(AbstractAsyncContextManager[None]):
 
 @contextmanager
 def _occupied(topology: Topology) -> Iterator[None]:
-    mine = {id(node.stage): node.name for node in topology.nodes}
-    busy = _OPEN_STAGES.get()
-    for stage, name in mine.items():
-        if stage in busy:
+    stages = {id(node.stage): node.name for node in topology.nodes}
+    occupied = _OPEN_STAGES.get()
+    for stage, name in stages.items():
+        if stage in occupied:
             raise GraphError(f"stage {name!r} of graph {topology.name!r} is in another open run: close that first")
-    _OPEN_STAGES.set(busy | mine.keys())
+    _OPEN_STAGES.set(occupied | stages.keys())
     try:
         yield
     finally:
-        _OPEN_STAGES.set(_OPEN_STAGES.get() - mine.keys())
+        _OPEN_STAGES.set(_OPEN_STAGES.get() - stages.keys())

@@ -1,4 +1,4 @@
-"""A step as it stands, for people: who works, who waits for whom, how full every channel is."""
+"""The state of a running step, for people: which stages work, which wait for which, how full every channel is."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What the stages of one step were doing at one moment; safe to take from any thread.
+    """The stages of one step at one moment; safe to take from any thread.
 
     Attributes:
         step: ordinal of the step.
         running: the stages that have not returned.
-        waits: a stage may wait for several, and wait at one end while it works at another.
-        channels: the counters of each, under ``source->target``.
+        waits: a stage may wait for several others, or wait in one task while it works in another.
+        channels: the counters of each, by ``source->target``.
         table: the channels as lines for people.
 
     Example:
@@ -43,12 +43,12 @@ class Snapshot:
 
     @property
     def working(self) -> Sequence[str]:
-        """The stages that have not returned and wait for no other: what everybody else waits for."""
+        """The stages that have not returned and wait for no other."""
         waiting = {wait.stage for wait in self.waits}
         return [stage for stage in self.running if stage not in waiting]
 
     def doing(self, stage: str) -> str:
-        """Return what a stage is doing: ``at work``, ``waits for ...``, or nothing once it has returned."""
+        """Return ``at work``, ``waits for ...``, or an empty string once the stage has returned."""
         if stage not in self.running:
             return ""
         waits = [wait for wait in self.waits if wait.stage == stage]
@@ -59,6 +59,6 @@ class Snapshot:
         return f"waits for {', '.join([*items, *full])}"
 
     def sentence(self) -> str:
-        """Return who waits for whom, and who is at work, on one line."""
+        """Return, on one line, which stages wait for which and which are at work."""
         waiting = [f"{stage} {self.doing(stage)}" for stage in self.running if stage not in self.working]
         return "; ".join([*waiting, *(f"{stage} is at work" for stage in self.working)])

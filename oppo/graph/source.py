@@ -1,4 +1,4 @@
-"""What a graph reads from outside: pulled item by item, across steps."""
+"""The input of a graph: pulled item by item, across steps."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from oppo.graph.topology import SOURCE
 
 
 class Source:
-    """A receiver that takes an item from an iterable when it is asked for one, and never ahead.
+    """A receiver that takes one item from an iterable per read, never ahead.
 
-    It lives as long as the run: a step that ends neither closes it nor loses its place. It has one reader, and is not
-    one of the inputs of a join.
+    It lives as long as the run: the end of a step neither closes it nor loses an item. It has one reader and cannot be
+    joined.
 
     Args:
-        items: sync or async; taken from on the event loop, and never closed here.
+        items: sync or async; iterated on the event loop, and never closed here.
     """
 
     def __init__(self, items: Iterable[object] | AsyncIterable[object]) -> None:
@@ -30,7 +30,7 @@ class Source:
         self._ended = False
 
     async def drain(self) -> Sequence[object]:
-        """Return one item; empty only when there are no more."""
+        """Return one item; empty only at the end."""
         if self._ended:
             return []
         self._waiting += 1
@@ -53,32 +53,26 @@ class Source:
         raise StopAsyncIteration
 
     def drain_nowait(self) -> Sequence[object]:
-        """Refuse: taking an item may have to wait.
-
-        Raises:
-            ProtocolError: always.
-        """
-        raise ProtocolError(
-            f"{SOURCE!r} is taken from with `async for` or `drain()`; put a stage between it and whatever joins it"
-        )
+        """Raise ``ProtocolError``: taking an item may have to wait."""
+        raise ProtocolError(f"{SOURCE!r} is read with `async for` or `drain()`; put a stage between it and a join")
 
     @property
     def ended(self) -> bool:
-        """Whether the items have run out, as far as has been asked."""
+        """Whether a read has found the end of the items."""
         return self._ended
 
     def watch(self, event: anyio.Event) -> None:
-        """Do nothing: what has not been asked for does not announce itself."""
+        """Do nothing: an iterable does not announce its items."""
 
     def unwatch(self, event: anyio.Event) -> None:
         """Do nothing."""
 
     def abandon(self) -> None:
-        """Do nothing: a reader that returns takes on in its next step."""
+        """Do nothing: the reader continues in its next step."""
 
     def describe(self) -> str:
-        """Return a line for the channel table."""
-        state = "ended" if self._ended else "waited for" if self._waiting else "not asked"
+        """Return its line of the channel table."""
+        state = "ended" if self._ended else "waited for" if self._waiting else "idle"
         return f"{SOURCE:<32} {self._taken:>4} taken {state}"
 
     def statistics(self) -> ChannelStatistics:

@@ -1,21 +1,21 @@
-"""What a stage is: any object with an ``async def run``, and hooks if it wants them.
+"""The protocols of a stage: any object with an ``async def run``, and optional hooks.
 
 ::
 
     async def run(self, a: Receiver[A], b: Receiver[B], *, out: Sender[O]) -> None
 
 ``run`` has one to four inputs. It is called once a step and returns when its inputs have ended; the executor then
-closes its output. Two kinds of keywords are found in its signature: ``step: Step`` is given the step that is run, and
-any other, ``again: Receiver[E] | None = None``, is an input by name, which a graph may connect.
+closes its output. It may have keywords: ``step: Step`` receives the current step, and any other,
+``again: Receiver[E] | None = None``, is an input by name, which a graph may connect.
 
-The hooks are optional, and found by their names. Nothing of a step need be kept on a stage: two executions of a graph
-can be alive.
+Hooks are found by their names: :class:`Observing`, :class:`Stateful`, and those of an async context manager, which a
+run enters when it opens and leaves, shielded from cancellation, when it closes. A stage need not keep the state of a
+step: two executions of a graph can be alive.
 """
 
 from __future__ import annotations
 
 import sys
-import types
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol, TypeAlias, TypeVar, runtime_checkable
@@ -37,21 +37,21 @@ R_contra = TypeVar("R_contra", contravariant=True)
 
 
 UNKNOWN: Final = sys.maxsize
-"""Steps that remain in a run without a stated end."""
+"""Remaining steps of a run without a known end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One execution of a graph, as one of its stages knows it.
+    """One execution of a graph, as passed to one of its stages.
 
-    A stage records what it measures, as a value of a class of its own. The stage that makes the result, or one that
-    observes it, asks for the measures of a class. All measures of an execution are there when ``observe`` is called.
+    A stage records its measurements as values of a class of its own; another stage reads them by class. All of them are
+    recorded when ``observe`` is called.
 
     Attributes:
         index: ordinal in the run, from 0.
-        remaining: how many executions were asked for, this one and those after it; ``UNKNOWN`` without a stated end.
+        remaining: number of steps left to run, this one included; ``UNKNOWN`` without a known end.
         started: loop time, in seconds.
-        stage: name of the stage that is given this.
+        stage: name of the stage it is passed to.
 
     Example:
         >>> step = Step(0, 10, started=0.0)
@@ -67,15 +67,15 @@ class Step:
     _records: dict[type, list[tuple[str, Any]]] = field(default_factory=dict, repr=False)
 
     def of(self, stage: str) -> Step:
-        """Return this as another stage knows it; what any of them records, all can ask for."""
+        """Return this step as passed to another stage; all stages share the records."""
         return replace(self, stage=stage)
 
     def record(self, measure: object) -> None:
-        """Keep what the stage has measured, for those who ask for its class."""
+        """Record a measurement of the stage under its class."""
         self._records.setdefault(type(measure), []).append((self.stage, measure))
 
     def recorded(self, kind: type[M]) -> list[tuple[str, M]]:
-        """Return the measures of this class so far, each with the name of its stage, in the order they were made."""
+        """Return the records of this class, each with the name of its stage, in the order of recording."""
         return list(self._records.get(kind, ()))
 
 
@@ -160,37 +160,15 @@ class Observing(Protocol[R_contra]):
     """A stage that observes the result of each step, after every stage has returned."""
 
     def observe(self, result: R_contra, step: Step, /) -> object:
-        """Take note of the result of a step that is over; the run passes what is returned on to its observers."""
+        """Observe the result of a step; the run passes the returned value, unless ``None``, to its observers."""
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A stage that holds, between two steps, what another process would need to go on in its place."""
+    """A stage with state between steps, which a resumed run restores."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return plain values and arrays, asked between two steps."""
+        """Return plain values and arrays; called between two steps."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what another stage of this class was at; called before the first step."""
-
-
-@runtime_checkable
-class Opened(Protocol):
-    """A stage that owns something for as long as a run is open: any async context manager."""
-
-    async def __aenter__(self) -> object:
-        """Called when the run opens."""
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: types.TracebackType | None,
-        /,
-    ) -> bool | None:
-        """Called when the run closes, shielded from cancellation."""
-
-
-def has_hooks(stage: object) -> bool:
-    """Whether ``stage`` keeps something between steps, as far as its hooks tell."""
-    return isinstance(stage, Observing | Stateful | Opened)
+        """Restore the state of another stage of this class; called before the first step."""

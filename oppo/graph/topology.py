@@ -1,9 +1,10 @@
-"""The shape of a graph: its nodes, what is wrong with them, in which order they come, and how they look on paper."""
+"""The shape of a graph: its nodes, their faults and their order."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
@@ -11,24 +12,24 @@ from graphlib import CycleError, TopologicalSorter
 from oppo.errors import GraphError
 from oppo.graph.channel import Key, Merge
 from oppo.graph.ports import Ports, fits, in_words
-from oppo.graph.stage import AnyStage, has_hooks
+from oppo.graph.stage import AnyStage, Observing, Stateful
 
 SOURCE = "prompts"
-"""The name of what is given to a graph from outside."""
+"""The name of a graph's input."""
 
 RESERVED = (SOURCE, "without")
-"""Names that no stage may have: the source's, and what :meth:`Graph.rebuild` calls its own argument."""
+"""Names that no stage may have: the source, and an argument of :meth:`Graph.rebuild`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A stage at its place in a graph.
+    """A stage and its wires.
 
     Attributes:
         stage: the object whose ``run`` does the work.
         inputs: names of the nodes it reads, or :data:`SOURCE`, in the order of ``run``'s parameters.
         capacity: bound of each channel that it reads.
-        named: names of the nodes it reads besides, by the keywords of ``run`` that they are given as.
+        named: names of the nodes it reads by keyword of ``run``.
     """
 
     name: str
@@ -45,12 +46,12 @@ class Node:
 
 @dataclass(frozen=True)
 class Topology:
-    """Nodes wired by name, of which one gives the result.
+    """Nodes wired by name, one of which sends the result.
 
     Attributes:
         nodes: in the order they were added.
-        result: name of the node whose output is what a step results in.
-        merge, key: given to every channel.
+        result: name of the node whose output is the result of a step.
+        merge, key: of every channel.
     """
 
     name: str
@@ -61,16 +62,12 @@ class Topology:
 
     @cached_property
     def by_name(self) -> Mapping[str, Node]:
-        """The nodes under their names."""
+        """The nodes by name."""
         return {node.name: node for node in self.nodes}
 
     @cached_property
     def ports(self) -> Mapping[str, Ports]:
-        """What each node's ``run`` takes and sends.
-
-        Raises:
-            GraphError: a node is no stage.
-        """
+        """The ports of each node by name; raises ``GraphError`` if a node is no stage."""
         return {node.name: Ports.of(node.stage) for node in self.nodes}
 
     def readers(self, name: str) -> Sequence[Node]:
@@ -78,16 +75,8 @@ class Topology:
         return [node for node in self.nodes if name in node.reads]
 
     def require_sound(self, faults: Sequence[str] = ()) -> None:
-        """Accept the graph, or refuse it with everything that is wrong.
-
-        Args:
-            faults: what is known to be wrong already.
-
-        Raises:
-            GraphError: one line for each fault.
-        """
-        found = [*faults, *self._faults()]
-        if found:
+        """Raise ``GraphError`` with one line for each fault, the known ``faults`` first."""
+        if found := [*faults, *self._faults()]:
             title = f"graph {self.name!r} cannot be built:"
             raise GraphError("\n".join([title, *(f"  - {fault}" for fault in dict.fromkeys(found))]))
 
@@ -139,7 +128,7 @@ class Topology:
         first: dict[int, str] = {}
         for node in self.nodes:
             other = first.setdefault(id(node.stage), node.name)
-            if other != node.name and has_hooks(node.stage):
+            if other != node.name and isinstance(node.stage, Observing | Stateful | AbstractAsyncContextManager):
                 faults.append(f"{other!r} and {node.name!r} are the same object, which keeps state: make two")
         return faults
 
@@ -147,7 +136,7 @@ class Topology:
         try:
             self.order()
         except CycleError as error:
-            return [f"{' -> '.join(map(repr, reversed(error.args[1])))} is a circle: no stage may wait for itself"]
+            return [f"{' -> '.join(map(repr, reversed(error.args[1])))} is a cycle: no stage may wait for itself"]
         return []
 
     def _ends(self) -> Sequence[str]:
@@ -157,82 +146,51 @@ class Topology:
             faults.append(f"the result is {self.result!r}, which is {what}: build() takes the output of a stage")
         read = {name for node in self.nodes for name in node.reads} | {self.result}
         faults += [
-            f"nobody reads {node.name!r}: connect it, remove it, or make it the result"
+            f"no stage reads {node.name!r}: connect it, remove it, or make it the result"
             for node in self.nodes
             if node.name not in read
         ]
         return faults
 
     def order(self) -> Sequence[str]:
-        """Return the names so that each node comes after what it reads.
-
-        Raises:
-            graphlib.CycleError: there is no such order.
-        """
+        """Return the names in topological order, each node after those it reads; raise ``CycleError`` without one."""
         sorter = TopologicalSorter({node.name: [i for i in node.reads if i in self.by_name] for node in self.nodes})
         return list(sorter.static_order())
 
     def needed(self) -> frozenset[str]:
-        """Return the nodes that the result depends on, with itself."""
-        found: set[str] = set()
-        todo = [self.result]
-        while todo:
-            name = todo.pop()
-            if name in self.by_name and name not in found:
-                found.add(name)
-                todo += self.by_name[name].reads
-        return frozenset(found)
-
-    def mermaid(self) -> str:
-        """Return the graph as a Mermaid flowchart."""
-        lines = ["flowchart LR", f"    {SOURCE}([{SOURCE}])"]
-        lines += [f'    {node.name}["{node.name}<br/>{type(node.stage).__name__}"]' for node in self.nodes]
-        lines += [f"    {name} --> {node.name}" for node in self.nodes for name in node.reads]
-        lines += [f"    {self.result} --> result([result])"]
-        return "\n".join(lines)
-
-    def table(self) -> str:
-        """Return who waits for whom: a line for each stage."""
-        rows = [("stage", "class", "reads", "read by", "capacity")]
-        for node in self.nodes:
-            readers = [reader.name for reader in self.readers(node.name)] + ["result"] * (node.name == self.result)
-            rows.append(
-                (
-                    node.name,
-                    type(node.stage).__name__,
-                    ", ".join([*node.inputs, *(f"{keyword}={name}" for keyword, name in node.named.items())]),
-                    ", ".join(readers),
-                    str(node.capacity),
-                )
-            )
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-        )
+        """Return the result's node and the nodes it depends on."""
+        needed: set[str] = set()
+        unvisited = [self.result]
+        while unvisited:
+            name = unvisited.pop()
+            if name in self.by_name and name not in needed:
+                needed.add(name)
+                unvisited += self.by_name[name].reads
+        return frozenset(needed)
 
 
 def _typing(node: Node, ports: Mapping[str, Ports]) -> Sequence[str]:
-    mine = ports[node.name]
+    port = ports[node.name]
     kind = type(node.stage).__name__
     if not node.reads:
         return []
-    if not mine.accepts(len(node.inputs)):
-        wanted = ", ".join(mine.names) or "none"
+    if not port.accepts(len(node.inputs)):
+        wanted = ", ".join(port.names) or "none"
         given = f"{len(node.inputs)} input{'s' * (len(node.inputs) != 1)} ({', '.join(node.inputs)})"
-        return [f"{node.name!r} is given {given}, but {kind}.run takes {len(mine.names)} ({wanted})"]
-    by_name = ", ".join(mine.named) or "none"
+        return [f"{node.name!r} is given {given}, but {kind}.run takes {len(port.names)} ({wanted})"]
+    by_name = ", ".join(port.named) or "none"
     faults = [
         f"{node.name!r} is given {keyword}={name!r}, but the inputs by name of {kind}.run are: {by_name}"
         for keyword, name in node.named.items()
-        if keyword not in mine.named
+        if keyword not in port.named
     ]
     faults += [
         f"{node.name!r} is not given {keyword!r}, which {kind}.run wants by name: connect it with "
         f"g.add({node.name!r}, ..., {keyword}=stream)"
-        for keyword in sorted(mine.required - node.named.keys())
+        for keyword in sorted(port.required - node.named.keys())
     ]
-    edges = [(name, mine.carried(position)) for position, name in enumerate(node.inputs)]
-    edges += [(name, mine.named[keyword]) for keyword, name in node.named.items() if keyword in mine.named]
+    edges = [(name, port.carried(position)) for position, name in enumerate(node.inputs)]
+    edges += [(name, port.named[keyword]) for keyword, name in node.named.items() if keyword in port.named]
     faults += [
         f"{node.name!r} reads {in_words(read)} from {name!r}, which sends {in_words(ports[name].sends)}"
         for name, read in edges

@@ -1,6 +1,6 @@
-"""What a trainer minimises: the protocol of a loss, PPO's, and the functions they are made of.
+"""Losses: the protocol, PPO's losses, and their terms.
 
-``HfTrainer(actor, loss=...)`` takes any :class:`Loss`; the trainer knows none of them. Importing it loads torch.
+``HfTrainer(actor, loss=...)`` takes any :class:`Loss`. Importing this package loads torch.
 """
 
 from oppo.losses.distribution import SupportIndex, entropies, token_logprobs

@@ -1,4 +1,4 @@
-"""What logits say of tokens: their log-probs and the entropy around them, over what each was drawn from."""
+"""Log-probs and entropies of tokens from logits, over the support of each token."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from oppo.support import Support
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SupportIndex:
-    """Where the supports of T tokens lie in their logits [T, V]; int64, on the device of the logits.
+    """Indices of the supports of T tokens in their logits [T, V]; int64, on the device of the logits.
 
     Attributes:
-        narrow: [A], the tokens that were one of exactly their ids, with ``width`` the most that one of them has.
-        kept: [3, S], for each of those ids its row among ``narrow``, its place in that row and the id.
-        wide: [B], the tokens that were any but their ids.
-        barred: [2, S'], for each of those ids its row among ``wide`` and the id.
-        free: whether there are others: tokens that were any.
+        narrow: [A], the tokens drawn from exactly their listed ids.
+        kept: [3, S], for each of those ids its row in ``narrow``, its position in that row and the id.
+        width: largest number of ids of a narrow token.
+        wide: [B], the tokens drawn from all but their listed ids.
+        barred: [2, S'], for each of those ids its row in ``wide`` and the id.
+        free: whether any token was drawn from the whole vocabulary.
     """
 
     narrow: Tensor
@@ -33,7 +34,7 @@ class SupportIndex:
 
     @classmethod
     def of(cls, support: Support, device: torch.device) -> SupportIndex | None:
-        """Return where the support of some tokens lies; ``None`` where nothing was left out."""
+        """Return the indices of a support; ``None`` if every token was drawn from the whole vocabulary."""
         if support.whole:
             return None
         sizes, exact, lacking = np.abs(support.counts.astype(np.int64)), support.counts > 0, support.counts < 0
@@ -48,10 +49,10 @@ class SupportIndex:
         return cls(narrow, three, int(sizes[exact].max(initial=0)), wide, two, free=not (exact | lacking).all())
 
     def each(self, logits: Tensor, measure: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return ``measure`` of each token's distribution, float [T], given that of rows of logits, [n, m] to [n].
+        """Return ``measure``, a function of rows of logits [n, m] to [n], of each token's distribution: float [T].
 
-        What is outside of a support is at the lowest float32, not at minus infinity: its probability is 0 all the same,
-        and 0 times it too. Of the logits only the ids of ``narrow`` and the rows of ``wide`` are copied.
+        Logits outside a support are the lowest float32, not minus infinity: their probability is 0, and so is 0 times
+        the logit. Only the ids of ``narrow`` and the rows of ``wide`` are copied.
         """
         lowest = torch.finfo(logits.dtype).min
         measured = measure(logits) if self.free else logits.new_zeros(len(logits))
@@ -72,13 +73,13 @@ def token_logprobs(
 ) -> Tensor:
     """Return the log-prob of each token: float32 [...], nats.
 
-    ``logsumexp`` and one gather: no second tensor of the logits' size is kept for the forward pass in float32.
+    ``logsumexp`` and one gather: the forward pass in float32 keeps no second tensor of the logits' size.
 
     Args:
         logits: float [..., V]; [T, V] with a support.
         tokens: int64 [...].
-        temperature: divides the logits; 0, which is greedy decoding, counts as 1.
-        support: normalise over what each token was drawn from; ``None``: over the vocabulary.
+        temperature: divides the logits; 0, greedy decoding, counts as 1.
+        support: normalises over the support of each token; ``None``: over the vocabulary.
     """
     scaled = _scaled(logits, temperature)
     chosen = scaled.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
@@ -91,7 +92,7 @@ def entropies(logits: Tensor, temperature: float = 1.0, support: SupportIndex | 
     Args:
         logits: float [T, V].
         temperature: divides the logits; 0 counts as 1.
-        support: what is outside has probability 0, as in :func:`token_logprobs`.
+        support: ids outside have probability 0, as in :func:`token_logprobs`.
     """
     scaled = _scaled(logits, temperature)
     return _entropies(scaled) if support is None else support.each(scaled, _entropies)

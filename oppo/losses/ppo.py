@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Self
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -21,17 +20,16 @@ from oppo.staleness import Correction
 
 @dataclass(frozen=True, kw_only=True)
 class ClippedLoss:
-    """PPO's clipped surrogate loss, an entropy bonus and a KL to the reference: what GRPO and RLOO minimise.
+    """PPO's clipped surrogate loss, an entropy bonus and a KL to the reference: the loss of GRPO and RLOO.
 
-    Each is a mean over the sampled tokens of a minibatch; so are the metrics, which have TRL's names. The defaults are
-    TRL 1.12's.
+    Each term and each metric is a mean over the sampled tokens of a minibatch. Names and defaults are TRL 1.12's.
 
     Attributes:
-        clip: how far the probability ratio may move from 1 before its gradient ends.
-        entropy_coefficient: weight of the entropy of the next-token distributions, a bonus.
-        kl: weight of the KL to the reference in the loss; 0 where it is in the reward, or nowhere.
+        clip: half-width of the band around 1 outside of which the probability ratio has no gradient.
+        entropy_coefficient: weight of the entropy bonus.
+        kl: weight of the KL to the reference in the loss; 0 if it is in the reward.
         kl_estimator: estimator of that KL; ``k2`` has the right gradient, see :func:`oppo.losses.kl_loss`.
-        correction: how tokens that older weights sampled are learnt from.
+        correction: of stale tokens.
 
     Raises:
         ConfigError: a value is out of range.
@@ -44,16 +42,16 @@ class ClippedLoss:
     correction: Correction = field(default_factory=Correction)
 
     def __post_init__(self) -> None:
-        require_declared(self, infinite=["value_clip"], error=ConfigError)  # of the loss below, too
+        require_declared(self, infinite=["value_clip"], error=ConfigError)  # of PPOLoss
 
     @property
     def unit(self) -> Unit:
-        """A token, or a row where tokens weigh what their whole sequence does."""
+        """A token; a row if a token's weight is that of its sequence."""
         return "row" if self.correction.weight != "none" and self.correction.level == "sequence" else "token"
 
     @property
     def reads(self) -> frozenset[Input]:
-        """What the terms with a weight are functions of."""
+        """The inputs of the terms with a weight."""
         reads: set[Input] = {"logprobs", "advantages", self.correction.ratio_base}
         if self.correction.weight != "none":
             reads |= {"behaviour", "proximal"}
@@ -65,26 +63,26 @@ class ClippedLoss:
 
     @property
     def measures(self) -> frozenset[Input]:
-        """Entropy and KL are told without a weight, too."""
+        """Entropy and KL, which are metrics without a weight too."""
         return frozenset[Input]({"entropies", "reference"}) - self.reads
 
     def __call__(self, inputs: Inputs) -> Evaluated:
-        """Return the policy's part of the loss, with what TRL tells of it."""
+        """Return the policy loss, with TRL's metrics."""
         mask, total = inputs.mask, inputs.whole.tokens
         logprobs, old, advantages = inputs["logprobs"], inputs[self.correction.ratio_base], inputs["advantages"]
         weights = None if self.correction.weight == "none" else importance_weights(self.correction, inputs)
         policy = policy_loss(logprobs, old, advantages, mask, self.clip, weights=weights, total=total)
-        spread = masked_mean(inputs["entropies"], mask, total)
+        entropy = masked_mean(inputs["entropies"], mask, total)
         measured = {
             "loss/policy_avg": policy.loss,
             "policy/approxkl_avg": policy.approxkl,
             "policy/clipfrac_avg": policy.clipfrac,
-            "policy/entropy_avg": spread,
+            "policy/entropy_avg": entropy,
             "val/ratio": policy.ratio,
         }
         loss = policy.loss
         if self.entropy_coefficient:
-            loss = loss - self.entropy_coefficient * spread
+            loss = loss - self.entropy_coefficient * entropy
         if "reference" in inputs:
             kl = kl_loss(logprobs, inputs["reference"], mask, self.kl_estimator, total=total)
             measured["policy/kl_avg"] = kl
@@ -93,12 +91,8 @@ class ClippedLoss:
         clipped = clipped_tokens(logprobs, old, advantages, mask, self.clip)
         return Evaluated(loss, measured, clipped, weights)
 
-    def with_kl(self, kl: float, estimator: KLEstimator) -> Self:
-        """Return this loss with a KL to the reference in it."""
-        return replace(self, kl=kl, kl_estimator=estimator)
-
     def metrics(self, minibatches: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        """Return the means over minibatches, and the variance of the minibatches' mean ratios; 0 where there is one."""
+        """Return the means over minibatches, and the variance of their mean ratios: 0 for one minibatch."""
         ratios = [measured["val/ratio"] for measured in minibatches]
         return means(minibatches) | {"val/ratio_var": float(np.var(ratios, ddof=1)) if len(ratios) > 1 else 0.0}
 
@@ -108,8 +102,8 @@ class PPOLoss(ClippedLoss):
     """The loss of PPO: the clipped policy loss, and the clipped value loss of the critic.
 
     Attributes:
-        value_clip: how far a value may move from its old one before its gradient ends; ``inf``: never.
-        value_coefficient: weight of the value loss in the sum of the losses.
+        value_clip: distance from the old value beyond which a value has no gradient; ``inf``: no bound.
+        value_coefficient: weight of the value loss.
 
     Raises:
         ConfigError: a value is out of range.
@@ -120,38 +114,32 @@ class PPOLoss(ClippedLoss):
 
     @property
     def reads(self) -> frozenset[Input]:
-        """What the policy's part reads, and the critic's."""
+        """The inputs of the policy loss, and those of the value loss."""
         return super().reads | OF_A_CRITIC
 
     def __call__(self, inputs: Inputs) -> Evaluated:
-        """Return both parts of the loss, with what TRL tells of them."""
+        """Return the sum of both losses, with TRL's metrics."""
         policy = super().__call__(inputs)
-        value = value_loss(
-            inputs["values"],
-            inputs["old_values"],
-            inputs["returns"],
-            inputs.mask,
-            self.value_clip,
-            total=inputs.whole.tokens,
-        )
+        values, old, returns = inputs["values"], inputs["old_values"], inputs["returns"]
+        value = value_loss(values, old, returns, inputs.mask, self.value_clip, total=inputs.whole.tokens)
         measured = {**policy.measured, "loss/value_avg": value.loss, "val/clipfrac_avg": value.clipfrac}
         loss = policy.loss + self.value_coefficient * value.loss
         return Evaluated(loss, measured, policy.clipped, policy.weights)
 
 
 def default_loss(*, critic: bool) -> Loss:
-    """Return PPO's loss with its defaults, with or without the part of a critic."""
+    """Return PPO's loss with its defaults, with or without the value loss of a critic."""
     return PPOLoss() if critic else ClippedLoss()
 
 
 @torch.no_grad()
 def importance_weights(correction: Correction, inputs: Inputs) -> Tensor:
-    """Return what each token weighs, see :mod:`oppo.staleness`: float32 [T]; 0 where a mask leaves it out.
+    """Return the importance weight of each token, see :mod:`oppo.staleness`: float32 [T]; 0 for a masked token.
 
     Computed in float64; a token that was not sampled has mismatch 1.
 
     Args:
-        correction: what is chosen.
+        correction: of stale tokens.
         inputs: with ``behaviour`` and ``proximal``.
 
     Example:

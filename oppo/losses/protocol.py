@@ -1,8 +1,8 @@
-"""A loss: a pure function of what it declares to read, whose parts add up over micro-batches.
+"""A loss: a pure function of the inputs it declares, whose parts add up over micro-batches.
 
-The trainer hands it a micro-batch at a time, as flat tensors, and the size of the whole minibatch, by which it divides.
-So the parts' losses, gradients and measurements add up to the minibatch's, however its rows are grouped; and what
-must be seen at once, the tokens of a row or the rows of a group, the loss declares as its unit.
+The trainer passes it a micro-batch at a time, as flat tensors, and the size of the whole minibatch, by which it
+divides. So losses, gradients and measurements of micro-batches add up to the minibatch's, however its rows are grouped.
+A loss that needs all tokens of a row or all rows of a group at once declares them as its unit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from oppo.errors import ConfigError, shortened
 from oppo.events import Batch
 
 Unit: TypeAlias = Literal["token", "row", "group"]
-"""What a loss must see at once: a token; a row, which is one response; or the rows of one prompt."""
+"""What a loss needs at once: a token; a row, which is one response; or a group, the rows of one prompt."""
 
 Input: TypeAlias = Literal[
     "logprobs",
@@ -33,24 +33,24 @@ Input: TypeAlias = Literal[
     "returns",
     "scores",
 ]
-"""What a loss can read; float32, for each of T response tokens, ``scores`` for each of R rows.
+"""An input of a loss; float32 [T], one for each response token, but ``scores`` [R], one for each row.
 
-``logprobs``, ``entropies`` (nats) and ``values`` are what the models being trained say now. The others came with the
-:class:`~oppo.events.Batch`: ``behaviour``, ``proximal`` and ``reference`` are log-probs (nats), ``old_values`` the
-critic's values when ``advantages`` and ``returns`` were estimated, ``scores`` the reward model's scalars.
+The models being trained compute ``logprobs``, ``entropies`` (nats) and ``values``. The :class:`~oppo.events.Batch` has
+the others: ``behaviour``, ``proximal`` and ``reference`` log-probs (nats), ``old_values``, the critic's values when
+``advantages`` and ``returns`` were estimated, and ``scores``, the reward model's scalars.
 """
 
 OF_A_CRITIC: Final[frozenset[Input]] = frozenset({"values", "old_values", "returns"})
-"""What there is only beside a critic."""
+"""The inputs that need a critic."""
 
 
 class Whole(NamedTuple):
-    """The size of the minibatch of which a micro-batch is a part: what a mean divides by.
+    """The size of a whole minibatch: the divisor of means.
 
     Attributes:
-        tokens: those that are trained.
-        rows: those with such a token.
-        groups: those with such a row.
+        tokens: trained tokens.
+        rows: rows with such a token.
+        groups: groups with such a row.
     """
 
     tokens: float
@@ -68,15 +68,15 @@ class Whole(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Inputs:
-    """What a loss is given of one micro-batch: T response tokens of R rows, end to end, padding nowhere.
+    """The inputs of a loss for one micro-batch: T response tokens of R rows, end to end, without padding.
 
-    ``inputs["advantages"]`` is an input that the loss declares, ``"reference" in inputs`` whether it is there.
+    ``inputs["advantages"]`` is an input that the loss declares; ``"reference" in inputs`` tests for one.
 
     Attributes:
         mask: bool [T], true for the tokens that are trained: those that the policy sampled.
         rows: int64 [T], ascending, the row of each token, from 0.
-        groups: int64 [R], what names the group of each row. The rows of a group are neighbours, in the order of the
-            batch, if a group is the loss's unit.
+        groups: int64 [R], the group of each row. The rows of a group are adjacent, in the order of the batch, if a
+            group is the loss's unit.
         whole: the size of the minibatch.
         given: the inputs by name.
 
@@ -93,15 +93,15 @@ class Inputs:
     given: Mapping[Input, Tensor] = field(default_factory=dict)
 
     def __getitem__(self, name: Input) -> Tensor:
-        """Return an input, float32 [T], or [R] if it is of rows.
+        """Return an input, float32 [T], or [R] for rows.
 
         Raises:
-            ConfigError: the loss does not declare it, or declares it as measured only and the batch has none.
+            ConfigError: the loss does not declare it, or declares it in ``measures`` and the batch has none.
         """
         if name not in self.given:
             raise ConfigError(
-                f"a loss reads {name!r} and was given {', '.join(self.given) or 'nothing'}: name it in its `reads`; "
-                f"where it is among its `measures`, ask first whether {name!r} is in the inputs"
+                f"a loss reads {name!r} and was given {', '.join(self.given) or 'nothing'}: name it in its `reads`, "
+                f"or, if it is in its `measures`, test first whether {name!r} is in the inputs"
             )
         return self.given[name]
 
@@ -114,23 +114,23 @@ class Inputs:
         return x.new_zeros(len(self.groups)).index_add(0, self.rows, counted)
 
     def row_means(self, x: Tensor) -> Tensor:
-        """Return the mean of ``x``, float [T], over the trained tokens of each row: float [R]; 0 where none is."""
+        """Return the mean of ``x``, float [T], over the trained tokens of each row: float [R]; 0 without any."""
         return self.row_sums(x) / self.row_sums(torch.ones_like(x)).clamp(min=1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Evaluated:
-    """What a loss says of one micro-batch.
+    """The value of a loss for one micro-batch.
 
     Attributes:
-        loss: float32 scalar with gradient, to be minimised; the parts of a minibatch add up to its loss.
+        loss: float32 scalar with gradient; the parts of a minibatch add up to its loss.
         measured: float32 scalars that add up likewise; the same names for all of a batch.
-        clipped: bool [T], the tokens that teach nothing because they have moved too far, where the loss knows such a
-            thing; told by their age.
-        weights: float32 [T], what the loss of each token was multiplied with because it is stale; ``None``: with 1.
+        clipped: bool [T], the tokens without gradient because their ratio is clipped, reported by their age; ``None``
+            for a loss without clipping.
+        weights: float32 [T], importance weights of stale tokens; ``None``: 1.
 
     Raises:
-        ConfigError: loss or a measurement is no scalar.
+        ConfigError: the loss or a measurement is not a scalar.
     """
 
     loss: Tensor
@@ -148,10 +148,10 @@ class Evaluated:
 
 
 class Loss(Protocol):
-    """What a trainer minimises.
+    """The function that a trainer minimises.
 
     A call is a pure function of its inputs. It divides by a size of the whole minibatch, ``inputs.whole``, so that the
-    parts add up: how rows are grouped into micro-batches then changes gradients by rounding only.
+    parts add up: the grouping of rows into micro-batches changes gradients by rounding only.
 
     Example: REINFORCE, the mean over rows of ``-A log p`` summed over a row's tokens::
 
@@ -171,42 +171,37 @@ class Loss(Protocol):
 
     @property
     def unit(self) -> Unit:
-        """What neither micro-batch nor minibatch may split; tokens of one row are never parted at all."""
+        """The unit that neither micro-batches nor minibatches split; the tokens of a row always stay together."""
 
     @property
     def reads(self) -> frozenset[Input]:
-        """What it learns from: a batch that lacks one of these is refused before anything is trained.
+        """The inputs it learns from; a batch that lacks one is refused before training.
 
-        A gradient goes back through what the models say.
+        Inputs computed by the models carry gradient.
         """
 
     @property
     def measures(self) -> frozenset[Input]:
-        """What else it reads, to measure only: it is given without gradient, and only where it is there."""
+        """Further inputs for measurements: without gradient, and only if the batch has them."""
 
     def __call__(self, inputs: Inputs) -> Evaluated:
-        """Return the part of the minibatch's loss that is of these tokens, and what it measures."""
+        """Return these tokens' part of the minibatch's loss, and the measurements."""
 
     def metrics(self, minibatches: Sequence[Mapping[str, float]]) -> Mapping[str, float]:
-        """Return what is told of an update, from what each minibatch that made a step measured; there is at least one.
+        """Return the metrics of an update from the measurements of its trained minibatches, at least one.
 
-        :func:`means` where there is nothing else to be told.
+        :func:`means` suits most losses.
         """
 
 
 def means(minibatches: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean over minibatches of all that they measured."""
+    """Return the means of all measurements over minibatches."""
     table = np.array([list(measured.values()) for measured in minibatches])
     return dict(zip(minibatches[0], np.mean(table, axis=0).tolist(), strict=True))
 
 
 def require_loss(loss: Loss, *, critic: bool) -> None:
-    """Accept a loss that reads what there is, and trains the ``critic`` if there is one.
-
-    Raises:
-        ConfigError: it is no loss, reads what nobody says or has no such unit, it is about a critic and there is none,
-            or there is one and it is not.
-    """
+    """Raise ``ConfigError`` unless the loss is well-formed, and reads a critic's values exactly if there is one."""
     sets = [isinstance(getattr(loss, name, None), AbstractSet) for name in ("reads", "measures")]
     if isinstance(loss, type) or not all(sets):
         raise ConfigError(
@@ -217,10 +212,10 @@ def require_loss(loss: Loss, *, critic: bool) -> None:
         raise ConfigError(f"{_named(loss)} reads {', '.join(unknown)}: expected some of {', '.join(get_args(Input))}")
     if loss.unit not in get_args(Unit):
         raise ConfigError(f"the unit of {_named(loss)} must be one of {', '.join(get_args(Unit))}, not {loss.unit!r}")
-    about = sorted(loss.reads & OF_A_CRITIC)
-    if about and not critic:
+    values = sorted(loss.reads & OF_A_CRITIC)
+    if values and not critic:
         raise ConfigError(
-            f"{_named(loss)} reads {', '.join(about)}, and there is no critic: give the trainer one, or a loss that "
+            f"{_named(loss)} reads {', '.join(values)}, and there is no critic: give the trainer one, or a loss that "
             "reads none of them, for example oppo.losses.ClippedLoss"
         )
     if critic and "values" not in loss.reads:
@@ -231,11 +226,7 @@ def require_loss(loss: Loss, *, critic: bool) -> None:
 
 
 def require_inputs(loss: Loss, batch: Batch) -> None:
-    """Accept a batch that has what the loss reads; log-probs of another policy never stand for it.
-
-    Raises:
-        ConfigError: it lacks some.
-    """
+    """Raise ``ConfigError`` if the batch lacks an input that the loss reads; nothing stands in for it."""
     optional: dict[Input, tuple[object, str, str]] = {
         "reference": (batch.reference, "reference log-probs", "reference=, for example oppo.hf.ReferenceLogprobs"),
         "proximal": (batch.proximal, "proximal log-probs", "proximal=, for example oppo.hf.ProximalLogprobs"),

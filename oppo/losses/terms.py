@@ -1,7 +1,7 @@
-"""The terms of PPO's loss as pure functions on flat tensors, one entry per response token, padding nowhere.
+"""The terms of PPO's loss as pure functions on flat tensors, one entry per response token, without padding.
 
-A mean over a minibatch that is computed in parts must divide each part by the whole minibatch's count: every function
-takes that count as ``total``, and then the parts' results (and their gradients) add up to the whole's.
+Every function takes the count of the whole minibatch as ``total`` and divides by it, so that the results of its
+micro-batches, and their gradients, add up to those of the whole.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from oppo.estimators import KLEstimator
 
 
 class PolicyTerm(NamedTuple):
-    """The clipped policy loss and what it says of the update; scalars.
+    """The clipped policy loss and metrics of the update; scalars, the metrics without gradient.
 
     Attributes:
         loss: to be minimised.
-        approxkl: mean of ``(log ratio)**2 / 2``, without gradient.
-        clipfrac: share of tokens whose clipped loss is the larger one, without gradient.
-        ratio: mean of current over old probability, without gradient.
+        approxkl: mean of ``(log ratio)**2 / 2``.
+        clipfrac: share of tokens whose clipped loss is the larger one.
+        ratio: mean of current over old probability.
     """
 
     loss: Tensor
@@ -43,21 +43,21 @@ class ValueTerm(NamedTuple):
 
 
 def masked_mean(x: Tensor, mask: Tensor, total: float | None = None) -> Tensor:
-    """Return the sum of ``x`` where ``mask`` is true, over ``total``: the mask's own count unless given.
+    """Return the sum of ``x`` where ``mask`` is true, divided by ``total``: by default the mask's own count.
 
-    What the mask leaves out does not count, whatever it is; a NaN there does no harm.
+    Masked entries do not count, NaN included.
 
     Args:
         x: float [T].
         mask: bool [T].
-        total: tokens of the whole of which this is a part.
+        total: tokens of the whole minibatch.
 
     Raises:
-        ValueError: the mask is empty and no ``total`` was given, or ``total`` is not positive.
+        ValueError: the mask is empty without a ``total``, or ``total`` is not positive.
     """
     count = float(mask.sum()) if total is None else total
     if count <= 0:
-        raise ValueError("a mean over no token is undefined: leave out rows of which nothing was sampled")
+        raise ValueError("a mean over no token is undefined: leave out rows without a sampled token")
     return torch.where(mask, x, torch.zeros_like(x)).sum() / count
 
 
@@ -80,17 +80,16 @@ def policy_loss(
         old_logprobs: float32 [T], of the policy that sampled the tokens, or of the one before the update.
         advantages: float32 [T].
         mask: bool [T], the tokens that count.
-        clip: half-width of the band in which the ratio may move.
-        weights: float32 [T], see :mod:`oppo.staleness`; 1 unless given. A token of weight 0 counts as one of loss 0
-            that has not moved, whatever its numbers are.
+        clip: half-width of the band of the ratio around 1.
+        weights: float32 [T], see :mod:`oppo.staleness`; 1 by default. A token of weight 0 has loss 0 and ratio 1.
         total: see :func:`masked_mean`.
     """
-    learnt = mask if weights is None else mask & (weights > 0)
-    difference = torch.where(learnt, logprobs - old_logprobs, torch.zeros_like(logprobs))
+    weighted = mask if weights is None else mask & (weights > 0)
+    difference = torch.where(weighted, logprobs - old_logprobs, torch.zeros_like(logprobs))
     ratio = difference.exp()
     plain, clipped = _surrogates(ratio, advantages, clip)
-    each = torch.maximum(plain, clipped)
-    loss = masked_mean(each if weights is None else weights * each, mask, total)
+    losses = torch.maximum(plain, clipped)
+    loss = masked_mean(losses if weights is None else weights * losses, mask, total)
     with torch.no_grad():
         return PolicyTerm(
             loss,
@@ -102,7 +101,7 @@ def policy_loss(
 
 @torch.no_grad()
 def clipped_tokens(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip: float) -> Tensor:
-    """Return the tokens whose clipped loss is the larger one, so that they teach nothing: bool [T]."""
+    """Return the tokens whose clipped loss is the larger one, so that they have no gradient: bool [T]."""
     plain, clipped = _surrogates((logprobs - old_logprobs).exp(), advantages, clip)
     return mask & (clipped > plain)
 
@@ -127,10 +126,10 @@ def value_loss(
 
     Args:
         values: float32 [T], current, with gradient.
-        old_values: float32 [T], as they were when the advantages were estimated.
+        old_values: float32 [T], of the time when the advantages were estimated.
         returns: float32 [T].
         mask: bool [T], the tokens that count.
-        clip: how far a value may move from its old one before its gradient ends; ``inf``: as far as it likes.
+        clip: distance from the old value beyond which a value has no gradient; ``inf``: no bound.
         total: see :func:`masked_mean`.
     """
     counted = torch.where(mask, values, torch.zeros_like(values))
@@ -146,9 +145,9 @@ def kl_loss(
 ) -> Tensor:
     """Return the mean estimate of KL(policy || reference) as a loss: a float32 scalar, nats per token.
 
-    The estimators are those of :func:`oppo.estimators.kl_estimate`. As a loss it is their gradient that counts: on
-    tokens of the current policy that of ``k2`` is the gradient of the KL in expectation, that of ``k3`` is close to it
-    near the reference, and that of ``k1`` is zero in expectation: it pulls nowhere.
+    The estimators are those of :func:`oppo.estimators.kl_estimate`. In expectation over tokens of the current policy,
+    the gradient of ``k2`` is that of the KL, that of ``k3`` is close to it near the reference, and that of ``k1`` is
+    zero.
 
     Args:
         logprobs: float32 [T], current, with gradient.

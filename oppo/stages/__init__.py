@@ -1,22 +1,20 @@
 """The stages of a PPO step: generate, score, advantage, update. Each is a small object with one ``run``."""
 
 from oppo.stages.gae import GAE
-from oppo.stages.gather import ScoredRollouts, finished_rollout
 from oppo.stages.generate import Generate
 from oppo.stages.group import GroupRelative
-from oppo.stages.rows import Row, unestimated
 from oppo.stages.score import Score
+from oppo.stages.scored_rollouts import ScoredRollout, ScoredRollouts, finished_rollout
 from oppo.stages.update import Update, followers
 
 __all__ = [
     "GAE",
     "Generate",
     "GroupRelative",
-    "Row",
     "Score",
+    "ScoredRollout",
     "ScoredRollouts",
     "Update",
     "finished_rollout",
     "followers",
-    "unestimated",
 ]

@@ -1,6 +1,6 @@
-"""What models may answer, checked where they answer: a breach is named there, and nothing of it is trained.
+"""Checks of what enters the stages: prompts, models, and what models return.
 
-Looked at is what would corrupt a batch, lose a rollout or make a run hang; :mod:`oppo.testing` checks all of the seam.
+They catch what would corrupt a batch, lose a rollout or make a run hang; :mod:`oppo.testing` checks whole models.
 """
 
 from __future__ import annotations
@@ -11,59 +11,73 @@ from typing import SupportsFloat
 
 import numpy as np
 
-from oppo.errors import ProtocolError, shortened
-from oppo.events import Batch, Finish
+from oppo.errors import DataError, ProtocolError, shortened
+from oppo.events import Batch, Finish, Prompt
 from oppo.models import Follower, Piece, Trained, Trainer
 
+_HOW = "oppo.read_prompts makes prompts of a file, and oppo.PromptStream numbers them"
 
-def require_model(given: object, kind: str, members: Sequence[str]) -> None:
-    """Raise unless an object has what the stages use of a model of this kind.
 
-    Args:
-        given: where a model was expected.
-        kind: name of the protocol, of :mod:`oppo.models` or :mod:`oppo.admission`.
-        members: of the protocol.
+def require_prompt(item: object) -> Prompt:
+    """Return ``item``, a prompt to generate for.
 
     Raises:
-        ProtocolError: it lacks a member.
+        DataError: it is something else, or its tokens are not int32 [P] with P of 1 or more.
     """
-    lacking = [name for name in members if not hasattr(given, name)]
+    if not isinstance(item, Prompt):
+        raise DataError(f"a graph reads prompts as oppo.Prompt, token ids with a number; got {item!r:.60}. {_HOW}")
+    tokens: object = item.tokens
+    if not isinstance(tokens, np.ndarray) or tokens.dtype != np.int32 or tokens.ndim != 1 or not len(tokens):
+        got = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, np.ndarray) else f"{tokens!r:.60}"
+        raise DataError(f"the tokens of prompt {item.admission} must be a NumPy array, int32 [1 or more], not {got}")
+    return item
+
+
+def require_new(prompts: Iterable[Prompt], in_flight: Iterable[int]) -> None:
+    """Raise ``DataError`` if a rollout to be opened is in flight, or is opened twice."""
+    seen = set(in_flight)
+    for prompt in prompts:
+        if prompt.rollout in seen:
+            raise DataError(
+                f"prompt {prompt.admission} came again while a rollout of that number is in flight: the number keys "
+                "its tokens and its place in the batch, so no two prompts of a run may share one, nor an epoch repeat "
+                f"those of another. {_HOW}, anew in each epoch"
+            )
+        seen.add(prompt.rollout)
+
+
+def require_model(model: object, kind: str, members: Sequence[str]) -> None:
+    """Raise ``ProtocolError`` if ``model`` lacks one of the members of the protocol ``kind`` that the stages use."""
+    lacking = [name for name in members if not hasattr(model, name)]
     if not lacking:
         return
-    name = getattr(given, "__name__", None)
-    came = type(given).__name__ + (f" {name!r}" if isinstance(name, str) else "")
-    wrap = "; a reward function goes into FunctionReward(function, decode)" if isroutine(given) else ""
+    name = getattr(model, "__name__", None)
+    got = type(model).__name__ + (f" {name!r}" if isinstance(name, str) else "")
+    wrap = "; a reward function goes into FunctionReward(function, decode)" if isroutine(model) else ""
     raise ProtocolError(
-        f"expected the protocol {kind}, an object with {', '.join(members)}; got {came}, which has no "
+        f"expected the protocol {kind}, an object with {', '.join(members)}; got {got}, which has no "
         f"{', '.join(lacking)}{wrap}"
     )
 
 
-def require_count(answers: object, asked: int, what: str) -> None:
-    """Raise unless a model answered as often as it was asked.
-
-    Raises:
-        ProtocolError: it did not.
-    """
-    if not (isinstance(answers, Sized) and isinstance(answers, Iterable)):
+def require_count(results: object, rollouts: int, what: str) -> None:
+    """Raise ``ProtocolError`` unless ``results`` has one item for each of so many rollouts."""
+    if not (isinstance(results, Sized) and isinstance(results, Iterable)):
         raise ProtocolError(
-            f"{what} must return a list, one item for each of {asked} rollouts; got {described(answers)}"
+            f"{what} must return a list, one item for each of {rollouts} rollouts; got {described(results)}"
         )
-    if len(answers) != asked:
-        raise ProtocolError(f"{what} was asked for {asked} rollouts and answered for {len(answers)}")
+    if len(results) != rollouts:
+        raise ProtocolError(f"{what} was asked for {rollouts} rollouts and answered for {len(results)}")
 
 
 def require_piece(piece: Piece, rollout: int, oldest: int, newest: int) -> None:
-    """Raise unless a piece can be the next of its rollout.
+    """Raise ``ProtocolError`` unless a piece can be the next of its rollout.
 
     Args:
-        piece: as the policy answered it.
-        rollout: for the sentence.
+        piece: as read from the policy.
+        rollout: named in the error.
         oldest: version that made the token before it.
         newest: version of the policy's weights.
-
-    Raises:
-        ProtocolError: it cannot.
     """
     if not isinstance(piece, Piece):
         raise ProtocolError(f"rollout {rollout}: read() must return a Piece; got {described(piece)}")
@@ -90,21 +104,13 @@ def require_piece(piece: Piece, rollout: int, oldest: int, newest: int) -> None:
 
 
 def require_score(score: object, finish: Finish) -> None:
-    """Raise unless ``score`` is one number, finite or not.
-
-    Raises:
-        ProtocolError: it is something else.
-    """
+    """Raise ``ProtocolError`` unless ``score`` is one number, finite or not."""
     if not isinstance(score, SupportsFloat) or len(getattr(score, "shape", ())):
         raise ProtocolError(f"rollout {finish.rollout}: expected a number as its score, got {described(score)}")
 
 
 def require_per_token(values: object, finish: Finish, what: str) -> None:
-    """Raise unless ``values`` are numbers, finite or not, one for each response token.
-
-    Raises:
-        ProtocolError: they are not.
-    """
+    """Raise ``ProtocolError`` unless ``values`` are numbers, finite or not, one for each response token."""
     n = len(finish.response)
     if not isinstance(values, np.ndarray) or values.shape != (n,) or values.dtype.kind not in "fiu":
         raise ProtocolError(
@@ -114,18 +120,14 @@ def require_per_token(values: object, finish: Finish, what: str) -> None:
 
 
 def described(value: object) -> str:
-    """Return what a value is, on a line of bounded length: arrays by their shape."""
+    """Describe a value on a line of bounded length: arrays by shape and type."""
     if isinstance(value, np.ndarray):
         return f"an array of shape {value.shape} and type {value.dtype}"
     return f"{type(value).__name__} {shortened(repr(value))}"
 
 
 def require_trained(trained: Trained, trainer: Trainer, before: int, batch: Batch) -> None:
-    """Raise unless an update made the next version, and speaks of rollouts of its batch only.
-
-    Raises:
-        ProtocolError: it did not.
-    """
+    """Raise ``ProtocolError`` unless an update made the next version and names only rollouts of its batch."""
     if not isinstance(trained, Trained):
         raise ProtocolError(f"update() of the trainer must return oppo.Trained(metrics, ...); got {described(trained)}")
     if trainer.version != before + 1:
@@ -136,17 +138,7 @@ def require_trained(trained: Trained, trainer: Trainer, before: int, batch: Batc
 
 
 def require_published(trainer: Trainer, followers: Sequence[Follower]) -> None:
-    """Raise unless every follower has the trainer's version.
-
-    Raises:
-        ProtocolError: one has not.
-    """
+    """Raise ``ProtocolError`` unless every follower has the trainer's version."""
     if any(follower.version != trainer.version for follower in followers):
-        raise ProtocolError(
-            f"version {trainer.version} was published, but {versions_of(followers)}: the followers disagree"
-        )
-
-
-def versions_of(followers: Sequence[Follower]) -> str:
-    """Return who has which version."""
-    return ", ".join(f"{type(follower).__name__} has version {follower.version}" for follower in followers)
+        versions = ", ".join(f"{type(follower).__name__} has version {follower.version}" for follower in followers)
+        raise ProtocolError(f"version {trainer.version} was published, but {versions}: the followers disagree")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, SupportsFloat
+from typing import SupportsFloat
 
 from oppo.declared import require_declared
 from oppo.errors import ConfigError
@@ -12,25 +12,24 @@ from oppo.estimators import KLEstimator, gae, whiten
 from oppo.events import Batch, Defer, Drop, FloatArray, RolloutEvent, Scored
 from oppo.graph import Receiver, Sender
 from oppo.shaping import ScoreShaping
-from oppo.stages.gather import ScoredRollouts
-from oppo.stages.objective import KLControl, Objective, controlled, restored, state_of
-from oppo.stages.rows import Row, flat, unestimated
+from oppo.stages.objective import AdaptiveObjective, KLControl, controlled
+from oppo.stages.scored_rollouts import ScoredRollout, ScoredRollouts, flat
 
 
 @dataclass(eq=False)
-class GAE:
-    """Joins what the scorers said of each finished rollout and estimates advantages (Schulman et al. 2016).
+class GAE(AdaptiveObjective):
+    """Joins the results of the scorers and estimates advantages (Schulman et al. 2016, arXiv 1506.02438).
 
     The reward of a token is ``-kl * (estimate of its KL to the reference)``, plus the shaped score on the last sampled
-    token; the KL is that of the proximal policy, where its log-probs are known. A rollout of which something said is
-    not finite is dropped alone: nothing of it reaches the others.
+    token; the KL is that of the proximal policy if its log-probs are connected. A rollout with a result that is not
+    finite is dropped and does not affect the others.
 
     Attributes:
         gamma: discount.
         lam: bias-variance trade of the estimator.
         kl: coefficient of the KL penalty: a number, or a controller that adapts it to a target.
         kl_estimator: ``k1``, ``k2`` or ``k3`` (Schulman, "Approximating KL divergence", 2020).
-        shaping: what is made of the scores first; replaced by its successor after each batch.
+        shaping: of the scores, before they are rewards; replaced by its successor after each batch.
         whiten_rewards: scale the rewards of a batch to unit variance, their mean kept.
         whiten_advantages: scale the advantages of a batch to zero mean and unit variance.
 
@@ -55,14 +54,6 @@ class GAE:
                 raise ConfigError(f"{name} must be a number from 0 to 1, not {value!r}")
         self._control = controlled(self.kl, self.kl_estimator)
 
-    def state_dict(self) -> Mapping[str, Any]:
-        """Return what was learned of KL and scores so far."""
-        return state_of(self._control, self.shaping)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with what another estimator had learned."""
-        self._control, self.shaping = restored(state, self._control, self.shaping)
-
     async def run(
         self,
         rollout: Receiver[RolloutEvent],
@@ -74,28 +65,28 @@ class GAE:
         out: Sender[Batch],
         proximal: Receiver[Scored[FloatArray] | Drop] | None = None,
     ) -> None:
-        """Send the step's batch as soon as every finished rollout is scored; nothing when there was no rollout.
+        """Send the step's batch once every finished rollout is scored; send nothing without a rollout.
 
-        ``proximal`` has log-probs under the weights that are about to be updated, which corrections for stale tokens
-        need.
+        ``proximal`` carries log-probs under the weights that are about to be updated, which corrections for stale
+        tokens need.
         """
-        gathered = await ScoredRollouts.of(rollout, score, reference=reference, values=value, proximal=proximal)
-        if gathered:
-            await out.send(self.batch(*gathered.in_order()))
+        scored = await ScoredRollouts.of(rollout, score, reference=reference, values=value, proximal=proximal)
+        if scored:
+            await out.send(self.batch(scored.rollouts, scored.dropped, scored.deferred))
 
-    def batch(self, rows: Sequence[Row], dropped: Sequence[Drop] = (), deferred: Sequence[Defer] = ()) -> Batch:
-        """Return the training batch of these rows, in the order given, and let the KL controller learn from it.
+    def batch(
+        self, rollouts: Sequence[ScoredRollout], dropped: Sequence[Drop] = (), deferred: Sequence[Defer] = ()
+    ) -> Batch:
+        """Return the training batch of these rollouts, in their order, and update the KL controller from it.
 
         Raises:
-            ConfigError: a row has no values.
+            ConfigError: a rollout has no values.
         """
-        batch = unestimated(rows, dropped, deferred)
+        batch = ScoredRollouts(rollouts, dropped, deferred).batch()
         values = batch.values
         if values is None:
-            raise ConfigError("GAE estimates advantages from the values of a critic, and there are none: connect one")
-        self.shaping = self.shaping.after(batch.scores)
-        objective = Objective.of(batch, self.shaping, self._control, self.kl_estimator)
-        self._control = objective.after(self._control, batch)
+            raise ConfigError("GAE estimates advantages from the values of a critic, and got none: connect one")
+        objective = self.objective(batch)
         rewards = objective.rewards(batch)
         if self.whiten_rewards:
             rewards = whiten(rewards, batch.sampled, shift_mean=False)

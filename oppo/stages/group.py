@@ -1,51 +1,48 @@
-"""GroupRelative: groups of scored rollouts in, one training batch out; nobody estimates values."""
+"""GroupRelative: groups of scored rollouts in, one training batch out, without a critic."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, SupportsFloat, get_args
+from typing import SupportsFloat, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from oppo.errors import ConfigError
 from oppo.estimators import GroupAdvantage, KLEstimator, group_advantages
 from oppo.events import Batch, Defer, Drop, FloatArray, RolloutEvent, Scored
 from oppo.graph import Receiver, Sender
 from oppo.shaping import ScoreShaping
-from oppo.stages.gather import ScoredRollouts
-from oppo.stages.objective import KLControl, Objective, controlled, restored, state_of
-from oppo.stages.rows import Row, unestimated
+from oppo.stages.objective import AdaptiveObjective, KLControl, controlled
+from oppo.stages.scored_rollouts import ScoredRollout, ScoredRollouts
 
 ALONE = "left alone in its group"
-"""Why a response is dropped whose siblings all were: it has nothing to be compared with."""
+"""Reason of a drop for a response whose siblings were all dropped: it cannot be compared."""
 
 
 @dataclass(eq=False)
-class GroupRelative:
-    """Joins what the scorers said of each finished rollout and compares the responses to each prompt with one another.
+class GroupRelative(AdaptiveObjective):
+    """Joins the results of the scorers and compares the responses to each prompt with one another.
 
-    A response is worth its shaped score less ``kl`` times its KL to the reference; its advantage, that of each of its
-    sampled tokens, follows from what the others of its group are worth. Values and returns are 0. Where somebody
-    dropped a response, or said something of it that is not finite, those that are left of its group are compared; one
-    that is left alone is dropped too.
+    The return of a response is its shaped score minus ``kl`` times its KL to the reference. Its advantage, the same for
+    each sampled token, follows from the returns of its group. The batch has no values and no critic's returns. A
+    response that is dropped, or has a result that is not finite, leaves its group; one left alone is dropped too.
 
-    Log-probs of a reference, and those under the weights that are about to be updated, which corrections for stale
-    tokens need, are inputs by name: ``reference=`` and ``proximal=``.
+    ``reference=`` and ``proximal=`` are inputs by name: log-probs of a reference, and those under the weights that are
+    about to be updated, which corrections for stale tokens need.
 
     Attributes:
         advantage: ``leave_one_out`` (RLOO), ``standardised`` (GRPO) or ``centred`` (Dr. GRPO); see
             :func:`oppo.estimators.group_advantages`.
-        kl: coefficient of the KL penalty in what a response is worth, as in RLOO: a number, or a controller that adapts
-            it to a target. GRPO has its KL in the loss instead, ``ClippedLoss.kl``: what is standardised is of the
-            same size at any coefficient, and all of it where scores tie. Both need a reference.
+        kl: coefficient of the KL penalty in the return of a response, as in RLOO: a number, or a controller that adapts
+            it to a target. GRPO has its KL in the loss instead, ``ClippedLoss.kl``: standardising gives a KL the same
+            size at any coefficient, and where scores tie only the KL is left. Both need a reference.
         kl_estimator: ``k1``, ``k2`` or ``k3`` (Schulman, "Approximating KL divergence", 2020).
-        shaping: what is made of the scores first; replaced by its successor after each batch.
+        shaping: of the scores, before they are rewards; replaced by its successor after each batch.
 
     Raises:
-        ConfigError: there is no such estimator, ``kl`` is no coefficient, or would be standardised.
+        ConfigError: there is no such estimator, or ``kl`` is no coefficient or would be standardised.
         ValueError: the coefficient of the KL penalty is negative or not finite.
     """
 
@@ -62,7 +59,7 @@ class GroupRelative:
         if self.advantage == "standardised" and self.refers:
             raise ConfigError(
                 f"advantage = 'standardised' cannot have a KL in the reward, got kl = {self.kl}: where the scores of a "
-                "group tie, what is standardised is the KL alone, of full size at any coefficient; put it into the "
+                "group tie, only the KL is standardised, to full size at any coefficient; put it into the "
                 'loss, with algorithm.kl_in="loss" or ClippedLoss(kl=..., kl_estimator="k3"), or choose \'centred\' or '
                 "'leave_one_out'"
             )
@@ -71,14 +68,6 @@ class GroupRelative:
     def refers(self) -> bool:
         """Whether a reference is needed."""
         return self._control.coefficient > 0
-
-    def state_dict(self) -> Mapping[str, Any]:
-        """Return what was learned of KL and scores so far."""
-        return state_of(self._control, self.shaping)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with what another estimator had learned."""
-        self._control, self.shaping = restored(state, self._control, self.shaping)
 
     async def run(
         self,
@@ -90,50 +79,44 @@ class GroupRelative:
         reference: Receiver[Scored[FloatArray] | Drop] | None = None,
         proximal: Receiver[Scored[FloatArray] | Drop] | None = None,
     ) -> None:
-        """Send the step's batch as soon as every finished rollout is scored; nothing when there was no rollout.
+        """Send the step's batch once every finished rollout is scored; send nothing without a rollout.
 
         Raises:
             ConfigError: a KL penalty has no reference.
         """
         if self.refers and reference is None:
             raise ConfigError(
-                f"a KL penalty, kl = {self._control.coefficient}, is one to a reference: connect reference=stream, or "
+                f"the KL penalty, kl = {self._control.coefficient}, needs a reference: connect reference=stream, or "
                 "leave kl at 0"
             )
-        gathered = await ScoredRollouts.of(rollout, score, reference=reference, proximal=proximal)
-        if gathered:
-            await out.send(self.batch(*gathered.in_order()))
+        scored = await ScoredRollouts.of(rollout, score, reference=reference, proximal=proximal)
+        if scored:
+            await out.send(self.batch(scored.rollouts, scored.dropped, scored.deferred))
 
-    def batch(self, rows: Sequence[Row], dropped: Sequence[Drop] = (), deferred: Sequence[Defer] = ()) -> Batch:
-        """Return the training batch of these rows, in the order given, and let the KL controller learn from it."""
-        size = Counter(row.finish.response.prompt.group for row in rows)
-        alone = [row for row in rows if size[row.finish.response.prompt.group] == 1]
-        compared = [row for row in rows if row not in alone]
-        dropped = [*dropped, *(Drop(row.finish.rollout, ALONE) for row in alone)]
-        batch = unestimated(compared, sorted(dropped, key=lambda drop: drop.rollout), deferred)
-        self.shaping = self.shaping.after(batch.scores)
-        objective = Objective.of(batch, self.shaping, self._control, self.kl_estimator)
-        self._control = objective.after(self._control, batch)
+    def batch(
+        self, rollouts: Sequence[ScoredRollout], dropped: Sequence[Drop] = (), deferred: Sequence[Defer] = ()
+    ) -> Batch:
+        """Return the training batch of these rollouts, in their order, and update the KL controller from it."""
+        sizes = Counter(each.group for each in rollouts)
+        compared = [each for each in rollouts if sizes[each.group] > 1]
+        alone = [Drop(each.rollout, ALONE) for each in rollouts if sizes[each.group] == 1]
+        dropped = sorted([*dropped, *alone], key=lambda drop: drop.rollout)
+        batch = ScoredRollouts(compared, dropped, deferred).batch()
+        objective = self.objective(batch)
         rewards = objective.rewards(batch)
-        worth = np.array([rewards[row].sum(dtype=np.float64) for row in batch.rows()], np.float32)
-        groups = _groups(batch)
+        returns = np.array([rewards[row].sum(dtype=np.float64) for row in batch.rows()], np.float32)
+        group_of = np.array([each.group for each in compared], np.int64)
+        groups = [np.flatnonzero(group_of == group) for group in np.unique(group_of)]
         relative = np.zeros(len(batch), np.float32)
         for members in groups:
-            relative[members] = group_advantages(worth[members], self.advantage)
+            relative[members] = group_advantages(returns[members], self.advantage)
         advantages = np.where(batch.sampled, np.repeat(relative, np.diff(batch.offsets)), np.float32(0))
-        spread = _spread([objective.shaped[members] for members in groups])
-        metrics = {**objective.metrics(batch), **spread}
+        metrics = {**objective.metrics(batch), **_spread([objective.shaped[members] for members in groups])}
         return replace(batch, rewards=rewards, advantages=advantages, metrics=metrics)
 
 
-def _groups(batch: Batch) -> Sequence[NDArray[np.intp]]:
-    """Return the rows of each group."""
-    of = np.array([response.prompt.group for response in batch.responses], np.int64)
-    return [np.flatnonzero(of == group) for group in np.unique(of)]
-
-
 def _spread(groups: Sequence[FloatArray]) -> Mapping[str, float]:
-    """Return how different the scores of a group are: their deviation, and in how many groups they teach nothing."""
+    """Return the mean deviation of the scores of a group, and the share of groups where it is 0."""
     if not groups:
         return {}
     deviations = [float(scores.std(ddof=1, dtype=np.float64)) for scores in groups]

@@ -1,25 +1,25 @@
-"""Who is in flight, who has a place in this step's batch, who is carried: the pure heart of inter-step overlap.
+"""Which units are in flight, which have a place in this step's batch, which are carried: inter-step overlap.
 
-A unit (a rollout, or a group of them) takes a place in the batch at the moment it is complete, and keeps it:
+A unit (a rollout, or a group of them) takes a place in the batch when it is complete, and keeps it:
 
-- a unit that may not be deferred again always finds its place: places are kept free for those still decoding;
-- any other complete unit takes a place while there is a free one, in finish order;
+- an overdue unit, which may not be deferred again, always has a place: one is reserved while it decodes;
+- any other complete unit takes a free place, in finish order;
 - a complete unit without a place is carried like an unfinished one, and is the first to be placed in the next step.
 
-Finish order is the order in which the policy's engine reports (decode step, then admission number); scores play no
-part in it. Everything here is synchronous; :meth:`Ledger.finished` may be called from the engine's thread.
+Finish order is the order in which the policy's engine reports: decode step, then admission number; never that of the
+scores. Everything here is synchronous; :meth:`Ledger.finished` may be called from the engine's thread.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from oppo.admission import Admission, AdmitView, CutView, Restarting
 from oppo.errors import AdmissionError, ProtocolError
 from oppo.events import Prompt
-from oppo.stages.intake import require_new
+from oppo.stages.contract import require_new
 
 
 @dataclass(slots=True, eq=False)
@@ -29,8 +29,8 @@ class Unit:
     Attributes:
         prompts: the rollouts, by their prompts, in sample order.
         age: steps since admission.
-        unfinished: those whose response is not complete.
-        placed: whether it has a place in the batch of the step in progress.
+        unfinished: those whose response is incomplete.
+        placed: whether it has a place in the current step's batch.
     """
 
     prompts: tuple[Prompt, ...]
@@ -50,8 +50,8 @@ class Ledger:
 
     Attributes:
         carried: units carried into the next step, oldest first.
-        placed: units that have a place in the batch of the step in progress, in finish order.
-        restarted: units that begin anew in the step in progress, where admission gives up what is not finished.
+        placed: units with a place in the current step's batch, in finish order.
+        restarted: units that restart in the current step, under a :class:`~oppo.admission.Restarting` admission.
     """
 
     admission: Admission
@@ -62,36 +62,32 @@ class Ledger:
     _live: list[Unit] = field(default_factory=list)
     _unit_of: dict[int, Unit] = field(default_factory=dict)
     _decoding: Counter[int] = field(default_factory=Counter)
-    """How many units of each age are still being decoded: asked at every finish, so it is not counted anew."""
+    """Number of decoding units by age, kept up to date because every finish reads it."""
 
     @property
     def restarts(self) -> bool:
-        """Whether what is carried begins anew, instead of going on."""
+        """Whether carried units restart instead of continuing."""
         return isinstance(self.admission, Restarting)
 
     def wanted(self, remaining: int) -> int:
-        """Return how many new units enter a step: what admission asks, but no more than can still be trained.
+        """Return how many new units enter a step: as admission decides, at most what the run can still train.
 
-        Args:
-            remaining: steps left to train in, this one included.
-
-        Raises:
-            AdmissionError: admission asked for a negative number.
+        ``remaining`` counts the steps left, this one included. Raises ``AdmissionError`` for a negative number.
         """
         oldest = max((unit.age for unit in self.carried), default=0)
-        asked = self.admission.admit(AdmitView(len(self.carried), oldest, remaining))
-        if asked < 0:
-            raise AdmissionError(f"admit() must return 0 or more, not {asked} ({type(self.admission).__name__})")
-        return max(0, min(asked, remaining * self.admission.batch - len(self.carried)))
+        admitted = self.admission.admit(AdmitView(len(self.carried), oldest, remaining))
+        if admitted < 0:
+            raise AdmissionError(f"admit() must return 0 or more, not {admitted} ({type(self.admission).__name__})")
+        return max(0, min(admitted, remaining * self.admission.batch - len(self.carried)))
 
     def begin(self, groups: Iterable[tuple[Prompt, ...]]) -> list[Unit]:
-        """Start a step with the carried units and new ones; return the carried ones that are complete and placed.
+        """Start a step with the carried and the new units; return the carried ones that are complete and placed.
 
-        Raises:
-            DataError: a new rollout is in flight already.
+        Raises ``DataError`` for a new rollout that is in flight already.
         """
         groups = list(groups)
-        require_new((prompt for group in groups for prompt in group), self.in_flight())
+        in_flight = (prompt.rollout for unit in self.carried for prompt in unit.prompts)
+        require_new((prompt for group in groups for prompt in group), in_flight)
         new = [Unit(prompts, 0, {prompt.rollout for prompt in prompts}) for prompts in groups]
         carried = self.carried
         if self.restarts:
@@ -107,15 +103,10 @@ class Ledger:
                 self._place(unit)
         return list(self.placed)
 
-    def in_flight(self) -> Iterator[int]:
-        """Yield the rollouts that are carried."""
-        return (prompt.rollout for unit in self.carried for prompt in unit.prompts)
-
     def finished(self, rollouts: Sequence[int]) -> bool:
-        """Take note of what finished in one decode step; return whether the step is cut: the policy's ``Cut``.
+        """Note the rollouts that finished in one decode step; return whether the step is cut: the policy's ``Cut``.
 
-        Raises:
-            ProtocolError: a rollout is not in flight, or has finished before.
+        Raises ``ProtocolError`` for a rollout that is not decoding.
         """
         for rollout in rollouts:
             unit = self._unit_of.get(rollout)
@@ -128,14 +119,13 @@ class Ledger:
         return self.is_cut()
 
     def is_cut(self) -> bool:
-        """Return whether the step needs no more decoding; true at its start if what was carried fills the batch."""
+        """Return whether decoding stops; true at the start if carried units fill the batch."""
         return self.admission.cut(CutView(len(self.placed), self._decoding.total(), self._overdue()))
 
     def place_of(self, rollout: int) -> Unit | None:
-        """Return the unit of a rollout that has ended if it has a place in this step's batch.
+        """Return the unit of a finished rollout if it has a place in this step's batch.
 
-        Raises:
-            ProtocolError: the policy has not reported that the rollout finished.
+        Raises ``ProtocolError`` if the policy has not reported that the rollout finished.
         """
         unit = self._unit_of[rollout]
         if rollout in unit.unfinished:
@@ -143,7 +133,7 @@ class Ledger:
         return unit if unit.placed else None
 
     def end(self) -> list[Unit]:
-        """End the step; return the units that are carried, a step older now, oldest first."""
+        """End the step; return the carried units, one step older, oldest first."""
         unplaced = [unit for unit in self._live if not unit.placed]
         if self.restarts:
             for unit in unplaced:
@@ -155,15 +145,15 @@ class Ledger:
         return self.carried
 
     def restore(self, units: Iterable[tuple[tuple[Prompt, ...], int, set[int]]]) -> None:
-        """Carry units of a run that is resumed, oldest first: their prompts, their age, and who is unfinished."""
+        """Carry the units of a resumed run, oldest first: prompts, age and unfinished rollouts of each."""
         self.carried = [Unit(prompts, age, unfinished) for prompts, age, unfinished in units]
 
     def _overdue(self) -> int:
-        """Return how many units that may not be deferred once more are still being decoded."""
+        """Return how many overdue units, which may not be deferred again, are decoding."""
         return sum(count for age, count in self._decoding.items() if age >= self.admission.max_deferrals)
 
     def _place(self, unit: Unit) -> None:
-        kept_free = self._overdue()
-        if unit.age >= self.admission.max_deferrals or len(self.placed) + kept_free < self.admission.batch:
+        overdue = unit.age >= self.admission.max_deferrals
+        if overdue or len(self.placed) + self._overdue() < self.admission.batch:
             unit.placed = True
             self.placed.append(unit)

@@ -1,9 +1,9 @@
-"""Whether the lengths that are trained are those that are generated: carrying stragglers biases them for a while."""
+"""The length bias of training: carrying stragglers trains shorter responses than are generated, for a while."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,13 +15,13 @@ WINDOW = 16
 
 @dataclass(slots=True)
 class LengthBias:
-    """Compares the lengths of what the last steps trained with those of what was generated for the same prompts.
+    """Compares the lengths of trained responses with those of generated ones.
 
-    What a step trains is biased towards short responses: the long ones are carried. What is generated is known without
-    bias below the oldest rollout in flight, in the order of admission, since everything there is complete. So the bias
-    of the last :data:`WINDOW` steps is the mean length of the n rollouts they trained over that of the last n rollouts
-    below the oldest in flight (as many as there are, while a run is young). 1: none, which is so to the bit where
-    nothing is carried; below 1: long responses are still to come. A rollout that was dropped counts nowhere.
+    A step's batch is biased towards short responses, since long ones are carried. Below the oldest rollout in flight,
+    in admission order, every response is complete, so lengths there are unbiased. The bias of the last :data:`WINDOW`
+    steps is the mean length of the n rollouts they trained over that of the last n rollouts below the oldest in flight
+    (or of all of them early in a run). 1: no bias, exact to the bit if nothing is carried; below 1: long responses are
+    still to come. Dropped rollouts do not count.
     """
 
     _steps: deque[list[int]] = field(default_factory=lambda: deque(maxlen=WINDOW))
@@ -29,7 +29,7 @@ class LengthBias:
     _waiting: dict[int, int] = field(default_factory=dict)
 
     def after(self, batch: Batch) -> float | None:
-        """Take a step's batch; return the bias after it, or ``None`` where nothing is complete yet."""
+        """Add a step's batch; return the bias after it, or ``None`` while nothing is complete."""
         lengths = dict(zip(batch.rollouts, map(len, batch.responses), strict=True))
         self._steps.append(list(lengths.values()))
         self._waiting |= lengths
@@ -42,10 +42,10 @@ class LengthBias:
             self._complete.popleft()
         if not self._complete:
             return None
-        return _mean(trained) / _mean(self._complete)
+        return (sum(trained) / len(trained)) / (sum(self._complete) / len(self._complete))
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return what is known of the last steps."""
+        """Return the lengths of the last steps."""
         return {
             "steps": [list(step) for step in self._steps],
             "complete": list(self._complete),
@@ -53,12 +53,7 @@ class LengthBias:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Restore the lengths."""
         self._steps = deque(([int(length) for length in step] for step in state["steps"]), maxlen=WINDOW)
         self._complete = deque(int(length) for length in state["complete"])
         self._waiting = {int(rollout): int(length) for rollout, length in state["waiting"]}
-
-
-def _mean(lengths: Iterable[int]) -> float:
-    counted = list(lengths)
-    return sum(counted) / len(counted)

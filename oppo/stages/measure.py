@@ -1,4 +1,4 @@
-"""What a step showed: what its stages record of it, and the one observation that this comes to."""
+"""The records of a step's stages, and the observation made of them."""
 
 from __future__ import annotations
 
@@ -6,33 +6,24 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Protocol
 
 from oppo.admission import Observation, Scoring
-from oppo.events import FinishReason, Prompt, StepReport
+from oppo.events import StepReport
 from oppo.graph import Step
-
-
-class Growing(Protocol):
-    """A rollout in flight, as far as it is measured."""
-
-    @property
-    def prompt(self) -> Prompt:
-        """Says which unit it belongs to."""
-
-    @property
-    def length(self) -> int:
-        """Tokens so far."""
-
-    @property
-    def reason(self) -> FinishReason | None:
-        """Why it ended, if it has."""
+from oppo.stages.in_flight import InFlightRollout
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """What was decoded in a step; the fields are those of :class:`oppo.Observation`."""
+class DecodePhase:
+    """The decoding of a step's rollouts; recorded once, by the stage that decodes.
 
+    Attributes:
+        start, end: loop time, in seconds.
+        decode_steps, tokens, rows, finished, capped, parked: as of :class:`oppo.Observation`.
+    """
+
+    start: float
+    end: float
     decode_steps: int = 0
     tokens: int = 0
     rows: int = 0
@@ -42,25 +33,12 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodePhase:
-    """When a step's rollouts were decoded, and what came of them; recorded once, by the stage that decodes.
-
-    Attributes:
-        start, end: loop time, in seconds.
-    """
-
-    start: float
-    end: float
-    progress: Progress
-
-
-@dataclass(frozen=True, slots=True)
 class ScorerCall:
-    """When a scorer was at work; recorded by the stage that called it, for each call.
+    """One call of a scorer; recorded by the stage that made it.
 
     Attributes:
         start, end: loop time, in seconds.
-        answered: whether values were known at the end.
+        answered: whether the call returned values.
     """
 
     start: float
@@ -70,79 +48,82 @@ class ScorerCall:
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """Numbers that belong among the metrics of a step, by their names there; recorded by any stage."""
+    """Metrics of a step by name; recorded by any stage."""
 
     values: Mapping[str, float]
 
 
-class Decoding:
-    """Measures a step's decoding: made when it begins, asked when it has ended.
+class DecodeMeter:
+    """Measures a decode phase from its start.
 
     Args:
-        flights: every rollout in flight, units together; rollouts that are complete only count as part of their unit.
+        rollouts: every rollout in flight; complete ones count only as part of an incomplete unit.
+        start: loop time, in seconds.
     """
 
-    def __init__(self, flights: Iterable[Growing]) -> None:
-        ordered = sorted(flights, key=lambda flight: flight.prompt.rollout)
-        units = [list(unit) for _, unit in groupby(ordered, key=lambda flight: flight.prompt.admission)]
-        self._units: list[list[Growing]] = [unit for unit in units if any(flight.reason is None for flight in unit)]
-        self._rows = sum(flight.reason is None for unit in self._units for flight in unit)
-        self._before = {flight.prompt.rollout: flight.length for unit in self._units for flight in unit}
+    def __init__(self, rollouts: Iterable[InFlightRollout], start: float) -> None:
+        ordered = sorted(rollouts, key=lambda each: each.prompt.rollout)
+        units = [list(unit) for _, unit in groupby(ordered, key=lambda each: each.prompt.admission)]
+        self._start = start
+        self._units = [unit for unit in units if any(each.reason is None for each in unit)]
+        self._rows = sum(each.reason is None for unit in self._units for each in unit)
+        self._lengths = {each.prompt.rollout: each.length for unit in self._units for each in unit}
 
-    def progress(self) -> Progress:
-        """Return what has come of the rollouts since."""
-        gains = [flight.length - self._before[flight.prompt.rollout] for unit in self._units for flight in unit]
-        longest = [max(unit, key=lambda flight: flight.length) for unit in self._units]
-        done = [all(flight.reason is not None for flight in unit) for unit in self._units]
-        ended = [flight for flight, complete in zip(longest, done, strict=True) if complete]
-        return Progress(
+    def phase(self, end: float) -> DecodePhase:
+        """Return the phase that ends at ``end``, loop time in seconds."""
+        gains = [each.length - self._lengths[each.prompt.rollout] for unit in self._units for each in unit]
+        longest = [
+            (max(unit, key=lambda each: each.length), all(each.reason is not None for each in unit))
+            for unit in self._units
+        ]
+        return DecodePhase(
+            self._start,
+            end,
             decode_steps=max(gains, default=0),
             tokens=sum(gains),
             rows=self._rows,
-            finished=tuple(flight.length for flight in ended),
-            capped=sum(flight.reason == "length" for flight in ended),
-            parked=tuple(flight.length for flight, complete in zip(longest, done, strict=True) if not complete),
+            finished=tuple(rollout.length for rollout, complete in longest if complete),
+            capped=sum(rollout.reason == "length" for rollout, complete in longest if complete),
+            parked=tuple(rollout.length for rollout, complete in longest if not complete),
         )
 
 
 def observation(report: StepReport, step: Step) -> Observation:
-    """Return what a step that is over showed.
+    """Return the observation of a finished step.
 
     Args:
         report: of the step.
-        step: has the records of the stages that decoded and scored. A scorer's calls after its last
-            answer do not count, since the step does not wait for them.
+        step: with the records of the stages that decoded and scored. A scorer's calls after its last answer do not
+            count, since the step does not wait for them.
     """
-    decoding = next((phase for _, phase in step.recorded(DecodePhase)), None)
-    progress = decoding.progress if decoding else Progress()
-    scored = step.recorded(ScorerCall)
-    ends = {stage: call.end for stage, call in scored if call.answered}
-    begin = decoding.start if decoding else min((call.start for _, call in scored), default=0.0)
-    cut = decoding.end if decoding else begin
-    ready = max([cut, *ends.values()])
+    calls = step.recorded(ScorerCall)
+    first = min((call.start for _, call in calls), default=0.0)
+    phase = next((phase for _, phase in step.recorded(DecodePhase)), DecodePhase(first, first))
+    ends = {stage: call.end for stage, call in calls if call.answered}
+    ready = max([phase.end, *ends.values()])
     return Observation(
         step=report.index,
         seconds=report.seconds,
-        decode_seconds=cut - begin,
-        decode_steps=progress.decode_steps,
-        tokens=progress.tokens,
-        rows=progress.rows,
-        finished=progress.finished,
-        capped=progress.capped,
-        parked=progress.parked,
+        decode_seconds=phase.end - phase.start,
+        decode_steps=phase.decode_steps,
+        tokens=phase.tokens,
+        rows=phase.rows,
+        finished=phase.finished,
+        capped=phase.capped,
+        parked=phase.parked,
         scoring=tuple(
-            _scoring(stage, [call for name, call in scored if name == stage and call.end <= end], cut)
+            _scoring(stage, [call for name, call in calls if name == stage and call.end <= end], phase.end)
             for stage, end in sorted(ends.items())
         ),
-        rest_seconds=max(0.0, report.seconds - (ready - begin)),
+        rest_seconds=max(0.0, report.seconds - (ready - phase.start)),
         score=report.score,
-        mismatch_kl=_measured(report, "mismatch/kl"),
-        effective_samples=_measured(report, "mismatch/ess"),
+        mismatch_kl=_finite(report, "mismatch/kl"),
+        effective_samples=_finite(report, "mismatch/ess"),
     )
 
 
-def _measured(report: StepReport, name: str) -> float | None:
-    """Return a metric; ``None`` too where it is no finite number, from which nothing can be learned."""
+def _finite(report: StepReport, name: str) -> float | None:
+    """Return a metric; ``None`` if it is absent or not finite."""
     value = report.metrics.get(name)
     return value if value is not None and math.isfinite(value) else None
 

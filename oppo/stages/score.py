@@ -1,17 +1,18 @@
-"""Score: rollout events in, one value for each finished rollout out, read while they are still being written."""
+"""Score: rollout events in, read while they are decoded; one value for each finished rollout out."""
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Generic, Self, TypeVar
+from typing import Final, Generic, Self, TypeVar, cast
 
 import anyio
 
-from oppo.errors import as_itself, noted
+from oppo.errors import ProtocolError, as_itself, noted
 from oppo.events import Defer, Drop, Finish, Prompt, RolloutEvent, Scored
 from oppo.graph import Receiver, Sender, Step
 from oppo.models import Follower, PrioritisedScorer, Scorer, TimeSliced
@@ -19,17 +20,21 @@ from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Preempted, Preemptible
 from oppo.stages.backlog import Backlog, Growth
 from oppo.stages.contract import require_count, require_model
 from oppo.stages.measure import ScorerCall
-from oppo.stages.prioritised import prioritised
 
 T = TypeVar("T")
+
+METHODS: Final = ("extend", "finish", "forget")
+"""The methods of a scorer that take a priority."""
 
 
 @dataclass(slots=True)
 class SessionState:
-    """What a scorer has read of one rollout, and with which weights; valid while both still hold.
+    """What a scorer has read of one rollout.
 
     Attributes:
-        read: by a scorer that follows the trainer, which will have to read it again if the rollout is carried.
+        version: of the weights that read it.
+        length: tokens read.
+        read: the events, kept for a scorer that follows the trainer: it reads them again if the rollout is carried.
     """
 
     version: int
@@ -41,17 +46,16 @@ class SessionState:
 class Score(Generic[T]):
     """Streams rollouts into a scorer as they grow and sends its value of each when it is complete.
 
-    Finished rollouts come first, so that the step's critical path is short; their calls are urgent. Rollouts that go on
-    fill the time that is left. Their chunks are read together, in calls no longer than the scorer's time slice
-    (:class:`~oppo.models.TimeSliced`); a rollout that has finished preempts such a call while it queues. A scorer is
-    given the priority of a call if it is a :class:`~oppo.models.PrioritisedScorer`.
+    Calls for finished rollouts are urgent and come first, so that the step's critical path is short. Unfinished
+    rollouts fill the remaining time: their chunks are read together, in calls no longer than the scorer's time slice
+    (:class:`~oppo.models.TimeSliced`), which a finished rollout preempts while they queue. A
+    :class:`~oppo.models.PrioritisedScorer` receives the priority of each call.
 
-    A session made with other weights than the scorer has now is dropped and replayed once, when its rollout finishes.
-    A scorer that follows the trainer forgets parked rollouts at once, since its weights are about to change, and reads
-    them again in the next step before they finish.
+    A session of older weights is dropped and replayed once, when its rollout finishes. A scorer that follows the
+    trainer forgets parked rollouts at once, since its weights are about to change, and reads them again in the next
+    step before they finish.
 
-    A scorer that cannot say anything of a rollout answers with a ``Drop`` in the place of its value: the rollout is
-    then not trained, and everything else goes on.
+    A scorer that cannot score a rollout returns a ``Drop`` in place of its value: that rollout is not trained.
 
     Example:
         >>> from oppo.testing import FakeScorer, fake_scalar
@@ -64,7 +68,8 @@ class Score(Generic[T]):
     _slice: TimeSlice = field(init=False, repr=False)
     _sessions: dict[int, SessionState] = field(default_factory=dict, init=False, repr=False)
     _carried: list[Growth] = field(default_factory=list, init=False, repr=False)
-    _pace: float = field(default=0.0, init=False, repr=False)
+    _seconds_per_token: float = field(default=0.0, init=False, repr=False)
+    """Of the fastest call, inflated by the slice's ``rise`` for each call since; 0 before the first call."""
 
     def __post_init__(self) -> None:
         require_model(self.scorer, "Scorer", ("version", "extend", "finish", "forget"))
@@ -88,46 +93,48 @@ class Score(Generic[T]):
         with as_itself():
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._listen, rollout, backlog, name="listen")
-                while await backlog.is_left():
+                while await backlog.has_work():
                     await self._score_finished(backlog, out, step)
-                    await self._go_on(backlog, step)
+                    await self._read_ahead(backlog, step)
 
     async def _listen(self, rollout: Receiver[RolloutEvent], backlog: Backlog) -> None:
-        """Take what comes, also while the scorer works; what the last step left to be read again comes before it."""
-        again, self._carried = self._carried, []
+        """Collect events, also while the scorer works; those carried from the last step come first."""
+        carried, self._carried = self._carried, []
         while events := await rollout.drain():
-            backlog.add((*again, *events))
-            again.clear()
+            backlog.add((*carried, *events))
+            carried.clear()
         backlog.end()
 
     async def _score_finished(self, backlog: Backlog, out: Sender[Scored[T] | Drop], step: Step) -> None:
-        """Score what has finished, and let go of what will not finish in this step."""
-        news = backlog.news()
+        """Score the finished rollouts; forget those that will not finish with the present session."""
+        outcomes = backlog.take_outcomes()
         with Urgent() as priority:
-            await self._read(news.unread, step, priority)
-            results = await self._finish(news.finished, step, priority)
-        for result in (*results, *news.dropped):
+            await self._read(outcomes.unread, step, priority)
+            results = await self._finish(outcomes.finished, step, priority)
+        for result in (*results, *outcomes.dropped):
             await out.send(result)
-        over: list[Drop | Defer] = [*news.dropped, *(each for each in news.deferred if each.restart or self._follows)]
-        for event in over:
-            unread, session = backlog.give_up(event.rollout), self._sessions.get(event.rollout)
+        closed: list[Drop | Defer] = [*outcomes.dropped]
+        closed += [event for event in outcomes.deferred if event.restart or self._follows]
+        for event in closed:
+            unread, session = backlog.take_unread(event.rollout), self._sessions.get(event.rollout)
             if isinstance(event, Defer) and not event.restart:
                 self._carried += [*(session.read if session else []), *unread]
-        await self._forget(sorted(event.rollout for event in over), IN_ORDER)
+        await self._forget(sorted(event.rollout for event in closed), IN_ORDER)
 
-    async def _go_on(self, backlog: Backlog, step: Step) -> None:
-        """Read some of what nobody waits for, unless something urgent arrives before the call begins."""
-        portion = backlog.portion(self._slice.seconds / self._pace if self._pace else math.inf)
+    async def _read_ahead(self, backlog: Backlog, step: Step) -> None:
+        """Read some of the unfinished rollouts, unless an urgent event arrives before the call begins."""
+        known = self._seconds_per_token
+        portion = backlog.portion(self._slice.seconds / known if known else math.inf)
         with suppress(Preempted):
             await self._read(portion, step, Preemptible(backlog.is_urgent))
-            backlog.read(portion)
+            backlog.mark_read(portion)
 
     async def _finish(self, finished: Sequence[Finish], step: Step, priority: Priority) -> list[Scored[T] | Drop]:
-        """Return what the scorer says of each."""
+        """Return the scorer's value of each."""
         if not finished:
             return []
         await self._replay(finished, step, priority)
-        with _at_work(finished, step, answered=True):
+        with _recorded(finished, step, answered=True):
             values = await self._prioritised.finish(finished, priority=priority)
             require_count(values, len(finished), "finish() of the scorer")
         for event in finished:
@@ -140,20 +147,21 @@ class Score(Generic[T]):
         ]
 
     async def _read(self, events: Sequence[Growth], step: Step, priority: Priority) -> None:
-        """Read what the sessions can take."""
-        parts = [event for event in events if self._accepts(event)]
-        if not parts:
+        """Read the events of valid sessions."""
+        accepted = [event for event in events if self._accepts(event)]
+        if not accepted:
             return
         start = anyio.current_time()
-        with _at_work(parts, step, answered=False):
-            await self._prioritised.extend(parts, priority=priority)
-        pace = (anyio.current_time() - start) / max(1, sum(len(part.tokens) for part in parts))
-        self._pace = min(pace, self._slice.rise * self._pace) if self._pace else pace
-        for part in parts:
-            session = self._sessions[part.rollout]
-            session.length += len(part.tokens)
+        with _recorded(accepted, step, answered=False):
+            await self._prioritised.extend(accepted, priority=priority)
+        measured = (anyio.current_time() - start) / max(1, sum(len(event.tokens) for event in accepted))
+        known = self._seconds_per_token
+        self._seconds_per_token = min(measured, self._slice.rise * known) if known else measured
+        for event in accepted:
+            session = self._sessions[event.rollout]
+            session.length += len(event.tokens)
             if self._follows:
-                session.read.append(part)
+                session.read.append(event)
 
     def _accepts(self, event: Growth) -> bool:
         if isinstance(event, Prompt):
@@ -165,13 +173,13 @@ class Score(Generic[T]):
     async def _replay(self, finished: Sequence[Finish], step: Step, priority: Priority) -> None:
         stale = [event.response for event in finished if not self._valid(event)]
         await self._forget([response.prompt.rollout for response in stale], priority)
-        parts = [part for response in stale for part in (response.prompt, *response.pieces())]
-        await self._read(parts, step, priority)
+        events = [event for response in stale for event in (response.prompt, *response.pieces())]
+        await self._read(events, step, priority)
 
     def _valid(self, event: Finish) -> bool:
         session = self._sessions.get(event.rollout)
-        whole = len(event.response.prompt.tokens) + len(event.response)
-        return session is not None and session.version == self.scorer.version and session.length == whole
+        length = len(event.response.prompt.tokens) + len(event.response)
+        return session is not None and session.version == self.scorer.version and session.length == length
 
     async def _forget(self, rollouts: Sequence[int], priority: Priority) -> None:
         known = [rollout for rollout in rollouts if self._sessions.pop(rollout, None)]
@@ -181,9 +189,48 @@ class Score(Generic[T]):
 
 
 @contextmanager
-def _at_work(events: Sequence[Growth | Finish], step: Step, *, answered: bool) -> Iterator[None]:
-    """Record when the scorer worked; name the rollouts in an error."""
+def _recorded(events: Sequence[Growth | Finish], step: Step, *, answered: bool) -> Iterator[None]:
+    """Record a call of the scorer; name the rollouts in an error."""
     start = anyio.current_time()
     with noted(f"while scoring rollouts {list(dict.fromkeys(event.rollout for event in events))}"):
         yield
     step.record(ScorerCall(start, anyio.current_time(), answered))
+
+
+def prioritised(scorer: Scorer[T]) -> PrioritisedScorer[T]:
+    """Return ``scorer``, or a wrapper that drops the priority if none of its methods takes that keyword.
+
+    Raises:
+        ProtocolError: some of its methods take the keyword, others do not.
+    """
+    lacking = [name for name in METHODS if "priority" not in inspect.signature(getattr(scorer, name)).parameters]
+    if not lacking:
+        return cast("PrioritisedScorer[T]", scorer)
+    if len(lacking) < len(METHODS):
+        raise ProtocolError(
+            f"expected the keyword `priority` in all of {', '.join(METHODS)} or in none: a call without it would wait "
+            f"for urgent calls of the same scorer; got {type(scorer).__name__}, which lacks it in "
+            f"{', '.join(lacking)}: declare it there too, and hand it to the place"
+        )
+    return _InOrder(scorer)
+
+
+class _InOrder(Generic[T]):
+    def __init__(self, scorer: Scorer[T]) -> None:
+        self._scorer = scorer
+
+    @property
+    def version(self) -> int:
+        return self._scorer.version
+
+    async def extend(self, events: Sequence[Growth], *, priority: Priority = IN_ORDER) -> None:
+        del priority
+        await self._scorer.extend(events)
+
+    async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> Sequence[T]:
+        del priority
+        return await self._scorer.finish(finished)
+
+    async def forget(self, rollouts: Sequence[int], *, priority: Priority = IN_ORDER) -> None:
+        del priority
+        await self._scorer.forget(rollouts)

@@ -78,7 +78,7 @@ def test_scores_that_come_after_decoding_are_to_be_streamed() -> None:
     held = judge(replace(STEP, seconds=20.0, scoring=(Scoring("reward", 0.0, 9.0),)))
     assert held.largest == "score"
     assert held.sentence.startswith(
-        "45 % of the step waits for scores of what is decoded: score it while it is written"
+        "45 % of the step waits for scores after decoding: score responses while they are decoded"
     )
     assert held.limit == pytest.approx(20 / 10)
 

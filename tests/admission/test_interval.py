@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from oppo.admission import Overcommit
-from oppo.admission.interval import KNOTS, cut_intervals, looked_at
+from oppo.admission.interval import KNOTS, cut_intervals, knots
 from oppo.admission.survival import Survival, kaplan_meier
 from oppo.events import Prompt
 from oppo.stages.ledger import Ledger
@@ -87,8 +87,8 @@ def test_a_batch_of_thousands_is_predicted_too() -> None:
 
 
 @pytest.mark.parametrize("most", [0, 1, 63, 64, 250, 1_000, 50_000])
-def test_however_many_extra_units_may_be_a_few_of_their_numbers_are_looked_at(most: int) -> None:
-    extras = looked_at(most)
+def test_the_knots_are_few_however_many_extra_units_there_may_be(most: int) -> None:
+    extras = knots(most)
     assert (extras[0], extras[-1]) == (0, most)
     assert len(set(extras)) == len(extras) == min(most + 1, len(extras)) <= KNOTS
     assert extras == sorted(extras)

@@ -87,7 +87,7 @@ def shared_diary(g: Builder, taken: Stream[int]) -> Stream[Any]:
 FAULTS: Sequence[tuple[Callable[[Builder, Stream[int]], Stream[Any]], str]] = [
     (two_builders, "'relay' reads 'other.far', which is not in this graph: use what its g.add() returned"),
     (same_name, "2 stages are called 'take': give each its own name"),
-    (unread, "nobody reads 'relay': connect it, remove it, or make it the result"),
+    (unread, "no stage reads 'relay': connect it, remove it, or make it the result"),
     (greedy, "'prompts' is read by 'take' and 'again': only one stage may take from it"),
     (shared_diary, "'first' and 'second' are the same object, which keeps state: make two"),
     (lambda g, t: g.add("without", Relay(), t), "no stage may be called 'without': that name is taken"),
@@ -220,9 +220,9 @@ def test_rebuild_says_what_is_wrong() -> None:
         line().rebuild(without=["relay"])
     with pytest.raises(GraphError, match="'rely' cannot be removed"):
         line().rebuild(without=["rely"])
-    with pytest.raises(GraphError, match="nobody reads 'extra'"):
+    with pytest.raises(GraphError, match="no stage reads 'extra'"):
         line().rebuild(extra=(Relay(), "take"))
-    with pytest.raises(GraphError, match="is a circle: no stage may wait for itself"):
+    with pytest.raises(GraphError, match="is a cycle: no stage may wait for itself"):
         line().rebuild(relay=(Any0(), "take", "late"), late=(Relay(), "relay"))
 
 

@@ -69,7 +69,7 @@ def test_the_source_cannot_be_joined() -> None:
         async def run(self, items: Receiver[int], *, out: Sender[int]) -> None:
             items.drain_nowait()
 
-    with pytest.raises(ProtocolError, match="put a stage between it and whatever joins it"):
+    with pytest.raises(ProtocolError, match="put a stage between it and a join"):
         run_virtual(results_of, line().replace(take=Peek()), 1)
 
 
@@ -323,7 +323,7 @@ def test_a_deadlock_shows_the_channel_table() -> None:
     assert "line.collect" in message
     assert "graph 'line', step 0" in message
     table = {row.split()[0]: row.split(maxsplit=2)[1:] for row in message.splitlines()[2:]}
-    assert table["prompts"] == ["3", "taken not asked"]
+    assert table["prompts"] == ["3", "taken idle"]
     assert table["take->relay"] == ["1/1", "closed"]
     assert table["relay->collect"] == ["1/1", "1 waiting to send"]
 

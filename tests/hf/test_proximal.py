@@ -26,7 +26,7 @@ from oppo.losses import PPOLoss
 from oppo.models import Sampling, Weights
 from oppo.placement import Process, Thread
 from oppo.stages import GAE
-from oppo.stages.rows import Row
+from oppo.stages.scored_rollouts import ScoredRollout
 from oppo.staleness import Correction
 from oppo.training import TrainerSettings
 from tests.hf import tiny
@@ -268,7 +268,7 @@ async def test_ratios_over_the_proximal_policy_begin_at_one_for_stale_tokens_too
     scorer = await at_version(ProximalLogprobs(actor, sampling=SAMPLING, thread=thread), 1)
     proximal = await scorer.finish(finished)
     rows = [
-        Row(event, event.response.logprobs, 0.0, np.zeros(len(event.response), np.float32), again)
+        ScoredRollout(event, event.response.logprobs, 0.0, np.zeros(len(event.response), np.float32), again)
         for event, again in zip(finished, proximal, strict=True)
     ]
     loss = PPOLoss(correction=Correction(ratio_base="proximal"))

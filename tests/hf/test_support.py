@@ -23,7 +23,7 @@ from oppo.losses import PPOLoss, token_logprobs
 from oppo.models import Sampling
 from oppo.placement import Thread
 from oppo.stages import GAE
-from oppo.stages.rows import Row
+from oppo.stages.scored_rollouts import ScoredRollout
 from oppo.support import Support
 from oppo.training import TrainerSettings
 from tests.hf import tiny
@@ -55,7 +55,7 @@ def sampling(request: pytest.FixtureRequest) -> Sampling:
 
 def batch_of(finished: Sequence[Finish], reference: Sequence[FloatArray], *, kl: float = 0.05) -> Batch:
     rows = [
-        Row(event, logprobs, float(k % 3), np.zeros(len(event.response), np.float32))
+        ScoredRollout(event, logprobs, float(k % 3), np.zeros(len(event.response), np.float32))
         for k, (event, logprobs) in enumerate(zip(finished, reference, strict=True))
     ]
     return GAE(kl=kl).batch(rows)

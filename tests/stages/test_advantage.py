@@ -16,8 +16,7 @@ from oppo.events import Batch, Chunk, Defer, Drop, Finish, FloatArray, Given, Pr
 from oppo.graph.channel import Channel
 from oppo.shaping import ScoreShaping
 from oppo.stages import GAE
-from oppo.stages.gather import ScoredRollouts
-from oppo.stages.rows import Row
+from oppo.stages.scored_rollouts import ScoredRollout, scored_rollout
 from oppo.testing import run_virtual
 from tests.known import known
 from tests.pipelines import Pipeline, Setting, same_batches
@@ -68,7 +67,7 @@ def test_whoever_drops_a_rollout_the_batch_records_it_once_and_stands_in_admissi
 
 
 def test_advantages_are_whitened_over_the_batch_and_returns_are_not() -> None:
-    rows = [Row(finish(n), per_token(1).value, float(n), per_token(n).value) for n in (1, 2, 3)]
+    rows = [ScoredRollout(finish(n), per_token(1).value, float(n), per_token(n).value) for n in (1, 2, 3)]
     plain, white = GAE(whiten_advantages=False).batch(rows), GAE().batch(rows)
     assert np.array_equal(white.advantages, whiten(plain.advantages, plain.sampled))
     assert not np.array_equal(white.advantages, plain.advantages)
@@ -129,16 +128,16 @@ def test_a_rollout_of_which_nothing_was_sampled_is_dropped_by_name_and_the_other
     given = Given(2, 0, np.arange(length, dtype=np.int32))
     silent = Finish(2, Response.empty(finish(2).response.prompt).then(given), "length")
     zeros = Scored(2, np.zeros(length, np.float32), 0)
-    gathered = ScoredRollouts()
-    for end, said in ((finish(1), per_token(1)), (silent, zeros), (finish(3), per_token(3))):
-        gathered.take(end, Scored(end.rollout, 1.0, 0), said, said)
-    batch = GAE().batch(*gathered.in_order())
+    ends = ((finish(1), per_token(1)), (silent, zeros), (finish(3), per_token(3)))
+    outcomes = [scored_rollout(end, Scored(end.rollout, 1.0, 0), scored, scored) for end, scored in ends]
+    rollouts = [outcome for outcome in outcomes if isinstance(outcome, ScoredRollout)]
+    batch = GAE().batch(rollouts, [outcome for outcome in outcomes if isinstance(outcome, Drop)])
     assert batch.rollouts == (1, 3)
     assert batch.dropped == (Drop(2, "nothing was sampled"),)
 
 
 def test_the_last_token_earns_the_shaped_score_and_the_batch_keeps_the_raw_one() -> None:
-    rows = [Row(finish(n), per_token(1).value, float(n), per_token(0).value) for n in (1, 2, 3)]
+    rows = [ScoredRollout(finish(n), per_token(1).value, float(n), per_token(0).value) for n in (1, 2, 3)]
     stage = GAE(kl=0.0, shaping=ScoreShaping(norm=True, scale=2.0))
     batch = stage.batch(rows)
     assert batch.rewards[[3, 7, 11]].tolist() == [-2.0, 0.0, 2.0]
@@ -149,13 +148,13 @@ def test_the_last_token_earns_the_shaped_score_and_the_batch_keeps_the_raw_one()
 
 def test_a_response_that_was_cut_off_by_its_length_pays_the_missing_eos_penalty() -> None:
     ends = [finish(1), Finish(2, finish(2).response, "length"), Finish(3, finish(3).response, "stop")]
-    rows = [Row(end, per_token(1).value, 0.0, per_token(0).value) for end in ends]
+    rows = [ScoredRollout(end, per_token(1).value, 0.0, per_token(0).value) for end in ends]
     batch = GAE(kl=0.0, shaping=ScoreShaping(missing_eos_penalty=1.0)).batch(rows)
     assert batch.rewards[[3, 7, 11]].tolist() == [0.0, -1.0, 0.0]
 
 
 def test_the_kl_in_the_reward_is_that_of_the_proximal_policy() -> None:
-    said = Row(finish(1), per_token(1).value, 0.0, np.zeros(4, np.float32))
+    said = ScoredRollout(finish(1), per_token(1).value, 0.0, np.zeros(4, np.float32))
     again = replace(said, proximal=np.array([-1, -1, -3, -2], np.float32))
     plain, corrected = (GAE(kl=0.5).batch([row]) for row in (said, again))
     assert plain.proximal is None
@@ -175,7 +174,7 @@ def test_the_stage_of_five_inputs_estimates_what_the_one_of_four_does_where_noth
 
 
 def test_a_rollout_whose_proximal_log_probs_are_not_finite_is_dropped_alone() -> None:
-    broken = Row(finish(1), per_token(1).value, 0.0, np.zeros(4, np.float32), np.full(4, np.nan, np.float32))
+    broken = ScoredRollout(finish(1), per_token(1).value, 0.0, np.zeros(4, np.float32), np.full(4, np.nan, np.float32))
     assert broken.fault() == Drop(broken.finish.rollout, "nonfinite proximal log-prob")
 
 
@@ -183,7 +182,7 @@ def test_a_rollout_whose_own_log_probs_are_not_finite_is_dropped_though_they_wer
     """The ratio of an update has them as its denominator, where the policy that sampled a token is asked for."""
     said = finish(1)
     said.response.logprobs[2] = np.nan
-    broken = Row(said, per_token(1).value, 0.0, np.zeros(4, np.float32), np.full(4, -1, np.float32))
+    broken = ScoredRollout(said, per_token(1).value, 0.0, np.zeros(4, np.float32), np.full(4, -1, np.float32))
     assert broken.fault() == Drop(broken.finish.rollout, "nonfinite behaviour log-prob")
 
 

@@ -40,27 +40,27 @@ def test_what_has_been_read_is_gone_and_what_follows_it_waits_behind_others() ->
     backlog.add([prompt(1), prompt(2), chunk(1, 0, 5)])
     first = backlog.portion(1)
     backlog.add([chunk(1, 5, 1)])  # while it is read
-    backlog.read(first)
+    backlog.mark_read(first)
     assert sizes(backlog, 100) == [(2, 1), (1, 5), (1, 1)]
 
 
-def test_news_take_what_is_unread_of_finished_rollouts_with_them() -> None:
+def test_outcomes_include_the_unread_events_of_finished_rollouts() -> None:
     backlog = Backlog()
     assert not backlog.is_urgent()
     backlog.add([prompt(1), prompt(2), chunk(1, 0, 5), Defer(2, 1)])
     assert not backlog.is_urgent(), "nobody waits for what is carried"
     backlog.add([finish(1), Drop(3, "filtered")])
     assert backlog.is_urgent()
-    news = backlog.news()
-    assert [type(each) for each in news.unread] == [Prompt, Chunk]
-    assert ([each.rollout for each in news.finished], news.dropped, news.deferred) == (
+    outcomes = backlog.take_outcomes()
+    assert [type(each) for each in outcomes.unread] == [Prompt, Chunk]
+    assert ([each.rollout for each in outcomes.finished], outcomes.dropped, outcomes.deferred) == (
         [1],
         [Drop(3, "filtered")],
         [Defer(2, 1)],
     )
     assert not backlog.is_urgent()
     assert sizes(backlog, 100) == [(2, 1)]
-    assert [event.rollout for event in backlog.give_up(2)] == [2]
+    assert [event.rollout for event in backlog.take_unread(2)] == [2]
     assert not backlog.portion(100)
 
 
@@ -73,7 +73,7 @@ def test_everything_is_read_once_and_in_order(came: list[tuple[int, int]], reads
 
     def take(tokens: int) -> None:
         portion = backlog.portion(tokens)
-        backlog.read(portion)
+        backlog.mark_read(portion)
         for event in portion:
             assert isinstance(event, Chunk)
             assert event.start == read[event.rollout]

@@ -27,7 +27,7 @@ from oppo.events import (
 )
 from oppo.graph.channel import Channel
 from oppo.shaping import ScoreShaping
-from oppo.stages import GroupRelative, Row
+from oppo.stages import GroupRelative, ScoredRollout
 from oppo.testing import run_virtual
 
 SAMPLES = 3
@@ -42,9 +42,9 @@ def finish(rollout: int, *, length: int = 4, given: int = 0, reason: FinishReaso
     return Finish(rollout, Response.of(prompt, [chunk, Given(rollout, length, tokens[:given])]), reason)
 
 
-def row(rollout: int, score: float, *, reference: float | None = None, length: int = 4) -> Row:
+def row(rollout: int, score: float, *, reference: float | None = None, length: int = 4) -> ScoredRollout:
     log_probs = None if reference is None else np.full(length, reference, np.float32)
-    return Row(finish(rollout, length=length), log_probs, score)
+    return ScoredRollout(finish(rollout, length=length), log_probs, score)
 
 
 def firsts(batch: Batch) -> list[float]:
@@ -68,7 +68,7 @@ def test_responses_are_compared_within_their_group(advantage: GroupAdvantage, ex
 
 
 def test_every_sampled_token_has_the_advantage_of_its_response_and_given_ones_have_none() -> None:
-    rows = [Row(finish(0, length=2, given=1), None, 0.0), Row(finish(1, length=3), None, 2.0)]
+    rows = [ScoredRollout(finish(0, length=2, given=1), None, 0.0), ScoredRollout(finish(1, length=3), None, 2.0)]
     batch = GroupRelative("centred").batch(rows)
     assert batch.advantages.tolist() == [-1, -1, 0, 1, 1, 1]
 
@@ -127,7 +127,7 @@ def test_a_group_whose_scores_tie_is_counted_whatever_its_kl_is() -> None:
 
 def test_scores_are_shaped_before_they_are_compared_and_what_was_learned_of_them_is_kept() -> None:
     ends: list[FinishReason] = ["eos", "length", "stop"]
-    rows = [Row(finish(k, reason=reason), None, 0.0) for k, reason in enumerate(ends)]
+    rows = [ScoredRollout(finish(k, reason=reason), None, 0.0) for k, reason in enumerate(ends)]
     stage = GroupRelative("centred", shaping=ScoreShaping(missing_eos_penalty=3.0, norm=True))
     batch = stage.batch(rows)
     assert firsts(batch) == [1, -2, 1]
@@ -209,7 +209,7 @@ def test_log_probs_of_a_reference_and_proximal_ones_are_inputs_by_name() -> None
 
 @pytest.mark.parametrize("kl", [0.1, AdaptiveKL(0.1)])
 def test_a_penalty_without_a_reference_is_refused(kl: float | AdaptiveKL) -> None:
-    with pytest.raises(ConfigError, match=r"kl = 0.1, is one to a reference: connect reference=stream"):
+    with pytest.raises(ConfigError, match=r"kl = 0.1, needs a reference: connect reference=stream"):
         sent(GroupRelative("centred", kl=kl), ENDS, SCORES, proximal=per_token(-1))
 
 

@@ -11,7 +11,7 @@ import pytest
 from oppo.events import Batch, Chunk, Defer, Finish, Prompt, Response
 from oppo.stages import GAE
 from oppo.stages.lengths import WINDOW, LengthBias
-from oppo.stages.rows import Row
+from oppo.stages.scored_rollouts import ScoredRollout
 from oppo.testing import run_virtual
 from tests.pipelines import Pipeline, Setting
 
@@ -26,7 +26,7 @@ def batch(lengths: dict[int, int], carried: Sequence[int] = ()) -> Batch:
         prompt = Prompt(rollout, rollout, np.arange(3, dtype=np.int32), group=rollout)
         ints, floats = np.zeros(length, np.int32), np.zeros(length, np.float32)
         response = Response.empty(prompt).then(Chunk(rollout, 0, ints, floats, ints))
-        rows.append(Row(Finish(rollout, response, "eos"), floats, 0.0, floats))
+        rows.append(ScoredRollout(Finish(rollout, response, "eos"), floats, 0.0, floats))
     return GAE().batch(rows, deferred=[Defer(rollout, 1) for rollout in carried])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -12,22 +13,16 @@ import pytest
 from oppo.admission import AdmitView, CutView, Observation, Overcommit, Scoring
 from oppo.events import FinishReason, Prompt, StepReport
 from oppo.graph import Step
-from oppo.stages.measure import DecodePhase, Decoding, Progress, ScorerCall, observation
+from oppo.models import Decode
+from oppo.stages.in_flight import InFlightRollout
+from oppo.stages.measure import DecodeMeter, DecodePhase, ScorerCall, observation
 from oppo.testing import run_virtual
 from tests.pipelines import Pipeline, Setting
 
 
-@dataclass
-class Flying:
-    """A rollout in flight."""
-
-    prompt: Prompt
-    length: int = 0
-    reason: FinishReason | None = None
-
-
-def flying(rollout: int, unit: int, length: int = 0, reason: FinishReason | None = None) -> Flying:
-    return Flying(Prompt(rollout, unit, np.zeros(1, np.int32), group=unit), length, reason)
+def in_flight(rollout: int, unit: int, length: int = 0, reason: FinishReason | None = None) -> InFlightRollout:
+    prompt = Prompt(rollout, unit, np.zeros(1, np.int32), group=unit)
+    return InFlightRollout(prompt, cast("Decode", None), length=length, reason=reason)
 
 
 def report(seconds: float, **metrics: float) -> StepReport:
@@ -36,16 +31,19 @@ def report(seconds: float, **metrics: float) -> StepReport:
 
 
 def test_lengths_are_those_of_units_and_gains_those_of_rollouts() -> None:
-    flights = [flying(0, 0, 30), flying(1, 0, 90, "eos"), flying(2, 1), flying(3, 1), flying(4, 2, 7, "eos")]
-    decoding = Decoding(flights)
-    for flight, length, reason in ((0, 50, "stop"), (2, 20, "length"), (3, 15, None)):
-        flights[flight].length, flights[flight].reason = length, reason  # type: ignore[assignment]  # one of the reasons
-    assert decoding.progress() == Progress(decode_steps=20, tokens=55, rows=3, finished=(90,), capped=0, parked=(20,))
+    rollouts = [in_flight(0, 0, 30), in_flight(1, 0, 90, "eos"), in_flight(2, 1), in_flight(3, 1)]
+    rollouts.append(in_flight(4, 2, 7, "eos"))
+    meter = DecodeMeter(rollouts, 1.0)
+    for number, length, reason in ((0, 50, "stop"), (2, 20, "length"), (3, 15, None)):
+        rollouts[number].length, rollouts[number].reason = length, reason  # type: ignore[assignment]  # a FinishReason
+    assert meter.phase(4.0) == DecodePhase(
+        1.0, 4.0, decode_steps=20, tokens=55, rows=3, finished=(90,), capped=0, parked=(20,)
+    )
 
 
 def test_seconds_are_told_apart_by_the_cut_and_by_what_was_waited_for() -> None:
     step = Step(4, 1, 0.0)
-    step.of("generate").record(DecodePhase(2.0, 10.0, Progress(decode_steps=9)))
+    step.of("generate").record(DecodePhase(2.0, 10.0, decode_steps=9))
     reward, reference = step.of("reward"), step.of("ref_logp")
     reward.record(ScorerCall(1.0, 3.0, answered=False))
     reward.record(ScorerCall(9.0, 11.0, answered=False))

@@ -13,7 +13,7 @@ from oppo.errors import ProtocolError
 from oppo.events import Chunk, Finish, Given, IntArray, Prompt, Response
 from oppo.models import Capabilities, Cut, Decoding, FixedDecoding, Follower, Loads, Piece, Weights
 from oppo.stages import GAE
-from oppo.stages.rows import Row
+from oppo.stages.scored_rollouts import ScoredRollout
 from oppo.support import Support
 from oppo.testing import (
     FakeCritic,
@@ -133,7 +133,10 @@ def test_the_fake_scorers_keep_the_contract() -> None:
 
 
 def test_the_fake_trainer_keeps_the_contract() -> None:
-    rows = [Row(event, event.response.logprobs, 1.0, np.zeros(len(event.response), np.float32)) for event in finished()]
+    rows = [
+        ScoredRollout(event, event.response.logprobs, 1.0, np.zeros(len(event.response), np.float32))
+        for event in finished()
+    ]
 
     async def make() -> FakeTrainer:
         return FakeTrainer()

@@ -1,13 +1,47 @@
-"""Rollouts in flight as plain values: what a checkpoint keeps of them, so that a resumed run loses no token."""
+"""A rollout in flight, and its snapshot as plain values: with it a checkpoint loses no token."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from oppo.events import FinishReason, Prompt, Response
+from oppo.errors import noted
+from oppo.events import Chunk, FinishReason, Given, Prompt, Response
+from oppo.models import Decode
 from oppo.support import Support
+
+
+@dataclass(slots=True, eq=False)
+class InFlightRollout:
+    """One rollout in flight: its decode and the pieces read from it. Between steps no task owns it.
+
+    Attributes:
+        announced: whether its prompt has been sent to the scorers.
+        length: tokens so far.
+        reason: why the response ended; ``None`` while it is unfinished.
+    """
+
+    prompt: Prompt
+    decode: Decode
+    announced: bool = False
+    pieces: list[Chunk | Given] = field(default_factory=list)
+    length: int = 0
+    reason: FinishReason | None = None
+
+    @property
+    def newest_version(self) -> int:
+        """Version of the weights that made its last sampled token; 0 without one."""
+        return next((int(each.versions[-1]) for each in reversed(self.pieces) if isinstance(each, Chunk)), 0)
+
+    def response(self) -> Response:
+        """Return the pieces so far as one response."""
+        return Response.of(self.prompt, self.pieces)
+
+    async def aclose(self) -> None:
+        """Give up its decode; an error names the rollout."""
+        with noted(f"while giving up rollout {self.prompt.rollout}"):
+            await self.decode.aclose()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -16,7 +50,7 @@ class RolloutSnapshot:
 
     Attributes:
         response: everything generated so far.
-        reason: why the response ended; ``None`` while it has not.
+        reason: why the response ended; ``None`` while it is unfinished.
     """
 
     response: Response
@@ -43,7 +77,7 @@ class RolloutSnapshot:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> RolloutSnapshot:
-        """Return the rollout that :meth:`state_dict` described."""
+        """Return the snapshot of which :meth:`state_dict` returned ``state``."""
         prompt = Prompt(
             rollout=state["rollout"],
             admission=state["admission"],

@@ -1,0 +1,198 @@
+"""A step's finished rollouts with the results of all scorers, and the batch made of them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from oppo.events import Batch, Defer, Drop, Finish, FloatArray, RolloutEvent, Scored
+from oppo.graph import Receiver, join, where
+from oppo.stages.contract import require_per_token, require_score
+
+LARGEST = float(np.finfo(np.float32).max)
+NONFINITE = "nonfinite"
+"""Prefix of the reason of a drop for a number that is not finite."""
+
+UNSAMPLED = "nothing was sampled"
+"""Reason of a drop for a response without a sampled token: none has earned the score."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoredRollout:
+    """One finished rollout with the results of all scorers; arrays are float32 [n] for a response of n tokens.
+
+    Attributes:
+        reference: log-probs of the reference model; ``None`` without one.
+        score: the reward model's scalar.
+        values: of the critic; ``None`` without one.
+        proximal: log-probs under the weights that are about to be updated; ``None`` unless they were computed.
+    """
+
+    finish: Finish
+    reference: FloatArray | None
+    score: float
+    values: FloatArray | None = None
+    proximal: FloatArray | None = None
+
+    @property
+    def rollout(self) -> int:
+        """Identity of the rollout."""
+        return self.finish.rollout
+
+    @property
+    def group(self) -> int:
+        """The group of its prompt."""
+        return self.finish.response.prompt.group
+
+    def fault(self) -> Drop | None:
+        """Return the ``Drop`` of a rollout that cannot be trained: nothing was sampled, or a number is not finite.
+
+        The reason names the first result that is not a finite float32.
+        """
+        if not self.finish.response.sampled.any():
+            return Drop(self.rollout, UNSAMPLED)
+        results: Mapping[str, float | FloatArray | None] = {
+            "score": self.score,
+            "reference log-prob": self.reference,
+            "value": self.values,
+            "behaviour log-prob": self.finish.response.logprobs,
+            "proximal log-prob": self.proximal,
+        }
+        faulty = (name for name, value in results.items() if value is not None and not (np.abs(value) <= LARGEST).all())
+        return next((Drop(self.rollout, f"{NONFINITE} {name}", nonfinite=True) for name in faulty), None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoredRollouts:
+    """The outcome of every rollout of a step; false without a rollout.
+
+    Attributes:
+        rollouts: those to train; any number of them, of any length.
+        dropped: those that are not trained.
+        deferred: those that are carried into the next step.
+    """
+
+    rollouts: Sequence[ScoredRollout] = ()
+    dropped: Sequence[Drop] = ()
+    deferred: Sequence[Defer] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.rollouts or self.dropped or self.deferred)
+
+    @classmethod
+    async def of(
+        cls,
+        rollout: Receiver[RolloutEvent],
+        score: Receiver[Scored[float] | Drop],
+        **per_token: Receiver[Scored[FloatArray] | Drop] | None,
+    ) -> ScoredRollouts:
+        """Return the step's rollouts once all are scored; the trained and the dropped ones in admission order.
+
+        Args:
+            rollout: the events that determine which rollouts there are.
+            score: of each.
+            per_token: ``reference``, ``values`` and ``proximal``; ``None`` for an input that is not connected.
+
+        Raises:
+            ProtocolError: a score is not one number, or another result is not one number for each response token.
+        """
+        deferred: list[Defer] = []
+
+        def keep_deferred(event: Finish | Drop | Defer) -> None:
+            if isinstance(event, Defer):
+                deferred.append(event)
+
+        connected = {name: receiver for name, receiver in per_token.items() if receiver is not None}
+        ends = where(rollout, Finish, Drop, Defer)
+        # Any: the number of inputs is not static; scored_rollout() checks what they carry.
+        lanes: AsyncIterator[tuple[Any, ...]] = join(
+            ends, score, *connected.values(), key=finished_rollout, aside=keep_deferred
+        )
+        outcomes = [
+            scored_rollout(end, scored, **dict(zip(connected, results, strict=True)))
+            async for end, scored, *results in lanes
+        ]
+        outcomes.sort(key=lambda outcome: outcome.rollout)  # the order of the scores depends on timing
+        return cls(
+            [outcome for outcome in outcomes if isinstance(outcome, ScoredRollout)],
+            [outcome for outcome in outcomes if isinstance(outcome, Drop)],
+            deferred,
+        )
+
+    def batch(self) -> Batch:
+        """Return the batch of these rollouts, in their order: rewards and advantages are 0, returns are ``None``.
+
+        A per-token result that some rollout lacks is ``None`` in the batch.
+        """
+        responses = [each.finish.response for each in self.rollouts]
+        lengths = [len(response) for response in responses]
+        return Batch(
+            responses=tuple(responses),
+            reasons=tuple(each.finish.reason for each in self.rollouts),
+            scores=np.array([each.score for each in self.rollouts], np.float32),
+            offsets=np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64))),
+            tokens=np.concatenate([r.tokens for r in responses] or [np.zeros(0, np.int32)]),
+            versions=np.concatenate([r.versions for r in responses] or [np.zeros(0, np.int32)]),
+            sampled=np.concatenate([r.sampled for r in responses] or [np.zeros(0, np.bool_)]),
+            logprobs=flat([response.logprobs for response in responses]),
+            proximal=_flat_if_complete([each.proximal for each in self.rollouts]),
+            reference=_flat_if_complete([each.reference for each in self.rollouts]),
+            values=_flat_if_complete([each.values for each in self.rollouts]),
+            rewards=np.zeros(sum(lengths), np.float32),
+            advantages=np.zeros(sum(lengths), np.float32),
+            returns=None,
+            dropped=tuple(self.dropped),
+            deferred=tuple(self.deferred),
+        )
+
+
+def scored_rollout(
+    finish: Finish | Drop,
+    score: Scored[float] | Drop,
+    reference: Scored[FloatArray] | Drop | None = None,
+    values: Scored[FloatArray] | Drop | None = None,
+    proximal: Scored[FloatArray] | Drop | None = None,
+) -> ScoredRollout | Drop:
+    """Return a rollout with its results, or its first ``Drop``: of generation, of a scorer, or of a number not finite.
+
+    Raises:
+        ProtocolError: the score is not one number, or another result is not one number for each response token.
+    """
+    drops = [each for each in (finish, reference, score, values, proximal) if isinstance(each, Drop)]
+    if isinstance(finish, Drop) or isinstance(score, Drop) or drops:
+        return drops[0]
+    require_score(score.value, finish)
+    scored = ScoredRollout(
+        finish,
+        _per_token(reference, finish, "reference log-prob"),
+        score.value,
+        _per_token(values, finish, "value"),
+        _per_token(proximal, finish, "proximal log-prob"),
+    )
+    return scored.fault() or scored
+
+
+def finished_rollout(item: object) -> int | None:
+    """Return the rollout that an item ends or scores; ``None`` for an item that no other input matches."""
+    return item.rollout if isinstance(item, Finish | Drop | Scored) else None
+
+
+def flat(arrays: Sequence[FloatArray]) -> FloatArray:
+    """Return per-rollout float arrays end to end, as float32."""
+    return np.concatenate([np.asarray(array, np.float32) for array in arrays] or [np.zeros(0, np.float32)])
+
+
+def _flat_if_complete(arrays: Sequence[FloatArray | None]) -> FloatArray | None:
+    known = [array for array in arrays if array is not None]
+    return flat(known) if len(known) == len(arrays) else None
+
+
+def _per_token(scored: Scored[FloatArray] | Drop | None, finish: Finish, what: str) -> FloatArray | None:
+    """Return the value of a connected input; a scorer's own ``None`` is an error."""
+    if not isinstance(scored, Scored):
+        return None
+    require_per_token(scored.value, finish, what)
+    return scored.value
