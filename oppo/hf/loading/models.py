@@ -29,7 +29,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from oppo.errors import ConfigError, OppoError, said
+from oppo.errors import ConfigError, OppoError, one_line
 from oppo.hf.device import CPU
 from oppo.hf.introspection import score_head
 from oppo.hf.kv.attention import CHOICES, COSTS, Choice
@@ -205,7 +205,7 @@ def _reading(directory: Path, otherwise: str) -> Iterator[None]:
                 "from them: expected weights as save_pretrained() writes them"
             ) from None  # torch would advise to build whatever they hold
         require_json(directory)
-        raise ConfigError(f"{otherwise} ({said(error)})") from error
+        raise ConfigError(f"{otherwise} ({one_line(error)})") from error
 
 
 @quiet()
