@@ -21,11 +21,12 @@ class ChunkSize(Protocol):
         """Return the tokens in a chunk, at least 1; called at the start of a step."""
 
     def observe(self, seen: Observation) -> None:
-        """Learn from a completed step."""
+        """Learn from a completed step; by default nothing."""
+        del seen
 
 
 @dataclass(frozen=True, slots=True)
-class Fixed:
+class Fixed(ChunkSize):
     """Chunks of ``tokens`` tokens."""
 
     tokens: int = 32
@@ -39,24 +40,18 @@ class Fixed:
         """Return the fixed size."""
         return self.tokens
 
-    def observe(self, seen: Observation) -> None:
-        """Learn nothing."""
-
 
 @dataclass(frozen=True, slots=True)
-class WholeRollout:
+class WholeRollout(ChunkSize):
     """One chunk for each response: scoring begins when the response is complete, as without overlap."""
 
     def size(self) -> int:
         """Return more tokens than any response has."""
         return sys.maxsize
 
-    def observe(self, seen: Observation) -> None:
-        """Learn nothing."""
-
 
 @dataclass
-class Tuned:
+class Tuned(ChunkSize):
     """Probes candidate sizes periodically and keeps the fastest until the next probe (OPPO, arXiv 2509.25762).
 
     In every probe each candidate gets ``trials`` steps, interleaved with those of the others. The criterion is seconds

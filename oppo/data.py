@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -20,6 +19,8 @@ from oppo.events import IntArray, Prompt
 from oppo.numeric import require_whole
 from oppo.observe import silent
 from oppo.user_code import shown
+
+T = TypeVar("T")
 
 OverLong: TypeAlias = Literal["filter", "truncate", "error"]
 Message: TypeAlias = dict[str, str]
@@ -94,8 +95,7 @@ def _encoded(value: object, tokenizer: Tokenizer, place: str) -> IntArray:
     tokens: Sequence[int] = ()
     if isinstance(value, str):
         if value.strip():
-            with _encoding(value, place, "the policy's tokenizer"):
-                tokens = tokenizer.encode(value)
+            tokens = _encoded_by(tokenizer.encode, value, place, "the policy's tokenizer")
     elif isinstance(value, list):
         messages = [_message(each, place) for each in value]
         if messages and not tokenizer.has_chat_template:
@@ -104,8 +104,7 @@ def _encoded(value: object, tokenizer: Tokenizer, place: str) -> IntArray:
                 "give the prompt as plain text, or set the tokenizer's chat_template"
             )
         if messages:
-            with _encoding(value, place, "the chat template of the policy's tokenizer"):
-                tokens = tokenizer.encode_chat(messages)
+            tokens = _encoded_by(tokenizer.encode_chat, messages, place, "the chat template of the policy's tokenizer")
     else:
         raise DataError(f"{place}: expected text or a list of chat messages, got {shown(value)}")
     if not len(tokens):
@@ -113,15 +112,9 @@ def _encoded(value: object, tokenizer: Tokenizer, place: str) -> IntArray:
     return np.asarray(tokens, np.int32)
 
 
-@contextmanager
-def _encoding(value: object, place: str, by: str) -> Iterator[None]:
-    """Raise any error of a tokenizer or its chat template as one that names the prompt.
-
-    Raises:
-        DataError: the body raised anything but a ``MemoryError``.
-    """
+def _encoded_by(encode: Callable[[T], Sequence[int]], value: T, place: str, by: str) -> Sequence[int]:
     try:
-        yield
+        return encode(value)
     except MemoryError:
         raise
     except Exception as error:  # any kind: a template is a program, and a tokenizer may be one too

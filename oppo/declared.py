@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import types
 from collections import abc
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from itertools import product
@@ -140,39 +140,30 @@ def require_declared(
         _require(name, getattr(record, name), each.kind, type(record).__name__, infinite=name in infinite, error=error)
 
 
-def bounds(kind: object) -> Iterator[object]:
-    """Yield the annotations of a type."""
-    if get_origin(kind) is Annotated:
-        yield from get_args(kind)[1:]
-
-
-def choices(kind: object) -> tuple[object, ...]:
-    """Return the members of a union, or the type itself."""
-    inner = get_args(kind)[0] if get_origin(kind) is Annotated else kind
-    return get_args(inner) if get_origin(inner) in (Union, types.UnionType) else (kind,)
-
-
 def _require(name: str, given: object, kind: object, owner: str, *, infinite: bool, error: type[Exception]) -> None:
-    every = choices(kind)
-    literals = [choice for each in every if get_origin(each) is Literal for choice in get_args(each)]
-    if (given is None and type(None) in every) or (isinstance(given, str) and given in literals):
+    inner, _ = _parts(kind)
+    union = get_args(inner) if get_origin(inner) in (Union, types.UnionType) else (kind,)
+    members = [_parts(each) for each in union]
+    literals = [choice for each, _ in members if get_origin(each) is Literal for choice in get_args(each)]
+    if (given is None and type(None) in union) or (isinstance(given, str) and given in literals):
         return
-    if callable(given) and any(get_origin(each) is abc.Callable for each in every):
+    if callable(given) and any(get_origin(each) is abc.Callable for each, _ in members):
         return
-    numbers = [(inner, list(bounds(each))) for each in every if (inner := _inner(each)) in (int, float)]
+    numbers = [(each, rules) for each, rules in members if each in (int, float)]
     if numbers:
         _require_number(name, given, *numbers[0], owner, infinite=infinite, error=error)
     elif literals:
         raise error(f"{name} must be one of {', '.join(map(str, literals))}, not {given!r}")
-    elif get_origin(_inner(kind)) is tuple and (inner := _inner(get_args(_inner(kind))[0])) in (int, float):
+    elif get_origin(inner) is tuple and (item := _parts(get_args(inner)[0]))[0] in (int, float):
         if not isinstance(given, tuple):
             raise error(f"{name} of {owner} must be a tuple of numbers, not {given!r}")
         for each in given:
-            _require_number(name, each, inner, bounds(get_args(_inner(kind))[0]), owner, infinite=infinite, error=error)
+            _require_number(name, each, *item, owner, infinite=infinite, error=error)
 
 
-def _inner(kind: object) -> Any:
-    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
+def _parts(kind: object) -> tuple[Any, Sequence[object]]:
+    """Return a type without its annotations, and these."""
+    return (get_args(kind)[0], get_args(kind)[1:]) if get_origin(kind) is Annotated else (kind, ())
 
 
 def _require_number(

@@ -15,7 +15,7 @@
     ├── NothingTrained    step after step, or a whole run, trained no rollout: counts the drops by reason
     └── ModelError
         ├── ModelRefused  a model cannot be served exactly: raised at load, names the reason
-        ├── ModelDiverged update after update was not finite: names the rollouts and the file of the batch
+        ├── ModelDiverged update after update was not finite: names the rollouts and the saved batch
         └── ModelLost     a model's thread or process is gone
 """
 
@@ -75,7 +75,7 @@ class NothingTrained(OppoError):  # noqa: N818 - it says what happened
 
 
 class ModelError(OppoError):
-    """A model cannot do what it was asked to."""
+    """A model cannot do what was requested."""
 
 
 class ModelRefused(ModelError):  # noqa: N818 - it says what happened

@@ -33,14 +33,9 @@ SpanListener: TypeAlias = Callable[[Span], None]
 """Called with each span when it ends, from the thread of the work."""
 
 
-def ignore(span: Span) -> None:
-    """Ignore the span."""
-    del span
-
-
-def silent(sentence: str) -> None:
-    """Ignore the sentence."""
-    del sentence
+def silent(report: object) -> None:
+    """Ignore a span or a sentence."""
+    del report
 
 
 class Notices:

@@ -30,7 +30,7 @@ from oppo.placement.detached import DisposableProcess, run_detached
 from oppo.user_code import contained, shown
 
 OnFailure: TypeAlias = Literal["fail", "drop", "retry"]
-"""The consequence of a failure: the run stops; the rollout is not trained; the function is called again first."""
+"""The consequence of a failure: the run stops; the rollout is dropped; the function is called again, then it stops."""
 
 PAUSES = (1.0, 5.0, 25.0)
 """Seconds before each further attempt: a restarting service is back within half a minute."""

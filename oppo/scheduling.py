@@ -58,11 +58,6 @@ class Urgent(Priority):
     first call in a place to the end of the context, calls that are not urgent wait there, so that none comes between
     two urgent ones. So every call that the body awaits in that place must be urgent. Outside of the context, calls with
     this priority are made in the order of arrival.
-
-    Example:
-        >>> with Urgent() as priority:
-        ...     isinstance(priority, Priority)
-        True
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """Learning from tokens that older weights sampled: the base of the ratio, and the weight of a token.
 
-Older weights wrote a part of a carried rollout. With current ``pi``, behaviour ``mu`` (the weights that sampled a token)
-and proximal ``pi'`` (the weights at the beginning of the update), let ``m = pi' / mu`` be the *mismatch* of a token. The
-clipped loss takes a ratio, and multiplies each token's loss by a constant weight:
+Older weights wrote a part of a carried rollout. With current ``pi``, behaviour ``mu`` (the weights that sampled a
+token) and proximal ``pi'`` (the weights at the beginning of the update), let ``m = pi' / mu`` be the *mismatch* of a
+token. The clipped loss takes a ratio, and multiplies each token's loss by a constant weight:
 
 ============= ======================== ========================
 weight        ratio base ``mu``        ratio base ``pi'``
@@ -14,8 +14,8 @@ weight        ratio base ``mu``        ratio base ``pi'``
 ============= ======================== ========================
 
 Ratio times weight is the same in both columns, except for ``none``. With the base ``mu`` the clip band lies around the
-old weights, so a token that later updates moved out of the band has no gradient; with ``pi'`` it lies around the weights
-that are being updated (the decoupled objective).
+old weights, so a token that later updates moved out of the band teaches nothing; with ``pi'`` it lies around the
+weights that are being updated (the decoupled objective).
 
 With ``level = "sequence"``, ``m`` is the geometric mean of a rollout's mismatches, which does not drift with the length
 as their product would; the ratio remains a token's.
@@ -96,7 +96,7 @@ class Correction:
             )
 
     @property
-    def asked(self) -> bool:
+    def needs_proximal(self) -> bool:
         """Whether this differs from plain PPO, so that proximal log-probs are needed."""
         return self.ratio_base != "behaviour" or self.weight != "none"
 

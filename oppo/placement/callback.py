@@ -24,10 +24,6 @@ class Callback(Generic[P, R]):
     Args:
         function: safe to be called from another thread.
         oneway: it returns nothing, and the work does not wait for it to run.
-
-    Example:
-        >>> Callback("abc".index)("c")
-        2
     """
 
     function: Callable[P, R]

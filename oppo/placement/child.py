@@ -64,9 +64,7 @@ class Child:
     def ask(self, packet: Packet, callbacks: Callbacks | None = None) -> Answer | Failure:
         """Send an order and return its answer; a failed ``setup`` is the answer to the first order instead.
 
-        Args:
-            packet: the order.
-            callbacks: of the order; they run here, in this thread.
+        Callbacks of the order run here, in this thread.
 
         Raises:
             Gone: the child is dead, or dies meanwhile.

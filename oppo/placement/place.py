@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -9,7 +10,8 @@ from types import TracebackType
 from typing import Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
 
 from oppo import observe
-from oppo.scheduling import IN_ORDER, Priority, TimeSlice
+from oppo.errors import ModelLost
+from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Priority, TimeSlice
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -60,7 +62,7 @@ class Hosted(Protocol[T_co]):
 
 
 class Journal(Protocol):
-    """A log of an instance's answered calls, kept so that its replacement can replay them."""
+    """What the answered calls of an instance amount to: calls that bring a replacement to the same state."""
 
     def note(self, work: Callable[..., object], args: tuple[object, ...]) -> None:
         """Record an answered call; called in the order of the calls, from one thread at a time."""
@@ -85,18 +87,32 @@ class Hosting(Protocol):
         """
 
 
-class Place(Hosting, Protocol):
+class Place(Hosting):
     """A home for instances with an owner: it has a name, reports its calls, and is closed in the end.
+
+    Args:
+        name: shown in traces and errors, and in the list of threads or processes.
+        listener: called with the span of each call, from the thread that made it or waited for its answer.
+        time_slice: how long a call in this place should last that nothing waits for.
 
     Attributes:
         at_work: the call in progress, as ``track: label``; empty when there is none.
     """
 
-    name: str
-    listener: observe.SpanListener
-    at_work: str
-    time_slice: TimeSlice
+    def __init__(
+        self,
+        name: str,
+        *,
+        listener: observe.SpanListener = observe.silent,
+        time_slice: TimeSlice = DEFAULT_TIME_SLICE,
+    ) -> None:
+        self.name = name
+        self.listener = listener
+        self.time_slice = time_slice
+        self.at_work = ""
+        self._open = True
 
+    @abstractmethod
     async def call_at(
         self, priority: Priority, track: str, label: str, work: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
     ) -> R:
@@ -107,14 +123,35 @@ class Place(Hosting, Protocol):
             Preempted: the call is preemptible and was not made.
         """
 
+    def host(self, instance: T, *, track: str = "", journal: Journal | None = None) -> Hosted[T]:
+        """Return a handle to ``instance``, which is lost only with this process, so ``journal`` records nothing."""
+        del journal
+        return LocalInstance(self, instance, track or self.name)
+
     def close(self) -> None:
-        """End the place after the call in progress; idempotent."""
+        """End the place after the call in progress and refuse further calls; idempotent."""
+        self._open = False
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+    def _require_open(self, what: str, label: str) -> None:
+        if not self._open:
+            raise ModelLost(f"the {what} {self.name!r} is closed, so it cannot do {label!r}")
+
+    @contextmanager
+    def _reported(self, track: str, label: str) -> Iterator[None]:
+        """Report the body as the call in progress, and afterwards its span to the listener."""
+        start = observe.now()
+        self.at_work = f"{track}: {label}"
+        try:
+            yield
+        finally:
+            self.at_work = ""
+            self.listener(observe.Span(track, label, start, observe.now()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,15 +177,3 @@ class LocalInstance(Generic[T]):
         return await self.place.call_at(self.priority, self.track, label, work, self.instance, *args, **kwargs)
 
     call_local = call
-
-
-@contextmanager
-def reported(place: Place, track: str, label: str) -> Iterator[None]:
-    """Report the body as the call in progress of ``place``, and afterwards its span on ``track`` to the listener."""
-    start = observe.now()
-    place.at_work = f"{track}: {label}"
-    try:
-        yield
-    finally:
-        place.at_work = ""
-        place.listener(observe.Span(track, label, start, observe.now()))

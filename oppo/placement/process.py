@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Concatenate, Generic, ParamSpec, TypeVar, cast
 
 from oppo import observe
-from oppo.errors import ModelLost
 from oppo.placement.callback import Callbacks
-from oppo.placement.place import Hosted, Journal, LocalInstance, Place, reported
+from oppo.placement.place import Hosted, Journal, LocalInstance, Place
 from oppo.placement.supervised_process import HostedInstance, SupervisedProcess
 from oppo.placement.thread import Thread
 from oppo.placement.wire import Call, pack, pack_with_blocks
@@ -33,13 +32,11 @@ class Process(Place):
     What they have in shared memory survives.
 
     Args:
-        name: shown in traces, errors and the list of processes.
-        listener: called, from a thread of this process, with the span of each call.
+        name, listener, time_slice: see :class:`Place`.
         setup: called once in the child before anything else, for example
             ``functools.partial(oppo.hf.cpu.use_cores, 1)``; importable by name.
         restarts: how many dead children are replaced in an hour; above 0, calls with callbacks are refused.
         tell: called with a sentence about each restart, from another thread.
-        time_slice: how long a call in the child should last that nothing waits for.
 
     Raises:
         ModelError: ``setup`` cannot go to another process.
@@ -56,17 +53,13 @@ class Process(Place):
         self,
         name: str,
         *,
-        listener: observe.SpanListener = observe.ignore,
+        listener: observe.SpanListener = observe.silent,
         setup: Callable[[], object] | None = None,
         restarts: int = 0,
         tell: Callable[[str], None] = observe.silent,
         time_slice: TimeSlice = DEFAULT_TIME_SLICE,
     ) -> None:
-        self.name = name
-        self.listener = listener
-        self.time_slice = time_slice
-        self.at_work = ""
-        self._open = True
+        super().__init__(name, listener=listener, time_slice=time_slice)
         self._child = SupervisedProcess(name, setup=setup, restarts=restarts, tell=tell)
         self._thread = Thread(name)  # waits for answers
 
@@ -99,11 +92,12 @@ class Process(Place):
         self._child.wait_until_ready()
 
     async def call_in_child(self, priority: Priority, hosted: HostedInstance, label: str, call: Call) -> object:
-        """Return what a call comes to in the child.
+        """Return what a call returns in the child.
 
         Raises:
             ModelLost: the place is closed, or its child died once too often.
             Preempted: the call is preemptible and was not made.
+            ProtocolError: the call has callbacks, and a restart would repeat it.
             Exception: whatever the call raised.
         """
 
@@ -124,22 +118,16 @@ class Process(Place):
     async def call_at(
         self, priority: Priority, track: str, label: str, work: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
     ) -> R:
-        """Run ``work`` in this process while the child is idle.
-
-        Raises:
-            ModelLost: the place is closed.
-            Preempted: the call is preemptible and was not made.
-        """
+        """Run ``work`` in this process while the child is idle; see :meth:`Place.call_at`."""
 
         def run() -> R:
-            with reported(self, track, label):
+            with self._reported(track, label):
                 return work(*args, **kwargs)
 
         return await self._in_turn(priority, label, run)
 
     async def _in_turn(self, priority: Priority, label: str, work: Callable[[], R]) -> R:
-        if not self._open:
-            raise ModelLost(f"the process of {self.name!r} is closed, so it cannot do {label!r}")
+        self._require_open("process of", label)
         return await self._thread.call_at(priority, self.name, label, work)
 
     def abort(self) -> None:
@@ -148,7 +136,7 @@ class Process(Place):
 
     def close(self) -> None:
         """End the child after the call in progress; idempotent."""
-        self._open = False
+        super().close()
         self._thread.close()
         self._child.close()
 

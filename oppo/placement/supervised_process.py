@@ -43,7 +43,8 @@ class HostedInstance:
 class SupervisedProcess:
     """A child process with instances; a dead child is replaced, its instances are created again and replay their calls.
 
-    A child creates an instance at its first call there, so no instance is replayed before it is needed.
+    A child creates an instance at its first call there, so no instance is replayed before it is needed. A child that
+    died once too often is ``ModelLost``.
 
     Args:
         name: of the place.
@@ -72,23 +73,14 @@ class SupervisedProcess:
         return self._child.pid
 
     def host(self, instance: object, track: str, journal: Journal | None) -> HostedInstance:
-        """Pickle ``instance`` as it is now, and return what identifies it in calls.
-
-        Raises:
-            ModelError: it cannot go to another process.
-        """
+        """Pickle ``instance`` as it is now, and return what identifies it in calls."""
         number = len(self._instances)
         hosted = HostedInstance(number, track, pack_with_blocks(Create(number, instance)), journal)
         self._instances.append(hosted)
         return hosted
 
     def wait_until_ready(self) -> None:
-        """Return when the child holds every instance.
-
-        Raises:
-            ModelLost: the child died once too often.
-            Exception: ``setup`` or the creation of an instance failed.
-        """
+        """Return when the child holds every instance."""
         for hosted in self._instances:
             with self._turn:
                 failure = self._restarting(partial(self._ensure_created, hosted), f"'create' for {hosted.track!r}")
@@ -98,12 +90,7 @@ class SupervisedProcess:
     def call(
         self, hosted: HostedInstance, label: str, call: Call, packet: Packet, callbacks: Callbacks
     ) -> Answer | Failure:
-        """Return the answer to ``call``, packed in ``packet``: from this child or from one that replaces it.
-
-        Raises:
-            ModelLost: the child died once too often.
-            ProtocolError: the call has callbacks, and a restart would repeat it.
-        """
+        """Return the answer to ``call``, packed in ``packet``, from this child or one that replaces it."""
         if callbacks and self._restarts:
             raise ProtocolError(
                 f"{label!r} for {hosted.track!r} calls back, so it cannot be repeated in another process, but "
@@ -128,11 +115,7 @@ class SupervisedProcess:
         self._child.end()
 
     def _restarting(self, exchange: Callable[[], A], doing: str) -> A:
-        """Return what ``exchange`` returns, repeated with a new child whenever one dies.
-
-        Raises:
-            ModelLost: the child died once too often.
-        """
+        """Return what ``exchange`` returns, repeated with a new child whenever one dies."""
         while True:
             try:
                 return exchange()

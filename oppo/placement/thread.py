@@ -10,25 +10,22 @@ from typing import ParamSpec, TypeVar
 import anyio
 
 from oppo import observe
-from oppo.errors import ModelLost, running_loop
+from oppo.errors import running_loop
 from oppo.placement.call_queue import CallQueue
-from oppo.placement.place import Hosted, Journal, LocalInstance, Place, reported
+from oppo.placement.place import Place
 from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Preempted, Priority, TimeSlice
 
 P = ParamSpec("P")
 R = TypeVar("R")
-T = TypeVar("T")
 
 
 class Thread(Place):
     """One thread, owned by one model or shared by several that should take turns on the same cores.
 
     Args:
-        name: shown in traces, errors and the thread list.
-        listener: called, from the thread, with the span of each call.
+        name, listener, time_slice: see :class:`Place`.
         setup: called once in the thread before anything else, for example to set the intra-op thread count; its error
             is the error of the first call, and the next call tries again.
-        time_slice: how long a call in the thread should last that nothing waits for.
 
     Example:
         >>> async def main() -> int:
@@ -42,18 +39,14 @@ class Thread(Place):
         self,
         name: str,
         *,
-        listener: observe.SpanListener = observe.ignore,
+        listener: observe.SpanListener = observe.silent,
         setup: Callable[[], None] | None = None,
         time_slice: TimeSlice = DEFAULT_TIME_SLICE,
     ) -> None:
-        self.name = name
-        self.listener = listener
-        self.time_slice = time_slice
-        self.at_work = ""
+        super().__init__(name, listener=listener, time_slice=time_slice)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"oppo-{name}")
         self._setup = setup
         self._calls = CallQueue()
-        self._open = True
 
     async def call(self, label: str, work: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run ``work`` in the thread and return what it returns.
@@ -69,15 +62,9 @@ class Thread(Place):
     async def call_at(
         self, priority: Priority, track: str, label: str, work: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
     ) -> R:
-        """Do the same with a priority, for one of several models that share the thread: its span is on ``track``.
-
-        Raises:
-            ModelLost: the thread is closed.
-            Preempted: the call is preemptible and was not made.
-        """
+        """Do the same with a priority, for one of several models that share the thread; see :meth:`Place.call_at`."""
         running_loop()
-        if not self._open:
-            raise ModelLost(f"the thread of {self.name!r} is closed, so it cannot do {label!r}")
+        self._require_open("thread of", label)
         future = self._queued(priority, track, label, lambda: work(*args, **kwargs))
         with anyio.CancelScope(shield=True):
             result = await _outlasting(asyncio.wrap_future(future))
@@ -92,7 +79,7 @@ class Thread(Place):
                 if self._setup is not None:
                     self._setup()
                     self._setup = None
-                with reported(self, track, label):
+                with self._reported(track, label):
                     result = work()
             except BaseException as error:  # noqa: BLE001 - raised where the call is waited for
                 future.set_exception(error)
@@ -107,14 +94,9 @@ class Thread(Place):
         if (begin := self._calls.take()) is not None:
             begin()
 
-    def host(self, instance: T, *, track: str = "", journal: Journal | None = None) -> Hosted[T]:
-        """Return a handle to ``instance``, which is lost only with this process; ``journal`` records nothing."""
-        del journal
-        return LocalInstance(self, instance, track or self.name)
-
     def close(self) -> None:
         """End the thread after the calls that are queued; idempotent."""
-        self._open = False
+        super().close()
         self._calls.close()
         self._pool.shutdown(wait=True)
 

@@ -3,7 +3,7 @@
 Each order has one answer, in order. Before the answer to a call the child may send requests for its callbacks; each
 has a reply, unless it is one-way. Messages are pickled, which is safe here and nowhere else: the socket has no name,
 only the child holds its other end, and no pickle is ever written to or read from a file. Blocks of shared memory travel
-beside the pickle, as file descriptors.
+beside the pickle, as file descriptors. Packing a message that cannot go to another process raises a ``ModelError``.
 """
 
 from __future__ import annotations
@@ -109,11 +109,7 @@ class _Unpacker(Unpickler):
 
 
 def packed(message: object, aside: Callable[[object], int | None]) -> bytes:
-    """Return ``message`` pickled; an object for which ``aside`` returns a number is replaced by that number.
-
-    Raises:
-        ModelError: something in it cannot go to another process.
-    """
+    """Return ``message`` pickled; an object for which ``aside`` returns a number is replaced by that number."""
     file = io.BytesIO()
     with _crossing():
         _Packer(file, aside).dump(message)
@@ -126,21 +122,13 @@ def unpacked(data: bytes, fetch: Callable[[int], object]) -> object:
 
 
 def pack(message: object) -> Packet:
-    """Return ``message``, which holds no blocks, ready to be sent; the fast way, as calls and answers are many.
-
-    Raises:
-        ModelError: something in it cannot go to another process.
-    """
+    """Return ``message``, which holds no blocks, ready to be sent; the fast way, as calls and answers are many."""
     with _crossing():
         return Packet(dumps(message, HIGHEST_PROTOCOL))
 
 
 def pack_with_blocks(message: object) -> Packet:
-    """Return ``message`` ready to be sent, with the blocks in it.
-
-    Raises:
-        ModelError: something in it cannot go to another process.
-    """
+    """Return ``message`` ready to be sent, with the blocks in it."""
     blocks: list[Block] = []
 
     def aside(part: object) -> int | None:
@@ -168,22 +156,14 @@ def _crossing() -> Iterator[None]:
 
 
 def send(connection: Connection[bytes, bytes], packet: Packet) -> None:
-    """Send a packet.
-
-    Raises:
-        OSError: the other end is closed.
-    """
+    """Send a packet; raise an ``OSError`` if the other end is closed."""
     connection.send_bytes(len(packet.blocks).to_bytes(_COUNT, sys.byteorder) + packet.data)
     for block in packet.blocks:
         send_handle(connection, block.fileno(), 0)
 
 
 def receive(connection: Connection[bytes, bytes]) -> Packet:
-    """Return the next packet; its blocks are mapped in this process.
-
-    Raises:
-        EOFError, OSError: the other end is closed.
-    """
+    """Return the next packet, its blocks mapped here; raise ``EOFError`` or ``OSError`` if the other end is closed."""
     data = connection.recv_bytes()
     count = int.from_bytes(data[:_COUNT], sys.byteorder)
     return Packet(data[_COUNT:], [Block(recv_handle(connection)) for _ in range(count)])

@@ -108,7 +108,7 @@ def _execute(order: object, instances: dict[int, object], bind: Callable[[object
             first = () if number is None else (instances[number],)
             return work(*first, *map(bind, args), **{name: bind(value) for name, value in kwargs.items()})
         case _:
-            raise ModelError(f"expected an order, but {type(order).__name__} came")
+            raise ModelError(f"expected an order, got {type(order).__name__}")
 
 
 def _failure(error: Exception, start: float) -> Packet:

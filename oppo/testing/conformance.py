@@ -87,7 +87,6 @@ class _Trial:
                     readers.start_soon(self.read, k, limit, cancel_first)
 
     async def read(self, k: int, limit: int, cancel_first: bool = False) -> None:
-        """Read one rollout to its end in this step."""
         if cancel_first:
             with anyio.move_on_after(0):
                 self.transcripts[k].pieces.append(await self.decodes[k].read(limit))
@@ -100,7 +99,7 @@ class _Trial:
             self.transcripts[k].pieces.append(piece)
             if piece.state in {"eos", "stop", "length"}:
                 require(
-                    rollout in self.reported, f"rollout {rollout}: its last piece was readable before cut() was told"
+                    rollout in self.reported, f"rollout {rollout}: its last piece was readable before cut() was called"
                 )
             if piece.state != "live":
                 return
@@ -122,11 +121,11 @@ def _check_piece(rollout: int, piece: Piece, limit: int, earlier: Sequence[Piece
         )
 
 
-async def _trial(make: Make[Policy], prompts: Sequence[Prompt], cut_at: int = 1_000_000) -> _Trial:
+async def _trial(make: Make[Policy], prompts: Sequence[Prompt]) -> _Trial:
     policy = await make()
     decodes = await policy.open(prompts)
     require(len(decodes) == len(prompts), f"open() of {len(prompts)} prompts returned {len(decodes)} decodes")
-    return _Trial(policy, prompts, decodes, [Transcript() for _ in prompts], cut_at=cut_at)
+    return _Trial(policy, prompts, decodes, [Transcript() for _ in prompts])
 
 
 async def check_policy(make: Make[Policy], prompts: Sequence[Prompt]) -> None:
@@ -143,7 +142,8 @@ async def check_policy(make: Make[Policy], prompts: Sequence[Prompt]) -> None:
     await whole.decode(limit=3)
     expected = [transcript.tokens for transcript in whole.transcripts]
     require(
-        sorted(whole.reported) == sorted(p.rollout for p in prompts), "cut() was not told of every rollout that ended"
+        sorted(whole.reported) == sorted(p.rollout for p in prompts),
+        "cut() was not called with every rollout that ended",
     )
     for limit in (1, 1_000_000):
         other = await _trial(make, prompts)
@@ -161,7 +161,7 @@ async def check_policy(make: Make[Policy], prompts: Sequence[Prompt]) -> None:
 
 
 async def _check_cut(make: Make[Policy], prompts: Sequence[Prompt], expected: list[list[tuple[int, bool]]]) -> None:
-    trial = await _trial(make, prompts, cut_at=1)
+    trial = await _trial(make, prompts)
     steps = 0
     while any(transcript.state in {"live", "cut"} for transcript in trial.transcripts):
         trial.cut_at = len(trial.reported) + 1

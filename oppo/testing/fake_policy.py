@@ -108,6 +108,8 @@ class FakeDecode:
 class FakePolicy:
     """An actor whose decode step serves every live rollout, or that decodes each at its own pace.
 
+    While its context is open, it also is the :class:`~oppo.models.Decoding` that rollouts join and leave.
+
     Attributes:
         length: tokens in the response to a prompt, before the cap.
         seconds: of one decode step; with a pace, of one token of a rollout.
@@ -140,6 +142,7 @@ class FakePolicy:
         self._live: dict[FakeDecode, None] = {}  # an ordered set
         self._cut: Cut | None = None
         self._over: anyio.Event | None = None
+        self._loops: TaskGroup | None = None
         self._stepping = False
 
     async def open(self, rollouts: Sequence[Prompt | Response]) -> Sequence[FakeDecode]:
@@ -183,30 +186,35 @@ class FakePolicy:
         self._cut, self._over = cut, anyio.Event()
         try:
             with as_itself():
-                async with anyio.create_task_group() as loops:
-                    decoding = FakeDecoding(self, loops)
-                    await decoding.add(live)
-                    yield decoding if self.capabilities.adds_while_decoding else FixedDecoding(type(self).__name__)
-                    loops.cancel_scope.cancel()
+                async with anyio.create_task_group() as self._loops:
+                    await self.add(live)
+                    yield self if self.capabilities.adds_while_decoding else FixedDecoding(type(self).__name__)
+                    self._loops.cancel_scope.cancel()
         finally:
             self._over.set()
-            self._live, self._cut, self._over = {}, None, None
+            self._live, self._cut, self._over, self._loops = {}, None, None, None
 
-    def join(self, decode: FakeDecode) -> None:
-        """Decode a rollout from the next decode step on, unless it is done.
+    async def add(self, decodes: Sequence[Decode]) -> None:
+        """Decode these as well, from the next decode step on.
 
         Raises:
             ProtocolError: the step has been cut.
         """
-        if self._cut is None:
-            raise ProtocolError(f"rollout {decode.prompt.rollout} was added to a decoding that has been cut")
-        if not decode.done:
-            self._live[decode] = None
+        for decode in self.mine(decodes):
+            if self._cut is None or self._loops is None:
+                raise ProtocolError(f"rollout {decode.prompt.rollout} was added to a decoding that has been cut")
+            if not decode.done:
+                self._live[decode] = None
+            if self.pace is not None:
+                self._loops.start_soon(self.decode_apart, decode, self.pace(decode.prompt))
+        if self.pace is None and self._loops is not None:
+            self._loops.start_soon(self.decode_together)
 
-    def leave(self, decode: FakeDecode) -> None:
-        """Stop decoding a rollout."""
-        self._live.pop(decode, None)
-        decode.wake()
+    async def park(self, decodes: Sequence[Decode]) -> None:
+        """Stop decoding these."""
+        for decode in self.mine(decodes):
+            self._live.pop(decode, None)
+            decode.wake()
 
     def support(self, tokens: IntArray) -> Support:
         """Return the support of tokens: each token and the ``kept - 1`` ids after it."""
@@ -260,25 +268,3 @@ class FakePolicy:
             parked, self._live, self._cut = self._live, {}, None
             for decode in parked:
                 decode.wake()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class FakeDecoding:
-    """The decoding of a :class:`FakePolicy`, which rollouts can join and leave."""
-
-    policy: FakePolicy
-    loops: TaskGroup
-
-    async def add(self, decodes: Sequence[Decode]) -> None:
-        """Decode these as well."""
-        for decode in self.policy.mine(decodes):
-            self.policy.join(decode)
-            if self.policy.pace is not None:
-                self.loops.start_soon(self.policy.decode_apart, decode, self.policy.pace(decode.prompt))
-        if self.policy.pace is None:
-            self.loops.start_soon(self.policy.decode_together)
-
-    async def park(self, decodes: Sequence[Decode]) -> None:
-        """Stop decoding these."""
-        for decode in self.policy.mine(decodes):
-            self.policy.leave(decode)

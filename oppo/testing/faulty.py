@@ -111,15 +111,7 @@ class FaultyDecode:
 
 @dataclass(eq=False)
 class FaultyPolicy(_FaultyFollower):
-    """A policy with the faults of ``name`` in ``script``.
-
-    Example:
-        >>> import anyio
-        >>> from oppo.testing import Fault, FakePolicy, Garbage, prompts
-        >>> policy = FaultyPolicy("actor", FakePolicy(), (Fault("actor", "open", Garbage("count"), call=1),))
-        >>> [len(anyio.run(policy.open, prompts(3))) for _ in range(2)]
-        [3, 2]
-    """
+    """A policy with the faults of ``name`` in ``script``."""
 
     name: str
     inner: Policy
@@ -254,17 +246,7 @@ class FaultyTrainer:
 
 
 def faulty_reward(name: str, function: RewardFunction, script: Script) -> RewardFunction:
-    """Return ``function`` with the faults of ``name`` in ``script``, under the same signature.
-
-    Example:
-        >>> import anyio
-        >>> from oppo.rewards import FunctionReward
-        >>> from oppo.testing import Fault, Flap
-        >>> down_once = (Fault("judge", "call", Flap(down=1)),)
-        >>> judge = faulty_reward("judge", lambda prompts, completions: [1.0 for _ in completions], down_once)
-        >>> FunctionReward(judge, decode=str, on_failure="retry").name
-        '<lambda>'
-    """
+    """Return ``function`` with the faults of ``name`` in ``script``, async, under the same signature."""
     player = Player(name, script)
 
     @wraps(function)

@@ -111,11 +111,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
             )
 
     def run_in_executor(self, executor: Executor | None, func: Callable[[*Ts], R], *args: *Ts) -> asyncio.Future[R]:
-        """Refuse.
-
-        Raises:
-            ProtocolError: always.
-        """
+        """Raise a :class:`~oppo.errors.ProtocolError`: executors need threads."""
         del executor, args
         raise ProtocolError(
             f"virtual time knows no threads, so {getattr(func, '__qualname__', func)!r} cannot run in an executor: "
