@@ -95,9 +95,13 @@ class Declared:
     description: str
 
 
-@cache
-def declared(record: Any) -> Mapping[str, Declared]:
+def declared(record: type) -> Mapping[str, Declared]:
     """Return the declarations of a dataclass's arguments, by name."""
+    return _declared(record)
+
+
+@cache
+def _declared(record: Any) -> Mapping[str, Declared]:
     kinds = get_type_hints(record, include_extras=True)
     return {
         each.name: Declared(

@@ -32,7 +32,7 @@ from oppo.testing import (
     fake_scalar,
 )
 from oppo.testing.fake_policy import FakeDecode
-from oppo.testing.script import SPOILT, Method, Misdeed
+from oppo.testing.script import SPOILT, FaultKind, Method
 from tests.faulty import Case, FaultyPipeline, Kind, stage_of
 from tests.known import known
 from tests.pipelines import Setting, paces, same_batches
@@ -82,7 +82,7 @@ def slow_faults(draw: st.DrawFn) -> Fault:
 def faults(draw: st.DrawFn) -> Fault:
     model = draw(st.sampled_from(sorted(METHODS)))
     method = draw(st.sampled_from(METHODS[model]))
-    does: list[st.SearchStrategy[Misdeed]] = [st.builds(Raise, ERRORS), st.just(Hang()), SLOW]
+    does: list[st.SearchStrategy[FaultKind]] = [st.builds(Raise, ERRORS), st.just(Hang()), SLOW]
     does.append(st.builds(Flap, st.integers(1, 2), st.integers(0, 2)))
     if method in SPOILT:
         does.append(st.builds(Garbage, st.sampled_from(SPOILT[method])))

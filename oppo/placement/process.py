@@ -80,7 +80,7 @@ class Process(Place):
             ModelError: it cannot go to another process.
         """
         hosted = self._child.host(instance, track or self.name, journal)
-        return _ChildInstance(self, instance, hosted.track, hosted=hosted, process=self)
+        return _ChildInstance(instance, hosted.track, place=self, hosted=hosted)
 
     def wait_until_ready(self) -> None:
         """Return when the child holds every instance; without this, each is unpickled at its first call.
@@ -143,9 +143,9 @@ class Process(Place):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _ChildInstance(LocalInstance[T], Generic[T]):
-    process: Process
+    place: Process
     hosted: HostedInstance
 
     async def call(self, label: str, work: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         call = Call(self.hosted.number, work, args, kwargs)
-        return cast("R", await self.process.call_in_child(self.priority, self.hosted, label, call))
+        return cast("R", await self.place.call_in_child(self.priority, self.hosted, label, call))

@@ -93,6 +93,8 @@ class HalfPublished:
 Applied: TypeAlias = Garbage | LoseSessions | HalfPublished
 """Faults that a model's wrapper applies, since they need the arguments or the result of the call."""
 
+FaultKind: TypeAlias = Raise | Hang | Slow | Flap | Applied
+
 SPOILT: Mapping[Method, tuple[Spoilt, ...]] = {
     "open": ("count",),
     "read": ("nan", "shape", "empty", "version", "order", "token"),
@@ -124,7 +126,7 @@ class Fault:
 
     model: str
     method: Method
-    does: Raise | Hang | Slow | Flap | Applied
+    does: FaultKind
     call: int = 0
 
     def __post_init__(self) -> None:

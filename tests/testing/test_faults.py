@@ -37,7 +37,7 @@ from oppo.testing import (
     run_virtual,
     script,
 )
-from oppo.testing.script import SPOILT, Method, Misdeed, Spoilt
+from oppo.testing.script import SPOILT, FaultKind, Method, Spoilt
 from tests.faulty import Case, FaultyPipeline, stage_of
 from tests.pipelines import Setting, same_batches
 
@@ -240,7 +240,7 @@ def test_a_script_is_a_value() -> None:
         ("update", HalfPublished()),
     ],
 )
-def test_a_fault_that_cannot_be_is_refused(method: Method, does: Misdeed) -> None:
+def test_a_fault_that_cannot_be_is_refused(method: Method, does: FaultKind) -> None:
     with pytest.raises(ValueError, match=rf"{method}\(\) cannot do "):
         Fault("model", method, does)
 
