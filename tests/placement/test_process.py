@@ -174,8 +174,8 @@ async def test_a_child_that_leaves_is_lost_with_its_exit_code() -> None:
 
 
 async def test_a_child_that_dies_is_replaced_and_its_instances_replay_their_journals(tmp_path: Path) -> None:
-    told: list[str] = []
-    with Process("scorers", restarts=2, tell=told.append) as process:
+    notices: list[str] = []
+    with Process("scorers", restarts=2, tell=notices.append) as process:
         one, two, forgetful = (
             process.host(Total(), journal=Additions()),
             process.host(Total(100), journal=Additions()),
@@ -195,7 +195,7 @@ async def test_a_child_that_dies_is_replaced_and_its_instances_replay_their_jour
         os.kill(process.pid, signal.SIGKILL)
         with pytest.raises(ModelLost, match=r"SIGKILL.*; no more than restarts=2 dead processes are replaced"):
             await one.call("add", Total.add, 1)
-    assert [sentence.rpartition("started again ")[2] for sentence in told] == ["(1 of 2)", "(2 of 2)"]
+    assert [sentence.rpartition("started again ")[2] for sentence in notices] == ["(1 of 2)", "(2 of 2)"]
 
 
 async def test_restarts_are_counted_by_the_hour(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,7 +83,7 @@ class Shy(FakePolicy):
 
 
 @pytest.mark.parametrize(
-    ("policy", "said", "sentence"),
+    ("policy", "claimed", "sentence"),
     [
         (
             Vain,
@@ -99,10 +99,10 @@ class Shy(FakePolicy):
     ],
 )
 def test_a_policy_that_can_other_things_than_it_says_is_found_out(
-    policy: type[FakePolicy], said: Capabilities, sentence: str
+    policy: type[FakePolicy], claimed: Capabilities, sentence: str
 ) -> None:
     async def make() -> FakePolicy:
-        return policy(capabilities=said)
+        return policy(capabilities=claimed)
 
     with pytest.raises(ProtocolError) as caught:
         run_virtual(check_policy, make, prompts(6))
