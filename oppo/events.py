@@ -154,32 +154,24 @@ class Response:
 
     def then(self, piece: Chunk | Given) -> Response:
         """Return this response with ``piece`` appended."""
-        n = len(piece.tokens)
-        sampled = isinstance(piece, Chunk)
-        last = self.versions[-1:] if len(self.versions) else np.zeros(1, np.int32)
+        n, sampled = len(piece.tokens), isinstance(piece, Chunk)
+        if isinstance(piece, Given):
+            last = self.versions[-1:] if len(self) else np.zeros(1, np.int32)
+            piece = Chunk(piece.rollout, piece.start, piece.tokens, np.zeros(n, np.float32), np.repeat(last, n))
         return Response(
             self.prompt,
             np.concatenate((self.tokens, piece.tokens)),
-            np.concatenate((self.logprobs, piece.logprobs if isinstance(piece, Chunk) else np.zeros(n, np.float32))),
-            np.concatenate((self.versions, piece.versions if isinstance(piece, Chunk) else np.repeat(last, n))),
+            np.concatenate((self.logprobs, piece.logprobs)),
+            np.concatenate((self.versions, piece.versions)),
             np.concatenate((self.sampled, np.full(n, sampled, np.bool_))),
-            Support.concatenate(
-                [(self.support, len(self)), (piece.support if isinstance(piece, Chunk) else Support(), n)]
-            ),
+            Support.concatenate([(self.support, len(self)), (piece.support, n)]),
         )
 
     def chunk(self, start: int = 0, stop: int | None = None) -> Chunk:
         """Return tokens ``start .. stop``, by default all, as one chunk, sampled or not."""
         stop = len(self) if stop is None else stop
-        s = slice(start, stop)
-        return Chunk(
-            self.prompt.rollout,
-            start,
-            self.tokens[s],
-            self.logprobs[s],
-            self.versions[s],
-            self.support.slice(start, stop),
-        )
+        s, support = slice(start, stop), self.support.slice(start, stop)
+        return Chunk(self.prompt.rollout, start, self.tokens[s], self.logprobs[s], self.versions[s], support)
 
     def pieces(self) -> list[Chunk | Given]:
         """Return the response in the fewest pieces: a ``Chunk`` or ``Given`` for each run of equal ``sampled``."""

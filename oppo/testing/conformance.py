@@ -20,9 +20,6 @@ from oppo.models import Decode, Follower, Piece, Policy, Scorer, Trainer, Weight
 T = TypeVar("T")
 Make: TypeAlias = Callable[[], Awaitable[T]]
 
-TOLERANCE = 1e-5
-"""Scores of the same tokens agree within ``TOLERANCE * (1 + |x|)``, whatever the chunks."""
-
 
 def require(holds: bool, sentence: str) -> None:
     """Raise a :class:`ProtocolError` with ``sentence`` unless ``holds``."""
@@ -276,7 +273,7 @@ async def check_scorer(make: Make[Scorer[T]], finished: Sequence[Finish], close:
     Args:
         make: returns a fresh scorer.
         finished: at least two complete rollouts, with at least four response tokens each.
-        close: whether two values are equal, up to the backend's rounding.
+        close: whether two values are equal, up to the backend's rounding: ``1e-5 * (1 + |x|)`` for those of oppo.
 
     Raises:
         ProtocolError: what was expected and what came.
