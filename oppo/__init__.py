@@ -1,9 +1,8 @@
 """PPO-style RLHF as a streaming graph of async stages.
 
-A step is a graph: the actor generates, the reward, reference and critic models read its tokens while they are being
-written, advantages are estimated, the weights are updated. Stragglers are carried into later steps, work intact.
-Everything here is importable without torch; the models live in :mod:`oppo.hf`, fakes for tests in
-:mod:`oppo.testing`.
+A step is a graph: the actor generates, the reward, reference and critic models prefill its tokens meanwhile, advantages
+are estimated, the weights are updated. Stragglers are carried into later steps, work intact. Everything here can be
+imported without torch; the models are in :mod:`oppo.hf`, fakes for tests in :mod:`oppo.testing`.
 """
 
 from oppo.admission import (

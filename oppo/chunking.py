@@ -1,4 +1,4 @@
-"""How many tokens travel in one chunk. A chunk is a unit of transport: the cut does not wait for its end."""
+"""The number of tokens in a chunk, which is a unit of transport: the cut does not wait for its end."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from oppo.admission.observation import Json, Observation
 from oppo.declared import require_declared
 
 FIRST_PROBE = 2
-"""Steps before the first probe: the first ones of a run are slow for reasons of their own."""
+"""Steps before the first probe: the first steps of a run are slow, whatever the chunk size."""
 
 
 class ChunkSize(Protocol):
     """Decides the size of the chunks; pure and synchronous."""
 
     def size(self) -> int:
-        """Tokens in a chunk, at least 1; asked at the start of a step."""
+        """Return the tokens in a chunk, at least 1; called at the start of a step."""
 
     def observe(self, seen: Observation) -> None:
-        """Learn from a step that is over."""
+        """Learn from a completed step; by default nothing."""
+        del seen
 
 
 @dataclass(frozen=True, slots=True)
-class Fixed:
+class Fixed(ChunkSize):
     """Chunks of ``tokens`` tokens."""
 
     tokens: int = 32
@@ -39,35 +40,28 @@ class Fixed:
         """Return the fixed size."""
         return self.tokens
 
-    def observe(self, seen: Observation) -> None:
-        """Learn nothing."""
-
 
 @dataclass(frozen=True, slots=True)
-class WholeRollout:
-    """One chunk for each response: scoring begins when the response is complete. The honest baseline."""
+class WholeRollout(ChunkSize):
+    """One chunk for each response: scoring begins when the response is complete, as without overlap."""
 
     def size(self) -> int:
         """Return more tokens than any response has."""
         return sys.maxsize
 
-    def observe(self, seen: Observation) -> None:
-        """Learn nothing."""
-
 
 @dataclass
-class Tuned:
-    """Tries some sizes now and then and keeps the fastest until the next time (OPPO, arXiv 2509.25762).
+class Tuned(ChunkSize):
+    """Probes candidate sizes periodically and keeps the fastest until the next probe (OPPO, arXiv 2509.25762).
 
-    In every probe each candidate has ``trials`` steps, in turns, so that none of them is measured in one stretch. They
-    are compared by seconds for each generated token, over all of a candidate's steps: the seconds of a step alone would
-    follow the lengths of its responses. Candidates are parts of the length cap, since a chunk is long or short beside
-    the responses it cuts up. With a cut between tokens and a cheap reward model they hardly differ: this pays where
-    scoring is slow or each chunk costs much.
+    In every probe each candidate gets ``trials`` steps, interleaved with those of the others. The criterion is seconds
+    per generated token over all of a candidate's steps, since the seconds of a step follow the lengths of its
+    responses. Candidates are fractions of the length cap, as the cost of a chunk depends on its share of a response.
+    They differ where scoring is slow or each chunk is expensive; with a cheap reward model they hardly do.
 
     Attributes:
         cap: the longest response, in tokens.
-        parts: the candidates, as parts of the cap; their middle one is used until the first probe.
+        parts: the candidates, as fractions of the cap; the middle one is used until the first probe.
         every: steps from the beginning of one probe to that of the next.
         trials: steps for each candidate in a probe.
 
@@ -103,15 +97,15 @@ class Tuned:
 
     @property
     def candidates(self) -> tuple[int, ...]:
-        """The sizes that are tried, ascending."""
+        """The candidate sizes, ascending."""
         return tuple(sorted({max(1, round(part * self.cap)) for part in self.parts}))
 
     def size(self) -> int:
-        """Return the candidate whose turn it is in a probe, else the fastest of the last one."""
+        """Return the candidate at trial during a probe, else the fastest of the last probe."""
         return self._size if self._trial is None else self.candidates[self._trial % len(self.candidates)]
 
     def observe(self, seen: Observation) -> None:
-        """Take a step into account; one that decoded nothing says nothing of chunks, and is not counted."""
+        """Record a step, unless it decoded nothing."""
         if not seen.tokens:
             return
         if self._trial is not None:
@@ -124,23 +118,23 @@ class Tuned:
             self._seconds, self._tokens = {}, {}
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the size of the step at hand."""
+        """Return the size in the current step."""
         return {"overlap/chunk": float(self.size())}
 
     def state_dict(self) -> dict[str, Json]:
-        """Return the size that was kept, and how far a probe has come."""
+        """Return the fastest size, and the progress of a probe."""
         seconds: dict[str, Json] = {str(size): value for size, value in self._seconds.items()}
         tokens: dict[str, Json] = {str(size): value for size, value in self._tokens.items()}
         return {"size": self._size, "step": self._step, "seconds": seconds, "tokens": tokens}
 
     def load_state_dict(self, state: Mapping[str, Json]) -> None:
-        """Go on from what :meth:`state_dict` returned."""
+        """Restore what :meth:`state_dict` returned."""
         self._size, self._step = cast("int", state["size"]), cast("int", state["step"])
         self._seconds = {int(size): value for size, value in cast("dict[str, float]", state["seconds"]).items()}
         self._tokens = {int(size): value for size, value in cast("dict[str, int]", state["tokens"]).items()}
 
     @property
     def _trial(self) -> int | None:
-        """Ordinal of the step in the probe at hand, if one is under way."""
+        """Ordinal of the step in the current probe, if there is one."""
         at = self._step % self.every
         return at if self._step >= 0 and at < self.trials * len(self.candidates) else None

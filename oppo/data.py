@@ -1,44 +1,44 @@
 """Prompts: read from a file once, checked in full before anything is trained, then served in a seeded order.
 
-A prompt's admission number is its ordinal in :class:`PromptStream`, whatever the schedule: it keys the sampling noise,
-so the same seed asks the same question of the same noise at any chunk size, overcommit or resume.
+A prompt's admission number is its ordinal in :class:`PromptStream`, whatever the schedule. It keys the sampling noise,
+so with the same seed a prompt meets the same noise at any chunk size, overcommit or resume.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
-from oppo.errors import DataError, said
+from oppo.errors import DataError, one_line
 from oppo.events import IntArray, Prompt
 from oppo.numeric import require_whole
 from oppo.observe import silent
+from oppo.user_code import shown
+
+T = TypeVar("T")
 
 OverLong: TypeAlias = Literal["filter", "truncate", "error"]
 Message: TypeAlias = dict[str, str]
 JsonRow: TypeAlias = Mapping[str, object]
 
-_SHOWN = 80  # characters of a bad value that an error quotes
-
 
 class Tokenizer(Protocol):
-    """What reading prompts asks of a tokenizer; :class:`oppo.hf.text.Text` is one."""
+    """A tokenizer, as far as reading prompts needs one; implemented by :class:`oppo.hf.text.Text`."""
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether :meth:`encode_chat` can be used."""
+        """Whether :meth:`encode_chat` works."""
 
     def encode(self, text: str) -> Sequence[int]:
         """Return the token ids of a prompt, special tokens included as the tokenizer adds them."""
 
     def encode_chat(self, messages: Sequence[Message]) -> Sequence[int]:
-        """Return the token ids of a conversation that ends where the assistant is to speak."""
+        """Return the token ids of a conversation, up to where the assistant's next message begins."""
 
 
 def read_prompts(
@@ -56,10 +56,10 @@ def read_prompts(
         path: the file; one row a prompt.
         tokenizer: of the policy.
         column: the column that holds the prompt: a string, or a list of ``{"role": ..., "content": ...}`` to which the
-            tokenizer's chat template is applied. All columns go to reward functions as they stand.
+            tokenizer's chat template is applied. Reward functions get all columns unchanged.
         max_prompt_tokens: a prompt of more tokens is over-long.
         over_long: leave such prompts out, keep their last ``max_prompt_tokens`` tokens, or refuse the file.
-        tell: told, in a sentence, how many prompts were over-long.
+        tell: called with a sentence about the over-long prompts, if any.
 
     Raises:
         DataError: the file cannot be read, a row is malformed, a prompt is empty, or no prompt is left.
@@ -95,8 +95,7 @@ def _encoded(value: object, tokenizer: Tokenizer, place: str) -> IntArray:
     tokens: Sequence[int] = ()
     if isinstance(value, str):
         if value.strip():
-            with _encoding(value, place, "the policy's tokenizer"):
-                tokens = tokenizer.encode(value)
+            tokens = _encoded_by(tokenizer.encode, value, place, "the policy's tokenizer")
     elif isinstance(value, list):
         messages = [_message(each, place) for each in value]
         if messages and not tokenizer.has_chat_template:
@@ -105,28 +104,21 @@ def _encoded(value: object, tokenizer: Tokenizer, place: str) -> IntArray:
                 "give the prompt as plain text, or set the tokenizer's chat_template"
             )
         if messages:
-            with _encoding(value, place, "the chat template of the policy's tokenizer"):
-                tokens = tokenizer.encode_chat(messages)
+            tokens = _encoded_by(tokenizer.encode_chat, messages, place, "the chat template of the policy's tokenizer")
     else:
-        raise DataError(f"{place}: expected text or a list of chat messages, got {_shown(value)}")
+        raise DataError(f"{place}: expected text or a list of chat messages, got {shown(value)}")
     if not len(tokens):
         raise DataError(f"{place}: the prompt is empty")
     return np.asarray(tokens, np.int32)
 
 
-@contextmanager
-def _encoding(value: object, place: str, by: str) -> Iterator[None]:
-    """Say whatever a tokenizer, or the template that came with it, raises in a sentence that names the prompt.
-
-    Raises:
-        DataError: something was raised inside, other than that memory ran out.
-    """
+def _encoded_by(encode: Callable[[T], Sequence[int]], value: T, place: str, by: str) -> Sequence[int]:
     try:
-        yield
+        return encode(value)
     except MemoryError:
         raise
     except Exception as error:  # any kind: a template is a program, and a tokenizer may be one too
-        raise DataError(f"{place}: {by} cannot read {_shown(value)}: {said(error)}") from error
+        raise DataError(f"{place}: {by} cannot read {shown(value)}: {one_line(error)}") from error
 
 
 def _message(value: object, place: str) -> Message:
@@ -134,11 +126,11 @@ def _message(value: object, place: str) -> Message:
         role, content = value.get("role"), value.get("content")
         if isinstance(role, str) and isinstance(content, str):
             return {"role": role, "content": content}
-    raise DataError(f"{place}: a chat message is {{'role': text, 'content': text}}, got {_shown(value)}")
+    raise DataError(f"{place}: a chat message is {{'role': text, 'content': text}}, got {shown(value)}")
 
 
 def _rows(path: Path) -> Iterator[tuple[str, JsonRow]]:
-    """Yield each row with the words that say where it stands."""
+    """Yield each row with its location, in words."""
     if path.suffix == ".jsonl":
         return _json_rows(path)
     if path.suffix == ".parquet":
@@ -147,12 +139,7 @@ def _rows(path: Path) -> Iterator[tuple[str, JsonRow]]:
 
 
 def _regular(path: Path) -> Path:
-    """Return a path only if it is one of a file; a pipe or a device may never end.
-
-    Raises:
-        DataError: it is not.
-        OSError: it cannot be told.
-    """
+    """Require a regular file: a pipe or a device may never end."""
     if not path.is_file():
         raise DataError(f"there is no prompt file {path}" + ", but a directory, pipe or device" * path.exists())
     return path
@@ -179,7 +166,7 @@ def _json_row(line: str, place: str) -> JsonRow:
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists without end
         raise DataError(f"{place}: not valid JSON: {error}") from error
     if not isinstance(row, dict):
-        raise DataError(f"{place}: expected a JSON object, got {_shown(row)}")
+        raise DataError(f"{place}: expected a JSON object, got {shown(row)}")
     return row
 
 
@@ -195,21 +182,16 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, JsonRow]]:
         yield f"{path}, row {number}", row
 
 
-def _shown(value: object) -> str:
-    text = repr(value)
-    return f"{text[:_SHOWN]}{'...' if len(text) > _SHOWN else ''} ({type(value).__name__})"
-
-
 class PromptStream(Iterator[Prompt]):
     """The prompts in a seeded order, reshuffled every epoch, each with its ordinal as admission number.
 
-    Where it stands is one number, :attr:`position`: the order of an epoch depends on the seed and the epoch only.
+    The order of an epoch depends on the seed and the epoch only, so :attr:`position` is all the state there is.
 
     Args:
         prompts: at least one.
-        seed: of the order; a stream with the same seed and prompts yields the same order.
+        seed: of the order; streams with the same seed and prompts yield the same order.
         epochs: passes over the prompts, after which the stream ends; 0 never ends.
-        position: how many prompts have been taken already.
+        position: how many prompts were taken already.
 
     Example:
         >>> prompts = [Prompt(i, i, np.array([i], np.int32)) for i in range(3)]
@@ -230,7 +212,7 @@ class PromptStream(Iterator[Prompt]):
         self.position = position
 
     def __len__(self) -> int:
-        """Return how many prompts the whole stream holds; an endless one says so by a ``TypeError``."""
+        """Return how many prompts the whole stream holds; an endless one raises a ``TypeError``."""
         if not self._epochs:
             raise TypeError("an endless prompt stream has no length")
         return self._epochs * len(self._prompts)
@@ -245,7 +227,7 @@ class PromptStream(Iterator[Prompt]):
         return self.at(self.position - 1)
 
     def at(self, number: int) -> Prompt:
-        """Return the prompt with this admission number, wherever the stream stands."""
+        """Return the prompt with this admission number, whatever the position."""
         epoch, index = divmod(number, len(self._prompts))
         if epoch != self._epoch:
             self._epoch = epoch
@@ -253,9 +235,9 @@ class PromptStream(Iterator[Prompt]):
         return replace(self._prompts[self._order[index]], rollout=number, admission=number, group=number)
 
     def state_dict(self) -> dict[str, int]:
-        """Return where the stream stands."""
+        """Return the position."""
         return {"position": self.position}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from where another stream over the same prompts stood."""
+        """Continue from the position of another stream over the same prompts."""
         self.position = state["position"]

@@ -1,16 +1,18 @@
-"""What the fields of a dataclass declare: a type with its bounds, a default, and a sentence.
+"""Declarations of settings: the fields of a dataclass, each with a type and its bounds, a default and a description.
 
-A setting is declared once. Here values that come from Python are held to the declaration, where they come in: a NaN, or
-half a step, would be met far from there. Those of a file are held to it by :mod:`oppo.app.config`.
+A setting is declared once. :func:`require_declared` holds values from Python to the declaration, where they come in;
+:mod:`oppo.app.config` holds those of a file to it.
 """
 
 from __future__ import annotations
 
+import operator
 import types
 from collections import abc
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
+from itertools import product
 from typing import (
     TYPE_CHECKING,
     Annotated,
@@ -27,7 +29,7 @@ from typing import (
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 
-from oppo.numeric import require_range, require_real, require_whole
+from oppo.numeric import require_real, require_whole
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -35,10 +37,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MOST = 2**31
-"""Counts stay below: they are numbers of steps, rollouts, tokens and bytes, and many become an int32."""
+"""Counts (of steps, rollouts, tokens, bytes) stay below it, as many become an int32."""
 
 SEEDS = range(2**63)
-"""What a seed may be."""
+"""The seeds that are accepted."""
 
 Fraction: TypeAlias = Annotated[float, Ge(0), Le(1)]
 NonNegative: TypeAlias = Annotated[float, Ge(0)]
@@ -49,14 +51,18 @@ PositiveCount: TypeAlias = Annotated[int, Gt(0), Lt(MOST)]
 Seed: TypeAlias = Annotated[int, Ge(SEEDS.start), Lt(SEEDS.stop)]
 Filled: TypeAlias = Annotated[str, MinLen(1)]
 
-
-BOUNDS: Final = {"ge": "at_least", "gt": "above", "le": "at_most", "lt": "below"}
-"""What :func:`oppo.numeric.require_range` calls the bounds of a type."""
+_BOUNDS: Final = {
+    "ge": (operator.ge, "{} or more"),
+    "gt": (operator.gt, "more than {}"),
+    "le": (operator.le, "{} or less"),
+    "lt": (operator.lt, "less than {}"),
+}
+"""By the attribute of ``annotated_types``: the comparison, and its words."""
 
 
 @dataclass(frozen=True, slots=True)
 class FromList:
-    """Marks a tuple that is a list in a file."""
+    """Marks a tuple that a file spells as a list."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
         """Return the schema of the tuple, which accepts a list too."""
@@ -64,24 +70,24 @@ class FromList:
 
 
 def setting(default: T, description: str) -> T:
-    """Return the field of a dataclass with a default, described by a sentence."""
+    """Return the field of a dataclass with a default and a description."""
     made: T = field(default=default, metadata={"description": description})
     return made
 
 
 def required(description: str) -> Any:
-    """Return the field of a dataclass that must be given, described by a sentence."""
+    """Return the field of a dataclass without a default, with a description."""
     return field(metadata={"description": description})
 
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """A field as it is declared.
+    """The declaration of a field.
 
     Attributes:
-        kind: its type, with what annotates it.
-        default: ``MISSING`` where it must be given.
-        description: a sentence; empty where there is none.
+        kind: its type, annotations included.
+        default: ``MISSING`` if the field is required.
+        description: a sentence, or empty.
     """
 
     kind: Any
@@ -90,7 +96,7 @@ class Declared:
 
 
 def declared(record: type) -> Mapping[str, Declared]:
-    """Return the arguments of a dataclass, by name."""
+    """Return the declarations of a dataclass's arguments, by name."""
     return _declared(record)
 
 
@@ -109,24 +115,23 @@ def _declared(record: Any) -> Mapping[str, Declared]:
 
 
 def _description(record: type, name: str) -> str:
-    """Return what a field is described by, in its class or the nearest base that says it."""
+    """Return a field's description in its class or the nearest base that has one."""
     declarations = [vars(base).get("__dataclass_fields__", {}).get(name) for base in record.__mro__]
-    said = [each.metadata["description"] for each in declarations if each and "description" in each.metadata]
-    return said[0] if said else ""
+    return next((each.metadata["description"] for each in declarations if each and "description" in each.metadata), "")
 
 
 def require_declared(
     record: DataclassInstance, *, infinite: Collection[str] = (), error: type[Exception] = ValueError
 ) -> None:
-    """Accept a dataclass whose numbers are numbers within their bounds, and whose literals are among the choices.
+    """Require that a dataclass's numbers lie within their bounds and its literals among their choices.
 
-    Looked at are arguments of type ``int``, ``float`` and ``Literal``, annotated or not, also beside ``None`` and each
-    other, and tuples of numbers.
+    This checks arguments of type ``int``, ``float`` and ``Literal``, annotated or not, also in unions with ``None`` and
+    each other, and tuples of numbers.
 
     Args:
-        record: of a module whose annotations are imported while it runs.
+        record: its module must import the names in its annotations at run time.
         infinite: the names of numbers that may be infinite.
-        error: what is raised otherwise.
+        error: raised otherwise.
 
     Example:
         >>> from oppo.models import Sampling
@@ -139,39 +144,30 @@ def require_declared(
         _require(name, getattr(record, name), each.kind, type(record).__name__, infinite=name in infinite, error=error)
 
 
-def bounds(kind: object) -> Iterator[object]:
-    """Yield what annotates a type."""
-    if get_origin(kind) is Annotated:
-        yield from get_args(kind)[1:]
-
-
-def choices(kind: object) -> tuple[object, ...]:
-    """Return the types that a union is made of; a type alone is one."""
-    inner = get_args(kind)[0] if get_origin(kind) is Annotated else kind
-    return get_args(inner) if get_origin(inner) in (Union, types.UnionType) else (kind,)
-
-
 def _require(name: str, given: object, kind: object, owner: str, *, infinite: bool, error: type[Exception]) -> None:
-    every = choices(kind)
-    literals = [choice for each in every if get_origin(each) is Literal for choice in get_args(each)]
-    if (given is None and type(None) in every) or (isinstance(given, str) and given in literals):
+    inner, _ = _parts(kind)
+    union = get_args(inner) if get_origin(inner) in (Union, types.UnionType) else (kind,)
+    members = [_parts(each) for each in union]
+    literals = [choice for each, _ in members if get_origin(each) is Literal for choice in get_args(each)]
+    if (given is None and type(None) in union) or (isinstance(given, str) and given in literals):
         return
-    if callable(given) and any(get_origin(each) is abc.Callable for each in every):
+    if callable(given) and any(get_origin(each) is abc.Callable for each, _ in members):
         return
-    numbers = [(inner, list(bounds(each))) for each in every if (inner := _inner(each)) in (int, float)]
+    numbers = [(each, rules) for each, rules in members if each in (int, float)]
     if numbers:
         _require_number(name, given, *numbers[0], owner, infinite=infinite, error=error)
     elif literals:
         raise error(f"{name} must be one of {', '.join(map(str, literals))}, not {given!r}")
-    elif get_origin(_inner(kind)) is tuple and (inner := _inner(get_args(_inner(kind))[0])) in (int, float):
+    elif get_origin(inner) is tuple and (item := _parts(get_args(inner)[0]))[0] in (int, float):
         if not isinstance(given, tuple):
             raise error(f"{name} of {owner} must be a tuple of numbers, not {given!r}")
         for each in given:
-            _require_number(name, each, inner, bounds(get_args(_inner(kind))[0]), owner, infinite=infinite, error=error)
+            _require_number(name, each, *item, owner, infinite=infinite, error=error)
 
 
-def _inner(kind: object) -> Any:
-    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
+def _parts(kind: object) -> tuple[Any, Sequence[object]]:
+    """Return a type without its annotations, and these."""
+    return (get_args(kind)[0], get_args(kind)[1:]) if get_origin(kind) is Annotated else (kind, ())
 
 
 def _require_number(
@@ -188,6 +184,7 @@ def _require_number(
         require_whole(f"{name} of {owner}", given, error=error)
     else:
         require_real(f"{name} of {owner}", given, infinite=infinite, error=error)
-    for rule in rules:
-        bound = {word: getattr(rule, sign) for sign, word in BOUNDS.items() if hasattr(rule, sign)}
-        require_range(name, given, **bound, error=error)
+    for rule, (attribute, (holds, words)) in product(rules, _BOUNDS.items()):
+        bound = getattr(rule, attribute, None)
+        if bound is not None and not holds(given, bound):
+            raise error(f"{name} must be {words.format(bound)}, not {given}")

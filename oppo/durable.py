@@ -1,10 +1,10 @@
-"""What a kill, or a loss of power, finds on the disk: a directory as a whole or not at all, and names that stay.
+"""Atomic writes of directories: after a kill or a loss of power a directory is there as a whole or not at all.
 
 ::
 
     name             the directory
-    .name.partial    what is being written to take its place; swept by the next who writes beside it
-    .name.before     what was there, for the moment in which the one that was written is given its name
+    .name.partial    its replacement while it is written; the next writer beside it deletes a leftover
+    .name.before     the old directory, while the replacement is renamed
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def sync(path: Path) -> None:
     """Return once a file's content, or a directory's names, are on the disk.
 
     Raises:
-        OSError: the disk has failed.
+        OSError: the disk failed.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -32,10 +32,10 @@ def sync(path: Path) -> None:
 
 
 def make(directory: Path) -> None:
-    """Have a directory, and those above it, there to stay.
+    """Create a directory and its parents, durably.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be created.
     """
     made = [each for each in (directory, *directory.parents) if not each.exists()]
     directory.mkdir(parents=True, exist_ok=True)
@@ -45,13 +45,13 @@ def make(directory: Path) -> None:
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """Yield a directory to write into; when the context ends well it is at ``path``, in place of what was there.
+    """Yield a directory to write into; when the context ends without an error, it replaces ``path``.
 
-    When it does not, nothing of it stays, and what was there does. What was written to its end but could not be given
-    its name stays too, aside.
+    After an error ``path`` is as it was and the new directory is deleted, unless it was complete and only the renaming
+    failed.
 
     Raises:
-        OSError: it could not be written, or given its name.
+        OSError: it could not be written or renamed.
     """
     make(path.parent)
     sweep(path.parent)
@@ -66,16 +66,16 @@ def whole(path: Path) -> Iterator[Path]:
         if isinstance(error, OSError):
             raise OSError(f"{error.strerror or error}".replace(str(aside), str(path))) from error
         raise
-    _put(aside, path)
+    _rename(aside, path)
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Have an error of the body say that it was writing ``path``.
+    """Raise errors of the body as an ``OSError`` that names ``path``.
 
     Raises:
-        OSError: it could not be written; whatever the body raised, for libraries have errors of their own for full
-            disks.
+        OSError: the body failed with any error but ``OppoError`` and ``MemoryError``: libraries have errors of their
+            own for full disks.
     """
     try:
         yield
@@ -86,10 +86,10 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def sweep(directory: Path) -> None:
-    """Delete what killed processes have left half-written in ``directory``; what they had moved away comes back.
+    """Delete the partial directories that killed processes left in ``directory``, and restore those moved away.
 
     Raises:
-        OSError: it cannot come back.
+        OSError: one cannot be restored.
     """
     for before in directory.glob(".*.before"):
         path = before.with_name(before.name.removeprefix(".").removesuffix(".before"))
@@ -101,11 +101,11 @@ def sweep(directory: Path) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _put(aside: Path, path: Path) -> None:
-    """Give what was written aside its name; what had it before goes, but only then.
+def _rename(aside: Path, path: Path) -> None:
+    """Rename ``aside`` to ``path``, and only then delete the directory that was there.
 
     Raises:
-        OSError: one of them cannot be moved; ``path`` is as it was.
+        OSError: the renaming failed; ``path`` is as it was.
     """
     before = path.with_name(f".{path.name}.before")
     try:

@@ -5,7 +5,7 @@
     OppoError
     ├── GraphError        a graph is wired wrong: raised while it is built, never while it runs
     ├── DeadlockError     every task waits and nothing can wake one: carries the channel table
-    ├── HangError         nothing has moved for too long in real time: says who waits for whom
+    ├── HangError         nothing moved for too long in real time: lists what waits for what
     ├── ProtocolError     a model or a stage broke the contract of its seam
     ├── AdmissionError    an admission policy asks for the impossible
     ├── ConfigError       a setting is unknown, missing or out of range
@@ -15,7 +15,7 @@
     ├── NothingTrained    step after step, or a whole run, trained no rollout: counts the drops by reason
     └── ModelError
         ├── ModelRefused  a model cannot be served exactly: raised at load, names the reason
-        ├── ModelDiverged updates went on being not finite: names the rollouts and where the batch lies
+        ├── ModelDiverged update after update was not finite: names the rollouts and the saved batch
         └── ModelLost     a model's thread or process is gone
 """
 
@@ -35,7 +35,7 @@ class OppoError(Exception):
 
 
 class GraphError(OppoError):
-    """A graph is wired wrong; the message says which stage, what was expected and what came."""
+    """A graph is wired wrong; the message names the stage, what was expected and what came."""
 
 
 class DeadlockError(OppoError):
@@ -43,7 +43,7 @@ class DeadlockError(OppoError):
 
 
 class HangError(OppoError):
-    """Nothing in a run has moved for longer than allowed; the message says who waits for whom."""
+    """Nothing in a run moved for longer than allowed; the message lists what waits for what."""
 
 
 class ProtocolError(OppoError):
@@ -75,7 +75,7 @@ class NothingTrained(OppoError):  # noqa: N818 - it says what happened
 
 
 class ModelError(OppoError):
-    """A model cannot do what it was asked to."""
+    """A model cannot do what was requested."""
 
 
 class ModelRefused(ModelError):  # noqa: N818 - it says what happened
@@ -92,7 +92,7 @@ class ModelLost(ModelError):  # noqa: N818 - it says what happened
 
 @contextmanager
 def as_itself() -> Iterator[None]:
-    """Let the first error of a task group surface as itself; the others become notes of it."""
+    """Raise the first error of a task group as itself; the others become notes of it."""
     try:
         yield
     except BaseExceptionGroup as group:
@@ -103,7 +103,7 @@ def as_itself() -> Iterator[None]:
 
 @contextmanager
 def noted(sentence: str) -> Iterator[None]:
-    """Add ``sentence`` to an error of the body, as a note; a cancellation that comes from within is such an error.
+    """Add ``sentence`` as a note to an error of the body, or to the error that a cancellation from within becomes.
 
     Raises:
         ProtocolError: the body was cancelled, though neither its scopes nor its task were.
@@ -118,9 +118,9 @@ def noted(sentence: str) -> Iterator[None]:
 
 @contextmanager
 def not_cancelled_from_within() -> Iterator[None]:
-    """Make an error of a ``CancelledError`` that the body raises on its own, which would look like an orderly end.
+    """Turn a ``CancelledError`` that the body raises on its own into an error, as it would look like an orderly end.
 
-    A ``KeyboardInterrupt`` that has broken into a call that was cancelled is a part of that cancellation.
+    A ``KeyboardInterrupt`` during a cancellation counts as that cancellation.
 
     Raises:
         ProtocolError: the body was cancelled, though neither its scopes nor its task were.
@@ -141,7 +141,7 @@ def not_cancelled_from_within() -> Iterator[None]:
 
 
 def running_loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop that runs, which must be asyncio's, or one of its kind such as uvloop's.
+    """Return the running event loop, which must be asyncio's or a compatible one such as uvloop's.
 
     Raises:
         OppoError: another one runs, trio's for example.
@@ -166,10 +166,10 @@ def is_cancelled() -> bool:
 
 @contextmanager
 def behind(error: BaseException | None, doing: str) -> Iterator[None]:
-    """Let an error of the body not hide ``error``, which came before: it becomes a note of it.
+    """Turn an error of the body into a note of ``error``, which came before and must not be hidden.
 
     Args:
-        error: what is under way; ``None``: nothing, so an error of the body is raised.
+        error: the one in flight; if ``None``, an error of the body is raised.
         doing: what the body does, for example ``closing the log``.
     """
     try:
@@ -181,42 +181,39 @@ def behind(error: BaseException | None, doing: str) -> Iterator[None]:
 
 
 def note_others(first: BaseException, others: Iterable[BaseException]) -> None:
-    """Add a note to ``first`` for each kind of error that came with it: the first of the kind, and how many more.
+    """Add a note to ``first`` for each kind of error in ``others``: the first of the kind, and how many more.
 
-    Errors whose words differ in their numbers only, those of rollouts for example, are of one kind.
+    Errors whose messages differ in numbers only, such as those of rollouts, are of one kind. The last note of an error,
+    which says where it arose, is quoted.
     """
-    kinds: dict[str, list[str]] = {}
+    kinds: dict[str, list[BaseException]] = {}
     for other in others:
-        kinds.setdefault(_kind(other), []).append(_with_place(other))
+        kinds.setdefault(_kind(other), []).append(other)
     if alike := kinds.pop(_kind(first), []):
         first.add_note(f"and {len(alike)} more like it")
-    for shown, *more in kinds.values():
-        first.add_note(f"and then {shown}" + (f", and {len(more)} more like it" if more else ""))
+    for one, *more in kinds.values():
+        places = "".join(f" ({note})" for note in getattr(one, "__notes__", [])[-1:])
+        count = f", and {len(more)} more like it" if more else ""
+        first.add_note(f"and then {type(one).__name__}: {one}{places}{count}")
 
 
 def _kind(error: BaseException) -> str:
     return re.sub(r"\d+", "", f"{type(error).__name__}: {error}")
 
 
-def _with_place(error: BaseException) -> str:
-    """Return an error in words, with the last of its notes, which says where it arose."""
-    places = getattr(error, "__notes__", [])[-1:]
-    return " ".join([f"{type(error).__name__}: {error}", *(f"({place})" for place in places)])
-
-
-def said(error: BaseException, most: int = 240) -> str:
-    """Return an error as one line of about ``most`` characters: its type, and what it says."""
-    return shortened(" ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":"), most)
+def one_line(error: BaseException, limit: int = 240) -> str:
+    """Return the type and message of an error as one line of about ``limit`` characters."""
+    return shortened(" ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":"), limit)
 
 
 def leaves(error: BaseException) -> list[BaseException]:
-    """Return the errors of a group, however deep, in order; an error that is no group is its own leaf."""
+    """Return the errors in a group, nested ones included, in order; any other error is its own leaf."""
     if isinstance(error, BaseExceptionGroup):
         return [leaf for member in error.exceptions for leaf in leaves(member)]
     return [error]
 
 
 def shortened(text: str, limit: int = 2000) -> str:
-    """Return at most ``limit`` characters of ``text``, all of which UTF-8 can write, and how many there are."""
+    """Return at most ``limit`` characters of ``text``, escaped for UTF-8, and the full length if that is more."""
     kept = text[:limit].encode("utf-8", "backslashreplace").decode("utf-8")
     return kept if len(text) <= limit else f"{kept}... ({len(text)} characters)"

@@ -1,14 +1,14 @@
-"""Formulas between what the models say of a response and what the trainer is asked to learn; numpy only.
+"""Rewards, advantages and returns from scores, log-probs and values; numpy only.
 
-Everything is per response, one dimension, float32 in and out; sums are taken in float64. Tokens that nobody sampled
-(a tool's answer) earn nothing and count nowhere: ``sampled`` says which tokens those are.
+Arrays are of one response, one-dimensional, float32 in and out; sums are taken in float64. Tokens that were not sampled
+(a tool's answer), where ``sampled`` is false, get no reward and count nowhere.
 """
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 
@@ -19,16 +19,16 @@ KLEstimator: TypeAlias = Literal["k1", "k2", "k3"]
 GroupAdvantage: TypeAlias = Literal["leave_one_out", "standardised", "centred"]
 
 WHITEN_EPSILON = 1e-8
-"""Added to the variance before its root is taken, as in TRL."""
+"""Added to the variance under the square root, as in TRL."""
 
 GROUP_EPSILON = 1e-4
-"""Added to the standard deviation of a group before it divides, as in TRL's GRPO."""
+"""Added to the standard deviation of a group in the denominator, as in TRL's GRPO."""
 
 MAX_KL_ERROR = 0.2
-"""The adaptive KL coefficient sees at most this relative error (Ziegler et al. 2019, section 2.2)."""
+"""Bound on the relative error in the adaptive KL coefficient (Ziegler et al. 2019, section 2.2)."""
 
 MIN_KL_FACTOR = 0.1
-"""One step leaves at least this share of the adaptive KL coefficient."""
+"""The least factor by which one step multiplies the adaptive KL coefficient."""
 
 
 def gae(rewards: FloatArray, values: FloatArray, gamma: float, lam: float) -> tuple[FloatArray, FloatArray]:
@@ -66,7 +66,7 @@ def kl_estimate(logprobs: FloatArray, reference: FloatArray, estimator: KLEstima
     joschu.net/blog/kl-approx.html).
 
     Raises:
-        ValueError: the arrays differ in shape, or there is no such estimator.
+        ValueError: the arrays differ in shape, or the estimator is unknown.
     """
     _require_aligned(logprobs=logprobs, reference=reference)
     difference = reference.astype(np.float64) - logprobs
@@ -90,10 +90,10 @@ def shaped_rewards(score: float, kl: FloatArray, coefficient: float, sampled: Bo
         score: the reward model's scalar.
         kl: float32 [T], nats per token.
         coefficient: weight of the penalty.
-        sampled: bool [T]; all tokens were sampled unless given. Others get reward 0.
+        sampled: bool [T]; all true by default. Other tokens get reward 0.
 
     Raises:
-        ValueError: no token was sampled, so the score belongs nowhere.
+        ValueError: no token was sampled, so none can carry the score.
     """
     mask = np.ones(len(kl), np.bool_) if sampled is None else sampled
     _require_aligned(kl=kl, sampled=mask)
@@ -108,13 +108,13 @@ def shaped_rewards(score: float, kl: FloatArray, coefficient: float, sampled: Bo
 def whiten(x: FloatArray, mask: BoolArray, *, shift_mean: bool = True) -> FloatArray:
     """Return ``x`` with unit variance, and mean zero if ``shift_mean``, over the entries where ``mask`` is true.
 
-    The variance is the unbiased one, as in TRL's ``masked_whiten``; that of fewer than two entries is taken as 0.
-    Entries outside of the mask become 0.
+    The variance is unbiased, as in TRL's ``masked_whiten``, and 0 for fewer than two entries. Entries outside of the
+    mask become 0.
 
     Args:
         x: float32 [T], of a whole batch.
         mask: bool [T].
-        shift_mean: false keeps the mean where it was.
+        shift_mean: false keeps the mean.
     """
     _require_aligned(x=x, mask=mask)
     counted = x[mask].astype(np.float64)
@@ -127,7 +127,7 @@ def whiten(x: FloatArray, mask: BoolArray, *, shift_mean: bool = True) -> FloatA
 
 
 def group_advantages(scores: FloatArray, estimator: GroupAdvantage) -> FloatArray:
-    """Return how much better each response is than the other responses to its prompt: float32 [n], their sum is 0.
+    """Return the advantage of each response over the other responses to its prompt: float32 [n], of sum 0.
 
     ``leave_one_out``: ``s[i] - mean(s[j], j != i)``, whose baseline does not depend on the response itself (Kool et al.
     2019, "Buy 4 REINFORCE samples, get a baseline for free!"; for language models RLOO: Ahmadian et al. 2024, arXiv
@@ -141,7 +141,7 @@ def group_advantages(scores: FloatArray, estimator: GroupAdvantage) -> FloatArra
         estimator: one of the three.
 
     Raises:
-        ValueError: there are fewer than two, they are no one-dimensional array, or there is no such estimator.
+        ValueError: there are fewer than two, the array is not one-dimensional, or the estimator is unknown.
     """
     _require_aligned(scores=scores)
     if len(scores) < 2:
@@ -161,20 +161,9 @@ def group_advantages(scores: FloatArray, estimator: GroupAdvantage) -> FloatArra
     return np.asarray(advantages, np.float32)
 
 
-class KLCoefficient(Protocol):
-    """The weight of the KL penalty, and how it moves with what was measured."""
-
-    @property
-    def coefficient(self) -> float:
-        """Weight of the penalty in the step to come."""
-
-    def after(self, kl: float, samples: int) -> KLCoefficient:
-        """Return the coefficient to use after ``samples`` rollouts with a mean KL of ``kl`` nats."""
-
-
 @dataclass(frozen=True, slots=True)
 class FixedKL:
-    """A KL coefficient that never moves."""
+    """A constant KL coefficient."""
 
     coefficient: float
 
@@ -183,7 +172,7 @@ class FixedKL:
         _require_coefficient(self.coefficient)
 
     def after(self, kl: float, samples: int) -> FixedKL:
-        """Return this coefficient again."""
+        """Return this coefficient."""
         del kl, samples
         return self
 
@@ -192,11 +181,11 @@ class FixedKL:
 class AdaptiveKL:
     """A KL coefficient that steers the KL towards a target (Ziegler et al. 2019, arXiv 1909.08593, section 2.2).
 
-    ``coefficient *= 1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon``, where that is a tenth or more; and a
-    tenth where the step is so large beside the horizon that it is less: at 0 the coefficient would stay for good.
+    ``coefficient *= max(0.1, 1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon)``. Ours is the lower bound, for
+    steps that are large beside the horizon: a coefficient of 0 would stay 0.
 
     Attributes:
-        initial: the coefficient to use now, more than 0: what multiplies 0 leaves it 0.
+        initial: the current coefficient, more than 0.
         target: nats per response.
         horizon: rollouts over which a full error moves the coefficient by a factor of about e**0.2.
 
@@ -223,13 +212,13 @@ class AdaptiveKL:
 
     @property
     def coefficient(self) -> float:
-        """Weight of the penalty in the step to come."""
+        """The weight of the penalty in the next step."""
         return self.initial
 
     def after(self, kl: float, samples: int) -> AdaptiveKL:
-        """Return the coefficient after ``samples`` rollouts; a KL that is not a number leaves it where it is.
+        """Return the coefficient after ``samples`` rollouts with a mean KL of ``kl`` nats, always above 0.
 
-        It stays above 0, however many rollouts a step has.
+        A KL that is not finite changes nothing.
         """
         if not np.isfinite(kl):
             return self

@@ -4,11 +4,10 @@ Over its life a rollout's events follow one grammar, in this order on every stre
 
     Prompt  ((Chunk | Given)* Defer)*  (Chunk | Given)*  (Finish | Drop)
 
-A ``Defer`` that says so makes everything before it void: the rollout begins anew with its ``Prompt``, or is deferred
-again until it does.
-``start`` is contiguous over ``Chunk`` and ``Given``, versions never decrease, and ``Finish`` says two things at once:
-the response is complete, and the rollout belongs to the batch of the step that sends it. A thing that is not known
-yet is another type here, never an ``Optional`` field.
+A ``Defer`` with ``restart`` voids everything before it: the rollout begins again with its ``Prompt``, or is deferred
+until it does. ``start`` is contiguous over ``Chunk`` and ``Given``, and versions never decrease. ``Finish`` means that
+the response is complete and that the rollout belongs to the batch of the step that sends it. What is not known yet is
+another type here, never an ``Optional`` field.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ FinishReason: TypeAlias = Literal["eos", "stop", "length"]
 class Prompt:
     """One sample to be generated for one prompt: opens a rollout.
 
-    A source of prompts decides ``admission``, ``tokens`` and ``columns``. The rest says which sample of the prompt this
-    is: :meth:`samples` sets it when :class:`oppo.Generate` takes the prompt, whatever it was before.
+    A source of prompts sets ``admission``, ``tokens`` and ``columns``. The other fields identify the sample;
+    :meth:`samples` overwrites them when :class:`oppo.Generate` takes the prompt.
 
     Attributes:
         rollout: identity of the rollout, unique in a run: ``admission * count + sample``, of ``count`` samples.
@@ -44,8 +43,8 @@ class Prompt:
             noise.
         tokens: int32 [P], the prompt as the policy reads it; at least one token.
         sample: index of this sample among those of the same prompt.
-        group: the rollouts that are compared with one another: the ``admission`` of their prompt.
-        columns: whatever else the data holds for this prompt; handed to reward functions.
+        group: the ``admission`` of the prompt, shared by the rollouts that are compared with one another.
+        columns: the other columns of the prompt's row, for reward functions.
 
     Example:
         >>> Prompt(rollout=7, admission=7, tokens=np.array([1, 2], np.int32)).tokens.tolist()
@@ -84,7 +83,7 @@ class Chunk:
     support: Support = field(default_factory=Support)
 
     def merge(self, *later: Chunk) -> Chunk:
-        """Return this chunk and those that follow it, each without a gap, as one.
+        """Return this chunk and contiguous later ones as one.
 
         Raises:
             ValueError: one of ``later`` is of another rollout or does not begin where the one before it ends.
@@ -108,7 +107,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Given:
-    """Tokens of a response that nobody sampled (a tool's answer): streamed to scorers, never trained."""
+    """Tokens of a response that were not sampled (a tool's answer): streamed to scorers, never trained."""
 
     rollout: int
     start: int
@@ -136,13 +135,13 @@ class Response:
 
     @classmethod
     def empty(cls, prompt: Prompt) -> Response:
-        """Return the response of a rollout that has only been opened."""
+        """Return the response of a rollout without tokens."""
         ints, floats = np.zeros(0, np.int32), np.zeros(0, np.float32)
         return cls(prompt, ints, floats, ints, np.zeros(0, np.bool_))
 
     @classmethod
     def of(cls, prompt: Prompt, pieces: Iterable[Chunk | Given]) -> Response:
-        """Return the response that these pieces, one after the other, are."""
+        """Return the response that consists of these pieces, in order."""
         response = cls.empty(prompt)
         for sampled, run in groupby(pieces, lambda piece: isinstance(piece, Chunk)):
             if sampled:
@@ -155,35 +154,27 @@ class Response:
 
     def then(self, piece: Chunk | Given) -> Response:
         """Return this response with ``piece`` appended."""
-        n = len(piece.tokens)
-        sampled = isinstance(piece, Chunk)
-        last = self.versions[-1:] if len(self.versions) else np.zeros(1, np.int32)
+        n, sampled = len(piece.tokens), isinstance(piece, Chunk)
+        if isinstance(piece, Given):
+            last = self.versions[-1:] if len(self) else np.zeros(1, np.int32)
+            piece = Chunk(piece.rollout, piece.start, piece.tokens, np.zeros(n, np.float32), np.repeat(last, n))
         return Response(
             self.prompt,
             np.concatenate((self.tokens, piece.tokens)),
-            np.concatenate((self.logprobs, piece.logprobs if isinstance(piece, Chunk) else np.zeros(n, np.float32))),
-            np.concatenate((self.versions, piece.versions if isinstance(piece, Chunk) else np.repeat(last, n))),
+            np.concatenate((self.logprobs, piece.logprobs)),
+            np.concatenate((self.versions, piece.versions)),
             np.concatenate((self.sampled, np.full(n, sampled, np.bool_))),
-            Support.concatenate(
-                [(self.support, len(self)), (piece.support if isinstance(piece, Chunk) else Support(), n)]
-            ),
+            Support.concatenate([(self.support, len(self)), (piece.support, n)]),
         )
 
     def chunk(self, start: int = 0, stop: int | None = None) -> Chunk:
-        """Return tokens ``start .. stop``, all of them by default, as one chunk; it does not say which were given."""
+        """Return tokens ``start .. stop``, by default all, as one chunk, sampled or not."""
         stop = len(self) if stop is None else stop
-        s = slice(start, stop)
-        return Chunk(
-            self.prompt.rollout,
-            start,
-            self.tokens[s],
-            self.logprobs[s],
-            self.versions[s],
-            self.support.slice(start, stop),
-        )
+        s, support = slice(start, stop), self.support.slice(start, stop)
+        return Chunk(self.prompt.rollout, start, self.tokens[s], self.logprobs[s], self.versions[s], support)
 
     def pieces(self) -> list[Chunk | Given]:
-        """Return all of it in as few pieces as can be: chunks of what was sampled, and what was given between them."""
+        """Return the response in the fewest pieces: a ``Chunk`` or ``Given`` for each run of equal ``sampled``."""
         edges = [0, *(np.flatnonzero(np.diff(self.sampled)) + 1).tolist(), len(self)] if len(self) else []
         return [
             self.chunk(start, stop)
@@ -200,8 +191,8 @@ class Response:
 class Finish:
     """The response is complete and belongs to this step's batch.
 
-    It carries the whole response, so that whoever lost its state (a session of an older version, a resumed run)
-    can make it good from this event alone.
+    It carries the whole response, so that a stage that lost its state (a session of an older version, a resumed run)
+    can restore it from this event alone.
     """
 
     rollout: int
@@ -215,7 +206,7 @@ class Defer:
 
     Attributes:
         age: steps since admission, as of the next step: 1 after the first deferral.
-        restart: what there is of it is given up, and it begins anew in a later step.
+        restart: the tokens so far are discarded, and the rollout begins again in a later step.
     """
 
     rollout: int
@@ -229,7 +220,7 @@ class Drop:
 
     Attributes:
         reason: why, for the record.
-        nonfinite: whether that is a number of it that was not finite.
+        nonfinite: whether the reason is a number that is not finite.
     """
 
     rollout: int
@@ -239,10 +230,10 @@ class Drop:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scored(Generic[T_co]):
-    """What a scorer says of a finished rollout: a scalar, or one value per response token.
+    """A scorer's value of a finished rollout: a scalar, or one value per response token.
 
     Attributes:
-        version: version of the scorer's weights that made it.
+        version: of the scorer's weights.
     """
 
     rollout: int
@@ -251,7 +242,6 @@ class Scored(Generic[T_co]):
 
 
 RolloutEvent: TypeAlias = Prompt | Chunk | Given | Defer | Finish | Drop
-
 
 _OF_A_ROLLOUT = (Chunk, Prompt, Finish, Given, Defer, Drop, Scored)
 
@@ -282,14 +272,14 @@ class Batch:
         tokens, versions: int32 [T].
         sampled: bool [T], the loss mask.
         logprobs: float32 [T], behaviour log-probs, each over the token's support.
-        proximal: float32 [T], log-probs under the weights that are about to be updated, the behaviour's where those
-            made the token; ``None`` unless they were computed.
+        proximal: float32 [T], log-probs under the weights that are about to be updated, equal to the behaviour's for
+            tokens that those weights made; ``None`` unless they were computed.
         reference: float32 [T], reference log-probs, over the same supports; ``None`` without a reference.
         values: float32 [T], the critic's value of the state *before* each token; ``None`` without a critic.
         rewards: float32 [T], per token, after the KL penalty.
         advantages: float32 [T].
-        returns: float32 [T], what the critic learns; ``None`` without one.
-        metrics: what the estimator measured on the way (KL, entropy of the sampled tokens, means).
+        returns: float32 [T], the critic's targets; ``None`` without a critic.
+        metrics: of the estimator (KL, entropy of the sampled tokens, means).
         dropped: the rollouts of this step that are not trained.
         deferred: the rollouts carried into the next step.
     """
@@ -321,7 +311,7 @@ class Batch:
         return tuple(response.prompt.rollout for response in self.responses)
 
     def support(self, rows: Iterable[int]) -> Support:
-        """Return the support of the tokens of ``rows``, end to end; joined anew, for only the responses keep it."""
+        """Return the support of the tokens of ``rows``, end to end; each call joins those of the responses."""
         return Support.concatenate((self.responses[r].support, len(self.responses[r])) for r in rows)
 
     def rows(self) -> Sequence[slice]:
@@ -331,7 +321,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepReport:
-    """What one step did.
+    """The outcome of one step.
 
     Attributes:
         index: ordinal of the step, from 0.
@@ -341,7 +331,7 @@ class StepReport:
         deferred: the rollouts carried into the next step.
         score: mean of the reward model's scalars over the trained rollouts; NaN when there are none.
         seconds: from the step's start to its last publish.
-        metrics: everything else, under the names of the run directory's ``metrics.jsonl``.
+        metrics: under the names of the run directory's ``metrics.jsonl``.
     """
 
     index: int

@@ -1,4 +1,4 @@
-"""A trainer that works in a place: a synchronous core there, an asynchronous handle here.
+"""A trainer hosted in a place: a synchronous core there, an asynchronous handle here.
 
 ::
 
@@ -20,19 +20,19 @@ import anyio
 
 from oppo.errors import ModelLost
 from oppo.events import Batch
-from oppo.models import Follower, Trained, Weights
+from oppo.models import Follower, ResumableTrainer, Trained, Weights
 from oppo.placement import Hosting
 from oppo.placement.block import Block
 
 
 class TrainerCounts(Structure):
-    """How far a trainer is, as whole numbers in memory that every process sees to which this is sent.
+    """The progress of a trainer, as int64 counts in memory that all processes with this object share.
 
     Attributes:
         version: updates made.
-        restored: how many of them were made before the trainer was restored.
+        restored: the part of them that was made before the trainer was restored.
         episodes: rollouts trained.
-        micro_batches: how many have been read and taken back; it grows while an update goes on.
+        micro_batches: those whose backward pass is done; this grows during an update.
         block: the memory.
     """
 
@@ -48,7 +48,7 @@ class TrainerCounts(Structure):
         """Return counts that are all 0.
 
         Raises:
-            OSError: there is no memory.
+            OSError: there is too little memory.
         """
         return cls.over(Block.new(sizeof(cls)))
 
@@ -65,45 +65,45 @@ class TrainerCounts(Structure):
 
 
 class TrainerCore(Protocol):
-    """What a trainer is where it works: it owns models and optimizer, and does one thing at a time.
+    """The synchronous part of a trainer: it owns models and optimizer, and its calls are made one at a time.
 
-    For another process it can be pickled; counts and weights of what is unpickled there lie in the same memory.
+    A core for another process can be pickled; the copy there has its counts and weights in the same memory.
     """
 
     @property
     def counts(self) -> TrainerCounts:
-        """How far it is."""
+        """The progress."""
 
     def weights(self) -> Weights:
-        """Return the current weights by reference; called where the core was made, and never during an update."""
+        """Return the current weights by reference; called where the core was created, and never during an update."""
 
     def update(self, batch: Batch) -> Trained:
         """Train on one batch, and count it; see :class:`oppo.models.Trainer`."""
 
     def write(self, directory: Path) -> None:
-        """Write all that :meth:`restore` needs, and what :meth:`save` does."""
+        """Write all that :meth:`restore` needs, and what :meth:`save` writes."""
 
     def save(self, directory: Path) -> None:
-        """Write what is trained."""
+        """Write the trained models."""
 
     def restore(self, directory: Path) -> None:
-        """Go on where the core that wrote ``directory`` was, counts included."""
+        """Restore the state that ``directory`` holds, counts included."""
 
 
 C = TypeVar("C", bound=TrainerCore)
 
 
-class HostedTrainer(Generic[C]):
-    """The trainer whose core works in ``place``; implements :class:`oppo.models.ResumableTrainer`.
+class HostedTrainer(ResumableTrainer, Generic[C]):
+    """The trainer whose core works in ``place``; its methods raise ``ModelLost`` when the place is gone.
 
     A place that is lost is not replaced: the optimizer's state is lost with it.
 
     Args:
         core: does the work.
-        place: where it lives from now on.
+        place: hosts it from now on.
 
     Attributes:
-        core: as this process sees it: its counts and its weights are those of where it lives.
+        core: this process's copy, which shares counts and weights with the hosted one.
 
     Raises:
         ModelError: the core cannot live there.
@@ -120,59 +120,48 @@ class HostedTrainer(Generic[C]):
 
     @property
     def has_learned(self) -> bool:
-        """Whether an update was made since the trainer was made, or restored."""
+        """Whether an update was made since the trainer was created or restored."""
         return self.core.counts.version > self.core.counts.restored
 
     @property
     def progress(self) -> int:
-        """How many micro-batches have been read and taken back; it grows while an update goes on."""
+        """The number of micro-batches so far, which grows during an update."""
         return self.core.counts.micro_batches
 
     async def update(self, batch: Batch) -> Trained:
-        """Train on one batch; the version then is one more, even if every minibatch was skipped.
-
-        Raises:
-            ModelLost: the place is gone.
-            Exception: whatever the core raised.
-        """
+        """Train on one batch; this adds one to the version, even if every minibatch was skipped."""
         with _lost_for_good():
-            return await self._hosted.call("update", type(self.core).update, read_of(batch))
+            return await self._hosted.call("update", type(self.core).update, _training_part(batch))
 
     async def publish(self, *followers: Follower) -> None:
-        """Give the current weights to each follower, by reference and one after the other; never half cancelled.
-
-        See :func:`publish`.
-        """
+        """Give the current weights to each follower, by reference, with :func:`publish`; never half cancelled."""
         with anyio.CancelScope(shield=True):
             await publish(self.core.weights(), followers)
         await anyio.lowlevel.checkpoint_if_cancelled()
 
     async def write(self, directory: Path) -> None:
-        """Write all that :meth:`restore` needs, and what is trained.
+        """Write all that :meth:`restore` needs, and what :meth:`save` writes.
 
         Raises:
             OSError: it could not be written.
-            ModelLost: the place is gone.
         """
         with _lost_for_good():
             await self._hosted.call("write", type(self.core).write, directory)
 
     async def save(self, directory: Path) -> None:
-        """Write what is trained.
+        """Write the trained models.
 
         Raises:
-            OSError: it could not be written.
-            ModelLost: the place is gone.
+            OSError: they could not be written.
         """
         with _lost_for_good():
             await self._hosted.call("save", type(self.core).save, directory)
 
     async def restore(self, directory: Path) -> None:
-        """Go on where the trainer that wrote ``directory`` was; followers know when :meth:`publish` tells them.
+        """Restore the state that ``directory`` holds; followers get it with the next :meth:`publish`.
 
         Raises:
-            CheckpointError: it was written of other models.
-            ModelLost: the place is gone.
+            CheckpointError: it is of other models.
         """
         with _lost_for_good():
             await self._hosted.call("restore", type(self.core).restore, directory)
@@ -181,8 +170,8 @@ class HostedTrainer(Generic[C]):
 async def publish(weights: Weights, followers: Sequence[Follower]) -> None:
     """Give ``weights`` to each follower, one after the other.
 
-    There is no way back from a failure: the old weights no longer exist, and a follower may share the storage of the
-    new ones. So a failure says which followers have which version, and ends the run; a checkpoint is the way on.
+    A failure is final: the old weights no longer exist, and a follower may share the storage of the new ones. Its note
+    holds each follower's version; the run ends, and resumes from a checkpoint.
 
     Raises:
         Exception: whatever a follower raised.
@@ -196,10 +185,10 @@ async def publish(weights: Weights, followers: Sequence[Follower]) -> None:
             raise
 
 
-def read_of(batch: Batch) -> Batch:
-    """Return what a trainer reads of a batch: no columns of the data, and of no rollouts but those that are trained.
+def _training_part(batch: Batch) -> Batch:
+    """Return a batch without columns, metrics, drops and deferrals.
 
-    A column may hold anything, also what cannot go to another process.
+    A trainer needs none of them, and a column may hold objects that cannot go to another process.
     """
     responses = tuple(
         replace(response, prompt=replace(response.prompt, columns={})) if response.prompt.columns else response

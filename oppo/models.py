@@ -24,17 +24,16 @@ T_co = TypeVar("T_co", covariant=True)
 
 PieceState: TypeAlias = Literal["live", "eos", "stop", "length", "cut"]
 Cut: TypeAlias = Callable[[Sequence[int]], bool]
-"""``cut(finished)``: told the rollouts that finished in one decode step, in admission order; true stops decoding.
+"""``cut(finished)``: receives the rollouts that finished in one decode step, in admission order; true stops decoding.
 
-The engine that decodes calls it, between two decode steps, possibly from its own thread: before any reader can see the
-last piece of those rollouts, exactly once for each decode step in which something finished, and never after it has
-answered true.
+The engine calls it between two decode steps, possibly from its own thread: exactly once for each decode step in which
+rollouts finished, before a reader can see the last piece of any of them, and never again after it answered true.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingSettings:
-    """How the policy draws tokens, as far as that can be said without its tokenizer; see :class:`Sampling`.
+    """How the policy draws tokens, as far as that needs no tokenizer; see :class:`Sampling`.
 
     Raises:
         ValueError: a value is out of range.
@@ -70,12 +69,12 @@ class SamplingSettings:
 class Sampling(SamplingSettings):
     """How the policy draws tokens; the trainer and the reference apply the same temperature and truncation.
 
-    Where ``top_k``, ``top_p`` or ``min_new_tokens`` leaves ids out, a token comes from those that stay, renormalised,
-    and every log-prob, entropy and KL of it is one over these: they travel with the token, as its
-    :class:`~oppo.support.Support`, to the reference and the trainer. What was left out is, at that position, neither
-    learnt from nor held to the reference. In host memory an id costs 4 bytes: 80 for a token with ``top_k=20``; with
-    ``top_p`` as many as its nucleus has, which is tens of thousands where the policy is unsure and the vocabulary large
-    (``top_k`` beside it bounds that). For ``min_new_tokens`` alone the few ids left out are listed instead.
+    If ``top_k``, ``top_p`` or ``min_new_tokens`` excludes ids, a token is drawn from the others, renormalised, and its
+    log-prob, entropy and KL are taken over these. They travel with the token, as its :class:`~oppo.support.Support`, to
+    the reference and the trainer. At that position the excluded ids are neither learnt from nor held to the reference.
+    An id costs 4 bytes of host memory: 80 bytes for a token with ``top_k=20``. With ``top_p`` alone a token of an
+    unsure policy with a large vocabulary has tens of thousands of ids, which ``top_k`` bounds. For ``min_new_tokens``
+    alone the few excluded ids are listed instead.
 
     Attributes:
         stop: token ids that end a response (reason ``eos`` for the first, ``stop`` for the others); each is part of
@@ -90,15 +89,15 @@ class Sampling(SamplingSettings):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """Tokens read from a decode: int32 [n], float32 [n], int32 [n], and what comes after them.
+    """Tokens read from a decode: int32 [n], float32 [n], int32 [n], and the state of the rollout after them.
 
     Attributes:
         logprobs: natural logarithms, under the policy that sampled the tokens, over their support.
         support: of the n tokens: the ids that each was drawn from.
         state: ``live``: there is more to read now. ``cut``: decoding stopped; read on in a later step. ``eos``,
             ``stop``, ``length``: this was the last piece. Only a ``cut`` piece may hold no token.
-        given: nobody sampled them: they are a tool's answer, read by the scorers and never trained. Log-probs and
-            support then say nothing.
+        given: the tokens were not sampled but are a tool's answer, read by the scorers and never trained. Log-probs
+            and support are then meaningless.
     """
 
     tokens: IntArray
@@ -109,20 +108,17 @@ class Piece:
     given: bool = False
 
     def event(self, rollout: int, start: int) -> Chunk | Given:
-        """Return its tokens as those of ``rollout`` from ``start`` on, as what they are."""
+        """Return its tokens as an event of ``rollout``, from position ``start`` on."""
         return Given(rollout, start, self.tokens) if self.given else self.chunk(rollout, start)
 
     def chunk(self, rollout: int, start: int) -> Chunk:
-        """Return its tokens as those of ``rollout`` from ``start`` on."""
+        """Return its tokens as a chunk of ``rollout``, from position ``start`` on."""
         return Chunk(rollout, start, self.tokens, self.logprobs, self.versions, self.support)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weights:
-    """A snapshot of what is trained, under ``state_dict`` names; the values are the backend's tensors.
-
-    Where there is no critic it has no weights.
-    """
+    """A snapshot of what is trained: the backend's tensors by ``state_dict`` name; ``critic`` is empty without one."""
 
     version: int
     actor: Mapping[str, object] = field(default_factory=dict)
@@ -135,38 +131,38 @@ class Follower(Protocol):
 
     @property
     def version(self) -> int:
-        """Version of the weights in use: the number of updates they have seen."""
+        """Version of the weights in use: the number of updates behind them."""
 
     async def load(self, weights: Weights) -> None:
         """Serve these weights from the next call on; on failure, go on serving the old ones."""
 
 
 class Decode(Protocol):
-    """One rollout being decoded. Between steps nobody owns it; its tokens wait in it."""
+    """One rollout being decoded; between steps it keeps its unread tokens, and no task owns it."""
 
     async def read(self, limit: int) -> Piece:
-        """Return the next tokens: ``limit`` of them, or fewer where given ones begin or end, at the end or at the cut.
+        """Return the next ``limit`` tokens, or fewer up to a border of given tokens, the end or the cut.
 
-        Cancel-safe: a cancelled read has taken nothing.
+        Cancel-safe: a cancelled read takes nothing.
         """
 
     async def aclose(self) -> None:
-        """Give up the rollout and its memory; idempotent."""
+        """Discard the rollout and free its memory; idempotent."""
 
 
 Loads: TypeAlias = Literal["refused", "between decode steps", "when decoding ends"]
-"""When weights take effect that are loaded while something is decoded."""
+"""When weights that are loaded during decoding take effect."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What an engine can do; what it cannot is refused by name before the first step that would need it.
+    """What an engine can do; a run that needs more is refused by name before the first step that would.
 
     Attributes:
-        supports: it says of each token from which ids it was drawn, where sampling is truncated.
+        supports: truncated sampling reports the ids that each token was drawn from.
         resumes: responses that are opened half-written go on as if they had been written in one piece.
         adds_while_decoding: rollouts can join and leave while others are decoded (:class:`Decoding`).
-        loads_while_decoding: when weights take effect that come meanwhile.
+        loads_while_decoding: when weights that are loaded during decoding take effect.
     """
 
     supports: bool = True
@@ -176,18 +172,18 @@ class Capabilities:
 
 
 class Decoding(Protocol):
-    """Rollouts that are being decoded; an engine that cannot do what is asked raises ``ProtocolError``."""
+    """Rollouts that are being decoded; an engine without the capability raises ``ProtocolError``."""
 
     async def add(self, decodes: Sequence[Decode]) -> None:
         """Decode these as well, from the next decode step on."""
 
     async def park(self, decodes: Sequence[Decode]) -> None:
-        """Decode these no further: what is unread of them ends with a piece whose state is ``cut``."""
+        """Stop decoding these: their unread tokens end with a piece whose state is ``cut``."""
 
 
 @dataclass(frozen=True, slots=True)
 class FixedDecoding:
-    """A :class:`Decoding` that nothing joins or leaves.
+    """A :class:`Decoding` of an engine without ``adds_while_decoding``: both methods raise ``ProtocolError``.
 
     Attributes:
         engine: its name, for the error.
@@ -196,19 +192,11 @@ class FixedDecoding:
     engine: str
 
     async def add(self, decodes: Sequence[Decode]) -> None:
-        """Refuse.
-
-        Raises:
-            ProtocolError: always.
-        """
+        """Refuse."""
         raise self._refusal("joins", len(decodes))
 
     async def park(self, decodes: Sequence[Decode]) -> None:
-        """Refuse.
-
-        Raises:
-            ProtocolError: always.
-        """
+        """Refuse."""
         raise self._refusal("leaves", len(decodes))
 
     def _refusal(self, does: str, count: int) -> ProtocolError:
@@ -219,31 +207,31 @@ class FixedDecoding:
 
 
 class Policy(Follower, Protocol):
-    """The actor, as the engine that decodes with it."""
+    """The actor, with the engine that decodes."""
 
     @property
     def capabilities(self) -> Capabilities:
-        """What it can do."""
+        """The capabilities of the engine."""
 
     async def open(self, rollouts: Sequence[Prompt | Response]) -> Sequence[Decode]:
-        """Make a decode for each; nothing is decoded yet.
+        """Make a decode for each, without decoding yet.
 
-        A response, of a run that is resumed, goes on after its tokens, which are not read from the decode again.
+        The decode of a response, from a resumed run, yields only the tokens after those it has.
         """
 
     def decoding(self, live: Sequence[Decode], cut: Cut) -> AbstractAsyncContextManager[Decoding]:
         """Decode ``live`` while the context is open, until each has ended or ``cut`` answers true.
 
-        On leaving, decoding has stopped between two decode steps and every task and job of it is over; outside of it
-        no token is made, so weights may change.
+        On exit, decoding has stopped between two decode steps and all its tasks and jobs are over. No token is made
+        outside of the context, so weights may change there.
         """
 
 
 class Scorer(Protocol[T_co]):
-    """A model that reads rollouts as they grow and says something of each when it is complete.
+    """A model that reads rollouts as they grow and returns a value of each complete one.
 
-    One that shares a place with others may also be a :class:`PrioritisedScorer`, and one that knows how long its calls
-    should last a :class:`TimeSliced`.
+    A scorer that shares a place may also be a :class:`PrioritisedScorer`, and one that bounds the length of its calls a
+    :class:`TimeSliced`.
     """
 
     @property
@@ -251,10 +239,10 @@ class Scorer(Protocol[T_co]):
         """Version of the weights; constant for a frozen model."""
 
     async def extend(self, events: Sequence[Prompt | Chunk | Given]) -> None:
-        """Read more of some rollouts, the events of each in order and contiguous; ``Prompt`` opens a session."""
+        """Prefill events, those of each rollout in order and contiguous; ``Prompt`` opens a session."""
 
     async def finish(self, finished: Sequence[Finish]) -> Sequence[T_co]:
-        """Return one value for each rollout, all of which has been read, and forget its session."""
+        """Return one value for each rollout, which was read to its end, and forget its session."""
 
     async def forget(self, rollouts: Sequence[int]) -> None:
         """Drop sessions; unknown rollouts are fine."""
@@ -263,13 +251,13 @@ class Scorer(Protocol[T_co]):
 class PrioritisedScorer(Scorer[T_co], Protocol[T_co]):
     """A scorer whose three methods take the keyword ``priority``: all of them or none.
 
-    The keyword is found in the signatures; a scorer without it makes its calls in the order of arrival. One that takes
-    it hands it to its place (:meth:`oppo.placement.Hosted.at`) with every call there: a call without it would wait for
-    the end of the urgent calls that it is one of.
+    The keyword is found in the signatures; the calls of other scorers are made in the order of arrival. A scorer that
+    takes it must pass it to its place (:meth:`oppo.placement.Hosted.at`) with every call there: a call without it would
+    wait for the end of the urgent calls to which it belongs.
     """
 
     async def extend(self, events: Sequence[Prompt | Chunk | Given], *, priority: Priority = IN_ORDER) -> None:
-        """Read more of some rollouts; one that raises :class:`~oppo.scheduling.Preempted` has read nothing of them."""
+        """Prefill events; a call that raises :class:`~oppo.scheduling.Preempted` has read nothing."""
 
     async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> Sequence[T_co]:
         """Return one value for each rollout, and forget its session."""
@@ -280,23 +268,22 @@ class PrioritisedScorer(Scorer[T_co], Protocol[T_co]):
 
 @runtime_checkable
 class TimeSliced(Protocol):
-    """A scorer that says how long a call should last that nobody waits for."""
+    """A scorer with a time slice for calls that nothing waits for."""
 
     @property
     def time_slice(self) -> TimeSlice:
-        """Asked once, before the first step; other scorers have :data:`~oppo.scheduling.DEFAULT_TIME_SLICE`."""
+        """Read once, before the first step; other scorers have :data:`~oppo.scheduling.DEFAULT_TIME_SLICE`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trained:
-    """What an update did.
+    """The outcome of an update.
 
     Attributes:
         metrics: under the names of ``metrics.jsonl``.
-        nonfinite: rollouts that took part in no optimizer step, because loss or gradient was not finite wherever they
-            were.
-        skipped: rollouts of every minibatch whose optimizer step was skipped for that; those of them that took part in
-            another one are trained.
+        nonfinite: rollouts in no optimizer step, because the loss or gradient of all their minibatches was not finite.
+        skipped: rollouts of every minibatch whose optimizer step was skipped for that; those in another step are
+            trained.
     """
 
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -312,21 +299,21 @@ class Trainer(Protocol):
         """The number of updates made so far."""
 
     async def update(self, batch: Batch) -> Trained:
-        """Train on one batch; the version then is one more, even if every minibatch was skipped."""
+        """Train on one batch; this adds one to the version, even if every minibatch was skipped."""
 
     async def publish(self, *followers: Follower) -> None:
         """Give the current weights to each follower; all of them have the new version afterwards.
 
-        A failure surfaces, with a note that says which follower has which version, and ends the run.
+        A failure is raised with a note of each follower's version, and ends the run.
         """
 
 
 class ResumableTrainer(Trainer, Protocol):
-    """A trainer with which a run can be resumed: what checkpoints, and whoever watches a run, need of it besides."""
+    """A trainer that can be checkpointed, restored and watched."""
 
     @property
     def has_learned(self) -> bool:
-        """Whether an update was made since the trainer was made, or restored."""
+        """Whether an update was made since the trainer was created or restored."""
 
     @property
     def progress(self) -> int:
@@ -339,10 +326,10 @@ class ResumableTrainer(Trainer, Protocol):
         """
 
     async def save(self, directory: Path) -> None:
-        """Write what is trained, as others load it."""
+        """Write the trained models, as other programs load them."""
 
     async def restore(self, directory: Path) -> None:
-        """Go on where the trainer that wrote ``directory`` was; followers know when :meth:`publish` tells them."""
+        """Restore the state that ``directory`` holds; followers get it with the next :meth:`publish`."""
 
 
 RewardFunction: TypeAlias = Callable[..., object]

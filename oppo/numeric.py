@@ -1,4 +1,4 @@
-"""Numbers that callers pass, checked where they come in: a NaN, or half a step, would be met far from there."""
+"""Checks of numbers that callers pass: a NaN, or half a step, would otherwise fail far from its origin."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import math
 from numbers import Integral, Real
 
 WHOLE = range(-(2**63), 2**63)
-"""What a whole number may be: arrays, random generators and files hold no larger ones."""
+"""The whole numbers that are accepted: arrays, random generators and files hold 64 bits."""
 
 
 def require_whole(name: str, value: object, least: int = WHOLE.start, *, error: type[Exception] = ValueError) -> None:
-    """Accept a whole number that is ``least`` or more.
+    """Require a whole number that is ``least`` or more.
 
     Raises:
-        error: it is none: a bool, a float (though it be 1.0), a NaN, too small or of more than 64 bits.
+        error: it is a bool, a float (even 1.0), too small, or needs more than 64 bits.
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise error(f"{name} must be a whole number, not {value!r}")
@@ -31,38 +31,13 @@ def require_real(
     infinite: bool = False,
     error: type[Exception] = ValueError,
 ) -> None:
-    """Accept a number that is ``least`` or more, and finite, or infinite where that means something.
+    """Require a number that is ``least`` or more, and finite unless ``infinite``.
 
     Raises:
-        error: it is none, too small, or a NaN.
+        error: it is no number, too small, infinite or a NaN.
     """
     number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
     if math.isnan(number) or (math.isinf(number) and not infinite):
         raise error(f"{name} must be a {'' if infinite else 'finite '}number, not {value!r}")
     if number < least:
         raise error(f"{name} must be at least {least:g}, not {value}")
-
-
-def require_range(
-    name: str,
-    value: float,
-    *,
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
-    below: float | None = None,
-    error: type[Exception] = ValueError,
-) -> None:
-    """Accept a number that is ``at_least`` something, or ``above`` it, ``at_most`` something, or ``below`` it.
-
-    Raises:
-        error: it is too small or too large, or a NaN.
-    """
-    if at_least is not None and not value >= at_least:
-        raise error(f"{name} must be {at_least} or more, not {value}")
-    if above is not None and not value > above:
-        raise error(f"{name} must be more than {above}, not {value}")
-    if at_most is not None and not value <= at_most:
-        raise error(f"{name} must be {at_most} or less, not {value}")
-    if below is not None and not value < below:
-        raise error(f"{name} must be less than {below}, not {value}")

@@ -1,4 +1,4 @@
-"""Looking at a run without touching it: the clock off the loop, spans of work, and the observer protocol."""
+"""Observation of a run: the clock off the event loop, spans of work, and the observer protocol."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 now: Callable[[], float] = time.monotonic
-"""Seconds on the clock used off the event loop: monotonic, the same in every process of one machine."""
+"""Seconds on the clock used off the event loop: monotonic, shared by all processes of a machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that took time on one track (a stage's or a model's).
+    """An interval of work on one track.
 
     Attributes:
-        track: who worked, for example ``reward``.
-        label: what it did, for example ``extend``.
+        track: the stage or model at work, for example ``reward``.
+        label: of the work, for example ``extend``.
         start, end: seconds on the clock :data:`now`; virtual seconds for stages under a virtual-time loop.
         details: counts worth showing, for example ``{"tokens": 96}``.
     """
@@ -30,21 +30,16 @@ class Span:
 
 
 SpanListener: TypeAlias = Callable[[Span], None]
-"""Called with each span when it ends, from the thread in which the work was done."""
+"""Called with each span when it ends, from the thread of the work."""
 
 
-def ignore(span: Span) -> None:
-    """Listen to nothing."""
-    del span
-
-
-def silent(sentence: str) -> None:
-    """Tell nobody."""
-    del sentence
+def silent(report: object) -> None:
+    """Ignore a span or a sentence."""
+    del report
 
 
 class Notices:
-    """Sentences about what goes on, for those that listen at the time.
+    """Progress notices, passed to the listeners of the moment.
 
     Attributes:
         listeners: called with each sentence, from any thread.
@@ -60,24 +55,24 @@ class Notices:
 
 
 class Observer(Protocol):
-    """Told what happens in a run, on its event loop; must not block and must not raise."""
+    """Receives the events of a run, on its event loop; must not block and must not raise."""
 
     def on_item(self, step: int, stage: str, item: object, at: float) -> None:
-        """``stage`` has sent ``item`` into its output, or has returned it from ``observe``, at loop time ``at``."""
+        """``stage`` sent ``item`` into its output, or returned it from ``observe``, at loop time ``at``."""
 
     def on_span(self, span: Span) -> None:
-        """A stage's execution, or a whole step (track ``step``), is over."""
+        """A stage's execution, or a whole step (track ``step``), ended."""
 
     def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
-        """A step is over; ``channels`` holds each channel's counters by ``source->target``."""
+        """A step ended; ``channels`` holds each channel's counters by ``source->target``."""
 
 
 class Expendable(Observer):
-    """An observer that may fail alone: after its first error it is left out, and the run goes on.
+    """An observer whose failure the run survives: its first error disables it.
 
     Args:
         observer: may raise.
-        tell: called with a sentence about its error.
+        tell: called with a sentence about the error.
     """
 
     def __init__(self, observer: Observer, tell: Callable[[str], None]) -> None:
@@ -97,11 +92,11 @@ class Expendable(Observer):
         """Pass it on."""
         self._pass_on(lambda: self._observer.on_step(step, result, channels))
 
-    def _pass_on(self, say: Callable[[], None]) -> None:
+    def _pass_on(self, notify: Callable[[], None]) -> None:
         if not self._works:
             return
         try:
-            say()
-        except Exception as error:  # noqa: BLE001 - the boundary around what a run can do without
+            notify()
+        except Exception as error:  # noqa: BLE001 - the boundary around what a run does not need
             self._works = False
             self._tell(f"{type(self._observer).__name__} has failed and is left out: {type(error).__name__}: {error}")

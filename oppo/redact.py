@@ -1,9 +1,9 @@
-"""Secrets out of text that people read: the terminal, the log, what errors say, samples, reports of a hang.
+"""Redaction of secrets from text for people: the terminal, the log, error messages, samples, reports of a hang.
 
-What counts as one: the value of an environment variable whose name says so, a password in a URL or behind its name, a
-query parameter or an ``Authorization`` header, and tokens of well-known shapes. What is read back is never changed, so
-settings that hold a secret are refused (:func:`holds_secret`). A value may be an ordinary word, and a name may begin as
-tokens do: such is hidden where it stands alone, not as a part of a path.
+Secrets are the values of environment variables with telling names, passwords in URLs or after their names, query
+parameters, ``Authorization`` headers, and tokens of well-known shapes. Files that are read back are never redacted, so
+settings that hold a secret are refused (:func:`holds_secret`). A short value may be an ordinary word, and a name may
+look like a token: these are hidden only where they stand alone, not within a path.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from urllib.parse import quote
 HIDDEN = "***"
 
 SHORTEST = 6
-"""Characters. A shorter value, like one that is a number, would garble whatever happens to hold it."""
+"""Characters of the shortest secret: hiding shorter values, or numbers, would garble unrelated text."""
 
 LONG = 16
-"""Characters. A value of so many is hidden wherever it is; a shorter one may be a word of a path."""
+"""Characters from which a value is hidden everywhere; a shorter one may be a word in a path."""
 
 _NAME = re.compile(
     r"token(?:$|_)|secret|passwd|password|passphrase|credential|(?:^|_|api|access)key(?:$|_)|^aws_session"
@@ -45,9 +45,9 @@ _CERTAIN: tuple[tuple[str, str], ...] = (
     (r"\beyJ[\w-]{5,}\.eyJ[\w-]{5,}\.[\w-]*", HIDDEN),
     (r"(-----BEGIN[ A-Z0-9]{0,40}PRIVATE KEY-----)[\s\S]*?(?=-----END|\Z)", rf"\1{HIDDEN}"),
 )
-"""Patterns of what is hidden everywhere, and what stands there then. The shapes of tokens are those of the rules of
+"""Patterns that are hidden everywhere, and their replacements. The shapes of tokens follow the rules of the scanner
 gitleaks (github.com/gitleaks/gitleaks, config/gitleaks.toml: ``aws-access-token``, ``jwt``, ``stripe-access-token``,
-``private-key`` and others), which is a program that finds them in files."""
+``private-key`` and others)."""
 
 _PROBABLE: tuple[tuple[str, str], ...] = (
     (r"(?i)(\bAuthorization['\"]?\s?[:=]\s?['\"]?(?:\w+\s+)?)[\w.~+/=-]{4,}", rf"\1{HIDDEN}"),
@@ -58,15 +58,15 @@ _PROBABLE: tuple[tuple[str, str], ...] = (
     (rf"(?i)((?:{_WORDS}|{_TOKENS})\\['\"]\s?[:=]\s?\\(['\"]))(?:(?!\\\2).)+", rf"\1{HIDDEN}"),
     (rf"{_BEFORE}(?:{_PREFIXES})[\w-]{{8,}}{_AFTER}", HIDDEN),
 )
-"""Patterns of what is hidden in text for people: what follows a name that says so, and what begins as tokens do."""
+"""Patterns that are hidden in text for people only: values after telling names, and words that begin like tokens."""
 
 
 def redacted(text: str, environment: Mapping[str, str] | None = None) -> str:
     """Return ``text`` with every secret replaced by ``***``.
 
     Args:
-        text: for people, not the text of a file that is read back.
-        environment: variables whose values may be secrets; the process's own unless given.
+        text: for people, not for a file that is read back.
+        environment: variables whose values may be secrets; those of the process by default.
 
     Example:
         >>> redacted("https://me:pw@host/x?token=abc&n=1", {})
@@ -76,12 +76,12 @@ def redacted(text: str, environment: Mapping[str, str] | None = None) -> str:
     """
     long, short = _secrets(environment)
     if short:
-        text = re.sub(f"{_BEFORE}(?:{_any(short)}){_AFTER}", HIDDEN, text)
+        text = re.sub(f"{_BEFORE}(?:{'|'.join(map(re.escape, short))}){_AFTER}", HIDDEN, text)
     return _without(text, long, (*_CERTAIN, *_PROBABLE))
 
 
 def redacted_values(value: object, redact: Callable[[str], str] = redacted) -> object:
-    """Return what is to be written as JSON with every text in it redacted; keys and structure stay."""
+    """Return a JSON value with every string in it redacted; keys and structure stay."""
     match value:
         case str():
             return redact(value)
@@ -94,7 +94,7 @@ def redacted_values(value: object, redact: Callable[[str], str] = redacted) -> o
 
 
 def holds_secret(text: str, environment: Mapping[str, str] | None = None) -> bool:
-    """Return whether there certainly is a secret in ``text``: a word that also is a password is none.
+    """Return whether ``text`` certainly holds a secret: a word that is also a password does not count.
 
     Example:
         >>> holds_secret("https://me:pw@host/model", {}), holds_secret("hf_models/secret=1", {})
@@ -113,13 +113,13 @@ def _without(text: str, values: list[str], shapes: Iterable[tuple[str, str]]) ->
 
 
 def _secrets(environment: Mapping[str, str] | None) -> tuple[list[str], list[str]]:
-    """Return the values to hide, long and short, as they are spelt in text, JSON, HTML and URLs; the longest first."""
+    """Return the values to hide, long and short, as spelt in text, JSON, HTML and URLs; the longest first."""
     variables = os.environ if environment is None else environment
     values = {value for name, value in variables.items() if _names_secret(name) and _is_secret(value)}
     spelt = {
         form for value in values for form in (value, json.dumps(value)[1:-1], escape(value), quote(value, safe=""))
     }
-    ordered = sorted(spelt, key=len, reverse=True)  # one may be the beginning of another
+    ordered = sorted(spelt, key=len, reverse=True)  # one may be a prefix of another
     return [value for value in ordered if len(value) >= LONG], [value for value in ordered if len(value) < LONG]
 
 
@@ -132,7 +132,3 @@ def _is_secret(value: str) -> bool:
     """Return whether a value is more than a number, and not the path of a file that holds the secret."""
     garbles = len(value) < SHORTEST or value.replace(".", "").isdecimal()
     return not garbles and not (value.startswith("/") and os.path.lexists(value))
-
-
-def _any(values: list[str]) -> str:
-    return "|".join(map(re.escape, values))

@@ -1,8 +1,8 @@
 """Reward functions: plain Python as a scorer, and never a silent zero.
 
 A function is called once for all rollouts that finish together, as ``f(prompts, completions, **columns)``, and returns
-one finite number for each. Anything else is a failure, and what becomes of it is chosen by name: the run stops with a
-:class:`~oppo.errors.RewardError` that names the rollout, or the function is asked again, or the rollout is dropped.
+one finite number for each. Anything else is a failure, with a chosen consequence: the run stops with a
+:class:`~oppo.errors.RewardError` that names the rollout, or the function is called again, or the rollout is dropped.
 """
 
 from __future__ import annotations
@@ -26,48 +26,46 @@ from oppo.events import Chunk, Drop, Finish, Given, Prompt
 from oppo.models import RewardFunction, Scorer
 from oppo.numeric import require_real
 from oppo.observe import silent
-from oppo.placement.apart import Apart
-from oppo.placement.detached import run_detached
+from oppo.placement.detached import DisposableProcess, run_detached
 from oppo.user_code import contained, shown
 
 OnFailure: TypeAlias = Literal["fail", "drop", "retry"]
-"""What becomes of a failure: the run stops; the rollout is not trained; the function is asked again, then it stops."""
+"""The consequence of a failure: the run stops; the rollout is dropped; the function is called again, then it stops."""
 
 PAUSES = (1.0, 5.0, 25.0)
-"""Seconds before each further attempt: a service that is restarted is back within half a minute."""
+"""Seconds before each further attempt: a restarting service is back within half a minute."""
 
 _RESERVED = ("prompts", "completions")
 
 
 class RewardFailure(RewardError):  # noqa: N818 - it says what happened
-    """A reward function, called as it asks to be, raised or returned something that is no score."""
+    """A reward function raised, or returned something that is no score; the caller was not at fault."""
 
 
 class FunctionReward(Scorer[float | Drop]):
-    """A Python function as the reward; it sees whole responses only, so it has nothing to prefill.
+    """A Python function as the reward; it reads whole responses only, so it has nothing to prefill.
 
-    Whatever the function does is its failure, ``sys.exit()`` and a ``CancelledError`` of its own included.
+    Any error of the function counts as its failure, ``sys.exit()`` and a ``CancelledError`` of its own included.
 
     Args:
         function: ``f(prompts, completions, **columns)``, sync or async, or its ``file.py:name``; every argument is a
-            list with one item for each rollout. ``prompts`` holds the data's own ``prompt`` column where there is one,
-            else the prompt's text; ``columns`` are copies of the data's other columns: those that the function names,
-            or all if it takes ``**``. A sync function runs in a thread of its own, inline on a loop of virtual time.
-            One that never returns keeps neither a cancelled run nor the process from ending.
+            list with one item for each rollout. ``prompts`` holds the data's ``prompt`` column if there is one, else
+            the prompt's text; ``columns`` are copies of the data's other columns: those that the function names, or all
+            if it takes ``**``. A sync function runs in a thread of its own, or inline on a loop of virtual time. One
+            that never returns keeps neither a cancelled run nor the process from ending.
         decode: token ids to text, without special tokens.
         name: the function's name in errors.
-        prompt_column: the column handed over as ``prompts``.
+        prompt_column: the column passed as ``prompts``.
         on_failure: ``fail`` raises. ``retry`` calls again after each of ``pauses``, then raises. ``drop`` calls again
-            for each rollout alone, several of them at a time, and drops those for which it still fails: which ones
-            these are does not depend on what they finished together with. A column that is asked for but not there
-            always raises.
+            for each rollout alone, several at a time, and drops those that still fail, so the drops do not depend on
+            which rollouts finished together. A missing column always raises.
         pauses: seconds before each further attempt of ``retry``.
         process: call the function in a process of its own, one call at a time: it may then hold the interpreter lock
             or crash. It must be sync, and importable by name.
         tell: called with a sentence about each failure that is tried again.
 
     Attributes:
-        at_work: names the function while it is being called, or waits to be called again; empty otherwise.
+        at_work: names the function during a call and a pause; empty otherwise.
 
     Raises:
         RewardError: the function takes no ``prompts`` and ``completions``, or cannot be called in a process.
@@ -92,8 +90,8 @@ class FunctionReward(Scorer[float | Drop]):
         process: bool = False,
         tell: Callable[[str], None] = silent,
     ) -> None:
-        self._judge = _Judge.of(function, name)
-        self.name = self._judge.name
+        self._function = _Function.of(function, name)
+        self.name = self._function.name
         self.at_work = ""
         self._decode = decode
         self._prompt_column = prompt_column
@@ -103,21 +101,21 @@ class FunctionReward(Scorer[float | Drop]):
             require_real("a pause", pause, 0)
         self._tell = tell
         self._calls = 0
-        parameters = _parameters(self._judge.function, self.name)
+        parameters = _parameters(self._function.function, self.name)
         kinds = inspect.Parameter
         self._takes_all = any(p.kind is kinds.VAR_KEYWORD for p in parameters.values())
         named = [p for p in parameters.values() if p.kind in {kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY}]
         self._named = tuple(p.name for p in named if p.name not in _RESERVED)
         self._required = tuple(p.name for p in named if p.name in self._named and p.default is kinds.empty)
-        self._apart = self._in_process() if process else None
+        self._process = self._in_process() if process else None
 
-    def _in_process(self) -> Apart[_Judge]:
-        if self._judge.is_async:
+    def _in_process(self) -> DisposableProcess[_Function]:
+        if self._function.is_async:
             raise RewardError(
                 f"reward function {self.name!r} is async, and a process of its own is for sync ones: leave that out"
             )
         try:
-            return Apart(self.name, self._judge)
+            return DisposableProcess(self.name, self._function)
         except ModelError as error:
             raise RewardError(f"reward function {self.name!r}: {error}") from error
 
@@ -130,14 +128,14 @@ class FunctionReward(Scorer[float | Drop]):
         """Read nothing: a function sees whole responses."""
 
     async def forget(self, rollouts: Sequence[int]) -> None:
-        """Drop nothing: there are no sessions."""
+        """Do nothing: there are no sessions."""
 
     async def finish(self, finished: Sequence[Finish]) -> list[float | Drop]:
-        """Return the function's score of each rollout, or why there is none.
+        """Return the function's score of each rollout, or a ``Drop`` with the reason that there is none.
 
         Raises:
-            RewardError: the function raised, or returned something that is not one finite number for each rollout, and
-                failures are not dropped.
+            RewardError: the function raised, or did not return one finite number for each rollout, and failures are not
+                dropped.
         """
         if not finished:
             return []
@@ -159,10 +157,10 @@ class FunctionReward(Scorer[float | Drop]):
         return await self._each_alone(finished)
 
     async def _each_alone(self, finished: Sequence[Finish]) -> list[float | Drop]:
-        """Return the score of each rollout, or a record of why there is none; all are asked for at once."""
+        """Call the function once for each rollout, all concurrently; return its score, or a ``Drop``."""
         scores: dict[int, float | Drop] = {}
 
-        async def ask(one: Finish) -> None:
+        async def score(one: Finish) -> None:
             try:
                 (scores[one.rollout],) = await self._attempt([one])
             except RewardFailure as failure:
@@ -171,28 +169,28 @@ class FunctionReward(Scorer[float | Drop]):
         with as_itself():
             async with anyio.create_task_group() as tasks:
                 for each in finished:
-                    tasks.start_soon(ask, each)
+                    tasks.start_soon(score, each)
         return [scores[each.rollout] for each in finished]
 
     async def _attempt(self, finished: Sequence[Finish]) -> list[float]:
-        """Return the score of each rollout; what the function itself did wrong is raised as a ``RewardFailure``."""
+        """Return the score of each rollout; raise a ``RewardFailure`` if the function itself is at fault."""
         arguments, rollouts = self._arguments(finished), [each.rollout for each in finished]
         with self._working():
-            if self._judge.is_async:
-                return await self._judge.answer(arguments, rollouts)
+            if self._function.is_async:
+                return await self._function.answer(arguments, rollouts)
             if getattr(running_loop(), "virtual", False):
-                return self._judge.scores(arguments, rollouts)
-            if self._apart is None:
-                work = partial(self._judge.scores, arguments, rollouts)
+                return self._function.scores(arguments, rollouts)
+            if self._process is None:
+                work = partial(self._function.scores, arguments, rollouts)
                 return await run_detached(f"oppo-reward-{self.name}", work)
             try:
-                return await self._apart.call(_Judge.scores, arguments, rollouts)
+                return await self._process.call(_Function.scores, arguments, rollouts)
             except ModelError as error:
-                raise self._judge.failure(f"was lost: {error}", rollouts) from error
+                raise self._function.failure(f"was lost: {error}", rollouts) from error
 
     @contextmanager
     def _working(self, how: str = "") -> Iterator[None]:
-        """Name the function as being at work; several calls may be at a time."""
+        """Report the function as at work; calls may overlap."""
         self._calls += 1
         self.at_work = f"reward function {self.name!r}{how}"
         try:
@@ -224,9 +222,9 @@ class FunctionReward(Scorer[float | Drop]):
         }
 
     def close(self) -> None:
-        """End the process that the function is called in, if there is one; idempotent."""
-        if self._apart is not None:
-            self._apart.close()
+        """Kill the function's process, if it has one; idempotent."""
+        if self._process is not None:
+            self._process.close()
 
     def __enter__(self) -> Self:
         return self
@@ -236,11 +234,11 @@ class FunctionReward(Scorer[float | Drop]):
 
 
 @dataclass(frozen=True, slots=True)
-class _Judge:
-    """A reward function where it is called: in a thread, in a process, or on the event loop if it is async.
+class _Function:
+    """A reward function, called in a thread, in a process, or on the event loop if it is async.
 
     Attributes:
-        spec: ``file.py:function``, by which it is loaded in a process; empty for one that is importable by name.
+        spec: ``file.py:function``, from which a process loads it; empty if it is importable by name.
     """
 
     name: str
@@ -248,39 +246,35 @@ class _Judge:
     spec: str = ""
 
     @classmethod
-    def of(cls, function: RewardFunction | str, name: str | None) -> _Judge:
+    def of(cls, function: RewardFunction | str, name: str | None) -> _Function:
         if isinstance(function, str):
             return cls(name or function.rpartition(":")[2], load_function(function), function)
         return cls(name or str(getattr(function, "__name__", type(function).__name__)), function)
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        return (_Judge.of, (self.spec, self.name)) if self.spec else (_Judge, (self.name, self.function))
+        return (_Function.of, (self.spec, self.name)) if self.spec else (_Function, (self.name, self.function))
 
     @property
     def is_async(self) -> bool:
-        call = getattr(self.function, "__call__", None)  # noqa: B004 - asks what calling it does
+        call = getattr(self.function, "__call__", None)  # noqa: B004 - the method that a call runs
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)
 
     def scores(self, arguments: Mapping[str, object], rollouts: Sequence[int]) -> list[float]:
         """Call the function; return a finite number for each rollout.
 
         Raises:
-            RewardFailure: there is none.
+            RewardFailure: it raised, or returned something else.
         """
         with self._contained(rollouts):
-            items, came = _items(self.function(**arguments), len(rollouts))
-        return self._scores(items, came, rollouts)
+            items, wrong = _items(self.function(**arguments), len(rollouts))
+        return self._scores(items, wrong, rollouts)
 
     async def answer(self, arguments: Mapping[str, object], rollouts: Sequence[int]) -> list[float]:
-        """Return the same of an async function.
-
-        Raises:
-            RewardFailure: there is none.
-        """
+        """Do the same with an async function."""
         with self._contained(rollouts):
             result = self.function(**arguments)
-            items, came = _items(await result if isinstance(result, Awaitable) else result, len(rollouts))
-        return self._scores(items, came, rollouts)
+            items, wrong = _items(await result if isinstance(result, Awaitable) else result, len(rollouts))
+        return self._scores(items, wrong, rollouts)
 
     def failure(self, what: str, rollouts: Sequence[int]) -> RewardFailure:
         return RewardFailure(f"reward function {self.name!r} {what} (rollouts {', '.join(map(str, rollouts))})")
@@ -288,11 +282,11 @@ class _Judge:
     def _contained(self, rollouts: Sequence[int]) -> AbstractContextManager[None]:
         return contained(lambda words: self.failure(f"raised {words}", rollouts))
 
-    def _scores(self, items: Sequence[object], came: str, rollouts: Sequence[int]) -> list[float]:
-        if came:
+    def _scores(self, items: Sequence[object], wrong: str, rollouts: Sequence[int]) -> list[float]:
+        if wrong:
             raise RewardFailure(
                 f"reward function {self.name!r} must return {len(rollouts)} numbers, one for each completion, in a "
-                f"list; got {came}"
+                f"list; got {wrong}"
             )
         return [self._score(item, rollout) for item, rollout in zip(items, rollouts, strict=True)]
 
@@ -311,9 +305,9 @@ class _Judge:
 
 
 def _items(result: object, count: int) -> tuple[Sequence[object], str]:
-    """Return the items of what a function returned, and what is wrong with them as a whole; empty: nothing.
+    """Return the items of a function's result, and what is wrong with it as a whole, or an empty string.
 
-    A generator is read here, to one item beyond those that were asked for: it may raise, and it may never end.
+    A generator is read up to one item too many: it may raise, and it may never end.
     """
     ordered = isinstance(result, Iterable) and not isinstance(result, str | bytes | Mapping | AbstractSet)
     if not ordered:
@@ -337,7 +331,7 @@ def load_function(spec: str) -> RewardFunction:
 def _parameters(function: Callable[..., object], name: str) -> Mapping[str, inspect.Parameter]:
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # a builtin that does not say what it takes: the call will
+    except (TypeError, ValueError):  # a builtin without a signature: the call will tell
         return {}
     parameters = signature.parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())

@@ -1,13 +1,13 @@
-"""How calls that share a place are scheduled: the priority of a call, and how long one should last that nobody awaits.
+"""Scheduling of calls that share a place: the priority of a call, and the time slice of calls that nothing waits for.
 
 ::
 
     Priority()            in the order of arrival
-    Urgent()              before all that are not; from its first call to its end, those wait
-    Preemptible(better)   in the order of arrival, or not at all once there is something better to do
+    Urgent()              before calls that are not urgent, which wait from its first call to its end
+    Preemptible(better)   in the order of arrival, unless there is something better to do by then
 
-A stage chooses the priority, a scorer hands it to its place (:meth:`oppo.placement.Hosted.at`), and the queue of calls
-there acts on it.
+A stage chooses the priority, a scorer passes it to its place (:meth:`oppo.placement.Hosted.at`), and the queue of calls
+there applies it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from oppo.declared import require_declared
 
 
 class Preempted(Exception):  # noqa: N818 - it says what happened
-    """A preemptible call was not made, since its caller has something better to do; nothing of it was done."""
+    """A preemptible call was not made, and had no effect, since its caller has something better to do."""
 
 
 class Holdable(Protocol):
@@ -31,7 +31,7 @@ class Holdable(Protocol):
         """Keep calls that are not urgent until ``holder`` releases the queue; idempotent."""
 
     def release(self, holder: object) -> None:
-        """Take back what ``holder`` held."""
+        """End the hold of ``holder``."""
 
 
 class Priority:
@@ -43,7 +43,7 @@ class Priority:
         return False
 
     def preemption(self) -> Callable[[], bool]:
-        """Return what tells whether the call that is about to join a queue should be given up."""
+        """Return a function that tells whether the call that is about to join a queue should be given up."""
         return _never
 
 
@@ -52,17 +52,12 @@ IN_ORDER: Final = Priority()
 
 
 class Urgent(Priority):
-    """The priority of what a step waits for: it comes before calls that are not urgent.
+    """The priority of calls that a step waits for: they come before calls that are not urgent.
 
-    No call in progress is interrupted, and urgent calls keep their order among them. It is a context manager: from its
+    No call in progress is interrupted, and urgent calls keep their order. The object is a context manager: from its
     first call in a place to the end of the context, calls that are not urgent wait there, so that none comes between
-    two urgent calls that follow one another. So everything that the body waits for in that place must be urgent too.
-    Before and after the context, calls with this priority are made in the order of arrival.
-
-    Example:
-        >>> with Urgent() as priority:
-        ...     isinstance(priority, Priority)
-        True
+    two urgent ones. So every call that the body awaits in that place must be urgent. Outside of the context, calls with
+    this priority are made in the order of arrival.
     """
 
     def __init__(self) -> None:
@@ -70,7 +65,7 @@ class Urgent(Priority):
         self._held: set[Holdable] = set()
 
     def claim(self, queue: Holdable) -> bool:
-        """Hold ``queue`` until the context ends; return whether that is still to come."""
+        """Inside the context, hold ``queue`` until its end; return whether the context is open."""
         if self._entered:
             self._held.add(queue)
             queue.hold(self)
@@ -87,33 +82,32 @@ class Urgent(Priority):
 
 
 class Preemptible(Priority):
-    """The priority of what nobody waits for: its first call is given up while it queues if something better comes up.
+    """The priority of calls that nothing waits for: the first is given up if something better comes up while it queues.
 
-    What is given up is not done, and raises :class:`Preempted`. Later calls with the same object complete what the
-    first has begun, and are not given up.
+    A call that is given up has no effect and raises :class:`Preempted`. Later calls with the same object complete what
+    the first began, and are not given up.
 
     Args:
-        better: returns whether there is something better to do; asked now and then, from other threads, until the
-            call begins.
+        better: returns whether there is something better to do; polled from other threads until the call begins.
     """
 
     def __init__(self, better: Callable[[], bool]) -> None:
         self._better = better
 
     def preemption(self) -> Callable[[], bool]:
-        """Return ``better`` to the first call, and to later ones what is always false."""
+        """Return ``better`` to the first call, and a function that is always false to later ones."""
         better, self._better = self._better, _never
         return better
 
 
 @dataclass(frozen=True, slots=True)
 class TimeSlice:
-    """How long a call that nobody waits for should last: whatever finishes meanwhile waits for its end.
+    """How long a call that nothing waits for should last: rollouts that finish meanwhile wait for its end.
 
     Attributes:
-        seconds: that such a call should last at most.
-        rise: the estimated seconds per token are those of the fastest call so far, times this for each call since,
-            as a call may have waited for others in its place.
+        seconds: the most that such a call should last.
+        rise: seconds per token are estimated by the fastest call so far, times ``rise`` for each call since, because a
+            call's own time may include waiting for others in its place.
     """
 
     seconds: float = 0.3

@@ -1,7 +1,7 @@
-"""What is made of a reward model's scores before they are rewards: pure values, so a run's state can be read and kept.
+"""Score shaping, from a reward model's scores to rewards: pure values, so the state of a run can be read and kept.
 
-In this order: running normalisation, clip, scale, and the penalty of responses that did not end by themselves. The
-penalty comes last, so it is in the unit of the reward whatever the scores' own unit is.
+In this order: running normalisation, clip, scale, and a penalty for responses that did not end by themselves. The
+penalty comes last, so it is in the unit of the reward, not of the scores.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from oppo.events import BoolArray, FloatArray
 
 @dataclass(frozen=True, slots=True)
 class RunningMoments:
-    """Count, mean and spread of all scores so far (Chan, Golub, LeVeque 1979, equation 2.1).
+    """Running moments of all scores so far (Chan, Golub, LeVeque 1979, equation 2.1).
 
     Attributes:
-        count: scores seen.
-        mean: their mean.
-        squares: the sum of their squared deviations from it.
+        count: number of scores.
+        mean: of the scores.
+        squares: the sum of their squared deviations from the mean.
 
     Example:
         >>> RunningMoments().after(np.array([1, 3], np.float32)).after(np.array([5], np.float32))
@@ -36,12 +36,12 @@ class RunningMoments:
 
     @property
     def std(self) -> float:
-        """The unbiased standard deviation; 1 while there are fewer than two scores, or where all are equal."""
+        """The unbiased standard deviation; 1 if there are fewer than two scores, or all are equal."""
         deviation = math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
         return deviation or 1.0
 
     def after(self, scores: FloatArray) -> RunningMoments:
-        """Return the moments with a batch of scores, float32 [n], taken in."""
+        """Return the moments with a batch of scores, float32 [n], included."""
         if not len(scores):
             return self
         batch = scores.astype(np.float64)
@@ -53,14 +53,14 @@ class RunningMoments:
 
 @dataclass(frozen=True, slots=True)
 class ScoreShaping:
-    """How a score becomes the reward of a response; the defaults change nothing.
+    """The map from a score to the reward of a response; the defaults are the identity.
 
     Attributes:
         norm: subtract the running mean of all scores, this batch's included, and divide by their standard deviation.
-        clip: bound the (normalised) score to ``-clip .. clip``; ``inf`` leaves it alone.
-        scale: multiplies it.
-        missing_eos_penalty: taken from responses that ended because they were long, not by a stop, as in TRL.
-        moments: of the scores seen so far; only kept with ``norm``.
+        clip: bound the (normalised) score to ``-clip .. clip``; ``inf`` does not.
+        scale: multiplies the result.
+        missing_eos_penalty: subtracted for responses that ended at the length cap, not by a stop, as in TRL.
+        moments: of all scores so far; only kept with ``norm``.
 
     Raises:
         ValueError: a value is out of range.
@@ -82,7 +82,7 @@ class ScoreShaping:
             raise ValueError(f"the missing-EOS penalty must be 0 or more and finite, not {self.missing_eos_penalty}")
 
     def after(self, scores: FloatArray) -> ScoreShaping:
-        """Return this shaping once it has seen a batch's scores, float32 [n]."""
+        """Return this shaping with a batch's scores, float32 [n], in its moments."""
         return replace(self, moments=self.moments.after(scores)) if self.norm else self
 
     def shaped(self, scores: FloatArray, stopped: BoolArray) -> FloatArray:

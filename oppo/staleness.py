@@ -1,8 +1,8 @@
-"""Learning from tokens that older weights sampled: the base of the ratio, and what a token weighs.
+"""Learning from tokens that older weights sampled: the base of the ratio, and the weight of a token.
 
-A carried rollout was partly written by older weights. With current ``pi``, behaviour ``mu`` (the weights that sampled
-a token) and proximal ``pi'`` (the weights as they are when the update begins), let ``m = pi' / mu`` be the *mismatch*
-of a token. The clipped loss takes a ratio, and each token's loss is multiplied by a constant weight:
+Older weights wrote a part of a carried rollout. With current ``pi``, behaviour ``mu`` (the weights that sampled a
+token) and proximal ``pi'`` (the weights at the beginning of the update), let ``m = pi' / mu`` be the *mismatch* of a
+token. The clipped loss takes a ratio, and multiplies each token's loss by a constant weight:
 
 ============= ======================== ========================
 weight        ratio base ``mu``        ratio base ``pi'``
@@ -13,17 +13,17 @@ weight        ratio base ``mu``        ratio base ``pi'``
 ``mask``      1 if low <= m <= high    m if low <= m <= high
 ============= ======================== ========================
 
-Ratio times weight is then the same in both columns, but for ``none``: with the base ``mu`` the band of the
-clip lies around the old weights, so that a token which the updates since have moved out of it teaches nothing; with
-``pi'`` it lies around the weights that are being updated (the decoupled objective).
+Ratio times weight is the same in both columns, except for ``none``. With the base ``mu`` the clip band lies around the
+old weights, so a token that later updates moved out of the band teaches nothing; with ``pi'`` it lies around the
+weights that are being updated (the decoupled objective).
 
-Where ``level`` is ``sequence``, ``m`` is one number for a whole rollout: the geometric mean of its tokens' mismatches,
-which does not drift with the length as their product would; the ratio remains a token's.
+With ``level = "sequence"``, ``m`` is the geometric mean of a rollout's mismatches, which does not drift with the length
+as their product would; the ratio remains a token's.
 
-A token that a mask leaves out counts in the mean that a loss is, as a token of loss 0: what the others teach does not
-grow because it was left out. The value loss, the entropy bonus and a KL in the loss keep every token.
+A masked token counts in the mean of the loss with loss 0, so masking does not enlarge the gradients of the others. The
+value loss, the entropy bonus and a KL in the loss keep every token.
 
-A token of the current version has ``m = 1``, exactly: in a run that carries nothing every choice here makes the same
+A token of the current version has ``m = 1``, exactly: in a run that carries nothing, every choice here makes the same
 update, bit for bit.
 """
 
@@ -44,10 +44,10 @@ CAP = 2.0
 """The bound of truncated importance sampling, as in Yao et al. 2025."""
 
 TOKEN_BAND = (0.5, 5.0)
-"""The mismatch within which a token is learnt from, as in IcePop (Zhao et al. 2025)."""
+"""The mismatches of tokens that a mask keeps, as in IcePop (Zhao et al. 2025)."""
 
 SEQUENCE_BAND = (0.9, 1.1)
-"""The geometric mean within which a rollout is: over hundreds of tokens it moves far less than one of them.
+"""The mismatches of rollouts that a mask keeps: a geometric mean over hundreds of tokens varies far less than a token.
 
 Ours; published bands guard against differences between two engines, and are tighter than a version of the weights.
 """
@@ -55,7 +55,7 @@ Ours; published bands guard against differences between two engines, and are tig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """How stale tokens are learnt from; the default is plain PPO.
+    """The correction for stale tokens; the default is plain PPO.
 
     Attributes:
         ratio_base: ``behaviour``: the ratio is over the policy that sampled a token (Schulman et al. 2017).
@@ -63,10 +63,10 @@ class Correction:
             equation 3; for language models AReaL: Fu et al. 2025, arXiv 2505.24298, equation 5).
         weight: ``none``. ``truncated``: importance weights, at most ``cap`` (IMPALA: Espeholt et al. 2018, arXiv
             1802.01561; for language models truncated importance sampling: Yao et al. 2025, "Your efficient RL framework
-            secretly brings you off-policy RL training"). ``mask``: importance weights, and nothing is learnt where they
-            are outside of ``low .. high`` (by token, IcePop: Zhao et al. 2025, "Small leak can sink a great ship"; by
-            sequence, the off-policy sequence masking of DeepSeek-V3.2, arXiv 2512.02556, section 3.1, which masks
-            rollouts of negative advantage only).
+            secretly brings you off-policy RL training"). ``mask``: importance weights, and 0 outside of ``low .. high``
+            (by token, IcePop: Zhao et al. 2025, "Small leak can sink a great ship"; by sequence, the off-policy
+            sequence masking of DeepSeek-V3.2, arXiv 2512.02556, section 3.1, which masks rollouts of negative advantage
+            only).
         level: ``token``, or ``sequence``: by the rollout's geometric mean (GSPO: Zheng et al. 2025, arXiv 2507.18071,
             equation 7).
         cap: c, at least 1.
@@ -96,12 +96,12 @@ class Correction:
             )
 
     @property
-    def asked(self) -> bool:
-        """Whether anything differs from plain PPO, so that proximal log-probs are needed."""
+    def needs_proximal(self) -> bool:
+        """Whether this differs from plain PPO, so that proximal log-probs are needed."""
         return self.ratio_base != "behaviour" or self.weight != "none"
 
     @property
     def band(self) -> tuple[float, float]:
-        """The mismatch within which a mask lets through."""
+        """The mismatches that a mask keeps."""
         low, high = TOKEN_BAND if self.level == "token" else SEQUENCE_BAND
         return low if self.low is None else self.low, high if self.high is None else self.high

@@ -1,8 +1,8 @@
 """The support of a sampled token: the ids it was drawn from, where sampling left some out.
 
-``top_k``, ``top_p`` and ``min_new_tokens`` truncate the distribution of a token. Its log-prob is then one over what was
-kept, and whoever computes it again, with other weights or another model, must normalise over the same ids; over the
-whole vocabulary importance ratios are biased ("Keep Sampling Mask", DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
+``top_k``, ``top_p`` and ``min_new_tokens`` truncate the distribution of a token. Its log-prob, with these or other
+weights or under another model, must then be normalised over the ids that were kept; normalised over the whole
+vocabulary, importance ratios are biased ("Keep Sampling Mask", DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Support:
-    """The ids from which some tokens were drawn; ragged, 4 bytes an id and 4 a token, nothing where all was kept.
+    """The ids from which some tokens were drawn; ragged, 4 bytes for each id and token, empty without truncation.
 
     Attributes:
-        ids: int32 [S], those of one token after those of the other.
-        counts: int32 [n], how many of the ids are a token's. Above 0: it was one of exactly these. Below 0: it was any
-            but these, so that leaving a few out needs no list of the others. 0: it was any.
-            With no count at all, every token was any: the support of any number of tokens, and the default.
+        ids: int32 [S], token after token.
+        counts: int32 [n], the number of ids that belong to each token. Above 0: the ids that it was drawn from. Below
+            0: the ids that were excluded, so that excluding a few needs no list of the others. 0: none was excluded.
+            Empty, the default: no id was excluded for any number of tokens.
 
     Example:
         >>> one = Support(np.array([4, 7, 9], np.int32), np.array([3], np.int32))
@@ -43,7 +43,7 @@ class Support:
 
     @classmethod
     def concatenate(cls, parts: Iterable[tuple[Support, int]]) -> Support:
-        """Return the support of tokens end to end, given that of each part and how many tokens it has."""
+        """Return the support of tokens end to end, from the support and the number of tokens of each part."""
         parts = list(parts)
         if all(support.whole for support, _ in parts):
             return cls()
@@ -54,7 +54,7 @@ class Support:
 
     @property
     def whole(self) -> bool:
-        """Whether nothing was left out for any token."""
+        """Whether no id was excluded for any token."""
         return not len(self.ids)
 
     def describes(self, count: int) -> bool:
@@ -78,7 +78,7 @@ class Support:
         ]
 
     def holds(self, tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """Return of each of its tokens whether it could have been drawn: bool [n]."""
+        """Return whether each of its tokens could have been drawn: bool [n]."""
         if self.whole:
             return np.ones(len(tokens), np.bool_)
         owner = np.repeat(np.arange(len(tokens)), np.abs(self.counts))

@@ -1,4 +1,4 @@
-"""What can be chosen about the optimisation; torch-free, so that a configuration can be checked without loading it."""
+"""Settings of the optimisation; torch-free, so that a configuration can be checked without loading torch."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ Schedule: TypeAlias = Literal["constant", "constant_with_warmup", "linear", "cos
 Beta: TypeAlias = Annotated[float, Ge(0), Lt(1)]
 
 OF_THE_CRITIC = frozenset({"critic_learning_rate", "critic_warmup"})
-"""The settings that mean nothing without a critic."""
+"""The settings that need a critic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSettings:
-    """How actor and critic are optimised, whatever the loss; the defaults are TRL 1.12's, where it has any, but four.
+    """Settings of the optimisers of actor and critic; the defaults are those of TRL 1.12, with four exceptions.
 
     ``eps`` is 1e-5 instead of 1e-8, as in most PPO (Huang et al. 2022, "The 37 implementation details of PPO", detail
-    3): steps stay small while the second moments are. ``schedule`` is constant instead of linear, so that nothing
-    depends on a number of steps that was guessed at the start. ``gradient_checkpointing`` is off instead of on: it
-    costs time, and is needed by models that do not fit otherwise. ``seed`` is 0 instead of 42.
+    3): steps stay small while the second moments are small. ``schedule`` is constant instead of linear, so that nothing
+    depends on a number of steps guessed at the start. ``gradient_checkpointing`` is off instead of on: it costs time,
+    and only models that do not fit otherwise need it. ``seed`` is 0 instead of 42.
 
-    Where the critic shares the actor's trunk, that is trained, scheduled and clipped as a part of the actor, and a
-    warm-up of the critic is one of its head. The two models' gradients are clipped apart, so that the large ones of an
-    untrained critic do not shrink the actor's step; a ``max_grad_norm`` of ``inf`` leaves them alone.
+    A trunk that actor and critic share is trained, scheduled and clipped as a part of the actor, and the critic's
+    warm-up trains its head only. The two models' gradients are clipped separately, so that the large ones of an
+    untrained critic do not shrink the actor's step; a ``max_grad_norm`` of ``inf`` clips nothing.
 
     Raises:
         ConfigError: a value is out of range.
@@ -65,10 +65,10 @@ class TrainerSettings:
         self._require_schedule()
 
     def require_no_critic(self) -> None:
-        """Accept settings that say nothing of a critic.
+        """Require the defaults for the settings that need a critic.
 
         Raises:
-            ConfigError: one of them does.
+            ConfigError: one of them differs.
         """
         for each in fields(self):
             chosen = getattr(self, each.name)
@@ -92,10 +92,10 @@ class TrainerSettings:
             )
 
     def learning_rate_factor(self, update: int) -> float:
-        """Return what the learning rates are multiplied with in an update, counted from 0.
+        """Return the factor of the learning rates in an update, counted from 0.
 
-        A function of the update's number alone, so a resumed run needs no state for it. The formulas are those of
-        ``transformers.get_scheduler``; note that the first warm-up step has factor 0 there.
+        It depends on the update's number alone, so a resumed run needs no state for it. The formulas are those of
+        ``transformers.get_scheduler``, in which the first warm-up step has factor 0.
         """
         if update < self.warmup_steps:
             return update / self.warmup_steps

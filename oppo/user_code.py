@@ -1,4 +1,4 @@
-"""Code that a user gives by name, and the boundary around it: whatever it does is an error that says where it arose."""
+"""Loading of user code by name, and the boundary around its calls, which names the origin of any error."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdl
 
 @contextmanager
 def contained(refuse: Callable[[str], Exception]) -> Iterator[None]:
-    """Raise ``refuse(words)`` instead of whatever the body raises: ``sys.exit()`` and its own cancellations included.
+    """Raise ``refuse(words)`` instead of any error of the body, ``sys.exit()`` and its own cancellations included.
 
-    A cancellation from outside passes, and so does ``KeyboardInterrupt``, as a part of it where there is one.
+    A cancellation from outside passes, and so does ``KeyboardInterrupt``, which becomes that cancellation if there is
+    one.
 
     Args:
-        refuse: makes the error; the words are those of :func:`worded`.
+        refuse: returns the error; the words are those of :func:`worded`.
     """
     try:
         yield
@@ -43,22 +44,22 @@ def contained(refuse: Callable[[str], Exception]) -> Iterator[None]:
 
 
 def worded(error: BaseException) -> str:
-    """Return what was raised and where in the user's code, as in ``KeyError: 'gold' at /home/me/r.py:3 in f``.
+    """Return an error and its place in the user's code, as in ``KeyError: 'gold' at /home/me/r.py:3 in f``.
 
-    Of an exception group, its first error. The words are of bounded length, whatever the error says.
+    An exception group is described by its first error. The length is bounded, whatever the message.
     """
     first, *others = leaves(error)
     try:
         text = str(first)
     except Exception as failure:  # noqa: BLE001 - the boundary to the user's code: its error cannot even be printed
         text = f"({type(failure).__name__} in its __str__)"
-    said = f": {shortened(text)}" if text else ""
+    message = f": {shortened(text)}" if text else ""
     more = f", and {len(others)} more" if others else ""
-    return f"{type(first).__name__}{said}{more}{_place(first)}"
+    return f"{type(first).__name__}{message}{more}{_place(first)}"
 
 
 def shown(value: object) -> str:
-    """Return a value and its type, in words of bounded length, whatever its ``__repr__`` does."""
+    """Return a value's ``repr`` and type, in bounded length, even if its ``__repr__`` fails."""
     try:
         text = repr(value)
     except Exception as failure:  # noqa: BLE001 - the boundary to the user's code: its value cannot even be printed
@@ -67,7 +68,7 @@ def shown(value: object) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """Return the last line of the user's code that the error came through, or of a library where there is none."""
+    """Return the last traceback entry in the user's code, or in a library if there is none."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_OURS)]
     theirs = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<frozen"))]
     last = next(reversed(theirs or frames), None)
@@ -79,7 +80,7 @@ def load_function(spec: str, refuse: Callable[[str], Exception]) -> Callable[...
 
     Args:
         spec: file and function.
-        refuse: makes the error that is raised when there is no such file or function, or the file cannot be run.
+        refuse: returns the error to raise if there is no such file or function, or the file cannot be run.
     """
     text, _, name = spec.rpartition(":")
     path = Path(text)
@@ -89,7 +90,8 @@ def load_function(spec: str, refuse: Callable[[str], Exception]) -> Callable[...
         raise refuse(f"there is no file {path} to take the function {name!r} from")
     function: object = getattr(_module(path, refuse), name, None)
     if function is None:
-        there = _functions(sys.modules[_name(path)])
+        members = vars(sys.modules[_name(path)]).items()
+        there = [key for key, value in members if inspect.isroutine(value) and not key.startswith("_")]
         raise refuse(f"{path} has no function {name!r}; the functions there are {', '.join(there) or '(none)'}")
     if not callable(function):
         raise refuse(f"{spec} is not a function but {shown(function)}")
@@ -98,10 +100,6 @@ def load_function(spec: str, refuse: Callable[[str], Exception]) -> Callable[...
 
 def _name(path: Path) -> str:
     return f"oppo_user_{path.stem}"
-
-
-def _functions(module: ModuleType) -> list[str]:
-    return [key for key, value in vars(module).items() if inspect.isroutine(value) and not key.startswith("_")]
 
 
 def _module(path: Path, refuse: Callable[[str], Exception]) -> ModuleType:

@@ -11,7 +11,7 @@ from oppo.admission import Observation
 from oppo.chunking import Fixed, Tuned, WholeRollout
 
 
-def told(chunks: Tuned, steps: int, seconds: Callable[[int, int], float], first: int = 0) -> list[int]:
+def sizes_of(chunks: Tuned, steps: int, seconds: Callable[[int, int], float], first: int = 0) -> list[int]:
     """Return the size in each step; a step takes ``seconds(size, tokens)``, and there are more tokens in each."""
     sizes = []
     for step in range(first, first + steps):
@@ -22,7 +22,7 @@ def told(chunks: Tuned, steps: int, seconds: Callable[[int, int], float], first:
 
 
 def test_each_candidate_is_tried_in_turns_and_the_fastest_is_kept() -> None:
-    sizes = told(Tuned(cap=800, every=20, trials=2), 24, lambda size, tokens: tokens * (1.0 if size == 50 else 1.1))
+    sizes = sizes_of(Tuned(cap=800, every=20, trials=2), 24, lambda size, tokens: tokens * (1.0 if size == 50 else 1.1))
     assert sizes[:2] == [100, 100], "the middle one, until the first probe"
     assert sizes[2:8] == [50, 100, 200, 50, 100, 200]
     assert sizes[8:22] == [50] * 14
@@ -31,20 +31,20 @@ def test_each_candidate_is_tried_in_turns_and_the_fastest_is_kept() -> None:
 
 def test_growing_lengths_are_not_mistaken_for_a_slow_size() -> None:
     """Seconds grow with the tokens, whatever the size: by raw seconds the size that is tried first would win."""
-    sizes = told(Tuned(cap=800, every=20, trials=1), 12, lambda size, tokens: tokens * (1.0 - size / 10_000))
+    sizes = sizes_of(Tuned(cap=800, every=20, trials=1), 12, lambda size, tokens: tokens * (1.0 - size / 10_000))
     assert sizes[-1] == 200
 
 
 def test_it_follows_what_is_fastest_now() -> None:
     chunks = Tuned(cap=800, every=20, trials=2)
-    told(chunks, 20, lambda size, tokens: tokens * size)
-    sizes = told(chunks, 20, lambda size, tokens: tokens / size, first=20)
+    sizes_of(chunks, 20, lambda size, tokens: tokens * size)
+    sizes = sizes_of(chunks, 20, lambda size, tokens: tokens / size, first=20)
     assert sizes[-1] == 200
 
 
 def test_a_step_that_decoded_nothing_is_no_trial() -> None:
     chunks = Tuned(cap=800)
-    told(chunks, 3, lambda size, tokens: tokens)
+    sizes_of(chunks, 3, lambda size, tokens: tokens)
     before = chunks.state_dict()
     chunks.observe(Observation(3, seconds=9.0))
     assert chunks.state_dict() == before
@@ -55,10 +55,10 @@ def test_it_goes_on_from_its_state_in_the_middle_of_a_probe() -> None:
         return tokens * (2.0 if size == 100 else 3.0)
 
     whole, first, second = (Tuned(cap=800, every=20) for _ in range(3))
-    expected = told(whole, 30, seconds)
-    told(first, 6, seconds)
+    expected = sizes_of(whole, 30, seconds)
+    sizes_of(first, 6, seconds)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert told(second, 24, seconds, first=6) == expected[6:]
+    assert sizes_of(second, 24, seconds, first=6) == expected[6:]
 
 
 def test_short_responses_leave_fewer_candidates() -> None:

@@ -68,9 +68,9 @@ def test_a_chat_ends_where_the_assistant_is_to_speak(tmp_path: Path) -> None:
 
 
 def test_a_chat_needs_a_template(tmp_path: Path) -> None:
-    said = refused(jsonl(tmp_path, {"prompt": [{"role": "user", "content": "a"}]}))
-    assert "line 1" in said
-    assert "chat messages need a tokenizer with a chat template" in said
+    message = refused(jsonl(tmp_path, {"prompt": [{"role": "user", "content": "a"}]}))
+    assert "line 1" in message
+    assert "chat messages need a tokenizer with a chat template" in message
 
 
 def test_parquet_is_read_like_json_lines(tmp_path: Path) -> None:
@@ -95,9 +95,9 @@ def test_parquet_is_read_like_json_lines(tmp_path: Path) -> None:
 )
 def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, row: object, sentence: str) -> None:
     path = jsonl(tmp_path, {"prompt": "a"}, row)
-    said = refused(path)
-    assert str(path) in said
-    assert sentence in said
+    message = refused(path)
+    assert str(path) in message
+    assert sentence in message
 
 
 def test_a_file_that_cannot_be_read_is_a_sentence(tmp_path: Path) -> None:
@@ -117,11 +117,11 @@ def test_a_file_that_cannot_be_read_is_a_sentence(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("policy", "kept"), [("filter", ["a"]), ("truncate", ["a", "c d"])])
 def test_over_long_prompts_are_left_out_or_cut_and_counted(tmp_path: Path, policy: OverLong, kept: list[str]) -> None:
     path = jsonl(tmp_path, {"prompt": "a"}, {"prompt": "a b c d"})
-    told: list[str] = []
-    prompts = read_prompts(path, text(), max_prompt_tokens=2, over_long=policy, tell=told.append)
+    notices: list[str] = []
+    prompts = read_prompts(path, text(), max_prompt_tokens=2, over_long=policy, tell=notices.append)
     assert [words(prompt.tokens.tolist()) for prompt in prompts] == kept
-    assert len(told) == 1
-    assert told[0].startswith(f"1 of 2 prompts of {path} are longer than 2 tokens")
+    assert len(notices) == 1
+    assert notices[0].startswith(f"1 of 2 prompts of {path} are longer than 2 tokens")
 
 
 def test_over_long_prompts_can_be_refused(tmp_path: Path) -> None:

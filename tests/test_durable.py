@@ -79,47 +79,47 @@ def test_a_kill_at_any_moment_leaves_one_of_the_two(tmp_path: Path, left: dict[s
 
 
 @pytest.fixture
-def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def operations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What reached the disk, in order, and what was renamed on the way; paths are relative to ``tmp_path``."""
-    told: list[str] = []
+    operations: list[str] = []
     syncing, renaming, replacing = os.fsync, Path.rename, Path.replace
 
     def fsync(descriptor: int) -> None:
-        told.append(Path(f"/proc/self/fd/{descriptor}").readlink().relative_to(tmp_path).as_posix())
+        operations.append(Path(f"/proc/self/fd/{descriptor}").readlink().relative_to(tmp_path).as_posix())
         syncing(descriptor)
 
     def rename(path: Path, target: Path) -> Path:
-        told.append(f"{path.name} -> {target.name}")
+        operations.append(f"{path.name} -> {target.name}")
         return renaming(path, target)
 
     def replace(path: Path, target: Path) -> Path:
-        told.append(f"{path.name} -> {target.name}")
+        operations.append(f"{path.name} -> {target.name}")
         return replacing(path, target)
 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(Path, "rename", rename)
     monkeypatch.setattr(Path, "replace", replace)
-    return told
+    return operations
 
 
-def test_all_of_a_directory_is_on_the_disk_before_it_has_its_name(tmp_path: Path, told: list[str]) -> None:
+def test_all_of_a_directory_is_on_the_disk_before_it_has_its_name(tmp_path: Path, operations: list[str]) -> None:
     written(tmp_path / "deep" / "final", "new")
     aside = "deep/.final.partial"
-    assert told[0] == ".", "where deep was made"
-    assert sorted(told[1:4]) == [aside, f"{aside}/inner", f"{aside}/inner/file"]
-    assert told[4:] == [".final.partial -> final", "deep"]
+    assert operations[0] == ".", "where deep was made"
+    assert sorted(operations[1:4]) == [aside, f"{aside}/inner", f"{aside}/inner/file"]
+    assert operations[4:] == [".final.partial -> final", "deep"]
 
 
-def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, told: list[str]) -> None:
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, operations: list[str]) -> None:
     put(tmp_path / "summary.json", "{}")
-    assert told == [".summary.json.partial", ".summary.json.partial -> summary.json", "."]
+    assert operations == [".summary.json.partial", ".summary.json.partial -> summary.json", "."]
 
 
-def test_records_that_are_settled_are_on_the_disk(tmp_path: Path, told: list[str]) -> None:
+def test_records_that_are_settled_are_on_the_disk(tmp_path: Path, operations: list[str]) -> None:
     with RunDirectory(tmp_path / "x", trace=0) as directory:
-        told.clear()
+        operations.clear()
         directory.flush()
-        assert told == [*(f"x/{name}" for name in RECORDS), "x"]
+        assert operations == [*(f"x/{name}" for name in RECORDS), "x"]
 
 
 def test_directories_are_made_once(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from oppo.testing import (
     fake_scalar,
 )
 from oppo.testing.fake_policy import FakeDecode
-from oppo.testing.script import SPOILT, Method, Misdeed
+from oppo.testing.script import SPOILT, FaultKind, Method
 from tests.faulty import Case, FaultyPipeline, Kind, stage_of
 from tests.known import known
 from tests.pipelines import Setting, paces, same_batches
@@ -82,7 +82,7 @@ def slow_faults(draw: st.DrawFn) -> Fault:
 def faults(draw: st.DrawFn) -> Fault:
     model = draw(st.sampled_from(sorted(METHODS)))
     method = draw(st.sampled_from(METHODS[model]))
-    does: list[st.SearchStrategy[Misdeed]] = [st.builds(Raise, ERRORS), st.just(Hang()), SLOW]
+    does: list[st.SearchStrategy[FaultKind]] = [st.builds(Raise, ERRORS), st.just(Hang()), SLOW]
     does.append(st.builds(Flap, st.integers(1, 2), st.integers(0, 2)))
     if method in SPOILT:
         does.append(st.builds(Garbage, st.sampled_from(SPOILT[method])))
@@ -152,7 +152,7 @@ def explains(fault: Fault, error: BaseException) -> bool:
             right = type(error) is kind and str(error) == f"{fault.place} fails, as its script says"
             right = right and NAMES.get(fault.method, "") in told
         case Flap():
-            where = rf"call \d+ of {fault.method}\(\) of '{fault.model}': nobody answers, as its script says"
+            where = rf"call \d+ of {fault.method}\(\) of '{fault.model}': connection refused, as its script says"
             right = type(error) is ConnectionError and re.fullmatch(where, str(error)) is not None
             right = right and NAMES.get(fault.method, "") in told
         case Hang():
@@ -350,8 +350,8 @@ def test_a_reward_server_that_flaps_costs_what_was_asked_for_and_no_more(case: C
             assert same_batches(run.batches, case.without_faults().batches)
     elif judge == "drop":
         assert run.error is None
-        assert all("nobody answers, as its script says" in reason for reason in dropped)
+        assert all("connection refused, as its script says" in reason for reason in dropped)
     elif run.error is not None:
         assert isinstance(run.error, RewardError)
-        assert "nobody answers, as its script says" in str(run.error)
+        assert "connection refused, as its script says" in str(run.error)
         assert any("in stage 'reward' of graph 'ppo', step" in note for note in run.error.__notes__)

@@ -92,7 +92,7 @@ def test_what_is_no_number_is_refused_by_name_where_it_comes_in(name: str, argum
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "expected"),
     [
         (lambda: oppo.Sampling(temperature=math.inf), "temperature of Sampling must be a finite number, not inf"),
         (lambda: oppo.Sampling(seed=-1), "seed must be 0 or more, not -1"),
@@ -105,10 +105,10 @@ def test_what_is_no_number_is_refused_by_name_where_it_comes_in(name: str, argum
         (lambda: oppo.GAE(kl=math.nan), "coefficient of FixedKL must be a finite number, not nan"),
     ],
 )
-def test_a_sentence_names_the_number_and_what_was_expected(make: Callable[[], object], said: str) -> None:
+def test_a_sentence_names_the_number_and_what_was_expected(make: Callable[[], object], expected: str) -> None:
     with pytest.raises((ValueError, oppo.OppoError)) as caught:
         make()
-    assert said in str(caught.value)
+    assert expected in str(caught.value)
 
 
 def test_what_stands_for_a_number_is_one() -> None:

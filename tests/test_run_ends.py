@@ -76,11 +76,11 @@ def test_what_a_reward_does_to_end_a_run_is_a_failure_of_it(
     folder: Path, name: str, sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert oppo(folder, "", f"models.reward=mischief.py:{name}", f"run.name={name}", "run.steps=9") == FAILED
-    said = capsys.readouterr().err
-    assert sentence in said
-    assert f"{folder / 'mischief.py'}:" in said
-    assert "in stage 'reward' of graph 'ppo', step " in said
-    assert "Traceback" not in said
+    output = capsys.readouterr().err
+    assert sentence in output
+    assert f"{folder / 'mischief.py'}:" in output
+    assert "in stage 'reward' of graph 'ppo', step " in output
+    assert "Traceback" not in output
     assert json.loads((folder / "runs" / name / "summary.json").read_text())["complete"] is False
 
 
@@ -114,11 +114,11 @@ def test_a_second_ctrl_c_ends_a_run_at_once_though_its_reward_never_returns(fold
         for _ in range(2):
             process.send_signal(signal.SIGINT)
             threading.Event().wait(0.3)
-        _, said = process.communicate(timeout=60)
-    assert process.returncode == INTERRUPTED, said
-    assert "interrupted; nothing was saved" in said
+        _, output = process.communicate(timeout=60)
+    assert process.returncode == INTERRUPTED, output
+    assert "interrupted; nothing was saved" in output
     for word in ("Traceback", "never retrieved", "never awaited"):
-        assert word not in said
+        assert word not in output
 
 
 LOADING = """
@@ -135,9 +135,9 @@ def test_a_signal_while_models_are_loaded_ends_a_run_by_its_own_code(folder: Pat
     with start(folder, "run.name=loading", before=LOADING) as process:
         assert any(line.startswith("loading the policy") for line in iter(process.stderr.readline, ""))
         process.send_signal(signal.SIGTERM)
-        _, said = process.communicate(timeout=60)
+        _, output = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
-    assert said == "interrupted\n"
+    assert output == "interrupted\n"
 
 
 def test_a_run_outlives_its_display(folder: Path) -> None:
@@ -169,10 +169,10 @@ def test_what_was_learned_is_saved_though_the_scorers_process_hangs(folder: Path
             process.stdout.readline()
         (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         os.kill(int(child), signal.SIGSTOP)
-        _, said = process.communicate(timeout=60)
+        _, output = process.communicate(timeout=60)
     run = folder / "runs" / "hung"
-    assert process.returncode == FAILED, said
-    assert "nothing has moved for " in said
+    assert process.returncode == FAILED, output
+    assert "nothing has moved for " in output
     assert not Path(f"/proc/{child}").exists()
     AutoModelForCausalLM.from_pretrained(run / FINAL / "actor")
     assert json.loads((run / "summary.json").read_text())["steps"] >= 2

@@ -101,29 +101,29 @@ MISBEHAVIOUR = [
     pytest.param(returning(lambda: {1.0, 2.0}), "in a list; got {1.0, 2.0} (set)", id="set"),
     pytest.param(returning({1.0: 1, 2.0: 2}.keys), "got dict_keys([1.0, 2.0]) (dict_keys)", id="keys"),
 ]  # fmt: skip
-"""What a function may do, and what is said of it."""
+"""Misbehaviour of a function, and the error that it becomes."""
 
 
 @pytest.mark.parametrize(("function", "sentence"), MISBEHAVIOUR)
 async def test_whatever_a_function_does_is_its_failure(function: Callable[..., object], sentence: str) -> None:
     with pytest.raises(RewardError) as caught:
         await FunctionReward(function, decode).finish(TWO)
-    said = str(caught.value)
-    assert sentence in said
-    assert len(said) < 3000
-    assert said.encode("utf-8")
+    message = str(caught.value)
+    assert sentence in message
+    assert len(message) < 3000
+    assert message.encode("utf-8")
 
 
 @pytest.mark.parametrize(("function", "sentence"), MISBEHAVIOUR)
 async def test_every_failure_can_be_dropped_and_tried_again(function: Callable[..., object], sentence: str) -> None:
     dropped = await FunctionReward(function, decode, on_failure="drop").finish(TWO)
     assert [type(each) for each in dropped] == [Drop, Drop]
-    told: list[str] = []
+    notices: list[str] = []
     with pytest.raises(RewardError):
-        await FunctionReward(function, decode, on_failure="retry", pauses=(0.0,), tell=told.append).finish(TWO)
-    assert len(told) == 1
-    assert sentence in told[0]
-    assert told[0].endswith("; attempt 2 of 2 follows in 0 s")
+        await FunctionReward(function, decode, on_failure="retry", pauses=(0.0,), tell=notices.append).finish(TWO)
+    assert len(notices) == 1
+    assert sentence in notices[0]
+    assert notices[0].endswith("; attempt 2 of 2 follows in 0 s")
 
 
 async def test_the_place_of_an_error_is_a_line_of_the_users_file(tmp_path: Path) -> None:

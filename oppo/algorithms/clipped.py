@@ -79,7 +79,7 @@ class ClippedAlgorithm:
     @property
     def corrects(self) -> bool:
         """Whether stale tokens are corrected for."""
-        return self.correction.asked
+        return self.correction.needs_proximal
 
     @property
     def correction(self) -> Correction:

@@ -1,16 +1,15 @@
-"""Where a model's work is done: on the caller, in a thread of its own, or in another process.
+"""Where a model works: on the caller, in a thread of its own, or in a child process.
 
 ::
 
-    Inline    on the caller             virtual time, and nothing that takes long
-    Thread    in one thread for life    shares the interpreter with everybody else in this process
-    Process   in a child process        an interpreter of its own; arguments and results cross a socket
+    Inline    on the caller             for virtual time and short work
+    Thread    in one thread for life    shares this process's interpreter lock
+    Process   in a child process        has its own interpreter; arguments and results cross a socket
 
-A *instance* is a synchronous object that lives in a place for good; :meth:`Hosting.host` puts it there and returns the
-asynchronous handle to its methods. Calls to instances of one place are made one at a time, in the order of their
-priorities (:mod:`oppo.scheduling`, :meth:`Hosted.at`). A :class:`Callback` among
-the arguments of a call stays with the caller. Weights do not cross: they lie in memory that both processes see
-(:class:`~oppo.placement.block.Block`).
+An *instance* is a synchronous object that lives in one place for good; :meth:`Hosting.host` puts it there and returns
+the asynchronous handle to its methods. A place makes its calls one at a time, in the order of their priorities
+(:mod:`oppo.scheduling`, :meth:`Hosted.at`). A :class:`Callback` among the arguments of a call stays with the caller.
+Weights do not cross: they lie in memory that both processes see (:class:`~oppo.placement.block.Block`).
 """
 
 from oppo.placement.callback import Callback

@@ -1,4 +1,4 @@
-"""Memory that several processes see at the same time."""
+"""Memory that several processes share."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from typing import Self
 
 
 class Block(mmap.mmap):
-    """Bytes that every process that is sent this block sees, and may change, at the same time.
+    """Bytes that every process that receives this block can read and change.
 
-    They have no name and lie in no directory: nothing is left behind when their processes end, however they do, and
-    the small ``/dev/shm`` of a container is no limit. Whatever lies in a block keeps it alive, as it does any buffer. A
-    block takes two file descriptors.
+    The memory has no name and lies in no directory: it is freed when its processes end, however they end, and the small
+    ``/dev/shm`` of a container is no limit. Any buffer over a block keeps it alive. A block takes two file descriptors.
 
     Args:
-        fd: of the memory; the block's own from now on.
+        fd: of the memory; the block owns it from now on.
     """
 
     _fd: int
@@ -31,12 +30,12 @@ class Block(mmap.mmap):
 
     @classmethod
     def new(cls, size: int) -> Block:
-        """Return a new block of ``size`` bytes, at least 1, all of them 0.
+        """Return a new block of ``size`` bytes, at least 1, all 0.
 
-        The memory is there then: a lack of it is an error here, not a fault at the first touch.
+        The memory is allocated here, so a shortage is an error now, not a fault at the first touch.
 
         Raises:
-            OSError: there is not so much memory.
+            OSError: there is too little memory.
         """
         fd = os.memfd_create("oppo") if hasattr(os, "memfd_create") else _nameless()
         try:

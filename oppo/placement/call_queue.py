@@ -1,4 +1,4 @@
-"""Calls that wait for a thread, in the order of their priorities."""
+"""The calls that wait for a thread, in the order of their priorities."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from oppo.scheduling import Priority
 
 @dataclass(slots=True, eq=False)
 class _Pending:
-    """A call that waits.
+    """A queued call.
 
     Attributes:
-        begin: makes it.
-        is_preempted: whether it should not be made any more.
-        withdraw: tells its caller that it will not be made.
+        begin: makes the call.
+        is_preempted: whether the call should be given up.
+        withdraw: reports to the caller that the call was given up.
     """
 
     urgent: bool
@@ -28,10 +28,10 @@ class _Pending:
 
 
 class CallQueue:
-    """Calls in the order of arrival, but urgent ones first.
+    """Calls in the order of arrival, urgent ones first.
 
-    While somebody holds the queue, only urgent calls leave it. Preempted calls are withdrawn whenever a call may leave.
-    Safe for threads: any number put and hold, one takes, as often as calls are put.
+    While a holder holds the queue, only urgent calls leave it. Preempted calls are withdrawn whenever a call may leave.
+    Thread-safe: any number of threads put and hold; one thread takes, once for each call put.
     """
 
     def __init__(self) -> None:
@@ -42,11 +42,11 @@ class CallQueue:
         self._may_be_held = True
 
     def put(self, begin: Callable[[], None], withdraw: Callable[[], None], priority: Priority) -> None:
-        """Let a call wait.
+        """Queue a call.
 
         Args:
             begin: makes the call.
-            withdraw: tells the caller that the call was preempted; called in place of ``begin``.
+            withdraw: called instead of ``begin`` if the call is preempted.
             priority: of the call; an urgent one holds the queue from now on.
         """
         call = _Pending(priority.claim(self), begin, priority.preemption(), withdraw)
@@ -56,7 +56,7 @@ class CallQueue:
             self._change.notify()
 
     def take(self) -> Callable[[], None] | None:
-        """Return what makes the next call, waiting until there is one; ``None`` if that call was preempted."""
+        """Wait for the next call and return its ``begin``; ``None`` if that call was preempted."""
         with self._change:
             self._change.wait_for(self._may_leave)
             call = heappop(self._pending)[-1]
@@ -68,26 +68,23 @@ class CallQueue:
             self._holders.add(holder)
 
     def release(self, holder: object) -> None:
-        """Take back what ``holder`` held."""
+        """End the hold of ``holder``."""
         with self._change:
             self._holders.discard(holder)
             self._change.notify()
 
     def close(self) -> None:
-        """Let all pending calls leave, whoever holds the queue."""
+        """Let all pending calls leave, held or not."""
         with self._change:
             self._may_be_held = False
             self._change.notify()
 
     def _may_leave(self) -> bool:
-        self._withdraw_preempted()
-        if not self._pending:
-            return False
-        _, _, first = self._pending[0]
-        return first.urgent or first.withdrawn or not (self._holders and self._may_be_held)
-
-    def _withdraw_preempted(self) -> None:
         for _, _, call in self._pending:
             if not call.withdrawn and call.is_preempted():
                 call.withdrawn = True
                 call.withdraw()
+        if not self._pending:
+            return False
+        _, _, first = self._pending[0]
+        return first.urgent or first.withdrawn or not (self._holders and self._may_be_held)

@@ -1,12 +1,12 @@
-"""A function that is given to a call and stays with the caller: the work calls it, and it is carried out at home."""
+"""Functions passed to a call that stay with the caller: calling one sends a request back to the caller's process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, ParamSpec, TypeVar
 
-from oppo.placement.wire import Packet, pack
+from oppo.placement.wire import Call, Packet, pack
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -14,20 +14,16 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Callback(Generic[P, R]):
-    """An argument of :meth:`Hosted.call` that the work calls while the call lasts; not kept afterwards.
+    """An argument of :meth:`Hosted.call` that the work may call until the call ends.
 
     In :class:`~oppo.placement.Inline` and :class:`~oppo.placement.Thread` it is a plain call. In
-    :class:`~oppo.placement.Process` the child sends the arguments, and this process carries the function out, in the
-    thread that waits for the answer of the call; arguments and results must be picklable. What the function raises
-    there ends the call, as itself. A call with callbacks has had effects here, so a place with ``restarts`` refuses it.
+    :class:`~oppo.placement.Process` the child sends the arguments, and this process runs the function, in the thread
+    that waits for the answer of the call; arguments and results must be picklable. An error of the function ends the
+    call and is raised as itself. Callbacks have side effects here, so a place with ``restarts`` refuses them.
 
     Args:
         function: safe to be called from another thread.
-        oneway: returns nothing, and the work does not wait until it has been carried out.
-
-    Example:
-        >>> Callback("abc".index)("c")
-        2
+        oneway: it returns nothing, and the work does not wait for it to run.
     """
 
     function: Callable[P, R]
@@ -40,7 +36,7 @@ class Callback(Generic[P, R]):
 
 @dataclass(frozen=True, slots=True)
 class Stub:
-    """What crosses to the child in the place of a callback: which of the call's it is."""
+    """What crosses to the child in place of a callback: its number among those of the call."""
 
     number: int
     oneway: bool
@@ -48,7 +44,7 @@ class Stub:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """What a child sends in the middle of a call: the arguments for a callback."""
+    """Sent by a child in the middle of a call: the arguments for a callback."""
 
     stub: Stub
     args: tuple[object, ...] = ()
@@ -64,14 +60,14 @@ class Reply:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Refusal:
-    """A callback has failed: the child is to end the call."""
+    """A callback failed, so the child must end the call."""
 
 
 class Callbacks:
     """The callbacks among the arguments of one call.
 
     Attributes:
-        error: what the first that failed has raised; none is carried out after it.
+        error: of the first callback that failed; none runs after it.
     """
 
     def __init__(self) -> None:
@@ -81,15 +77,19 @@ class Callbacks:
     def __len__(self) -> int:
         return len(self._callbacks)
 
-    def stub(self, argument: object) -> object:
-        """Return what crosses in the place of ``argument``: itself, unless it is a callback."""
+    def extract(self, call: Call) -> Call:
+        """Return ``call`` with a stub in place of each callback, which is kept here."""
+        kwargs = {name: self._stub(value) for name, value in call.kwargs.items()}
+        return replace(call, args=tuple(map(self._stub, call.args)), kwargs=kwargs)
+
+    def _stub(self, argument: object) -> object:
         if not isinstance(argument, Callback):
             return argument
         self._callbacks.append(argument)
         return Stub(len(self._callbacks) - 1, argument.oneway)
 
-    def carry_out(self, request: Request) -> Packet | None:
-        """Return what to send to the child: nothing where it does not wait, and nothing more after a failure."""
+    def run(self, request: Request) -> Packet | None:
+        """Run a callback; return the message for the child: none for a one-way callback, or after a failure."""
         if self.error is not None:
             return None
         try:

@@ -1,4 +1,4 @@
-"""A child process and the socket to it: started, asked, and told from a dead one at once."""
+"""A child process and the socket to it: orders and answers cross it, and a dead child is noticed at once."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from oppo.placement.callback import Callbacks, Request
 from oppo.placement.wire import Answer, Call, Failure, Packet, pack_with_blocks, receive, send, unpack
 
 _PROGRAM = "import sys; name, fd, *sys.path = sys.argv[1:]; from oppo.placement.worker import serve; serve(int(fd))"
-"""A program of its own, and not the parent's over again: nobody's script or notebook is run a second time."""
+"""The child runs this program, not the parent's: no script or notebook of a user runs twice."""
 
 _GRACE = 5.0
-"""Seconds in which a child that has closed its socket, or lost the other end of it, is expected to be gone."""
+"""Seconds until a child whose socket is closed at either end is killed."""
 
 
 class Gone(Exception):  # noqa: N818 - it says what happened; caught in this package, never seen outside
-    """The child is dead; says of what."""
+    """The child is dead; the message says how it died."""
 
 
 class Child:
-    """A process that answers orders, and in which instances live.
+    """A process that holds instances and executes orders.
 
-    It is started here and not waited for: what it is given to do first, it does while the parent goes on.
+    The constructor starts the process without waiting for it; its first orders run while the parent goes on.
 
     Args:
         name: shown in the list of processes.
@@ -51,7 +51,7 @@ class Child:
         self._connection: Connection[bytes, bytes] = Connection(ours.detach())
         self._unanswered = 0
         self.created: set[int] = set()
-        with suppress(Gone):  # the first to ask is told
+        with suppress(Gone):  # the first order raises it again
             for packet in packets:
                 self._send(packet)
                 self._unanswered += 1
@@ -62,11 +62,9 @@ class Child:
         return self._process.pid
 
     def ask(self, packet: Packet, callbacks: Callbacks | None = None) -> Answer | Failure:
-        """Send an order and wait for what it comes to; a failure of what was to be done first comes first.
+        """Send an order and return its answer; a failed ``setup`` is the answer to the first order instead.
 
-        Args:
-            packet: the order.
-            callbacks: those that the order mentions; carried out here, in this thread.
+        Callbacks of the order run here, in this thread.
 
         Raises:
             Gone: the child is dead, or dies meanwhile.
@@ -80,24 +78,20 @@ class Child:
         return self._answer(callbacks or Callbacks())
 
     def _answer(self, callbacks: Callbacks) -> Answer | Failure:
-        """Return the answer, after carrying out what is requested before it; the error of a callback takes its place.
-
-        Raises:
-            Gone: the child dies.
-        """
+        """Run the callbacks that are requested, then return the answer, or the error of a callback instead."""
         while isinstance(message := self._receive(), Request):
-            if (told := callbacks.carry_out(message)) is not None:
-                self._send(told)
+            if (reply := callbacks.run(message)) is not None:
+                self._send(reply)
         answer = cast("Answer | Failure", message)
         return answer if callbacks.error is None else Failure(answer.start, answer.end, callbacks.error)
 
     def end(self) -> None:
-        """Let the child end, or make it; idempotent."""
+        """Close the socket, upon which the child exits; kill it if it does not; idempotent."""
         self._connection.close()
         self._reap()
 
     def kill(self) -> None:
-        """End the child at once, whatever it is doing; a thread that waits for an answer learns that it is gone."""
+        """Kill the child, whatever it is doing; a thread that waits for an answer gets :class:`Gone`."""
         self._process.kill()
         self._process.wait()
 
@@ -132,7 +126,7 @@ class Child:
 
 @contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """Block Ctrl-C for this thread and what it starts meanwhile: a child is deaf to it from its first moment."""
+    """Block Ctrl-C in this thread; a child started meanwhile inherits that, and ignores it from its first moment."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

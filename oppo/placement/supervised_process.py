@@ -1,4 +1,4 @@
-"""The instances of a child process, in this child and in those that take its place; synchronous."""
+"""A child process under supervision: one that dies is restarted, and its instances with it; synchronous."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from oppo.placement.wire import Answer, Call, Create, Failure, Packet, pack, pac
 
 A = TypeVar("A")
 
-STRETCH = 3600.0
-"""Seconds: a process that dies so often in an hour has a fault that stays; one in a day is an accident."""
+RESTART_WINDOW = 3600.0
+"""Seconds over which restarts are counted: several deaths in an hour are a lasting fault, one in a day an accident."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostedInstance:
-    """A instance, and all that is needed to make it again.
+    """An instance, with what it takes to create it again.
 
     Attributes:
-        number: by which orders name it.
+        number: identifies it in orders.
         track: of its spans, and its name in errors.
-        create: makes it.
-        journal: what it is told then.
+        create: the order that creates it in a child.
+        journal: replayed then.
     """
 
     number: int
@@ -41,16 +41,16 @@ class HostedInstance:
 
 
 class SupervisedProcess:
-    """A child process with instances; one that dies is replaced, its instances are made again and told what they knew.
+    """A child process with instances; a dead child is replaced, its instances are created again and replay their calls.
 
-    A instance is made in a child when it is first needed there, so that nobody is told anything at a time at which
-    nothing is asked of it.
+    A child creates an instance at its first call there, so no instance is replayed before it is needed. A child that
+    died once too often is ``ModelLost``.
 
     Args:
         name: of the place.
         setup: called once in each child before anything else.
-        restarts: how many dead children are replaced in any stretch of :data:`STRETCH` seconds.
-        tell: told, in a sentence, of each.
+        restarts: how many dead children are replaced in any :data:`RESTART_WINDOW`.
+        tell: called with a sentence about each restart.
     """
 
     def __init__(
@@ -60,10 +60,10 @@ class SupervisedProcess:
         self._setup = setup
         require_whole("restarts", restarts, 0)
         self._restarts = restarts
-        self._restarted: deque[float] = deque()
+        self._restart_times: deque[float] = deque()
         self._aborted = False
         self._tell = tell
-        self._entries: list[HostedInstance] = []
+        self._instances: list[HostedInstance] = []
         self._child = Child(name, setup)
         self._turn = threading.Lock()
 
@@ -72,54 +72,41 @@ class SupervisedProcess:
         """The number of the child process."""
         return self._child.pid
 
-    def admit(self, instance: object, track: str, journal: Journal | None) -> HostedInstance:
-        """Return a entry for ``instance``, pickled as it is now.
-
-        Raises:
-            ModelError: it cannot go to another process.
-        """
-        number = len(self._entries)
-        entry = HostedInstance(number, track, pack_with_blocks(Create(number, instance)), journal)
-        self._entries.append(entry)
-        return entry
+    def host(self, instance: object, track: str, journal: Journal | None) -> HostedInstance:
+        """Pickle ``instance`` as it is now, and return what identifies it in calls."""
+        number = len(self._instances)
+        hosted = HostedInstance(number, track, pack_with_blocks(Create(number, instance)), journal)
+        self._instances.append(hosted)
+        return hosted
 
     def wait_until_ready(self) -> None:
-        """Return when every instance is made in the child.
-
-        Raises:
-            ModelLost: the child died once too often.
-            Exception: ``setup`` or the making of a instance failed.
-        """
-        for entry in self._entries:
+        """Return when the child holds every instance."""
+        for hosted in self._instances:
             with self._turn:
-                failure = self._lasting(partial(self._created, entry), f"'create' for {entry.track!r}")
+                failure = self._restarting(partial(self._ensure_created, hosted), f"'create' for {hosted.track!r}")
             if failure is not None:
-                raise failure.told_of(self._name)
+                failure.result(self._name)
 
-    def answer(
-        self, entry: HostedInstance, label: str, order: Call, packet: Packet, callbacks: Callbacks
+    def call(
+        self, hosted: HostedInstance, label: str, call: Call, packet: Packet, callbacks: Callbacks
     ) -> Answer | Failure:
-        """Return what an order, and the packet it is in, comes to: in this child or in one that takes its place.
-
-        Raises:
-            ModelLost: the child died once too often.
-            ProtocolError: the order has callbacks, and could be repeated in another child.
-        """
+        """Return the answer to ``call``, packed in ``packet``, from this child or one that replaces it."""
         if callbacks and self._restarts:
             raise ProtocolError(
-                f"{label!r} for {entry.track!r} calls back, so it cannot be repeated in another process, but "
+                f"{label!r} for {hosted.track!r} calls back, so it cannot be repeated in another process, but "
                 f"{self._name!r} has restarts={self._restarts}: expected a Process with restarts=0"
             )
         with self._turn:
-            answer = self._lasting(
-                lambda: self._created(entry) or self._child.ask(packet, callbacks), f"{label!r} for {entry.track!r}"
+            answer = self._restarting(
+                lambda: self._ensure_created(hosted) or self._child.ask(packet, callbacks),
+                f"{label!r} for {hosted.track!r}",
             )
-        if isinstance(answer, Answer) and entry.journal is not None and self._restarts:
-            entry.journal.note(order.work, order.args)
+        if isinstance(answer, Answer) and hosted.journal is not None and self._restarts:
+            hosted.journal.note(call.work, call.args)
         return answer
 
     def abort(self) -> None:
-        """Kill the child, and replace it no more: a call in progress is lost; safe to call from any thread."""
+        """Kill the child for good: a call in progress raises ``ModelLost``; safe to call from any thread."""
         self._aborted = True
         self._child.kill()
 
@@ -127,47 +114,39 @@ class SupervisedProcess:
         """End the child; idempotent."""
         self._child.end()
 
-    def _lasting(self, talk: Callable[[], A], doing: str) -> A:
-        """Return what ``talk`` returns, begun again with a new child whenever one dies, as often as that may be.
-
-        Raises:
-            ModelLost: it may not be any more.
-        """
+    def _restarting(self, exchange: Callable[[], A], doing: str) -> A:
+        """Return what ``exchange`` returns, repeated with a new child whenever one dies."""
         while True:
             try:
-                return talk()
+                return exchange()
             except Gone as gone:
-                self._replace(f"the process of {self._name!r} (pid {self.pid}) {gone} while it did {doing}")
+                self._restart(f"the process of {self._name!r} (pid {self.pid}) {gone} while it did {doing}")
 
-    def _created(self, entry: HostedInstance) -> Failure | None:
-        """Make the instance in this child unless it is there, and tell it what its journal holds."""
-        if entry.number in self._child.created:
+    def _ensure_created(self, hosted: HostedInstance) -> Failure | None:
+        """Create the instance in this child and replay its journal, unless that is done."""
+        if hosted.number in self._child.created:
             return None
-        packets = [entry.create]
-        if entry.journal is not None:
-            packets += [pack(Call(entry.number, work, args)) for work, args in entry.journal.replay()]
+        packets = [hosted.create]
+        if hosted.journal is not None:
+            packets += [pack(Call(hosted.number, work, args)) for work, args in hosted.journal.replay()]
         for packet in packets:
             answer = self._child.ask(packet)
             if isinstance(answer, Failure):
                 return answer
-        self._child.created.add(entry.number)
+        self._child.created.add(hosted.number)
         return None
 
-    def _replace(self, lost: str) -> None:
-        """Start a child in the place of one that is dead.
-
-        Raises:
-            ModelLost: that has been done as often as it may.
-        """
+    def _restart(self, death: str) -> None:
         now = observe.now()
-        while self._restarted and self._restarted[0] <= now - STRETCH:
-            self._restarted.popleft()
-        if self._aborted or len(self._restarted) >= self._restarts:
-            limit = f"; no more than restarts={self._restarts} dead processes are replaced in {STRETCH / 3600:g} h"
-            raise ModelLost(lost + (limit if self._restarts and not self._aborted else "")) from None
-        self._restarted.append(now)
+        while self._restart_times and self._restart_times[0] <= now - RESTART_WINDOW:
+            self._restart_times.popleft()
+        if self._aborted or len(self._restart_times) >= self._restarts:
+            hours = RESTART_WINDOW / 3600
+            limit = f"; no more than restarts={self._restarts} dead processes are replaced in {hours:g} h"
+            raise ModelLost(death + (limit if self._restarts and not self._aborted else "")) from None
+        self._restart_times.append(now)
         self._child.end()
-        self._tell(f"{lost}: it is started again ({len(self._restarted)} of {self._restarts})")
+        self._tell(f"{death}: it is started again ({len(self._restart_times)} of {self._restarts})")
         self._child = Child(self._name, self._setup)
-        if self._aborted:  # while it was started
+        if self._aborted:  # while the child started
             self._child.kill()

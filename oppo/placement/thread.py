@@ -1,35 +1,31 @@
-"""Work done in one thread for life, so that a model's intra-op settings and its state are its own."""
+"""Calls in one thread for life: a model's intra-op settings and its state belong to that thread."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
-from typing import Concatenate, Generic, ParamSpec, Self, TypeVar
+from typing import ParamSpec, TypeVar
 
 import anyio
 
 from oppo import observe
-from oppo.errors import ModelLost, running_loop
+from oppo.errors import running_loop
 from oppo.placement.call_queue import CallQueue
-from oppo.placement.place import Hosted, Journal, reported
+from oppo.placement.place import Place
 from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Preempted, Priority, TimeSlice
 
 P = ParamSpec("P")
 R = TypeVar("R")
-T = TypeVar("T")
 
 
-class Thread:
+class Thread(Place):
     """One thread, owned by one model or shared by several that should take turns on the same cores.
 
     Args:
-        name: shown in traces, errors and the thread list.
-        listener: called, from the thread, with the span of each call.
-        setup: called once in the thread before anything else, for example to set the intra-op thread count; what it
-            raises, the call raises that came first, and it is tried again for the next.
-        time_slice: how long a call in the thread should last that nobody waits for.
+        name, listener, time_slice: see :class:`Place`.
+        setup: called once in the thread before anything else, for example to set the intra-op thread count; its error
+            is the error of the first call, and the next call tries again.
 
     Example:
         >>> async def main() -> int:
@@ -43,42 +39,32 @@ class Thread:
         self,
         name: str,
         *,
-        listener: observe.SpanListener = observe.ignore,
+        listener: observe.SpanListener = observe.silent,
         setup: Callable[[], None] | None = None,
         time_slice: TimeSlice = DEFAULT_TIME_SLICE,
     ) -> None:
-        self.name = name
-        self.listener = listener
-        self.time_slice = time_slice
-        self.at_work = ""
+        super().__init__(name, listener=listener, time_slice=time_slice)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"oppo-{name}")
         self._setup = setup
         self._calls = CallQueue()
-        self._open = True
 
     async def call(self, label: str, work: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run ``work`` in the thread and return what it returns.
 
-        A call is always waited for, even when the caller is cancelled, by a scope or, as by Ctrl-C, without one: the
-        model's state is never left half-changed behind the caller's back.
+        A call is waited for even when its caller is cancelled, by a scope or, as by Ctrl-C, without one: no state is
+        left half-changed.
 
         Raises:
-            ModelLost: the thread has been closed.
+            ModelLost: the thread is closed.
         """
         return await self.call_at(IN_ORDER, self.name, label, work, *args, **kwargs)
 
     async def call_at(
         self, priority: Priority, track: str, label: str, work: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
     ) -> R:
-        """Do the same with a priority, for one of several models that share the thread: its span is on ``track``.
-
-        Raises:
-            ModelLost: the thread has been closed.
-            Preempted: the call is preemptible and was not made.
-        """
+        """Do the same with a priority, for one of several models that share the thread; see :meth:`Place.call_at`."""
         running_loop()
-        if not self._open:
-            raise ModelLost(f"the thread of {self.name!r} is closed, so it cannot do {label!r}")
+        self._require_open("thread of", label)
         future = self._queued(priority, track, label, lambda: work(*args, **kwargs))
         with anyio.CancelScope(shield=True):
             result = await _outlasting(asyncio.wrap_future(future))
@@ -88,69 +74,35 @@ class Thread:
     def _queued(self, priority: Priority, track: str, label: str, work: Callable[[], R]) -> Future[R]:
         future = Future[R]()
 
-        def do() -> None:
+        def run() -> None:
             try:
-                self._set_up()
-                with reported(self, track, label):
+                if self._setup is not None:
+                    self._setup()
+                    self._setup = None
+                with self._reported(track, label):
                     result = work()
             except BaseException as error:  # noqa: BLE001 - raised where the call is waited for
                 future.set_exception(error)
             else:
                 future.set_result(result)
 
-        self._calls.put(do, lambda: future.set_exception(Preempted()), priority)
-        self._pool.submit(self._do_next)
+        self._calls.put(run, lambda: future.set_exception(Preempted()), priority)
+        self._pool.submit(self._run_next)
         return future
 
-    def _do_next(self) -> None:
+    def _run_next(self) -> None:
         if (begin := self._calls.take()) is not None:
             begin()
 
-    def _set_up(self) -> None:
-        if self._setup is not None:
-            self._setup()
-            self._setup = None
-
-    def host(self, instance: T, *, track: str = "", journal: Journal | None = None) -> Hosted[T]:
-        """Give ``instance`` a home; a thread is lost with its process only, so nothing is noted in a journal."""
-        del journal
-        return _ThreadHosted(self, instance, track or self.name)
-
     def close(self) -> None:
-        """End the thread after the calls that it has been given; idempotent."""
-        self._open = False
+        """End the thread after the calls that are queued; idempotent."""
+        super().close()
         self._calls.close()
         self._pool.shutdown(wait=True)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
-
-class _ThreadHosted(Generic[T]):
-    def __init__(self, thread: Thread, instance: T, track: str, priority: Priority = IN_ORDER) -> None:
-        self._thread = thread
-        self._instance = instance
-        self._track = track
-        self._priority = priority
-
-    @property
-    def time_slice(self) -> TimeSlice:
-        return self._thread.time_slice
-
-    def at(self, priority: Priority) -> Hosted[T]:
-        return _ThreadHosted(self._thread, self._instance, self._track, priority)
-
-    async def call(self, label: str, work: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        return await self._thread.call_at(self._priority, self._track, label, work, self._instance, *args, **kwargs)
-
-    call_local = call
-
 
 async def _outlasting(future: asyncio.Future[R]) -> R:
-    """Return the result of ``future``; a cancellation that came meanwhile, from outside of anyio, is raised then."""
+    """Return the result of ``future``; a cancellation from outside of anyio that came meanwhile is raised then."""
     cancelled: asyncio.CancelledError | None = None
     while not future.done():
         try:

@@ -1,9 +1,9 @@
-"""What goes over the socket between a process and the child it has started, and how.
+"""The messages between a process and a child that it started, and how they cross the socket.
 
-Each order is answered once, in order. Before the answer of a call the child may send requests for its callbacks; each
-is replied to, unless it is one-way. Orders and answers are pickled, which is safe here and nowhere else: the
-socket has no name, its other end is held by nobody but the child, and nothing pickled is ever written down or read from
-a file. Blocks of shared memory go beside the pickle, as file descriptors.
+Each order has one answer, in order. Before the answer to a call the child may send requests for its callbacks; each
+has a reply, unless it is one-way. Messages are pickled, which is safe here and nowhere else: the socket has no name,
+only the child holds its other end, and no pickle is ever written to or read from a file. Blocks of shared memory travel
+beside the pickle, as file descriptors. Packing a message that cannot go to another process raises a ``ModelError``.
 """
 
 from __future__ import annotations
@@ -17,61 +17,53 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from pickle import HIGHEST_PROTOCOL, Pickler, PicklingError, Unpickler, dumps
 from types import FunctionType
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, NoReturn
 
 from oppo.errors import ModelError, OppoError
 from oppo.placement.block import Block
 
 _COUNT = 2
-"""Bytes at the head of a message that say how many blocks follow it."""
-
-Bind: TypeAlias = Callable[[object], object]
-"""Makes, of the stub of a callback, what can be called; of any other argument itself."""
+"""Bytes at the head of a message that hold the number of blocks after it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Create:
-    """The order to take a instance in under a number."""
+    """The order to hold an instance under a number."""
 
     number: int
     instance: object
 
-    def carry_out(self, instances: dict[int, object], bind: Bind) -> None:
-        """Take it in."""
-        del bind
-        instances[self.number] = self.instance
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """The order to call a function with a instance, or with none, and arguments."""
+    """The order to call a function with an instance, or with none, and arguments."""
 
     instance: int | None
     work: Callable[..., object]
     args: tuple[object, ...] = ()
     kwargs: Mapping[str, object] = field(default_factory=dict)
 
-    def carry_out(self, instances: dict[int, object], bind: Bind) -> object:
-        """Return what the function returns."""
-        first = () if self.instance is None else (instances[self.instance],)
-        return self.work(*first, *map(bind, self.args), **{name: bind(value) for name, value in self.kwargs.items()})
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer:
-    """What an order came to, and when the child was at it, by :data:`oppo.observe.now`."""
+    """What an order returned, and when the child began and ended it, by :data:`oppo.observe.now`."""
 
     start: float
     end: float
     value: object
 
+    def result(self, process: str) -> object:
+        """Return the value."""
+        del process
+        return self.value
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Failure:
-    """The error that an order came to.
+    """The error that an order raised.
 
     Attributes:
-        report: its traceback in words; empty where it was raised in this process, by a callback.
+        report: its formatted traceback; empty if a callback raised it, in this process.
     """
 
     start: float
@@ -79,15 +71,15 @@ class Failure:
     error: BaseException
     report: str = ""
 
-    def told_of(self, place: str) -> BaseException:
-        """Return the error; one that was not raised on purpose says in a note where in the child it arose."""
+    def result(self, process: str) -> NoReturn:
+        """Raise the error; one that is no ``OppoError`` has a note with its traceback in the child."""
         if self.report and not isinstance(self.error, OppoError):
-            self.error.add_note(f"in the process of {place!r}:\n{self.report}".rstrip())
-        return self.error
+            self.error.add_note(f"in the process of {process!r}:\n{self.report}".rstrip())
+        raise self.error
 
 
 class Packet(NamedTuple):
-    """A message, pickled, and the blocks that it mentions."""
+    """A pickled message and the blocks in it."""
 
     data: bytes
     blocks: Sequence[Block] = ()
@@ -117,11 +109,7 @@ class _Unpacker(Unpickler):
 
 
 def packed(message: object, aside: Callable[[object], int | None]) -> bytes:
-    """Return ``message`` pickled, without the objects for which ``aside`` gives a number: only that goes in.
-
-    Raises:
-        ModelError: something in it cannot go to another process.
-    """
+    """Return ``message`` pickled; an object for which ``aside`` returns a number is replaced by that number."""
     file = io.BytesIO()
     with _crossing():
         _Packer(file, aside).dump(message)
@@ -129,26 +117,18 @@ def packed(message: object, aside: Callable[[object], int | None]) -> bytes:
 
 
 def unpacked(data: bytes, fetch: Callable[[int], object]) -> object:
-    """Return what was :func:`packed`; ``fetch`` gives what was set aside under a number."""
+    """Return what was :func:`packed`; ``fetch`` returns the object that a number replaced."""
     return _Unpacker(data, fetch).load()
 
 
 def pack(message: object) -> Packet:
-    """Return ``message``, which mentions no blocks, ready to be sent; quick, as calls and answers are many.
-
-    Raises:
-        ModelError: something in it cannot go to another process.
-    """
+    """Return ``message``, which holds no blocks, ready to be sent; the fast way, as calls and answers are many."""
     with _crossing():
         return Packet(dumps(message, HIGHEST_PROTOCOL))
 
 
 def pack_with_blocks(message: object) -> Packet:
-    """Return ``message`` ready to be sent, and with it the blocks that it mentions.
-
-    Raises:
-        ModelError: something in it cannot go to another process.
-    """
+    """Return ``message`` ready to be sent, with the blocks in it."""
     blocks: list[Block] = []
 
     def aside(part: object) -> int | None:
@@ -176,22 +156,14 @@ def _crossing() -> Iterator[None]:
 
 
 def send(connection: Connection[bytes, bytes], packet: Packet) -> None:
-    """Send a packet.
-
-    Raises:
-        OSError: nobody is at the other end.
-    """
+    """Send a packet; raise an ``OSError`` if the other end is closed."""
     connection.send_bytes(len(packet.blocks).to_bytes(_COUNT, sys.byteorder) + packet.data)
     for block in packet.blocks:
         send_handle(connection, block.fileno(), 0)
 
 
 def receive(connection: Connection[bytes, bytes]) -> Packet:
-    """Return the next packet; its blocks are mapped in this process.
-
-    Raises:
-        EOFError, OSError: nobody is at the other end.
-    """
+    """Return the next packet, its blocks mapped here; raise ``EOFError`` or ``OSError`` if the other end is closed."""
     data = connection.recv_bytes()
     count = int.from_bytes(data[:_COUNT], sys.byteorder)
     return Packet(data[_COUNT:], [Block(recv_handle(connection)) for _ in range(count)])

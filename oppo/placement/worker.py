@@ -1,4 +1,4 @@
-"""The child's side of a process place: take an order, carry it out, answer, until the other end is closed."""
+"""The child's side of a process place: execute an order, answer, and so on until the parent closes the socket."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
@@ -21,34 +21,30 @@ from oppo.placement.wire import Answer, Call, Create, Failure, Packet, pack, rec
 
 
 def serve(fd: int) -> None:
-    """Answer the orders that come over the socket ``fd``, in this thread; when its other end is closed, leave.
+    """Answer the orders that come over the socket ``fd``, in this thread, and exit when the parent closes it.
 
-    Ctrl-C is the parent's business. A parent that dies takes this process with it, whatever is being done here.
+    Ctrl-C is left to the parent. This process dies with its parent, whatever it is doing.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.set_inheritable(fd, False)
-    threading.Thread(target=_end_with_the_parent, args=(fd,), name="oppo-lifeline", daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(fd,), name="oppo-lifeline", daemon=True).start()
     connection: Connection[bytes, bytes] = Connection(fd)
     instances: dict[int, object] = {}
     with suppress(EOFError, ConnectionError):
         while True:
-            answer = _answered(receive(connection), instances, Requests(connection))
+            answer = _answer(receive(connection), instances, Requests(connection))
             if answer is not None:
                 sys.stdout.flush()
                 send(connection, answer)
-    _leave()
+    _exit()
 
 
 class CallbackFailedError(Exception):
-    """A callback has failed in the parent, which raises its error; here it ends the call."""
+    """A callback failed in the parent, which raises its error; this one ends the call in the child."""
 
 
 class Requests:
-    """What the work of one call asks of its parent.
-
-    Args:
-        connection: to the parent.
-    """
+    """The requests that one call sends to its parent."""
 
     def __init__(self, connection: Connection[bytes, bytes]) -> None:
         self._connection = connection
@@ -57,15 +53,11 @@ class Requests:
         self._refused = False
 
     def bind(self, argument: object) -> object:
-        """Return, for the stub of a callback, what requests it when it is called; any other argument as it is."""
+        """Return a function that requests the callback if ``argument`` is a stub; any other argument as it is."""
         return partial(self._request, argument) if isinstance(argument, Stub) else argument
 
     def _request(self, stub: Stub, /, *args: object, **kwargs: object) -> object:
-        """Return what the callback returned; nothing, and at once, for one that is one-way.
-
-        Raises:
-            CallbackFailedError: a callback of this call has failed.
-        """
+        """Return what the callback returned; return ``None`` at once from a one-way callback."""
         if not self._refused:
             send(self._connection, pack(Request(stub, args, kwargs)))
             if stub.oneway and not self._replies.poll(0):
@@ -78,39 +70,49 @@ class Requests:
 
 
 def search(path: Sequence[str]) -> None:
-    """Look for modules where the parent does."""
+    """Search for modules where the parent does."""
     sys.path[:] = path
 
 
-def _end_with_the_parent(fd: int) -> None:
+def _exit_with_parent(fd: int) -> None:
     lifeline = select.poll()
-    lifeline.register(fd, 0)  # of nothing but a hang-up is told
+    lifeline.register(fd, 0)  # reports a hang-up only
     lifeline.poll()
-    _leave()
+    _exit()
 
 
-def _leave() -> NoReturn:
-    """End at once: there is nothing to save, and taking an interpreter with torch down in good order takes seconds."""
+def _exit() -> NoReturn:
+    """Exit without cleaning up: there is nothing to save, and an orderly shutdown with torch loaded takes seconds."""
     os._exit(0)
 
 
-def _answered(packet: Packet, instances: dict[int, object], requests: Requests) -> Packet | None:
-    """Return the answer to an order; ``None`` for a refusal that came when its call was over."""
+def _answer(packet: Packet, instances: dict[int, object], requests: Requests) -> Packet | None:
+    """Return the answer to an order; ``None`` for a refusal that came after its call."""
     start = observe.now()
     try:
         order = unpack(packet)
         if isinstance(order, Refusal):
             return None
-        if not isinstance(order, Call | Create):
-            raise ModelError(f"expected an order, but {type(order).__name__} came")  # noqa: TRY301 - it is answered too
-        value = order.carry_out(instances, requests.bind)
+        value = _execute(order, instances, requests.bind)
         return pack(Answer(start, observe.now(), value))
     except Exception as error:  # noqa: BLE001 - the boundary to the parent, which raises it
-        return _failed(error, start)
+        return _failure(error, start)
 
 
-def _failed(error: Exception, start: float) -> Packet:
-    """Return the error as an answer; as a :class:`ModelError` with its words where it cannot cross as itself."""
+def _execute(order: object, instances: dict[int, object], bind: Callable[[object], object]) -> object:
+    match order:
+        case Create(number, instance):
+            instances[number] = instance
+            return None
+        case Call(number, work, args, kwargs):
+            first = () if number is None else (instances[number],)
+            return work(*first, *map(bind, args), **{name: bind(value) for name, value in kwargs.items()})
+        case _:
+            raise ModelError(f"expected an order, got {type(order).__name__}")
+
+
+def _failure(error: Exception, start: float) -> Packet:
+    """Return the error as an answer; one that cannot cross as itself becomes a :class:`ModelError` with its words."""
     report = "".join(traceback.format_exception(error))
     end = observe.now()
     try:

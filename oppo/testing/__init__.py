@@ -1,4 +1,4 @@
-"""For tests of pipelines and backends: virtual time, fake models, scripted faults, conformance checks.
+"""Tools for tests of pipelines and backends: virtual time, fake models, scripted faults, conformance checks.
 
 Public, and torch-free.
 """
@@ -8,17 +8,7 @@ from oppo.testing.fake_policy import FakePolicy
 from oppo.testing.fakes import FakeCritic, FakeScorer, FakeTrainer, fake_per_token, fake_scalar, noise, prompts
 from oppo.testing.faulty import FaultyCritic, FaultyPolicy, FaultyScorer, FaultyTrainer, faulty_reward
 from oppo.testing.loop import VirtualTimeLoop, run_virtual
-from oppo.testing.script import (
-    Fault,
-    Flap,
-    Garbage,
-    HalfPublished,
-    Hang,
-    LoseSessions,
-    Raise,
-    Script,
-    Slow,
-)
+from oppo.testing.script import Fault, Flap, Garbage, HalfPublished, Hang, LoseSessions, Raise, Script, Slow
 
 __all__ = [
     "FakeCritic",

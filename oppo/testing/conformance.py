@@ -1,6 +1,6 @@
 """Checks that a third-party backend should pass; each raises :class:`ProtocolError` with a sentence.
 
-``make`` returns a fresh model, equal to the one before, at each call.
+Each call of ``make`` returns a fresh model, equal to the one before.
 """
 
 from __future__ import annotations
@@ -14,25 +14,22 @@ import anyio.lowlevel
 import numpy as np
 
 from oppo.errors import ProtocolError, as_itself
-from oppo.events import Batch, Chunk, Finish, Given, Prompt, Response
+from oppo.events import Batch, Finish, Prompt, Response
 from oppo.models import Decode, Follower, Piece, Policy, Scorer, Trainer, Weights
 
 T = TypeVar("T")
 Make: TypeAlias = Callable[[], Awaitable[T]]
 
-TOLERANCE = 1e-5
-"""Scores of the same tokens agree within ``TOLERANCE * (1 + |x|)``, however they were streamed."""
-
 
 def require(holds: bool, sentence: str) -> None:
-    """Raise a :class:`ProtocolError` with the sentence unless it holds."""
+    """Raise a :class:`ProtocolError` with ``sentence`` unless ``holds``."""
     if not holds:
         raise ProtocolError(sentence)
 
 
 @dataclass
 class Transcript:
-    """What was read of one rollout."""
+    """The pieces read of one rollout."""
 
     pieces: list[Piece] = field(default_factory=list)
 
@@ -56,8 +53,8 @@ class Transcript:
 
 
 @dataclass
-class _Session:
-    """One policy, its decodes, and what the cut was told."""
+class _Trial:
+    """One policy, its decodes, and the rollouts reported to the cut."""
 
     policy: Policy
     prompts: Sequence[Prompt]
@@ -65,20 +62,20 @@ class _Session:
     transcripts: list[Transcript]
     reported: list[int] = field(default_factory=list)
     cut_at: int = 1_000_000
-    answered: bool = False
+    has_cut: bool = False
 
     def cut(self, finished: Sequence[int]) -> bool:
-        require(not self.answered, f"cut() was called with {finished} after it had answered true")
+        require(not self.has_cut, f"cut() was called with {finished} after it had answered true")
         require(len(finished) > 0, "cut() was called though nothing had finished")
         again = set(finished) & set(self.reported)
         require(not again, f"rollouts {sorted(again)} were reported to cut() twice")
         self.reported.extend(finished)
-        self.answered = len(self.reported) >= self.cut_at
-        return self.answered
+        self.has_cut = len(self.reported) >= self.cut_at
+        return self.has_cut
 
     async def decode(self, limit: int, *, cancel_first: bool = False) -> None:
-        """Read everything there is in one step, ``limit`` tokens at a time."""
-        self.answered = False
+        """Decode one step and read all of it, ``limit`` tokens at a time."""
+        self.has_cut = False
         live = [k for k, transcript in enumerate(self.transcripts) if transcript.state in {"live", "cut"}]
         decoding = self.policy.decoding([self.decodes[k] for k in live], self.cut)
         with as_itself():
@@ -87,7 +84,6 @@ class _Session:
                     readers.start_soon(self.read, k, limit, cancel_first)
 
     async def read(self, k: int, limit: int, cancel_first: bool = False) -> None:
-        """Read one rollout as far as it goes in this step."""
         if cancel_first:
             with anyio.move_on_after(0):
                 self.transcripts[k].pieces.append(await self.decodes[k].read(limit))
@@ -100,7 +96,7 @@ class _Session:
             self.transcripts[k].pieces.append(piece)
             if piece.state in {"eos", "stop", "length"}:
                 require(
-                    rollout in self.reported, f"rollout {rollout}: its last piece was readable before cut() was told"
+                    rollout in self.reported, f"rollout {rollout}: its last piece was readable before cut() was called"
                 )
             if piece.state != "live":
                 return
@@ -122,15 +118,15 @@ def _check_piece(rollout: int, piece: Piece, limit: int, earlier: Sequence[Piece
         )
 
 
-async def _session(make: Make[Policy], prompts: Sequence[Prompt], cut_at: int = 1_000_000) -> _Session:
+async def _trial(make: Make[Policy], prompts: Sequence[Prompt]) -> _Trial:
     policy = await make()
     decodes = await policy.open(prompts)
     require(len(decodes) == len(prompts), f"open() of {len(prompts)} prompts returned {len(decodes)} decodes")
-    return _Session(policy, prompts, decodes, [Transcript() for _ in prompts], cut_at=cut_at)
+    return _Trial(policy, prompts, decodes, [Transcript() for _ in prompts])
 
 
 async def check_policy(make: Make[Policy], prompts: Sequence[Prompt]) -> None:
-    """Return if the policy keeps the contract of :class:`oppo.models.Policy`.
+    """Check that a policy keeps the contract of :class:`oppo.models.Policy`.
 
     Args:
         make: returns a fresh policy; its responses must differ in length by some tokens.
@@ -139,17 +135,18 @@ async def check_policy(make: Make[Policy], prompts: Sequence[Prompt]) -> None:
     Raises:
         ProtocolError: what was expected and what came.
     """
-    whole = await _session(make, prompts)
+    whole = await _trial(make, prompts)
     await whole.decode(limit=3)
     expected = [transcript.tokens for transcript in whole.transcripts]
     require(
-        sorted(whole.reported) == sorted(p.rollout for p in prompts), "cut() was not told of every rollout that ended"
+        sorted(whole.reported) == sorted(p.rollout for p in prompts),
+        "cut() was not called with every rollout that ended",
     )
     for limit in (1, 1_000_000):
-        other = await _session(make, prompts)
+        other = await _trial(make, prompts)
         await other.decode(limit)
         require([t.tokens for t in other.transcripts] == expected, f"read({limit}) gives other tokens than read(3)")
-    cancelled = await _session(make, prompts)
+    cancelled = await _trial(make, prompts)
     await cancelled.decode(limit=2, cancel_first=True)
     require([t.tokens for t in cancelled.transcripts] == expected, "a cancelled read lost or doubled tokens")
     await _check_cut(make, prompts, expected)
@@ -161,37 +158,35 @@ async def check_policy(make: Make[Policy], prompts: Sequence[Prompt]) -> None:
 
 
 async def _check_cut(make: Make[Policy], prompts: Sequence[Prompt], expected: list[list[tuple[int, bool]]]) -> None:
-    session = await _session(make, prompts, cut_at=1)
+    trial = await _trial(make, prompts)
     steps = 0
-    while any(transcript.state in {"live", "cut"} for transcript in session.transcripts):
-        session.cut_at = len(session.reported) + 1
-        before = len(session.reported)
-        await session.decode(limit=4)
+    while any(transcript.state in {"live", "cut"} for transcript in trial.transcripts):
+        trial.cut_at = len(trial.reported) + 1
+        before = len(trial.reported)
+        await trial.decode(limit=4)
         steps += 1
-        require(len(session.reported) > before, "a decoding with live rollouts ended though nothing finished")
-        ended = {p.rollout for p, t in zip(prompts, session.transcripts, strict=True) if t.state not in {"live", "cut"}}
-        require(
-            ended == set(session.reported), f"ended: {sorted(ended)}, reported to cut(): {sorted(session.reported)}"
-        )
+        require(len(trial.reported) > before, "a decoding with live rollouts ended though nothing finished")
+        ended = {p.rollout for p, t in zip(prompts, trial.transcripts, strict=True) if t.state not in {"live", "cut"}}
+        require(ended == set(trial.reported), f"ended: {sorted(ended)}, reported to cut(): {sorted(trial.reported)}")
     require(steps > 1, "every response ended in the same decode step: give prompts whose responses differ in length")
     require(
-        [t.tokens for t in session.transcripts] == expected,
+        [t.tokens for t in trial.transcripts] == expected,
         "parked and resumed rollouts have other tokens than uncut ones",
     )
-    for transcript in session.transcripts:
+    for transcript in trial.transcripts:
         versions = np.concatenate([piece.versions for piece in transcript.pieces])
         require(bool(np.all(np.diff(versions) >= 0)), "the versions of a rollout decrease")
 
 
-async def _check_resuming(make: Make[Policy], whole: _Session) -> None:
+async def _check_resuming(make: Make[Policy], whole: _Trial) -> None:
     halves = [t.first_half(prompt) for prompt, t in zip(whole.prompts, whole.transcripts, strict=True)]
     policy = await make()
-    session = _Session(policy, whole.prompts, await policy.open(halves), [Transcript() for _ in halves])
-    await session.decode(limit=4)
+    trial = _Trial(policy, whole.prompts, await policy.open(halves), [Transcript() for _ in halves])
+    await trial.decode(limit=4)
     require(
         [
             [*zip(half.tokens.tolist(), (~half.sampled).tolist(), strict=True), *t.tokens]
-            for half, t in zip(halves, session.transcripts, strict=True)
+            for half, t in zip(halves, trial.transcripts, strict=True)
         ]
         == [t.tokens for t in whole.transcripts],
         "responses that were opened half-written did not go on as they were written",
@@ -199,11 +194,11 @@ async def _check_resuming(make: Make[Policy], whole: _Session) -> None:
 
 
 async def _check_joining(make: Make[Policy], prompts: Sequence[Prompt], expected: list[list[tuple[int, bool]]]) -> None:
-    session = await _session(make, prompts)
-    first, *others = session.decodes
-    adds, refused = session.policy.capabilities.adds_while_decoding, False
+    trial = await _trial(make, prompts)
+    first, *others = trial.decodes
+    adds, refused = trial.policy.capabilities.adds_while_decoding, False
     with as_itself():
-        async with session.policy.decoding([first], session.cut) as decoding:
+        async with trial.policy.decoding([first], trial.cut) as decoding:
             try:
                 await decoding.add(others)
                 await decoding.park(others[:1])
@@ -211,58 +206,59 @@ async def _check_joining(make: Make[Policy], prompts: Sequence[Prompt], expected
                 refused = True
             async with anyio.create_task_group() as readers:
                 for k in range(1 if refused else len(prompts)):
-                    readers.start_soon(session.read, k, 3)
+                    readers.start_soon(trial.read, k, 3)
     require(refused is not adds, f"adds_while_decoding is {adds}, but add() and park() did {'not ' * refused}work")
     if adds:
-        require(session.transcripts[1].state == "cut", "a rollout that was parked was decoded on")
-        await session.decode(limit=3)
-        require([t.tokens for t in session.transcripts] == expected, "rollouts that joined or left have other tokens")
+        require(trial.transcripts[1].state == "cut", "a rollout that was parked was decoded on")
+        await trial.decode(limit=3)
+        require([t.tokens for t in trial.transcripts] == expected, "rollouts that joined or left have other tokens")
 
 
 async def _check_loading(make: Make[Policy], prompts: Sequence[Prompt]) -> None:
-    session = await _session(make, prompts)
-    policy, before = session.policy, session.policy.version
-    when, refused = policy.capabilities.loads_while_decoding, list[ProtocolError]()
+    trial = await _trial(make, prompts)
+    policy, before = trial.policy, trial.policy.version
+    when, refusals = policy.capabilities.loads_while_decoding, list[ProtocolError]()
 
     async def load() -> None:
         try:
             await policy.load(Weights(before + 1))
         except ProtocolError as error:
-            refused.append(error)
+            refusals.append(error)
 
     with as_itself():
-        async with anyio.create_task_group() as tasks, policy.decoding(session.decodes, session.cut):
-            session.transcripts[0].pieces.append(await session.decodes[0].read(1))
+        async with anyio.create_task_group() as tasks, policy.decoding(trial.decodes, trial.cut):
+            trial.transcripts[0].pieces.append(await trial.decodes[0].read(1))
             tasks.start_soon(load)
             await anyio.lowlevel.checkpoint()
             async with anyio.create_task_group() as readers:
                 for k in range(len(prompts)):
-                    readers.start_soon(session.read, k, 1)
-    made = [np.concatenate([piece.versions for piece in transcript.pieces]) for transcript in session.transcripts]
+                    readers.start_soon(trial.read, k, 1)
+    made = [np.concatenate([piece.versions for piece in transcript.pieces]) for transcript in trial.transcripts]
     newest = max(int(versions[-1]) for versions in made)
     require(
-        bool(refused) is (when == "refused"), f"loads_while_decoding is {when!r}, and load() said {refused or 'yes'}"
+        bool(refusals) is (when == "refused"),
+        f"loads_while_decoding is {when!r}, but load() {f'raised {refusals}' if refusals else 'returned'}",
     )
     if when != "refused":
-        require(policy.version == before + 1, f"weights that came while decoding are not served: {policy.version}")
+        require(policy.version == before + 1, f"weights loaded while decoding are not served: {policy.version}")
         wanted = before + 1 if when == "between decode steps" else before
         require(newest == wanted, f"loads_while_decoding is {when!r}, but the newest token is of version {newest}")
 
 
 async def _check_leaving(make: Make[Policy], prompts: Sequence[Prompt]) -> None:
-    session = await _session(make, prompts)
+    trial = await _trial(make, prompts)
     try:
-        async with session.policy.decoding(session.decodes, session.cut):
+        async with trial.policy.decoding(trial.decodes, trial.cut):
             raise _LeftEarlyError  # noqa: TRY301 - leaving by an exception is what is checked
     except _LeftEarlyError:
         pass
-    made = len(session.reported)
+    made = len(trial.reported)
     await anyio.sleep(0.01)
-    require(len(session.reported) == made, "the policy goes on decoding after its context was left by an exception")
-    before = session.policy.version
-    await session.policy.load(Weights(before + 1))
-    require(session.policy.version == before + 1, "load() did not move the version")
-    for decode in session.decodes:
+    require(len(trial.reported) == made, "the policy goes on decoding after its context was left by an exception")
+    before = trial.policy.version
+    await trial.policy.load(Weights(before + 1))
+    require(trial.policy.version == before + 1, "load() did not move the version")
+    for decode in trial.decodes:
         await decode.aclose()
         await decode.aclose()
 
@@ -272,19 +268,19 @@ class _LeftEarlyError(Exception):
 
 
 async def check_scorer(make: Make[Scorer[T]], finished: Sequence[Finish], close: Callable[[T, T], bool]) -> None:
-    """Return if the scorer says the same of a rollout however it was streamed.
+    """Check that a scorer's value of a rollout does not depend on its chunks, and that it refuses a gap.
 
     Args:
         make: returns a fresh scorer.
         finished: at least two complete rollouts, with at least four response tokens each.
-        close: whether two values are equal, up to the backend's rounding.
+        close: whether two values are equal, up to the backend's rounding: ``1e-5 * (1 + |x|)`` for those of oppo.
 
     Raises:
         ProtocolError: what was expected and what came.
     """
     whole = await make()
     for event in finished:
-        await whole.extend([event.response.prompt, part(event, 0, 1), part(event, 1, len(event.response))])
+        await whole.extend([event.response.prompt, event.response.chunk(0, 1), event.response.chunk(1)])
     expected = await whole.finish(finished)
     require(len(expected) == len(finished), f"finish() of {len(finished)} rollouts returned {len(expected)} values")
     for size in (1, 2, 3):
@@ -292,10 +288,9 @@ async def check_scorer(make: Make[Scorer[T]], finished: Sequence[Finish], close:
         await streamed.forget([event.rollout for event in finished])
         for event in finished:
             await streamed.extend([event.response.prompt])
-        longest = max(len(event.response) for event in finished)
-        for start in range(0, longest, size):
-            parts = [part(event, start, start + size) for event in finished if start < len(event.response)]
-            await streamed.extend(parts)
+        responses = [event.response for event in finished]
+        for start in range(0, max(map(len, responses)), size):
+            await streamed.extend([each.chunk(start, start + size) for each in responses if start < len(each)])
         for event, value in zip(finished, expected, strict=True):
             (got,) = await streamed.finish([event])
             require(close(got, value), f"rollout {event.rollout} in chunks of {size}: {got}, in one piece: {value}")
@@ -306,20 +301,15 @@ async def _check_gap(make: Make[Scorer[T]], event: Finish) -> None:
     scorer = await make()
     await scorer.extend([event.response.prompt])
     try:
-        await scorer.extend([part(event, 1, 2)])
+        await scorer.extend([event.response.chunk(1, 2)])
         await scorer.finish([event])
     except ProtocolError:
         return
     raise ProtocolError("the scorer accepted a chunk that does not continue its rollout")
 
 
-def part(event: Finish, start: int, stop: int) -> Chunk | Given:
-    """Return tokens ``start : stop`` of a finished rollout as a chunk."""
-    return event.response.chunk(start, stop)
-
-
 async def check_trainer(make: Make[Trainer], batch: Batch, followers: Sequence[Follower]) -> None:
-    """Return if the trainer counts its updates and publishes to everybody.
+    """Check that a trainer counts its updates and publishes to every follower.
 
     Raises:
         ProtocolError: what was expected and what came.
@@ -328,8 +318,8 @@ async def check_trainer(make: Make[Trainer], batch: Batch, followers: Sequence[F
     before = trainer.version
     trained = await trainer.update(batch)
     require(trainer.version == before + 1, f"after one update the version is {trainer.version}, not {before + 1}")
-    for name, told in (("nonfinite", trained.nonfinite), ("skipped", trained.skipped)):
-        strangers = set(told) - set(batch.rollouts)
+    for name, rollouts in (("nonfinite", trained.nonfinite), ("skipped", trained.skipped)):
+        strangers = set(rollouts) - set(batch.rollouts)
         require(not strangers, f"{name} names rollouts that are not in the batch: {sorted(strangers)}")
     await trainer.publish(*followers)
     behind = [type(follower).__name__ for follower in followers if follower.version != trainer.version]

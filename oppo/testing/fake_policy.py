@@ -1,7 +1,7 @@
-"""A fake actor with a cost model: it decodes all rollouts together, or each at a pace of its own.
+"""A fake actor with a cost model: it decodes all rollouts together, or each at its own pace.
 
-A fake token is a hash of (seed, admission, sample, position), a fake log-prob also depends on the version of the
-weights: code that mixes up rollouts, positions or versions gets other numbers.
+A fake token is a hash of (seed, admission, sample, position); a fake log-prob also depends on the version of the
+weights. Code that mixes up rollouts, positions or versions gets other numbers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from oppo.testing.fakes import noises, require_seconds
 Length: TypeAlias = Callable[[Prompt], int]
 
 StepSeconds: TypeAlias = Callable[[int, int], float]
-"""``f(rows, tokens)``: seconds of a decode step of so many live rollouts, whose responses have so many tokens."""
+"""``f(rows, tokens)``: seconds of a decode step, by the number of live rollouts and of tokens in their responses."""
 
 
 @dataclass(eq=False)
@@ -48,12 +48,12 @@ class FakeDecode:
         return self.made >= self.length
 
     def grow(self) -> None:
-        """Make one token, with the policy's present weights."""
+        """Make one token, with the policy's current weights."""
         self.made += 1
         self.versions.append(self.policy.version)
 
     def wake(self) -> None:
-        """Let the reader look again if there is what it waits for."""
+        """Wake the reader if it has all that it waits for, or if decoding stopped."""
         if self.made >= self._wanted or not self.policy.is_decoding(self):
             self._grown.set()
 
@@ -61,7 +61,7 @@ class FakeDecode:
         """Return the next tokens; see :class:`oppo.models.Decode`.
 
         Raises:
-            ProtocolError: the decode was given up.
+            ProtocolError: the decode is closed.
         """
         if self.closed:
             raise ProtocolError(f"rollout {self.prompt.rollout} was given up, so it cannot be read")
@@ -70,7 +70,7 @@ class FakeDecode:
             self._grown = anyio.Event()
             await self._grown.wait()
         start, answer = self.taken, self.policy.given(self.prompt)
-        ends = [end for end in (answer.start, answer.stop) if end > start]  # a piece is given as a whole, or not at all
+        ends = [end for end in (answer.start, answer.stop) if end > start]  # no piece mixes given and sampled tokens
         self.taken = stop = min(self.made, start + limit, *ends)
         tokens = self.tokens(start, stop)
         return Piece(
@@ -100,7 +100,7 @@ class FakeDecode:
         return (-4 * noises(key, range(start, stop), self.versions[start:stop])).astype(np.float32)
 
     async def aclose(self) -> None:
-        """Give the decode up."""
+        """Close the decode."""
         self.closed = True
 
 
@@ -108,15 +108,17 @@ class FakeDecode:
 class FakePolicy:
     """An actor whose decode step serves every live rollout, or that decodes each at its own pace.
 
+    While its context is open, it also is the :class:`~oppo.models.Decoding` that rollouts join and leave.
+
     Attributes:
         length: tokens in the response to a prompt, before the cap.
         seconds: of one decode step; with a pace, of one token of a rollout.
-        pace: of a rollout, as a factor of ``seconds``: each is then decoded on its own, as by an engine of requests.
-            ``None``: one decode step after the other makes a token of each.
+        pace: factor of ``seconds`` for a rollout, which is then decoded on its own, as by an engine of requests.
+            ``None``: every decode step makes one token of each rollout.
         cap: a response of this many tokens ends with reason ``length``.
-        given: which tokens of a response nobody samples, as if a tool had answered.
-        kept: how many ids each token is drawn from, as it were; 0: from all.
-        capabilities: which of them it has; it can do all.
+        given: the positions of a response that are not sampled but a tool's answer.
+        kept: the number of ids in each token's support; 0: all.
+        capabilities: those it claims; it implements all of them.
         tokens: made so far.
 
     Example:
@@ -140,23 +142,22 @@ class FakePolicy:
         self._live: dict[FakeDecode, None] = {}  # an ordered set
         self._cut: Cut | None = None
         self._over: anyio.Event | None = None
+        self._loops: TaskGroup | None = None
         self._stepping = False
 
     async def open(self, rollouts: Sequence[Prompt | Response]) -> Sequence[FakeDecode]:
-        """Make a decode for each, which goes on after the tokens of a response."""
-        return [self._decode(rollout) for rollout in rollouts]
+        """Make a decode for each; that of a response goes on after its tokens."""
+        return [self._decode(Response.empty(each) if isinstance(each, Prompt) else each) for each in rollouts]
 
-    def _decode(self, rollout: Prompt | Response) -> FakeDecode:
-        response = Response.empty(rollout) if isinstance(rollout, Prompt) else rollout
-        prompt, made = response.prompt, len(response)
-        length = min(self.cap, self.length(prompt))
-        return FakeDecode(self, prompt, length, made, made, versions=response.versions.tolist())
+    def _decode(self, response: Response) -> FakeDecode:
+        made, length = len(response), min(self.cap, self.length(response.prompt))
+        return FakeDecode(self, response.prompt, length, made, made, versions=response.versions.tolist())
 
     async def load(self, weights: Weights) -> None:
         """Follow the trainer, at once or when decoding ends.
 
         Raises:
-            ProtocolError: something is being decoded, and it is not said to be able to do this.
+            ProtocolError: the policy is decoding, and its capabilities exclude loading meanwhile.
         """
         if self._over is not None and self.capabilities.loads_while_decoding == "refused":
             raise ProtocolError("weights were published while the policy was decoding")
@@ -169,10 +170,10 @@ class FakePolicy:
         return self._decoding(self.mine(live), cut)
 
     def mine(self, decodes: Sequence[Decode]) -> list[FakeDecode]:
-        """Return the decodes, which are open ones of this policy.
+        """Return the decodes, checked.
 
         Raises:
-            ProtocolError: they are not.
+            ProtocolError: one is closed, or of another policy.
         """
         mine = [decode for decode in decodes if isinstance(decode, FakeDecode)]
         closed = [decode.prompt.rollout for decode in mine if decode.closed]
@@ -185,33 +186,38 @@ class FakePolicy:
         self._cut, self._over = cut, anyio.Event()
         try:
             with as_itself():
-                async with anyio.create_task_group() as loops:
-                    decoding = FakeDecoding(self, loops)
-                    await decoding.add(live)
-                    yield decoding if self.capabilities.adds_while_decoding else FixedDecoding(type(self).__name__)
-                    loops.cancel_scope.cancel()
+                async with anyio.create_task_group() as self._loops:
+                    await self.add(live)
+                    yield self if self.capabilities.adds_while_decoding else FixedDecoding(type(self).__name__)
+                    self._loops.cancel_scope.cancel()
         finally:
             self._over.set()
-            self._live, self._cut, self._over = {}, None, None
+            self._live, self._cut, self._over, self._loops = {}, None, None, None
 
-    def join(self, decode: FakeDecode) -> None:
-        """Count a decode among those that are live, unless it is done.
+    async def add(self, decodes: Sequence[Decode]) -> None:
+        """Decode these as well, from the next decode step on.
 
         Raises:
             ProtocolError: the step has been cut.
         """
-        if self._cut is None:
-            raise ProtocolError(f"rollout {decode.prompt.rollout} was added to a decoding that has been cut")
-        if not decode.done:
-            self._live[decode] = None
+        for decode in self.mine(decodes):
+            if self._cut is None or self._loops is None:
+                raise ProtocolError(f"rollout {decode.prompt.rollout} was added to a decoding that has been cut")
+            if not decode.done:
+                self._live[decode] = None
+            if self.pace is not None:
+                self._loops.start_soon(self.decode_apart, decode, self.pace(decode.prompt))
+        if self.pace is None and self._loops is not None:
+            self._loops.start_soon(self.decode_together)
 
-    def leave(self, decode: FakeDecode) -> None:
-        """Decode one no further."""
-        self._live.pop(decode, None)
-        decode.wake()
+    async def park(self, decodes: Sequence[Decode]) -> None:
+        """Stop decoding these."""
+        for decode in self.mine(decodes):
+            self._live.pop(decode, None)
+            decode.wake()
 
     def support(self, tokens: IntArray) -> Support:
-        """Return the support of tokens: each and the ``kept - 1`` ids after it."""
+        """Return the support of tokens: each token and the ``kept - 1`` ids after it."""
         if not self.kept:
             return Support()
         ids = np.add.outer(tokens, np.arange(self.kept, dtype=np.int32)).ravel()
@@ -222,7 +228,7 @@ class FakePolicy:
         return decode in self._live
 
     async def decode_together(self) -> None:
-        """Do one decode step after the other for every live rollout until there is none, unless that is being done."""
+        """Make decode steps until no rollout is live; return at once if another task does."""
         if self._stepping:
             return
         self._stepping = True
@@ -234,7 +240,7 @@ class FakePolicy:
             self._stepping = False
 
     async def decode_apart(self, decode: FakeDecode, pace: float) -> None:
-        """Make the tokens of one rollout, until it is done or no longer live."""
+        """Make the tokens of one rollout until it is done or no longer live."""
         while self.is_decoding(decode):
             await anyio.sleep(pace * self._seconds([decode]))
             if self.is_decoding(decode):
@@ -244,7 +250,7 @@ class FakePolicy:
         return self.seconds(len(rows), sum(row.made for row in rows)) if callable(self.seconds) else self.seconds
 
     def advance(self, rows: Sequence[FakeDecode]) -> None:
-        """Make a token of each of these live rollouts."""
+        """Make one token of each of these live rollouts."""
         self.tokens += len(rows)
         for decode in rows:
             decode.grow()
@@ -253,7 +259,7 @@ class FakePolicy:
             decode.wake()
 
     def _end(self, ended: list[FakeDecode]) -> None:
-        """Take what has ended out of the live rollouts, and all the others too if that is the cut."""
+        """Remove ended rollouts from the live ones, and all others too if the cut answers true."""
         if not ended or self._cut is None:
             return
         for decode in ended:
@@ -262,25 +268,3 @@ class FakePolicy:
             parked, self._live, self._cut = self._live, {}, None
             for decode in parked:
                 decode.wake()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class FakeDecoding:
-    """What a :class:`FakePolicy` is decoding, which rollouts can join and leave."""
-
-    policy: FakePolicy
-    loops: TaskGroup
-
-    async def add(self, decodes: Sequence[Decode]) -> None:
-        """Decode these as well."""
-        for decode in self.policy.mine(decodes):
-            self.policy.join(decode)
-            if self.policy.pace is not None:
-                self.loops.start_soon(self.policy.decode_apart, decode, self.policy.pace(decode.prompt))
-        if self.policy.pace is None:
-            self.loops.start_soon(self.policy.decode_together)
-
-    async def park(self, decodes: Sequence[Decode]) -> None:
-        """Decode these no further."""
-        for decode in self.policy.mine(decodes):
-            self.policy.leave(decode)

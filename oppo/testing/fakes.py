@@ -1,8 +1,8 @@
 """Fake models with cost models, for tests in virtual time: no torch, no randomness beyond a seed, exact results.
 
-A fake's answer depends on every token it has read and on the version of the weights: code that mixes up rollouts,
-positions or versions gets other numbers. What it costs is a number of seconds, or a function of the work, which it
-sleeps: free in virtual time. The actor is in :mod:`oppo.testing.fake_policy`.
+A fake's answer depends on every token it read and on the version of the weights: code that mixes up rollouts,
+positions or versions gets other numbers. A fake sleeps for its cost, which is a number of seconds or a function of the
+work. The actor is in :mod:`oppo.testing.fake_policy`.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from oppo.numeric import require_real
 T = TypeVar("T")
 
 ReadSeconds: TypeAlias = Callable[[int, int], float]
-"""``f(start, stop)``: seconds to read positions ``start .. stop`` of a rollout, of which a prompt's are below 0."""
+"""``f(start, stop)``: seconds to read positions ``start .. stop`` of a rollout; the prompt's positions are below 0."""
 
 
 @dataclass(eq=False)
 class FakeScorer(Generic[T]):
-    """A scorer whose value of a rollout is computed from everything it has read of it, and when.
+    """A scorer whose value of a rollout depends on all that it read of it, and on the versions that read it.
 
     Attributes:
-        value: what to say of a finished rollout, given the tokens read (prompt and response) and the oldest version of
-            the weights that read any of them: who believes a stale session gets the numbers of old weights.
-        per_token: seconds for each token read, or a function of the positions that are.
+        value: of a finished rollout, given the tokens read (prompt and response) and the oldest version of the weights
+            that read any of them: a stale session gives the numbers of old weights.
+        per_token: seconds for each token read, or a function of the positions read.
         per_call: seconds of each call.
-        answering: seconds of a call that says something of finished rollouts, instead of ``per_call``.
+        answering: seconds of a ``finish`` call, instead of ``per_call``.
     """
 
     value: Callable[[Finish, tuple[int, ...], int], T]
@@ -86,7 +86,7 @@ class FakeScorer(Generic[T]):
         self.sessions[event.rollout].extend(event.tokens.tolist())
 
     def _session(self, rollout: int) -> int:
-        """Return how many tokens have been read of a rollout, with its prompt."""
+        """Return how many tokens of a rollout were read, its prompt included."""
         if rollout not in self.sessions:
             raise ProtocolError(f"rollout {rollout} is unknown: its Prompt must come first")
         return len(self.sessions[rollout])
@@ -95,7 +95,7 @@ class FakeScorer(Generic[T]):
         """Return the value of each rollout and forget its session.
 
         Raises:
-            ProtocolError: what was read of a rollout is not its response.
+            ProtocolError: the tokens read of a rollout are not its prompt and response.
         """
         await anyio.sleep(self.answering(finished) if self.answering else self.per_call)
         for event in finished:
@@ -126,7 +126,7 @@ def fake_scalar(_event: Finish, tokens: tuple[int, ...], version: int) -> float:
 
 
 def fake_per_token(event: Finish, tokens: tuple[int, ...], version: int) -> FloatArray:
-    """Return one number for each response token, from the tokens up to it."""
+    """Return one number for each response token, float32 [T], from the tokens up to it."""
     start = len(event.response.prompt.tokens)
     return np.array([-noise(version, *tokens[: start + k + 1]) for k in range(len(event.response))], np.float32)
 
@@ -144,12 +144,12 @@ class FakeCritic(FakeScorer[FloatArray]):
 
 @dataclass(eq=False)
 class FakeTrainer:
-    """A trainer that remembers its batches.
+    """A trainer that records its batches.
 
     Attributes:
         seconds: of one update, or a function of its batch.
-        nonfinite: the rollouts whose minibatch is to fail.
-        publishing: seconds until the followers are given the weights.
+        nonfinite: whether a rollout's minibatch fails.
+        publishing: seconds until the followers get the weights.
     """
 
     seconds: float | Callable[[Batch], float] = 0.0
@@ -163,7 +163,7 @@ class FakeTrainer:
         require_seconds("seconds of FakeTrainer", self.seconds)
 
     async def update(self, batch: Batch) -> Trained:
-        """Take the batch; the version is one more afterwards."""
+        """Record the batch; the version is one more afterwards."""
         await anyio.sleep(self.seconds(batch) if callable(self.seconds) else self.seconds)
         self.batches.append(batch)
         self.version += 1
@@ -173,7 +173,7 @@ class FakeTrainer:
         )
 
     async def publish(self, *followers: Follower) -> None:
-        """Give the version to each follower, one after the other; there is no way back from a failure."""
+        """Give the version to each follower, one after the other; a failure is final."""
         if self.publishing:
             await anyio.sleep(self.publishing)
         await publish(Weights(self.version), followers)
@@ -185,21 +185,21 @@ def prompts(count: int, *, length: int = 3) -> list[Prompt]:
 
 
 def noise(*key: int) -> float:
-    """Return a number in [0, 1) that looks random, is the same everywhere and depends on the key only."""
+    """Return a pseudorandom number in [0, 1): a hash of the key, the same on every machine."""
     return zlib.crc32(struct.pack(f"<{len(key)}q", *key)) / 2**32
 
 
 def noises(key: Sequence[int], *columns: Sequence[int]) -> NDArray[np.float64]:
     """Return ``noise(*key, *row)`` for each row of the columns, float64 [rows]."""
-    begun, row = zlib.crc32(struct.pack(f"<{len(key)}q", *key)), struct.Struct(f"<{len(columns)}q")
-    return np.array([zlib.crc32(row.pack(*each), begun) for each in zip(*columns, strict=True)], np.float64) / 2**32
+    prefix, row = zlib.crc32(struct.pack(f"<{len(key)}q", *key)), struct.Struct(f"<{len(columns)}q")
+    return np.array([zlib.crc32(row.pack(*each), prefix) for each in zip(*columns, strict=True)], np.float64) / 2**32
 
 
-def require_seconds(name: str, given: object) -> None:
-    """Accept a finite number of seconds that is 0 or more, or a function that returns one.
+def require_seconds(name: str, seconds: object) -> None:
+    """Require a finite number of seconds that is 0 or more, or a function that returns one.
 
     Raises:
         ValueError: it is neither.
     """
-    if not callable(given):
-        require_real(name, given, 0.0)
+    if not callable(seconds):
+        require_real(name, seconds, 0.0)

@@ -1,6 +1,6 @@
-"""Models to which the faults of a script happen; wrapped around fakes, or around any others.
+"""Wrappers that inject the faults of a script into fakes, or into any other models.
 
-A wrapper keeps the protocol of what it wraps, and adds nothing where the script is silent.
+A wrapper keeps the protocol of its model, and changes nothing outside of the script's faults.
 
 Example:
     >>> from oppo import Overcommit, ppo
@@ -60,11 +60,31 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 FAR = 1_000
-"""Versions by which a spoilt piece is ahead of the weights there are."""
+"""Versions by which a spoilt piece is ahead of the current weights, or behind them."""
 
 
-class Following(Follower, Scorer[T_co], Protocol[T_co]):
+class FollowingScorer(Follower, Scorer[T_co], Protocol[T_co]):
     """A scorer whose weights follow the trainer's: the critic."""
+
+
+class _FaultyFollower:
+    """Loads weights as the script directs, and may report the version that it had before."""
+
+    inner: Follower
+    player: Player
+    _stale_version: int | None = None
+
+    @property
+    def version(self) -> int:
+        """The version of the weights, as reported."""
+        return self.inner.version if self._stale_version is None else self._stale_version
+
+    async def load(self, weights: Weights) -> None:
+        """Serve these weights from the next call on."""
+        before = self.inner.version
+        fault = await self.player.play("load")
+        await self.inner.load(weights)
+        self._stale_version = before if fault == Garbage("version") else None
 
 
 @dataclass(eq=False)
@@ -75,13 +95,13 @@ class FaultyDecode:
     player: Player
 
     async def read(self, limit: int) -> Piece:
-        """Return the next tokens; a fault that happens while it waits has taken none."""
-        left = await self.player.play("read")
-        if isinstance(left, Garbage) and left.what == "empty":
+        """Return the next tokens; a fault takes none."""
+        fault = await self.player.play("read")
+        if fault == Garbage("empty"):
             none = np.zeros(0, np.int32)
             return Piece(none, none.astype(np.float32), none, "live")
         piece = await self.inner.read(limit)
-        return spoilt_piece(piece, left.what) if isinstance(left, Garbage) and len(piece.tokens) else piece
+        return spoilt_piece(piece, fault.what) if isinstance(fault, Garbage) and len(piece.tokens) else piece
 
     async def aclose(self) -> None:
         """Give the decode up."""
@@ -90,16 +110,8 @@ class FaultyDecode:
 
 
 @dataclass(eq=False)
-class FaultyPolicy:
-    """A policy to which the faults of ``name`` in ``script`` happen.
-
-    Example:
-        >>> import anyio
-        >>> from oppo.testing import Fault, FakePolicy, Garbage, prompts
-        >>> policy = FaultyPolicy("actor", FakePolicy(), (Fault("actor", "open", Garbage("count"), call=1),))
-        >>> [len(anyio.run(policy.open, prompts(3))) for _ in range(2)]
-        [3, 2]
-    """
+class FaultyPolicy(_FaultyFollower):
+    """A policy with the faults of ``name`` in ``script``."""
 
     name: str
     inner: Policy
@@ -107,27 +119,17 @@ class FaultyPolicy:
 
     def __post_init__(self) -> None:
         self.player = Player(self.name, self.script)
-        self._version: int | None = None
-
-    @property
-    def version(self) -> int:
-        """Version of the weights in use, as far as it says."""
-        return self.inner.version if self._version is None else self._version
 
     @property
     def capabilities(self) -> Capabilities:
-        """What it can do: what it wraps can, but for rollouts that join or leave."""
+        """Those of its model, except that rollouts cannot join or leave."""
         return replace(self.inner.capabilities, adds_while_decoding=False)
-
-    async def load(self, weights: Weights) -> None:
-        """Serve these weights from the next call on."""
-        self._version = await loaded(self.player, self.inner, weights)
 
     async def open(self, rollouts: Sequence[Prompt | Response]) -> Sequence[FaultyDecode]:
         """Make a decode for each."""
-        left = await self.player.play("open")
+        fault = await self.player.play("open")
         decodes = [FaultyDecode(decode, self.player) for decode in await self.inner.open(rollouts)]
-        return decodes[:-1] if left == Garbage("count") else decodes
+        return decodes[:-1] if fault == Garbage("count") else decodes
 
     def decoding(self, live: Sequence[Decode], cut: Cut) -> AbstractAsyncContextManager[Decoding]:
         """Decode while the context is open.
@@ -151,7 +153,7 @@ class FaultyPolicy:
 
 @dataclass(eq=False)
 class FaultyScorer(Generic[T]):
-    """A scorer to which the faults of ``name`` in ``script`` happen; one that follows the trainer: `FaultyCritic`."""
+    """A frozen scorer with the faults of ``name`` in ``script``; see :class:`FaultyCritic` for one that is trained."""
 
     name: str
     inner: Scorer[T]
@@ -163,7 +165,7 @@ class FaultyScorer(Generic[T]):
 
     @property
     def version(self) -> int:
-        """Version of the weights, as far as it says."""
+        """The version of the weights."""
         return self.inner.version
 
     async def extend(self, events: Sequence[Prompt | Chunk | Given]) -> None:
@@ -175,12 +177,12 @@ class FaultyScorer(Generic[T]):
 
     async def finish(self, finished: Sequence[Finish]) -> Sequence[T]:
         """Return one value for each rollout, and forget its session."""
-        left = await self.player.play("finish")
-        if left == LoseSessions():
+        fault = await self.player.play("finish")
+        if fault == LoseSessions():
             await self._lose()
         values = await self.inner.finish(finished)
         self._known.difference_update(event.rollout for event in finished)
-        return spoilt_values(values, left.what) if isinstance(left, Garbage) else values
+        return spoilt_values(values, fault.what) if isinstance(fault, Garbage) else values
 
     async def forget(self, rollouts: Sequence[int]) -> None:
         """Drop sessions."""
@@ -194,28 +196,15 @@ class FaultyScorer(Generic[T]):
 
 
 @dataclass(eq=False)
-class FaultyCritic(FaultyScorer[T]):
-    """The same for a scorer whose weights follow the trainer's."""
+class FaultyCritic(_FaultyFollower, FaultyScorer[T]):
+    """A scorer whose weights follow the trainer's, with the faults of ``name`` in ``script``."""
 
-    inner: Following[T]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._version: int | None = None
-
-    @property
-    def version(self) -> int:
-        """Version of the weights in use, as far as it says."""
-        return self.inner.version if self._version is None else self._version
-
-    async def load(self, weights: Weights) -> None:
-        """Serve these weights from the next call on."""
-        self._version = await loaded(self.player, self.inner, weights)
+    inner: FollowingScorer[T]
 
 
 @dataclass(eq=False)
 class FaultyTrainer:
-    """A trainer to which the faults of ``name`` in ``script`` happen."""
+    """A trainer with the faults of ``name`` in ``script``."""
 
     name: str
     inner: Trainer
@@ -227,16 +216,16 @@ class FaultyTrainer:
 
     @property
     def version(self) -> int:
-        """The number of updates made so far, as far as it says."""
+        """The number of updates made so far, as reported."""
         return self.inner.version - self._behind
 
     async def update(self, batch: Batch) -> Trained:
         """Train on one batch."""
-        left = await self.player.play("update")
+        fault = await self.player.play("update")
         trained = await self.inner.update(batch)
-        if left == Garbage("version"):
+        if fault == Garbage("version"):
             self._behind += 1
-        if left == Garbage("stranger"):
+        if fault == Garbage("stranger"):
             return replace(trained, nonfinite=(*trained.nonfinite, -1))
         return trained
 
@@ -244,52 +233,34 @@ class FaultyTrainer:
         """Give the current weights to each follower.
 
         Raises:
-            ModelError: the script says that it fails half-way.
+            ModelError: the script makes it fail half-way.
         """
-        left = await self.player.play("publish")
-        if not isinstance(left, HalfPublished):
+        fault = await self.player.play("publish")
+        if not isinstance(fault, HalfPublished):
             await self.inner.publish(*followers)
             return
         await self.inner.publish(*followers[: len(followers) // 2])
-        if not left.silent:
+        if not fault.silent:
             held = ", ".join(f"{type(one).__name__} has version {one.version}" for one in followers)
             raise ModelError(f"publish() of {self.name!r} fails half-way, as its script says: {held}")
 
 
 def faulty_reward(name: str, function: RewardFunction, script: Script) -> RewardFunction:
-    """Return a reward function to which the faults of ``name`` in ``script`` happen; it takes what ``function`` takes.
-
-    Example:
-        >>> import anyio
-        >>> from oppo.rewards import FunctionReward
-        >>> from oppo.testing import Fault, Flap
-        >>> down_once = (Fault("judge", "call", Flap(down=1)),)
-        >>> judge = faulty_reward("judge", lambda prompts, completions: [1.0 for _ in completions], down_once)
-        >>> FunctionReward(judge, decode=str, on_failure="retry").name
-        '<lambda>'
-    """
+    """Return ``function`` with the faults of ``name`` in ``script``, async, under the same signature."""
     player = Player(name, script)
 
     @wraps(function)
     async def faulty(**arguments: object) -> object:
-        left = await player.play("call")
+        fault = await player.play("call")
         result = function(**arguments)
         scores = await result if isinstance(result, Awaitable) else result
-        return spoilt_values(cast("Sequence[object]", scores), left.what) if isinstance(left, Garbage) else scores
+        return spoilt_values(cast("Sequence[object]", scores), fault.what) if isinstance(fault, Garbage) else scores
 
     return faulty
 
 
-async def loaded(player: Player, follower: Follower, weights: Weights) -> int | None:
-    """Load weights as the script says; return the version that the follower then says it has, if it is not its own."""
-    before = follower.version
-    left = await player.play("load")
-    await follower.load(weights)
-    return before if left == Garbage("version") else None
-
-
 def spoilt_piece(piece: Piece, what: Spoilt) -> Piece:
-    """Return a piece, of at least one token, as nobody may answer it."""
+    """Return a piece, of at least one token, made invalid."""
     spoilt: dict[str, Callable[[], Piece]] = {
         "nan": lambda: replace(piece, logprobs=np.full_like(piece.logprobs, np.nan)),
         "shape": lambda: replace(piece, logprobs=piece.logprobs[:-1]),
@@ -301,7 +272,7 @@ def spoilt_piece(piece: Piece, what: Spoilt) -> Piece:
 
 
 def spoilt_values(values: Sequence[T], what: Spoilt) -> Sequence[T]:
-    """Return what was said of some rollouts as nobody may say it."""
+    """Return the values of some rollouts, made invalid."""
     if what == "count":
         return values[:-1]
     return [cast("T", _spoilt(value, what)) for value in values]  # of another type on purpose

@@ -7,7 +7,7 @@ under Hypothesis can do the same for each example::
         assert run_virtual(main) == 2.5
 
 When every task waits and no timer is left, the loop raises :class:`oppo.errors.DeadlockError` out of whatever runs it.
-There are no threads in virtual time: nobody could say how long they take.
+Threads are refused: their work has no virtual duration.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """A loop whose clock starts at 0 and moves only when nothing is ready to run.
 
     Attributes:
-        virtual: says so to code that would use a thread elsewhere.
+        virtual: tells code that uses threads on other loops to run inline on this one.
     """
 
     virtual = True
@@ -73,15 +73,15 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return super().call_at(when, callback, *args, context=context)
 
     def on_deadlock(self, describe: Callable[[], str]) -> Callable[[], None]:
-        """Have ``describe()`` become part of a deadlock's message; return what takes that back."""
+        """Add ``describe()`` to the message of a deadlock; return a function that removes it again."""
         self._tables.append(describe)
         return lambda: self._tables.remove(describe)
 
     def _pass_time(self, timeout: float | None) -> None:
-        """Move the clock by ``timeout`` seconds, or say that nothing will ever happen.
+        """Move the clock by ``timeout`` seconds, or raise a deadlock.
 
-        asyncio asks for the distance to its next timer, at most a day. Distance added to the time need not give the
-        timer's own float, so the clock is set from the timers themselves; cancelled ones come before and are left out.
+        asyncio passes the distance to its next timer, at most a day. The time plus that distance may round to another
+        float than the timer's, so the clock is set from the timers themselves; earlier ones are cancelled and skipped.
         """
         distance = 0.0 if timeout is None else timeout
         while self._timers and (self._timers[0] <= self._clock or self._timers[0] - self._clock < distance):
@@ -99,10 +99,10 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         )
 
     def _refuse_threads(self) -> None:
-        """Raise at the first sight of a thread that works for this loop; once, so that the loop can be shut down."""
+        """Raise for a thread that works for this loop; only once, so that the loop can be shut down."""
         if self._refused:
             return
-        # anyio's worker threads carry their loop; others are seen when they call in.
+        # anyio's worker threads carry their loop; others are noticed when they call in.
         workers = [thread.name for thread in threading.enumerate() if getattr(thread, "loop", None) is self]
         for name in [*([self._intruder] if self._intruder else []), *workers]:
             self._refused = True
@@ -111,11 +111,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
             )
 
     def run_in_executor(self, executor: Executor | None, func: Callable[[*Ts], R], *args: *Ts) -> asyncio.Future[R]:
-        """Refuse.
-
-        Raises:
-            ProtocolError: always.
-        """
+        """Raise a :class:`~oppo.errors.ProtocolError`: executors need threads."""
         del executor, args
         raise ProtocolError(
             f"virtual time knows no threads, so {getattr(func, '__qualname__', func)!r} cannot run in an executor: "
@@ -125,19 +121,19 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def call_soon_threadsafe(
         self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
-        """Call ``callback`` soon; from another thread, that is an error which the loop raises."""
+        """Call ``callback`` soon; a call from another thread is an error that the loop raises."""
         if threading.get_ident() != self._owner:
-            # Raised by the loop rather than here, so that it is seen by the one who runs the loop.
+            # The loop raises the error, so that whoever runs the loop gets it.
             self._intruder = threading.current_thread().name
         return super().call_soon_threadsafe(callback, *args, context=context)
 
 
 _DAY = 24 * 3600
-"""asyncio waits no longer than this at once, in seconds."""
+"""The longest time, in seconds, that asyncio waits at once."""
 
 
 class _IdleSelector(selectors.DefaultSelector):
-    """Waits for nothing real: where the loop would sleep, ``pass_time`` is called instead."""
+    """Calls ``pass_time`` wherever the loop would sleep."""
 
     def __init__(self, refuse_threads: Callable[[], None], pass_time: Callable[[float | None], None]) -> None:
         super().__init__()
@@ -145,7 +141,7 @@ class _IdleSelector(selectors.DefaultSelector):
         self._pass_time = pass_time
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """Return what is ready now; pass virtual time when there is nothing, and the loop would wait."""
+        """Return what is ready now; pass virtual time if nothing is and the loop would wait."""
         self._refuse_threads()
         ready = super().select(0)
         if not ready and (timeout is None or timeout > 0):

@@ -1,21 +1,21 @@
-"""Scripts of faults: what goes wrong, in which call of which model. Plain values, to be printed, drawn and kept.
+"""Scripts of faults: what goes wrong, in which call of which model; plain values that can be printed and generated.
 
-A script is a tuple of :class:`Fault`; the wrappers of :mod:`oppo.testing.faulty` play it. Nothing in it is random, and
-in virtual time nothing else is either: a script that broke a run breaks it again.
+A script is a tuple of :class:`Fault`; the wrappers of :mod:`oppo.testing.faulty` play it. Nothing in it is random, nor
+is anything else in virtual time: a script that broke a run breaks it again.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeAlias, runtime_checkable
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
 
 import anyio
 
 from oppo.errors import ModelError
+from oppo.testing.loop import VirtualTimeLoop
 
 Method: TypeAlias = Literal[
     "open", "decoding", "read", "aclose", "load", "extend", "finish", "forget", "update", "publish", "call"
@@ -25,12 +25,12 @@ Method: TypeAlias = Literal[
 function: ``call``."""
 
 Spoilt: TypeAlias = Literal["nan", "count", "shape", "none", "empty", "version", "order", "token", "stranger"]
-"""How an answer is wrong; :data:`SPOILT` says which can be."""
+"""How an answer is wrong; :data:`SPOILT` lists what applies to each method."""
 
 
 @dataclass(frozen=True, slots=True)
 class Raise:
-    """The call raises, before anything is done."""
+    """The call raises before it does anything."""
 
     error: type[Exception] = ModelError
 
@@ -42,21 +42,21 @@ class Hang:
 
 @dataclass(frozen=True, slots=True)
 class Slow:
-    """The call takes so many seconds longer."""
+    """The call takes ``seconds`` longer."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Garbage:
-    """The call does its work, and answers what nobody may answer.
+    """The call does its work and returns an invalid answer.
 
     Attributes:
         what: ``count``: one item too few. ``nan``: no numbers (of a piece: its log-probs). ``shape``: per-token values
             for one token too few; a scalar as an array; of a piece, one log-prob too few. ``none``: ``None`` for each
-            rollout. ``empty``: a piece with no token that says there is more. ``version``: weights that do not exist
-            yet; of ``load`` and ``update``: the version does not move. ``order``: a piece ends with older weights than
-            it began with. ``token``: an id below 0. ``stranger``: of an update, a rollout that is in no batch.
+            rollout. ``empty``: a live piece without tokens. ``version``: weights that do not exist yet; of ``load`` and
+            ``update``: the version does not move. ``order``: a piece ends with older weights than it began with.
+            ``token``: an id below 0. ``stranger``: of an update, a rollout that is not in the batch.
     """
 
     what: Spoilt
@@ -64,12 +64,12 @@ class Garbage:
 
 @dataclass(frozen=True, slots=True)
 class LoseSessions:
-    """Before the call, every session of the model is lost: it knows no rollout any more."""
+    """The model loses all its sessions before the call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Flap:
-    """From this call on ``down`` calls fail, then ``up`` work, and so on; with ``up=0``, all further ones work."""
+    """From this call on ``down`` calls fail, then ``up`` work, in turn; with ``up=0``, all further calls work."""
 
     down: int = 1
     up: int = 0
@@ -81,18 +81,19 @@ class Flap:
 
 @dataclass(frozen=True, slots=True)
 class HalfPublished:
-    """Only the first half of the followers (rounded down) is given the weights.
+    """Only the first half of the followers (rounded down) gets the weights.
 
     Attributes:
-        silent: the call then returns as if nothing had been; otherwise it raises a ``ModelError``.
+        silent: the call then returns as if it had succeeded; otherwise it raises a ``ModelError``.
     """
 
     silent: bool = False
 
 
-Misdeed: TypeAlias = Raise | Hang | Slow | Garbage | LoseSessions | Flap | HalfPublished
-Left: TypeAlias = Garbage | LoseSessions | HalfPublished
-"""What is done by the wrapper of a model, since it needs what the call was given, or returns."""
+Applied: TypeAlias = Garbage | LoseSessions | HalfPublished
+"""Faults that a model's wrapper applies, since they need the arguments or the result of the call."""
+
+FaultKind: TypeAlias = Raise | Hang | Slow | Flap | Applied
 
 SPOILT: Mapping[Method, tuple[Spoilt, ...]] = {
     "open": ("count",),
@@ -102,9 +103,7 @@ SPOILT: Mapping[Method, tuple[Spoilt, ...]] = {
     "update": ("version", "stranger"),
     "call": ("nan", "count", "none"),
 }
-"""How the answer of each method can be wrong; those of the others say nothing."""
-
-_SESSIONS = ("decoding", "extend", "finish")
+"""How the answer of each method can be wrong; the other methods return nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +112,12 @@ class Fault:
 
     Attributes:
         model: the name that its wrapper was given.
-        method: what is called; ``read`` and ``aclose`` are counted over all decodes of the policy.
-        does: what happens then.
-        call: in which call, from 0.
+        method: of the model; ``read`` and ``aclose`` are counted over all decodes of the policy.
+        does: what goes wrong.
+        call: in which call of the method, from 0.
 
     Raises:
-        ValueError: the method cannot do that.
+        ValueError: the fault does not apply to the method.
 
     Example:
         >>> Fault("reward", "finish", Slow(2.0), call=3).place
@@ -127,7 +126,7 @@ class Fault:
 
     model: str
     method: Method
-    does: Misdeed
+    does: FaultKind
     call: int = 0
 
     def __post_init__(self) -> None:
@@ -135,7 +134,7 @@ class Fault:
         if isinstance(self.does, Garbage):
             possible = self.does.what in SPOILT.get(self.method, ())
         elif isinstance(self.does, LoseSessions):
-            possible = self.method in _SESSIONS
+            possible = self.method in {"decoding", "extend", "finish"}
         elif isinstance(self.does, HalfPublished):
             possible = self.method == "publish"
         if not possible:
@@ -143,11 +142,11 @@ class Fault:
 
     @property
     def place(self) -> str:
-        """Which call of which model it is."""
+        """The call that goes wrong, in words."""
         return f"call {self.call} of {self.method}() of {self.model!r}"
 
     def strikes(self, call: int) -> bool:
-        """Return whether it happens in this call of its method."""
+        """Return whether the fault happens in this call of its method."""
         if not isinstance(self.does, Flap):
             return call == self.call
         since = call - self.call
@@ -158,20 +157,15 @@ class Fault:
 Script: TypeAlias = tuple[Fault, ...]
 
 
-@runtime_checkable
-class _TellsDeadlocks(Protocol):
-    def on_deadlock(self, describe: Callable[[], str]) -> Callable[[], None]: ...
-
-
 @dataclass(eq=False)
 class Player:
-    """Plays the part of one model in a script.
+    """Plays the faults of one model.
 
     Attributes:
-        model: its name there.
+        model: its name in the script.
         script: of all models.
         calls: of each method so far.
-        struck: the faults that have happened, in order; those of a flap, once for each call.
+        struck: the faults that happened, in order; a flap once for each call that failed.
     """
 
     model: str
@@ -179,45 +173,44 @@ class Player:
     calls: Counter[Method] = field(default_factory=Counter)
     struck: list[Fault] = field(default_factory=list)
 
-    async def play(self, method: Method) -> Left | None:
-        """Count a call and do what the script says of it; return what is left for the caller to do.
+    async def play(self, method: Method) -> Applied | None:
+        """Count a call and play its faults; return the fault that the caller must apply.
 
         Raises:
-            Exception: the script says so.
+            Exception: the script makes the call fail.
         """
         call = self.calls[method]
         self.calls[method] += 1
-        left: Left | None = None
+        applied: Applied | None = None
         for fault in self.script:
             if (fault.model, fault.method) == (self.model, method) and fault.strikes(call):
                 self.struck.append(fault)
-                left = await self._do(fault, call) or left
-        return left
-
-    async def _do(self, fault: Fault, call: int) -> Left | None:
-        where = f"call {call} of {fault.method}() of {fault.model!r}"
-        match fault.does:
-            case Slow(seconds):
-                await anyio.sleep(seconds)
-            case Hang():
-                with _told_in_a_deadlock(f"{where} hangs, as its script says"):
-                    await anyio.sleep_forever()
-            case Raise(error):
-                raise error(f"{where} fails, as its script says")
-            case Flap():
-                raise ConnectionError(f"{where}: nobody answers, as its script says")
-            case _:
-                return fault.does
-        return None
+                applied = await _play(fault, call) or applied
+        return applied
 
 
-@contextmanager
-def _told_in_a_deadlock(sentence: str) -> Iterator[None]:
-    """Have a loop of virtual time say so where nothing can go on."""
+async def _play(fault: Fault, call: int) -> Applied | None:
+    where = replace(fault, call=call).place
+    match fault.does:
+        case Slow(seconds):
+            await anyio.sleep(seconds)
+        case Hang():
+            await _hang(f"{where} hangs, as its script says")
+        case Raise(error):
+            raise error(f"{where} fails, as its script says")
+        case Flap():
+            raise ConnectionError(f"{where}: connection refused, as its script says")
+        case _:
+            return fault.does
+    return None
+
+
+async def _hang(sentence: str) -> None:
+    """Hang; ``sentence`` becomes part of a :class:`~oppo.errors.DeadlockError` in virtual time."""
     loop = asyncio.get_running_loop()
-    withdraw = loop.on_deadlock(lambda: sentence) if isinstance(loop, _TellsDeadlocks) else None
+    withdraw = loop.on_deadlock(lambda: sentence) if isinstance(loop, VirtualTimeLoop) else None
     try:
-        yield
+        await anyio.sleep_forever()
     finally:
         if withdraw is not None:
             withdraw()

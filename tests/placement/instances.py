@@ -1,4 +1,4 @@
-"""Residents for tests of places: importable by name, so that they can live in another process."""
+"""Instances for tests of places: importable by name, so that they can live in another process."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ from tests.placement.test_process import environment
 
 @pytest.fixture(scope="module", params=["inline", "thread", "process"])
 def place(request: pytest.FixtureRequest) -> Iterator[Place]:
-    kind: type[Inline | Thread | Process] = {"inline": Inline, "thread": Thread, "process": Process}[request.param]
-    with kind("caller") as place:
+    kinds: dict[str, type[Inline | Thread | Process]] = {"inline": Inline, "thread": Thread, "process": Process}
+    with kinds[request.param]("caller") as place:
         yield place
 
 

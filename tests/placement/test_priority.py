@@ -18,7 +18,7 @@ from tests.placement.test_thread import Work
 
 
 class Log:
-    """A instance that notes who called it."""
+    """An instance that notes who called it."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []

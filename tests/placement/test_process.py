@@ -30,7 +30,7 @@ def process() -> Iterator[Process]:
         yield process
 
 
-async def test_residents_live_in_one_other_process_and_keep_their_state(process: Process) -> None:
+async def test_instances_live_in_one_other_process_and_keep_their_state(process: Process) -> None:
     one, two = process.host(Total(1)), process.host(Total(10))
     assert [await one.call("add", Total.add, 1), await two.call("add", Total.add, 1)] == [2, 11]
     assert await one.call("add", Total.add, 2, times=4) == 10
@@ -50,7 +50,7 @@ async def test_calls_are_answered_in_order(process: Process) -> None:
     assert answers == [1, 11, 111]
 
 
-async def test_spans_are_the_childs_own_time_on_the_track_of_the_resident(process: Process) -> None:
+async def test_spans_are_the_childs_own_time_on_the_track_of_the_instance(process: Process) -> None:
     spans: list[Span] = []
     process.listener = spans.append
     total = process.host(Total(), track="critic")
@@ -69,7 +69,7 @@ async def test_spans_are_the_childs_own_time_on_the_track_of_the_resident(proces
     assert begun <= times[0] <= times[-1] <= now()
 
 
-async def test_work_here_is_done_to_the_resident_that_stayed(process: Process) -> None:
+async def test_work_here_is_done_to_the_instance_that_stayed(process: Process) -> None:
     instance = Total()
     total = process.host(instance)
     assert await total.call_local("add", Total.add, 5) == 5
@@ -173,9 +173,9 @@ async def test_a_child_that_leaves_is_lost_with_its_exit_code() -> None:
             await total.call("extend", Total.leave, 3)
 
 
-async def test_a_child_that_dies_is_replaced_and_its_residents_are_told_what_they_knew(tmp_path: Path) -> None:
-    told: list[str] = []
-    with Process("scorers", restarts=2, tell=told.append) as process:
+async def test_a_child_that_dies_is_replaced_and_its_instances_replay_their_journals(tmp_path: Path) -> None:
+    notices: list[str] = []
+    with Process("scorers", restarts=2, tell=notices.append) as process:
         one, two, forgetful = (
             process.host(Total(), journal=Additions()),
             process.host(Total(100), journal=Additions()),
@@ -195,7 +195,7 @@ async def test_a_child_that_dies_is_replaced_and_its_residents_are_told_what_the
         os.kill(process.pid, signal.SIGKILL)
         with pytest.raises(ModelLost, match=r"SIGKILL.*; no more than restarts=2 dead processes are replaced"):
             await one.call("add", Total.add, 1)
-    assert [sentence.rpartition("started again ")[2] for sentence in told] == ["(1 of 2)", "(2 of 2)"]
+    assert [sentence.rpartition("started again ")[2] for sentence in notices] == ["(1 of 2)", "(2 of 2)"]
 
 
 async def test_restarts_are_counted_by_the_hour(monkeypatch: pytest.MonkeyPatch) -> None:

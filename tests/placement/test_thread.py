@@ -123,7 +123,7 @@ async def test_a_closed_thread_says_what_it_cannot_do() -> None:
         await thread.call("extend", int)
 
 
-async def test_a_resident_is_worked_on_in_the_thread_on_its_own_track() -> None:
+async def test_an_instance_is_worked_on_in_the_thread_on_its_own_track() -> None:
     spans: list[Span] = []
     with Thread("scorers", listener=spans.append) as thread:
         total, plain = thread.host(Total(1), track="critic"), thread.host(None)

@@ -33,13 +33,14 @@ def refused(pipeline: Pipeline, policy: FakePolicy | None = None) -> tuple[str, 
 
 
 class Early(FakePolicy):
-    """Stops decoding after two decode steps, though nobody has cut the step."""
+    """Stops decoding after two decode steps, before the cut."""
 
     def advance(self, rows: Sequence[FakeDecode]) -> None:
         super().advance(rows)
         if self.tokens == 2 * len(rows):
             for decode in rows:
-                self.leave(decode)
+                self._live.pop(decode, None)
+                decode.wake()
 
 
 class Silent(FakePolicy):

@@ -1,4 +1,4 @@
-"""The fakes keep the contracts, and the checks notice those who do not."""
+"""The fakes keep the contracts, and the checks find models that do not."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_policy_can_what_it_says_it_can(pace: Callable[[Prompt], float] | None
 
 
 class Vain(FakePolicy):
-    """Says that it can what it cannot."""
+    """Claims a capability that it lacks."""
 
     @asynccontextmanager
     async def _decoding(self, live: list[FakeDecode], cut: Cut) -> AsyncIterator[Decoding]:
@@ -76,21 +76,21 @@ class Vain(FakePolicy):
 
 
 class Shy(FakePolicy):
-    """Serves weights at once, and says that it waits."""
+    """Serves weights at once, and claims to wait."""
 
     async def load(self, weights: Weights) -> None:
         self.version = weights.version
 
 
 @pytest.mark.parametrize(
-    ("policy", "said", "sentence"),
+    ("policy", "claimed", "sentence"),
     [
         (
             Vain,
             Capabilities(adds_while_decoding=True),
             "adds_while_decoding is True, but add() and park() did not work",
         ),
-        (Shy, Capabilities(), "loads_while_decoding is 'refused', and load() said yes"),
+        (Shy, Capabilities(), "loads_while_decoding is 'refused', but load() returned"),
         (
             Shy,
             Capabilities(loads_while_decoding="when decoding ends"),
@@ -99,10 +99,10 @@ class Shy(FakePolicy):
     ],
 )
 def test_a_policy_that_can_other_things_than_it_says_is_found_out(
-    policy: type[FakePolicy], said: Capabilities, sentence: str
+    policy: type[FakePolicy], claimed: Capabilities, sentence: str
 ) -> None:
     async def make() -> FakePolicy:
-        return policy(capabilities=said)
+        return policy(capabilities=claimed)
 
     with pytest.raises(ProtocolError) as caught:
         run_virtual(check_policy, make, prompts(6))
@@ -161,7 +161,7 @@ class ForgetfulPolicy(FakePolicy):
 
 
 class Deaf(FakePolicy):
-    """Never tells the cut."""
+    """Never calls the cut."""
 
     def _end(self, ended: list[FakeDecode]) -> None:
         for decode in ended:
@@ -177,14 +177,14 @@ class Restless(FakePolicy):
 
 
 class Elsewhere(FakePolicy):
-    """Says that its tokens were drawn from other ids than they are."""
+    """Reports a support that does not hold its tokens."""
 
     def support(self, tokens: IntArray) -> Support:
         return Support(tokens + 1, np.ones(len(tokens), np.int32))
 
 
 class Short(FakePolicy):
-    """Says of its last token nothing."""
+    """Reports no support for its last token."""
 
     def support(self, tokens: IntArray) -> Support:
         return Support(tokens[1:], np.ones(len(tokens) - 1, np.int32))

@@ -37,7 +37,7 @@ from oppo.testing import (
     run_virtual,
     script,
 )
-from oppo.testing.script import SPOILT, Method, Misdeed, Spoilt
+from oppo.testing.script import SPOILT, FaultKind, Method, Spoilt
 from tests.faulty import Case, FaultyPipeline, stage_of
 from tests.pipelines import Setting, same_batches
 
@@ -65,9 +65,9 @@ def ended(fault: Fault, *, steps: int) -> tuple[BaseException, str]:
     rest = run.resumed()
     assert rest.error is None
     assert same_batches([*run.complete, *rest.batches], CLEAN.batches)
-    told = "\n".join([str(run.error), *getattr(run.error, "__notes__", [])])
-    assert f"step {steps}" in told
-    return run.error, told
+    message = "\n".join([str(run.error), *getattr(run.error, "__notes__", [])])
+    assert f"step {steps}" in message
+    return run.error, message
 
 
 @pytest.mark.parametrize(
@@ -89,23 +89,23 @@ def ended(fault: Fault, *, steps: int) -> tuple[BaseException, str]:
 def test_a_model_that_raises_ends_the_run_with_its_own_error(model: str, method: Method, names: str) -> None:
     steps = 0 if method in {"extend", "finish"} else 2
     fault = Fault(model, method, Raise(ModelLost), call=2)
-    error, told = ended(fault, steps=steps)
+    error, message = ended(fault, steps=steps)
     assert type(error) is ModelLost
     assert str(error) == f"call 2 of {method}() of {model!r} fails, as its script says"
-    assert f"in stage {stage_of(fault)!r} of graph 'ppo', step {steps}" in told
-    assert names in told
+    assert f"in stage {stage_of(fault)!r} of graph 'ppo', step {steps}" in message
+    assert names in message
 
 
 def test_a_read_that_raises_names_its_rollout() -> None:
-    error, told = ended(Fault("actor", "read", Raise(OSError), call=9), steps=0)
+    error, message = ended(Fault("actor", "read", Raise(OSError), call=9), steps=0)
     assert type(error) is OSError
-    assert "while decoding rollout 4" in told
+    assert "while decoding rollout 4" in message
 
 
 def test_a_decode_that_cannot_be_given_up_names_its_rollout() -> None:
-    error, told = ended(Fault("actor", "aclose", Raise(OSError), call=1), steps=0)
+    error, message = ended(Fault("actor", "aclose", Raise(OSError), call=1), steps=0)
     assert type(error) is OSError
-    assert "while giving up rollout 0" in told
+    assert "while giving up rollout 0" in message
 
 
 @pytest.mark.parametrize(
@@ -126,10 +126,10 @@ def test_a_decode_that_cannot_be_given_up_names_its_rollout() -> None:
 )
 def test_a_model_that_hangs_is_a_deadlock_that_names_its_stage(model: str, method: Method) -> None:
     fault = Fault(model, method, Hang())
-    error, told = ended(fault, steps=0)
+    error, message = ended(fault, steps=0)
     assert type(error) is DeadlockError
-    assert f"{stage_of(fault)} is at work" in told
-    assert f"call 0 of {method}() of {model!r} hangs, as its script says" in told
+    assert f"{stage_of(fault)} is at work" in message
+    assert f"call 0 of {method}() of {model!r} hangs, as its script says" in message
 
 
 @pytest.mark.parametrize(
@@ -158,11 +158,11 @@ def test_a_model_that_hangs_is_a_deadlock_that_names_its_stage(model: str, metho
     ],
 )
 def test_garbage_is_refused_by_name_and_never_trained(fault: Fault, sentence: str) -> None:
-    error, told = ended(fault, steps=0)
+    error, message = ended(fault, steps=0)
     assert type(error) is ProtocolError
     with pytest.raises(ProtocolError, match=sentence):
         raise error
-    assert "in stage " in told
+    assert "in stage " in message
 
 
 @pytest.mark.parametrize(
@@ -194,17 +194,17 @@ def test_numbers_that_are_none_drop_their_rollout_and_nothing_else(fault: Fault,
     ],
 )
 def test_a_model_that_has_lost_its_sessions_is_found_out(fault: Fault) -> None:
-    error, told = ended(fault, steps=2 if fault.model == "actor" else 0)
+    error, message = ended(fault, steps=2 if fault.model == "actor" else 0)
     assert type(error) is ProtocolError
-    assert f"in stage {stage_of(fault)!r}" in told
-    assert "closed: [" in told or "is unknown: its Prompt must come first" in told
+    assert f"in stage {stage_of(fault)!r}" in message
+    assert "closed: [" in message or "is unknown: its Prompt must come first" in message
 
 
 @pytest.mark.parametrize("silent", [False, True])
 def test_weights_published_half_way_end_the_run_and_say_who_has_which(silent: bool) -> None:
-    error, told = ended(Fault("trainer", "publish", HalfPublished(silent), call=1), steps=1)
+    error, message = ended(Fault("trainer", "publish", HalfPublished(silent), call=1), steps=1)
     assert type(error) is (ProtocolError if silent else ModelError)
-    assert "FaultyPolicy has version 2, FaultyCritic has version 1" in told
+    assert "FaultyPolicy has version 2, FaultyCritic has version 1" in message
 
 
 def test_slow_models_take_their_time_and_change_nothing() -> None:
@@ -240,7 +240,7 @@ def test_a_script_is_a_value() -> None:
         ("update", HalfPublished()),
     ],
 )
-def test_a_fault_that_cannot_be_is_refused(method: Method, does: Misdeed) -> None:
+def test_a_fault_that_cannot_be_is_refused(method: Method, does: FaultKind) -> None:
     with pytest.raises(ValueError, match=rf"{method}\(\) cannot do "):
         Fault("model", method, does)
 
@@ -294,7 +294,7 @@ def test_a_reward_server_that_flaps_is_asked_again_until_it_answers() -> None:
 
 
 def test_a_reward_server_that_stays_down_ends_the_run_after_the_last_attempt() -> None:
-    with pytest.raises(RewardError, match=r"'rule' raised ConnectionError: call 3 .* nobody answers") as caught:
+    with pytest.raises(RewardError, match=r"'rule' raised ConnectionError: call 3 .* connection refused") as caught:
         judged((Fault("judge", "call", Flap(down=9)),), "retry")
     assert "it was the last of 4 attempts" in caught.value.__notes__
 
@@ -302,7 +302,7 @@ def test_a_reward_server_that_stays_down_ends_the_run_after_the_last_attempt() -
 def test_a_reward_server_that_fails_for_one_rollout_drops_that_one() -> None:
     (first, second), _ = judged((Fault("judge", "call", Flap(down=2)),), "drop")
     assert isinstance(first, Drop)
-    assert "nobody answers" in first.reason
+    assert "connection refused" in first.reason
     assert isinstance(second, float)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from huggingface_hub import HfApi, constants, is_offline_mode, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
-from oppo.errors import ConfigError, OppoError, said
+from oppo.errors import ConfigError, OppoError, one_line
 from oppo.hf.loading.directory import ADAPTER, CONFIG, PICKLED, SAFETENSORS, shards
 from oppo.observe import silent
 
@@ -58,7 +58,7 @@ def located(
     except HFValidationError:
         raise ConfigError(f"{str(name)!r} is no directory here, nor could it be the name of a model at a hub") from None
     except Exception as error:  # any kind: paths that no system has, networks, servers, disks
-        raise ConfigError(f"{str(name)!r} could not be had ({said(error)})") from error
+        raise ConfigError(f"{str(name)!r} could not be had ({one_line(error)})") from error
     return directory
 
 
@@ -87,9 +87,9 @@ def _copy_without_hub(name: str, tell: Callable[[str], None]) -> Path | None:
     except Exception as error:  # any kind: proxies, certificates, servers and their answers
         if copy is None:
             raise ConfigError(
-                f"{name!r} is no directory here, and as a hub name it could not be had ({said(error)})"
+                f"{name!r} is no directory here, and as a hub name it could not be had ({one_line(error)})"
             ) from error
         if not is_offline_mode():
-            tell(f"taking {name} as this machine's copy {copy} has it ({said(error)})")
+            tell(f"taking {name} as this machine's copy {copy} has it ({one_line(error)})")
         return copy
     return None

@@ -29,7 +29,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from oppo.errors import ConfigError, OppoError, said
+from oppo.errors import ConfigError, OppoError, one_line
 from oppo.hf.device import CPU
 from oppo.hf.introspection import score_head
 from oppo.hf.kv.attention import CHOICES, COSTS, Choice
@@ -189,7 +189,7 @@ def _reading(directory: Path, failure: str) -> Iterator[None]:
                 "from them: expected weights as save_pretrained() writes them"
             ) from None  # torch would advise to build whatever they hold
         require_json(directory)
-        raise ConfigError(f"{failure} ({said(error)})") from error
+        raise ConfigError(f"{failure} ({one_line(error)})") from error
 
 
 @quiet()
