@@ -19,7 +19,7 @@ from benchmarks.controllers.compare import (
     mean_worth,
 )
 from benchmarks.controllers.regimes import ENGINES, REGIMES
-from oppo.report.svg import Panel, picture, placed
+from oppo.report.svg import Axes, picture, placed
 
 DOCS = CHECKOUT / "docs"
 
@@ -185,7 +185,7 @@ def panel(results: Results, engine: str, regime: str) -> str:
     }
     right = max(lag for lag, _ in [*fixed, *points.values()]) * 1.05
     top = max(1.1, *(speed for _, speed in [*fixed, *points.values()]))
-    axes = Panel(_WIDTH, _HEIGHT, right, 0.95, top)
+    axes = Axes(_WIDTH, _HEIGHT, right, 0.95, top)
     line = "L".join(axes.at(*point) for point in fixed)
     marks = "".join(_dot(axes.at(*point), "#555", 2.5) for point in fixed)
     marks += "".join(_dot(axes.at(*point), COLOURS[name], 4) for name, point in points.items())

@@ -9,7 +9,7 @@ from typing import Final
 from benchmarks.convergence.arms import ARMS
 from benchmarks.convergence.comparison import Interval, curve
 from benchmarks.convergence.results import Results
-from oppo.report.svg import Panel, picture, placed
+from oppo.report.svg import Axes, picture, placed
 
 COLOURS: Final = {
     "serial": "#111827",
@@ -52,12 +52,12 @@ def panel(xs: dict[str, list[float]], scores: dict[str, list[Interval]], label: 
     """Return one panel: ``label`` to the right, the score upwards."""
     bounds = [bound for each in scores.values() for one in each for bound in (one.low, one.high)]
     spare = 0.05 * (max(bounds) - min(bounds)) or 1.0
-    axes = Panel(WIDTH, HEIGHT, max(max(x) for x in xs.values()), min(bounds) - spare, max(bounds) + spare)
+    axes = Axes(WIDTH, HEIGHT, max(max(x) for x in xs.values()), min(bounds) - spare, max(bounds) + spare)
     drawn = "".join(line(axes, xs[arm], scores[arm], COLOURS[arm]) for arm in scores)
     return axes.framed(drawn, label=label, end=f"{axes.right:.0f}", y=".1f")
 
 
-def line(axes: Panel, x: Sequence[float], y: Sequence[Interval], colour: str) -> str:
+def line(axes: Axes, x: Sequence[float], y: Sequence[Interval], colour: str) -> str:
     """Return an arm's mean as a line, over its interval as a band."""
     points = list(zip(x, y, strict=True))
     middle = "L".join(axes.at(at, each.mean) for at, each in points)

@@ -9,7 +9,7 @@ from typing import Final, TypedDict
 
 from benchmarks.ladder.modes import MODES
 from oppo.errors import ConfigError
-from oppo.report.svg import COLOURS, Panel, box, picture, placed, rule, text
+from oppo.report.svg import COLOURS, Axes, box, picture, placed, rule, text
 
 TIMES_SERIAL: Final = "times the serial step; whiskers: worst and best round"
 OURS: Final = COLOURS[0]
@@ -105,7 +105,7 @@ def bars_of(ladder: Results) -> Bars:
 
 def draw(heading: str, bars: Bars, right: float) -> str:
     """Return one run as SVG, on an axis that ends at ``right``."""
-    panel = Panel(WIDTH - LEFT - RIGHT, ROW * len(bars.names), right, 0, 1)
+    panel = Axes(WIDTH - LEFT - RIGHT, ROW * len(bars.names), right, 0, 1)
     drawn = []
     for k, name in enumerate(bars.names):
         y = k * ROW

@@ -1,4 +1,4 @@
-"""Columns of carried rollouts: not in a checkpoint, but taken from the prompts again, so they may hold anything."""
+"""Columns of carried rollouts: left out of checkpoints and read from the prompts again, so they may hold any type."""
 
 from __future__ import annotations
 
@@ -7,20 +7,9 @@ from typing import Any
 
 from oppo.app.checkpoint import State
 
-Columns = Mapping[str, object]
 
-
-def without_columns(run: State) -> State:
-    """Return the state of a run whose carried rollouts have no columns."""
-    return _with(run, lambda admission: {})
-
-
-def with_columns(run: State, columns: Callable[[int], Columns]) -> State:
-    """Return the state of a run whose carried rollouts have the columns of their prompts, by admission number."""
-    return _with(run, columns)
-
-
-def _with(run: State, columns: Callable[[int], Columns]) -> State:
+def with_columns(run: State, columns: Callable[[int], Mapping[str, object]]) -> State:
+    """Return a run's state in which each carried rollout has ``columns(admission)``, by its admission number."""
     generate: Mapping[str, Any] = run["stages"]["generate"]
     units = [
         {**unit, "rollouts": [{**each, "columns": columns(each["admission"])} for each in unit["rollouts"]]}

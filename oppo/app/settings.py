@@ -1,7 +1,7 @@
-"""The settings of a training run: each section is a value, and :class:`Settings` says what they must agree on.
+"""The settings of a training run: a dataclass for each section, and :class:`Settings`, which checks them together.
 
-``[trainer]`` is :class:`oppo.TrainerSettings`, ``[algorithm]`` is what ``step.algorithm``
-names (:mod:`oppo.algorithms`).
+``[trainer]`` is :class:`oppo.TrainerSettings`; ``[algorithm]`` is the class that ``step.algorithm`` names
+(:mod:`oppo.algorithms`).
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ Name: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 AdmissionName: TypeAlias = Literal["overcommit", "adaptive", "slope", "slope-algorithm1", "tail-batched"]
 
 FUNCTION: Final = re.compile(r"^(?P<file>.+\.py):(?P<function>[^:/\\]+)$")
-"""How a Python function is named."""
+"""The form ``file.py:function``."""
 
 OF_THE_CRITIC_MODEL: Final = frozenset({"critic", "shared_trunk"})
-"""The keys of ``[models]`` that mean nothing without a critic."""
+"""The keys of ``[models]`` for a critic."""
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 
 def about(kind: type) -> str:
-    """Return what the first line of a docstring says of a class."""
+    """Return the first line of a class's docstring, from its colon on."""
     return (kind.__doc__ or "").partition("\n")[0].partition(": ")[2].rstrip(".")
 
 
@@ -179,12 +179,12 @@ class ModelsSection:
 
     @property
     def reward_is_function(self) -> bool:
-        """Whether the reward is a Python function rather than a model."""
+        """Whether the reward is a Python function."""
         return self.reward_file is not None
 
     @property
     def reward_file(self) -> Path | None:
-        """The file of the reward function, where the reward is one."""
+        """The file of the reward function; ``None`` for a reward model."""
         function = FUNCTION.match(self.reward)
         return None if function is None else Path(function["file"])
 
@@ -253,20 +253,19 @@ class StepSection:
 
 
 def algorithm_of(document: Mapping[str, object]) -> type[Algorithm] | None:
-    """Return the algorithm that a document names; ``None``: it names none that there is."""
+    """Return the algorithm that a document names; ``None`` for an unknown name."""
     step = document.get("step")
     name = step.get("algorithm", StepSection().algorithm) if isinstance(step, Mapping) else StepSection().algorithm
     return ALGORITHMS.get(name) if isinstance(name, str) else None
 
 
 def _chosen(table: object, info: ValidationInfo) -> Algorithm:
-    """Return the algorithm of the document, with the settings of its table."""
     chosen: Algorithm = PPO() if info.context is None else adapter(info.context).validate_python(table)
     return chosen
 
 
 def _spanning(table: object, info: ValidationInfo) -> object:
-    """Return the table of the trainer, whose schedule spans the run."""
+    """Return the trainer's table with the steps of the run, which its learning-rate schedule spans."""
     if not isinstance(table, Mapping):
         return table
     if "total_steps" in table:
@@ -275,7 +274,7 @@ def _spanning(table: object, info: ValidationInfo) -> object:
 
 
 class Settings(BaseModel):
-    """Everything a run is made of, checked; see :func:`oppo.app.config.load`."""
+    """All settings of a run, checked; see :func:`oppo.app.config.load`."""
 
     model_config = STRICT
 
@@ -320,8 +319,8 @@ class Settings(BaseModel):
         ]
         if given:
             raise ValueError(
-                f"step.algorithm = {self.step.algorithm!r} has no critic, so nothing is made of "
-                f"{', '.join(given)}: leave that out"
+                f"step.algorithm = {self.step.algorithm!r} has no critic and cannot use {', '.join(given)}: leave "
+                "that out"
             )
 
     @classmethod
@@ -335,37 +334,37 @@ class Settings(BaseModel):
 
     @property
     def run_directory(self) -> Path:
-        """The folder that this run writes."""
+        """The folder that the run writes."""
         return Path(self.run.directory) / self.run.name
 
     @property
     def files(self) -> dict[str, Path]:
-        """The files beside the models that the run reads, each under the setting that names it."""
+        """The files that the run reads besides its models, each under the setting that names it."""
         reward = self.models.reward_file
         return {"data.prompts": Path(self.data.prompts)} | ({} if reward is None else {"models.reward": reward})
 
     def tables(self) -> dict[str, dict[str, object]]:
-        """Return every setting as it stands in a file, by section and key; ``None``: it is absent."""
+        """Return every setting as in a file, by section and key; ``None`` for an absent key."""
         return {
             name: {key: getattr(getattr(self, name), key) for key in keys}
             for name, keys in keys_of(type(self.algorithm)).items()
         }
 
     def changed(self, changes: Mapping[str, Mapping[str, object]]) -> Settings:
-        """Return these settings with others in the place of some, by section and key."""
+        """Return these settings with ``changes``, by section and key."""
         return Settings.of({name: {**keys, **changes.get(name, {})} for name, keys in self.tables().items()})
 
     def toml(self) -> str:
-        """Return the resolved file: loading it gives these settings again, wherever it lies."""
-        given = {
+        """Return the resolved file: loading it from any folder gives these settings again."""
+        tables = {
             name: {key: value for key, value in keys.items() if value is not None}
             for name, keys in self.tables().items()
         }
-        return tomli_w.dumps(given)
+        return tomli_w.dumps(tables)
 
 
 def keys_of(algorithm: type[Algorithm]) -> dict[str, dict[str, Declared]]:
-    """Return what a file declares for an algorithm, by section and key."""
+    """Return the declaration of every key for an algorithm, by section and key."""
     kinds = {
         name: algorithm if name == "algorithm" else each.annotation for name, each in Settings.model_fields.items()
     }

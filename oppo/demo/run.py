@@ -26,7 +26,7 @@ from oppo.demo.outcome import Outcome, hidden_fraction
 from oppo.demo.schedules import excerpt, measure
 from oppo.events import Defer, Finish
 from oppo.observe import Span
-from oppo.report.occupancy import require_unused
+from oppo.report.files import require_unused
 from oppo.report.panel import harmless
 from oppo.report.rundir import write_page
 from oppo.report.timeline import Schedule
