@@ -1,4 +1,4 @@
-"""What training changed, on prompts that share nothing with those it saw."""
+"""Examines a policy on held-out prompts: its responses, their scores, and the KL from the base policy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Answers:
         scores: float32 [N], the reward model's.
         kl: float32 [N], nats: the sum over a response of its log-probs minus those of the base policy.
         lengths: tokens in each response.
-        prompts, texts: what was asked and what was written.
+        prompts, texts: prompts and responses as text.
     """
 
     scores: FloatArray
