@@ -78,13 +78,11 @@ ALWAYS = """\
 
 
 def write(results: Results) -> None:
-    """Write the page and its figure."""
     (DOCS / "controllers.svg").write_text(figure(results, FULL), encoding="utf-8")
     (DOCS / "controllers.md").write_text(page(results), encoding="utf-8")
 
 
 def page(results: Results) -> str:
-    """Return the page."""
     return "\n".join([PREFACE, *tables(results, FULL), *seeds(results), AFTERWORD + losses(results, FULL)])
 
 
@@ -105,16 +103,15 @@ def seeds(results: Results) -> Iterator[str]:
         for seed in SEEDS:
             fixed, tail = (results.standings(engine, name, seed) for name in ("fixed 8", "tail"))
             ahead = [each.speed / each.frontier for each in tail]
-            told = [each.outcome.predicted for each in tail]
+            predicted = [each.outcome.predicted for each in tail]
             best = max(mean_worth(results.standings(engine, name, seed)) for name in FRONTIER)
             figures = [mean_speed(fixed), mean_lag(fixed), mean_speed(tail), mean_lag(tail), best, mean_worth(tail)]
-            ranges = [f"{min(each):.3f} - {max(each):.3f}" for each in (ahead, told)]
+            ranges = [f"{min(each):.3f} - {max(each):.3f}" for each in (ahead, predicted)]
             yield " | ".join([f"| {engine}", str(seed), *(f"{each:.3f}" for each in figures), *ranges]) + " |"
     yield ""
 
 
 def tables(results: Results, engine: str) -> Iterator[str]:
-    """Yield the tables of one engine."""
     names = [*(f"fixed {extra}" for extra in FIXED), *CONTROLLERS]
     standings = {name: results.standings(engine, name) for name in names}
     yield f"## In the mean of the eight regimes, engine `{engine}`\n"
@@ -143,7 +140,7 @@ def tables(results: Results, engine: str) -> Iterator[str]:
 
 
 def losses(results: Results, engine: str) -> str:
-    """Return, line by line, where it is slower than a fixed Delta of 8 or behind the frontier."""
+    """Return a line for each regime in which it is slower than a fixed Delta of 8 or behind the frontier."""
     lines = []
     for fixed, tail in zip(results.standings(engine, "fixed 8"), results.standings(engine, "tail"), strict=True):
         lines += list(_lost(fixed, tail))
@@ -161,7 +158,7 @@ def _lost(fixed: Standing, tail: Standing) -> Iterator[str]:
 
 
 def figure(results: Results, engine: str) -> str:
-    """Return a panel for each regime as SVG: the frontier of fixed Delta, and where the controllers lie."""
+    """Return a panel for each regime as SVG: the frontier of fixed Delta, and the controllers."""
     panels = [
         placed(_LEFT + k % 4 * (_WIDTH + _GAP), _TOP + k // 4 * (_HEIGHT + _GAP), panel(results, engine, regime.name))
         for k, regime in enumerate(REGIMES)

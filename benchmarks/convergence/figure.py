@@ -38,14 +38,14 @@ def figure(results: Results) -> str:
 
 
 def legend(results: Results) -> str:
-    """Return the names of the arms in their colours, and what the lines are."""
-    said = [
+    """Return the names of the arms in their colours, and the meaning of the lines."""
+    entries = [
         f'<text x="{LEFT + 90 * k}" y="18" fill="{COLOURS[arm]}" font-weight="600">{arm}</text>'
         for k, arm in enumerate(ARMS)
     ]
     words = f"score of the rollouts trained: mean of {len(results.whole())} seeds, 90 % interval"
-    said.append(f'<text x="{LEFT + 90 * len(ARMS)}" y="18" fill="#555">{words}</text>')
-    return "".join(said)
+    entries.append(f'<text x="{LEFT + 90 * len(ARMS)}" y="18" fill="#555">{words}</text>')
+    return "".join(entries)
 
 
 def panel(xs: dict[str, list[float]], scores: dict[str, list[Interval]], label: str) -> str:

@@ -1,9 +1,9 @@
 """The engine's own cost: CPU time per chunk, from ten rollouts in flight to ten thousand, with fakes for models.
 
-Costs are CPU seconds of the one thread in which the event loop runs (``time.thread_time``): the engine computes in no
-other and these loads never wait, so that is all it costs, and other programs on the machine are not counted. The
-garbage collector stays on, as in a run, and is asked to finish before each repetition; its part of the cost is shown,
-since it grows with the number of objects alive, whoever made them. Repetitions of all loads and sizes are interleaved.
+Costs are CPU seconds of the event loop's thread (``time.thread_time``), without other programs: the engine computes in
+no other thread, and these loads never wait. The garbage collector stays on, as in a run, and collects before each
+repetition. Its part of the cost is shown, since it grows with all objects alive. Repetitions of all loads and sizes are
+interleaved.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SIZES = (10, 100, 1_000, 10_000)
 """Live rollouts."""
 REPEATS = 5
 LEAST_CHUNKS = 10_000
-"""Small sizes run as many steps as it takes to send so many chunks."""
+"""Least chunks of a repetition; small sizes run more steps for it."""
 LEAST_STEPS = 2
 
 Clock: TypeAlias = Callable[[], float]
@@ -33,12 +33,12 @@ Clock: TypeAlias = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Something for the engine to carry.
+    """A load of the engine.
 
     Attributes:
-        title: what it is, for people.
-        edges: what the cost of a chunk is divided by: the edges that it travels.
-        run: ``run(rollouts, steps)`` yields 0 when all is ready, then the chunks of each step when it is over.
+        title: a description.
+        edges: that a chunk travels; its cost is divided by them.
+        run: ``run(rollouts, steps)`` yields 0 once it is ready, then the chunks of each step after it.
     """
 
     title: str
@@ -55,12 +55,12 @@ LOADS: Mapping[str, Load] = {
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a load costs at one size; a number for each repetition.
+    """The cost of a load at one size, by repetition.
 
     Attributes:
         load: its name in :data:`LOADS`.
-        rollouts: how many are live.
-        chunks: how many were sent in a repetition.
+        rollouts: live at once.
+        chunks: sent in a repetition.
         microseconds: CPU time per chunk and edge.
         collector: the garbage collector's part of it.
 
@@ -126,18 +126,18 @@ def measure(
     least_chunks: int = LEAST_CHUNKS,
     clock: Clock = time.thread_time,
 ) -> tuple[Cost, ...]:
-    """Return the cost of every load at every size; takes a minute or two as it is.
+    """Return the cost of every load at every size; takes a minute or two with the defaults.
 
     Args:
         sizes: live rollouts.
         repeats: of each load and size.
-        least_chunks: to be sent in a repetition.
-        clock: seconds; must not go on while other programs run.
+        least_chunks: of a repetition.
+        clock: CPU seconds.
     """
     cases = [(name, size) for name in LOADS for size in sizes]
     samples: dict[tuple[str, int], list[_Sample]] = {case: [] for case in cases}
     for name in LOADS:
-        anyio.run(_sample, LOADS[name], 10, LEAST_STEPS, clock)  # whatever Python does once has been done
+        anyio.run(_sample, LOADS[name], 10, LEAST_STEPS, clock)  # warm-up
     for _ in range(repeats):
         for name, size in cases:
             steps = max(LEAST_STEPS, least_chunks // (size * loads.CHUNKS))
@@ -171,7 +171,6 @@ def _cost(name: str, size: int, samples: Sequence[_Sample]) -> Cost:
 
 
 def show(costs: Sequence[Cost]) -> str:
-    """Return the costs as a table for people."""
     head = f"{'load':<8} {'rollouts':>8} {'us/chunk':>9} {'min':>7} {'max':>7} {'of it gc':>9} {'chunks/s':>9}"
     lines = [head, "-" * len(head)]
     lines += [
@@ -189,7 +188,6 @@ def _divided(load: Load) -> str:
 
 
 def as_json(costs: Sequence[Cost]) -> Mapping[str, object]:
-    """Return the costs and how they came about, as ``json`` writes them."""
     return {
         "clock": "time.thread_time of the event loop's thread",
         "unit": "microseconds of CPU time per chunk and edge",

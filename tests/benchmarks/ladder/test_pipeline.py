@@ -45,7 +45,7 @@ def run(files: Files, mode: str, steps: int, scorers: Scorers = "thread") -> tup
 
     async def main() -> list[StepRecord]:
         async with work.graph.open(files.prompts(), observers=[watch]) as running:
-            return [await worker.measured(running, work, watch) for _ in range(steps)]
+            return [await worker.timed_step(running, work, watch) for _ in range(steps)]
 
     with closing(work):
         return anyio.run(main), spans
