@@ -90,9 +90,7 @@ def compare_decoding(
     Args:
         model: a causal LM.
         lengths: of the responses, one for each row of the batch.
-        prompts: their lengths; ``generate`` is given them padded on the left.
-        rounds: how often both run.
-        threads: intra-op threads of both.
+        prompts: lengths of the prompts, which are padded on the left for ``generate``.
         clock: seconds; on busy cores ``time.thread_time`` with one thread is more exact.
 
     Raises:

@@ -12,9 +12,8 @@ import gc
 import platform
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import anyio
@@ -93,32 +92,6 @@ class _Sample:
     collecting: float = 0.0
 
 
-@dataclass(slots=True)
-class _Collector:
-    """Adds up the time that the garbage collector takes."""
-
-    clock: Clock
-    seconds: float = 0.0
-    _began: float = field(default=0.0)
-
-    def note(self, phase: Literal["start", "stop"], info: Mapping[str, int]) -> None:
-        del info
-        if phase == "start":
-            self._began = self.clock()
-        else:
-            self.seconds += self.clock() - self._began
-
-
-@contextmanager
-def _collecting(clock: Clock) -> Iterator[_Collector]:
-    collector = _Collector(clock)
-    gc.callbacks.append(collector.note)
-    try:
-        yield collector
-    finally:
-        gc.callbacks.remove(collector.note)
-
-
 def measure(
     sizes: Sequence[int] = SIZES,
     repeats: int = REPEATS,
@@ -126,14 +99,7 @@ def measure(
     least_chunks: int = LEAST_CHUNKS,
     clock: Clock = time.thread_time,
 ) -> tuple[Cost, ...]:
-    """Return the cost of every load at every size; takes a minute or two with the defaults.
-
-    Args:
-        sizes: live rollouts.
-        repeats: of each load and size.
-        least_chunks: of a repetition.
-        clock: CPU seconds.
-    """
+    """Return the cost of every load at every size, by a clock of CPU seconds; takes a minute or two."""
     cases = [(name, size) for name in LOADS for size in sizes]
     samples: dict[tuple[str, int], list[_Sample]] = {case: [] for case in cases}
     for name in LOADS:
@@ -146,16 +112,27 @@ def measure(
 
 
 async def _sample(load: Load, rollouts: int, steps: int, clock: Clock) -> _Sample:
-    sample = _Sample()
+    sample, began = _Sample(), 0.0
+
+    def on_collection(phase: Literal["start", "stop"], info: Mapping[str, int]) -> None:
+        nonlocal began
+        del info
+        if phase == "start":
+            began = clock()
+        else:
+            sample.collecting += clock() - began
+
     running = load.run(rollouts, steps)
     await anext(running)
     gc.collect()
-    with _collecting(clock) as collector:
+    gc.callbacks.append(on_collection)
+    try:
         start = clock()
         async for chunks in running:
             sample.chunks += chunks
         sample.seconds = clock() - start
-    sample.collecting = collector.seconds
+    finally:
+        gc.callbacks.remove(on_collection)
     return sample
 
 

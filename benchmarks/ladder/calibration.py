@@ -135,13 +135,9 @@ def distance(shares: Mapping[Phase, float], bounds: Sequence[Bound]) -> float:
 
 
 def choose(costs: Costs, depths: Depths, actor_layers: int, bounds: Sequence[Bound]) -> Depths:
-    """Return the depths predicted closest to the middle of all bounds; of equal ones the shallowest.
+    """Return the depths predicted closest to the middle of all bounds, from the costs measured at ``depths``.
 
-    Args:
-        costs: measured at ``depths``.
-        depths: of the measured models.
-        actor_layers: of the actor, which stays.
-        bounds: of the shares.
+    Of equal ones it returns the shallowest.
     """
     possible = (Depths(reward, critic) for reward, critic in product(range(1, DEEPEST + 1), repeat=2))
     return min(possible, key=lambda new: distance(costs.at(new, depths, actor_layers).shares(), bounds))
@@ -152,11 +148,7 @@ def calibrate(
 ) -> Calibration:
     """Return the attempts, up to shares well within their bounds or until no better ones are predicted.
 
-    Args:
-        workload: has the first depths.
-        bounds: of the shares, at least one.
-        measure: runs a workload serially.
-        tell: called with a sentence about each attempt.
+    ``measure`` runs a workload serially; ``tell`` receives a sentence about each attempt.
     """
     attempts: list[Attempt] = []
     depths = Depths.of(workload)

@@ -32,10 +32,7 @@ class Contestant:
     """A running contestant; a context manager that ends it.
 
     Args:
-        name: for figures and errors.
-        command: the program and its arguments.
         log: receives its standard error.
-        environment: its environment variables.
         patience: most seconds for one answer.
 
     Raises:

@@ -49,12 +49,7 @@ class Seats:
 
 
 def seats(layout: Layout, cores: Sequence[int], *, held: bool) -> Seats:
-    """Return the seats of a layout.
-
-    Args:
-        layout: see the module.
-        cores: of this process; ``split`` takes the first two.
-        held: scoring never runs beside decoding.
+    """Return the seats of a layout; ``held``: scoring never runs beside decoding.
 
     Example:
         >>> seats("shared", (0, 1), held=False).scorers.threads, seats("shared", (0, 1), held=True).scorers.threads

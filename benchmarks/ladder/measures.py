@@ -181,11 +181,7 @@ def per_token(steps: Sequence[StepRecord]) -> float:
 def faults(workload: Workload, layout: Layout, figures: Mapping[str, Figures], capped: float) -> list[str]:
     """Return the reasons why a run is INVALID, a sentence each; none: it is valid.
 
-    Args:
-        workload: states shares and lengths.
-        layout: of the run.
-        figures: of the contestants.
-        capped: fraction of all prompts that announce the cap or more; a few steps see a random part of them.
+    ``capped`` is the fraction of all prompts that announce the cap or more; a few steps see a random part of them.
     """
     found = []
     serial = figures.get("serial")

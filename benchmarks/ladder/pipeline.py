@@ -82,16 +82,7 @@ def pipeline(
     device: str = "cpu",
     scorers: Scorers = "process",
 ) -> Pipeline:
-    """Return the graph of one mode of a workload, with models of its own.
-
-    Args:
-        files: the workload.
-        mode: the schedule.
-        seats: cores and intra-op threads.
-        listener: called with every span of the models.
-        device: of the models.
-        scorers: the place of the scorers: a thread of this process, or a process of their own.
-    """
+    """Return the graph of one mode of a workload, with models of its own, whose spans ``listener`` receives."""
     workload = files.workload
     models = load(files, device)
     kind = Thread if device == "cpu" else DeviceThread

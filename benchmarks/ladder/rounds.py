@@ -145,15 +145,7 @@ def run(
     *,
     calibration: Calibration | None = None,
 ) -> Ladder:
-    """Run every contestant and return their ladder.
-
-    Args:
-        files: the workload.
-        layout: the cores of each side.
-        contestants: in the order of the ladder.
-        plan: the size of the run.
-        tell: called with a sentence about each thing that is done.
-        calibration: of the workload's depths, for the record.
+    """Run every contestant and return their ladder; ``calibration`` is for the record.
 
     Raises:
         ModelLost: a contestant ended or took too long.

@@ -239,8 +239,3 @@ def on_gpu(workload: Workload, actor: str) -> Workload:
         shares=(),
         prompt_tokens=(64, 256),
     )
-
-
-def scripted(workload: Workload) -> Workload:
-    """Return the workload with the same shapes, random weights and scripted lengths."""
-    return replace(workload, name=f"{workload.name}-scripted", models=replace(workload.models, taught=0))

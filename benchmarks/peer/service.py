@@ -27,11 +27,7 @@ class InputEnded(Exception):  # noqa: N818 - it says what happened
 class Service:
     """Serves requests for steps; it blocks between them, and a step's clock stops while it reads or writes.
 
-    Args:
-        spec: the workload, which defines a step.
-        requests: read line by line.
-        answers: for answers only.
-        now: seconds, monotonic.
+    ``spec`` defines a step; only answers are written to ``answers``; ``now`` returns monotonic seconds.
     """
 
     def __init__(
@@ -80,10 +76,7 @@ class Service:
     def done(self, seconds: float, lengths: Sequence[int], prompts: Sequence[Prompt]) -> None:
         """Record a step, answer after the last one of the request, and start the clock of the next.
 
-        Args:
-            seconds: from :meth:`lap`.
-            lengths: tokens trained of each response.
-            prompts: of the responses, in the same order.
+        ``seconds`` are from :meth:`lap`; ``lengths`` are the trained tokens of each response to ``prompts``.
 
         Raises:
             InputEnded: the requests have ended.

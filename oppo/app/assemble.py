@@ -6,8 +6,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import torch
 from transformers import PreTrainedModel
@@ -44,7 +42,7 @@ _TRAINING = "lower trainer.micro_batch_tokens"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Assembly:
-    """The models of a run and the places they work in; a context manager that closes the places.
+    """The models of a run and the places they work in, which :meth:`close` closes.
 
     Attributes:
         critic: ``None`` without a critic in the algorithm.
@@ -95,21 +93,15 @@ class Assembly:
         await self.trainer.restore(path)
         await self.trainer.publish(*followers(self.policy, self.critic, self.proximal))
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def close(self) -> None:
+        """End the places, and the process of a reward function."""
         if isinstance(self.reward, FunctionReward):
             self.reward.close()
         self.places.close()
 
 
 def load_text(models: ModelsSection, tell: Callable[[str], None]) -> Text:
-    """Return the policy's tokenizer.
-
-    Args:
-        models: the run's.
-        tell: called with a sentence before a hub is contacted.
+    """Return the policy's tokenizer; ``tell`` receives a sentence before a hub is contacted.
 
     Raises:
         ConfigError: the tokenizer is missing or damaged, or needs code that is not trusted.
@@ -126,11 +118,7 @@ def assemble(settings: Settings, text: Text, tell: Callable[[str], None]) -> Ass
 
     Actor and critic are each served and trained as one module, unless ``share_weights`` is off. The critic may be a
     head on the actor's trunk. The reference is a module of its own; with adapters it shares the actor's base weights.
-
-    Args:
-        settings: of the run.
-        text: the policy's tokenizer.
-        tell: called with a sentence about each model that is loaded, and about weights left out or new.
+    ``tell`` receives a sentence about each model that is loaded, and about weights left out or new.
 
     Raises:
         ConfigError: the device is missing, a model cannot be loaded, or reads other token ids than the policy.

@@ -72,9 +72,7 @@ def require_continued(
 
     Args:
         before: recorded in the checkpoint.
-        now: of this process.
-        settings: name the files.
-        tell: called with a sentence about each accepted difference.
+        tell: receives a sentence about each accepted difference.
         accept_changed_code: accept another content of the reward function's file.
 
     Raises:

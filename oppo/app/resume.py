@@ -70,7 +70,6 @@ def require_same(before: Mapping[str, str], settings: Settings, *, of: str = "")
 
     Args:
         before: the former :func:`fingerprints`; settings that they lack are not compared.
-        settings: of now.
         of: what recorded ``before``, unless the run's ``config.toml`` did.
 
     Raises:

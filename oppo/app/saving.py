@@ -23,8 +23,6 @@ class Saving:
     for the trainer in an event loop of its own.
 
     Args:
-        trainer: writes models and optimizer.
-        text: holds the tokenizer of each model.
         models: the directories that the trainer writes, a model in each.
         thread: where files are written.
 

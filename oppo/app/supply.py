@@ -22,13 +22,9 @@ if TYPE_CHECKING:
 def resolved_prompts(
     settings: Settings, text: Text, tell: Callable[[str], None], provenance: Provenance
 ) -> list[Prompt]:
-    """Return the prompts of ``settings.data``, tokenized.
+    """Return the prompts of ``settings.data``, tokenized; ``tell`` receives a sentence about what is left out.
 
-    Args:
-        settings: of the run.
-        text: the policy's tokenizer.
-        tell: called with a sentence about what is read and left out.
-        provenance: of the run, from before any of its files was read.
+    ``provenance`` is from before any file was read.
 
     Raises:
         DataError: the file cannot be used, or changed while it was read.

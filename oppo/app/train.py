@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import anyio
 import anyio.to_thread
 from rich.console import Console
 
-from oppo.app.checkpoint import Checkpoint, Checkpoints
-from oppo.app.checkpoint_columns import with_columns
+from oppo.app.checkpoint import Checkpoint, Checkpoints, State
 from oppo.app.compose import compose
 from oppo.app.empty_steps import EmptySteps
 from oppo.app.interrupt import Interrupt, Stopped, interruptible
@@ -88,7 +87,7 @@ class PreparedRun:
             return
         state = self.checkpoint.state()
         try:
-            running.load_state_dict(with_columns(state["run"], lambda number: self.prompts.at(number).columns))
+            running.load_state_dict(_with_columns(state["run"], lambda number: self.prompts.at(number).columns))
             self.prompts.load_state_dict(state["prompts"])
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise CheckpointError(
@@ -104,7 +103,7 @@ class PreparedRun:
             CheckpointError: it could not be written; nothing half-written stays.
         """
         state = {
-            "run": with_columns(running.state_dict(), lambda number: {}),
+            "run": _with_columns(running.state_dict(), lambda number: {}),
             "prompts": self.prompts.state_dict(),
             **self.provenance.state(),
         }
@@ -114,9 +113,23 @@ class PreparedRun:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.assembly.__exit__(kind, error, tb)
+        del kind, error, tb
+        self.assembly.close()
         if self.lock is not None:
             self.lock.release()
+
+
+def _with_columns(run: State, columns: Callable[[int], Mapping[str, object]]) -> State:
+    """Return a run's state with other columns in its carried rollouts, by their admission numbers.
+
+    Checkpoints leave columns out, so that they may hold any type; a resumed run reads them from the prompts again.
+    """
+    generate: Mapping[str, Any] = run["stages"]["generate"]
+    units = [
+        {**unit, "rollouts": [{**each, "columns": columns(each["admission"])} for each in unit["rollouts"]]}
+        for unit in generate["units"]
+    ]
+    return {**run, "stages": {**run["stages"], "generate": {**generate, "units": units}}}
 
 
 def prepare(
@@ -130,8 +143,7 @@ def prepare(
     """Return a run with everything loaded and checked; writes nothing.
 
     Args:
-        settings: of the run.
-        tell: called with a sentence about each thing that is done.
+        tell: receives a sentence about each thing that is done.
         resume: lock the run directory and go on from its newest checkpoint, or from the beginning if the run was killed
             before its first. Otherwise the directory must be unused.
         dry_run: prepare only, so the run directory may be in use.
@@ -168,7 +180,8 @@ def prepare(
             require_same(before.settings, settings, of="its checkpoint")
             require_continued(before, provenance, settings, tell, accept_changed_code=accept_changed_code)
             require_unfinished(settings.run_directory, lasts)
-        assembly = stack.enter_context(assemble(settings, text, tell))
+        assembly = assemble(settings, text, tell)
+        stack.callback(assembly.close)
         require_room(prompts, assembly.sampling.max_new_tokens, assembly.positions)
         done = 0 if checkpoint is None else checkpoint.step
         replay = observations(settings.run_directory / JOURNAL, done) if resume else {}
@@ -189,11 +202,7 @@ async def run(
     They are saved however the run ends, once it has made an update. Ctrl-C, SIGTERM and SIGHUP end the run after the
     step in progress, with a checkpoint. A second signal ends it at once, after an update in progress.
 
-    Args:
-        session: what to run.
-        console: shows the panel and the effect of Ctrl-C.
-        observers: observe the run too.
-        last_resort: see :class:`oppo.liveness.Watchdog`.
+    ``console`` shows the panel and the effect of Ctrl-C; ``last_resort`` is that of :class:`oppo.liveness.Watchdog`.
 
     Raises:
         ConfigError: the run directory cannot be written.

@@ -40,13 +40,7 @@ class Answers:
 
 
 def examine(actor: Path, *, base: Path, reward: Path, held_out: Path, sampling: Sampling, count: int) -> Answers:
-    """Return the answers of ``actor`` to the first ``count`` held-out prompts, sampled with one fixed seed.
-
-    Args:
-        actor: directory of the policy to examine.
-        base: directory of the policy that training began with.
-        reward: directory of the reward model.
-    """
+    """Return the answers of ``actor`` to the first ``count`` held-out prompts, with the KL from ``base``."""
     text = Text(load_tokenizer(base))
     prompts = read_prompts(held_out, text)[:count]
     with Thread("examination", setup=lambda: use_cores(available_cores())) as thread:

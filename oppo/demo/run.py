@@ -147,7 +147,7 @@ def note(summary: Path, facts: Mapping[str, object]) -> None:
 def compare_seconds(settings: Settings, effort: Effort, narrator: Narrator) -> Gains:
     """Return the speedup by overlap; put two steps of each schedule into the timeline of the run's page."""
     rounds = measure(settings, effort, narrator.tell)
-    write_page(settings.run_directory, [Schedule(name, excerpt(made).steps) for name, made in rounds.items()])
+    write_page(settings.run_directory, [Schedule(name, excerpt(made)) for name, made in rounds.items()])
     return Gains.of(effort, rounds)
 
 

@@ -22,7 +22,7 @@ from oppo.app.settings import Settings
 from oppo.app.train import PreparedRun, prepare
 from oppo.demo.gains import Effort, Round
 from oppo.hf.loading.models import load_scalar, load_tokenizer, quiet
-from oppo.report.timed import Timekeeper
+from oppo.report.timed import TimedStep, Timekeeper
 from oppo.stages.hold import held
 
 LEARNING_RATE: Final = 1e-9
@@ -52,12 +52,7 @@ def modes(effort: Effort) -> list[Mode]:
 
 
 def measure(settings: Settings, effort: Effort, tell: Callable[[str], None]) -> dict[str, list[Round]]:
-    """Return the rounds of each schedule, by name; writes nothing.
-
-    Args:
-        settings: of the demo's run.
-        effort: the size of the measurement.
-        tell: called with a sentence about each round.
+    """Return the rounds of each schedule, by name; ``tell`` receives a sentence about each round; writes nothing.
 
     Raises:
         OppoError: a model cannot be used.
@@ -136,8 +131,8 @@ def deepened(model: PreTrainedModel, times: int) -> PreTrainedModel:
     return model
 
 
-def excerpt(rounds: Sequence[Round]) -> Round:
+def excerpt(rounds: Sequence[Round]) -> Sequence[TimedStep]:
     """Return the two steps in the middle of the last round."""
-    made = rounds[-1]
-    middle = max(1, len(made.steps) // 2)
-    return Round(made.tokens, made.steps[middle - 1 : middle + 1])
+    steps = rounds[-1].steps
+    middle = max(1, len(steps) // 2)
+    return steps[middle - 1 : middle + 1]

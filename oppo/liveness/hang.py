@@ -19,13 +19,9 @@ def hang_report(
     rollouts: Mapping[str, list[int]],
     loop: asyncio.AbstractEventLoop | None,
 ) -> dict[str, object]:
-    """Return the report as JSON values; safe to call from any thread.
+    """Return the report as JSON values, after ``seconds`` without a move; safe to call from any thread.
 
-    Args:
-        seconds: without a move.
-        snapshot: of the running step; ``None`` between steps.
-        rollouts: ids by state: in flight, parked, finished.
-        loop: the run's.
+    ``snapshot`` is ``None`` between steps; ``rollouts`` are ids by state: in flight, parked, finished.
     """
     step: dict[str, object] = {}
     if snapshot is not None:

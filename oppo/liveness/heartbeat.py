@@ -15,13 +15,7 @@ PERIOD = 0.005
 
 
 class Heartbeat:
-    """Beats on the event loop and keeps the worst delay, which shows code that blocks the loop.
-
-    Args:
-        period: seconds between two beats.
-        clock: seconds.
-        sleep: on the event loop, in seconds.
-    """
+    """Beats on the event loop every ``period`` seconds and keeps the worst delay, which shows code that blocks it."""
 
     def __init__(
         self,

@@ -19,10 +19,8 @@ class LastWord:
     """A timer of the operating system that ends the process unless it is wound up; it runs while the context is open.
 
     It counts processor time, so a suspended process is not ended. When it runs down, code that needs no interpreter
-    lock writes the tracebacks of all threads to standard error, and the process ends.
-
-    Args:
-        seconds: of processor time; at least :data:`CPU_SECONDS` for each core.
+    lock writes the tracebacks of all threads to standard error, and the process ends. It runs for ``seconds`` of
+    processor time, and for at least :data:`CPU_SECONDS` for each core.
     """
 
     def __init__(self, seconds: float) -> None:

@@ -17,7 +17,6 @@ def step_metrics(report: StepReport, channels: Mapping[str, Mapping[str, int]], 
     """Return the line of ``metrics.jsonl`` for a step; the stages' metrics replace those derived here.
 
     Args:
-        report: of the step.
         channels: counters of each channel by ``source->target``.
         busy: of the models in this step; all zero without their spans.
     """

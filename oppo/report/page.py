@@ -33,7 +33,6 @@ def page(
     """Return the page of a run.
 
     Args:
-        name: of the run.
         records: the lines of ``metrics.jsonl``.
         samples: the lines of ``samples.jsonl`` that the page shows.
         timeline: an SVG picture at the top (:mod:`oppo.report.timeline`); none if empty.

@@ -269,10 +269,7 @@ class RunDirectory(Observer):
 def write_page(path: Path, schedules: Sequence[Schedule], roles: Mapping[str, Role] = ROLES) -> None:
     """Write ``report.html`` of a run from the records in its directory.
 
-    Args:
-        path: the run directory.
-        schedules: of the page's timeline, on one scale; those without a step are left out.
-        roles: by model track.
+    ``schedules`` fill the page's timeline, on one scale; those without a step are left out. ``roles`` are by track.
 
     Raises:
         OSError: a file cannot be read or written.

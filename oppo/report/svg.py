@@ -38,14 +38,7 @@ class Axes:
         return f"{self.x(x):.1f} {self.y(y):.1f}"
 
     def framed(self, drawn: str, *, label: str = "", start: str = "0", end: str = "", y: str = ".3g") -> str:
-        """Return a drawing over rules at three levels of y.
-
-        Args:
-            drawn: SVG in the pixels of these axes.
-            label: of the x axis.
-            start, end: labels of its ends.
-            y: the format of the levels.
-        """
+        """Return a drawing over rules at three levels of y, in format ``y``; labels are of the x axis and its ends."""
         levels = [self.bottom + part * (self.top - self.bottom) for part in (0.0, 0.5, 1.0)]
         rules = (rule(0, self.y(level), self.width, self.y(level)) for level in levels)
         names = (text(-6, self.y(level) + 4, f"{level:{y}}", anchor="end") for level in levels)

@@ -40,12 +40,7 @@ class Schedule:
 
 
 def timeline(schedules: Sequence[Schedule], roles: Mapping[str, Role]) -> str:
-    """Return the picture as SVG; an empty text if no model worked.
-
-    Args:
-        schedules: those without a step are left out.
-        roles: by track; tracks without a role are left out.
-    """
+    """Return the picture as SVG, without tracks that have no role; an empty text if no model worked."""
     shown = [each for each in schedules if each.steps and each.tracks(roles)]
     if not shown:
         return ""
