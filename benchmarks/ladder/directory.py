@@ -28,10 +28,11 @@ import torch
 import transformers
 
 from benchmarks.ladder.countdown import EOS, PAD, language_of, write_prompts
-from benchmarks.ladder.teach import AS_ANNOUNCED, Progress, lengths_written, scalar_model, taught
+from benchmarks.ladder.teach import AS_ANNOUNCED, lengths_written, scalar_model, taught
 from benchmarks.ladder.workloads import Bound, Lengths, Models, Shape, Workload
 from oppo.demo.assets import cache_directory as demos
 from oppo.demo.once import alone, made_once
+from oppo.demo.pretrain import Progress
 from oppo.errors import ConfigError, ModelError
 from oppo.events import Prompt
 from oppo.hf.loading.models import load_causal, quiet

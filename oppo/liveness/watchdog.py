@@ -100,7 +100,7 @@ class Watchdog(Observer):
         *,
         report: Path,
         notice: float = NOTICE_SECONDS,
-        listeners: Sequence[Callable[[Stall], None]] = (),
+        listeners: Sequence[Callable[[Stall], object]] = (),
         progress: Callable[[], object] = int,
         calls: Callable[[], tuple[str, ...]] = tuple,
         call_timeout: float = CALL_TIMEOUT,
