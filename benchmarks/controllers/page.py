@@ -70,8 +70,7 @@ lag for nothing.
 ALWAYS = """\
 - Where scoring is the bottleneck, a reward model reads parked rollouts while the update runs. That is what fixed 8
   gains there, at a lag; the law does not count on it, since it depends on the order in which the reward model works.
-- In one stationary regime with a Delta that somebody has tuned already it ties: no rule that varies Delta beats the
-  best constant.
+- In one stationary regime with a tuned Delta it ties: no rule that varies Delta beats the best constant.
 - The window is 8 steps: lengths that change faster are met too late. Small batches (B = 32) make single predictions
   noisy.
 """

@@ -45,9 +45,6 @@ async def interruptible(*tell: Callable[[signal.Signals], None]) -> AsyncIterato
         Stopped: a second signal came. It is raised in the code that blocks the event loop, if any does.
     """
     interrupt = Interrupt()
-    if threading.current_thread() is not threading.main_thread():
-        yield interrupt
-        return
     loop, loop_ran = running_loop(), threading.Event()
 
     def notify(number: signal.Signals) -> None:
@@ -83,18 +80,15 @@ def stoppable() -> Iterator[None]:
         del frame
         raise Stopped(signal.Signals(number))
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     with _handling(stop):
         yield
 
 
 @contextmanager
 def _handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    before = {
-        number: signal.signal(number, handler) for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN
-    }
+    on_main_thread = threading.current_thread() is threading.main_thread()
+    handled = [number for number in SIGNALS if on_main_thread and signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in handled}
     try:
         yield
     finally:

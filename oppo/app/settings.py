@@ -83,7 +83,7 @@ class RunSection:
     exact: bool = setting(default=False, description="make every bit independent of timing (slower; float32, CPU)")
     cores: Annotated[int, Field(ge=0, le=1024)] = setting(0, "cores to work with; 0: all that the process may use")
     policy: Literal["thread", "process"] = setting(
-        "thread", "where the actor decodes: in a thread, or, on a CPU, in a process, without which a run ends"
+        "thread", "where the actor decodes: in a thread, or, on a CPU, in a process; the run ends if that dies"
     )
     scorers: Literal["auto", "thread", "process"] = setting(
         "auto",
@@ -92,7 +92,7 @@ class RunSection:
     )
     trainer: Literal["thread", "process"] = setting("thread", "where updates are made")
     panel: Literal["auto", "live", "lines", "off"] = setting(
-        "auto", "how progress is shown; auto: live on a terminal, else lines"
+        "auto", "form of the progress display; auto: live on a terminal, else lines"
     )
     logged_samples: Count = setting(4, "rollouts a step written to samples.jsonl with their text")
     trace: Count | Literal["all"] = setting(
@@ -101,20 +101,20 @@ class RunSection:
         "chrome://tracing or Perfetto; `all`: every step, 0: none",
     )
     watchdog_seconds: Seconds = setting(
-        600.0, "end a run in which nothing has moved for so long, with hang-report.json; 0: never"
+        600.0, "seconds without progress after which a run is ended, with hang-report.json; 0: never"
     )
     call_timeout: Seconds = setting(
         3600.0,
-        "the same while one call of a model or a reward function is at work, where it is longer; 0: never",
+        "replaces `watchdog_seconds` during one call of a model or a reward function, if longer; 0: no limit",
     )
-    scorer_restarts: Count = setting(3, "how often in an hour a process of the scorers that has died is started again")
-    max_empty: Count = setting(5, "end a run after so many steps in a row in which no rollout was trained; 0: never")
+    scorer_restarts: Count = setting(3, "restarts of a dead process of the scorers per hour")
+    max_empty: Count = setting(5, "end a run after this many consecutive steps without a trained rollout; 0: never")
     max_nonfinite: Count = setting(
-        3, "end a run after so many updates in a row that were not finite, with the batch; 0: never"
+        3, "end a run after this many consecutive updates that are not finite, and dump the batch; 0: never"
     )
     checkpoint_every: Count = setting(
         25,
-        "write a checkpoint, from which `oppo resume` goes on, after so many steps and the last; 0: never",
+        "steps between checkpoints, from which `oppo resume` goes on; the last step writes one too; 0: none",
     )
     keep_last: PositiveCount = setting(2, "how many of the newest checkpoints are kept")
     keep_best: bool = setting(default=False, description="keep the checkpoint of the best mean score too")
@@ -231,7 +231,9 @@ class StepSection:
         "`tail-batched` a quarter of the batch, and those that are late begin anew together in a later step, so that "
         "nothing is ever stale",
     )
-    lag_price: NonNegative = setting(1.0, "what a mean lag of one step costs `adaptive`, in parts of a step's time")
+    lag_price: NonNegative = setting(
+        1.0, "price of a mean lag of one step for `adaptive`, as a fraction of a step's time"
+    )
     chunk: PositiveCount | Literal["whole", "tuned"] = setting(
         32,
         "tokens streamed to the scorers at a time; `whole`: each response when it has ended; `tuned`: a "
@@ -239,8 +241,8 @@ class StepSection:
     )
     on_publish: Literal["recompute", "keep"] = setting(
         "recompute",
-        "what a carried rollout goes on with after an update: keys and values computed again by the new "
-        "weights, or those it has (cheaper, but of several versions, and lost when a run is resumed)",
+        "keys and values of a carried rollout after an update: computed again with the new weights, or kept (cheaper, "
+        "but of several versions, and lost when a run is resumed)",
     )
 
     def __post_init__(self) -> None:

@@ -47,8 +47,8 @@ def _record(line: bytes) -> Record | None:
 def rewind(path: Path, steps: int) -> list[str]:
     """Keep in a file the records of the first ``steps`` steps, and the observations of all; the file may be large.
 
-    Controllers observe the same again when a resumed run repeats a step, whatever is measured then and however often
-    the run is killed. Damaged lines go to ``<name>.damaged``.
+    A resumed run repeats steps with the same observations, so that its controllers decide as before, however often the
+    run is killed. Damaged lines go to ``<name>.damaged``.
 
     Returns:
         A sentence if lines were damaged.
