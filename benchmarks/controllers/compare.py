@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.controllers.course import Course, Outcome, Restarts
-from benchmarks.controllers.regimes import ENGINES, REGIMES, Costs, Regime
+from benchmarks.controllers.regimes import ENGINES, REGIMES, Costs
 from oppo.admission import Admission, Overcommit, SlopeAdaptive, TailAdaptive, TailBatched
 
 RESULTS = Path(__file__).with_name("results.json")
@@ -57,13 +57,9 @@ class Cell:
 
     def run(self) -> Outcome:
         """Make the run."""
-        regime = regime_named(self.regime)
+        regime = next(regime for regime in REGIMES if regime.name == self.regime)
         work = Costs(regime, ENGINES[self.engine])
         return Course(work, self.admission(regime.batch), STEPS, SKIPPED, self.seed).run()
-
-
-def regime_named(name: str) -> Regime:
-    return next(regime for regime in REGIMES if regime.name == name)
 
 
 FRONTIER = tuple(f"fixed {extra}" for extra in FIXED)

@@ -77,8 +77,8 @@ class Difference:
         return self.relative.within(BAND)
 
     @property
-    def verdict(self) -> str:
-        """The same in words."""
+    def conclusion(self) -> str:
+        """Whether it holds, in words."""
         return {True: "holds", False: "does not hold", None: "is undecided"}[self.holds]
 
 
@@ -88,7 +88,7 @@ def difference(results: Results, arm: str, quantity: Quantity) -> Difference:
     Raises:
         ValueError: there is no such seed, or the base policy has not been examined.
     """
-    ours, serial = (_finals(results.of(name), quantity) for name in (arm, SERIAL.name))
+    ours, serial = ([_of(each.answers, quantity) for each in results.of(name)] for name in (arm, SERIAL.name))
     if results.start is None or not ours:
         raise ValueError("nothing can be compared before the base policy and all arms of one seed have been run")
     gain = float(np.mean([each.mean for each in serial])) - _of(results.start, quantity).mean
@@ -113,10 +113,6 @@ def curve(results: Results, arm: str, of: Callable[[Outcome], Sequence[float]]) 
     """Return the mean over seeds of a value of each step, by step."""
     table = np.array([of(outcome) for outcome in results.of(arm)], np.float64)
     return [bootstrap(column) for column in table.T]
-
-
-def _finals(outcomes: Sequence[Outcome], quantity: Quantity) -> list[Estimate]:
-    return [_of(outcome.answers, quantity) for outcome in outcomes]
 
 
 def _of(answers: Answers, quantity: Quantity) -> Estimate:

@@ -71,17 +71,17 @@ def findings(results: Results) -> str:
     }
     score, kl = (difference(results, ADAPTIVE.name, quantity).noise for quantity in ("score", "kl"))
     return (
-        f"{verdict(results, ADAPTIVE.name)}\n{verdict(results, FIXED.name)}\n"
+        f"{conclusion(results, ADAPTIVE.name)}\n{conclusion(results, FIXED.name)}\n"
         f"- `{STALE.name}` {words[harm(results, STALE.name)]}.\n"
         f"- Of every difference, examining only {results.plan.examined} responses has a standard error of "
         f"{score:.1%} for the score and {kl:.1%} for the KL."
     )
 
 
-def verdict(results: Results, arm: str) -> str:
+def conclusion(results: Results, arm: str) -> str:
     """Return whether an arm learns as serial does, in a sentence."""
     late = fmean(each.late for each in results.of(arm))
-    score, kl = (difference(results, arm, quantity).verdict for quantity in ("score", "kl"))
+    score, kl = (difference(results, arm, quantity).conclusion for quantity in ("score", "kl"))
     return (
         f"- That `{arm}`, which carried {late:.0%} over, ends within {BAND:.0%} of serial's gain **{score}** for the "
         f"score and **{kl}** for the KL."

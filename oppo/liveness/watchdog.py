@@ -206,16 +206,17 @@ class Watchdog(Observer):
             self._seen, self._since, self._due = seen, at, self._notice
             return None
         still, calls = at - self._since, self._calls()
-        final = still >= self._limit(calls)
+        final = still >= self._limit(calls)[1]
         if not final and still < self._due:
             return None
         self._due *= 2
         return Stall(still, None if self._run is None else self._run.snapshot(), final=final, calls=calls)
 
-    def _limit(self, calls: tuple[str, ...]) -> float:
-        if not self._seconds or (calls and not self._call_timeout):
-            return math.inf
-        return max(self._seconds, self._call_timeout) if calls else self._seconds
+    def _limit(self, calls: tuple[str, ...]) -> tuple[str, float]:
+        """Return the setting that limits a stall, and its seconds."""
+        if calls and self._seconds and (not self._call_timeout or self._call_timeout > self._seconds):
+            return self._names[1], self._call_timeout or math.inf
+        return self._names[0], self._seconds or math.inf
 
     def __enter__(self) -> Self:
         if self._last_word is not None:
@@ -272,7 +273,5 @@ class Watchdog(Observer):
             self._report.write_text(json.dumps(redacted_values(report), indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             return f"{self._report} could not be written: {error.strerror or error}"
-        name, limit = self._names[0], self._seconds
-        if stall.calls and self._call_timeout > self._seconds:
-            name, limit = self._names[1], self._call_timeout
+        name, limit = self._limit(stall.calls)
         return f"see {self._report}; {name} = {limit:g} is the limit, 0 sets none"
