@@ -82,7 +82,10 @@ class Files:
 
     def prompts(self) -> Iterator[Prompt]:
         """Yield the prompts in the order of the file, again and again, numbered from 0."""
-        return endless(read_prompts(self.directory))
+        prompts = read_prompts(self.directory)
+        for number in count():
+            prompt = prompts[number % len(prompts)]
+            yield Prompt(number, number, prompt.tokens, group=number, columns=prompt.columns)
 
 
 def cache_directory() -> Path:
@@ -149,12 +152,6 @@ def read_prompts(directory: Path) -> list[Prompt]:
         tokens = np.asarray(row["tokens"], np.int32)
         prompts.append(Prompt(number, number, tokens, group=number, columns={"length": row["length"]}))
     return prompts
-
-
-def endless(prompts: list[Prompt]) -> Iterator[Prompt]:
-    for number in count():
-        prompt = prompts[number % len(prompts)]
-        yield Prompt(number, number, prompt.tokens, group=number, columns=prompt.columns)
 
 
 def statistics(lengths: list[int], wanted: list[int], cap: int) -> LengthStatistics:
