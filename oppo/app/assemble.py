@@ -130,7 +130,10 @@ def assemble(settings: Settings, text: Text, tell: Callable[[str], None]) -> Ass
     device = _device(settings.models, exact=run.exact)
     available = available_cores()
     if (cores := run.cores or available) > available:
-        tell(f"run.cores = {cores} exceeds the {available} cores of this process: threads will wait for each other")
+        tell(
+            f"run.cores = {cores} is more than the {available} that this process may use: threads will wait for each "
+            "other"
+        )
     places = DeviceLayout.of(
         cores,
         device,
