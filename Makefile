@@ -35,8 +35,8 @@ test-lowest: $(LOWEST)/.installed
 	$(LOWEST)/bin/python -m pytest $(WORKERS) -m "not deep and not gpu" --durations=5 $(LOWEST_TESTS)
 
 LOWEST_TESTS ?= tests/examples tests/graph tests/hf/test_cache.py tests/hf/test_load.py tests/hf/test_lora.py \
-	tests/hf/test_probe.py tests/hf/test_trainer.py tests/report tests/test_checkpoint.py tests/test_cli.py \
-	tests/test_config.py tests/test_data.py tests/test_readme.py tests/test_train.py tests/test_train_models.py
+	tests/hf/test_probe.py tests/hf/test_trainer.py tests/report tests/app/test_checkpoint.py tests/app/test_config.py \
+	tests/app/test_train.py tests/app/test_train_models.py tests/test_cli.py tests/test_data.py tests/test_readme.py
 
 # But for torch: versions below the constraints' come as CUDA builds of several GB.
 $(LOWEST)/.installed: pyproject.toml constraints.txt

@@ -1,19 +1,20 @@
-"""Measures how fast oppo is, and whether what makes it fast changes what is learned; none of it is installed.
+"""Measures the speed of oppo, and whether its schedules change what is learned; not installed.
 
 ::
 
-    python -m benchmarks              ladder/: a PPO step in every schedule, beside one in which nothing overlaps
-      --peer trl                      peer/: the same step by TRL's PPO trainer, in an environment of its own
-      --engine                        engine/: what a chunk costs the engine
-      --decoding                      decoding/: our decoder beside ``generate``
-    python -m benchmarks.ladder       the README's table and picture, from results/
-    python -m benchmarks.peer.sweep   the settings under which the peer is fastest
-    python -m benchmarks.convergence  whether schedules differ in what is learned
-    python -m benchmarks.controllers  docs/controllers.md: controllers of overcommit in virtual time
-    python -m benchmarks.on_publish   keys and values after an update: computed again, or kept
-    python -m benchmarks.ruler        whether two commits train the same, to the last bit
+    python -m benchmarks               ladder/: a PPO step in every schedule, beside one in which nothing overlaps
+      --peer trl                       peer/: the same step by TRL's PPO trainer, in an environment of its own
+      --engine                         engine/: the engine's cost of a chunk
+      --decoding                       decoding/: our decoder beside ``generate``
+    python -m benchmarks.ladder        the README's table and picture, from results/
+    python -m benchmarks.peer.sweep    the fastest settings of the peer
+    python -m benchmarks.convergence   whether schedules differ in what is learned
+    python -m benchmarks.controllers   docs/controllers.md: controllers of overcommit in virtual time
+    python -m benchmarks.on_publish    keys and values after an update: recomputed or kept
+    python -m benchmarks.policy_place  decoding in a thread and in a process
+    python -m benchmarks.ruler         whether two commits train the same, to the last bit
 
-All of them run from a checkout, whose ``oppo`` they measure.
+All of them run from a checkout and measure its ``oppo``.
 """
 
 from pathlib import Path

@@ -20,14 +20,13 @@ WIDTH = 150
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure what is asked for and return the exit code."""
     app = program("python -m benchmarks", "How fast a PPO step is.")
     app.default(bench)
     return call(app, arguments)
 
 
 def bench(request: Annotated[Request, Parameter(name="*")] = Request()) -> int:  # noqa: B008 - it is frozen
-    """Measure a PPO step: what overlap gains, where it gains nothing, and what it costs."""
+    """Measure a PPO step: the speedup by overlap in each schedule, and its limits and costs."""
     console = Console()
     request.require_writable()
     if request.engine:

@@ -12,12 +12,11 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a reader needs to compare figures with those of another machine.
+    """The facts needed to compare figures with those of another machine.
 
     Attributes:
-        cores: those that this process may use.
-        load: mean number of processes that wanted to run in the last minute, before anything was measured or after:
-            much more than one says that the machine had other things to do.
+        cores: that this process may use.
+        load: mean number of runnable processes in the last minute: well above 1, other programs disturbed the figures.
     """
 
     cpu: str
@@ -29,10 +28,10 @@ class Machine:
 
     @classmethod
     def here(cls, device: str) -> Machine:
-        """Return the machine that this runs on."""
+        """Return this machine."""
         pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
         return cls(
-            cpu=_cpu(),
+            cpu=processor(),
             cores=len(cores_here()),
             memory_gb=round(pages / 1e9, 1),
             system=f"{platform.system()} {platform.machine()}",
@@ -42,17 +41,13 @@ class Machine:
 
 
 def cores_here() -> tuple[int, ...]:
-    """Return the cores that this process is bound to."""
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
 
 
-def _cpu() -> str:
-    """Return the processor's name, as far as the system tells."""
-    told = Path("/proc/cpuinfo")
-    if told.exists():
-        for line in told.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+def processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())

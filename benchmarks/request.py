@@ -1,4 +1,4 @@
-"""What ``python -m benchmarks`` can be asked for; its fields are the options of the command."""
+"""The options of ``python -m benchmarks``."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ Flag: TypeAlias = Annotated[bool, Parameter(negative=(), show_default=False)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What was asked for, as it was written.
+    """The options as they were written.
 
     Attributes:
         workload: paper, train-bound, rule-reward, capped, several with commas between them, or all; smoke measures
             nothing and shows that everything runs.
-        layout: split (each side on a core of its own), shared (all cores to whoever runs), or all;
+        layout: split (each side on a core of its own), shared (all cores for the running side), or all;
             a GPU is always shared.
         modes: serial, rollout, chunk, overcommit, fixed, adaptive, several with commas between them, or all.
         peer: compare with another program too: trl (make bench-peer installs it).
         steps: PPO steps of each mode in a round.
         rounds: rounds that count, after the warm-up.
-        warm_up: PPO steps of each mode before the first round; a controller that learns needs 8.
+        warm_up: PPO steps of each mode before the first round; an adaptive controller needs 8.
         json: write the results to this file.
         plot: write a picture of the ladder to this file.
         engine: measure what a chunk costs the engine instead.
         decoding: measure our decoder beside generate instead.
-        scorers: where reward, reference and critic work: in a thread beside the actor's, or a process of their own.
-        device: where the models are; on a GPU they are large and have random weights, and lengths are scripted.
+        scorers: the place of reward, reference and critic: a thread beside the actor's, or a process of their own.
+        device: of the models; on a GPU they are large and have random weights, and lengths are scripted.
         actor: on a GPU, the size of the actor: 0.5b or 1.5b.
-        cache: the folder where workloads are kept once they are made.
+        cache: the folder of workloads, which are made once.
     """
 
     workload: str = "paper"
@@ -56,15 +56,15 @@ class Request:
     cache: Path | None = None
 
     def keep(self, results: object) -> None:
-        """Write results as JSON, if a file was named for them."""
+        """Write results as JSON, if ``json`` names a file."""
         if self.json is not None:
             self.json.write_text(dumps(results, indent=2) + "\n", encoding="utf-8")
 
     def require_writable(self) -> None:
-        """Raise before anything is measured whose results would have no place; folders are made.
+        """Check that the files of results can be written; make their folders.
 
         Raises:
-            ConfigError: a file that results should go to cannot be written.
+            ConfigError: one cannot be written.
         """
         for option, file in (("--json", self.json), ("--plot", self.plot)):
             if file is None:

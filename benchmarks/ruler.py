@@ -1,10 +1,10 @@
 """``python -m benchmarks.ruler OLD [NEW]``: whether two commits train the same, to the last bit, on this machine.
 
 Each commit makes the same exact runs through ``oppo train`` and ``oppo resume``: every algorithm, adapters, a shared
-trunk, corrections for stale tokens, truncated sampling, deferral, resumption, scorers in a process. What must be equal
-are the tensors that were learned, the text and scores of every rollout, what the journal says of each, and the metrics
-that are no times. NEW is the working tree unless given. A key that has another name in one of the two is looked up in
-``RENAMED`` by what that commit's ``docs/settings.md`` lists.
+trunk, corrections for stale tokens, truncated sampling, deferral, resumption, scorers in a process. Their trained
+tensors, the text and scores of every rollout, the journals, and all metrics but times must be equal. NEW is the working
+tree unless given. ``RENAMED`` has the present names of renamed keys; each commit's ``docs/settings.md`` decides between
+the two.
 
 Prints a line for each run, and ends with exit code 1 if one differs.
 """
@@ -78,10 +78,10 @@ RUNS: Final[Mapping[str, Mapping[str, str]]] = {
     "masked": {"step.weight": '"mask_sequence"', "step.weight_low": "0.99"},
     "kl-in-loss": {"step.kl_in": '"loss"', "step.kl_estimator": '"k3"', "trainer.entropy_coefficient": "0.01"},
 }
-"""What each changes; a key without a value is left out."""
+"""The changes of each run; a key without a value is left out."""
 
 RESUMED: Final = ("ppo", "grpo", "lora", "shared-trunk", "proximal")
-"""Made a second time, and gone on with from the checkpoint of their second step."""
+"""Made a second time, and resumed from the checkpoint of their second step."""
 RESUMED_SUFFIX: Final = "-resumed"
 
 RENAMED: Final[Mapping[str, str]] = {
@@ -100,13 +100,13 @@ RENAMED: Final[Mapping[str, str]] = {
 }
 """Names of keys today, by those above."""
 
-UNTOLD: Final = ("at", "seen")
-"""Of a journal's record: times."""
+TIMED_KEYS: Final = ("at", "seen")
+"""Keys of a journal's record that depend on time."""
 
 TIMES: Final = (
     "seconds", "timing_s/", "throughput/", "overlap/", "queue/", "bottleneck/", "loop/", "memory/", "admission/",
 )  # fmt: skip
-"""Beginnings of the names of metrics that time or the machine decides."""
+"""Prefixes of metrics that depend on time or the machine."""
 
 SIDE: Final = """
 import json, sys
@@ -115,12 +115,12 @@ for arguments in json.load(sys.stdin):
     if (code := main(arguments)) != 0:
         sys.exit(f"oppo {' '.join(arguments)}: exit code {code}")
 """
-"""What each commit runs, in an interpreter of its own."""
+"""The program that runs each commit in an interpreter of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What a run has made, as far as timing does not decide it."""
+    """The results of a run that do not depend on timing."""
 
     tensors: Mapping[str, torch.Tensor]
     records: Mapping[str, list[str]] = field(default_factory=dict)
@@ -146,7 +146,7 @@ class Made:
         )
 
     def differs(self, other: Made) -> str:
-        """Return in what another differs first; empty: in nothing."""
+        """Return the first difference to another run; empty without one."""
         if self.tensors.keys() != other.tensors.keys():
             return f"tensors: {sorted(self.tensors.keys() ^ other.tensors.keys())[:3]} are in one only"
         for name, tensor in self.tensors.items():
@@ -164,13 +164,13 @@ class Made:
 
 def _lines(path: Path) -> Iterator[str]:
     for line in path.read_text(encoding="utf-8").splitlines():
-        record = {key: value for key, value in json.loads(line).items() if key not in UNTOLD}
+        record = {key: value for key, value in json.loads(line).items() if key not in TIMED_KEYS}
         yield json.dumps({key: value for key, value in record.items() if not key.startswith(TIMES)}, sort_keys=True)
 
 
 @contextmanager
 def checkout(revision: str | None, folder: Path) -> Iterator[Path]:
-    """Yield a folder that holds a commit; the working tree if none is named."""
+    """Yield a folder that holds a commit; the working tree without one."""
     if revision is None:
         yield CHECKOUT
         return
@@ -182,7 +182,7 @@ def checkout(revision: str | None, folder: Path) -> Iterator[Path]:
 
 
 def make_runs(source: Path, workplace: Path, runs: Sequence[str]) -> dict[str, Made]:
-    """Make the runs with the code in ``source``, and return what each has made."""
+    """Make the runs with the code in ``source``, and return their results."""
     known = (source / "docs" / "settings.md").read_text(encoding="utf-8")
     directory = workplace / "runs"
     again = {f"{name}{RESUMED_SUFFIX}": RUNS[name] for name in runs if name in RESUMED}
@@ -226,16 +226,15 @@ def _oppo(source: Path, commands: Sequence[Sequence[str]]) -> None:
 
 
 def main() -> None:
-    """Compare two commits."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", help="a commit")
     parser.add_argument("new", nargs="?", help="another; the working tree unless given")
     parser.add_argument("--runs", default=",".join(RUNS), help="which, by name")
-    asked = parser.parse_args()
-    runs = asked.runs.split(",")
+    options = parser.parse_args()
+    runs = options.runs.split(",")
     with tempfile.TemporaryDirectory() as folder:
         made = []
-        for side, revision in (("old", asked.old), ("new", asked.new)):
+        for side, revision in (("old", options.old), ("new", options.new)):
             workplace = Path(folder) / side
             workplace.mkdir()
             furnish(workplace)

@@ -1,7 +1,7 @@
 """The command line: ``oppo train``, ``oppo resume``, ``oppo demo``, ``oppo --version``.
 
-Exit codes: 0, done; 1, a run failed; 2, settings, data or models cannot be used; 3, a run trained nothing; 128 and the
-number of a signal, ended by it: 130 by Ctrl-C, 143 by SIGTERM.
+Exit codes: 0, done; 1, a run failed; 2, settings, data or models cannot be used; 3, a run trained nothing; 128 plus its
+number, ended by a signal: 130 by Ctrl-C, 143 by SIGTERM.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def program(name: str, about: str) -> App:
-    """Return a program without commands, whose faults are left to :func:`call`."""
+    """Return a program without commands, whose errors :func:`call` handles."""
     return App(
         name=name,
         help=about,
@@ -58,7 +58,7 @@ def program(name: str, about: str) -> App:
 @displays()
 @stoppable()
 def call(app: App, arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; a terminal or a pipe that goes away meanwhile ends nothing."""
+    """Run one command and return its exit code; losing the terminal or a pipe meanwhile ends nothing."""
     try:
         code = app(list(sys.argv[1:] if arguments is None else arguments))
     except CycloptsError as error:
@@ -67,9 +67,9 @@ def call(app: App, arguments: Sequence[str] | None = None) -> int:
         return complain(paragraph(error), code_of(error))
     except KeyboardInterrupt as error:
         return complain("interrupted", code_of(error))
-    except (SystemExit, asyncio.CancelledError) as error:  # of code that was given: no end of a run
+    except (SystemExit, asyncio.CancelledError) as error:  # raised by user code
         return complain(f"error: the program was left by a {type(error).__name__} that nothing asked for", FAILED)
-    except Exception:  # noqa: BLE001 - the boundary to the terminal: a fault of this program or of code it was given
+    except Exception:  # noqa: BLE001 - the boundary to the terminal: a fault of this program or of user code
         return complain(traceback.format_exc(), FAILED)
     return code if isinstance(code, int) else DONE
 
@@ -144,15 +144,15 @@ def carry_out(
                 if session.checkpoints.sealed:
                     error.add_note(f"go on with `oppo resume {settings.run_directory}`")
                 raise
-    except KeyboardInterrupt as error:  # said when the models' threads have ended what they were at: it may be a save
+    except KeyboardInterrupt as error:  # reported once the models' threads are done: they may be saving
         final = settings.run_directory / FINAL
         ended = f"interrupted by {error}" if isinstance(error, Stopped) and error.by != signal.SIGINT else "interrupted"
         saved = f"what was learned is in {final}" if final.exists() else "nothing was saved"
         advice = f"go on with `oppo resume {settings.run_directory}`" if session.checkpoints.sealed else ""
-        said = "; ".join(filter(None, (ended, saved, advice)))
-        return complain("\n".join([said, *getattr(error, "__notes__", ())]), code_of(error))
-    made, wanted = session.steps, settings.run.steps
-    ended = f" after {made} of {wanted} steps, with the end of the data" if made < wanted else ""
+        summary = "; ".join(filter(None, (ended, saved, advice)))
+        return complain("\n".join([summary, *getattr(error, "__notes__", ())]), code_of(error))
+    made, planned = session.steps, settings.run.steps
+    ended = f" after {made} of {planned} steps, with the end of the data" if made < planned else ""
     console.out(f"done{ended}: {settings.run_directory / 'report.html'}", highlight=False)
     return DONE
 
@@ -170,7 +170,7 @@ def demo(
     short
         The quick version: smaller models, fewer steps.
     seed
-        Of everything that is drawn.
+        Seed of models, prompts, sampling and training.
     directory
         The folder that holds runs.
     """
@@ -183,7 +183,7 @@ def demo(
 
 
 def code_of(error: BaseException) -> int:
-    """Return the exit code of a command that ends with ``error``."""
+    """Return the exit code of a command that ``error`` ends."""
     if isinstance(error, KeyboardInterrupt):
         return 128 + error.by if isinstance(error, Stopped) else INTERRUPTED
     if isinstance(error, NothingTrained):
@@ -192,13 +192,13 @@ def code_of(error: BaseException) -> int:
 
 
 def complain(text: str, code: int) -> int:
-    """Say on standard error why the command ends, and return its exit code."""
+    """Write to standard error why the command ends, and return its exit code."""
     Console(stderr=True).out(harmless(text), highlight=False)
     return code
 
 
 def note(sentence: str) -> None:
-    """Say on standard error what is going on."""
+    """Write a notice to standard error."""
     Console(stderr=True).out(harmless(sentence), style="dim", highlight=False)
 
 

@@ -111,7 +111,7 @@ def test_all_of_a_directory_is_on_the_disk_before_it_has_its_name(tmp_path: Path
 
 
 def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, operations: list[str]) -> None:
-    put(tmp_path / "summary.json", "{}")
+    put(tmp_path / "summary.json", ["{}"])
     assert operations == [".summary.json.partial", ".summary.json.partial -> summary.json", "."]
 
 

@@ -1,4 +1,4 @@
-"""Which controllers run in which regimes, and what of it is kept: one file of results that a later run adds to."""
+"""The runs of controllers in regimes, and their file of results, which later runs add to."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.controllers.course import Course, Outcome, Restarts
-from benchmarks.controllers.regimes import ENGINES, REGIMES, Costs, Regime
+from benchmarks.controllers.regimes import ENGINES, REGIMES, Costs
 from oppo.admission import Admission, Overcommit, SlopeAdaptive, TailAdaptive, TailBatched
 
 RESULTS = Path(__file__).with_name("results.json")
@@ -22,7 +22,7 @@ FIXED = (0, 4, 8, 16)
 STEPS, SKIPPED = 80, 15
 
 SEEDS = (0, 1, 2)
-"""Of the lengths; the first is for all controllers, the others say how much of it is chance."""
+"""Seeds of the lengths; the first is for all controllers, the others show the spread."""
 
 FULL = "modern"
 """The engine on which all controllers are compared."""
@@ -56,22 +56,17 @@ class Cell:
         return CONTROLLERS[self.controller](batch)
 
     def run(self) -> Outcome:
-        """Return what came of it."""
-        regime = regime_named(self.regime)
+        """Make the run."""
+        regime = next(regime for regime in REGIMES if regime.name == self.regime)
         work = Costs(regime, ENGINES[self.engine])
         return Course(work, self.admission(regime.batch), STEPS, SKIPPED, self.seed).run()
-
-
-def regime_named(name: str) -> Regime:
-    """Return the regime of that name."""
-    return next(regime for regime in REGIMES if regime.name == name)
 
 
 FRONTIER = tuple(f"fixed {extra}" for extra in FIXED)
 
 
 def cells(engine: str) -> Iterator[Cell]:
-    """Yield what there is to run on an engine: every controller with the first seed, the default one with all."""
+    """Yield the runs of an engine: every controller with the first seed, the default one with all."""
     for seed in SEEDS:
         others = CONTROLLERS if engine == FULL and seed == SEEDS[0] else ("tail",)
         for controller in (*FRONTIER, *others):
@@ -81,11 +76,11 @@ def cells(engine: str) -> Iterator[Cell]:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """How a controller fares in one regime, against fixed Delta.
+    """A controller in one regime, against fixed Delta.
 
     Attributes:
         speed: seconds of a step with Delta = 0, over its own.
-        frontier: the speed of a fixed Delta of the same lag, interpolated between those that were run.
+        frontier: the speed of a fixed Delta of the same lag, interpolated.
     """
 
     regime: str
@@ -103,7 +98,7 @@ class Results:
 
     @classmethod
     def load(cls, path: Path = RESULTS) -> Results:
-        """Return what the file holds; nothing if there is none."""
+        """Return the results in a file; none without the file."""
         if not path.exists():
             return cls({})
         records = json.loads(path.read_text(encoding="utf-8"))
@@ -120,7 +115,7 @@ class Results:
         return sorted((outcome.lag, fixed[0].seconds / outcome.seconds) for outcome in fixed)
 
     def standings(self, engine: str, controller: str, seed: int = 0) -> list[Standing]:
-        """Return how a controller fares in every regime it was run in."""
+        """Return the standing of a controller in every regime it was run in."""
         found = []
         for regime in REGIMES:
             outcome = self.outcomes.get(Cell(engine, regime.name, controller, seed))
@@ -134,22 +129,20 @@ class Results:
 
 
 def outcome_of(record: dict[str, Any]) -> Outcome:
-    """Return the outcome that a record of the file holds."""
     restarts = record.get("restarts")
     given = {"extras": tuple(record["extras"]), "restarts": Restarts(**restarts) if restarts else None}
     return Outcome(**record | given)
 
 
 def mean_speed(standings: Sequence[Standing]) -> float:
-    """Return the geometric mean of the speeds."""
     return float(np.exp(np.mean([np.log(each.speed) for each in standings])))
 
 
 def mean_lag(standings: Sequence[Standing]) -> float:
-    """Return the arithmetic mean of the lags; the geometric one would be 0 as soon as one of them is."""
+    """Return the arithmetic mean of the lags; the geometric one is 0 if any of them is."""
     return float(np.mean([each.lag for each in standings]))
 
 
 def mean_worth(standings: Sequence[Standing]) -> float:
-    """Return the geometric mean of the speeds, each divided by 1 + lag: what is left of it at a price of 1."""
+    """Return the geometric mean of speed / (1 + lag): the speed at a price of 1 for a step of lag."""
     return float(np.exp(np.mean([np.log(each.speed / (1 + each.lag)) for each in standings])))

@@ -22,7 +22,7 @@ from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, run_virtual
 
 
 class Work(Protocol):
-    """What there is to do in a regime, and the seconds it takes; lengths are of responses, in tokens."""
+    """The costs of a regime in seconds; lengths are of responses, in tokens."""
 
     @property
     def regime(self) -> Regime:
@@ -30,7 +30,7 @@ class Work(Protocol):
 
     @property
     def grain(self) -> int:
-        """Tokens that a fake token stands for: lengths are divided by it, and a step takes so many times longer."""
+        """Tokens for which a fake token stands: lengths are divided by it, decode steps take as many times longer."""
 
     @property
     def chunk(self) -> int:
@@ -45,7 +45,7 @@ class Work(Protocol):
         """Seconds until the weights have arrived."""
 
     def decoding(self, rows: int, context: float, steps: int) -> float:
-        """Return the seconds of ``steps`` decode steps of so many live rows with that much context at the start."""
+        """Return the seconds of ``steps`` decode steps of ``rows`` live rows with ``context`` tokens at the start."""
 
     def reading(self, start: int, stop: int) -> float:
         """Return the seconds in which the reward model reads positions ``start .. stop`` of a row."""
@@ -59,10 +59,10 @@ class Work(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Restarts:
-    """What it costs to begin anew.
+    """The cost of restarted rollouts.
 
     Attributes:
-        waste: tokens given up, for each token trained.
+        waste: discarded tokens for each trained token.
         swing: standard deviation of the batches' mean lengths, over their mean.
     """
 
@@ -72,17 +72,17 @@ class Restarts:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run came to, its first steps left out.
+    """Statistics of a run without its first steps.
 
     Attributes:
-        seconds: of a step, in the mean, until the next could begin.
-        lag: versions between a rollout's first token and its update, in the mean.
+        seconds: mean of a step, until the next could begin.
+        lag: mean versions between a rollout's first token and its update.
         longest_lag: the largest.
-        extra: the controller's choice, in the mean.
-        predicted: what it predicted for the step, over what the step took, both in the mean; NaN without prediction.
-        spread: root mean square of single predictions' relative errors.
+        extra: mean of the controller's choices.
+        predicted: mean predicted seconds of a step over the mean measured ones; NaN without predictions.
+        spread: root mean square of the predictions' relative errors.
         extras: the choices, step by step.
-        restarts: of a controller that begins rollouts anew; ``None`` for the others.
+        restarts: of a controller that restarts rollouts; ``None`` for the others.
     """
 
     seconds: float
@@ -97,12 +97,7 @@ class Outcome:
 
 @dataclass(eq=False)
 class Course:
-    """A graph of paced models.
-
-    Attributes:
-        steps: of the run.
-        skipped: of those, the first ones that do not count.
-    """
+    """A graph of paced models; the first ``skipped`` of its steps do not count."""
 
     work: Work
     admission: Admission
@@ -162,7 +157,7 @@ class Course:
             async for report in run.steps(self.steps):
                 reports.append(report)
                 ends.append(anyio.current_time())
-        # The last steps admit no more than can be trained: they are no steps like the others.
+        # The last steps admit only what can still be trained, so they are shorter.
         last = self.steps - 3
         counted = reports[self.skipped : last]
         batches = self.trainer.batches[self.skipped : last]
@@ -187,10 +182,10 @@ class Course:
 
     def _restarts(self, reports: Sequence[StepReport], last: int) -> Restarts:
         lengths = [np.diff(batch.offsets) for batch in self.trainer.batches[self.skipped : last]]
-        given_up = [report.metrics.get("deferral/discarded_tokens", 0.0) for report in reports[self.skipped : last]]
+        discarded = [report.metrics.get("deferral/discarded_tokens", 0.0) for report in reports[self.skipped : last]]
         means = np.array([each.mean() for each in lengths])
         return Restarts(
-            waste=float(sum(given_up) / sum(each.sum() for each in lengths)), swing=float(means.std() / means.mean())
+            waste=float(sum(discarded) / sum(each.sum() for each in lengths)), swing=float(means.std() / means.mean())
         )
 
     def _score(self) -> float:

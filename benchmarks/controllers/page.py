@@ -19,7 +19,7 @@ from benchmarks.controllers.compare import (
     mean_worth,
 )
 from benchmarks.controllers.regimes import ENGINES, REGIMES
-from oppo.report.svg import Panel, picture, placed
+from oppo.report.svg import Axes, picture, placed
 
 DOCS = CHECKOUT / "docs"
 
@@ -70,21 +70,18 @@ lag for nothing.
 ALWAYS = """\
 - Where scoring is the bottleneck, a reward model reads parked rollouts while the update runs. That is what fixed 8
   gains there, at a lag; the law does not count on it, since it depends on the order in which the reward model works.
-- In one stationary regime with a Delta that somebody has tuned already it ties: no rule that varies Delta beats the
-  best constant.
+- In one stationary regime with a tuned Delta it ties: no rule that varies Delta beats the best constant.
 - The window is 8 steps: lengths that change faster are met too late. Small batches (B = 32) make single predictions
   noisy.
 """
 
 
 def write(results: Results) -> None:
-    """Write the page and its figure."""
     (DOCS / "controllers.svg").write_text(figure(results, FULL), encoding="utf-8")
     (DOCS / "controllers.md").write_text(page(results), encoding="utf-8")
 
 
 def page(results: Results) -> str:
-    """Return the page."""
     return "\n".join([PREFACE, *tables(results, FULL), *seeds(results), AFTERWORD + losses(results, FULL)])
 
 
@@ -105,16 +102,15 @@ def seeds(results: Results) -> Iterator[str]:
         for seed in SEEDS:
             fixed, tail = (results.standings(engine, name, seed) for name in ("fixed 8", "tail"))
             ahead = [each.speed / each.frontier for each in tail]
-            told = [each.outcome.predicted for each in tail]
+            predicted = [each.outcome.predicted for each in tail]
             best = max(mean_worth(results.standings(engine, name, seed)) for name in FRONTIER)
             figures = [mean_speed(fixed), mean_lag(fixed), mean_speed(tail), mean_lag(tail), best, mean_worth(tail)]
-            ranges = [f"{min(each):.3f} - {max(each):.3f}" for each in (ahead, told)]
+            ranges = [f"{min(each):.3f} - {max(each):.3f}" for each in (ahead, predicted)]
             yield " | ".join([f"| {engine}", str(seed), *(f"{each:.3f}" for each in figures), *ranges]) + " |"
     yield ""
 
 
 def tables(results: Results, engine: str) -> Iterator[str]:
-    """Yield the tables of one engine."""
     names = [*(f"fixed {extra}" for extra in FIXED), *CONTROLLERS]
     standings = {name: results.standings(engine, name) for name in names}
     yield f"## In the mean of the eight regimes, engine `{engine}`\n"
@@ -143,7 +139,7 @@ def tables(results: Results, engine: str) -> Iterator[str]:
 
 
 def losses(results: Results, engine: str) -> str:
-    """Return, line by line, where it is slower than a fixed Delta of 8 or behind the frontier."""
+    """Return a line for each regime in which it is slower than a fixed Delta of 8 or behind the frontier."""
     lines = []
     for fixed, tail in zip(results.standings(engine, "fixed 8"), results.standings(engine, "tail"), strict=True):
         lines += list(_lost(fixed, tail))
@@ -161,7 +157,7 @@ def _lost(fixed: Standing, tail: Standing) -> Iterator[str]:
 
 
 def figure(results: Results, engine: str) -> str:
-    """Return a panel for each regime as SVG: the frontier of fixed Delta, and where the controllers lie."""
+    """Return a panel for each regime as SVG: the frontier of fixed Delta, and the controllers."""
     panels = [
         placed(_LEFT + k % 4 * (_WIDTH + _GAP), _TOP + k // 4 * (_HEIGHT + _GAP), panel(results, engine, regime.name))
         for k, regime in enumerate(REGIMES)
@@ -185,7 +181,7 @@ def panel(results: Results, engine: str, regime: str) -> str:
     }
     right = max(lag for lag, _ in [*fixed, *points.values()]) * 1.05
     top = max(1.1, *(speed for _, speed in [*fixed, *points.values()]))
-    axes = Panel(_WIDTH, _HEIGHT, right, 0.95, top)
+    axes = Axes(_WIDTH, _HEIGHT, right, 0.95, top)
     line = "L".join(axes.at(*point) for point in fixed)
     marks = "".join(_dot(axes.at(*point), "#555", 2.5) for point in fixed)
     marks += "".join(_dot(axes.at(*point), COLOURS[name], 4) for name, point in points.items())

@@ -1,4 +1,4 @@
-"""What is simulated: eight workloads on two engines, and what they cost. Nothing here was measured on a device.
+"""The simulation: eight workloads on two engines, and their costs. Nothing here was measured on a device.
 
 Seven devices hold actor, critic and reference, and decode side by side; one holds the reward model. The reference and
 the critic read a step's rollouts after the cut, on the actor's devices. FLOPs are 2 N a token and 4 L d a token and
@@ -48,7 +48,7 @@ class Engine:
         row: seconds for each live row.
         context: seconds for each token of context of the live rows.
         padded: whether forward passes are padded to the longest row.
-        reading, forward, training: part of the peak that is reached.
+        reading, forward, training: reached fraction of the peak.
         call: seconds of one call of the reward model.
         overhead, publish: seconds a step.
     """
@@ -106,7 +106,7 @@ class Regime:
         median: of the lengths, at the beginning and at the end of the run; they are lognormal.
         sigma: spread of their logarithm.
         cap: the longest response.
-        runaways: part of the responses that goes on to the cap whatever it is about.
+        runaways: fraction of the responses that run to the cap regardless of the lognormal.
     """
 
     name: str
@@ -143,7 +143,7 @@ REGIMES = (
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds of everything that is done in a regime on an engine; lengths are of responses, in tokens."""
+    """The costs of a regime on an engine in seconds; lengths are of responses, in tokens."""
 
     regime: Regime
     engine: Engine
@@ -161,7 +161,7 @@ class Costs:
         return self.engine.publish
 
     def decoding(self, rows: int, context: float, steps: int) -> float:
-        """Return the seconds of ``steps`` decode steps of so many live rows with that much context at the start."""
+        """Return the seconds of ``steps`` decode steps of ``rows`` live rows with ``context`` tokens at the start."""
         actor, engine = self.regime.actor, self.engine
         filled = (context + rows * steps / 2) / DEVICES
         step = engine.weights[actor] + engine.row[actor] * rows / DEVICES + engine.context[actor] * filled

@@ -1,6 +1,6 @@
 """``python -m benchmarks.convergence [--seeds N]``: run what is missing of the study, then write table and figure.
 
-It can be stopped at any time, and goes on where it was; with more ``--seeds`` it is enlarged.
+A study that was stopped goes on where it was; more ``--seeds`` enlarge it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ PAGE: Final = CHECKOUT / "docs" / "learning.md"
 
 
 def main() -> None:
-    """Run, or write what has been run."""
-    usual = Plan()
+    default = Plan()
     parser = argparse.ArgumentParser(prog="python -m benchmarks.convergence", description=__doc__)
     parser.add_argument("--seeds", type=int, default=8, help="of every arm")
-    parser.add_argument("--steps", type=int, default=usual.steps, help="of PPO, in every run")
-    parser.add_argument("--batch", type=int, default=usual.batch, help="rollouts in a step")
-    parser.add_argument("--examined", type=int, default=usual.examined, help="held-out prompts")
+    parser.add_argument("--steps", type=int, default=default.steps, help="of PPO, in every run")
+    parser.add_argument("--batch", type=int, default=default.batch, help="rollouts in a step")
+    parser.add_argument("--examined", type=int, default=default.examined, help="held-out prompts")
     parser.add_argument("--small", action="store_true", help="tiny models, to try it out")
     parser.add_argument("--out", type=Path, default=HERE, help="where results.json and convergence.svg are")
     parser.add_argument("--table", action="store_true", help="print what has been found; run nothing")

@@ -1,4 +1,4 @@
-"""What is compared: schedules of one and the same training."""
+"""The arms of the study: schedules of the same training."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Arm:
     """One schedule; models, prompts, noise and learning are the same for all.
 
     Attributes:
-        share: rollouts kept in flight beyond the batch, in parts of it; ``None``: not given.
+        share: rollouts kept in flight beyond the batch, as a fraction of it; ``None``: left to the admission.
         held: scoring waits until decoding has ended (:class:`oppo.stages.hold.Hold`), and then has all cores.
-        step: what else it changes in the demo's ``[step]``.
+        step: other changes to the demo's ``[step]``.
     """
 
     name: str
@@ -26,7 +26,7 @@ class Arm:
     step: Mapping[str, object] = field(default_factory=dict)
 
     def settings(self, demo: Settings, batch: int) -> Settings:
-        """Return the demo's settings in this schedule, without what a study does not read of a run."""
+        """Return the demo's settings in this schedule, without the files that a study does not read."""
         extra = {} if self.share is None else {"admission": "overcommit", "extra": round(self.share * batch)}
         quiet = {"panel": "off", "trace": 0, "logged_samples": 0}
         return demo.changed({"step": {"batch": batch, **extra, **self.step}, "run": quiet})
@@ -39,4 +39,4 @@ ADAPTIVE: Final = Arm("adaptive", "streamed, carried over as it pays", share=Non
 STALE: Final = Arm("stale", "streamed, B carried over, up to 8 times", share=1.0, step={"max_deferrals": 8})
 
 ARMS: Final = {arm.name: arm for arm in (SERIAL, CHUNK, FIXED, ADAPTIVE, STALE)}
-"""``serial`` is what all are measured against, ``chunk`` differs from it in rounding only, ``stale`` should do harm."""
+"""``serial`` is the baseline, ``chunk`` differs from it in rounding only, ``stale`` should do harm."""

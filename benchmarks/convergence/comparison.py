@@ -1,4 +1,4 @@
-"""What the outcomes say: paired differences over seeds, with bootstrap intervals, and a verdict for each."""
+"""Paired differences over seeds with bootstrap intervals, and whether each lies within a band."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Quantity: TypeAlias = Literal["score", "kl"]
 
 LEVEL: Final = 0.9
 BAND: Final = 0.1
-"""Differences within this part of serial's own gain count as none."""
+"""Differences within this fraction of serial's own gain count as none."""
 
 LEAST: Final = 5
-"""Seeds below which nothing is decided: the bootstrap of fewer knows too little of their spread."""
+"""Least seeds for a decision: fewer show too little of their spread."""
 
 DRAWS: Final = 10_000
 
@@ -33,18 +33,18 @@ class Interval:
     high: float
 
     def in_parts_of(self, unit: float) -> Interval:
-        """Return the same as parts of ``unit``, which is more than 0."""
+        """Return the interval divided by ``unit`` > 0."""
         return Interval(self.mean / unit, self.low / unit, self.high / unit)
 
     def within(self, band: float) -> bool:
-        """Return whether all of it lies within ``band`` of 0."""
+        """Return whether the interval lies within ``band`` of 0."""
         return -band <= self.low and self.high <= band
 
 
 def bootstrap(values: Sequence[float] | NDArray[np.float64], level: float = LEVEL) -> Interval:
-    """Return the mean of one value for each seed, with the percentile interval of resampled seeds.
+    """Return the mean over seeds of one value each, with the percentile interval of resampled seeds.
 
-    The draws are the same in every call. Of n values the interval is about sqrt((n - 1) / n) as wide as it should be.
+    The draws are the same in every call. For n values the interval is too narrow, by about sqrt((n - 1) / n).
     """
     seeds = np.asarray(values, np.float64)
     picked = np.random.default_rng(0).integers(len(seeds), size=(DRAWS, len(seeds)))
@@ -54,13 +54,13 @@ def bootstrap(values: Sequence[float] | NDArray[np.float64], level: float = LEVE
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How an arm ends, against serial.
+    """The final value of an arm against serial's.
 
     Attributes:
         seeds: pairs that were compared.
-        gain: what serial gained over the start, in the mean.
-        relative: the arm's final value less serial's, in parts of that gain.
-        noise: standard error of ``relative.mean`` that comes of examining so few responses alone.
+        gain: mean gain of serial over the start.
+        relative: the arm's final value less serial's, as a fraction of that gain.
+        noise: standard error of ``relative.mean`` due to the number of examined responses alone.
     """
 
     quantity: Quantity
@@ -77,18 +77,18 @@ class Difference:
         return self.relative.within(BAND)
 
     @property
-    def verdict(self) -> str:
-        """The same in words."""
+    def conclusion(self) -> str:
+        """Whether it holds, in words."""
         return {True: "holds", False: "does not hold", None: "is undecided"}[self.holds]
 
 
 def difference(results: Results, arm: str, quantity: Quantity) -> Difference:
-    """Return how an arm ends, against serial, over the seeds of which every arm has been run.
+    """Return the difference of an arm to serial, over the seeds of which every arm has been run.
 
     Raises:
         ValueError: there is no such seed, or the base policy has not been examined.
     """
-    ours, serial = (_finals(results.of(name), quantity) for name in (arm, SERIAL.name))
+    ours, serial = ([_of(each.answers, quantity) for each in results.of(name)] for name in (arm, SERIAL.name))
     if results.start is None or not ours:
         raise ValueError("nothing can be compared before the base policy and all arms of one seed have been run")
     gain = float(np.mean([each.mean for each in serial])) - _of(results.start, quantity).mean
@@ -104,19 +104,15 @@ def difference(results: Results, arm: str, quantity: Quantity) -> Difference:
 
 
 def harm(results: Results, arm: str) -> bool | None:
-    """Return whether an arm ends with a lower score than serial, all of the interval; ``None``: too few seeds."""
+    """Return whether an arm's final score lies below serial's, all of the interval; ``None``: too few seeds."""
     found = difference(results, arm, "score")
     return None if found.holds is None else found.relative.high < 0
 
 
 def curve(results: Results, arm: str, of: Callable[[Outcome], Sequence[float]]) -> list[Interval]:
-    """Return the mean over seeds of what each step showed, by step."""
+    """Return the mean over seeds of a value of each step, by step."""
     table = np.array([of(outcome) for outcome in results.of(arm)], np.float64)
     return [bootstrap(column) for column in table.T]
-
-
-def _finals(outcomes: Sequence[Outcome], quantity: Quantity) -> list[Estimate]:
-    return [_of(outcome.answers, quantity) for outcome in outcomes]
 
 
 def _of(answers: Answers, quantity: Quantity) -> Estimate:

@@ -9,7 +9,7 @@ from typing import Final
 from benchmarks.convergence.arms import ARMS
 from benchmarks.convergence.comparison import Interval, curve
 from benchmarks.convergence.results import Results
-from oppo.report.svg import Panel, picture, placed
+from oppo.report.svg import Axes, picture, placed
 
 COLOURS: Final = {
     "serial": "#111827",
@@ -38,26 +38,26 @@ def figure(results: Results) -> str:
 
 
 def legend(results: Results) -> str:
-    """Return the names of the arms in their colours, and what the lines are."""
-    said = [
+    """Return the names of the arms in their colours, and the meaning of the lines."""
+    entries = [
         f'<text x="{LEFT + 90 * k}" y="18" fill="{COLOURS[arm]}" font-weight="600">{arm}</text>'
         for k, arm in enumerate(ARMS)
     ]
     words = f"score of the rollouts trained: mean of {len(results.whole())} seeds, 90 % interval"
-    said.append(f'<text x="{LEFT + 90 * len(ARMS)}" y="18" fill="#555">{words}</text>')
-    return "".join(said)
+    entries.append(f'<text x="{LEFT + 90 * len(ARMS)}" y="18" fill="#555">{words}</text>')
+    return "".join(entries)
 
 
 def panel(xs: dict[str, list[float]], scores: dict[str, list[Interval]], label: str) -> str:
     """Return one panel: ``label`` to the right, the score upwards."""
     bounds = [bound for each in scores.values() for one in each for bound in (one.low, one.high)]
     spare = 0.05 * (max(bounds) - min(bounds)) or 1.0
-    axes = Panel(WIDTH, HEIGHT, max(max(x) for x in xs.values()), min(bounds) - spare, max(bounds) + spare)
+    axes = Axes(WIDTH, HEIGHT, max(max(x) for x in xs.values()), min(bounds) - spare, max(bounds) + spare)
     drawn = "".join(line(axes, xs[arm], scores[arm], COLOURS[arm]) for arm in scores)
     return axes.framed(drawn, label=label, end=f"{axes.right:.0f}", y=".1f")
 
 
-def line(axes: Panel, x: Sequence[float], y: Sequence[Interval], colour: str) -> str:
+def line(axes: Axes, x: Sequence[float], y: Sequence[Interval], colour: str) -> str:
     """Return an arm's mean as a line, over its interval as a band."""
     points = list(zip(x, y, strict=True))
     middle = "L".join(axes.at(at, each.mean) for at, each in points)

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.convergence.one REQUEST ANSWER``: a run in a process of its own, asked and answered in JSON.
+"""``python -m benchmarks.convergence.one REQUEST ANSWER``: a run in a process of its own, with JSON in and out.
 
 The request is ``{"plan": {...}, "arm": ..., "seed": ...}``; without an arm the base policy is examined.
 """
@@ -20,42 +20,41 @@ from benchmarks.convergence.results import Answers, Cell, Outcome, Plan, answers
 
 
 def outcome(plan: Plan, cell: Cell) -> Outcome:
-    """Return what comes of a run, in a process of its own.
+    """Return the outcome of a run in a process of its own.
 
     Raises:
-        CalledProcessError: it failed; what it said is on standard error.
+        CalledProcessError: it failed; its output is on standard error.
     """
-    return Outcome.of(_asked({"plan": asdict(plan), "arm": cell.arm, "seed": cell.seed}))
+    return Outcome.of(_answer({"plan": asdict(plan), "arm": cell.arm, "seed": cell.seed}))
 
 
 def start(plan: Plan) -> Answers:
-    """Return how the base policy answers; what every run begins with is made first, if need be.
+    """Return the answers of the base policy, which is made first if it is missing.
 
     Raises:
-        CalledProcessError: it could not.
+        CalledProcessError: the process failed.
     """
-    return answers_of(_asked({"plan": asdict(plan)}))
+    return answers_of(_answer({"plan": asdict(plan)}))
 
 
-def _asked(request: Mapping[str, object]) -> Mapping[str, Any]:
+def _answer(request: Mapping[str, object]) -> Mapping[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
         command = [sys.executable, "-m", "benchmarks.convergence.one", json.dumps(request), str(answer)]
         subprocess.run(command, cwd=CHECKOUT, check=True)
-        told: Mapping[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
-        return told
+        content: Mapping[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+        return content
 
 
 def main(request: str, answer: str) -> None:
-    """Answer a request."""
     from benchmarks.convergence import training  # noqa: PLC0415 - only this process needs torch
 
-    told = json.loads(request)
-    plan = Plan(**told["plan"])
+    cell = json.loads(request)
+    plan = Plan(**cell["plan"])
     assets = training.assets_of(plan)
-    if "arm" in told:
+    if "arm" in cell:
         with tempfile.TemporaryDirectory() as runs:
-            done: Outcome | Answers = training.train(plan, ARMS[told["arm"]], told["seed"], assets, Path(runs))
+            done: Outcome | Answers = training.train(plan, ARMS[cell["arm"]], cell["seed"], assets, Path(runs))
     else:
         done = training.answers(plan, assets, assets.actor)
     Path(answer).write_text(json.dumps(asdict(done)), encoding="utf-8")

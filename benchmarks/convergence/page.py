@@ -14,7 +14,7 @@ END: Final = "<!-- end -->"
 
 
 def section(results: Results) -> str:
-    """Return the section, heading and all; nothing where nothing was measured."""
+    """Return the section with its heading; nothing without results."""
     seeds = len(results.whole())
     if not seeds or results.start is None:
         return ""
@@ -37,7 +37,6 @@ has ended; `benchmarks/README.md` says more.
 
 
 def table(results: Results) -> str:
-    """Return a row for each arm."""
     head = ["", "schedule", "score", "against serial", "KL, nats", "against serial", "s a run", "mean lag", "carried"]
     rows = [head, ["---"] * len(head)]
     for name, arm in ARMS.items():
@@ -59,13 +58,12 @@ def table(results: Results) -> str:
 
 
 def percent(found: Difference) -> str:
-    """Return a difference with its interval."""
     relative = found.relative
     return f"{relative.mean:+.1%} ({relative.low:+.1%} to {relative.high:+.1%})"
 
 
 def findings(results: Results) -> str:
-    """Return what the table comes to, line by line."""
+    """Return the findings, line by line."""
     words = {
         True: "does harm: all of the interval of its score lies below serial's",
         False: "shows no harm to the score beyond chance",
@@ -73,31 +71,31 @@ def findings(results: Results) -> str:
     }
     score, kl = (difference(results, ADAPTIVE.name, quantity).noise for quantity in ("score", "kl"))
     return (
-        f"{verdict(results, ADAPTIVE.name)}\n{verdict(results, FIXED.name)}\n"
+        f"{conclusion(results, ADAPTIVE.name)}\n{conclusion(results, FIXED.name)}\n"
         f"- `{STALE.name}` {words[harm(results, STALE.name)]}.\n"
         f"- Of every difference, examining only {results.plan.examined} responses has a standard error of "
         f"{score:.1%} for the score and {kl:.1%} for the KL."
     )
 
 
-def verdict(results: Results, arm: str) -> str:
-    """Return whether an arm learns what serial does, in a sentence."""
+def conclusion(results: Results, arm: str) -> str:
+    """Return whether an arm learns as serial does, in a sentence."""
     late = fmean(each.late for each in results.of(arm))
-    score, kl = (difference(results, arm, quantity).verdict for quantity in ("score", "kl"))
+    score, kl = (difference(results, arm, quantity).conclusion for quantity in ("score", "kl"))
     return (
         f"- That `{arm}`, which carried {late:.0%} over, ends within {BAND:.0%} of serial's gain **{score}** for the "
         f"score and **{kl}** for the KL."
     )
 
 
-def placed(page: str, told: str) -> str:
+def placed(page: str, content: str) -> str:
     """Return the page with the section between its markers.
 
     Raises:
-        ValueError: the markers are not there.
+        ValueError: a marker is missing.
     """
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"the page has no {BEGIN.strip()} with {END} after it, so the section has no place in it")
-    return f"{before}{begin}{told}{end}{after}"
+    return f"{before}{begin}{content}{end}{after}"

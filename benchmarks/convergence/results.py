@@ -1,4 +1,4 @@
-"""What is kept of a study: one file, written after every run, that a later call goes on with."""
+"""The results of a study: one file, written after every run, that a later call goes on with."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FILE: Final = "results.json"
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How large every run of a study is.
+    """The size of every run of a study.
 
     Attributes:
         steps: of PPO.
@@ -41,7 +41,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What held-out prompts were answered, each with the same noise for every policy.
+    """Statistics of the answers to held-out prompts, sampled with the same noise for every policy.
 
     Attributes:
         score: the reward model's.
@@ -56,15 +56,15 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of one run.
+    """The outcome of one run.
 
     Attributes:
         answers: of the final policy.
         seconds: of each step.
-        scores: mean score of what each step trained.
+        scores: mean score of the rollouts that each step trained.
         extra: mean number of rollouts kept in flight beyond the batch.
         lag: mean versions between a token and its update.
-        late: part of the trained rollouts that had been carried over.
+        late: fraction of the trained rollouts that had been carried over.
     """
 
     answers: Answers
@@ -77,12 +77,11 @@ class Outcome:
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Self:
         """Return the outcome that a record holds."""
-        told = {"seconds": tuple(record["seconds"]), "scores": tuple(record["scores"])}
-        return cls(**{**record, **told, "answers": answers_of(record["answers"])})
+        curves = {name: tuple(record[name]) for name in ("seconds", "scores")}
+        return cls(**{**record, **curves, "answers": answers_of(record["answers"])})
 
 
 def answers_of(record: Mapping[str, Mapping[str, float]]) -> Answers:
-    """Return the answers that a record holds."""
     return Answers(**{name: Estimate(**each) for name, each in record.items()})
 
 
@@ -96,11 +95,11 @@ class Cell:
 
 @dataclass(slots=True)
 class Results:
-    """Everything that is known so far.
+    """The results so far.
 
     Attributes:
-        machine: what it was measured on.
-        start: how the base policy answers; ``None`` until it has been asked.
+        machine: of the study.
+        start: answers of the base policy; ``None`` before they are sampled.
     """
 
     plan: Plan
@@ -110,18 +109,18 @@ class Results:
 
     @classmethod
     def load(cls, directory: Path) -> Self:
-        """Return what the file in ``directory`` holds."""
-        told = json.loads((directory / FILE).read_text(encoding="utf-8"))
+        """Return the results in the file of ``directory``."""
+        content = json.loads((directory / FILE).read_text(encoding="utf-8"))
         return cls(
-            Plan(**told["plan"]),
-            told["machine"],
-            None if told["start"] is None else answers_of(told["start"]),
-            {Cell(**each["cell"]): Outcome.of(each["outcome"]) for each in told["runs"]},
+            Plan(**content["plan"]),
+            content["machine"],
+            None if content["start"] is None else answers_of(content["start"]),
+            {Cell(**each["cell"]): Outcome.of(each["outcome"]) for each in content["runs"]},
         )
 
     @classmethod
     def go_on(cls, directory: Path, plan: Plan) -> Self:
-        """Return what the file in ``directory`` holds, or nothing yet if there is none.
+        """Return the results in the file of ``directory``; empty ones without the file.
 
         Raises:
             ConfigError: it is of another plan.
@@ -152,7 +151,7 @@ class Results:
         aside.replace(directory / FILE)
 
     def whole(self) -> list[int]:
-        """Return the seeds of which every arm has been run: only those are compared."""
+        """Return the seeds of which every arm has been run; only they are compared."""
         seeds = sorted({cell.seed for cell in self.outcomes})
         return [seed for seed in seeds if all(Cell(seed, arm) in self.outcomes for arm in ARMS)]
 

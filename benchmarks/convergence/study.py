@@ -1,4 +1,4 @@
-"""Runs what is missing of a study, one run at a time, and keeps every outcome as soon as it is known."""
+"""Makes the missing runs of a study, one at a time, and saves each outcome at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.convergence.results import Answers, Cell, Outcome, Plan, Results
 
 
 def cells(seeds: int) -> Iterator[Cell]:
-    """Yield all runs: the arms of a seed one after another, so that seconds are fair, and not always the same first."""
+    """Yield all runs: the arms of a seed in a row, for fair seconds, and each seed beginning with another."""
     names = list(ARMS)
     for seed in range(seeds):
         first = seed % len(names)
@@ -26,7 +26,7 @@ def study(
     outcome: Callable[[Plan, Cell], Outcome],
     tell: Callable[[str], None],
 ) -> None:
-    """Add to the results what is missing of ``seeds`` seeds; the file in ``directory`` is written after every run."""
+    """Add the missing runs of ``seeds`` seeds to the results; the file in ``directory`` is written after every run."""
     if results.start is None:
         results.start = start(results.plan)
         results.save(directory)

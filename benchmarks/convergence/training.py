@@ -1,4 +1,4 @@
-"""One run of a study, from ``oppo train``'s path to what its final policy answers."""
+"""One run of a study: trained as by ``oppo train``, its final policy examined."""
 
 from __future__ import annotations
 
@@ -26,21 +26,20 @@ from oppo.models import Sampling
 from oppo.stages.hold import held
 
 NOISE: Final = 20_000
-"""Seed of the noise that every policy answers the held-out prompts with; no run trains with it."""
+"""Seed of the noise in the answers to held-out prompts; no run trains with it."""
 
 
 def demo_of(plan: Plan) -> Demo:
-    """Return the demo that the runs of a study are."""
     return replace(SHORT if plan.small else FULL, steps=plan.steps)
 
 
 def assets_of(plan: Plan, cache: Path | None = None) -> Assets:
-    """Return the demo's models and prompts: the same for every seed and arm, made once."""
+    """Return the demo's models and prompts, made once for all seeds and arms."""
     return make_assets(cache or cache_directory(), small=plan.small)
 
 
 def train(plan: Plan, arm: Arm, seed: int, assets: Assets, directory: Path) -> Outcome:
-    """Return what comes of a run; ``directory`` holds its run directory afterwards."""
+    """Return the outcome of a run, which leaves its run directory in ``directory``."""
     demo = settings_of(demo_of(plan), assets, directory / f"{arm.name}-{seed}", seed)
     settings = arm.settings(demo, plan.batch)
     with prepare(settings) as session:
@@ -62,7 +61,7 @@ def train(plan: Plan, arm: Arm, seed: int, assets: Assets, directory: Path) -> O
 
 
 async def carry_out(session: PreparedRun, arm: Arm) -> None:
-    """Run a session as ``oppo train`` does; where scoring is held, it has every core, as it runs beside nothing."""
+    """Run a session as ``oppo train`` does; held scoring has every core, since nothing runs beside it."""
     if arm.held:
         scoring = session.assembly.places.scoring.host(available_cores())
         await scoring.call("cores", use_cores)
@@ -71,7 +70,6 @@ async def carry_out(session: PreparedRun, arm: Arm) -> None:
 
 
 def answers(plan: Plan, assets: Assets, actor: Path) -> Answers:
-    """Return how a policy answers the held-out prompts."""
     stop = Text(load_tokenizer(assets.actor)).stop((), ())
     sampling = Sampling(max_new_tokens=demo_of(plan).max_new_tokens, stop=stop, seed=NOISE)
     found = examine(
@@ -86,5 +84,5 @@ def answers(plan: Plan, assets: Assets, actor: Path) -> Answers:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Return mean and standard error of values of different prompts."""
+    """Return mean and standard error over prompts."""
     return Estimate(float(np.mean(values)), float(np.std(values, ddof=1) / np.sqrt(len(values))))

@@ -27,7 +27,7 @@ SHAPES: Final[Mapping[str, Shape]] = MappingProxyType(
 LENGTHS: Final[Mapping[str, Sequence[int]]] = MappingProxyType(
     {"32 ragged": lognormal_lengths(32), "32 equal": [96] * 32, "1": [192]}
 )
-"""Batches: lengths as responses have them, lengths that let ``generate`` waste nothing, and one row."""
+"""Batches: lengths as of responses, equal lengths, with which ``generate`` wastes nothing, and one row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Case:
 def measure(
     rounds: int, shapes: Mapping[str, Shape] = SHAPES, batches: Mapping[str, Sequence[int]] = LENGTHS
 ) -> Sequence[Case]:
-    """Return every case, compared over so many rounds."""
+    """Return every case, compared over ``rounds`` rounds."""
     return [
         Case(name, batch, *_compared(shape, lengths, rounds))
         for name, shape in shapes.items()
@@ -61,7 +61,6 @@ def measure(
 
 
 def show(cases: Sequence[Case]) -> str:
-    """Return the cases as a table for people."""
     head = (
         f"{'model':<14} {'size':>6}  {'batch':<10} {'ours':>8} {'generate':>9}  {'ratio (min - max)':<20} {'cache':>5}"
     )
@@ -72,9 +71,8 @@ def show(cases: Sequence[Case]) -> str:
 
 
 def as_json(cases: Sequence[Case], rounds: int) -> Mapping[str, object]:
-    """Return the cases and where they were measured, as ``json`` writes them."""
-    told = [{**asdict(case), "ratio": case.found.ratio} for case in cases]
-    return {"machine": asdict(Machine.here("cpu")), "threads": 1, "rounds": rounds, "cases": told}
+    entries = [{**asdict(case), "ratio": case.found.ratio} for case in cases]
+    return {"machine": asdict(Machine.here("cpu")), "threads": 1, "rounds": rounds, "cases": entries}
 
 
 def _compared(shape: Shape, lengths: Sequence[int], rounds: int) -> tuple[int, DecodingComparison]:

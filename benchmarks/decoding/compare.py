@@ -1,9 +1,8 @@
 """Our decoder beside ``model.generate``: the same prompts, lengths and weights, in turns, in one thread.
 
 Both make ``lengths[i]`` tokens for prompt ``i``, drawn from the whole distribution at temperature 1; ours with their
-log-probs. ``generate`` cannot let a row leave: it decodes all of them until the longest has ended, and what it makes
-beyond a row's length is not counted. So with equal lengths the figures compare decode steps, and with ragged ones whole
-batches of rollouts.
+log-probs. ``generate`` decodes all rows until the longest has ended; tokens beyond a row's length do not count. So
+equal lengths compare decode steps, and ragged ones whole batches of rollouts.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from oppo.models import Sampling
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """What the cache held over a run; looked at after each decode step.
+    """Memory of the cache over a run, sampled after each decode step.
 
     Attributes:
-        allocated: the most bytes that keys and values ever took.
-        needed: the most bytes that the tokens read by then ever needed.
-        worst: the largest ratio of the two at any moment at which at least half of the peak was needed.
+        allocated: peak bytes of keys and values.
+        needed: peak bytes that the tokens read by then need.
+        worst: the largest ratio of the two while at least half of the peak is needed.
     """
 
     allocated: int
@@ -42,14 +41,14 @@ class Occupancy:
 
 @dataclass(frozen=True, slots=True)
 class DecodingComparison:
-    """What :func:`compare_decoding` found; figures in rounds' order, each round with one run of both.
+    """The result of :func:`compare_decoding`, by round.
 
     Attributes:
         batch: rows decoded together.
         tokens: made by each of the two in each round.
         ours: tokens a second of the decoder.
         generate: tokens a second of ``model.generate``.
-        cache: what the decoder's cache took.
+        cache: memory of the decoder's cache.
     """
 
     batch: int
@@ -60,7 +59,7 @@ class DecodingComparison:
 
     @property
     def ratios(self) -> tuple[float, ...]:
-        """How many times faster the decoder was, in each round."""
+        """The decoder's speed over that of ``generate``, by round."""
         return tuple(a / b for a, b in zip(self.ours, self.generate, strict=True))
 
     @property
@@ -84,20 +83,18 @@ def compare_decoding(
     threads: int = 1,
     clock: Callable[[], float] = observe.now,
 ) -> DecodingComparison:
-    """Return how fast ``model`` decodes here and in ``generate``, over rounds in which they take turns.
+    """Return the speeds of the decoder and of ``generate``, over rounds in which they take turns.
 
-    One more round before the first is not counted. The calling thread's intra-op thread count is restored.
+    A round before the first is not counted. The calling thread's intra-op thread count is restored.
 
     Args:
         model: a causal LM.
         lengths: of the responses, one for each row of the batch.
-        prompts: their lengths; ``generate`` is given them padded on the left.
-        rounds: how often both run.
-        threads: intra-op threads of both.
-        clock: seconds. Beside other work on the same cores, ``time.thread_time`` with one thread tells more.
+        prompts: lengths of the prompts, which are padded on the left for ``generate``.
+        clock: seconds; on busy cores ``time.thread_time`` with one thread is more exact.
 
     Raises:
-        ValueError: there are not as many prompts as lengths, or a prompt or length is below 1.
+        ValueError: the numbers of prompts and lengths differ, or one is below 1.
     """
     if len(prompts) != len(lengths) or min((*lengths, *prompts), default=0) < 1:
         raise ValueError(
@@ -141,7 +138,7 @@ class _Contest:
             self._mask[row, width - len(tokens) :] = 1
 
     def ours(self, watch: Callable[[DecodeStep], None] = lambda made: None) -> None:
-        """Decode all rows to their lengths, each of which leaves then."""
+        """Decode all rows, each to its length."""
         rows = [
             DecodeRow(number, Prompt(number, number, tokens), length)
             for number, (tokens, length) in enumerate(zip(self._prompts, self._lengths, strict=True))
@@ -166,7 +163,7 @@ class _Contest:
         )
 
     def occupancy(self) -> Occupancy:
-        """Decode once more, and look at the cache after each decode step."""
+        """Decode once more, and sample the cache after each decode step."""
         seen = list[tuple[int, int]]()
         self.ours(lambda made: seen.append(self._decoder.reader.memory()))
         peak = max(needed for _, needed in seen)

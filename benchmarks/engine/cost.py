@@ -1,9 +1,9 @@
 """The engine's own cost: CPU time per chunk, from ten rollouts in flight to ten thousand, with fakes for models.
 
-Costs are CPU seconds of the one thread in which the event loop runs (``time.thread_time``): the engine computes in no
-other and these loads never wait, so that is all it costs, and other programs on the machine are not counted. The
-garbage collector stays on, as in a run, and is asked to finish before each repetition; its part of the cost is shown,
-since it grows with the number of objects alive, whoever made them. Repetitions of all loads and sizes are interleaved.
+Costs are CPU seconds of the event loop's thread (``time.thread_time``), without other programs: the engine computes in
+no other thread, and these loads never wait. The garbage collector stays on, as in a run, and collects before each
+repetition. Its part of the cost is shown, since it grows with all objects alive. Repetitions of all loads and sizes are
+interleaved.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import gc
 import platform
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import anyio
@@ -25,7 +24,7 @@ SIZES = (10, 100, 1_000, 10_000)
 """Live rollouts."""
 REPEATS = 5
 LEAST_CHUNKS = 10_000
-"""Small sizes run as many steps as it takes to send so many chunks."""
+"""Least chunks of a repetition; small sizes run more steps for it."""
 LEAST_STEPS = 2
 
 Clock: TypeAlias = Callable[[], float]
@@ -33,12 +32,12 @@ Clock: TypeAlias = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Something for the engine to carry.
+    """A load of the engine.
 
     Attributes:
-        title: what it is, for people.
-        edges: what the cost of a chunk is divided by: the edges that it travels.
-        run: ``run(rollouts, steps)`` yields 0 when all is ready, then the chunks of each step when it is over.
+        title: a description.
+        edges: that a chunk travels; its cost is divided by them.
+        run: ``run(rollouts, steps)`` yields 0 once it is ready, then the chunks of each step after it.
     """
 
     title: str
@@ -55,12 +54,12 @@ LOADS: Mapping[str, Load] = {
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a load costs at one size; a number for each repetition.
+    """The cost of a load at one size, by repetition.
 
     Attributes:
         load: its name in :data:`LOADS`.
-        rollouts: how many are live.
-        chunks: how many were sent in a repetition.
+        rollouts: live at once.
+        chunks: sent in a repetition.
         microseconds: CPU time per chunk and edge.
         collector: the garbage collector's part of it.
 
@@ -93,32 +92,6 @@ class _Sample:
     collecting: float = 0.0
 
 
-@dataclass(slots=True)
-class _Collector:
-    """Adds up the time that the garbage collector takes."""
-
-    clock: Clock
-    seconds: float = 0.0
-    _began: float = field(default=0.0)
-
-    def note(self, phase: Literal["start", "stop"], info: Mapping[str, int]) -> None:
-        del info
-        if phase == "start":
-            self._began = self.clock()
-        else:
-            self.seconds += self.clock() - self._began
-
-
-@contextmanager
-def _collecting(clock: Clock) -> Iterator[_Collector]:
-    collector = _Collector(clock)
-    gc.callbacks.append(collector.note)
-    try:
-        yield collector
-    finally:
-        gc.callbacks.remove(collector.note)
-
-
 def measure(
     sizes: Sequence[int] = SIZES,
     repeats: int = REPEATS,
@@ -126,18 +99,11 @@ def measure(
     least_chunks: int = LEAST_CHUNKS,
     clock: Clock = time.thread_time,
 ) -> tuple[Cost, ...]:
-    """Return the cost of every load at every size; takes a minute or two as it is.
-
-    Args:
-        sizes: live rollouts.
-        repeats: of each load and size.
-        least_chunks: to be sent in a repetition.
-        clock: seconds; must not go on while other programs run.
-    """
+    """Return the cost of every load at every size, by a clock of CPU seconds; takes a minute or two."""
     cases = [(name, size) for name in LOADS for size in sizes]
     samples: dict[tuple[str, int], list[_Sample]] = {case: [] for case in cases}
     for name in LOADS:
-        anyio.run(_sample, LOADS[name], 10, LEAST_STEPS, clock)  # whatever Python does once has been done
+        anyio.run(_sample, LOADS[name], 10, LEAST_STEPS, clock)  # warm-up
     for _ in range(repeats):
         for name, size in cases:
             steps = max(LEAST_STEPS, least_chunks // (size * loads.CHUNKS))
@@ -146,16 +112,27 @@ def measure(
 
 
 async def _sample(load: Load, rollouts: int, steps: int, clock: Clock) -> _Sample:
-    sample = _Sample()
+    sample, began = _Sample(), 0.0
+
+    def on_collection(phase: Literal["start", "stop"], info: Mapping[str, int]) -> None:
+        nonlocal began
+        del info
+        if phase == "start":
+            began = clock()
+        else:
+            sample.collecting += clock() - began
+
     running = load.run(rollouts, steps)
     await anext(running)
     gc.collect()
-    with _collecting(clock) as collector:
+    gc.callbacks.append(on_collection)
+    try:
         start = clock()
         async for chunks in running:
             sample.chunks += chunks
         sample.seconds = clock() - start
-    sample.collecting = collector.seconds
+    finally:
+        gc.callbacks.remove(on_collection)
     return sample
 
 
@@ -171,7 +148,6 @@ def _cost(name: str, size: int, samples: Sequence[_Sample]) -> Cost:
 
 
 def show(costs: Sequence[Cost]) -> str:
-    """Return the costs as a table for people."""
     head = f"{'load':<8} {'rollouts':>8} {'us/chunk':>9} {'min':>7} {'max':>7} {'of it gc':>9} {'chunks/s':>9}"
     lines = [head, "-" * len(head)]
     lines += [
@@ -189,7 +165,6 @@ def _divided(load: Load) -> str:
 
 
 def as_json(costs: Sequence[Cost]) -> Mapping[str, object]:
-    """Return the costs and how they came about, as ``json`` writes them."""
     return {
         "clock": "time.thread_time of the event loop's thread",
         "unit": "microseconds of CPU time per chunk and edge",

@@ -1,4 +1,4 @@
-"""What the engine is given to carry when its own cost is measured. Each load yields 0 once all is ready to begin."""
+"""Loads for measuring the engine's own cost. Each yields 0 once it is ready to begin."""
 
 from __future__ import annotations
 
@@ -39,11 +39,7 @@ def story(rollout: int) -> Sequence[Event]:
 
 @dataclass(eq=False)
 class Replay:
-    """Sends the events of many rollouts, made before, as decode steps do: one chunk of each after the other.
-
-    Attributes:
-        rollouts: how many are live at once.
-    """
+    """Sends prepared events of ``rollouts`` live rollouts as decode steps do: one chunk of each in turn."""
 
     rollouts: int
     _steps: Sequence[Sequence[Event]] = field(init=False, repr=False)
@@ -63,11 +59,7 @@ class Replay:
 
 @dataclass(eq=False)
 class ReplayEach:
-    """Sends the events of many rollouts, made before, each from a task of its own that may have to wait for room.
-
-    Attributes:
-        rollouts: how many are live at once.
-    """
+    """Sends prepared events of ``rollouts`` live rollouts, each from a task of its own that may wait for room."""
 
     rollouts: int
     _stories: Sequence[Sequence[Event]] = field(init=False, repr=False)
@@ -91,11 +83,7 @@ class ReplayEach:
 
 @dataclass(eq=False)
 class Listen:
-    """Takes everything that is queued at once, as :class:`oppo.stages.Score` does, and answers each ``Finish``.
-
-    Attributes:
-        tokens: how many tokens have come.
-    """
+    """Drains its channel, as :class:`oppo.stages.Score` does, counts tokens, and answers each ``Finish``."""
 
     tokens: int = 0
 
@@ -112,7 +100,7 @@ class Listen:
 
 @dataclass(eq=False)
 class Align:
-    """Joins the three answers to each rollout, and results in how many there were."""
+    """Joins the three answers to each rollout, and sends their number."""
 
     async def run(
         self,
@@ -128,14 +116,14 @@ class Align:
 
 
 def fan(source: Replay | ReplayEach, builder: GraphBuilder[int]) -> Graph[int]:
-    """Return ``source``, three readers of its chunks and the join of what they answer, as a graph."""
+    """Return a graph of ``source``, three readers of its chunks, and the join of their answers."""
     rollout = builder.add("generate", source, builder.prompts)
     a, b, c = (builder.add(name, Listen(), rollout) for name in ("a", "b", "c"))
     return builder.build(builder.add("join", Align(), a, b, c))
 
 
 async def edges(rollouts: int, steps: int) -> AsyncIterator[int]:
-    """Yield the chunks sent in each step, through channels that never fill: send, fan-out, drain, join; no merging."""
+    """Yield the chunks of each step through channels that never fill: send, fan-out, drain, join; no merging."""
     graph = fan(Replay(rollouts), GraphBuilder[int]("edges", capacity=4 * rollouts))
     async with graph.open(count()) as run:
         yield 0
@@ -144,7 +132,7 @@ async def edges(rollouts: int, steps: int) -> AsyncIterator[int]:
 
 
 async def crowded(rollouts: int, steps: int) -> AsyncIterator[int]:
-    """Yield the chunks sent in each step, through channels that are full: senders stand in line, chunks are merged."""
+    """Yield the chunks of each step through full channels: senders wait in line, chunks are merged."""
     builder = GraphBuilder[int]("crowded", capacity=max(4, rollouts // 4), merge=merge_chunks, key=rollout_of)
     async with fan(ReplayEach(rollouts), builder).open(count()) as run:
         yield 0
@@ -162,7 +150,7 @@ def _zeros(event: Finish, _read: tuple[int, ...], _version: int) -> FloatArray:
 
 
 async def step(rollouts: int, steps: int) -> AsyncIterator[int]:
-    """Yield the chunks made in each step of PPO as :func:`oppo.ppo` builds it, with an eighth overcommitted."""
+    """Yield the chunks of each step of :func:`oppo.ppo`, with an eighth overcommitted."""
     extra = rollouts // 9
     policy = FakePolicy(length, seconds=0.0)
     graph = ppo(

@@ -1,8 +1,8 @@
-"""The depths of a workload's models on the host at hand, chosen so that a serial step has the shares it is to have.
+"""Chooses the depths of a workload's models so that the phases of a serial step have their stated shares on this host.
 
-What a layer costs beside a decode step depends on the cores. So the workload is run serially, the depths of its reward
-model and its critic are chosen from what was measured, and it is run again, until the shares are within their bounds.
-The actor stays as it is: it decodes as long as it decodes, and is taught once.
+The cost of a layer relative to a decode step depends on the cores. So the workload is run serially, the depths of its
+reward model and its critic are chosen from the measured costs, and it is run again, until the shares are within their
+bounds. The actor, which is taught once, keeps its depth.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from benchmarks.ladder.workloads import Bound, Layout, Phase, Workload
 TRIES: Final = 4
 """Serial runs, at most."""
 DEEPEST: Final = 48
-"""Layers that a reward model or a critic may be given."""
+"""Most layers of a reward model or a critic."""
 WELL_WITHIN: Final = 0.8
-"""Shares this close to the middle of their bounds, where 1 is at a bound, are not tried to be bettered."""
+"""Distance of the shares from the middle of their bounds, where 1 is a bound, that ends the search."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Depths:
 
     @classmethod
     def of(cls, workload: Workload) -> Depths:
-        """Return those of a workload."""
+        """Return the depths of a workload's models."""
         return cls(workload.models.reward.layers, workload.models.critic.layers)
 
     def applied(self, workload: Workload) -> Workload:
@@ -45,7 +45,7 @@ class Depths:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds of serial steps: by model what scored, the phases, and all of them with whatever was no phase."""
+    """Seconds of serial steps: decoding, each scorer, the update, and the whole with the time of no phase."""
 
     decode: float
     reference: float
@@ -56,7 +56,7 @@ class Costs:
 
     @classmethod
     def of(cls, steps: Sequence[StepRecord]) -> Costs:
-        """Return what serial steps cost together."""
+        """Return the costs of serial steps together."""
 
         def busy(model: str) -> float:
             return math.fsum(step.busy.get(model, 0.0) for step in steps)
@@ -76,20 +76,20 @@ class Costs:
         return {"decode": self.decode / self.whole, "score": score / self.whole, "update": self.update / self.whole}
 
     def at(self, new: Depths, old: Depths, actor_layers: int) -> Costs:
-        """Return the costs with models of other depths: scoring costs its layers, an update also those of the actor.
+        """Return the costs at other depths: in proportion to a scorer's layers, in an update to actor's plus critic's.
 
         A layer of the critic counts as one of the actor's, which is as wide.
         """
         reward = self.reward * new.reward / old.reward
         critic = self.critic * new.critic / old.critic
         update = self.update * (actor_layers + new.critic) / (actor_layers + old.critic)
-        more = reward - self.reward + critic - self.critic + update - self.update
-        return replace(self, reward=reward, critic=critic, update=update, whole=self.whole + more)
+        change = reward - self.reward + critic - self.critic + update - self.update
+        return replace(self, reward=reward, critic=critic, update=update, whole=self.whole + change)
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """Depths that were tried, and the shares that they came to."""
+    """Depths that were tried, and the measured shares."""
 
     depths: Depths
     shares: Mapping[Phase, float]
@@ -97,17 +97,17 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What was tried, and the best of it."""
+    """All attempts, and the best of them."""
 
     attempts: Sequence[Attempt]
     chosen: Attempt
 
     def as_json(self) -> dict[str, object]:
-        """Return everything, as a file of results holds it."""
+        """Return the entry of a file of results."""
         return asdict(self)
 
     def sentence(self) -> str:
-        """Return what was chosen and reached."""
+        """Return the chosen depths and their shares in words."""
         depths = self.chosen.depths
         shares = ", ".join(f"{phase} {share:.3f}" for phase, share in self.chosen.shares.items())
         return (
@@ -117,13 +117,13 @@ class Calibration:
 
 
 def bounds_of(workload: Workload, layout: Layout) -> Sequence[Bound]:
-    """Return the bounds that a workload is calibrated to: those of all phases, or none where some have none."""
+    """Return the bounds of all phases, or none if a phase has none: the workload is not calibrated then."""
     bounds = [bound for bound in workload.shares if bound.layout == layout]
     return bounds if {bound.phase for bound in bounds} == set(get_args(Phase)) else ()
 
 
 def distance(shares: Mapping[Phase, float], bounds: Sequence[Bound]) -> float:
-    """Return how far the worst share is from the middle of its bounds: 0 is the middle, 1 a bound.
+    """Return the distance of the worst share from the middle of its bounds: 0 is the middle, 1 a bound.
 
     Example:
         >>> distance({"score": 0.3}, [Bound("split", "score", 0.2, 0.3)])
@@ -135,13 +135,9 @@ def distance(shares: Mapping[Phase, float], bounds: Sequence[Bound]) -> float:
 
 
 def choose(costs: Costs, depths: Depths, actor_layers: int, bounds: Sequence[Bound]) -> Depths:
-    """Return the depths that are to come closest to the middle of all bounds; of equal ones the shallowest.
+    """Return the depths predicted closest to the middle of all bounds, from the costs measured at ``depths``.
 
-    Args:
-        costs: as they were measured.
-        depths: at which.
-        actor_layers: of the actor, which stays.
-        bounds: of the shares.
+    Of equal ones it returns the shallowest.
     """
     possible = (Depths(reward, critic) for reward, critic in product(range(1, DEEPEST + 1), repeat=2))
     return min(possible, key=lambda new: distance(costs.at(new, depths, actor_layers).shares(), bounds))
@@ -150,13 +146,9 @@ def choose(costs: Costs, depths: Depths, actor_layers: int, bounds: Sequence[Bou
 def calibrate(
     workload: Workload, bounds: Sequence[Bound], measure: Callable[[Workload], Costs], tell: Callable[[str], None]
 ) -> Calibration:
-    """Return what was tried, until shares were well within their bounds or nothing better was expected.
+    """Return the attempts, up to shares well within their bounds or until no better ones are predicted.
 
-    Args:
-        workload: where to begin.
-        bounds: of the shares, at least one.
-        measure: runs a workload serially.
-        tell: told, in a sentence, what each attempt came to.
+    ``measure`` runs a workload serially; ``tell`` receives a sentence about each attempt.
     """
     attempts: list[Attempt] = []
     depths = Depths.of(workload)

@@ -1,4 +1,4 @@
-"""From what was asked for to runs of the ladder, shown and written."""
+"""Runs the ladders of a request, shows and writes them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from benchmarks import CHECKOUT
 from benchmarks.ladder.calibration import Calibration, bounds_of, calibrate
 from benchmarks.ladder.directory import Files, cache_directory, files_of
 from benchmarks.ladder.modes import MODES
-from benchmarks.ladder.plot import Results, plot, require_svg
+from benchmarks.ladder.plot import plot, require_svg
 from benchmarks.ladder.rounds import Entry, Ladder, Plan, Tell, entries, run, seating, serial_costs
 from benchmarks.ladder.show import render
-from benchmarks.ladder.teach import Progress
 from benchmarks.ladder.workloads import ACTORS_ON_A_GPU, SMOKE, WORKLOADS, Layout, Workload, on_gpu
 from benchmarks.machine import cores_here
 from benchmarks.peer.cells import SWEEP, Sweep, choose, command, interpreter
 from benchmarks.request import Request
+from oppo.demo.pretrain import Progress
 from oppo.errors import ConfigError
 
 LAYOUTS = ("split", "shared")
@@ -26,10 +26,10 @@ PEER = "trl"
 
 
 def bench(request: Request, console: Console, tell: Tell) -> list[Ladder]:
-    """Run every workload in every layout, show each when it is done, and write what was asked for.
+    """Run every workload in every layout, show each ladder when it is done, and write the requested files.
 
     Raises:
-        ConfigError: a name is unknown, or something that was asked for is not installed.
+        ConfigError: a name is unknown, or the peer is not installed.
         ModelLost: a contestant ended.
     """
     modes = chosen("mode", request.modes, MODES, tuple(MODES))
@@ -51,17 +51,17 @@ def bench(request: Request, console: Console, tell: Tell) -> list[Ladder]:
             ladder = run(files, layout, contestants, plan, tell, calibration=calibration)
             console.print(render(ladder), highlight=False)
             ladders.append(ladder)
-            write(ladders, request)  # after each: what was measured is kept if the next one fails
+            write(ladders, request)  # after each, in case the next one fails
     return ladders
 
 
 def made(
     workload: Workload, layout: Layout, request: Request, plan: Plan, tell: Tell
 ) -> tuple[Files, Calibration | None]:
-    """Return the files of a workload; where it states all shares of a step, its models get the depths that give them.
+    """Return the files of a workload; if it states all shares of a step, its models are calibrated.
 
     Raises:
-        ModelError: the actor did not learn to write responses as long as announced.
+        ModelError: the actor did not learn to write responses of the announced lengths.
         ModelLost: the serial contestant ended.
     """
     cache, progress = request.cache or cache_directory(), _progress(tell)
@@ -78,17 +78,17 @@ def made(
 
 
 def plan_of(request: Request) -> Plan:
-    """Return how much is run; a GPU does not hold several contestants at once.
+    """Return the plan of a request; a GPU does not hold several contestants at once.
 
     Raises:
-        ConfigError: nothing is.
+        ConfigError: a number of steps or rounds is below 1.
     """
     if request.steps < 1 or request.rounds < 1:
         raise ConfigError(f"at least one step and one round are needed, not {request.steps} x {request.rounds}")
     if request.warm_up < 1:
         raise ConfigError(f"at least one step of warm-up is needed, not {request.warm_up}: a first step is slower")
     device = request.device
-    scorers = request.scorers if device == "cpu" else "thread"  # a process cannot be given what is on a GPU
+    scorers = request.scorers if device == "cpu" else "thread"  # a process cannot receive models on a GPU
     return Plan(
         steps=request.steps,
         rounds=request.rounds,
@@ -100,16 +100,15 @@ def plan_of(request: Request) -> Plan:
 
 
 def layouts_of(request: Request) -> list[Layout]:
-    """Return the layouts that are asked for; on a GPU all share it, whatever is asked for."""
     layouts = [cast("Layout", name) for name in chosen("layout", request.layout, LAYOUTS, LAYOUTS)]
-    return layouts if request.device == "cpu" else ["shared"]
+    return layouts if request.device == "cpu" else ["shared"]  # which a GPU is
 
 
 def workloads_of(request: Request) -> list[Workload]:
-    """Return the workloads that are asked for.
+    """Return the requested workloads.
 
     Raises:
-        ConfigError: one is unknown, or there is no actor of the size asked for.
+        ConfigError: a workload or the size of the actor is unknown.
     """
     standard = [name for name in WORKLOADS if name != SMOKE.name]
     workloads = [WORKLOADS[name] for name in chosen("workload", request.workload, WORKLOADS, standard)]
@@ -125,16 +124,16 @@ def write(ladders: Sequence[Ladder], request: Request) -> None:
     results = [ladder.as_json() for ladder in ladders]
     request.keep(results[0] if len(results) == 1 else results)
     if request.plot is not None:
-        plot([cast("Results", each) for each in results], request.plot)
+        plot(results, request.plot)
 
 
-def chosen(what: str, told: str, known: Collection[str], everything: Sequence[str]) -> list[str]:
-    """Return the names in ``told``, in its order.
+def chosen(what: str, listed: str, known: Collection[str], everything: Sequence[str]) -> list[str]:
+    """Return the names in ``listed``, in order.
 
     Raises:
-        ConfigError: one is unknown.
+        ConfigError: a name is unknown, or there is none.
     """
-    names = [name.strip() for name in told.split(",") if name.strip()]
+    names = [name.strip() for name in listed.split(",") if name.strip()]
     if names == ["all"]:
         return list(everything)
     if unknown := [name for name in names if name not in known]:
@@ -145,10 +144,10 @@ def chosen(what: str, told: str, known: Collection[str], everything: Sequence[st
 
 
 def require_peer(request: Request) -> None:
-    """Check that the peer of this name is installed, and that what was asked for can be compared with it.
+    """Check that the peer is known and installed, and can run the request.
 
     Raises:
-        ConfigError: there is none, it is not, or it cannot.
+        ConfigError: it is not, or cannot.
     """
     if request.peer != PEER:
         raise ConfigError(f"there is no peer {request.peer!r}; expected {PEER!r}")
@@ -158,23 +157,23 @@ def require_peer(request: Request) -> None:
 
 
 def peer(files: Files) -> Entry:
-    """Return the peer as a contestant, at the best of the settings that were tried.
+    """Return the peer as a contestant, at the fastest settings of its sweep.
 
     Raises:
-        ConfigError: its environment is not there.
+        ConfigError: its environment is missing.
     """
     choice = choose(Sweep.read(CHECKOUT / SWEEP), files.directory, len(cores_here()))
     return Entry(PEER, tuple(command(files.directory, choice.cell)), f"{choice.cell}, {choice.origin}")
 
 
 def _progress(tell: Tell, part: float = 0.1) -> Progress:
-    """Return what tells of the making of a workload: at its beginning, and after each tenth of it."""
-    told: dict[str, float] = {}
+    """Return a progress that reports each activity at its beginning and after each tenth."""
+    due: dict[str, float] = {}
 
     def progress(words: str, done: float) -> None:
-        key = words.partition(",")[0]
-        if done >= told.get(key, 0.0):
-            told[key] = done + part
+        activity = words.partition(",")[0]
+        if done >= due.get(activity, 0.0):
+            due[activity] = done + part
             tell(f"{words} ({done:.0%})")
 
     return progress

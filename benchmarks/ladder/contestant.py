@@ -1,9 +1,9 @@
-"""The ruler's end of a contestant: a process that runs steps when asked, and waits otherwise.
+"""The ruler's end of a contestant: a process that runs steps on request.
 
 A contestant is any program that writes ``{"ready": {...}}`` when it has loaded everything, and then answers each line
 ``{"run": n}`` on its standard input with a line ``{"steps": [...]}`` of n :class:`StepRecord`, or with an object
-``{"error": "..."}``. It ends when its input does. Nothing else may be on its standard output; its standard error
-goes to a file.
+``{"error": "..."}``. It ends when its input does. Its standard output holds nothing else; its standard error goes to a
+file.
 """
 
 from __future__ import annotations
@@ -23,20 +23,17 @@ from oppo import observe
 from oppo.errors import ModelLost, ProtocolError
 
 PATIENCE: Final = 1800.0
-"""Seconds that a contestant may take for one answer."""
+"""Most seconds for one answer."""
 TAIL: Final = 1500
-"""Characters of standard error that an error quotes."""
+"""Characters of standard error in an error."""
 
 
 class Contestant:
     """A running contestant; a context manager that ends it.
 
     Args:
-        name: shown in figures and errors.
-        command: the program and its arguments.
-        log: gets its standard error.
-        environment: its environment variables.
-        patience: seconds that an answer may take.
+        log: receives its standard error.
+        patience: most seconds for one answer.
 
     Raises:
         ModelLost: the program cannot be started.
@@ -69,20 +66,20 @@ class Contestant:
             raise ModelLost(f"contestant {name!r} cannot be started: {error}; its command is {command[0]}") from error
 
     def ready(self) -> Mapping[str, object]:
-        """Return what the contestant tells of itself, once it has loaded everything.
+        """Return the contestant's facts once it has loaded everything.
 
         Raises:
-            ModelLost: it ended, said that it failed, or took too long.
-            ProtocolError: it said something else.
+            ModelLost: it ended, reported an error, or took too long.
+            ProtocolError: it answered otherwise.
         """
         answer = self._answer("get ready")
-        told = answer.get("ready")
-        if not isinstance(told, Mapping):
+        facts = answer.get("ready")
+        if not isinstance(facts, Mapping):
             raise ProtocolError(f'contestant {self.name!r} must begin with {{"ready": {{...}}}}, but said {answer}')
-        return told
+        return facts
 
     def ask(self, steps: int) -> None:
-        """Ask for so many steps; the answer is read by :meth:`steps`.
+        """Request ``steps`` steps, which :meth:`run` waits for.
 
         Raises:
             ModelLost: it has ended.
@@ -96,25 +93,25 @@ class Contestant:
             raise self._lost("was asked for more steps") from None
 
     def run(self, steps: int) -> list[StepRecord]:
-        """Have the contestant run so many steps and return their records.
+        """Run ``steps`` steps and return their records.
 
         Raises:
-            ModelLost: it ended, said that it failed, or took too long.
-            ProtocolError: it said something else.
+            ModelLost: it ended, reported an error, or took too long.
+            ProtocolError: it answered otherwise.
         """
         self.ask(steps)
         answer = self._answer(f"run {steps} steps")
-        told = answer.get("steps")
-        if not isinstance(told, list) or len(told) != steps:
+        records = answer.get("steps")
+        if not isinstance(records, list) or len(records) != steps:
             raise ProtocolError(f"contestant {self.name!r} was asked for {steps} steps, but said {answer}")
         peak = answer.get("peak_rss_mb")
         self.peak_rss_mb = float(peak) if isinstance(peak, int | float) else 0.0
-        return [StepRecord.of(step) for step in told]
+        return [StepRecord.of(record) for record in records]
 
     def close(self) -> None:
         """End the contestant: its input ends, and after ten seconds it is killed; idempotent."""
         if self._process.stdin is not None:
-            with suppress(BrokenPipeError):  # it is gone, and what was written last with it
+            with suppress(BrokenPipeError):  # the process is gone
                 self._process.stdin.close()
         try:
             self._process.wait(10)
@@ -145,7 +142,6 @@ class Contestant:
         return answer
 
     def _line(self, doing: str) -> bytes:
-        """Return the next line of its standard output."""
         pipe = self._process.stdout
         if pipe is None:
             raise self._lost(doing)
@@ -154,15 +150,15 @@ class Contestant:
             readable, _, _ = select.select([pipe], [], [], max(0.0, until - observe.now()))
             if not readable:
                 raise ModelLost(f"contestant {self.name!r} was to {doing} and has not answered for {self._patience} s")
-            more = os.read(pipe.fileno(), 1 << 16)
-            if not more:
+            received = os.read(pipe.fileno(), 1 << 16)
+            if not received:
                 raise self._lost(doing)
-            self._unread += more
+            self._unread += received
         line, _, self._unread = self._unread.partition(b"\n")
         return line
 
     def _lost(self, doing: str) -> ModelLost:
         code = self._process.wait()
-        said = self._log.read_text(encoding="utf-8", errors="replace")[-TAIL:].strip()
+        tail = self._log.read_text(encoding="utf-8", errors="replace")[-TAIL:].strip()
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        return ModelLost(f"contestant {self.name!r} was to {doing} and ended with {how}; it said last:\n{said}")
+        return ModelLost(f"contestant {self.name!r} was to {doing} and ended with {how}; it said last:\n{tail}")

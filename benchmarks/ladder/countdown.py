@@ -1,13 +1,12 @@
-"""A language in which a response is exactly as long as its prompt says.
+"""A language in which the prompt announces the length of the response.
 
 ::
 
     prompt    f7 f21 f3 5          a few fillers, then a number
     response  4 3 2 1 <eos>        counts down from it: as many tokens as the number
 
-So how long a response is depends on its prompt alone: whatever the schedule, the seed of the sampling or the program
-that runs it, everybody decodes, scores and trains the same tokens. The next token depends on the one before it only,
-which a small model learns in a minute.
+The length depends on the prompt alone, so every schedule, seed and program decodes, scores and trains the same tokens.
+The next token depends only on the one before it, which a small model learns in a minute.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class Countdown:
         return 1 + FILLERS + value
 
     def response(self, announced: int) -> list[int]:
-        """Return the response to a prompt that ends in the number ``announced``: as many tokens."""
+        """Return the response to a prompt that ends in ``announced``: as many tokens."""
         return [*(self.number(value) for value in range(announced - 1, 0, -1)), EOS]
 
     def tokenizer(self, longest: int) -> PreTrainedTokenizerFast:
@@ -78,15 +77,15 @@ class Countdown:
 
 
 def language_of(workload: Workload) -> Countdown:
-    """Return the language of a workload: it can announce a little more than the cap."""
+    """Return the language of a workload, whose numbers exceed the cap a little."""
     return Countdown(workload.lengths.cap + BEYOND)
 
 
 def announced(lengths: Lengths, count: int, seed: int) -> list[int]:
-    """Return how many tokens each of ``count`` prompts announces; more than the cap means that it will be cut off."""
+    """Return the announced length of each of ``count`` prompts; above the cap the response is cut off."""
     rng = np.random.default_rng((seed, 1))
     drawn = np.exp(rng.normal(np.log(lengths.median), lengths.sigma, count))
-    above = lengths.cap + BEYOND // 2  # the actor is taught little of the largest numbers: they follow nothing
+    above = lengths.cap + BEYOND // 2  # the largest numbers are rare in lessons: they follow no other number
     longest = lengths.cap - 1 if lengths.over else above
     wanted = np.clip(np.rint(drawn), lengths.shortest, longest).astype(int)
     if lengths.over:
@@ -98,7 +97,7 @@ def announced(lengths: Lengths, count: int, seed: int) -> list[int]:
 
 
 def write_prompts(path: Path, workload: Workload) -> None:
-    """Write the workload's prompts as JSON lines: token ids, and how many tokens the response to them has."""
+    """Write the workload's prompts as JSON lines: token ids, and the length of the response."""
     language, lengths = language_of(workload), workload.lengths
     rng = np.random.default_rng((workload.seed, 2))
     low, high = workload.prompt_tokens
@@ -111,7 +110,7 @@ def write_prompts(path: Path, workload: Workload) -> None:
 
 
 def lessons(language: Countdown, longest: int, rng: np.random.Generator) -> Iterator[Sequence[int]]:
-    """Yield prompts with their responses, without end; the numbers are as likely as one another."""
+    """Yield prompts with their responses, endlessly; all numbers are equally likely."""
     while True:
         fillers = rng.integers(2, 2 + FILLERS, int(rng.integers(1, 8))).tolist()
         number = int(rng.integers(1, language.numbers + 1))

@@ -1,11 +1,11 @@
-"""A workload as files, made once and kept: what every contestant reads, ours and the peer's alike.
+"""A workload as files, made once and kept, for every contestant, ours and the peer's alike.
 
 ::
 
     <cache>/<workload>-<digest>/
         actor/  reward/  critic/   models and tokenizer as save_pretrained writes them; reference = actor
         prompts.jsonl              {"tokens": [ids], "length": tokens of the response}, used in this order
-        spec.json                  everything else: batch, epochs, limits, rates, and what was measured of the lengths
+        spec.json                  the rest: batch, epochs, limits, rates, and statistics of the lengths
         COMPLETE                   written last
 
 Where lengths are scripted there are no models: each contestant draws the same weights from the seed.
@@ -28,10 +28,11 @@ import torch
 import transformers
 
 from benchmarks.ladder.countdown import EOS, PAD, language_of, write_prompts
-from benchmarks.ladder.teach import AS_ANNOUNCED, Progress, lengths_written, scalar_model, taught
+from benchmarks.ladder.teach import AS_ANNOUNCED, lengths_written, scalar_model, taught
 from benchmarks.ladder.workloads import Bound, Lengths, Models, Shape, Workload
 from oppo.demo.assets import cache_directory as demos
 from oppo.demo.once import alone, made_once
+from oppo.demo.pretrain import Progress
 from oppo.errors import ConfigError, ModelError
 from oppo.events import Prompt
 from oppo.hf.loading.models import load_causal, quiet
@@ -39,16 +40,16 @@ from oppo.hf.loading.models import load_causal, quiet
 SOURCES: Final = ("countdown.py", "directory.py", "teach.py")
 ROLES: Final = ("actor", "reward", "critic")
 EXAMINED: Final = 256
-"""Responses that a taught actor is examined on."""
+"""Responses of the taught actor that are compared with the announced lengths."""
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """Lengths of responses, in tokens: those announced for all prompts, or those the actor wrote to some of them.
+class LengthStatistics:
+    """Statistics of lengths in tokens: those announced by all prompts, or of the actor's responses to some.
 
     Attributes:
-        capped: share of responses cut off.
-        as_announced: share of responses as long as announced; 1 for what is announced.
+        capped: fraction at the cap.
+        as_announced: fraction equal to the announced length.
     """
 
     median: float
@@ -60,10 +61,10 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What was found out while a workload was made; parameters by model."""
+    """Measurements of a workload; parameters by model."""
 
-    announced: Measured
-    written: Measured | None
+    announced: LengthStatistics
+    written: LengthStatistics | None
     parameters: dict[str, int]
 
 
@@ -81,19 +82,22 @@ class Files:
 
     def prompts(self) -> Iterator[Prompt]:
         """Yield the prompts in the order of the file, again and again, numbered from 0."""
-        return endless(read_prompts(self.directory))
+        prompts = read_prompts(self.directory)
+        for number in count():
+            prompt = prompts[number % len(prompts)]
+            yield Prompt(number, number, prompt.tokens, group=number, columns=prompt.columns)
 
 
 def cache_directory() -> Path:
-    """Return the folder for workloads beside that of the demo."""
+    """Return the folder of workloads, beside the demo's."""
     return demos().with_name("bench")
 
 
 def files_of(workload: Workload, cache: Path, progress: Progress = lambda *_: None) -> Files:
-    """Return the files of a workload, from ``cache`` if they are there, else made now and left there.
+    """Return the files of a workload from ``cache``, where they are made first if they are missing.
 
     Raises:
-        ModelError: the actor did not learn to write responses as long as announced.
+        ModelError: the actor did not learn to write responses of the announced lengths.
     """
 
     def build(directory: Path) -> None:
@@ -104,41 +108,44 @@ def files_of(workload: Workload, cache: Path, progress: Progress = lambda *_: No
 
 
 def open_files(directory: Path, workload: Workload) -> Files:
-    """Return the files of a workload that have been made."""
     facts = json.loads((directory / "spec.json").read_text(encoding="utf-8"))["measured"]
     written = facts["written"]
     return Files(
         directory,
         workload,
-        Facts(Measured(**facts["announced"]), Measured(**written) if written else None, facts["parameters"]),
+        Facts(
+            LengthStatistics(**facts["announced"]),
+            LengthStatistics(**written) if written else None,
+            facts["parameters"],
+        ),
     )
 
 
 def workload_in(directory: Path) -> Workload:
-    """Return the workload that a directory was made for.
+    """Return the workload of a directory.
 
     Raises:
         ConfigError: it holds none.
     """
     try:
-        told = json.loads((directory / "spec.json").read_text(encoding="utf-8"))["recipe"]
+        recipe = json.loads((directory / "spec.json").read_text(encoding="utf-8"))["recipe"]
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{directory} holds no workload of the ladder: {error}") from error
-    shapes = told.pop("models")
+    shapes = recipe.pop("models")
     for name in ROLES:
         shapes[name] = Shape(**shapes[name])
     typed = {
-        "lengths": Lengths(**told["lengths"]),
+        "lengths": Lengths(**recipe["lengths"]),
         "models": Models(**shapes),
-        "shares": tuple(Bound(**bound) for bound in told["shares"]),
-        "capped": tuple(told["capped"]),
-        "prompt_tokens": tuple(told["prompt_tokens"]),
+        "shares": tuple(Bound(**bound) for bound in recipe["shares"]),
+        "capped": tuple(recipe["capped"]),
+        "prompt_tokens": tuple(recipe["prompt_tokens"]),
     }
-    return Workload(**{**told, **typed})
+    return Workload(**{**recipe, **typed})
 
 
 def read_prompts(directory: Path) -> list[Prompt]:
-    """Return the prompts of a workload's directory; column ``length`` says how long the response is."""
+    """Return the prompts of a workload's directory; column ``length`` is that of the response."""
     prompts = []
     for number, line in enumerate((directory / "prompts.jsonl").read_text(encoding="utf-8").splitlines()):
         row = json.loads(line)
@@ -147,16 +154,9 @@ def read_prompts(directory: Path) -> list[Prompt]:
     return prompts
 
 
-def endless(prompts: list[Prompt]) -> Iterator[Prompt]:
-    """Yield the prompts again and again, each with its ordinal."""
-    for number in count():
-        prompt = prompts[number % len(prompts)]
-        yield Prompt(number, number, prompt.tokens, group=number, columns=prompt.columns)
-
-
-def measured(lengths: list[int], wanted: list[int], cap: int) -> Measured:
-    """Return what is worth knowing of lengths; ``wanted`` are the announced ones, at most ``cap``."""
-    return Measured(
+def statistics(lengths: list[int], wanted: list[int], cap: int) -> LengthStatistics:
+    """Return the statistics of lengths; ``wanted`` are the announced ones, at most ``cap``."""
+    return LengthStatistics(
         median=float(np.median(lengths)),
         p95=float(np.percentile(lengths, 95)),
         mean=float(np.mean(lengths)),
@@ -166,16 +166,15 @@ def measured(lengths: list[int], wanted: list[int], cap: int) -> Measured:
 
 
 def _digest(recipe: object) -> str:
-    """Return 12 hexadecimal digits that change whenever what is made of the recipe would."""
+    """Return 12 hexadecimal digits that change with the recipe, its sources and their libraries."""
     versions = [library.__version__ for library in (torch, transformers, tokenizers)]
-    told = hashlib.sha256(json.dumps([recipe, versions], sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps([recipe, versions], sort_keys=True).encode())
     for name in SOURCES:
-        told.update(Path(__file__).with_name(name).read_bytes())
-    return told.hexdigest()[:12]
+        digest.update(Path(__file__).with_name(name).read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def _build(directory: Path, workload: Workload, cache: Path, progress: Progress) -> None:
-    """Make everything in ``directory``; workloads that have a model in common share the making of it."""
     parameters: dict[str, int] = {}
     write_prompts(directory / "prompts.jsonl", workload)
     if not workload.models.scripted:
@@ -208,7 +207,7 @@ def _build(directory: Path, workload: Workload, cache: Path, progress: Progress)
 
 
 def _model(role: str, workload: Workload, cache: Path, progress: Progress) -> Path:
-    """Return where a model of a workload is, from ``cache`` if it is there, else made now and left there."""
+    """Return the directory of a model in ``cache``, made first if it is missing; workloads may share it."""
     models, language, positions = workload.models, language_of(workload), workload.positions
     shape: Shape = getattr(models, role)
     lessons = models.taught if role == "actor" else 0
@@ -228,25 +227,27 @@ def _model(role: str, workload: Workload, cache: Path, progress: Progress) -> Pa
     return made_once(cache / f"{role}-{_digest(recipe)}", build)
 
 
-def _examine(directory: Path, workload: Workload, progress: Progress) -> tuple[Measured, Measured | None]:
-    """Return the lengths announced, and those that the actor writes.
+def _examine(
+    directory: Path, workload: Workload, progress: Progress
+) -> tuple[LengthStatistics, LengthStatistics | None]:
+    """Return the statistics of the announced lengths and of the actor's responses; ``None`` for scripted ones.
 
     Raises:
         ModelError: they differ too often.
     """
     prompts, cap = read_prompts(directory), workload.lengths.cap
     wanted = [int(str(prompt.columns["length"])) for prompt in prompts]
-    told = measured(wanted, wanted, cap)
+    announced = statistics(wanted, wanted, cap)
     if workload.models.scripted:
-        return told, None
+        return announced, None
     progress("examining the actor", 0.0)
     actor = load_causal(directory / "actor")
     lengths = lengths_written(actor, prompts[:EXAMINED], cap=cap, seed=workload.seed)
-    written = measured(lengths, wanted[:EXAMINED], cap)
+    written = statistics(lengths, wanted[:EXAMINED], cap)
     if written.as_announced < AS_ANNOUNCED:
         raise ModelError(
             f"only {written.as_announced:.1%} of the actor's responses are as long as announced, and a comparison asks "
             f"for {AS_ANNOUNCED:.0%}: raise models.taught of workload {workload.name!r} in "
             "benchmarks/ladder/workloads.py"
         )
-    return told, written
+    return announced, written

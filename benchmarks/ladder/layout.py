@@ -1,10 +1,10 @@
-"""Which cores and how many threads each side of a step has.
+"""The cores and threads of each side of a step.
 
-``split`` is the paper's: each side has a device of its own in every mode, the serial one too. Here a device is a core.
-``shared`` is one device for everybody: whoever runs has all cores, and where scoring overlaps decoding it has those
-that decoding leaves. Decoding computes with one thread in every mode: the products of a decode step of these small
-models are so small that two threads mostly wait for one another, and took twice as long on two cores. With more of
-them the serial modes would look worse than they are.
+``split`` is the paper's layout: each side has a device of its own in every mode, the serial one too. Here a device is a
+core. ``shared`` is one device: the running side has all cores, and scoring beside decoding has the cores that decoding
+leaves. Decoding has one thread in every mode: the matrix products of a decode step of these small models are so small
+that two threads mostly wait for each other, and took twice as long on two cores. With more threads the serial modes
+would look worse than they are.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from oppo.hf.device import use_stream
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Where a thread works: on which cores, with how many intra-op threads of torch."""
+    """The cores of a thread, and its intra-op threads of torch."""
 
     cores: tuple[int, ...]
     threads: int
 
     def take(self) -> None:
-        """Bind the calling thread, and those that torch starts for it."""
+        """Bind the calling thread and its intra-op threads."""
         if hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, self.cores)
         use_cores(self.threads)
@@ -36,25 +36,20 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class Seats:
-    """The seats of a contestant; its event loop sits with the actor."""
+    """The seats of a contestant; its event loop shares the actor's."""
 
     actor: Seat
     scorers: Seat
     trainer: Seat
 
     def table(self) -> dict[str, dict[str, object]]:
-        """Return the seats as JSON has them."""
+        """Return the seats as JSON values."""
         named = {"decode": self.actor, "score": self.scorers, "update": self.trainer}
         return {name: {"cores": list(seat.cores), "threads": seat.threads} for name, seat in named.items()}
 
 
 def seats(layout: Layout, cores: Sequence[int], *, held: bool) -> Seats:
-    """Return who works where.
-
-    Args:
-        layout: see the module.
-        cores: those that this process may use; ``split`` takes the first two of them.
-        held: scoring never runs beside decoding.
+    """Return the seats of a layout; ``held``: scoring never runs beside decoding.
 
     Example:
         >>> seats("shared", (0, 1), held=False).scorers.threads, seats("shared", (0, 1), held=True).scorers.threads
@@ -69,6 +64,6 @@ def seats(layout: Layout, cores: Sequence[int], *, held: bool) -> Seats:
 
 
 def claim_cores(seat: Seat, device: str) -> None:
-    """Take a seat in the calling thread; on a GPU, with a stream of its own, so that threads overlap there."""
+    """Take a seat in the calling thread; on a GPU with its own stream, so that threads overlap there."""
     seat.take()
     use_stream(torch.device(device))

@@ -1,7 +1,7 @@
-"""From the records of steps to figures: pure arithmetic, nothing here has a clock.
+"""From the records of steps to figures: pure arithmetic without a clock.
 
-A *round* is a few steps of every contestant, one after the other; two contestants are compared round by round, since
-what disturbs a machine for a minute disturbs both. Figures of one contestant are taken over all of its rounds.
+A *round* is a few steps of every contestant, one after the other. Two contestants are compared round by round, since a
+disturbance of the machine meets both. Figures of one contestant cover all of its rounds.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Rounds: TypeAlias = Sequence[Sequence[StepRecord]]
 """The steps of one contestant, round by round."""
 
 AS_ANNOUNCED: Final = 0.98
-"""With fewer responses as long as announced the contestants no longer do the same work."""
+"""Least fraction of responses of the announced length: with fewer the contestants do different work."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A median with the least and the greatest of what it is the median of."""
+    """A median with the least and the greatest value."""
 
     median: float
     low: float
@@ -46,7 +46,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class DecodeCost:
-    """What decoding costs when nothing runs beside it: ``seconds = per_step * steps + per_token * tokens``.
+    """The cost of decoding alone: ``seconds = per_step * steps + per_token * tokens``.
 
     A decode step makes one token for each live row, so the second term is the cost of the rows.
     """
@@ -55,15 +55,15 @@ class DecodeCost:
     per_token: float
 
     def seconds(self, step: StepRecord) -> float:
-        """Return how long the decoding of ``step`` would have taken."""
+        """Return the predicted seconds of the decoding in ``step``."""
         return self.per_step * step.decode_steps + self.per_token * step.decoded
 
     @classmethod
     def fitted(cls, alone: Sequence[StepRecord]) -> DecodeCost | None:
         """Return the cost by least squares without negative terms, scaled so that the total of ``alone`` is right.
 
-        The scale makes it exact where a mode decodes the very same steps; elsewhere (overcommitted modes have more
-        live rows in fewer steps) it is as good as a straight line. ``None`` when nothing was decoded.
+        The scale makes it exact for modes that decode the same steps; for others (overcommitted modes have more live
+        rows in fewer steps) it is a linear extrapolation. ``None`` without decoding.
         """
         done = [step for step in alone if step.decode > 0 and step.decode_steps > 0]
         if not done:
@@ -71,7 +71,7 @@ class DecodeCost:
         work = np.array([(step.decode_steps, step.decoded) for step in done], np.float64)
         took = np.array([step.decode for step in done])
         fit = np.linalg.lstsq(work, took, rcond=None)[0]
-        if (fit < 0).any():  # then the better of the two terms alone
+        if (fit < 0).any():  # then the better single term
             alternatives = [np.array([took.sum() / work[:, 0].sum(), 0]), np.array([0, took.sum() / work[:, 1].sum()])]
             fit = min(alternatives, key=lambda each: float(((work @ each - took) ** 2).sum()))
         fit = fit * took.sum() / (work @ fit).sum()
@@ -80,11 +80,11 @@ class DecodeCost:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """What the others are measured against: the serial mode's scoring time, and the cost of decoding alone.
+    """The baseline of the figures.
 
     Attributes:
-        score: seconds of scoring of the serial mode over the same rounds; ``None`` if it did not run.
-        cost: fitted to the modes that hold scoring back.
+        score: scoring seconds of the serial mode over the same rounds; ``None`` if it did not run.
+        cost: of decoding alone, fitted to the modes that hold scoring back.
     """
 
     score: float | None
@@ -93,23 +93,22 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What one contestant came to.
+    """The figures of one contestant.
 
     Attributes:
         seconds_per_step: of every counted step.
-        hidden_fraction: ``1 - exposed / serial``: the seconds in which something scored while nothing decoded or
-            trained, against the seconds of scoring of the serial mode in the same rounds. It can be 1 with nothing
-            gained, when decoding slows down by as much; hence the next one.
-        decode_slowdown: seconds of decoding over the seconds that as many decode steps and tokens take when no scoring
-            runs beside them, see :class:`DecodeCost`; 1 is no slower. For a mode that carries rollouts over, which has
-            two or three times the live rows, and longer ones, that is an extrapolation, and a rough one.
-        busy: for each model, the fraction of all time in which it worked.
-        shares: for each phase, the fraction of all time in which something of it was busy; they overlap, so their sum
-            may exceed 1.
+        hidden_fraction: ``1 - exposed / serial``: the seconds of scoring beside no decoding or training, over the
+            scoring seconds of the serial mode in the same rounds. It can be 1 without a gain, when decoding slows down
+            by as much; hence the next figure.
+        decode_slowdown: decoding seconds over those of as many decode steps and tokens without scoring beside them
+            (:class:`DecodeCost`); 1 is no slower. A rough extrapolation for modes that carry rollouts over, which have
+            two or three times the live rows, and longer ones.
+        busy: by model, the fraction of all time in which it worked.
+        shares: by phase, the fraction of all time in which it was busy; phases overlap, so the sum may exceed 1.
         live_rows_per_decode_step: mean.
-        cap_hit_rate: share of the trained responses that were cut off.
+        cap_hit_rate: fraction of the trained responses that were cut off.
         deferrals: mean and most responses carried from a step into the next.
-        verdict: what the steps were bound by, and how much faster any schedule could make them; none for a peer.
+        verdict: the bottleneck of the steps, and the speedup that any schedule could reach; ``None`` for a peer.
     """
 
     seconds_per_step: tuple[float, ...]
@@ -128,14 +127,14 @@ class Figures:
 
     @classmethod
     def of(cls, rounds: Rounds, baseline: Baseline, peak_rss_mb: float) -> Figures:
-        """Return the figures of one contestant."""
+        """Return the figures of a contestant's rounds."""
         steps = [step for each in rounds for step in each]
         took, samples = math.fsum(step.seconds for step in steps), sum(step.samples for step in steps)
         decoded, decode_steps = sum(step.decoded for step in steps), sum(step.decode_steps for step in steps)
         exposed, inside = math.fsum(step.exposed for step in steps), decode_steps > 0
         alone = math.fsum(baseline.cost.seconds(step) for step in steps) if baseline.cost else 0.0
         decode = math.fsum(step.decode for step in steps)
-        said = [Bottleneck.of_metrics(step.bottleneck, step.seconds) for step in steps]
+        bottlenecks = [Bottleneck.of_metrics(step.bottleneck, step.seconds) for step in steps]
         models = {model for step in steps for model in step.busy}
         return cls(
             seconds_per_step=tuple(step.seconds for step in steps),
@@ -157,19 +156,19 @@ class Figures:
             },
             peak_rss_mb=peak_rss_mb,
             as_announced=math.fsum(step.as_announced * step.samples for step in steps) / samples,
-            verdict=together([each for each in said if each is not None]),
+            verdict=together([each for each in bottlenecks if each is not None]),
         )
 
     def as_json(self) -> dict[str, object]:
-        """Return everything, as a file of results holds it; the verdict in words and numbers."""
+        """Return the entry of a file of results; the verdict in words and numbers."""
         return asdict(self) | {"verdict": None if self.verdict is None else self.verdict.as_json()}
 
 
 def speedup(mode: Rounds, other: Rounds) -> Spread:
-    """Return how many times faster ``mode`` is than ``other``, by pairs of rounds; above 1 is faster.
+    """Return the speed of ``mode`` over that of ``other``, by pairs of rounds; above 1 is faster.
 
-    Compared are seconds per trained token: where the two train the same responses that is the ratio of their times,
-    and where stragglers are carried from round to round it gives no credit for short responses trained first.
+    Speeds are trained tokens a second, so that a mode which carries stragglers from round to round gets no credit for
+    the short responses it trains first.
     """
     return Spread.of(per_token(theirs) / per_token(ours) for ours, theirs in zip(mode, other, strict=True))
 
@@ -180,13 +179,9 @@ def per_token(steps: Sequence[StepRecord]) -> float:
 
 
 def faults(workload: Workload, layout: Layout, figures: Mapping[str, Figures], capped: float) -> list[str]:
-    """Return why a run does not measure what its workload states, a sentence each; none: it is valid.
+    """Return the reasons why a run is INVALID, a sentence each; none: it is valid.
 
-    Args:
-        workload: what was run.
-        layout: how.
-        figures: what the contestants came to.
-        capped: share of all its prompts that announce the cap or more: a few steps see a few of them by chance.
+    ``capped`` is the fraction of all prompts that announce the cap or more; a few steps see a random part of them.
     """
     found = []
     serial = figures.get("serial")

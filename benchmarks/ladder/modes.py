@@ -1,4 +1,4 @@
-"""The ladder: each rung is one more thing that overlaps. A new controller of chunks or of admission is one more row."""
+"""The ladder of modes: each adds one overlap. A new controller of chunks or of admission is one more row."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from oppo.chunking import ChunkSize, Fixed, WholeRollout
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """How the steps of a contestant are scheduled; models, engine and data are the same for all.
+    """The schedule of a contestant; models, engine and data are the same for all.
 
     Attributes:
         held: scoring waits until decoding has ended.
         chunks, admission: made anew for each contestant.
-        over: the mode that it adds one thing to, which it is compared with besides the serial one.
+        over: the mode it extends, with which it is compared besides the serial one.
     """
 
     name: str
@@ -30,8 +30,7 @@ class Mode:
     over: str = "serial"
 
 
-def _whole(workload: Workload) -> ChunkSize:
-    del workload
+def _whole(_: Workload) -> ChunkSize:
     return WholeRollout()
 
 

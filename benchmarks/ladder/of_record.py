@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from benchmarks import CHECKOUT
+
+Results: TypeAlias = Mapping[str, Any]
+"""A file of results, see :meth:`benchmarks.ladder.rounds.Ladder.as_json`."""
 
 RESULTS: Final = CHECKOUT / "benchmarks" / "results" / "intel-xeon-2-cores"
 PICTURE: Final = CHECKOUT / "docs" / "ladder.svg"
@@ -15,15 +18,15 @@ ORDER: Final = ("paper", "train-bound", "rule-reward", "capped")
 MODES: Final = ("rollout", "chunk", "fixed", "adaptive")
 
 
-def ladders(directory: Path = RESULTS) -> list[Mapping[str, Any]]:
-    """Return the results of record that are ladders, in the order of the table."""
+def ladders(directory: Path = RESULTS) -> list[Results]:
+    """Return the ladders among the results of record, in the order of the table."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(directory.glob("*.json"))]
     of_workloads = [each for each in found if isinstance(each, dict) and each.get("workload") in ORDER]
     return sorted(of_workloads, key=lambda each: (ORDER.index(each["workload"]), each["layout"] != "split"))
 
 
-def table(found: Sequence[Mapping[str, Any]]) -> str:
-    """Return a Markdown table: how many times faster than serial each mode is, and than TRL two of them."""
+def table(found: Sequence[Results]) -> str:
+    """Return a Markdown table: the speed of each mode over serial, and of two over TRL."""
     head = [
         "workload, layout",
         "serial, s a step",
@@ -53,8 +56,7 @@ def table(found: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def ratio(ladder: Mapping[str, Any], name: str) -> str:
-    """Return a ratio's median over the rounds, with the lowest and the highest."""
+def ratio(ladder: Results, name: str) -> str:
     if name not in ladder["ratios"]:
         return "-"
     low, high = ladder["ratio_ranges"][name]

@@ -1,4 +1,4 @@
-"""From a workload's files, a mode and a layout to the graph of a PPO step, and the threads its models work in."""
+"""From a workload's files, a mode and a layout to the graph of a PPO step and the places of its models."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ WORK: Final[dict[tuple[str, str], Phase]] = {
     ("critic", "finish"): "score",
     ("trainer", "update"): "update",
 }
-"""The spans that count, by track and label, and the phase each belongs to; taking over weights is none of them."""
+"""The phase of each span by track and label; spans of publishing weights have none."""
 
 REMEDY: Final = "choose a smaller --workload"
 
@@ -61,14 +61,14 @@ class Models:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pipeline:
-    """A graph that can be opened, the policy in it, and the places its models work in; close it in the end."""
+    """A graph, its policy, and the places of its models, which :meth:`close` closes."""
 
     graph: Graph[StepReport]
     policy: HfPolicy
     places: Sequence[Place]
 
     def close(self) -> None:
-        """Close the places in which the models work."""
+        """Close the places."""
         for place in self.places:
             place.close()
 
@@ -82,16 +82,7 @@ def pipeline(
     device: str = "cpu",
     scorers: Scorers = "process",
 ) -> Pipeline:
-    """Return the graph of one mode of a workload, in evaluation-ready models of its own.
-
-    Args:
-        files: the workload.
-        mode: the schedule.
-        seats: cores and intra-op threads.
-        listener: told of everything that the models do.
-        device: where the models are.
-        scorers: whether they work in a thread of this process or in a process of their own.
-    """
+    """Return the graph of one mode of a workload, with models of its own, whose spans ``listener`` receives."""
     workload = files.workload
     models = load(files, device)
     kind = Thread if device == "cpu" else DeviceThread
@@ -130,7 +121,6 @@ def pipeline(
 
 
 def length_of(prompt: Prompt) -> int:
-    """Return the scripted length of the response to a prompt."""
     return int(str(prompt.columns["length"]))
 
 
@@ -141,7 +131,7 @@ def countdown_reward(prompts: Sequence[str], completions: Sequence[str], length:
 
 
 def load(files: Files, device: str) -> Models:
-    """Return the models of a workload, loaded and probed; or with random weights where lengths are scripted."""
+    """Return the models of a workload, loaded and probed, or with random weights for scripted lengths."""
     workload = files.workload
     ruled = workload.reward == "rule"
     if not workload.models.scripted:
@@ -161,7 +151,7 @@ def load(files: Files, device: str) -> Models:
 
 
 def drawn(workload: Workload, shape: Shape, device: str, *, scalar: bool) -> PreTrainedModel:
-    """Return a model with random weights, the same for the same workload and device."""
+    """Return a model with random weights, equal for equal workloads and devices."""
     config = config_of(shape, workload.models.vocabulary or language_of(workload).vocabulary, workload.positions)
     dtype = getattr(torch, workload.models.dtype)
     model: PreTrainedModel
@@ -176,7 +166,7 @@ def drawn(workload: Workload, shape: Shape, device: str, *, scalar: bool) -> Pre
 
 
 def _words(workload: Workload) -> Callable[[Sequence[int]], str]:
-    """Return what turns tokens into words between blanks, as many as tokens but for padding."""
+    """Return a detokenizer to words between blanks, as many as tokens without padding."""
     words = language_of(workload).words()
     return lambda tokens: " ".join(words[token] if token < len(words) else "?" for token in tokens if token != PAD)
 

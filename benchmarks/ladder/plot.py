@@ -1,15 +1,16 @@
-"""The ladder as a picture, from results as they are written."""
+"""The ladder as a picture, from files of results."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypedDict
+from typing import Final
 
 from benchmarks.ladder.modes import MODES
+from benchmarks.ladder.of_record import Results
 from oppo.errors import ConfigError
-from oppo.report.svg import COLOURS, Panel, box, picture, placed, rule, text
+from oppo.report.svg import COLOURS, Axes, box, picture, placed, rule, text
 
 TIMES_SERIAL: Final = "times the serial step; whiskers: worst and best round"
 OURS: Final = COLOURS[0]
@@ -17,39 +18,9 @@ PEERS: Final = "#9ca3af"
 WIDTH, LEFT, RIGHT, TOP, ROW, BOTTOM = 560, 90, 24, 32, 26, 36
 
 
-class Machine(TypedDict):
-    """What is shown of a machine."""
-
-    cpu: str
-
-
-class Mode(TypedDict):
-    """What is shown of a contestant."""
-
-    tokens_per_second: float
-
-
-class Results(TypedDict):
-    """What is shown of a file of results, see :meth:`benchmarks.ladder.rounds.Ladder.as_json`."""
-
-    workload: str
-    layout: str
-    valid: bool
-    machine: Machine
-    modes: Mapping[str, Mode]
-    ratios: Mapping[str, float]
-    ratio_ranges: Mapping[str, Sequence[float]]
-
-
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """One run as bars.
-
-    Attributes:
-        unit: of the numbers.
-        names: of the contestants.
-        widths, below, above: of each, the median, and the worst and the best round.
-    """
+    """The bars of one run: by contestant its name, the median, the worst and the best round, in ``unit``."""
 
     unit: str
     names: Sequence[str]
@@ -66,7 +37,7 @@ def plot(ladders: Sequence[Results], path: Path) -> None:
         path: of an SVG file.
 
     Raises:
-        ConfigError: another kind of file is asked for.
+        ConfigError: the file is of another kind.
     """
     require_svg(path)
     bars = [bars_of(ladder) for ladder in ladders]
@@ -82,17 +53,17 @@ def plot(ladders: Sequence[Results], path: Path) -> None:
 
 
 def require_svg(path: Path) -> None:
-    """Check that a picture can be written as what its name says, before anything is measured.
+    """Check that the name of a picture is that of an SVG file.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: it is not.
     """
     if path.suffix != ".svg":
         raise ConfigError(f"a picture of the ladder is an SVG file, expected a name that ends in .svg, not {path.name}")
 
 
 def bars_of(ladder: Results) -> Bars:
-    """Return the bars of one run: times the serial mode, or tokens a second where that did not run."""
+    """Return the bars of one run: times the serial mode, or tokens a second without it."""
     ratios, ranges = ladder["ratios"], ladder["ratio_ranges"]
     names = [name for name in ladder["modes"] if name == "serial" or f"{name}/serial" in ratios]
     if len(names) > 1:
@@ -105,7 +76,7 @@ def bars_of(ladder: Results) -> Bars:
 
 def draw(heading: str, bars: Bars, right: float) -> str:
     """Return one run as SVG, on an axis that ends at ``right``."""
-    panel = Panel(WIDTH - LEFT - RIGHT, ROW * len(bars.names), right, 0, 1)
+    panel = Axes(WIDTH - LEFT - RIGHT, ROW * len(bars.names), right, 0, 1)
     drawn = []
     for k, name in enumerate(bars.names):
         y = k * ROW
@@ -129,6 +100,5 @@ def draw(heading: str, bars: Bars, right: float) -> str:
 
 
 def title(ladder: Results) -> str:
-    """Return what a run was, and whether it counts."""
     validity = "" if ladder["valid"] else ", INVALID"
     return f"{ladder['workload']}, {ladder['layout']} ({ladder['machine']['cpu']}){validity}"

@@ -1,4 +1,4 @@
-"""What a contestant says of one step: one line of JSON on the way, one value here."""
+"""The record of one step of a contestant, sent as JSON."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from oppo.errors import ProtocolError
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step of one contestant; what is optional a peer cannot know of itself.
+    """One step of one contestant; a peer cannot measure the optional fields.
 
     Attributes:
         seconds: wall time of the whole step.
         tokens: response tokens trained.
         samples: responses trained.
-        capped: how many of them were cut off at the cap.
-        as_announced: share of them as long as announced.
+        capped: of them, those cut off at the cap.
+        as_announced: fraction of them with the announced length.
         deferred: responses carried into the next step.
-        decode, score, update: seconds in which something of that phase was busy.
-        exposed: seconds in which something scored while nothing decoded or trained.
-        busy: seconds in which each model worked.
+        decode, score, update: busy seconds of each phase.
+        exposed: seconds of scoring beside no decoding or training.
+        busy: busy seconds of each model.
         decode_steps: of the actor.
-        decoded: tokens it made, also those of responses that are not finished.
-        bottleneck: the step's verdict, as its metrics have it.
+        decoded: tokens it made, those of unfinished responses included.
+        bottleneck: the step's metrics of its bottleneck.
     """
 
     seconds: float
@@ -42,26 +42,21 @@ class StepRecord:
     decoded: int = 0
     bottleneck: Mapping[str, float] = field(default_factory=dict)
 
-    @property
-    def seconds_per_token(self) -> float:
-        """Seconds for each response token trained."""
-        return self.seconds / self.tokens
-
     def as_json(self) -> dict[str, object]:
-        """Return what :meth:`of` reads."""
+        """Return the input of :meth:`of`."""
         return asdict(self)
 
     @classmethod
-    def of(cls, told: object) -> StepRecord:
-        """Return the record that a contestant told; what it says beyond one is left out.
+    def of(cls, answer: object) -> StepRecord:
+        """Return the record in a contestant's answer, whose other keys are left out.
 
         Raises:
-            ProtocolError: it is none.
+            ProtocolError: the answer is no record.
         """
         names = {each.name for each in fields(cls)}
-        if not isinstance(told, Mapping) or not {"seconds", "tokens", "samples"} <= told.keys():
-            raise ProtocolError(f"expected a step with seconds, tokens and samples, got {told!r}")
-        record = cls(**{name: value for name, value in told.items() if name in names})
+        if not isinstance(answer, Mapping) or not {"seconds", "tokens", "samples"} <= answer.keys():
+            raise ProtocolError(f"expected a step with seconds, tokens and samples, got {answer!r}")
+        record = cls(**{name: value for name, value in answer.items() if name in names})
         if not (record.seconds > 0 and record.tokens > 0 and record.samples > 0):
-            raise ProtocolError(f"expected a step that took time and trained something, got {told!r}")
+            raise ProtocolError(f"expected a step that took time and trained something, got {answer!r}")
         return record

@@ -1,8 +1,8 @@
-"""Running the contestants: interleaved, round by round, and what a run of them came to.
+"""Runs the contestants in interleaved rounds, and collects their figures.
 
-All contestants are loaded at first and warmed up, which is not counted. Then each round asks them in turn for a few
-steps; every second round goes the other way, so that nobody always runs after the same neighbour. On a device that
-cannot hold them all, they run one after the other instead, which the result says.
+All contestants are loaded first and warmed up, which is not counted. Then each round runs a few steps of each in turn;
+every second round goes the other way, so that none always follows the same neighbour. On a device that cannot hold all
+of them they run one after the other instead, which the result says.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A contestant that is to run: its name and its command, and what a reader should know of how it was chosen."""
+    """A contestant to run: its name, its command, and a remark on its settings."""
 
     name: str
     command: tuple[str, ...]
@@ -40,15 +40,15 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How much is run.
+    """The size of a run.
 
     Attributes:
         steps: of each contestant in a round.
         rounds: counted ones.
         warm_up: steps of each contestant before the first round.
-        device: where models are.
-        scorers: whether scorers work in a thread or in a process of their own.
-        together: all contestants are loaded at the same time, and interleaved.
+        device: of the models.
+        scorers: the place of the scorers: a thread, or a process of their own.
+        together: all contestants are loaded at once, and interleaved.
     """
 
     steps: int = 3
@@ -64,12 +64,12 @@ class Ladder:
     """One workload in one layout, measured.
 
     Attributes:
-        threads: by contestant, what it says of its cores and threads.
-        versions: by contestant, of Python and the libraries.
+        threads: cores and threads by contestant.
+        versions: of Python and the libraries, by contestant.
         faults: why the run is INVALID; none: it is valid.
-        ratios: ``a/b``: how many times faster a is than b.
-        remarks: what a reader should know of a contestant.
-        calibration: how the depths of the models were chosen; ``None``: they are those of the table.
+        ratios: ``a/b``: the speed of a over that of b.
+        remarks: on the settings of a contestant.
+        calibration: of the models' depths; ``None``: they are those of the table.
     """
 
     files: Files
@@ -86,7 +86,7 @@ class Ladder:
 
     @property
     def workload(self) -> Workload:
-        """What was run."""
+        """The workload of the files."""
         return self.files.workload
 
     @property
@@ -95,7 +95,7 @@ class Ladder:
         return not self.faults
 
     def as_json(self) -> dict[str, object]:
-        """Return everything, as a file of results holds it."""
+        """Return the content of a file of results."""
         facts = asdict(self.files.facts)
         return {
             "workload": self.workload.name,
@@ -117,18 +117,17 @@ class Ladder:
 
 
 def entries(files: Files, modes: Sequence[str], layout: Layout, plan: Plan) -> list[Entry]:
-    """Return the contestants for some modes."""
     program = (sys.executable, "-m", "benchmarks.ladder.worker", str(files.directory), "--layout", layout)
     options = ("--device", plan.device, "--scorers", plan.scorers)
     return [Entry(mode, (*program, "--mode", mode, *options)) for mode in modes]
 
 
 def serial_costs(files: Files, layout: Layout, plan: Plan) -> Costs:
-    """Return what the steps that a plan counts cost serially, with nothing else running.
+    """Return the costs of a plan's steps in the serial mode, with nothing else running.
 
     Raises:
         ModelLost: the contestant ended or took too long.
-        ProtocolError: it said something that it should not.
+        ProtocolError: its answer is malformed.
     """
     (entry,) = entries(files, [SERIAL.name], layout, plan)
     with tempfile.TemporaryDirectory(prefix="oppo-bench-") as logs, start(entry, Path(logs)) as serial:
@@ -146,19 +145,11 @@ def run(
     *,
     calibration: Calibration | None = None,
 ) -> Ladder:
-    """Run every contestant and return what they came to.
-
-    Args:
-        files: the workload.
-        layout: which cores each side has.
-        contestants: in the order of the ladder.
-        plan: how much to run.
-        tell: told, in a sentence, what is going on.
-        calibration: how the workload's depths were chosen, for the record.
+    """Run every contestant and return their ladder; ``calibration`` is for the record.
 
     Raises:
         ModelLost: a contestant ended or took too long.
-        ProtocolError: a contestant said something that it should not.
+        ProtocolError: an answer of a contestant is malformed.
     """
     started: dict[str, Mapping[str, object]] = {}
     records: dict[str, list[list[StepRecord]]] = {entry.name: [] for entry in contestants}
@@ -182,8 +173,8 @@ def run(
         layout=layout,
         plan=plan,
         machine=Machine.here(plan.device),
-        threads={name: told.get("threads") for name, told in started.items()},
-        versions={name: told.get("versions") for name, told in started.items()},
+        threads={name: facts.get("threads") for name, facts in started.items()},
+        versions={name: facts.get("versions") for name, facts in started.items()},
         modes=figures,
         ratios=ratios(counted),
         faults=faults(files.workload, layout, figures, files.facts.announced.capped),
@@ -193,7 +184,7 @@ def run(
 
 
 def start(entry: Entry, logs: Path) -> Contestant:
-    """Start a contestant of this checkout; how many threads it has is its own business, not the environment's."""
+    """Start a contestant of this checkout, without the environment's limits on threads."""
     limits = {"OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"}
     environment = {name: value for name, value in os.environ.items() if name not in limits}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(CHECKOUT), environment.get("PYTHONPATH"))))
@@ -214,7 +205,7 @@ def _figures(counted: Mapping[str, Rounds], peaks: Mapping[str, float]) -> dict[
 
 
 def ratios(counted: Mapping[str, Rounds]) -> dict[str, Spread]:
-    """Return every contestant against the serial mode, and every mode against what it adds to and every peer."""
+    """Return the ratios of all contestants to the serial mode, and of each mode to the one it extends and to peers."""
     return {
         f"{name}/{other}": speedup(rounds, counted[other])
         for other in counted
@@ -230,12 +221,12 @@ def _compared(name: str, other: str) -> bool:
 
 
 def seating(layout: Layout, modes: Sequence[str]) -> list[str]:
-    """Return who works where, a line for each way of sitting, and a warning where there is one core."""
+    """Return the seats in words, a line for the modes with the same ones, and a warning on a single core."""
     cores = cores_here()
     lines: dict[str, list[str]] = {}
     for mode in modes:
         table = seats(layout, cores, held=MODES[mode].held).table()
-        said = ", ".join(f"{side} {seat['threads']} thread(s) on cores {seat['cores']}" for side, seat in table.items())
-        lines.setdefault(said, []).append(mode)
-    warning = ["one core only: everybody shares it, and overlap cannot gain anything"] if len(cores) == 1 else []
-    return [f"{', '.join(named)}: {said}" for said, named in lines.items()] + warning
+        line = ", ".join(f"{side} {seat['threads']} thread(s) on cores {seat['cores']}" for side, seat in table.items())
+        lines.setdefault(line, []).append(mode)
+    warning = ["one core only: all sides share it, and overlap cannot gain anything"] if len(cores) == 1 else []
+    return [f"{', '.join(named)}: {line}" for line, named in lines.items()] + warning

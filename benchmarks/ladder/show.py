@@ -1,4 +1,4 @@
-"""The ladder on a terminal: what was measured, on what, and whether it counts."""
+"""The ladder on a terminal: workload, machine, figures and validity."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.ladder.directory import Measured
+from benchmarks.ladder.directory import LengthStatistics
 from benchmarks.ladder.measures import Figures, Spread
 from benchmarks.ladder.rounds import Ladder
 
@@ -18,12 +18,11 @@ BAR: Final = 40
 
 
 def render(ladder: Ladder) -> Group:
-    """Return everything worth reading of a run, the verdict last."""
-    return Group(*head(ladder), speeds(ladder), details(ladder), *bars(ladder), *bottlenecks(ladder), verdict(ladder))
+    """Return the ladder, its validity last."""
+    return Group(*head(ladder), speeds(ladder), details(ladder), *bars(ladder), *bottlenecks(ladder), validity(ladder))
 
 
 def head(ladder: Ladder) -> list[Text]:
-    """Return what was run, on what."""
     workload, plan, machine, facts = ladder.workload, ladder.plan, ladder.machine, ladder.files.facts
     lines = [
         f"workload {workload.name}: {workload.about}",
@@ -46,14 +45,13 @@ def head(ladder: Ladder) -> list[Text]:
     lines += [] if ladder.calibration is None else [f"  {ladder.calibration.sentence()}"]
     lines += [f"  {name}: {remark}" for name, remark in ladder.remarks.items()]
     seats: dict[str, list[str]] = {}
-    for name, said in ladder.threads.items():
-        seats.setdefault(_seats(said), []).append(name)
-    lines += [f"  {', '.join(names)}: {said}" for said, names in seats.items()]
+    for name, threads in ladder.threads.items():
+        seats.setdefault(_seats(threads), []).append(name)
+    lines += [f"  {', '.join(names)}: {line}" for line, names in seats.items()]
     return [Text(line) for line in lines]
 
 
 def speeds(ladder: Ladder) -> Table:
-    """Return how fast each contestant was."""
     measured = {name.partition("/")[2] for name in ladder.ratios}
     against = [name for name in ladder.modes if name in measured]
     table = Table("mode", "s/step", "min - max", "tokens/s", "samples/s", *(f"x {name}" for name in against))
@@ -71,7 +69,6 @@ def speeds(ladder: Ladder) -> Table:
 
 
 def details(ladder: Ladder) -> Table:
-    """Return what explains the speeds."""
     table = Table("mode", "hidden", "decode slower", "decode/score/update", "busy", "rows", "at cap", "carried", "MB")
     for name, each in ladder.modes.items():
         table.add_row(
@@ -89,14 +86,13 @@ def details(ladder: Ladder) -> Table:
 
 
 def bars(ladder: Ladder) -> list[Text]:
-    """Return a bar for each contestant, as long as it is fast."""
     fastest = max(each.tokens_per_second for each in ladder.modes.values())
     widest = max(map(len, ladder.modes))
     return [Text(bar_line(name, each, fastest, widest)) for name, each in ladder.modes.items()]
 
 
 def bottlenecks(ladder: Ladder) -> list[Text]:
-    """Return what each contestant is bound by, and what could help, as far as it can tell."""
+    """Return the bottleneck of each contestant that measures it, and its remedy."""
     widest = max(map(len, ladder.modes))
     return [
         Text(f"{name:<{widest}}  {each.verdict.largest}-bound: {each.verdict.sentence}")
@@ -106,30 +102,25 @@ def bottlenecks(ladder: Ladder) -> list[Text]:
 
 
 def bar_line(name: str, figures: Figures, fastest: float, widest: int) -> str:
-    """Return one line: the name, a bar, tokens per second."""
     length = max(1, round(BAR * figures.tokens_per_second / fastest))
     return f"{name:<{widest}}  {'█' * length:<{BAR}}  {figures.tokens_per_second:.0f} tokens/s"
 
 
-def verdict(ladder: Ladder) -> RenderableType:
-    """Return whether the run measured what its workload states."""
+def validity(ladder: Ladder) -> RenderableType:
     if ladder.valid:
         return Text("valid: shares and lengths are those that the workload states", style="green")
     return Text("\n".join(["INVALID", *(f"  {fault}" for fault in ladder.faults)]), style="bold red")
 
 
 def times(ratio: Spread | None) -> str:
-    """Return a ratio as a table shows it."""
     return "-" if ratio is None else f"{ratio.median:.2f} ({ratio.low:.2f} - {ratio.high:.2f})"
 
 
 def optional(value: float | None, form: str = ".2f") -> str:
-    """Return a number, or that there is none."""
     return "-" if value is None else format(value, form)
 
 
-def len_line(lengths: Measured) -> str:
-    """Return lengths in a few words."""
+def len_line(lengths: LengthStatistics) -> str:
     return f"median {lengths.median:.0f}, p95 {lengths.p95:.0f}, {lengths.capped:.1%} at the cap"
 
 
@@ -137,7 +128,7 @@ def _counts(parameters: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {count:,}" for name, count in parameters.items()) or "as the recipe says"
 
 
-def _seats(said: object) -> str:
-    if not isinstance(said, Mapping):
-        return f"{said} thread(s), not pinned"
-    return ", ".join(f"{side} {seat['threads']} thread(s) on cores {seat['cores']}" for side, seat in said.items())
+def _seats(threads: object) -> str:
+    if not isinstance(threads, Mapping):
+        return f"{threads} thread(s), not pinned"
+    return ", ".join(f"{side} {seat['threads']} thread(s) on cores {seat['cores']}" for side, seat in threads.items())

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Final, TypeAlias, cast
+from collections.abc import Sequence
+from typing import Final, cast
 
 import anyio
 import numpy as np
@@ -13,29 +13,25 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from benchmarks.ladder.countdown import EOS, FILLERS, PAD, Countdown, lessons
 from benchmarks.ladder.workloads import Shape
 from oppo.app.evaluate import respond
-from oppo.demo.pretrain import IGNORED, Schedule, descend, rate
+from oppo.demo.pretrain import IGNORED, Progress, Schedule, descend, rate
 from oppo.events import Prompt
 from oppo.hf.cpu import use_cores
 from oppo.hf.serve.policy import HfPolicy
 from oppo.models import Sampling
 from oppo.placement import Thread
 
-Progress: TypeAlias = Callable[[str, float], None]
-"""``progress(sentence, fraction)``: what is being done, and how much of it is done."""
-
 TOKENS: Final = 512
-"""In an optimizer step, whatever the width of its rows."""
+"""Tokens of an optimizer step, for every width of its rows."""
 WIDTHS: Final = (16, 64, 256)
-"""Of the rows, in turn: the next token must not depend on how much stands before it."""
+"""Widths of the rows, in turn: the next token must not depend on the position."""
 RATE: Final = 6e-3
 SHARPER: Final = 3.0
-"""What the taught actor's final norm is multiplied with: tokens that were likely become all but certain."""
+"""Factor of the taught actor's final norm: likely tokens become almost certain."""
 AS_ANNOUNCED: Final = 0.99
-"""At least this share of the responses must be as long as announced."""
+"""Least fraction of responses of the announced length."""
 
 
 def config_of(shape: Shape, vocabulary: int, positions: int) -> LlamaConfig:
-    """Return the configuration of a Llama of this shape for the language of countdowns."""
     return LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=shape.hidden,
@@ -52,17 +48,17 @@ def config_of(shape: Shape, vocabulary: int, positions: int) -> LlamaConfig:
 
 
 def scalar_model(shape: Shape, vocabulary: int, positions: int) -> PreTrainedModel:
-    """Return a sequence-classification model with one label and random weights, of torch's global generator."""
+    """Return a sequence-classification model with one label and random weights from torch's global generator."""
     config = config_of(shape, vocabulary, positions)
     config.num_labels = 1
     return LlamaForSequenceClassification(config)
 
 
 def taught(language: Countdown, shape: Shape, *, steps: int, positions: int, progress: Progress) -> PreTrainedModel:
-    """Return an actor that counts down; random weights are drawn from torch's global generator.
+    """Return an actor that counts down; its initial weights are drawn from torch's global generator.
 
-    Every block begins as the identity, so what is learned first, and suffices, is which token follows which; a forward
-    pass costs what it costs whatever the weights are.
+    Every block begins as the identity, so training begins with which token follows which, and that suffices. The cost
+    of a forward pass does not depend on the weights.
     """
     model = LlamaForCausalLM(config_of(shape, language.vocabulary, positions))
     with torch.no_grad():
@@ -77,8 +73,8 @@ def taught(language: Countdown, shape: Shape, *, steps: int, positions: int, pro
         width = min(WIDTHS[step % len(WIDTHS)], positions)
         tokens, labels = _packed(language, TOKENS // width, width, rng)
         loss = cast("torch.Tensor", model(input_ids=tokens, labels=labels, use_cache=False).loss)
-        told = descend(optimizer, model, [loss], rate(step, schedule))
-        progress(f"teaching the actor to count down, loss {told:.4f}", (step + 1) / steps)
+        descended = descend(optimizer, model, [loss], rate(step, schedule))
+        progress(f"teaching the actor to count down, loss {descended:.4f}", (step + 1) / steps)
     model.train(mode=False)
     with torch.no_grad():
         model.get_parameter("model.norm.weight").mul_(SHARPER)
@@ -86,7 +82,7 @@ def taught(language: Countdown, shape: Shape, *, steps: int, positions: int, pro
 
 
 def _packed(language: Countdown, rows: int, width: int, rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tokens and labels, int64 [rows, width]: lessons end to end; what a prompt is made of is not learned."""
+    """Return tokens and labels, int64 [rows, width]: lessons end to end, without loss on prompts."""
     stream: list[int] = []
     for lesson in lessons(language, width, rng):
         stream += lesson
@@ -100,7 +96,7 @@ def _packed(language: Countdown, rows: int, width: int, rng: np.random.Generator
 
 
 def lengths_written(actor: PreTrainedModel, prompts: Sequence[Prompt], *, cap: int, seed: int) -> list[int]:
-    """Return how long the actor's responses to ``prompts`` are, sampled at temperature 1 and cut off at ``cap``."""
+    """Return the lengths of the actor's responses to ``prompts``, sampled at temperature 1 and cut off at ``cap``."""
     sampling = Sampling(max_new_tokens=cap, stop=(EOS,), seed=seed)
 
     with Thread("teacher", setup=lambda: use_cores(1)) as thread:

@@ -1,4 +1,4 @@
-"""A contestant of ours: one process that runs one mode of one workload when a line on standard input asks it to.
+"""A contestant of ours: a process that runs one mode of one workload on requests from standard input.
 
 ====================  =============================================================================
 written, once loaded  ``{"ready": {"versions": {...}, "threads": {...}}}``
@@ -7,7 +7,7 @@ written               ``{"steps": [{"seconds": ..., "tokens": ..., "samples": ..
 end of input          ends the process
 ====================  =============================================================================
 
-Between requests it waits for a line, and uses no processor. Everything else goes to standard error.
+Between requests it waits for a line without CPU time. All other output goes to standard error.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from oppo.report.overlap import Role, occupation, seconds, union
 
 @dataclass(eq=False)
 class Watch(Observer):
-    """Takes note of what a step is made of."""
+    """Keeps the spans and the batch of a step."""
 
     workload: Workload
     spans: list[Span] = field(default_factory=list)
@@ -61,21 +61,21 @@ class Watch(Observer):
             self.batch = item
 
     def on_span(self, span: Span) -> None:
-        """Leave the stages alone: the models tell when they are busy, see :meth:`on_work`."""
+        """Ignore the stages; :meth:`on_work` receives the models' spans."""
 
     def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
-        """Leave the channels alone."""
+        """Ignore the channels."""
 
     def on_work(self, span: Span) -> None:
-        """Keep what a model did, if it counts; called from the models' threads."""
+        """Keep a model's span of a phase; called in the models' threads."""
         if (span.track, span.label) in WORK:
             self.spans.append(span)
 
     def record(self, report: StepReport, took: float, decode_steps: int, decoded: int) -> StepRecord:
-        """Return the record of the step that is over, and begin another.
+        """Return the record of the step that is over, and reset.
 
         Raises:
-            DataError: it trained nothing.
+            DataError: the step trained nothing.
         """
         spans, self.spans = self.spans, []
         batch, self.batch = self.batch, None
@@ -111,11 +111,11 @@ async def serve(
     async with work.graph.open(prompts, observers=[watch]) as run:
         say(answers, {"ready": ready})
         while line := await anyio.to_thread.run_sync(sys.stdin.readline):
-            steps = [await measured(run, work, watch) for _ in range(json.loads(line)["run"])]
+            steps = [await timed_step(run, work, watch) for _ in range(json.loads(line)["run"])]
             say(answers, {"steps": [step.as_json() for step in steps], "peak_rss_mb": peak_rss_mb()})
 
 
-async def measured(run: Run[StepReport], work: Pipeline, watch: Watch) -> StepRecord:
+async def timed_step(run: Run[StepReport], work: Pipeline, watch: Watch) -> StepRecord:
     """Run one step and return its record.
 
     Raises:
@@ -123,7 +123,7 @@ async def measured(run: Run[StepReport], work: Pipeline, watch: Watch) -> StepRe
     """
     counters = work.policy.counters
     steps, tokens, start = counters.decode_steps, counters.tokens, observe.now()
-    report = await run.step()  # a request is not the end
+    report = await run.step()
     took = observe.now() - start
     if report is None:
         raise DataError("the prompts have ended")
@@ -131,20 +131,18 @@ async def measured(run: Run[StepReport], work: Pipeline, watch: Watch) -> StepRe
 
 
 def say(answers: TextIO, answer: Mapping[str, object]) -> None:
-    """Write one line to the ruler."""
     answers.write(json.dumps(answer) + "\n")
     answers.flush()
 
 
 def answers_only() -> TextIO:
-    """Return standard output, kept for answers: whatever else is written there goes to standard error from now on."""
+    """Return standard output for answers, and redirect all other output to standard error."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return answers
 
 
 def ready_line(places: Seats) -> dict[str, object]:
-    """Return what is told once everything is loaded."""
     versions = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -154,7 +152,6 @@ def ready_line(places: Seats) -> dict[str, object]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Load everything, then serve."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ladder.worker")
     parser.add_argument("directory", type=Path)
     parser.add_argument("--mode", choices=MODES, required=True)

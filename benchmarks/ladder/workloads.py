@@ -1,8 +1,7 @@
-"""What is measured: every number of every workload, in one table.
+"""Every number of every workload, in one table.
 
-A workload may state the shares that the phases of a serial step must have; a run outside of them is INVALID and says
-what it measured instead. One that states them all is calibrated first: the depths of its reward model and its critic
-are where the search begins (:mod:`benchmarks.ladder.calibration`).
+A workload may state the shares of the phases in a serial step; a run outside of them is INVALID. A workload that states
+all of them is calibrated first (:mod:`benchmarks.ladder.calibration`), from the depths of reward model and critic here.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """How long responses are, the end token included: lognormal, no shorter than ``shortest``, cut off at ``cap``.
+    """Lengths of responses with the end token: lognormal, no shorter than ``shortest``, cut off at ``cap``.
 
     Attributes:
         median, sigma: of the lognormal; ``sigma`` is that of the logarithm.
@@ -47,7 +46,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """The share of a serial step that a phase must have in a layout; outside of it a run is INVALID."""
+    """Bounds on the share of a phase in a serial step of a layout; outside of them a run is INVALID."""
 
     layout: Layout
     phase: Phase
@@ -57,12 +56,12 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The shapes of the models, and how many steps the actor is taught for; the reference has the actor's.
+    """The shapes of the models; the reference has the actor's.
 
     Attributes:
-        taught: optimizer steps that teach the actor to count down; 0: random weights, and lengths are scripted.
-        dtype: of all of them.
-        vocabulary: tokens that the models know; no fewer than the language has.
+        taught: optimizer steps that teach the actor to count down; 0: random weights and scripted lengths.
+        dtype: of all models.
+        vocabulary: at least that of the language; 0: the same.
     """
 
     actor: Shape
@@ -74,7 +73,7 @@ class Models:
 
     @property
     def scripted(self) -> bool:
-        """Whether responses end where their prompt says, whatever the tokens are."""
+        """Whether responses end at the announced length, whatever their tokens."""
         return not self.taught
 
 
@@ -85,13 +84,13 @@ class Workload:
     Attributes:
         batch: rollouts trained in a step.
         extra: Delta of the overcommitted modes.
-        chunk: tokens that travel at once in the streamed modes.
-        reward: a model, or a function that looks at the finished response.
-        shares: what the phases of a serial step must come to.
-        capped: range of the share of prompts that announce the cap or more; outside of it the run is INVALID.
-        learning_rate: of actor and critic: so small that the lengths stay where they are.
+        chunk: tokens of a chunk in the streamed modes.
+        reward: a model, or a function of the finished response.
+        shares: of the phases in a serial step.
+        capped: range of the fraction of prompts that announce the cap or more; outside of it the run is INVALID.
+        learning_rate: of actor and critic: so small that the lengths do not change.
         micro_batch_tokens: in one forward pass of the update, padding included.
-        prompts: written to the workload's directory; they are used in that order, again and again.
+        prompts: number in the workload's directory; they are used in order, again and again.
         prompt_tokens: shortest and longest prompt.
     """
 
@@ -119,7 +118,7 @@ class Workload:
 
     @property
     def positions(self) -> int:
-        """Tokens that the models can read: longest prompt and longest response, rounded up to a multiple of 64."""
+        """Positions of the models: longest prompt and longest response, rounded up to a multiple of 64."""
         return -(-(self.prompt_tokens[1] + self.lengths.cap) // 64) * 64
 
 
@@ -129,7 +128,7 @@ DEEP_AND_THIN: Final = Models(
     critic=Shape(hidden=112, intermediate=320, layers=2, heads=4),
     taught=200,
 )
-"""An actor whose decode step costs far less for each row than for itself, as on a GPU; a reward model 7 times its size.
+"""An actor whose decode step has a low cost per row, as on a GPU; a reward model 7 times its size.
 
 On the machine it was tuned on, 32 rows take 1.5 times as long as 8.
 """
@@ -168,7 +167,7 @@ SHORTER: Final = replace(
     models=DEEP_AND_THIN,
     shares=(),
 )
-"""``paper`` with a shorter tail and other models: what the other workloads are made from."""
+"""``paper`` with a shorter tail and other models: the base of the other workloads."""
 
 TRAIN_BOUND: Final = replace(
     SHORTER,
@@ -205,7 +204,7 @@ SMOKE: Final = Workload(
 )
 
 WORKLOADS: Final = MappingProxyType({each.name: each for each in (PAPER, TRAIN_BOUND, RULE_REWARD, CAPPED, SMOKE)})
-"""By name; ``smoke`` is not among those that ``all`` stands for."""
+"""By name; ``all`` does not include ``smoke``."""
 
 ACTORS_ON_A_GPU: Final[Mapping[str, Shape]] = MappingProxyType(
     {
@@ -217,10 +216,9 @@ ACTORS_ON_A_GPU: Final[Mapping[str, Shape]] = MappingProxyType(
 
 
 def on_gpu(workload: Workload, actor: str) -> Workload:
-    """Return the workload with models of the sizes people train: random weights, bf16, a 7B-shaped reward model.
+    """Return the workload with models of usual sizes: random weights, bf16, a 7B-shaped reward model.
 
-    Nobody can teach those to count, so the lengths are scripted. The shares are measured and not asked for: they
-    belong to a machine.
+    Their lengths are scripted, since teaching them takes too long. It states no shares, which depend on the machine.
     """
     shape = ACTORS_ON_A_GPU[actor]
     return replace(
@@ -241,8 +239,3 @@ def on_gpu(workload: Workload, actor: str) -> Workload:
         shares=(),
         prompt_tokens=(64, 256),
     )
-
-
-def scripted(workload: Workload) -> Workload:
-    """Return the workload with the same shapes, random weights and scripted lengths."""
-    return replace(workload, name=f"{workload.name}-scripted", models=replace(workload.models, taught=0))

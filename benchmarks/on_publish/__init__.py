@@ -1,1 +1,1 @@
-"""Keys and values of carried rollouts after an update: computed again, or kept, measured both ways."""
+"""Keys and values of carried rollouts after an update: recomputed or kept, both measured."""

@@ -1,8 +1,8 @@
 """``python -m benchmarks.on_publish config.toml [STEPS] [section.key=value ...]``: both ways, step by step in turn.
 
-Two runs of the same settings, models and prompts live in one process and take turns, a step each, so that whatever else
-the machine does meets both. The runs are those of ``oppo train`` with ``step.on_publish`` set, which should have a
-``step.extra``; their steps drift apart as the weights do. Nothing is written but the table.
+Two runs of the same settings, models and prompts live in one process and take turns, a step each, so that disturbances
+meet both. The runs are those of ``oppo train`` with ``step.on_publish`` set, and should have a ``step.extra``; their
+steps drift apart as the weights do. Prints the table and writes no file.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from oppo.app.train import PreparedRun, prepare
 
 WAYS = ("recompute", "keep")
 SKIPPED = 2
-"""Steps at the beginning that do not count: nothing is carried into the first, and memory is taken."""
+"""First steps, which do not count: nothing is carried into the first, and memory is allocated."""
 
 
 @dataclass(slots=True, eq=False)
-class Measured:
-    """What a run's steps showed."""
+class StepSeries:
+    """Figures of a run, step by step."""
 
     session: PreparedRun
     seconds: list[float] = field(default_factory=list)
@@ -34,11 +34,11 @@ class Measured:
     metrics: list[Mapping[str, float]] = field(default_factory=list)
 
     def mean(self, name: str) -> float:
-        """Return the mean of a metric over the steps; one that has no stale token has mismatch 0."""
+        """Return the mean of a metric over the steps."""
         return fmean(each[name] for each in self.metrics)
 
     def row(self) -> list[str]:
-        """Return a line of the table."""
+        """Return the row of the table."""
         stale = ("mismatch/kl", "mismatch/kl_current", "mismatch/ess", "staleness/stale_tokens")
         prefilled = self.session.assembly.policy.counters.prefilled
         return [
@@ -49,9 +49,9 @@ class Measured:
         ]
 
 
-async def alternate(sessions: Sequence[PreparedRun], steps: int) -> list[Measured]:
-    """Return what ``steps`` steps of each session showed, a step of each in turn."""
-    measured = [Measured(session) for session in sessions]
+async def alternate(sessions: Sequence[PreparedRun], steps: int) -> list[StepSeries]:
+    """Return the series of ``steps`` steps of each session, made in turn."""
+    measured = [StepSeries(session) for session in sessions]
     async with AsyncExitStack() as stack:
         runs = [await stack.enter_async_context(s.graph.open(s.prompts)) for s in sessions]
         iterators = [run.steps(steps) for run in runs]
@@ -66,7 +66,6 @@ async def alternate(sessions: Sequence[PreparedRun], steps: int) -> list[Measure
 
 
 def main(path: Path, steps: int, overrides: Sequence[str]) -> None:
-    """Run both ways and print the table."""
     with ExitStack() as stack:
         sessions = [
             stack.enter_context(

@@ -1,7 +1,6 @@
-"""The peer as one more contestant: the program to start, and the settings under which it was measured to be fastest.
+"""The peer as a contestant: its program and its fastest measured settings.
 
-The environment it needs is ``.venv-peer`` of the checkout. A comparison against anything but the peer's best cell would
-flatter us.
+Its environment is ``.venv-peer`` of the checkout. A comparison against any cell but the peer's best would flatter us.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Cell:
     threads: int
 
     def arguments(self) -> list[str]:
-        """Return the cell as the program takes it."""
+        """Return the program's arguments for the cell."""
         return [
             *("--rollout-batch", str(self.rollout_batch)),
             *("--minibatches", str(self.minibatches)),
@@ -47,7 +46,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class CellTimes:
     """Wall-clock seconds of each step in a cell; step k has the same prompts in every cell."""
 
     cell: Cell
@@ -55,7 +54,7 @@ class Measured:
 
     @property
     def seconds(self) -> float:
-        """All of them together."""
+        """Their sum."""
         return sum(self.seconds_per_step)
 
 
@@ -67,22 +66,22 @@ class Swept:
     machine: str
     cores: int
     versions: Mapping[str, str]
-    cells: tuple[Measured, ...]
+    cells: tuple[CellTimes, ...]
     best: Cell
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """What the committed sweep holds, by workload."""
+    """The committed sweep, by workload."""
 
     workloads: dict[str, Swept] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path) -> Sweep:
-        """Return what a file holds; nothing if there is none.
+        """Return the sweep in a file; an empty one without the file.
 
         Raises:
-            ConfigError: it is no sweep.
+            ConfigError: the file holds no sweep.
         """
         if not path.exists():
             return cls()
@@ -92,33 +91,33 @@ class Sweep:
             raise ConfigError(f"{path} is no sweep of a peer; delete it, and sweep again: {error}") from error
 
     def write(self, path: Path) -> None:
-        """Put it into a file."""
+        """Write the file."""
         path.write_bytes(TypeAdapter(Sweep).dump_json(self, indent=2) + b"\n")
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The cell to run the peer with, and where it comes from, in a sentence for the report."""
+    """The cell to run the peer with, and its origin in a sentence."""
 
     cell: Cell
     origin: str
 
 
 def fingerprint(directory: Path) -> str:
-    """Return 12 hexadecimal digits that change with a peer's work: models, prompts, what ``spec.json`` asks of it.
+    """Return 12 hexadecimal digits that change with the peer's work: models, prompts, its keys of ``spec.json``.
 
-    They do not change with what is ours alone, as how large a chunk is, nor with what was measured on the models.
+    They do not change with settings of ours alone, such as the chunk size, nor with measurements of the models.
     """
     spec = json.loads((directory / "spec.json").read_text(encoding="utf-8"))
     models = spec.pop("recipe", {}).get("models")
     spec.pop("measured", None)
-    told = hashlib.sha256(json.dumps([spec, models], sort_keys=True).encode())
-    told.update((directory / "prompts.jsonl").read_bytes())
-    return told.hexdigest()[:12]
+    digest = hashlib.sha256(json.dumps([spec, models], sort_keys=True).encode())
+    digest.update((directory / "prompts.jsonl").read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def choose(sweep: Sweep, directory: Path, cores: int) -> Choice:
-    """Return the cell that was fastest for the workload in ``directory``, on at most ``cores`` threads."""
+    """Return the fastest cell for the workload in ``directory``, on at most ``cores`` threads."""
     spec = json.loads((directory / "spec.json").read_text(encoding="utf-8"))
     name = spec["workload"]
     swept = sweep.workloads.get(name)
@@ -137,7 +136,7 @@ def command(directory: Path, cell: Cell, checkout: Path = CHECKOUT) -> list[str]
     """Return the command line that starts the peer on the workload in ``directory``.
 
     Raises:
-        ConfigError: its environment is not there.
+        ConfigError: its environment is missing.
     """
     return [str(interpreter(checkout)), str(checkout / PROGRAM), str(directory), *cell.arguments()]
 
@@ -146,7 +145,7 @@ def interpreter(checkout: Path = CHECKOUT) -> Path:
     """Return the Python of the peer's environment.
 
     Raises:
-        ConfigError: it is not there.
+        ConfigError: it is missing.
     """
     python = checkout / PYTHON
     if not python.exists():

@@ -1,10 +1,10 @@
-"""A contestant's end of its pipes: it waits for a line, clocks the steps that are asked for, and answers with a line.
+"""A contestant's end of its pipes: it reads a request, times the steps, and writes the answer.
 
 ====================  ==============================================================================================
 written once, loaded  ``{"ready": {...}}``
 read                  ``{"run": n}``
 written               ``{"steps": [{"seconds", "tokens", "announced", "as_announced", "samples", "mean_length",
-                      "capped"}, ...], "peak_rss_mb"}``, and ``"error"`` where that is not the work asked for
+                      "capped"}, ...], "peak_rss_mb"}``, and ``"error"`` if the work is not the workload's
 end of input          ends the program
 ====================  ==============================================================================================
 """
@@ -21,17 +21,13 @@ from benchmarks.peer.workload import Prompt, Spec, announced_tokens, complaint
 
 
 class InputEnded(Exception):  # noqa: N818 - it says what happened
-    """There are no more requests: the way out of somebody else's training loop."""
+    """The requests have ended; raised to leave the peer's training loop."""
 
 
 class Service:
-    """Between requests it blocks and uses no processor; a step's clock runs while neither side reads or writes.
+    """Serves requests for steps; it blocks between them, and a step's clock stops while it reads or writes.
 
-    Args:
-        spec: the workload, which says what a step has to be.
-        requests: read line by line.
-        answers: nobody else writes there.
-        now: seconds, monotonic.
+    ``spec`` defines a step; only answers are written to ``answers``; ``now`` returns monotonic seconds.
     """
 
     def __init__(
@@ -48,16 +44,16 @@ class Service:
         self._tokens = 0
         self._steps: list[dict[str, float]] = []
 
-    def ready(self, told: Mapping[str, object]) -> None:
-        """Say that everything is loaded."""
-        self._say({"ready": told})
+    def ready(self, facts: Mapping[str, object]) -> None:
+        """Answer that everything is loaded."""
+        self._send({"ready": facts})
 
     def wait(self) -> None:
-        """Block until steps are asked for, and start the clock of the first.
+        """Block until a request for steps, and start the clock of the first.
 
         Raises:
-            InputEnded: there are no more requests.
-            ValueError: no steps were asked for.
+            InputEnded: the requests have ended.
+            ValueError: the request is for no steps.
         """
         line = self._requests.readline()
         if not line:
@@ -70,23 +66,20 @@ class Service:
         self._started = self._now()
 
     def updated(self) -> None:
-        """Count an optimizer step that was taken, not one that was merely accumulated for."""
+        """Count an optimizer step; an accumulated micro-batch is none."""
         self._updates += 1
 
     def lap(self) -> float:
-        """Return the seconds that the step took which ends here; what follows is on nobody's clock."""
+        """Return the seconds of the step that ends here, and stop the clock."""
         return self._now() - self._started
 
     def done(self, seconds: float, lengths: Sequence[int], prompts: Sequence[Prompt]) -> None:
-        """Take note of a step, answer if it was the last one asked for, and start the clock of the next.
+        """Record a step, answer after the last one of the request, and start the clock of the next.
 
-        Args:
-            seconds: as :meth:`lap` returned them.
-            lengths: tokens trained of each response.
-            prompts: what they answer, in the same order.
+        ``seconds`` are from :meth:`lap`; ``lengths`` are the trained tokens of each response to ``prompts``.
 
         Raises:
-            InputEnded: there are no more requests.
+            InputEnded: the requests have ended.
         """
         cap = self._spec.max_new_tokens
         as_announced = sum(n == min(p.length, cap) for n, p in zip(lengths, prompts, strict=True))
@@ -111,15 +104,15 @@ class Service:
         self.wait()
 
     def _answer(self) -> None:
-        # Tokens are compared over the whole life of the program: a single response that runs away would be more than
-        # the tolerance of a short request.
+        # Tokens are compared over the whole life of the program: a single runaway response would exceed the tolerance
+        # of a short request.
         faults = [complaint(self._tokens, self._announced)]
         expected = len(self._steps) * self._spec.epochs * self._spec.minibatches
         if self._updates != expected:
             faults.append(f"took {self._updates} optimizer steps where the workload asks for {expected}")
         error = "; ".join(filter(None, faults))
         answer: dict[str, object] = {"steps": self._steps, "peak_rss_mb": peak_rss_mb()}
-        self._say(answer | ({"error": error} if error else {}))
+        self._send(answer | ({"error": error} if error else {}))
 
-    def _say(self, answer: Mapping[str, object]) -> None:
+    def _send(self, answer: Mapping[str, object]) -> None:
         print(json.dumps(answer), file=self._answers, flush=True)

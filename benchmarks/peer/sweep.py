@@ -1,16 +1,15 @@
 """Finds the settings under which the peer is fastest: ``python -m benchmarks.peer.sweep WORKLOAD_DIR...``.
 
 For each number of threads: first the rollout batch, at one pass per optimizer step; then, at the best of those, the
-number of passes. Rollouts know nothing of the passes and the update nothing of the rollout batch, so this finds what
-the whole grid would. Every cell is a process of its own and does the same first steps of the workload. Nothing is
-warmed up: what a first step costs extra, it costs in every cell.
+number of passes. Rollouts do not depend on the passes, nor the update on the rollout batch, so this finds the optimum
+of the whole grid. Every cell is a process of its own and makes the same first steps of the workload, without warm-up: a
+first step costs extra in every cell alike.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,16 +18,17 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from benchmarks import CHECKOUT
-from benchmarks.peer.cells import SWEEP, Cell, Measured, Sweep, Swept, command, fingerprint
+from benchmarks.machine import cores_here, processor
+from benchmarks.peer.cells import SWEEP, Cell, CellTimes, Sweep, Swept, command, fingerprint
 from benchmarks.peer.workload import Spec, read_spec
 
 SMALLEST_SHARE: Final = 8
-"""The smallest rollout batch tried, and the smallest batch of a pass, is this part of the whole."""
+"""The smallest rollout batch tried, and the smallest batch of a pass, is the whole divided by this."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a contestant said: its versions, and the seconds of its steps."""
+    """A contestant's versions, and the seconds of its steps."""
 
     versions: Mapping[str, str]
     seconds_per_step: tuple[float, ...]
@@ -38,7 +38,7 @@ Measure: TypeAlias = Callable[[Cell], Report]
 
 
 def halves(whole: int) -> Iterator[int]:
-    """Yield ``whole``, a half, a quarter, ... down to the smallest share, as far as they are whole numbers."""
+    """Yield ``whole``, a half, a quarter, ... down to the smallest share, as long as they are whole numbers."""
     part = 1
     while part <= min(SMALLEST_SHARE, whole) and whole % part == 0:
         yield whole // part
@@ -50,9 +50,9 @@ def thread_counts(cores: int) -> list[int]:
     return sorted({2**k for k in range(cores.bit_length())} | {cores})
 
 
-def sweep(spec: Spec, cores: int, measure: Measure) -> tuple[Mapping[str, str], list[Measured]]:
-    """Return the peer's versions and every cell tried, in the order in which they were."""
-    cells: list[Measured] = []
+def sweep(spec: Spec, cores: int, measure: Measure) -> tuple[Mapping[str, str], list[CellTimes]]:
+    """Return the peer's versions and every cell tried, in order."""
+    cells: list[CellTimes] = []
     versions: Mapping[str, str] = {}
 
     def best_of(candidates: Sequence[Cell]) -> Cell:
@@ -62,7 +62,7 @@ def sweep(spec: Spec, cores: int, measure: Measure) -> tuple[Mapping[str, str], 
             if cell not in tried:
                 report = measure(cell)
                 versions = report.versions
-                tried[cell] = Measured(cell, report.seconds_per_step)
+                tried[cell] = CellTimes(cell, report.seconds_per_step)
                 cells.append(tried[cell])
         return min(candidates, key=lambda cell: tried[cell].seconds)
 
@@ -75,10 +75,10 @@ def sweep(spec: Spec, cores: int, measure: Measure) -> tuple[Mapping[str, str], 
 
 
 def run(program: Sequence[str], steps: int) -> Report:
-    """Return what a contestant said when asked once for ``steps`` steps.
+    """Return a contestant's report on one request for ``steps`` steps.
 
     Raises:
-        RuntimeError: it died, or what it did is not the work that was asked for.
+        RuntimeError: it died, or its work is not the workload's.
     """
     request = json.dumps({"run": steps}) + "\n"
     done = subprocess.run(program, input=request, capture_output=True, text=True, check=False)
@@ -93,8 +93,8 @@ def run(program: Sequence[str], steps: int) -> Report:
 
 
 def swept(directory: Path, steps: int, checkout: Path = CHECKOUT) -> Swept:
-    """Return every cell measured for the workload in ``directory``, telling of each on standard error."""
-    spec, cores = read_spec(directory), len(os.sched_getaffinity(0))
+    """Return every cell measured for the workload in ``directory``; report each on standard error."""
+    spec, cores = read_spec(directory), len(cores_here())
 
     def measure(cell: Cell) -> Report:
         report = run(command(directory, cell, checkout), steps)
@@ -105,17 +105,11 @@ def swept(directory: Path, steps: int, checkout: Path = CHECKOUT) -> Swept:
     versions, cells = sweep(spec, cores, measure)
     best = min(cells, key=lambda each: each.seconds).cell
     print(f"{spec.workload}: the fastest is {best}", file=sys.stderr)
-    return Swept(fingerprint(directory), machine(), cores, versions, tuple(cells), best)
-
-
-def machine() -> str:
-    """Return the name of the processor."""
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+    return Swept(fingerprint(directory), processor(), cores, versions, tuple(cells), best)
 
 
 def main() -> None:
-    """Sweep each workload named, and put what was found in the place of what the file said of it."""
+    """Sweep the named workloads, and replace their entries in the file."""
     parser = argparse.ArgumentParser(description="Finds the settings under which the peer is fastest")
     parser.add_argument("workloads", type=Path, nargs="+", help="directories of workloads")
     parser.add_argument("--steps", type=int, default=2, help="PPO steps in each cell")

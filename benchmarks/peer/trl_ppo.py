@@ -1,12 +1,11 @@
-"""TRL's PPOTrainer as a contestant: it trains when a line asks it to, and blocks on standard input in between.
+"""TRL's PPOTrainer as a contestant: it trains on requests from standard input, and blocks in between.
 
 Runs in the peer's own environment (requirements.txt), never in oppo's::
 
     .venv-peer/bin/python benchmarks/peer/trl_ppo.py WORKLOAD_DIR --rollout-batch R --minibatches M --threads T
 
-What it reads and writes is told in service.py. A step's seconds are wall-clock seconds over the whole of it: rollout,
-scores, epochs. Nothing of TRL is changed; what is chosen for it is said where it is chosen, and in
-benchmarks/README.md.
+service.py documents its input and output. A step's seconds are wall-clock seconds of rollout, scores and epochs. TRL is
+unchanged; its settings are explained where they are chosen, and in benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ from benchmarks.peer.service import InputEnded, Service
 from benchmarks.peer.workload import Prompt, Spec, batches, read_prompts, read_spec
 
 STEPS_WITHOUT_END = 10**9
-"""TRL wants to know how long it trains; the ruler decides that while it runs."""
+"""TRL requires a number of steps, which the ruler decides while it runs."""
 
 
 class Batches:
-    """The workload's prompts in the file's order, left-padded as TRL's own collator does it."""
+    """The workload's prompts in the file's order, left-padded as by TRL's own collator."""
 
     def __init__(self, prompts: Sequence[Prompt], size: int, tokenizer: PreTrainedTokenizerBase) -> None:
         self._batches = batches(prompts, size)
@@ -60,27 +59,27 @@ class Batches:
 
 
 class Trained:
-    """The responses a step trains on, noted where TRL cuts them after their first EOS."""
+    """The lengths of trained responses, recorded where TRL cuts them after their first EOS."""
 
     def __init__(self) -> None:
         self._cut = ppo_trainer.truncate_response
         self._parts: list[Tensor] = []
-        ppo_trainer.truncate_response = self._note
+        ppo_trainer.truncate_response = self._record
 
-    def _note(self, stop: int, pad: int, responses: Tensor) -> Tensor:
+    def _record(self, stop: int, pad: int, responses: Tensor) -> Tensor:
         kept: Tensor = self._cut(stop, pad, responses)
         self._parts.append(kept)
         return kept
 
     def take(self, pad: int) -> list[int]:
-        """Return the length of each response since the last call: what is before the first padding is trained."""
+        """Return the length of each response since the last call: the tokens before the first padding are trained."""
         lengths = [int(n) for kept in self._parts for n in ((kept == pad).cumsum(1) == 0).sum(1)]
         self._parts.clear()
         return lengths
 
 
 class Paced(TrainerCallback):
-    """Lets the training loop go on for as many steps as the service is asked for."""
+    """Lets the training loop make the requested steps."""
 
     def __init__(self, service: Service, taken: Batches, trained: Trained, pad: int) -> None:
         self._service = service
@@ -93,13 +92,13 @@ class Paced(TrainerCallback):
         self._service.wait()
 
     def on_step_end(self, *_: object, **__: object) -> None:
-        """Note the step; answer and wait when it is the last one asked for."""
+        """Record the step; answer and wait after the last one of a request."""
         seconds = self._service.lap()
         self._service.done(seconds, self._trained.take(self._pad), self._taken.last)
 
 
 class TokenIds(nn.Module):
-    """A backbone whose last hidden state is the input itself: as good as free."""
+    """A backbone whose last hidden state is its input, at almost no cost."""
 
     def forward(self, input_ids: Tensor, **_: object) -> SimpleNamespace:
         """Return ``input_ids`` [B, T] as hidden states [B, T, 1]."""
@@ -107,10 +106,10 @@ class TokenIds(nn.Module):
 
 
 class Rule(nn.Module):
-    """A reward function in the shape in which TRL takes a reward: a backbone, and a score of each position.
+    """A reward function behind TRL's interface for rewards: a backbone, and a score of each position.
 
-    The score of a response is the one at its last token: 1 if that is EOS, else 0. It costs one comparison of the
-    padded batch, the least that TRL's interface lets a rule cost.
+    The score of a response is that of its last token: 1 for EOS, else 0. It costs one comparison of the padded batch,
+    the least that the interface allows.
     """
 
     base_model_prefix = "backbone"
@@ -126,7 +125,7 @@ class Rule(nn.Module):
 
 
 def settings(spec: Spec, rollout_batch: int, minibatches: int, output: str) -> PPOConfig:
-    """Return TRL's settings for this workload, with everything off that is neither rollout, scores nor update."""
+    """Return TRL's settings for this workload, without anything but rollout, scores and update."""
     if minibatches % spec.minibatches or spec.batch % minibatches:
         raise ValueError(
             f"--minibatches {minibatches} must be a multiple of the {spec.minibatches} optimizer steps an epoch "
@@ -161,7 +160,7 @@ def settings(spec: Spec, rollout_batch: int, minibatches: int, output: str) -> P
 def optimizers(
     args: PPOConfig, spec: Spec, actor: PreTrainedModel, critic: nn.Module, service: Service
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
-    """Return the optimizer that TRL would choose, with a learning rate for each model and no decay; it is counted."""
+    """Return TRL's default optimizer, counted, with a learning rate for each model and no decay."""
     chosen, options = Trainer.get_optimizer_cls_and_kwargs(args, actor)
     optimizer = chosen(
         [{"params": actor.parameters()}, {"params": critic.parameters(), "lr": spec.critic_learning_rate}], **options
@@ -171,8 +170,7 @@ def optimizers(
 
 
 def build(directory: Path, spec: Spec, args: PPOConfig, service: Service) -> PPOTrainer:
-    """Return a trainer over the workload's checkpoints, about to take the file's first prompts."""
-    # What says local_files_only is never looked for anywhere else.
+    """Return a trainer over the workload's checkpoints and prompts."""
     tokenizer = AutoTokenizer.from_pretrained(directory / "actor", padding_side="left", local_files_only=True)
     tokenizer.pad_token_id, tokenizer.eos_token_id = spec.pad, spec.eos
 
@@ -206,7 +204,7 @@ def build(directory: Path, spec: Spec, args: PPOConfig, service: Service) -> PPO
 
 
 def main() -> None:
-    """Load, say that it is ready, then do as asked until the input ends."""
+    """Load, answer that it is ready, then serve requests until the input ends."""
     parser = argparse.ArgumentParser(description="TRL's PPOTrainer as a contestant of the ladder")
     parser.add_argument("workload", type=Path, help="directory with actor/ reward/ critic/ prompts.jsonl spec.json")
     parser.add_argument("--rollout-batch", type=int, required=True, help="rows that generate and are scored at a time")
@@ -214,7 +212,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, required=True, help="intra-op threads")
     given = parser.parse_args()
 
-    # From here on whatever prints to standard output prints to standard error; the answers have a file of their own.
+    # From here on standard output goes to standard error; the answers have a file of their own.
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers, tempfile.TemporaryDirectory() as output:
         os.dup2(2, 1)
         torch.set_num_threads(given.threads)
@@ -222,7 +220,7 @@ def main() -> None:
         transformers.set_seed(spec.seed)
         service = Service(spec, sys.stdin, answers)
         trainer = build(given.workload, spec, settings(spec, given.rollout_batch, given.minibatches, output), service)
-        # TRL collects garbage twice a step, and would look through everything that was loaded each time.
+        # TRL collects garbage twice a step, and would scan all loaded objects each time.
         gc.freeze()
         versions = {module.__name__: module.__version__ for module in (trl, transformers, torch)}
         service.ready(

@@ -1,4 +1,4 @@
-"""A workload directory as its files say it is; the standard library is enough to read one.
+"""Reads a workload directory with the standard library alone.
 
 ::
 
@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Final
 
 TOLERANCE: Final = 0.02
-"""Share by which the tokens trained on may differ from the announced ones before the comparison is void."""
+"""Most relative difference between trained and announced tokens in a valid comparison."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What ``spec.json`` says of a workload; keys that are not named here do not concern a peer.
+    """The keys of a workload's ``spec.json`` that concern a peer.
 
     Attributes:
         batch: prompts a step takes.
@@ -58,17 +58,17 @@ class Prompt:
 
 
 def read_spec(directory: Path) -> Spec:
-    """Return what ``directory/spec.json`` says.
+    """Return the spec in ``directory/spec.json``.
 
     Raises:
         ValueError: a key is missing, lengths are scripted, or the reward is neither a model nor a rule.
     """
     path = directory / "spec.json"
-    said = json.loads(path.read_text(encoding="utf-8"))
-    if missing := [name for name in Spec.__dataclass_fields__ if name not in said]:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if missing := [name for name in Spec.__dataclass_fields__ if name not in content]:
         raise ValueError(f"{path} has no {', '.join(missing)}: it was made for another version of the ruler")
-    spec = Spec(**{name: said[name] for name in Spec.__dataclass_fields__})
-    if said.get("lengths") == "scripted":
+    spec = Spec(**{name: content[name] for name in Spec.__dataclass_fields__})
+    if content.get("lengths") == "scripted":
         raise ValueError(f"{path} scripts its lengths, and a peer's responses end where its actor ends them")
     if spec.reward not in {"model", "rule"}:
         raise ValueError(f"{path} asks for the reward {spec.reward!r}: expected 'model' or 'rule'")
@@ -76,14 +76,13 @@ def read_spec(directory: Path) -> Spec:
 
 
 def read_prompts(directory: Path) -> tuple[Prompt, ...]:
-    """Return the prompts of ``directory/prompts.jsonl`` in the file's order."""
     lines = (directory / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
     records = (json.loads(line) for line in lines if line.strip())
     return tuple(Prompt(tuple(record["tokens"]), record["length"]) for record in records)
 
 
 def batches(prompts: Sequence[Prompt], size: int) -> Iterator[list[Prompt]]:
-    """Yield ``size`` prompts at a time in their order, from the first again after the last, without end."""
+    """Yield ``size`` prompts at a time in order, endlessly, from the first again after the last."""
     if not prompts:
         raise ValueError("a workload without prompts cannot be run: its prompts.jsonl is empty")
     endless = cycle(prompts)
@@ -92,12 +91,11 @@ def batches(prompts: Sequence[Prompt], size: int) -> Iterator[list[Prompt]]:
 
 
 def announced_tokens(prompts: Sequence[Prompt], cap: int) -> int:
-    """Return the tokens that responses to ``prompts`` have together if each is as long as announced, or capped."""
     return sum(min(prompt.length, cap) for prompt in prompts)
 
 
 def complaint(trained: int, announced: int) -> str:
-    """Return why a comparison over these tokens would be void, or nothing."""
+    """Return why a comparison over these tokens would be void; empty if it is valid."""
     if abs(trained - announced) <= TOLERANCE * announced:
         return ""
     return (

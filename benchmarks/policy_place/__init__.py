@@ -1,1 +1,1 @@
-"""What it costs to decode in a process instead of a thread."""
+"""The cost of decoding in a process instead of a thread."""

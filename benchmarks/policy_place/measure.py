@@ -1,7 +1,7 @@
-"""A decode step, and a question to the parent, in a thread and in a process.
+"""A decode step, and a callback to the parent, in a thread and in a process.
 
 A small model of random weights decodes the same rows in both places, in turn, with one core each: alone, and beside a
-Python thread that is always busy. Then a place is asked nothing but questions. Medians over the rounds.
+Python thread that is always busy. Then each place makes callbacks only. Prints medians over the rounds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROWS, TOKENS, ROUNDS, QUESTIONS = 8, 120, 9, 2000
 
 
 def never(finished: Sequence[int]) -> bool:
-    """Cut nothing, whatever has finished."""
+    """Cut nothing."""
     return not finished
 
 
@@ -35,7 +35,7 @@ class Questioner:
     """Asks one question after another."""
 
     def ask(self, question: Callable[[Sequence[int]], bool], count: int) -> float:
-        """Return the seconds that a question takes, answer included."""
+        """Return the seconds of a question with its answer."""
         start = now()
         for _ in range(count):
             question([1, 2])
@@ -43,7 +43,7 @@ class Questioner:
 
 
 def policy_in(place: Place) -> HfPolicy:
-    """Return a policy of two layers, whose decode steps take little more than Python does."""
+    """Return a policy of two layers, whose decode steps cost little more than Python."""
     config = LlamaConfig(
         vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
     )
@@ -51,7 +51,7 @@ def policy_in(place: Place) -> HfPolicy:
 
 
 async def step_seconds(policy: HfPolicy) -> float:
-    """Return what a decode step of :data:`ROWS` rows takes, with a reader for each."""
+    """Return the seconds of a decode step of :data:`ROWS` rows, with a reader for each."""
     prompts = [Prompt(n, n, np.arange(1, 9, dtype=np.int32)) for n in range(ROWS)]
     decodes, before, start = await policy.open(prompts), policy.counters.decode_steps, now()
     async with policy.decoding(decodes, never), anyio.create_task_group() as readers:
@@ -62,7 +62,7 @@ async def step_seconds(policy: HfPolicy) -> float:
 
 @contextmanager
 def busy_thread() -> Iterator[None]:
-    """Keep the interpreter of this process busy, as other work in Python does."""
+    """Keep the interpreter of this process busy with Python code."""
     over = threading.Event()
 
     def work() -> None:
@@ -79,7 +79,6 @@ def busy_thread() -> Iterator[None]:
 
 
 async def measure(places: Sequence[Place]) -> None:
-    """Print the costs in each place."""
     policies = [policy_in(place) for place in places]
     for policy in policies:
         await step_seconds(policy)
@@ -105,7 +104,6 @@ async def measure(places: Sequence[Place]) -> None:
 
 
 def main() -> None:
-    """Measure a thread against a process."""
     one = partial(use_cores, 1)
     with Thread("thread", setup=one) as thread, Process("process", setup=one) as process:
         anyio.run(measure, (thread, process))

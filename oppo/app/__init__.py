@@ -1,1 +1,1 @@
-"""The application: settings to models and graph, a run from its first step to its last, checkpoints and resumption."""
+"""The application: from settings to models and graph, whole runs, checkpoints and resumption."""

@@ -1,4 +1,4 @@
-"""From settings to served models: what ``oppo train`` loads, and where each part works."""
+"""From settings to served models: what ``oppo train`` loads, and the place each part works in."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import torch
 from transformers import PreTrainedModel
@@ -44,13 +42,12 @@ _TRAINING = "lower trainer.micro_batch_tokens"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Assembly:
-    """The models of a run and the places they work in; a context manager that closes the places.
+    """The models of a run and the places they work in, which :meth:`close` closes.
 
     Attributes:
-        critic: where the algorithm has one.
-        proximal: where stale tokens are corrected for.
-        saving: writes checkpoints and what was learned.
-        positions: tokens that every model can read.
+        critic: ``None`` without a critic in the algorithm.
+        proximal: ``None`` without a correction for stale tokens.
+        positions: the longest sequence, in tokens, that every model can read.
     """
 
     policy: HfPolicy
@@ -66,54 +63,48 @@ class Assembly:
     places: DeviceLayout
 
     def listen(self, *listeners: SpanListener) -> None:
-        """Have each of ``listeners`` told of everything the models do."""
+        """Pass every span of the models to each of ``listeners``."""
 
-        def heard(span: Span) -> None:
+        def pass_on(span: Span) -> None:
             for listener in listeners:
                 listener(span)
 
         for place in self.places:
-            place.listener = heard
+            place.listener = pass_on
 
     def progress(self) -> tuple[object, ...]:
-        """Return what changes while work goes on, whether or not anything is sent, and when a call begins."""
-        done = self.policy.counters
-        return done.decode_steps, done.prefilled, self.trainer.progress, *self.at_work()
+        """Return a value that changes while models work and when a call begins, even if no item is sent."""
+        counters = self.policy.counters
+        return counters.decode_steps, counters.prefilled, self.trainer.progress, *self.at_work()
 
     def at_work(self) -> tuple[str, ...]:
-        """Return the calls that models, and a reward function, are at work on."""
+        """Return the names of the calls in progress, of models and of a reward function."""
         calls = [place.at_work for place in self.places]
         if isinstance(self.reward, FunctionReward):
             calls.append(self.reward.at_work)
         return tuple(filter(None, calls))
 
     async def restore(self, path: Path) -> None:
-        """Go on with the models and the optimizer as they were when the checkpoint at ``path`` was written.
+        """Load weights and optimizer from the checkpoint at ``path``, and publish the weights.
 
         Raises:
-            CheckpointError: it is of other models.
+            CheckpointError: the checkpoint is of other models.
         """
         await self.trainer.restore(path)
         await self.trainer.publish(*followers(self.policy, self.critic, self.proximal))
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def close(self) -> None:
+        """End the places, and the process of a reward function."""
         if isinstance(self.reward, FunctionReward):
             self.reward.close()
         self.places.close()
 
 
 def load_text(models: ModelsSection, tell: Callable[[str], None]) -> Text:
-    """Return the policy's tokenizer.
-
-    Args:
-        models: those of the run.
-        tell: told, in a sentence, that a hub is asked for it.
+    """Return the policy's tokenizer; ``tell`` receives a sentence before a hub is contacted.
 
     Raises:
-        ConfigError: there is none, it is damaged, or it needs code that is not trusted.
+        ConfigError: the tokenizer is missing or damaged, or needs code that is not trusted.
     """
     try:
         return Text(load_tokenizer(models.policy, trust_remote_code=models.trust_remote_code, tell=tell))
@@ -125,27 +116,23 @@ def load_text(models: ModelsSection, tell: Callable[[str], None]) -> Text:
 def assemble(settings: Settings, text: Text, tell: Callable[[str], None]) -> Assembly:
     """Return the models of ``settings``, loaded and probed.
 
-    The actor is served and trained as one module, unless ``share_weights`` is off; and so is the critic, if there is
-    one: it may be a head on the actor's trunk. The reference is a module of its own, over the actor's base weights
-    where only adapters are trained.
-
-    Args:
-        settings: of the run.
-        text: the policy's tokenizer.
-        tell: told, in a sentence, what is being loaded, and what of it is left out or new.
+    Actor and critic are each served and trained as one module, unless ``share_weights`` is off. The critic may be a
+    head on the actor's trunk. The reference is a module of its own; with adapters it shares the actor's base weights.
+    ``tell`` receives a sentence about each model that is loaded, and about weights left out or new.
 
     Raises:
-        ConfigError: the device is not there, a model cannot be loaded, or reads other token ids than the policy.
+        ConfigError: the device is missing, a model cannot be loaded, or reads other token ids than the policy.
         RewardError: the reward function cannot be loaded.
         ModelRefused: a model cannot be served exactly.
     """
     run = settings.run
     reward = _function(settings.models, settings.data, text, tell)
     device = _device(settings.models, exact=run.exact)
-    there = available_cores()
-    if (cores := run.cores or there) > there:
+    available = available_cores()
+    if (cores := run.cores or available) > available:
         tell(
-            f"run.cores = {cores} is more than the {there} that this process may use: threads will wait for each other"
+            f"run.cores = {cores} is more than the {available} that this process may use: threads will wait for each "
+            "other"
         )
     places = DeviceLayout.of(
         cores,
@@ -175,8 +162,10 @@ def _assembled(
         judge = load.scalar("reward")
         served.append(judge)
         reward = RewardModel(judge, thread=ModelPlace(places.scoring, "reward model", _SERVING), exact=exact)
-    critic = _critic(settings.models, actor, load) if settings.algorithm.has_critic else None
-    served += [] if critic is None else [critic]
+    critic = None
+    if settings.algorithm.has_critic:
+        critic = value_model_on(actor) if settings.models.shared_trunk else load.scalar("critic", new_head=True)
+        served.append(critic)
     sampling = _sampling(settings.sampling, text, actor)
     trainer = _trainer(settings, actor, critic, sampling, places.training)
     return Assembly(
@@ -223,7 +212,7 @@ def _device(models: ModelsSection, *, exact: bool) -> torch.device:
 def _actor_and_reference(
     models: ModelsSection, load: RoleLoader, *, seed: int
 ) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """Return what is trained and what it is compared with; with adapters, both over the same base in memory."""
+    """Return the trained model and the reference; with adapters, both over the same base in memory."""
     actor = load.causal("policy")
     shared = models.lora_rank > 0 and models.reference == models.policy
     reference = share_base(actor) if shared else load.causal("reference")
@@ -232,15 +221,10 @@ def _actor_and_reference(
     return actor, reference
 
 
-def _critic(models: ModelsSection, actor: PreTrainedModel, load: RoleLoader) -> PreTrainedModel:
-    """Return the value model, which may be a head on the actor's trunk."""
-    return value_model_on(actor) if models.shared_trunk else load.scalar("critic", new_head=True)
-
-
 def _trainer(
     settings: Settings, actor: PreTrainedModel, critic: PreTrainedModel | None, sampling: Sampling, place: Hosting
 ) -> HfTrainer:
-    """Return what trains the models that are served, or copies of them where they share no weights."""
+    """Return the trainer of the served models, or of copies of them without ``share_weights``."""
     if not settings.models.share_weights:
         own = ActorCritic(actor, critic).with_own_weights()
         actor, critic = own.actor, own.critic
@@ -257,7 +241,6 @@ def _trainer(
 def _function(
     models: ModelsSection, data: DataSection, text: Text, tell: Callable[[str], None]
 ) -> FunctionReward | None:
-    """Return the reward function, where the reward is one."""
     if not models.reward_is_function:
         return None
     return FunctionReward(
@@ -271,7 +254,6 @@ def _function(
 
 
 def _sampling(section: SamplingSection, text: Text, actor: PreTrainedModel) -> Sampling:
-    """Return how tokens are drawn, with the ids and texts that the tokenizer ends a response by."""
-    drawn = {name: getattr(section, name) for name in declared(SamplingSettings)}
-    drawn["stop_strings"] = text.stop_strings(section.stop_strings)
-    return Sampling(**drawn, stop=text.stop(section.stop, end_ids(actor)))
+    settings = {name: getattr(section, name) for name in declared(SamplingSettings)}
+    settings["stop_strings"] = text.stop_strings(section.stop_strings)
+    return Sampling(**settings, stop=text.stop(section.stop, end_ids(actor)))

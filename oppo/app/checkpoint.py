@@ -1,4 +1,4 @@
-"""Checkpoints: a directory that is there as a whole, or not at all.
+"""Checkpoints: directories that are complete or absent.
 
 ::
 
@@ -6,13 +6,13 @@
       step-000040/
         state.json            plain values of the run's state
         state.safetensors     its arrays, under their paths in it
-        ...                   what else the writer put in: models by ``save_pretrained``, an optimizer's tensors
+        ...                   the writer's other files: models by ``save_pretrained``, the optimizer's tensors
         COMPLETE              digest of every file above; written last
-      .step-000060.partial/   what a run that was killed was writing; swept by the next
+      .step-000060.partial/   left by a run that was killed while it wrote; swept by the next
 
-A checkpoint is written aside, digests last, every file is brought to the disk, and only then does the directory get its
-name (:func:`oppo.durable.whole`). So after a crash at any moment the newest named checkpoint is whole; one that was
-damaged later does not match its digests, and the one before it is used.
+A checkpoint is written under another name, its digests last, and gets its own name once every file is on the disk
+(:func:`oppo.durable.whole`). So after a crash at any moment the newest named checkpoint is whole. One that is damaged
+later does not match its digests, and resumption uses the one before it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Array: TypeAlias = NDArray[Any]
 State: TypeAlias = Mapping[str, Any]
 """A tree of plain values (text, numbers, booleans, ``None``), arrays, lists and mappings with text as keys.
 
-What is in it is checked when it is written; who reads it knows what it wrote.
+It is checked when it is written.
 """
 
 COMPLETE = "COMPLETE"
@@ -53,8 +53,8 @@ class Checkpoint:
     """A whole checkpoint on disk.
 
     Attributes:
-        step: steps that were over when it was written.
-        score: what told how good the run was then; NaN where nothing did.
+        step: steps that the run had made.
+        score: of the last of them; NaN without one.
     """
 
     path: Path
@@ -65,7 +65,7 @@ class Checkpoint:
         """Return the run's state.
 
         Raises:
-            CheckpointError: it cannot be read.
+            CheckpointError: the state cannot be read.
         """
         return read_state(self.path)
 
@@ -74,10 +74,10 @@ class Checkpoints:
     """The checkpoints of one run.
 
     Args:
-        directory: holds them; made by the first.
-        keep_last: how many of the newest are kept; older ones are deleted after a new one is whole.
-        keep_best: whether the one of the highest score is kept beside them.
-        tell: told, in a sentence, of a checkpoint that cannot be used.
+        directory: holds them; made with the first.
+        keep_last: how many of the newest are kept; older ones are deleted once a new one is whole.
+        keep_best: keep the one of the highest score too.
+        tell: called with a sentence about each checkpoint that cannot be used.
 
     Raises:
         CheckpointError: ``keep_last`` is less than 1.
@@ -101,12 +101,12 @@ class Checkpoints:
 
     @contextmanager
     def writing(self, step: int, score: float = math.nan) -> Iterator[Path]:
-        """Yield a directory to write into; when the context ends well it becomes the checkpoint of ``step``.
+        """Yield a directory to write into; it becomes the checkpoint of ``step`` if no error ends the context.
 
-        Then older ones than are kept are deleted, and those of later steps: they are of a past that was given up.
+        Older checkpoints than are kept are deleted then, and so are those of later steps, which a resumed run gave up.
 
         Raises:
-            CheckpointError: there is one of that step already, or it could not be written; nothing half-written stays.
+            CheckpointError: that step has one already, or it could not be written; nothing half-written stays.
         """
         path = self._directory / _named(step)
         if path.exists():
@@ -117,7 +117,7 @@ class Checkpoints:
                 _seal(aside, step, score)
         except OppoError:
             raise
-        except Exception as error:  # whatever the body writes with has errors of its own
+        except Exception as error:  # the body's libraries raise errors of their own
             raise CheckpointError(
                 f"the checkpoint {path} could not be written, and nothing half-written is left there: "
                 f"{getattr(error, 'strerror', None) or error}"
@@ -125,7 +125,7 @@ class Checkpoints:
         self._prune(path)
 
     def newest(self) -> Checkpoint | None:
-        """Return the newest checkpoint that is whole; ``tell`` hears of each newer one that is not."""
+        """Return the newest checkpoint that is whole; report each newer one that is not to ``tell``."""
         for path in reversed(self._paths()):
             try:
                 return verified(path)
@@ -136,16 +136,15 @@ class Checkpoints:
 
     @property
     def begun(self) -> bool:
-        """Whether anything has ever been saved here, whole or not, but for what killed runs have left half-written."""
+        """Whether a checkpoint has ever been named here, whole or not; ``.partial`` directories do not count."""
         return any(not path.name.endswith(".partial") for path in self._directory.glob("*"))
 
     @property
     def sealed(self) -> bool:
-        """Whether there is a checkpoint that was completed; whether it is still whole nobody has looked."""
+        """Whether a checkpoint was completed here; its digests are not compared."""
         return any(_sealed(path) for path in self._paths())
 
     def _discard_damaged(self, path: Path) -> None:
-        """Delete a checkpoint that is in the way of a new one, unless it is whole."""
         try:
             verified(path)
         except CheckpointError:
@@ -154,7 +153,7 @@ class Checkpoints:
             raise CheckpointError(f"there is a checkpoint {path} already: each step has one at most")
 
     def _paths(self) -> list[Path]:
-        """Return the named checkpoints, whole or not, oldest first."""
+        """Return the named checkpoints, damaged ones included, oldest first."""
         found = [path for path in self._directory.glob("step-*") if _NAME.match(path.name)]
         return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
@@ -174,7 +173,7 @@ def write_state(directory: Path, state: State) -> None:
     """Write a state as ``state.json`` and ``state.safetensors``.
 
     Raises:
-        CheckpointError: a value has no place in a state.
+        CheckpointError: a value is of a type that no state holds.
     """
     arrays: dict[str, Array] = {}
     plain = _split(state, "", arrays)
@@ -189,24 +188,24 @@ def read_state(directory: Path) -> State:
     """Return what :func:`write_state` wrote; sequences come back as lists.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: a file cannot be read.
     """
     try:
         plain: object = json.loads((directory / "state.json").read_text(encoding="utf-8"))
         arrays = load_file(directory / "state.safetensors")
-    except Exception as error:  # safetensors raises an error of its own
+    except Exception as error:  # safetensors raises errors of its own
         raise CheckpointError(f"the state in {directory} cannot be read: {error}") from error
-    whole = _joined(plain, arrays)
-    if not isinstance(whole, Mapping):
-        raise CheckpointError(f"the state in {directory} should be a JSON object, but is {type(whole).__name__}")
-    return whole
+    state = _joined(plain, arrays)
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"the state in {directory} should be a JSON object, but is {type(state).__name__}")
+    return state
 
 
 def verified(path: Path) -> Checkpoint:
     """Return the checkpoint at ``path`` after comparing every file with its digest.
 
     Raises:
-        CheckpointError: it is not there, was never completed, or is not what was written.
+        CheckpointError: the checkpoint is missing, was never completed, or a file differs from its digest.
     """
     sealed = _sealed(path)
     if sealed is None:
@@ -214,16 +213,16 @@ def verified(path: Path) -> Checkpoint:
             f"{path} is no complete checkpoint: its file {COMPLETE} is missing, unreadable or of another step"
         )
     expected = _digests(json.loads((path / COMPLETE).read_text(encoding="utf-8")))
-    there = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()} - {COMPLETE}
-    wrong = sorted(expected.keys() ^ there)
-    wrong += [name for name in sorted(expected.keys() & there) if _digest(path / name) != expected[name]]
+    found = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()} - {COMPLETE}
+    wrong = sorted(expected.keys() ^ found)
+    wrong += [name for name in sorted(expected.keys() & found) if _digest(path / name) != expected[name]]
     if wrong:
         raise CheckpointError(f"{path} is damaged: {', '.join(wrong)} missing, unexpected or changed since written")
     return sealed
 
 
 def _sealed(path: Path) -> Checkpoint | None:
-    """Return what ``COMPLETE`` says of a checkpoint, without looking at its other files."""
+    """Return a checkpoint as its file ``COMPLETE`` describes it; ``None`` without a valid one."""
     try:
         seal = json.loads((path / COMPLETE).read_text(encoding="utf-8"))
         _digests(seal)
@@ -258,7 +257,7 @@ def _digest(file: Path) -> str:
 
 
 def _split(value: object, path: str, arrays: dict[str, Array]) -> object:
-    """Return ``value`` with its arrays moved to ``arrays``, each named by its path."""
+    """Return ``value`` with its arrays moved to ``arrays``, each under its path."""
     if isinstance(value, np.ndarray):
         arrays[path] = value
         return {_ARRAY: path}
@@ -268,17 +267,15 @@ def _split(value: object, path: str, arrays: dict[str, Array]) -> object:
         for key in value:
             if not isinstance(key, str):
                 raise CheckpointError(f"a key of a state is text; at {path!r} came {key!r}")
-        return {_escaped(key): _split(each, f"{path}/{key}", arrays) for key, each in value.items()}
+        return {  # a key that could be taken for the mark of an array is escaped
+            f"${key}" if key.startswith("$") else key: _split(each, f"{path}/{key}", arrays)
+            for key, each in value.items()
+        }
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
         return [_split(each, f"{path}/{at}", arrays) for at, each in enumerate(value)]
     raise CheckpointError(
         f"a state holds plain values, arrays, lists and mappings; at {path!r} came {type(value).__name__}"
     )
-
-
-def _escaped(key: str) -> str:
-    """Return a key that is not taken for the mark of an array."""
-    return f"${key}" if key.startswith("$") else key
 
 
 def _joined(plain: object, arrays: Mapping[str, Array]) -> object:

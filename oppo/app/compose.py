@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def compose(settings: Settings, assembly: Assembly, replay: Mapping[int, Observation]) -> Graph[StepReport]:
-    """Return the graph of a run's steps; for steps made again, its controllers observe ``replay``."""
+    """Return the graph of a run's steps; the controllers observe ``replay`` in the steps that a resumed run repeats."""
     graph = recipe(settings, assembly)
     dump = partial(dump_batch, folder=settings.run_directory / "nonfinite")
     return graph.replace(

@@ -1,8 +1,7 @@
 """The settings of a training run: a TOML file in, checked and resolved, and the same file out with every default.
 
-A fault is a sentence that names section and key, what was expected and what came; all faults of a file are told at
-once. Relative paths are relative to the folder of the file, ``--set`` included, and come out absolute, so that the
-resolved file means the same wherever it lies.
+An error names section and key, what was expected and what came; one error lists all faults of a file. Paths, those of
+``--set`` included, are relative to the folder of the file and come out absolute, so the resolved file can be moved.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Settings:
         document = tomllib.loads(_text(path))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:  # of TOML, of UTF-8, of numbers too long, of a NUL in the path
+    except (ValueError, RecursionError) as error:  # TOML, UTF-8, a number too long, a NUL in the path
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     return resolve(overridden(document, overrides), path.absolute().parent)
 
@@ -45,7 +44,7 @@ def resolve(document: Mapping[str, object], folder: Path) -> Settings:
     try:
         settings = Settings.of(seeded(document))
     except ValidationError as error:
-        raise ConfigError(Faults.of(document).told(error)) from error
+        raise ConfigError(Faults.of(document).describe(error)) from error
     models = settings.models
     reward = _model(models.reward, folder)
     policy = _model(models.policy, folder)
@@ -70,7 +69,7 @@ def resolve(document: Mapping[str, object], folder: Path) -> Settings:
 
 
 def _text(path: Path) -> str:
-    """Return what a file says; one that is no regular file, and may never end, is not opened."""
+    """Return a file's text; what is no regular file may never end, and is not opened."""
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise OSError("it is no regular file")
     return path.read_text(encoding="utf-8")
@@ -84,7 +83,7 @@ def _path(text: str, folder: Path) -> str:
 
 
 def _model(text: str, folder: Path) -> str:
-    """Return an absolute path for what is a file or directory, or is spelt as one; a hub name as it stands."""
+    """Return a hub name as it is, and an absolute path for what exists in ``folder`` or is spelt as a path."""
     if (function := FUNCTION.match(text)) is not None:
         return f"{_path(function['file'], folder)}:{function['function']}"
     spelt_as_path = text.startswith((".", "/", "~"))

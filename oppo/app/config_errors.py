@@ -1,9 +1,9 @@
-"""What is wrong with a file of settings, in sentences: the key, what was expected, what came, the nearest name."""
+"""Errors of a settings file, in sentences: the key, what was expected, what came, the nearest name."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 SHOWN = 200
-"""Characters of a wrong value that are shown."""
+"""Characters of a wrong value in its message."""
 
 _WORDS = {
     "string_pattern_mismatch": "letters, digits, '.', '_' and '-' only, beginning with a letter or a digit",
@@ -38,11 +38,11 @@ _WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """Tells the faults of a file with sections of keys.
+    """Describes the faults of a file with sections of keys.
 
     Attributes:
-        keys: what the file may say, by section and key.
-        algorithm: the name of the one whose keys these are.
+        keys: declarations by section and key.
+        algorithm: the name of the algorithm that declares ``[algorithm]``.
     """
 
     keys: Mapping[str, Mapping[str, Declared]]
@@ -50,12 +50,12 @@ class Faults:
 
     @classmethod
     def of(cls, document: Mapping[str, object]) -> Self:
-        """Return what tells the faults of a document."""
+        """Return the describer for a document and its algorithm."""
         kind = algorithm_of(document) or PPO
         return cls(keys_of(kind), next(name for name, each in ALGORITHMS.items() if each is kind))
 
-    def told(self, error: ValidationError) -> str:
-        """Return one line for each setting that is wrong."""
+    def describe(self, error: ValidationError) -> str:
+        """Return one line for each wrong setting."""
         grouped: dict[tuple[str, ...], list[ErrorDetails]] = {}
         for detail in error.errors(include_url=False):
             grouped.setdefault(tuple(str(part) for part in detail["loc"][:2]), []).append(detail)
@@ -66,7 +66,7 @@ class Faults:
 
     def _sentence(self, place: tuple[str, ...], details: Sequence[ErrorDetails]) -> str:
         detail = details[0]
-        if not place:  # it is about several sections, and says which
+        if not place:  # a fault between sections, which its message names
             return detail["msg"].removeprefix("Value error, ")
         where = f"[{place[0]}]" if len(place) == 1 else ".".join(place)
         if detail["type"] in {"extra_forbidden", "unexpected_keyword_argument"}:
@@ -83,7 +83,7 @@ class Faults:
 
     def _wanted(self, place: tuple[str, ...]) -> str:
         if len(place) == 1:
-            return f"a section with the keys {listed(self.keys.get(place[0], ()))}"
+            return f"a section with the keys {', '.join(self.keys.get(place[0], ()))}"
         return self.keys[place[0]][place[1]].description
 
     def _unknown(self, place: tuple[str, ...]) -> str:
@@ -93,23 +93,23 @@ class Faults:
             kind, home, known = "key", f"[{place[0]}]", list(self.keys[place[0]])
         near = difflib.get_close_matches(place[-1], known, n=1, cutoff=0.5)
         guess = self._elsewhere(place) or (f" (did you mean {near[0]!r}?)" if near else "")
-        return f"unknown {kind} {'.'.join(place)!r}{guess}; the {kind}s of {home} are {listed(known)}"
+        return f"unknown {kind} {'.'.join(place)!r}{guess}; the {kind}s of {home} are {', '.join(known)}"
 
     def _elsewhere(self, place: tuple[str, ...]) -> str:
-        """Return where the same key is known: in another section, or for another algorithm."""
+        """Return the sections or algorithms that have the same key."""
         if len(place) == 1:
             return ""
         if homes := [name for name, keys in self.keys.items() if place[1] in keys]:
-            return f" (it is a key of {listed(f'[{name}]' for name in homes)})"
-        others = [repr(name) for name, kind in ALGORITHMS.items() if place[1] in declared(kind)]
-        return f" (it is a key of [algorithm] for {listed(others)}, not for {self.algorithm!r})" if others else ""
+            return f" (it is a key of {', '.join(f'[{name}]' for name in homes)})"
+        others = ", ".join(repr(name) for name, kind in ALGORITHMS.items() if place[1] in declared(kind))
+        return f" (it is a key of [algorithm] for {others}, not for {self.algorithm!r})" if others else ""
 
 
 def require_public(tables: Mapping[str, Mapping[str, object]]) -> None:
-    """Accept settings, by section and key, that may stand in a file as they are.
+    """Check that no setting, by section and key, holds a secret: a run writes its settings into a file.
 
     Raises:
-        ConfigError: one holds a secret.
+        ConfigError: a setting holds one.
     """
     for name, section in tables.items():
         for key, value in section.items():
@@ -122,13 +122,8 @@ def require_public(tables: Mapping[str, Mapping[str, object]]) -> None:
 
 
 def expectation(detail: ErrorDetails) -> str:
-    """Return what a value should have been, in the words of a file of settings."""
+    """Return what a value should have been, in the terms of a settings file."""
     if (words := _WORDS.get(detail["type"])) is not None:
         return words
     text = detail["msg"].removeprefix("Input should be ")
     return f"a number {text}" if text.startswith(("greater", "less")) else text
-
-
-def listed(names: Iterable[str]) -> str:
-    """Return the names, separated by commas."""
-    return ", ".join(names)

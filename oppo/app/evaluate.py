@@ -1,4 +1,4 @@
-"""How good a policy is on held-out prompts: its responses, what the scorers say of them, and paired differences."""
+"""Evaluation on held-out prompts: a policy's responses, their scores, and paired differences."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 async def respond(policy: Policy, prompts: Sequence[Prompt]) -> list[Finish]:
-    """Return the finished rollouts of these prompts, in their order, decoded together."""
+    """Return the finished rollouts of ``prompts``, in order, decoded as one batch."""
     decodes = await policy.open(prompts)
     finished: list[Finish | None] = [None] * len(prompts)
 
@@ -40,7 +40,7 @@ async def respond(policy: Policy, prompts: Sequence[Prompt]) -> list[Finish]:
 
 
 async def score_all(scorer: Scorer[T], finished: Sequence[Finish]) -> Sequence[T]:
-    """Return what the scorer says of each finished rollout, read in one piece."""
+    """Return the scorer's result for each finished rollout, each read as one piece."""
     await scorer.extend([part for event in finished for part in (event.response.prompt, event.response.chunk())])
     return await scorer.finish(finished)
 
@@ -52,7 +52,7 @@ class Comparison:
     Attributes:
         before, after: mean scores.
         spread: standard deviation of the scores before.
-        gain: mean of the paired differences.
+        gain: mean of the paired differences, after minus before.
         half_width: of the 95 % confidence interval of the gain (normal approximation).
     """
 
@@ -64,7 +64,7 @@ class Comparison:
 
 
 def compare(before: FloatArray, after: FloatArray) -> Comparison:
-    """Return how scores changed, paired by prompt.
+    """Return the change of scores that are paired by prompt.
 
     Args:
         before, after: float32 [N], N >= 2.

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP: the first asks for an end after the step in progress, the second is one."""
+"""Ctrl-C, SIGTERM and SIGHUP: the first signal ends a run after the step in progress, the second ends it at once."""
 
 from __future__ import annotations
 
@@ -14,15 +14,11 @@ import anyio
 from oppo.errors import running_loop
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Sent by a terminal, by a scheduler that wants its machine back, and by a terminal that is closed."""
+"""Sent by a terminal, by a job scheduler, and by a terminal that is closed."""
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal has ended a run.
-
-    Attributes:
-        by: the signal.
-    """
+    """The signal ``by`` has ended a run."""
 
     def __init__(self, by: signal.Signals) -> None:
         super().__init__(by.name)
@@ -31,75 +27,68 @@ class Stopped(KeyboardInterrupt):
 
 @dataclass(slots=True)
 class Interrupt:
-    """Whether the run has been asked to end, and by which signal."""
+    """The signal that asked the run to end; ``None`` before it comes."""
 
-    asked: signal.Signals | None = None
+    by: signal.Signals | None = None
 
 
 @asynccontextmanager
 async def interruptible(*tell: Callable[[signal.Signals], None]) -> AsyncIterator[Interrupt]:
-    """Yield what says whether a signal has come while the context is open; a second one ends the context.
+    """Yield the interrupt that records the first signal while the context is open; a second one ends the context.
 
-    Off the main thread there are no signals, and nothing is ever asked. Signals that the process ignores, as SIGHUP
-    under ``nohup``, stay ignored.
+    Off the main thread no signal arrives. Signals that the process ignores, as SIGHUP under ``nohup``, stay ignored.
 
     Args:
-        tell: each is called on the event loop when the run is asked to end.
+        tell: each is called on the event loop with the first signal.
 
     Raises:
-        Stopped: a second signal came. While something blocks the event loop it is raised there.
+        Stopped: a second signal came. It is raised in the code that blocks the event loop, if any does.
     """
     interrupt = Interrupt()
-    if threading.current_thread() is not threading.main_thread():
-        yield interrupt
-        return
-    loop, heard = running_loop(), threading.Event()
+    loop, loop_ran = running_loop(), threading.Event()
 
-    def hear(number: signal.Signals) -> None:
-        heard.set()
-        for each in tell:
-            each(number)
+    def notify(number: signal.Signals) -> None:
+        loop_ran.set()
+        for listener in tell:
+            listener(number)
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         del frame
-        if interrupt.asked is None:
-            interrupt.asked = signal.Signals(number)
-            loop.call_soon_threadsafe(hear, interrupt.asked)
-        elif heard.is_set():
+        if interrupt.by is None:
+            interrupt.by = signal.Signals(number)
+            loop.call_soon_threadsafe(notify, interrupt.by)
+        elif loop_ran.is_set():
             loop.call_soon_threadsafe(scope.cancel)
-        else:  # something blocks the loop, in this thread
+        else:  # the interrupted code blocks the loop, which runs in this thread
             scope.cancel()
-            raise Stopped(interrupt.asked)
+            raise Stopped(interrupt.by)
 
     with anyio.CancelScope() as scope, _handling(on_signal):
         yield interrupt
-    if scope.cancelled_caught and interrupt.asked is not None:
-        raise Stopped(interrupt.asked)
+    if scope.cancelled_caught and interrupt.by is not None:
+        raise Stopped(interrupt.by)
 
 
 @contextmanager
 def stoppable() -> Iterator[None]:
     """Let a signal raise :class:`Stopped` while the context is open, as Ctrl-C raises ``KeyboardInterrupt``.
 
-    For what a program does outside of :func:`interruptible`; off the main thread nothing changes.
+    For a program's code outside of :func:`interruptible`; off the main thread it changes nothing.
     """
 
     def stop(number: int, frame: FrameType | None) -> None:
         del frame
         raise Stopped(signal.Signals(number))
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     with _handling(stop):
         yield
 
 
 @contextmanager
 def _handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    before = {
-        number: signal.signal(number, handler) for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN
-    }
+    on_main_thread = threading.current_thread() is threading.main_thread()
+    handled = [number for number in SIGNALS if on_main_thread and signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in handled}
     try:
         yield
     finally:

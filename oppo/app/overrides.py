@@ -1,4 +1,4 @@
-"""``--set section.key=value``: settings that are changed on the command line, and what follows the run's seed."""
+"""``--set section.key=value`` on the command line, and the seeds that follow the run's."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ from oppo.declared import SEEDS
 from oppo.errors import ConfigError
 
 SEEDED = ("data", "sampling", "trainer")
-"""The sections that have a seed of their own: the run's, unless they name another."""
+"""The sections with a seed of their own; the default is the run's."""
 
 
 def overridden(document: Mapping[str, object], overrides: Sequence[str]) -> dict[str, object]:
     """Return a parsed file with ``section.key=value`` overrides.
 
-    A new ``run.seed`` is that of the sections too which named the old one: in a resolved file all of them do.
+    A new ``run.seed`` replaces the old one in every section that names it: in a resolved file all of them do.
 
     Raises:
-        ConfigError: an override is malformed, or its section is none in this file.
+        ConfigError: an override is malformed, or its section is a value in this file.
     """
-    changed: dict[str, object] = {key: _copied(value) for key, value in document.items()}
+    changed: dict[str, object] = {
+        key: dict(value) if isinstance(value, dict) else value for key, value in document.items()
+    }
     parsed = [_parsed(override) for override in overrides]
     if any(place == ("run", "seed") for place, _, _ in parsed):
-        _let_follow(changed)
+        _drop_equal_seeds(changed)
     for (name, key), value, override in parsed:
         section = changed.setdefault(name, {})
         if not isinstance(section, dict):
@@ -33,7 +35,7 @@ def overridden(document: Mapping[str, object], overrides: Sequence[str]) -> dict
 
 
 def seeded(document: Mapping[str, object]) -> dict[str, object]:
-    """Return the document with the run's seed in every section that has a seed and names none."""
+    """Return the document with the run's seed in every section of :data:`SEEDED` that names none."""
     filled: dict[str, object] = dict(document)
     if (seed := _seed(document.get("run"))) is None:
         return filled
@@ -46,8 +48,8 @@ def seeded(document: Mapping[str, object]) -> dict[str, object]:
     return filled
 
 
-def _let_follow(document: Mapping[str, object]) -> None:
-    """Take the run's seed out of the sections that name it, so that they have that of the run, whatever it will be."""
+def _drop_equal_seeds(document: Mapping[str, object]) -> None:
+    """Remove the run's seed from the sections that name it, so that they follow the run's."""
     seed = _seed(document.get("run"))
     for section in map(document.get, SEEDED):
         if seed is not None and isinstance(section, dict) and _seed(section) == seed:
@@ -55,17 +57,13 @@ def _let_follow(document: Mapping[str, object]) -> None:
 
 
 def _seed(section: object) -> int | None:
-    """Return the seed that a section names; ``None``: it names none, or one that will be refused."""
+    """Return a section's seed; ``None`` without a valid one."""
     seed = section.get("seed") if isinstance(section, Mapping) else None
     return seed if type(seed) is int and seed in SEEDS else None
 
 
-def _copied(value: object) -> object:
-    return dict(value) if isinstance(value, dict) else value
-
-
 def _parsed(override: str) -> tuple[tuple[str, str], object, str]:
-    """Return the place and the value of an override, and how it was written."""
+    """Return an override's section and key, its value, and its text."""
     place, equals, text = override.partition("=")
     names = [name.strip() for name in place.split(".")]
     if not equals or len(names) != 2 or not all(names):
@@ -74,7 +72,7 @@ def _parsed(override: str) -> tuple[tuple[str, str], object, str]:
 
 
 def _value(text: str) -> object:
-    """Return ``text`` as one TOML value, or as it stands where it is none."""
+    """Return ``text`` as one TOML value, or unchanged if it is no TOML."""
     try:
         document = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):

@@ -1,7 +1,7 @@
-"""What a run is made of beside its models: settings, files by their content, libraries; its checkpoints say it.
+"""What a run is made of besides its models: settings, files by their content, libraries. Checkpoints record it.
 
-The files are the prompts and that of a reward function. What that imports is not looked at, nor are directories of
-models, which are too large to be read for this.
+The files are the prompts and that of a reward function. The modules that it imports are left out, and so are model
+directories, which are too large to be read for this.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Self
 
 from oppo.app.checkpoint import State
+from oppo.app.settings import Settings
 from oppo.errors import CheckpointError, DataError
 from oppo.report.log import installed
 
@@ -35,16 +36,16 @@ class Provenance:
     libraries: Mapping[str, str]
 
     @classmethod
-    def of(cls, settings: Mapping[str, str], files: Mapping[str, Path]) -> Self:
-        """Return what a run is made of now: with a digest of each setting, files under the settings that name them."""
-        return cls(settings, {name: digest(file) for name, file in files.items()}, installed())
+    def of(cls, settings: Settings) -> Self:
+        """Return what a run with these settings is made of now."""
+        return cls(fingerprints(settings), {name: digest(file) for name, file in settings.files.items()}, installed())
 
     @classmethod
     def restored(cls, state: State) -> Self:
-        """Return what :meth:`state` described.
+        """Return the provenance from :meth:`state`.
 
         Raises:
-            CheckpointError: it did not.
+            CheckpointError: the state holds none.
         """
         try:
             parts = (state["provenance"][name] for name in ("settings", "files", "libraries"))
@@ -59,32 +60,25 @@ class Provenance:
         """Return this as plain values."""
         return {"provenance": asdict(self)}
 
-    def changed(self, files: Mapping[str, Path]) -> dict[str, Path]:
-        """Return those of the files, under the settings that name them, that are not what they were."""
-        return {name: file for name, file in files.items() if digest(file) != self.files.get(name)}
+    def changed(self, settings: Settings) -> list[Path]:
+        """Return the files of ``settings`` whose content is no longer the recorded one."""
+        return [file for name, file in settings.files.items() if digest(file) != self.files.get(name)]
 
 
 def require_continued(
-    before: Provenance,
-    now: Provenance,
-    files: Mapping[str, Path],
-    tell: Callable[[str], None],
-    *,
-    accept_changed_code: bool,
+    before: Provenance, now: Provenance, settings: Settings, tell: Callable[[str], None], *, accept_changed_code: bool
 ) -> None:
-    """Check that a run goes on with the files that it was made of; tell of what may differ and does.
+    """Check that a resumed run has the files it began with; report the differences that are accepted.
 
     Args:
-        before: what the checkpoint says.
-        now: what it is made of now.
-        files: of now, under the settings that name them.
-        tell: called with a sentence about each difference that is accepted.
-        accept_changed_code: go on with another file of code than the run began with.
+        before: recorded in the checkpoint.
+        tell: receives a sentence about each accepted difference.
+        accept_changed_code: accept another content of the reward function's file.
 
     Raises:
-        DataError: a file is another.
+        DataError: a file has changed.
     """
-    for name, file in files.items():
+    for name, file in settings.files.items():
         if before.files.get(name) == now.files.get(name):
             continue
         if name != CODE or not accept_changed_code:
@@ -95,12 +89,21 @@ def require_continued(
             )
         tell(f"{file} is not what it was when the run began; the run goes on with it as it is now")
     for name, was in before.libraries.items():
-        if (found := now.libraries.get(name, "none")) != was:
-            tell(f"the run was made with {name} {was} so far, and goes on with {name} {found}")
+        if (version := now.libraries.get(name, "none")) != was:
+            tell(f"the run was made with {name} {was} so far, and goes on with {name} {version}")
+
+
+def fingerprints(settings: Settings) -> dict[str, str]:
+    """Return a digest of every setting, under ``section.key``: a value may hold a secret, in a URL for example."""
+    return {
+        f"{section}.{key}": hashlib.sha256(repr(value).encode()).hexdigest()[:16]
+        for section, values in settings.tables().items()
+        for key, value in values.items()
+    }
 
 
 def digest(path: Path) -> str:
-    """Return the SHA-256 of a file, or why it cannot be read; what may never end, as a pipe, is not opened."""
+    """Return the SHA-256 of a file, or why it cannot be read; a pipe, which may never end, is not opened."""
     try:
         if not path.is_file():
             return "no regular file"

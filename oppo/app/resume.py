@@ -1,21 +1,21 @@
-"""Going on with a run from its directory: which settings it has, which may change, and where it stands."""
+"""Resuming a run from its directory: its settings, which of them may change, and its newest checkpoint."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from oppo.app.checkpoint import Checkpoint, Checkpoints
 from oppo.app.config import load
+from oppo.app.provenance import fingerprints
 from oppo.app.settings import Settings
 from oppo.errors import CheckpointError, ConfigError
+from oppo.report.files import METRICS, ended
 from oppo.report.lock import Lock
-from oppo.report.occupancy import METRICS, ended
 from oppo.report.records import read
 
 CHECKPOINTS = "checkpoints"
-"""Where a run directory holds its checkpoints."""
+"""The checkpoints in a run directory."""
 
 MAY_CHANGE = frozenset(
     {
@@ -36,22 +36,22 @@ MAY_CHANGE = frozenset(
         "models.share_weights",
     }
 )
-"""Settings that may be others when a run goes on: none of them changes what a step does.
+"""Settings that may change when a run is resumed: none of them changes what a step computes.
 
-``run.steps`` may change where the learning rate does not depend on it, that is, under a constant schedule.
+``run.steps`` may change under a constant schedule of the learning rate, which does not depend on it.
 """
 
 ROUNDING = frozenset(
     {"run.cores", "run.policy", "run.scorers", "trainer.micro_batch_tokens", "trainer.gradient_checkpointing"}
 )
-"""Settings that say how a step is computed: they may change too, but for exact runs, whose bits depend on them."""
+"""Settings that decide how sums are rounded: they may change too, except in exact runs."""
 
 
 def settings_of(directory: Path, overrides: Sequence[str] = ()) -> Settings:
     """Return the settings of the run in ``directory``, with ``section.key=value`` overrides.
 
     Raises:
-        ConfigError: there is no run, or an override changes what may not change.
+        ConfigError: ``directory`` holds no run, or an override changes a setting that may not change.
     """
     file = directory / "config.toml"
     if not file.is_file():
@@ -66,15 +66,14 @@ def settings_of(directory: Path, overrides: Sequence[str] = ()) -> Settings:
 
 
 def require_same(before: Mapping[str, str], settings: Settings, *, of: str = "") -> None:
-    """Check that a run goes on with the settings that it had, but for those that may change.
+    """Check that a resumed run has the settings it began with, except for those that may change.
 
     Args:
-        before: what :func:`fingerprints` returned then; settings that were not there then are not compared.
-        settings: of now.
-        of: what was written with the former, where that is not the file of the run.
+        before: the former :func:`fingerprints`; settings that they lack are not compared.
+        of: what recorded ``before``, unless the run's ``config.toml`` did.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: a setting has changed that may not.
     """
     now = fingerprints(settings)
     changed = {key for key, value in before.items() if now.get(key, value) != value}
@@ -98,10 +97,10 @@ def require_same(before: Mapping[str, str], settings: Settings, *, of: str = "")
 
 
 def locked(settings: Settings) -> Lock:
-    """Return the lock of the run directory: what it holds does not change any more but by who has the lock.
+    """Return the lock of the run directory, which other processes no longer change.
 
     Raises:
-        ConfigError: another run has it, or the directory cannot be written.
+        ConfigError: another run holds the lock, or the directory cannot be written.
     """
     try:
         return Lock(settings.run_directory)
@@ -112,17 +111,23 @@ def locked(settings: Settings) -> Lock:
 
 
 def newest(settings: Settings, checkpoints: Checkpoints) -> Checkpoint | None:
-    """Return where the run goes on; ``None``: at its beginning, for it was killed before its first checkpoint.
+    """Return the checkpoint to resume from; ``None``: the run was killed before its first and begins anew.
 
     Raises:
-        CheckpointError: no checkpoint is whole, or the run has come to its end and is to make no further steps. One
-            that was ended after its last step, before what it learned was saved, has not come to its end.
+        CheckpointError: no checkpoint is whole, or the run is complete and ``run.steps`` asks for no further steps. A
+            run that was ended after its last step, before its models were saved, is not complete.
     """
     found = checkpoints.newest()
-    if found is None and not checkpoints.begun and is_young(settings):
-        return None
     if found is None:
-        raise CheckpointError(f"no checkpoint in {settings.run_directory / CHECKPOINTS} can be used: {_why(settings)}")
+        if not checkpoints.begun and is_young(settings):
+            return None
+        advice = "a run is resumed from one, and writes them if run.checkpoint_every is set"
+        if every := settings.run.checkpoint_every:
+            advice = (
+                f"a run is resumed from one, and those that this run wrote, after every {every} steps, are damaged or "
+                "gone; start a new run"
+            )
+        raise CheckpointError(f"no checkpoint in {settings.run_directory / CHECKPOINTS} can be used: {advice}")
     made = ended(settings.run_directory)
     if made is not None and settings.run.steps <= made:
         raise CheckpointError(
@@ -131,25 +136,7 @@ def newest(settings: Settings, checkpoints: Checkpoints) -> Checkpoint | None:
     return found
 
 
-def _why(settings: Settings) -> str:
-    if not settings.run.checkpoint_every:
-        return "a run is resumed from one, and writes them if run.checkpoint_every is set"
-    return (
-        f"a run is resumed from one, and those that this run wrote, after every {settings.run.checkpoint_every} steps, "
-        "are damaged or gone; start a new run"
-    )
-
-
 def is_young(settings: Settings) -> bool:
-    """Return whether a run has made so few steps that it may be without a checkpoint although it writes them."""
-    over = sum(1 for _ in read(settings.run_directory / METRICS))
-    return 0 < settings.run.checkpoint_every >= over
-
-
-def fingerprints(settings: Settings) -> dict[str, str]:
-    """Return a digest of every setting, under ``section.key``: a value may hold a secret, in a URL for example."""
-    return {
-        f"{section}.{key}": hashlib.sha256(repr(value).encode()).hexdigest()[:16]
-        for section, values in settings.tables().items()
-        for key, value in values.items()
-    }
+    """Return whether a run that writes checkpoints has made too few steps for its first."""
+    made = sum(1 for _ in read(settings.run_directory / METRICS))
+    return 0 < settings.run.checkpoint_every >= made

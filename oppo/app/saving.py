@@ -1,4 +1,4 @@
-"""Checkpoints of a run, and what it has learned, on the disk as a whole or not at all."""
+"""Writes the checkpoints of a run and its trained models, each complete or not at all."""
 
 from __future__ import annotations
 
@@ -17,19 +17,17 @@ from oppo.placement import Thread
 
 
 class Saving:
-    """Puts together what the trainer writes, where it works, and what the application adds: state and tokenizers.
+    """Writes the trainer's models with the run's state and tokenizers beside them.
 
-    What has begun is done to its end, though whoever waits for it is cancelled, by Ctrl-C too: it is done in a thread,
-    which waits for the trainer in an event loop of its own, where no cancellation comes.
+    A write that has begun is completed even if its caller is cancelled, by Ctrl-C too: it runs in a thread, which waits
+    for the trainer in an event loop of its own.
 
     Args:
-        trainer: writes its part.
-        text: the tokenizer that goes with each model.
         models: the directories that the trainer writes, a model in each.
-        thread: where it is put together.
+        thread: where files are written.
 
     Attributes:
-        is_saving: whether what was learned is being saved at this moment.
+        is_saving: whether :meth:`save` is at work.
     """
 
     def __init__(self, trainer: ResumableTrainer, text: Text, models: Sequence[str], thread: Thread) -> None:
@@ -40,7 +38,7 @@ class Saving:
         self.is_saving = False
 
     async def checkpoint(self, checkpoints: Checkpoints, step: int, score: float, state: State) -> None:
-        """Write a checkpoint: the state given, the trainer's, and what is trained, each model with the tokenizer.
+        """Write a checkpoint: ``state``, the trainer's state, and each trained model with its tokenizer.
 
         Raises:
             CheckpointError: it could not be written; nothing half-written stays.
@@ -55,10 +53,10 @@ class Saving:
         await self._thread.call("checkpoint", write)
 
     async def save(self, directory: Path) -> None:
-        """Write what is trained, each model with the tokenizer; the directory appears complete or not at all.
+        """Write each trained model with its tokenizer; the directory appears complete or not at all.
 
         Raises:
-            ModelError: it could not be written; what was in the directory before is.
+            ModelError: it could not be written; the directory is as it was before.
         """
 
         def write() -> None:

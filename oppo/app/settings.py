@@ -1,7 +1,7 @@
-"""The settings of a training run: each section is a value, and :class:`Settings` says what they must agree on.
+"""The settings of a training run: a dataclass for each section, and :class:`Settings`, which checks them together.
 
-``[trainer]`` is :class:`oppo.TrainerSettings`, ``[algorithm]`` is what ``step.algorithm``
-names (:mod:`oppo.algorithms`).
+``[trainer]`` is :class:`oppo.TrainerSettings`; ``[algorithm]`` is the class that ``step.algorithm`` names
+(:mod:`oppo.algorithms`).
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ Name: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 AdmissionName: TypeAlias = Literal["overcommit", "adaptive", "slope", "slope-algorithm1", "tail-batched"]
 
 FUNCTION: Final = re.compile(r"^(?P<file>.+\.py):(?P<function>[^:/\\]+)$")
-"""How a Python function is named."""
+"""The form ``file.py:function``."""
 
 OF_THE_CRITIC_MODEL: Final = frozenset({"critic", "shared_trunk"})
-"""The keys of ``[models]`` that mean nothing without a critic."""
+"""The keys of ``[models]`` for a critic."""
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 
 def about(kind: type) -> str:
-    """Return what the first line of a docstring says of a class."""
+    """Return the first line of a class's docstring, from its colon on."""
     return (kind.__doc__ or "").partition("\n")[0].partition(": ")[2].rstrip(".")
 
 
@@ -83,7 +83,7 @@ class RunSection:
     exact: bool = setting(default=False, description="make every bit independent of timing (slower; float32, CPU)")
     cores: Annotated[int, Field(ge=0, le=1024)] = setting(0, "cores to work with; 0: all that the process may use")
     policy: Literal["thread", "process"] = setting(
-        "thread", "where the actor decodes: in a thread, or, on a CPU, in a process, without which a run ends"
+        "thread", "where the actor decodes: in a thread, or, on a CPU, in a process; the run ends if that dies"
     )
     scorers: Literal["auto", "thread", "process"] = setting(
         "auto",
@@ -92,7 +92,7 @@ class RunSection:
     )
     trainer: Literal["thread", "process"] = setting("thread", "where updates are made")
     panel: Literal["auto", "live", "lines", "off"] = setting(
-        "auto", "how progress is shown; auto: live on a terminal, else lines"
+        "auto", "form of the progress display; auto: live on a terminal, else lines"
     )
     logged_samples: Count = setting(4, "rollouts a step written to samples.jsonl with their text")
     trace: Count | Literal["all"] = setting(
@@ -101,20 +101,20 @@ class RunSection:
         "chrome://tracing or Perfetto; `all`: every step, 0: none",
     )
     watchdog_seconds: Seconds = setting(
-        600.0, "end a run in which nothing has moved for so long, with hang-report.json; 0: never"
+        600.0, "seconds without progress after which a run is ended, with hang-report.json; 0: never"
     )
     call_timeout: Seconds = setting(
         3600.0,
-        "the same while one call of a model or a reward function is at work, where it is longer; 0: never",
+        "replaces `watchdog_seconds` during one call of a model or a reward function, if longer; 0: no limit",
     )
-    scorer_restarts: Count = setting(3, "how often in an hour a process of the scorers that has died is started again")
-    max_empty: Count = setting(5, "end a run after so many steps in a row in which no rollout was trained; 0: never")
+    scorer_restarts: Count = setting(3, "restarts of a dead process of the scorers per hour")
+    max_empty: Count = setting(5, "end a run after this many consecutive steps without a trained rollout; 0: never")
     max_nonfinite: Count = setting(
-        3, "end a run after so many updates in a row that were not finite, with the batch; 0: never"
+        3, "end a run after this many consecutive updates that are not finite, and dump the batch; 0: never"
     )
     checkpoint_every: Count = setting(
         25,
-        "write a checkpoint, from which `oppo resume` goes on, after so many steps and the last; 0: never",
+        "steps between checkpoints, from which `oppo resume` goes on; the last step writes one too; 0: none",
     )
     keep_last: PositiveCount = setting(2, "how many of the newest checkpoints are kept")
     keep_best: bool = setting(default=False, description="keep the checkpoint of the best mean score too")
@@ -179,12 +179,12 @@ class ModelsSection:
 
     @property
     def reward_is_function(self) -> bool:
-        """Whether the reward is a Python function rather than a model."""
+        """Whether the reward is a Python function."""
         return self.reward_file is not None
 
     @property
     def reward_file(self) -> Path | None:
-        """The file of the reward function, where the reward is one."""
+        """The file of the reward function; ``None`` for a reward model."""
         function = FUNCTION.match(self.reward)
         return None if function is None else Path(function["file"])
 
@@ -231,7 +231,9 @@ class StepSection:
         "`tail-batched` a quarter of the batch, and those that are late begin anew together in a later step, so that "
         "nothing is ever stale",
     )
-    lag_price: NonNegative = setting(1.0, "what a mean lag of one step costs `adaptive`, in parts of a step's time")
+    lag_price: NonNegative = setting(
+        1.0, "price of a mean lag of one step for `adaptive`, as a fraction of a step's time"
+    )
     chunk: PositiveCount | Literal["whole", "tuned"] = setting(
         32,
         "tokens streamed to the scorers at a time; `whole`: each response when it has ended; `tuned`: a "
@@ -239,8 +241,8 @@ class StepSection:
     )
     on_publish: Literal["recompute", "keep"] = setting(
         "recompute",
-        "what a carried rollout goes on with after an update: keys and values computed again by the new "
-        "weights, or those it has (cheaper, but of several versions, and lost when a run is resumed)",
+        "keys and values of a carried rollout after an update: computed again with the new weights, or kept (cheaper, "
+        "but of several versions, and lost when a run is resumed)",
     )
 
     def __post_init__(self) -> None:
@@ -253,20 +255,19 @@ class StepSection:
 
 
 def algorithm_of(document: Mapping[str, object]) -> type[Algorithm] | None:
-    """Return the algorithm that a document names; ``None``: it names none that there is."""
+    """Return the algorithm that a document names; ``None`` for an unknown name."""
     step = document.get("step")
     name = step.get("algorithm", StepSection().algorithm) if isinstance(step, Mapping) else StepSection().algorithm
     return ALGORITHMS.get(name) if isinstance(name, str) else None
 
 
 def _chosen(table: object, info: ValidationInfo) -> Algorithm:
-    """Return the algorithm of the document, with the settings of its table."""
     chosen: Algorithm = PPO() if info.context is None else adapter(info.context).validate_python(table)
     return chosen
 
 
 def _spanning(table: object, info: ValidationInfo) -> object:
-    """Return the table of the trainer, whose schedule spans the run."""
+    """Return the trainer's table with the steps of the run, which its learning-rate schedule spans."""
     if not isinstance(table, Mapping):
         return table
     if "total_steps" in table:
@@ -275,7 +276,7 @@ def _spanning(table: object, info: ValidationInfo) -> object:
 
 
 class Settings(BaseModel):
-    """Everything a run is made of, checked; see :func:`oppo.app.config.load`."""
+    """All settings of a run, checked; see :func:`oppo.app.config.load`."""
 
     model_config = STRICT
 
@@ -320,8 +321,8 @@ class Settings(BaseModel):
         ]
         if given:
             raise ValueError(
-                f"step.algorithm = {self.step.algorithm!r} has no critic, so nothing is made of "
-                f"{', '.join(given)}: leave that out"
+                f"step.algorithm = {self.step.algorithm!r} has no critic and cannot use {', '.join(given)}: leave "
+                "that out"
             )
 
     @classmethod
@@ -335,37 +336,37 @@ class Settings(BaseModel):
 
     @property
     def run_directory(self) -> Path:
-        """The folder that this run writes."""
+        """The folder that the run writes."""
         return Path(self.run.directory) / self.run.name
 
     @property
     def files(self) -> dict[str, Path]:
-        """The files beside the models that the run reads, each under the setting that names it."""
+        """The files that the run reads besides its models, each under the setting that names it."""
         reward = self.models.reward_file
         return {"data.prompts": Path(self.data.prompts)} | ({} if reward is None else {"models.reward": reward})
 
     def tables(self) -> dict[str, dict[str, object]]:
-        """Return every setting as it stands in a file, by section and key; ``None``: it is absent."""
+        """Return every setting as in a file, by section and key; ``None`` for an absent key."""
         return {
             name: {key: getattr(getattr(self, name), key) for key in keys}
             for name, keys in keys_of(type(self.algorithm)).items()
         }
 
     def changed(self, changes: Mapping[str, Mapping[str, object]]) -> Settings:
-        """Return these settings with others in the place of some, by section and key."""
+        """Return these settings with ``changes``, by section and key."""
         return Settings.of({name: {**keys, **changes.get(name, {})} for name, keys in self.tables().items()})
 
     def toml(self) -> str:
-        """Return the resolved file: loading it gives these settings again, wherever it lies."""
-        given = {
+        """Return the resolved file: loading it from any folder gives these settings again."""
+        tables = {
             name: {key: value for key, value in keys.items() if value is not None}
             for name, keys in self.tables().items()
         }
-        return tomli_w.dumps(given)
+        return tomli_w.dumps(tables)
 
 
 def keys_of(algorithm: type[Algorithm]) -> dict[str, dict[str, Declared]]:
-    """Return what a file declares for an algorithm, by section and key."""
+    """Return the declaration of every key for an algorithm, by section and key."""
     kinds = {
         name: algorithm if name == "algorithm" else each.annotation for name, each in Settings.model_fields.items()
     }

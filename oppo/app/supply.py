@@ -1,18 +1,18 @@
-"""The prompts of a run: read once, as they are when it begins, and how many steps they last for."""
+"""The prompts of a run: read once when it begins, and how many steps they last for."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from oppo.app.provenance import Provenance
-from oppo.app.settings import DataSection
+from oppo.app.settings import DataSection, Settings
 from oppo.data import PromptStream, read_prompts
 from oppo.errors import ConfigError, DataError
 from oppo.events import Prompt
-from oppo.report.occupancy import ended
+from oppo.report.files import ended
 from oppo.training import Schedule
 
 if TYPE_CHECKING:
@@ -20,20 +20,16 @@ if TYPE_CHECKING:
 
 
 def resolved_prompts(
-    data: DataSection, text: Text, tell: Callable[[str], None], provenance: Provenance, files: Mapping[str, Path]
+    settings: Settings, text: Text, tell: Callable[[str], None], provenance: Provenance
 ) -> list[Prompt]:
-    """Return the prompts.
+    """Return the prompts of ``settings.data``, tokenized; ``tell`` receives a sentence about what is left out.
 
-    Args:
-        data: where they are, and which of them are used.
-        text: reads them.
-        tell: told, in a sentence, what is being done.
-        provenance: of the run, from before any of its files was read.
-        files: of the run, under the settings that name them.
+    ``provenance`` is from before any file was read.
 
     Raises:
         DataError: the file cannot be used, or changed while it was read.
     """
+    data = settings.data
     tell(f"reading {data.prompts}")
     prompts = read_prompts(
         Path(data.prompts),
@@ -43,20 +39,16 @@ def resolved_prompts(
         over_long=data.over_long,
         tell=tell,
     )
-    for file in provenance.changed(files).values():
-        raise DataError(f"{file} changed while it was read: start again when nobody writes it any more")
+    for file in provenance.changed(settings):
+        raise DataError(f"{file} changed while it was read: start again when its writer is done")
     return prompts
 
 
 def require_unfinished(directory: Path, lasts: int) -> None:
-    """Check that the prompts last for further steps, or that the run has not come to its end.
-
-    Args:
-        directory: of the run.
-        lasts: how many steps the run makes in all.
+    """Check that a complete run in ``directory`` made fewer than the ``lasts`` steps that its prompts last for.
 
     Raises:
-        DataError: no further steps can be made of the prompts.
+        DataError: the prompts last for no further step.
     """
     made = ended(directory)
     if made is not None and lasts <= made:
@@ -64,12 +56,12 @@ def require_unfinished(directory: Path, lasts: int) -> None:
 
 
 def steps_of(steps: int, data: DataSection, batch: int, prompts: PromptStream) -> int:
-    """Return how many steps a run makes: ``steps``, or as many as its prompts last for, the last one smaller."""
+    """Return the steps of a run: ``steps``, or as many as its prompts last for, the last one smaller."""
     return min(steps, math.ceil(len(prompts) / batch)) if data.epochs else steps
 
 
 def short_of(steps: int, lasts: int, data: DataSection, schedule: Schedule) -> str:
-    """Return in words that the data ends before the steps do, and what that does to the learning rate."""
+    """Return the notice that the data ends before the steps do, with the effect on the learning rate."""
     laid_out = f" and the {schedule} schedule of the learning rate breaks off there" * (schedule != "constant")
     return (
         f"the data lasts for {lasts} of {steps} steps: the run ends after these{laid_out}; set run.steps = {lasts}, or "
@@ -81,7 +73,7 @@ def require_room(prompts: Sequence[Prompt], max_new_tokens: int, positions: int)
     """Check that the longest prompt and the longest response fit together into every model.
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: a model has too few positions.
     """
     longest = max(len(prompt.tokens) for prompt in prompts)
     if longest + max_new_tokens > positions:

@@ -1,4 +1,4 @@
-"""How a table of a file becomes a dataclass: no coercion, no unknown key, and every fault of it told."""
+"""Validates a table of a TOML file as a dataclass: no coercion, no unknown key, every fault reported."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pydantic_core import CoreSchema, core_schema
 from oppo.errors import OppoError
 
 STRICT: Final = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-"""No unknown key, no coercion, no number that is none."""
+"""No unknown key, no coercion, no NaN or infinity."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Marks a dataclass that is a table of the file; what it refuses is a fault of the file."""
+    """Marks a dataclass that is a table of the file; an ``OppoError`` of its constructor is a fault of the file."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         """Return the schema of the dataclass, which accepts a table in its place."""
@@ -35,7 +35,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """Marks a text that is one of several."""
+    """Marks a text that is one of ``choices``."""
 
     choices: tuple[str, ...]
 
@@ -47,6 +47,6 @@ class OneOf:
 
 @cache
 def adapter(kind: type[Any]) -> TypeAdapter[Any]:
-    """Return what checks a table that is a dataclass chosen while a file is read."""
+    """Return the validator of a table whose dataclass is chosen while the file is read."""
     table: Any = Annotated[kind, Table()]
     return TypeAdapter(table | None, config=STRICT)  # that of a dataclass alone takes no config

@@ -1,27 +1,26 @@
-"""``oppo train``: models, prompts and graph from settings, run to the end or to Ctrl-C, with what was learned saved."""
+"""``oppo train``: prepares models, prompts and graph, runs every step, and saves the trained models."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import anyio
 import anyio.to_thread
 from rich.console import Console
 
-from oppo.app.checkpoint import Checkpoint, Checkpoints
-from oppo.app.checkpoint_columns import with_columns, without_columns
+from oppo.app.checkpoint import Checkpoint, Checkpoints, State
 from oppo.app.compose import compose
 from oppo.app.empty_steps import EmptySteps
 from oppo.app.interrupt import Interrupt, Stopped, interruptible
 from oppo.app.provenance import Provenance, require_continued
-from oppo.app.resume import CHECKPOINTS, fingerprints, locked, newest, require_same
+from oppo.app.resume import CHECKPOINTS, locked, newest, require_same
 from oppo.app.settings import RunSection, Settings
 from oppo.app.supply import require_room, require_unfinished, resolved_prompts, short_of, steps_of
 from oppo.data import PromptStream
@@ -31,31 +30,30 @@ from oppo.graph import Graph, Run
 from oppo.liveness import Heartbeat, Stall, Watchdog
 from oppo.observe import Expendable, Notices, Observer, silent
 from oppo.report import Panel, RunDirectory, RunLog, observations
+from oppo.report.files import require_unused
 from oppo.report.journal import JOURNAL
 from oppo.report.lock import Lock
-from oppo.report.occupancy import require_unused
 from oppo.report.samples import Detokenize
 
 if TYPE_CHECKING:
     from oppo.app.assemble import Assembly
 
 FINAL = Path(CHECKPOINTS, "final")
-"""Where a run directory holds what was learned: ``actor`` and ``critic``, if there is one, each with its tokenizer."""
+"""The trained models in a run directory: ``actor`` and, with one, ``critic``, each with its tokenizer."""
 
 HANG_REPORT = "hang-report.json"
-"""What a run directory says of a run that was ended because nothing moved."""
+"""The report in the directory of a run that was ended because nothing moved."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedRun:
-    """A run that is ready to begin; a context manager that ends the models' threads, and lets go of the run directory.
+    """A run that is ready to begin; a context manager that ends the models' threads and releases the run directory.
 
     Attributes:
         provenance: what the run is made of, its files as they were read.
-        checkpoints: of the run.
-        notices: what is said while it is prepared and run.
-        checkpoint: where the run goes on; ``None``: it begins.
-        lock: of the run directory, where there is a run in it already, with which this one goes on.
+        notices: receives every sentence about the run, while it is prepared too.
+        checkpoint: where the run is resumed; ``None`` for a new run.
+        lock: of the run directory of a resumed run.
     """
 
     settings: Settings
@@ -70,22 +68,26 @@ class PreparedRun:
 
     @property
     def steps(self) -> int:
-        """Steps of the whole run: ``run.steps``, or fewer where the prompts do not last so long."""
+        """Steps of the whole run: ``run.steps``, or as many as the prompts last for."""
         chosen = self.settings
         return steps_of(chosen.run.steps, chosen.data, chosen.step.batch, self.prompts)
 
     @property
     def done(self) -> int:
-        """Steps that are behind the run when it begins or goes on."""
+        """Steps made before this process; 0 for a new run."""
         return 0 if self.checkpoint is None else self.checkpoint.step
 
     async def restore(self, running: Run[StepReport]) -> None:
-        """Take the run, the models and the prompts to where the checkpoint is."""
+        """Load the state of run, prompts and models from the checkpoint.
+
+        Raises:
+            CheckpointError: it does not fit this run.
+        """
         if self.checkpoint is None:
             return
         state = self.checkpoint.state()
         try:
-            running.load_state_dict(with_columns(state["run"], lambda number: self.prompts.at(number).columns))
+            running.load_state_dict(_with_columns(state["run"], lambda number: self.prompts.at(number).columns))
             self.prompts.load_state_dict(state["prompts"])
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise CheckpointError(
@@ -101,7 +103,7 @@ class PreparedRun:
             CheckpointError: it could not be written; nothing half-written stays.
         """
         state = {
-            "run": without_columns(running.state_dict()),
+            "run": _with_columns(running.state_dict(), lambda number: {}),
             "prompts": self.prompts.state_dict(),
             **self.provenance.state(),
         }
@@ -111,9 +113,23 @@ class PreparedRun:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.assembly.__exit__(kind, error, tb)
+        del kind, error, tb
+        self.assembly.close()
         if self.lock is not None:
             self.lock.release()
+
+
+def _with_columns(run: State, columns: Callable[[int], Mapping[str, object]]) -> State:
+    """Return a run's state with other columns in its carried rollouts, by their admission numbers.
+
+    Checkpoints leave columns out, so that they may hold any type; a resumed run reads them from the prompts again.
+    """
+    generate: Mapping[str, Any] = run["stages"]["generate"]
+    units = [
+        {**unit, "rollouts": [{**each, "columns": columns(each["admission"])} for each in unit["rollouts"]]}
+        for unit in generate["units"]
+    ]
+    return {**run, "stages": {**run["stages"], "generate": {**generate, "units": units}}}
 
 
 def prepare(
@@ -124,15 +140,14 @@ def prepare(
     dry_run: bool = False,
     accept_changed_code: bool = False,
 ) -> PreparedRun:
-    """Return a session with everything loaded and checked; nothing is written.
+    """Return a run with everything loaded and checked; writes nothing.
 
     Args:
-        settings: of the run.
-        tell: told, in a sentence, what is being done.
-        resume: go on from the newest checkpoint of the run directory, or from the beginning if it was killed before its
-            first, instead of beginning in an unused one. The directory is locked from before that is looked for.
-        dry_run: it is not to be run, so the run directory may be in use.
-        accept_changed_code: go on with another file of a reward function than the run began with.
+        tell: receives a sentence about each thing that is done.
+        resume: lock the run directory and go on from its newest checkpoint, or from the beginning if the run was killed
+            before its first. Otherwise the directory must be unused.
+        dry_run: prepare only, so the run directory may be in use.
+        accept_changed_code: resume with another content of the reward function's file than the run began with.
 
     Raises:
         OppoError: a setting, the data, the reward or a model cannot be used, or another run writes the run directory.
@@ -155,18 +170,18 @@ def prepare(
         from oppo.app.assemble import assemble, load_text  # noqa: PLC0415 - torch takes seconds to import
 
         text = load_text(settings.models, tell)
-        data, files = settings.data, settings.files
-        provenance = Provenance.of(fingerprints(settings), files)
-        prompts = resolved_prompts(data, text, tell, provenance, files)
+        data, provenance = settings.data, Provenance.of(settings)
+        prompts = resolved_prompts(settings, text, tell, provenance)
         stream = PromptStream(prompts, seed=data.seed, epochs=data.epochs)
         if (lasts := steps_of(chosen.steps, data, settings.step.batch, stream)) < chosen.steps:
             tell(short_of(chosen.steps, lasts, data, settings.trainer.schedule))
         if checkpoint is not None:
             before = Provenance.restored(checkpoint.state())
             require_same(before.settings, settings, of="its checkpoint")
-            require_continued(before, provenance, files, tell, accept_changed_code=accept_changed_code)
+            require_continued(before, provenance, settings, tell, accept_changed_code=accept_changed_code)
             require_unfinished(settings.run_directory, lasts)
-        assembly = stack.enter_context(assemble(settings, text, tell))
+        assembly = assemble(settings, text, tell)
+        stack.callback(assembly.close)
         require_room(prompts, assembly.sampling.max_new_tokens, assembly.positions)
         done = 0 if checkpoint is None else checkpoint.step
         replay = observations(settings.run_directory / JOURNAL, done) if resume else {}
@@ -182,24 +197,20 @@ async def run(
     *,
     last_resort: Callable[[HangError], None] | None = None,
 ) -> RunDirectory:
-    """Run every step, write the run directory, and save what was trained under ``checkpoints/final``.
+    """Run every step, write the run directory, and save the trained models under ``checkpoints/final``.
 
-    It is saved however the run ends, once it has made an update. Ctrl-C, SIGTERM and SIGHUP end it after the step in
-    progress, with a checkpoint; a second one at once, but for an update in progress.
+    They are saved however the run ends, once it has made an update. Ctrl-C, SIGTERM and SIGHUP end the run after the
+    step in progress, with a checkpoint. A second signal ends it at once, after an update in progress.
 
-    Args:
-        session: what to run.
-        console: where the panel is shown, and what Ctrl-C does is said.
-        observers: told of everything too.
-        last_resort: see :class:`oppo.liveness.Watchdog`.
+    ``console`` shows the panel and the effect of Ctrl-C; ``last_resort`` is that of :class:`oppo.liveness.Watchdog`.
 
     Raises:
         ConfigError: the run directory cannot be written.
         HangError: nothing had moved for ``run.watchdog_seconds``.
-        ModelError: what was learned could not be saved.
+        ModelError: the trained models could not be saved.
         CheckpointError: a checkpoint could not be written.
         NothingTrained: no rollout was trained in ``run.max_empty`` steps in a row, or in the whole run.
-        Stopped: a signal asked for the end.
+        Stopped: a signal ended the run.
     """
     settings, assembly = session.settings, session.assembly
     chosen, decode = settings.run, assembly.text.decode
@@ -222,7 +233,7 @@ async def run(
             heartbeat.beating(),
             watchdog.guarding(),
             session.graph.open(session.prompts, observers=watching) as running,
-            interruptible(log.on_interrupt, partial(say_ending, console)) as interrupt,
+            interruptible(log.on_interrupt, partial(announce_end, console)) as interrupt,
         ):
             watchdog.watch(running)
             panel.watch(running.snapshot)
@@ -238,7 +249,7 @@ def watchdog_of(
     listeners: Sequence[Callable[[Stall], None]],
     last_resort: Callable[[HangError], None] | None,
 ) -> Watchdog:
-    """Return what ends the run when nothing moves in it."""
+    """Return the watchdog with the limits of the settings."""
     chosen, assembly = session.settings.run, session.assembly
 
     def leave(error: HangError) -> None:
@@ -259,23 +270,23 @@ def watchdog_of(
     )
 
 
-def say_ending(console: Console, by: signal.Signals) -> None:
-    """Say what a signal does."""
+def announce_end(console: Console, by: signal.Signals) -> None:
+    """Show what a signal does."""
     name = "Ctrl-C" if by is signal.SIGINT else by.name
     console.out(f"{name}: ending after this step, then saving; once more ends the run at once", highlight=False)
 
 
 def note_data(session: PreparedRun, log: RunLog) -> None:
-    """Log what whoever reads the results should know of the data."""
+    """Log that the data ended early, and which files changed meanwhile."""
     chosen = session.settings
     if session.steps < chosen.run.steps:
         log.note("data ended", steps=session.steps, wanted=chosen.run.steps)
-    for file in session.provenance.changed(chosen.files).values():
+    for file in session.provenance.changed(chosen):
         log.note("file changed", file=str(file), used="as it was when the run began")
 
 
 def directory_of(session: PreparedRun, heartbeat: Heartbeat) -> RunDirectory:
-    """Return the run directory, taken back to where the run goes on if it is resumed.
+    """Return the run directory; a resumed one is rewound to the checkpoint.
 
     Raises:
         ConfigError: it cannot be written, or another run writes it.
@@ -296,13 +307,13 @@ def directory_of(session: PreparedRun, heartbeat: Heartbeat) -> RunDirectory:
 async def make_steps(
     session: PreparedRun, running: Run[StepReport], interrupt: Interrupt, directory: RunDirectory
 ) -> None:
-    """Make the steps that are left, with a checkpoint after every so many and the last, or where it is asked to end.
+    """Make the remaining steps; write a checkpoint every ``run.checkpoint_every``, after the last and after a signal.
 
-    The records of the steps before a checkpoint are in the files before it is: a run that goes on has them all.
+    The records of all steps are on the disk before their checkpoint is, so a resumed run has them.
 
     Raises:
         NothingTrained: no rollout was trained in ``run.max_empty`` steps in a row, or in the whole run.
-        Stopped: it was asked to end.
+        Stopped: a signal came.
     """
     chosen = session.settings.run
     empty = EmptySteps(chosen.max_empty)
@@ -312,7 +323,7 @@ async def make_steps(
     async for report in running.steps(chosen.steps - session.done):
         made = report.index + 1
         due = chosen.checkpoint_every and (made % chosen.checkpoint_every == 0 or made == session.steps)
-        early = interrupt.asked if made < session.steps else None
+        early = interrupt.by if made < session.steps else None
         if due or early:
             await anyio.to_thread.run_sync(directory.flush)
             await session.keep(running, report)
@@ -323,7 +334,7 @@ async def make_steps(
 
 
 def panel_of(chosen: RunSection, console: Console, decode: Detokenize) -> Panel:
-    """Return the panel as ``run.panel`` asks for it."""
+    """Return the panel in the form that ``run.panel`` names."""
     shown = Console(quiet=True) if chosen.panel == "off" else console
     live = chosen.panel == "live" or (chosen.panel == "auto" and console.is_terminal)
     return Panel(shown, chosen.steps, live=live, decode=decode)
@@ -331,10 +342,9 @@ def panel_of(chosen: RunSection, console: Console, decode: Detokenize) -> Panel:
 
 @asynccontextmanager
 async def saving(assembly: Assembly, path: Path) -> AsyncIterator[None]:
-    """Save what was learned when the context ends, whatever ends it; a failure never hides what ended the run.
+    """Save the trained models when the context ends, however it ends; a failure never hides what ended the run.
 
-    Where nothing was learned, ``path`` stays as it is: models that were only loaded, and those of a run that could not
-    be taken up again, are not what came of it.
+    Without an update in this run, ``path`` stays as it is.
     """
 
     async def save() -> None:

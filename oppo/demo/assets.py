@@ -1,15 +1,14 @@
-"""Everything a demo run needs, made once for each recipe and kept in a cache.
+"""The models and prompts of a demo run, made once for each recipe and kept in a cache.
 
 ::
 
     <directory>/<digest>/
         actor/  reward/  critic/      models and tokenizer, as save_pretrained writes them
         prompts.jsonl  held_out.jsonl {"prompt": ..., "topic": ..., "adjective": ..., "noun": ..., "place": ...}
-        facts.json                    what was measured on the way
+        facts.json                    measurements of models and texts
         COMPLETE                      written last: without it the directory is not used
 
-The digest covers the recipe, the sources of the modules that carry it out, and the versions of the libraries under
-them. A directory is built aside and renamed, so two processes that build at once both end with a whole one.
+The digest covers the recipe, the sources of the modules that carry it out, and the versions of their libraries.
 """
 
 from __future__ import annotations
@@ -43,14 +42,14 @@ SAMPLED_AT_ONCE: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What to make; equal recipes give equal assets on one machine.
+    """The sizes of models and data; equal recipes give equal assets on one machine.
 
     Attributes:
-        limit: tokens of the longest response that is sampled.
-        corpus: texts the tokenizer learns from.
-        samples: responses of the base policy that the reward is normalised on.
-        pairs: held-out pairs that the reward model is judged by.
-        prompts, held_out: prompts written for PPO and for its evaluation.
+        limit: most tokens of a sampled response.
+        corpus: texts that the tokenizer is trained on.
+        samples: responses of the base policy that the reward model is normalised on.
+        pairs: held-out preference pairs that the reward model is evaluated on.
+        prompts, held_out: prompts for PPO and for its evaluation.
     """
 
     seed: int = 0
@@ -66,7 +65,7 @@ class Recipe:
 
     @classmethod
     def small(cls, seed: int) -> Recipe:
-        """Return a recipe for tests: a policy that has only begun to learn the language."""
+        """Return a recipe for tests, whose policy has only begun to learn the language."""
         return cls(
             seed=seed,
             shape=Shape(vocabulary=512, hidden=64, intermediate=128, heads=2),
@@ -83,25 +82,25 @@ class Recipe:
     def digest(self) -> str:
         """Return 16 hexadecimal digits that change whenever the assets would."""
         versions = [library.__version__ for library in (torch, transformers, tokenizers)]
-        told = hashlib.sha256(json.dumps([asdict(self), versions], sort_keys=True).encode())
+        digest = hashlib.sha256(json.dumps([asdict(self), versions], sort_keys=True).encode())
         for name in SOURCES:
-            told.update(Path(__file__).with_name(f"{name}.py").read_bytes())
-        return told.hexdigest()[:16]
+            digest.update(Path(__file__).with_name(f"{name}.py").read_bytes())
+        return digest.hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What was measured while the assets were made; tokens count the end token.
+    """Measurements of the assets; tokens count the end token.
 
     Attributes:
-        seconds: wall time of the whole.
+        seconds: wall time of making all assets.
         parameters: by model.
         policy_loss: nats per response token, smoothed, at the end of training.
-        pair_accuracy: share of held-out pairs, labelled with noise, that the reward model orders as labelled.
-        fluency: share of clauses of the base policy's complete responses that the language knows.
-        language_tokens: percentiles of the reviews of the language itself: ``p50``, ``p99``, ``mean``.
+        pair_accuracy: fraction of held-out pairs, labelled with noise, that the reward model orders as labelled.
+        fluency: fraction of the clauses in the base policy's complete responses that belong to the language.
+        language_tokens: ``p50``, ``p99`` and ``mean`` of the lengths of the language's reviews.
         response_tokens: the same of the base policy's responses, of which there are fewer.
-        capped: share of the base policy's responses that the limit cut off.
+        capped: fraction of the base policy's responses that the limit cut off.
         base_score: ``mean`` and ``sd`` of the reward model's scores of these responses.
     """
 
@@ -119,7 +118,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Assets:
-    """Where everything is; ``actor``, ``reward`` and ``critic`` load with ``from_pretrained``."""
+    """The directories of the assets; ``actor``, ``reward`` and ``critic`` load with ``from_pretrained``."""
 
     directory: Path
     facts: Facts
@@ -136,7 +135,7 @@ class Assets:
 
     @property
     def critic(self) -> Path:
-        """The critic to start from: the reward model's backbone, and a head that says 0."""
+        """The initial critic: the reward model's backbone with a head of zeros."""
         return self.directory / "critic"
 
     @property
@@ -146,7 +145,7 @@ class Assets:
 
     @property
     def held_out(self) -> Path:
-        """Prompts that share no adjective, noun or place with those, as JSON lines."""
+        """Held-out prompts, which share no adjective, noun or place with those, as JSON lines."""
         return self.directory / "held_out.jsonl"
 
 
@@ -158,13 +157,13 @@ def cache_directory() -> Path:
 
 
 def make_assets(directory: Path, *, seed: int = 0, small: bool = False, progress: Progress = lambda *_: None) -> Assets:
-    """Return the assets of the recipe, from ``directory`` if they are there, else made now and left there.
+    """Return the assets of the recipe from ``directory``, where they are made first if they are missing.
 
     Args:
         directory: holds one subdirectory for each recipe; :func:`cache_directory` is the usual one.
-        seed: of everything.
+        seed: of all random numbers.
         small: make tiny models quickly, for tests.
-        progress: told what is being done and which part of the whole is done, every second or so.
+        progress: called about every second.
     """
     recipe = Recipe.small(seed) if small else Recipe(seed=seed)
     target = directory / recipe.digest()
@@ -179,12 +178,11 @@ def make_assets(directory: Path, *, seed: int = 0, small: bool = False, progress
 
 
 def _part(progress: Progress, start: float, end: float) -> Progress:
-    """Return the progress of a part that takes the whole from ``start`` to ``end``."""
+    """Return the progress of a part that spans the fractions ``start`` to ``end`` of the whole."""
     return lambda words, done: progress(words, start + done * (end - start))
 
 
 def _build(directory: Path, recipe: Recipe, progress: Progress) -> None:
-    """Make everything in ``directory``."""
     began = observe.now()
     progress("learning a vocabulary", 0.0)
     rng = Random(f"corpus {recipe.seed}")  # noqa: S311 - a corpus, not a secret
@@ -238,7 +236,6 @@ def percentiles(lengths: Sequence[int]) -> dict[str, float]:
 def _sample(
     actor: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str], limit: int, progress: Progress
 ) -> list[tuple[preference.Text, int]]:
-    """Return the responses of :func:`write`, a few dozen at a time so that progress can be told."""
     written: list[tuple[preference.Text, int]] = []
     for first in range(0, len(prompts), SAMPLED_AT_ONCE):
         progress("reading what the untrained policy writes", first / len(prompts))

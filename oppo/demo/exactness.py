@@ -1,4 +1,4 @@
-"""Did overlap change anything? The same steps twice in exact mode: serially, and streamed through the graph."""
+"""Compares the same steps in exact mode, serial and streamed through the graph: the tokens must be equal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from oppo.observe import Span
 from oppo.stages.scored_rollouts import ScoredRollout
 
 STEPS = 2
-"""The tokens of the second step depend on the weights that the first one left."""
+"""The tokens of the second step depend on the weights after the first."""
 
 BATCH = 8
 
@@ -37,7 +37,7 @@ class Digests:
 
 
 def compare_schedules(settings: Settings) -> Digests:
-    """Return the digests of a serial and of a streamed run of a few steps; nothing is written."""
+    """Return the digests of a serial and of a streamed run of a few steps; writes nothing."""
     changes: Mapping[str, Mapping[str, object]] = {
         "run": {"exact": True, "steps": STEPS, "scorers": "thread", "name": f"{settings.run.name}-exactness"},
         "step": {"batch": BATCH, "extra": 0, "admission": "overcommit"},
@@ -47,11 +47,11 @@ def compare_schedules(settings: Settings) -> Digests:
         serial = anyio.run(serially, session)
     with prepare(exact) as session:
         streamed = anyio.run(through_the_graph, session)
-    return Digests(digest(serial), digest(streamed))
+    return Digests(tokens_digest(serial), tokens_digest(streamed))
 
 
 async def serially(session: PreparedRun) -> list[Batch]:
-    """Return the batches of a run that generates, scores and trains one after another."""
+    """Return the batches of a run that generates, scores and trains one after the other."""
     models, step, algorithm = session.assembly, session.settings.step, session.settings.algorithm
     critic = models.critic
     if critic is None or not isinstance(algorithm, PPO):
@@ -61,10 +61,10 @@ async def serially(session: PreparedRun) -> list[Batch]:
     for _ in range(STEPS):
         finished = await respond(models.policy, [next(session.prompts) for _ in range(step.batch)])
         reference = await score_all(models.reference, finished)
-        judged = await score_all(models.reward, finished)
-        scores = [score for score in judged if not isinstance(score, Drop)]
+        rewards = await score_all(models.reward, finished)
+        scores = [score for score in rewards if not isinstance(score, Drop)]
         values = await score_all(critic, finished)
-        rows = [ScoredRollout(*said) for said in zip(finished, reference, scores, values, strict=True)]
+        rows = [ScoredRollout(*results) for results in zip(finished, reference, scores, values, strict=True)]
         batches.append(estimator.batch(rows))
         await models.trainer.update(batches[-1])
         await models.trainer.publish(models.policy, critic)
@@ -73,36 +73,36 @@ async def serially(session: PreparedRun) -> list[Batch]:
 
 async def through_the_graph(session: PreparedRun) -> list[Batch]:
     """Return the batches of a streamed run."""
-    batches = Batches()
-    async with session.graph.open(session.prompts, observers=[batches]) as run:
+    observer = Batches()
+    async with session.graph.open(session.prompts, observers=[observer]) as run:
         async for _ in run.steps(STEPS):
             pass
-    return batches.seen
+    return observer.batches
 
 
 class Batches:
     """An observer that keeps every batch."""
 
     def __init__(self) -> None:
-        self.seen: list[Batch] = []
+        self.batches: list[Batch] = []
 
     def on_item(self, step: int, stage: str, item: object, at: float) -> None:
         """Keep a batch."""
         del step, stage, at
         if isinstance(item, Batch):
-            self.seen.append(item)
+            self.batches.append(item)
 
     def on_span(self, span: Span) -> None:
-        """Spans do not matter here."""
+        """Ignore spans."""
 
     def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
-        """Steps do not matter here."""
+        """Ignore steps."""
 
 
-def digest(batches: Sequence[Batch]) -> str:
+def tokens_digest(batches: Sequence[Batch]) -> str:
     """Return the SHA-256 of the batches' rollout numbers and tokens."""
-    told = hashlib.sha256()
+    digest = hashlib.sha256()
     for batch in batches:
-        told.update(repr(batch.rollouts).encode())
-        told.update(batch.tokens.tobytes())
-    return told.hexdigest()
+        digest.update(repr(batch.rollouts).encode())
+        digest.update(batch.tokens.tobytes())
+    return digest.hexdigest()

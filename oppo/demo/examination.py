@@ -1,4 +1,4 @@
-"""What training changed, on prompts that share nothing with those it saw."""
+"""Examines a policy on held-out prompts: its responses, their scores, and the KL from the base policy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Answers:
         scores: float32 [N], the reward model's.
         kl: float32 [N], nats: the sum over a response of its log-probs minus those of the base policy.
         lengths: tokens in each response.
-        prompts, texts: what was asked and what was written.
+        prompts, texts: prompts and responses as text.
     """
 
     scores: FloatArray
@@ -40,13 +40,7 @@ class Answers:
 
 
 def examine(actor: Path, *, base: Path, reward: Path, held_out: Path, sampling: Sampling, count: int) -> Answers:
-    """Return the answers of ``actor`` to the first ``count`` held-out prompts, sampled with one fixed seed.
-
-    Args:
-        actor: directory of the policy to examine.
-        base: directory of the policy that training began with.
-        reward: directory of the reward model.
-    """
+    """Return the answers of ``actor`` to the first ``count`` held-out prompts, with the KL from ``base``."""
     text = Text(load_tokenizer(base))
     prompts = read_prompts(held_out, text)[:count]
     with Thread("examination", setup=lambda: use_cores(available_cores())) as thread:

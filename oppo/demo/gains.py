@@ -1,4 +1,4 @@
-"""What overlap gains: the findings of a measurement, and the table that shows them."""
+"""The speedup by overlap: measured rounds, their medians, and a table."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from oppo.report.timed import TimedStep
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured.
+    """The size of a measurement.
 
     Attributes:
         batch: responses a step.
-        extra: stragglers that the last schedule may carry.
-        steps: of a round, in each schedule; what is carried is finished within them.
-        rounds: in each of which every schedule makes the same steps.
-        deeper: how many times as deep as the demo's its reward model is.
+        extra: most stragglers that the last schedule carries over.
+        steps: of each schedule in a round, which ends with nothing carried over.
+        rounds: in each, every schedule makes the same steps.
+        deeper: factor by which the reward model is deeper than the demo's.
     """
 
     batch: int
@@ -34,12 +34,7 @@ class Effort:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One schedule in one round.
-
-    Attributes:
-        tokens: that were trained.
-        steps: as they were.
-    """
+    """The steps of one schedule in one round, and the tokens they trained."""
 
     tokens: int
     steps: Sequence[TimedStep]
@@ -51,10 +46,7 @@ class Round:
 
     @property
     def idle(self) -> float:
-        """The share of time in which a half of the cores had nothing to do, the mean of both.
-
-        One half decodes, the other scores, and both update.
-        """
+        """The mean idle fraction of the two halves of the cores: one decodes, the other scores, both update."""
         acting, scoring = self._busy("decode", "update"), self._busy("score", "update")
         return 1 - (acting + scoring) / (2 * self.seconds)
 
@@ -69,7 +61,7 @@ class Standing:
 
     Attributes:
         seconds: of a step.
-        speedup: how many times faster a token is trained than serially.
+        speedup: of a trained token over the serial schedule.
         idle: see :attr:`Round.idle`.
     """
 
@@ -80,7 +72,7 @@ class Standing:
 
     @classmethod
     def of(cls, schedule: str, rounds: Sequence[Round], serial: Sequence[Round]) -> Standing:
-        """Return the standing of a schedule; its rounds and the serial ones are compared one by one."""
+        """Return the standing of a schedule; its rounds are compared with the serial ones in pairs."""
         pairs = zip(rounds, serial, strict=True)
         return cls(
             schedule,
@@ -92,19 +84,19 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Gains:
-    """How every schedule stands, the serial one first, and what was measured."""
+    """The standing of every schedule, the serial one first."""
 
     effort: Effort
     standings: Sequence[Standing]
 
     @classmethod
     def of(cls, effort: Effort, rounds: Mapping[str, Sequence[Round]]) -> Gains:
-        """Return the gains from the rounds of each schedule by its name, the serial one first."""
+        """Return the gains from the rounds of each schedule by name, the serial one first."""
         serial = next(iter(rounds.values()))
         return cls(effort, [Standing.of(name, made, serial) for name, made in rounds.items()])
 
     def table(self) -> Table:
-        """Return a table whose caption says what was measured and how."""
+        """Return a table; its caption describes the measurement."""
         effort = self.effort
         rounds = "One round" if effort.rounds == 1 else f"Medians of {effort.rounds} interleaved rounds"
         shown = Table(

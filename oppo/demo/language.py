@@ -6,9 +6,9 @@ most of them about a thing that belongs to its topic, joined into sentences::
     Review of the cosy coffee shop in Lisbon:                                        the prompt, of an ``Ask``
      The cake was really superb, but the staff were rude. I will be back.            the review
 
-The set of clauses is finite, so :func:`read` can tell what each clause of a text says, or that it is no clause at all.
-How long a review is depends on its register (a note, a review, a story), which its first words give away: a model
-that reads a prompt alone cannot know, and one that has begun to write does.
+The set of clauses is finite, so :func:`read` finds the meaning of each clause of a text, or that it is no clause.
+The length of a review depends on its register (a note, a review, a story), which its first words show: it cannot be
+predicted from the prompt alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class Topic:
-    """A kind of place: what it is called in training prompts and in held-out ones, and the things found there."""
+    """A kind of place: its nouns in training prompts and in held-out ones, and the things found there."""
 
     name: str
     nouns: tuple[str, ...]
@@ -53,11 +53,11 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Clause:
-    """What one clause says.
+    """The meaning of one clause.
 
     Attributes:
         sentiment: 1, 0 or -1.
-        thing: the thing it is about; empty when it is about nothing in particular.
+        thing: its subject; empty without one.
     """
 
     sentiment: int
@@ -66,12 +66,12 @@ class Clause:
 
 @dataclass(frozen=True, slots=True)
 class Register:
-    """How long somebody writes.
+    """A distribution of lengths.
 
     Attributes:
         share: of all reviews.
-        openers: one of these begins the review; an empty one begins with the first sentence.
-        shortest: sentences in any case.
+        openers: one of these begins the review; it may be empty.
+        shortest: least sentences.
         ending: probability that the review ends after each sentence beyond those.
     """
 
@@ -170,7 +170,7 @@ OFF_TOPIC: Final = 0.2
 TWO_CLAUSES: Final = 0.3
 """Probability that a sentence has a second clause."""
 LONGEST: Final = 32
-"""Sentences that nobody goes beyond, opener and closing remark aside."""
+"""Most sentences of a review, opener and closing remark aside."""
 CLOSING: Final = 0.4
 """Probability that a review ends with a closing remark."""
 
@@ -255,7 +255,7 @@ def clauses(text: str) -> list[str]:
 
 
 def read(clause: str) -> Clause | None:
-    """Return what a clause (as :func:`clauses` gives it) says; ``None`` when it is no clause of the language."""
+    """Return the meaning of a clause from :func:`clauses`; ``None`` if it is no clause of the language."""
     return _meanings().get(clause)
 
 
@@ -273,7 +273,7 @@ def _meanings() -> Mapping[str, Clause]:
 
 
 def _fill(pattern: str) -> Iterator[tuple[str, str]]:
-    """Yield every text that a pattern can become, with the thing it is about."""
+    """Yield every text of a pattern, with its thing."""
     texts = [(pattern, "")]
     for name, choices in WORDS.items():
         slot = f"{{{name}}}"

@@ -1,4 +1,4 @@
-"""Things that are made once and kept: a directory that is there whole or not at all, and randomness of one's own."""
+"""Builds directories once, complete or not at all, with random numbers of their own."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from oppo.hf.cpu import use_cores
 from oppo.report.lock import Lock, is_locked
 
 COMPLETE: Final = "COMPLETE"
-"""The file that is written last: without it a directory is not used."""
+"""The file that is written last; a directory without it is not used."""
 
 _BUILDING: Final = ".building-"
 
 
 def made_once(target: Path, build: Callable[[Path], None]) -> Path:
-    """Return ``target``, made by ``build`` if it is not there: aside, then renamed.
+    """Return ``target``; if it is missing, ``build`` makes it under another name first, and it is renamed.
 
-    Two processes that build at once both end with a whole one.
+    Of two processes that build it at once, both return a complete directory.
     """
     if (target / COMPLETE).exists():
         return target
@@ -42,22 +42,22 @@ def made_once(target: Path, build: Callable[[Path], None]) -> Path:
 
 @contextmanager
 def _aside(parent: Path) -> Iterator[Path]:
-    """Make a folder in ``parent`` that lasts as long as the context; those of processes that were killed are deleted.
+    """Yield a new folder in ``parent``, deleted with the context; folders of killed processes are deleted first.
 
-    A folder is locked while it is somebody's. Between its making and its locking nobody else may look, so that the
-    parent is locked meanwhile.
+    Each folder is locked by its process. The parent is locked until a new folder is, so that no other process takes it
+    for that of a killed one.
     """
-    looking = os.open(parent, os.O_RDONLY)
+    descriptor = os.open(parent, os.O_RDONLY)
     try:
-        fcntl.flock(looking, fcntl.LOCK_EX)
-        for left in parent.glob(f"{_BUILDING}*"):
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        for leftover in parent.glob(f"{_BUILDING}*"):
             with suppress(OSError):  # another user's
-                if not is_locked(left):
-                    shutil.rmtree(left)
+                if not is_locked(leftover):
+                    shutil.rmtree(leftover)
         aside = Path(tempfile.mkdtemp(prefix=_BUILDING, dir=parent))
         lock = Lock(aside)
     finally:
-        os.close(looking)
+        os.close(descriptor)
     try:
         yield aside
     finally:
@@ -66,7 +66,7 @@ def _aside(parent: Path) -> Iterator[Path]:
 
 
 def _install(built: Path, target: Path) -> None:
-    """Move a finished directory to its place; one without its marker gives way, a whole one stays."""
+    """Rename a finished directory to ``target``, unless a complete one is there; an incomplete one is deleted."""
     if target.exists() and not (target / COMPLETE).exists():
         shutil.rmtree(target)
     try:
@@ -78,7 +78,7 @@ def _install(built: Path, target: Path) -> None:
 
 @contextmanager
 def alone(seed: int) -> Iterator[None]:
-    """Seed torch, give it one thread and silence transformers' progress bars, for as long as the context is open."""
+    """Seed torch, give it one thread and hide transformers' progress bars while the context is open."""
     before, bars = torch.get_num_threads(), transformers_logging.is_progress_bar_enabled()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -1,17 +1,22 @@
-"""What a demo run showed: the facts of ``summary.json``, and the same in sentences."""
+"""The findings of a demo run, for ``summary.json`` and in sentences."""
 
 from __future__ import annotations
 
-import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import cast
 
 from oppo.app.evaluate import Comparison
 from oppo.demo.exactness import Digests
+from oppo.report.journal import JOURNAL
+from oppo.report.metrics import column
+from oppo.report.records import read
+from oppo.report.rundir import metrics_of
 
 LENGTH_HACK = 2.0
-"""A policy whose responses have become this many times as long has found a short cut."""
+"""Responses this many times as long as before suggest that the policy exploits their length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +27,9 @@ class Outcome:
         scores: on held-out prompts, before and after.
         kl: nats a response, from the base policy, on held-out prompts.
         length_before, length_after: mean tokens in a response to a held-out prompt.
-        hidden_fraction: part of the scoring seconds in which something decoded or trained as well.
-        deferred_fraction: part of the trained rollouts that was carried into a later step.
-        deferral_steps: how many rollouts were carried over how many steps.
+        hidden_fraction: fraction of the scoring seconds hidden behind decoding or training.
+        deferred_fraction: fraction of the finished rollouts that were carried into a later step.
+        deferral_steps: rollouts carried over, by the number of steps.
         digests: of a serial and of a streamed run in exact mode.
         directory: of the run.
         actor: directory of the trained policy.
@@ -89,16 +94,21 @@ class Outcome:
         return [f"{name:<10} {finding}" for name, finding in found.items()]
 
     def _deferral(self) -> str:
-        """Return what was carried over, or that nothing was."""
         if not self.deferral_steps:
             return "nothing was carried over: no number of extra rollouts promised to save more time than its lag costs"
         carried = ", ".join(f"{count} for {age}" for age, count in self.deferral_steps.items())
         return f"{self.deferred_fraction:.1%} of the rollouts were carried over; steps carried: {carried}"
 
 
-def hidden_fraction(metrics: Path) -> float:
-    """Return the part of all scoring seconds of a run in which something decoded or trained as well."""
-    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    scoring = sum(float(line["timing_s/score"]) for line in lines)
-    exposed = sum(float(line["timing_s/score_exposed"]) for line in lines)
-    return 1 - exposed / scoring
+def hidden_fraction(run: Path) -> float:
+    """Return the fraction of a run's scoring seconds that was hidden behind decoding or training."""
+    records = metrics_of(run)
+    return 1 - sum(column(records, "timing_s/score_exposed")) / sum(column(records, "timing_s/score"))
+
+
+def deferrals(run: Path) -> tuple[float, dict[int, int]]:
+    """Return the fraction of a run's finished rollouts that were carried over, and their number by steps carried."""
+    records = list(read(run / JOURNAL))
+    ages = {record["rollout"]: cast("int", record["age"]) for record in records if record["event"] == "deferred"}
+    finished = {record["rollout"] for record in records if record["event"] == "finished"}
+    return len(ages) / max(1, len(finished)), dict(sorted(Counter(ages.values()).items()))

@@ -1,7 +1,7 @@
-"""What the imagined readers of reviews prefer, and the noisy comparisons a reward model learns it from.
+"""A utility of reviews, and noisy preference pairs for a reward model.
 
-The preference is a formula over what :func:`oppo.demo.language.read` finds in a text, so that it can also judge what a
-policy writes after PPO: a reward that rises while this one falls has been hacked.
+The utility is a formula over the clauses that :func:`oppo.demo.language.read` finds, so it also judges what a policy
+writes after PPO: a reward that rises while the utility falls has been hacked.
 """
 
 from __future__ import annotations
@@ -18,96 +18,96 @@ from oppo.demo import language
 WARMTH: Final = 3.0
 """Weight of the mean sentiment of the clauses."""
 TOPICALITY: Final = 1.5
-"""Weight of the share of things that belong to the topic."""
+"""Weight of the fraction of things that belong to the topic."""
 FLUENCY: Final = 3.0
-"""Weight of the share of clauses that are no clauses of the language."""
+"""Weight of the fraction of clauses outside of the language."""
 REPETITION: Final = 2.0
-"""Weight of the share of clauses that have been said before."""
+"""Weight of the fraction of repeated clauses."""
 LENGTH: Final = 0.6
 """Cost of a hundred words."""
 ENOUGH: Final = 24
-"""Words, repetitions not counted, that make a review of use; half as many cost log 2, so brevity does not pay."""
+"""Words, without repetitions, below which brevity costs; half as many cost log 2."""
 UNFINISHED: Final = 1.0
 """Cost of a text that stops without ending."""
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """One response to a prompt; ``ended`` says whether its writer chose to stop there."""
+    """One response to a prompt; ``ended``: it was not cut off."""
 
     words: str
     ended: bool = True
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
-    """Some responses to one prompt, every two of which a noisy judge has compared.
+class Preferences:
+    """Responses to one prompt, and the noisy preferences between every two of them.
 
     Attributes:
-        verdicts: ``(better, worse)``, indices into ``texts``, for each two of them.
+        pairs: ``(better, worse)``, indices into ``texts``.
     """
 
     ask: language.Ask
     texts: tuple[Text, ...]
-    verdicts: tuple[tuple[int, int], ...]
+    pairs: tuple[tuple[int, int], ...]
 
 
 def utility(topic: str, text: Text) -> float:
-    r"""Return how much readers like ``text`` as a review of a place of ``topic``; 0 is indifferent.
+    r"""Return the utility of ``text`` as a review of a place of ``topic``; 0 is indifferent.
 
     Sentiment and topicality are shrunk means over the distinct clauses, :math:`(p - n) / (c + 1)` and
-    :math:`(a - b) / (a + b + 1)`: one clause says less than three that agree, and saying it again adds nothing. That
+    :math:`(a - b) / (a + b + 1)`: one clause counts less than three that agree, and a repeated one adds nothing. That
     and the cost of brevity balance the cost of length.
     """
-    said = language.clauses(text.words)
-    distinct = dict.fromkeys(said)
+    clauses = language.clauses(text.words)
+    distinct = dict.fromkeys(clauses)
     known = [meaning for clause in distinct if (meaning := language.read(clause)) is not None]
     own = language.things(topic)
     about = [meaning.thing in own for meaning in known if meaning.thing]
-    told = sum(len(clause.split()) for clause in distinct)
+    words = sum(len(clause.split()) for clause in distinct)
     strangeness = 1 - len(known) / len(distinct) if distinct else 1.0
-    repetition = 1 - len(distinct) / len(said) if said else 0.0
+    repetition = 1 - len(distinct) / len(clauses) if clauses else 0.0
     return (
         WARMTH * sum(meaning.sentiment for meaning in known) / (len(distinct) + 1)
         + TOPICALITY * (2 * sum(about) - len(about)) / (len(about) + 1)
         - FLUENCY * strangeness
         - REPETITION * repetition
         - LENGTH * len(text.words.split()) / 100
-        - max(0.0, math.log(ENOUGH / max(1, told)))
+        - max(0.0, math.log(ENOUGH / max(1, words)))
         - UNFINISHED * (not text.ended)
     )
 
 
 def fluency(texts: Sequence[Text]) -> float:
-    """Return the share of clauses that are clauses of the language, over the texts that ended."""
-    said = [clause for text in texts if text.ended for clause in language.clauses(text.words)]
-    return sum(language.read(clause) is not None for clause in said) / max(1, len(said))
+    """Return the fraction of clauses that belong to the language, over the texts that ended."""
+    clauses = [clause for text in texts if text.ended for clause in language.clauses(text.words)]
+    return sum(language.read(clause) is not None for clause in clauses) / max(1, len(clauses))
 
 
-def compare(
+def sample_preferences(
     asks: Sequence[language.Ask], rng: random.Random, *, texts: int = 4, noise: float = 0.2
-) -> list[Comparison]:
-    r"""Return a comparison of ``texts`` responses to each prompt, judged after Bradley and Terry (1952).
+) -> list[Preferences]:
+    r"""Return ``texts`` responses to each prompt, with preferences after Bradley and Terry (1952).
 
-    Of two texts with utilities :math:`u, v` the first is found better with probability
-    :math:`1 / (1 + \exp((v - u) / \mathit{noise}))`. Four texts give six verdicts (as in Ouyang et al. 2022), three
-    times as many a text as pairs would.
+    Of two texts with utilities :math:`u, v` the first is preferred with probability
+    :math:`1 / (1 + \exp((v - u) / \mathit{noise}))`. Four texts give six pairs (as in Ouyang et al. 2022), three times
+    as many for each text as pairs of their own would.
     """
-    return [_comparison(ask, rng, texts, noise) for ask in asks]
+    return [_preferences(ask, rng, texts, noise) for ask in asks]
 
 
-def _comparison(ask: language.Ask, rng: random.Random, count: int, noise: float) -> Comparison:
+def _preferences(ask: language.Ask, rng: random.Random, count: int, noise: float) -> Preferences:
     texts = tuple(_text(ask, rng) for _ in range(count))
-    liked = [utility(ask.topic, text) for text in texts]
-    verdicts = []
+    utilities = [utility(ask.topic, text) for text in texts]
+    pairs = []
     for one, two in combinations(range(count), 2):
-        margin = max(-30.0, min(30.0, (liked[one] - liked[two]) / noise))
-        verdicts.append((one, two) if rng.random() < 1 / (1 + math.exp(-margin)) else (two, one))
-    return Comparison(ask, texts, tuple(verdicts))
+        margin = max(-30.0, min(30.0, (utilities[one] - utilities[two]) / noise))
+        pairs.append((one, two) if rng.random() < 1 / (1 + math.exp(-margin)) else (two, one))
+    return Preferences(ask, texts, tuple(pairs))
 
 
 def _text(ask: language.Ask, rng: random.Random) -> Text:
-    """Return a review, in one of six cases spoiled, so that a reward model has seen what bad policies write."""
+    """Return a review, one in six spoiled: the reward model must know the faults of bad policies."""
     text = Text(language.review(ask.topic, rng))
     return rng.choice(_SPOILERS)(text, rng) if rng.random() < 1 / 6 else text
 

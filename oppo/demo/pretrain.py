@@ -1,7 +1,7 @@
 """The demo's base policy: a small Llama, taught the review language by supervised training.
 
-Reviews are packed into rows without a gap; position ids that restart at 0 tell transformers where a review begins, and
-none of them sees another. The loss is taken over responses only: a policy need not know how to write prompts.
+Reviews are packed into rows without a gap. Position ids restart at 0 with each review, so that transformers lets none
+attend to another. The loss covers responses only.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from oppo.demo import language
 from oppo.demo.preference import Text
 
 Progress: TypeAlias = Callable[[str, float], None]
-"""``progress(sentence, fraction)``: what is being done, and how much of it is done."""
+"""``progress(sentence, fraction)``: the work in progress, and the fraction done."""
 
 WIDTH: Final = 256
 """Tokens in a packed row."""
 IGNORED: Final = -100
-"""The label of a token that is not learned, by the convention of torch and transformers."""
+"""The label of a token without loss, by the convention of torch and transformers."""
 WARMUP: Final = 0.1
-"""Share of the steps in which the learning rate rises; after that it falls as a cosine, to a twentieth."""
+"""Fraction of the steps in which the learning rate rises; after that it falls as a cosine, to a twentieth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How long and how fast to train; a row: ``WIDTH`` packed tokens (policy) or one comparison (reward model)."""
+    """Steps, rows a step, and peak learning rate; a row: ``WIDTH`` packed tokens, or the preferences of one prompt."""
 
     steps: int
     rows: int
@@ -83,7 +83,7 @@ def train_policy(
     seed: int,
     progress: Progress,
 ) -> tuple[LlamaForCausalLM, float]:
-    """Return a policy that writes the review language, and its last training loss (nats per response token).
+    """Return a policy trained on the review language, and its last training loss (nats per response token).
 
     The weights are drawn from torch's global generator: seed it first.
     """
@@ -105,9 +105,9 @@ def train_policy(
 def descend(
     optimizer: torch.optim.Optimizer, model: torch.nn.Module, losses: Iterable[torch.Tensor], learning_rate: float
 ) -> float:
-    """Take one step down the sum of the losses, the gradient's norm clipped to 1; return that sum.
+    """Take one optimizer step on the sum of the losses, the gradient's norm clipped to 1; return that sum.
 
-    A loss is made when the one before it has been differentiated, so that memory holds one graph.
+    Each loss is differentiated before the next is computed, so that memory holds one graph.
     """
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
@@ -122,7 +122,7 @@ def descend(
 
 
 def _row_loss(model: LlamaForCausalLM, row: Row, of: int) -> torch.Tensor:
-    """Return this row's part of the mean loss of ``of`` rows."""
+    """Return this row's term in the mean loss of ``of`` rows."""
     tokens, positions, labels = (torch.tensor([column]) for column in row)  # [1, WIDTH]
     output = model(input_ids=tokens, position_ids=positions, labels=labels, use_cache=False)
     return cast("torch.Tensor", output.loss) / of
@@ -135,7 +135,7 @@ Row: TypeAlias = tuple[list[int], list[int], list[int]]
 
 
 def _documents(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> Iterator[Document]:
-    """Yield prompts with their reviews and the end token, without end."""
+    """Yield prompts with their reviews and the end token, endlessly."""
     while True:
         asks = language.training_prompts(256, rng.getrandbits(32))
         prompts = tokenizer([ask.text for ask in asks])["input_ids"]
@@ -157,33 +157,32 @@ def _packed(documents: Iterator[Document], width: int) -> Iterator[Row]:
 
 
 class _Writer(Protocol):
-    """What transformers' stubs do not say of a causal model."""
+    """The method of a causal model that transformers' stubs lack."""
 
     def generate(self, **options: object) -> torch.Tensor: ...
 
 
 @torch.no_grad()
 def write(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str], *, limit: int, batch: int = 64
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str], *, limit: int
 ) -> list[tuple[Text, int]]:
-    """Return a sampled response to each prompt, and its number of tokens, the end token included.
+    """Return a sampled response to each prompt of one batch, and its number of tokens, the end token included.
 
     Samples at temperature 1 from torch's global generator: seed it first.
     """
+    inputs = tokenizer(list(prompts), padding=True, return_tensors="pt")
+    output = cast("_Writer", model).generate(
+        input_ids=inputs["input_ids"],
+        attention_mask=inputs["attention_mask"],
+        max_new_tokens=limit,
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+    )
     written = []
-    for first in range(0, len(prompts), batch):
-        inputs = tokenizer(list(prompts[first : first + batch]), padding=True, return_tensors="pt")
-        output = cast("_Writer", model).generate(
-            input_ids=inputs["input_ids"],
-            attention_mask=inputs["attention_mask"],
-            max_new_tokens=limit,
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-        )
-        for row in output[:, inputs["input_ids"].shape[1] :].tolist():
-            ended = tokenizer.eos_token_id in row
-            count = row.index(tokenizer.eos_token_id) + 1 if ended else len(row)
-            words = str(tokenizer.decode(row[: count - ended], skip_special_tokens=True))
-            written.append((Text(words, ended), count))
+    for row in output[:, inputs["input_ids"].shape[1] :].tolist():
+        ended = tokenizer.eos_token_id in row
+        count = row.index(tokenizer.eos_token_id) + 1 if ended else len(row)
+        words = str(tokenizer.decode(row[: count - ended], skip_special_tokens=True))
+        written.append((Text(words, ended), count))
     return written

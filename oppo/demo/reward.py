@@ -1,7 +1,7 @@
-"""The demo's reward model: the policy's backbone with a scalar head, trained on noisy comparisons.
+"""The demo's reward model: the policy's backbone with a scalar head, trained on noisy preference pairs.
 
-Its scores are centred and scaled afterwards, so that what the base policy writes has mean 0 and standard deviation 1:
-a KL coefficient then means the same whatever was compared.
+Its scores are centred and scaled afterwards, to mean 0 and standard deviation 1 over the base policy's responses: so a
+KL coefficient keeps its meaning.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 from oppo.demo.language import held_out_prompts, training_prompts
-from oppo.demo.preference import Comparison, Text, compare
+from oppo.demo.preference import Preferences, Text, sample_preferences
 from oppo.demo.pretrain import Progress, Schedule, descend, rate
 
 PARTS: Final = 2
-"""Parts of equal size that a step's comparisons are cut into, so that memory holds the graph of one."""
+"""Micro-batches of a step, so that memory holds the graph of one."""
 RIDGE: Final = 0.1
 """Regularises the direction along which every final hidden state has the same component."""
 
@@ -45,7 +45,7 @@ def train_reward(
     seed: int,
     progress: Progress,
 ) -> LlamaForSequenceClassification:
-    r"""Return a reward model that has seen ``schedule.steps`` batches of ``schedule.rows`` comparisons of four texts.
+    r"""Return a reward model trained on ``schedule.rows`` prompts a step, with the preferences among four texts each.
 
     The loss is that of Bradley and Terry (1952), :math:`-\log \sigma(r_\text{better} - r_\text{worse})`.
     """
@@ -55,7 +55,7 @@ def train_reward(
     smooth = 0.0
     model.train()
     for step in range(schedule.steps):
-        batch = compare(training_prompts(schedule.rows, rng.getrandbits(32)), rng)
+        batch = sample_preferences(training_prompts(schedule.rows, rng.getrandbits(32)), rng)
         losses = (_loss(model, tokenizer, batch[k::PARTS]) for k in range(PARTS))
         loss = descend(optimizer, model, losses, rate(step, schedule))
         smooth = loss if step == 0 else 0.9 * smooth + 0.1 * loss
@@ -68,13 +68,11 @@ def train_reward(
 def pair_accuracy(
     model: LlamaForSequenceClassification, tokenizer: PreTrainedTokenizerFast, *, count: int, seed: int
 ) -> float:
-    """Return the share of ``count`` noisy pairs, for held-out prompts, that the model orders as they were judged."""
+    """Return the fraction of ``count`` noisy pairs, for held-out prompts, that the model orders as labelled."""
     rng = random.Random(f"accuracy {seed}")  # noqa: S311 - a corpus, not a secret
-    pairs = compare(held_out_prompts(count, seed), rng, texts=2)
-    return (
-        sum(int((_margins(model, tokenizer, pairs[first : first + 64]) > 0).sum()) for first in range(0, count, 64))
-        / count
-    )
+    pairs = sample_preferences(held_out_prompts(count, seed), rng, texts=2)
+    margins = [_margins(model, tokenizer, pairs[first : first + 64]) for first in range(0, count, 64)]
+    return float((torch.cat(margins) > 0).sum()) / count
 
 
 @torch.no_grad()
@@ -103,7 +101,7 @@ def normalise(
     head's weights adds a constant to every score.
 
     Raises:
-        ValueError: all texts have the same score, so that there is nothing to scale.
+        ValueError: all texts have the same score.
     """
     states = _last_states(model, tokenizer, prompts, texts).double()
     weight = model.score.weight.double().squeeze(0)
@@ -119,26 +117,26 @@ def normalise(
 
 
 def _loss(
-    model: LlamaForSequenceClassification, tokenizer: PreTrainedTokenizerFast, batch: Sequence[Comparison]
+    model: LlamaForSequenceClassification, tokenizer: PreTrainedTokenizerFast, batch: Sequence[Preferences]
 ) -> torch.Tensor:
-    """Return one part's share of the mean loss of all verdicts."""
+    """Return one micro-batch's term in the mean loss over all pairs."""
     return -functional.logsigmoid(_margins(model, tokenizer, batch)).mean() / PARTS
 
 
 def _margins(
-    model: LlamaForSequenceClassification, tokenizer: PreTrainedTokenizerFast, batch: Sequence[Comparison]
+    model: LlamaForSequenceClassification, tokenizer: PreTrainedTokenizerFast, batch: Sequence[Preferences]
 ) -> torch.Tensor:
-    """Return float32 [verdicts]: by how much the better text of each verdict outscores the worse."""
-    prompts = [comparison.ask.text for comparison in batch for _ in comparison.texts]
-    texts = [text for comparison in batch for text in comparison.texts]
+    """Return float32 [pairs]: the score of each pair's better text minus that of the worse."""
+    prompts = [each.ask.text for each in batch for _ in each.texts]
+    texts = [text for each in batch for text in each.texts]
     scores = model.score(_last_states(model, tokenizer, prompts, texts)).squeeze(1)  # [texts]
-    starts = accumulate((len(comparison.texts) for comparison in batch), initial=0)
-    verdicts = [
+    starts = accumulate((len(each.texts) for each in batch), initial=0)
+    pairs = [
         (start + better, start + worse)
-        for start, comparison in zip(starts, batch, strict=False)
-        for better, worse in comparison.verdicts
+        for start, each in zip(starts, batch, strict=False)
+        for better, worse in each.pairs
     ]
-    where = torch.tensor(verdicts)  # [verdicts, 2]
+    where = torch.tensor(pairs)  # [pairs, 2]
     return cast("torch.Tensor", scores[where[:, 0]] - scores[where[:, 1]])
 
 
@@ -150,23 +148,23 @@ def _last_states(
 ) -> torch.Tensor:
     """Return float32 [texts, hidden]: the hidden state of each text's last token.
 
-    Texts are packed into rows as long as the longest; each has its own positions, so none sees another.
+    Texts are packed into rows as long as the longest; each has its own positions, so none attends to another.
     """
-    asked, answered = tokenizer(list(prompts))["input_ids"], tokenizer([text.words for text in texts])["input_ids"]
-    wholes = [
+    prompt_ids, text_ids = tokenizer(list(prompts))["input_ids"], tokenizer([text.words for text in texts])["input_ids"]
+    sequences = [
         prompt + response + [tokenizer.eos_token_id] * text.ended
-        for prompt, response, text in zip(asked, answered, texts, strict=True)
+        for prompt, response, text in zip(prompt_ids, text_ids, texts, strict=True)
     ]
-    width = max(len(whole) for whole in wholes)
+    width = max(map(len, sequences))
     rows: list[list[int]] = [[]]
     positions: list[list[int]] = [[]]
     lasts: list[tuple[int, int]] = []
-    for whole in wholes:
-        if len(rows[-1]) + len(whole) > width:
+    for sequence in sequences:
+        if len(rows[-1]) + len(sequence) > width:
             rows.append([])
             positions.append([])
-        rows[-1] += whole
-        positions[-1] += range(len(whole))
+        rows[-1] += sequence
+        positions[-1] += range(len(sequence))
         lasts.append((len(rows) - 1, len(rows[-1]) - 1))
     for row, position in zip(rows, positions, strict=True):
         gap = width - len(row)

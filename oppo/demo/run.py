@@ -1,4 +1,4 @@
-"""``oppo demo``: a small language model is made, trained with PPO through ``oppo train``'s path, and examined."""
+"""``oppo demo``: makes a small language model, trains it with PPO as ``oppo train`` does, and examines it."""
 
 from __future__ import annotations
 
@@ -22,22 +22,20 @@ from oppo.demo.assets import Assets, cache_directory, make_assets
 from oppo.demo.exactness import compare_schedules
 from oppo.demo.examination import Answers, examine
 from oppo.demo.gains import Effort, Gains
-from oppo.demo.outcome import Outcome, hidden_fraction
+from oppo.demo.outcome import Outcome, deferrals, hidden_fraction
 from oppo.demo.schedules import excerpt, measure
-from oppo.events import Defer, Finish
-from oppo.observe import Span
-from oppo.report.occupancy import require_unused
+from oppo.report.files import require_unused
 from oppo.report.panel import harmless
 from oppo.report.rundir import write_page
 from oppo.report.timeline import Schedule
 
 SHOWN = 3
-"""Held-out prompts whose responses are shown, before and after."""
+"""Held-out prompts whose responses are shown."""
 
 UNMEASURED = "The short demo does not measure what overlap gains: its models are too small. `make demo` does."
 
 SECONDS_BETWEEN_LINES = 3.0
-"""While the models are being made."""
+"""Of the progress while the models are made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +47,8 @@ class Plan:
         steps: of PPO.
         max_new_tokens: of a response.
         learning_rate: of the actor; the critic's is two and a half times as high.
-        examined: held-out prompts that are answered before and after.
-        effort: of measuring what overlap gains; ``None``: nothing of tiny models' seconds is worth telling.
+        examined: held-out prompts that both policies answer.
+        effort: of measuring the speedup by overlap; ``None`` for tiny models, whose seconds mean little.
     """
 
     small: bool
@@ -85,11 +83,11 @@ def demo(directory: Path, *, short: bool = False, seed: int = 0, cache: Path | N
     Args:
         directory: the folder that holds runs.
         short: the quick version: smaller models, fewer steps.
-        seed: of everything.
-        cache: where what is made once is kept; :func:`cache_directory` unless given.
+        seed: of all random numbers.
+        cache: holds the models, which are made once; :func:`cache_directory` unless given.
 
     Raises:
-        ConfigError: ``directory`` cannot hold a run; nothing is made then.
+        ConfigError: ``directory`` cannot hold a run.
     """
     plan = SHORT if short else FULL
     target = unused(directory)
@@ -99,10 +97,9 @@ def demo(directory: Path, *, short: bool = False, seed: int = 0, cache: Path | N
     assets = make_assets(cache or cache_directory(), seed=seed, small=plan.small, progress=narrator.progress)
     introduce(console, assets)
     settings = settings_of(plan, assets, target, seed)
-    deferrals = Deferrals()
     with prepare(settings) as session:
         sampling = session.assembly.sampling
-        anyio.run(run, session, console, [deferrals])
+        anyio.run(run, session, console)
     trained = settings.run_directory / FINAL / "actor"
     narrator.tell(f"examining both policies on {plan.examined} held-out prompts")
     before, after = (
@@ -119,23 +116,24 @@ def demo(directory: Path, *, short: bool = False, seed: int = 0, cache: Path | N
     narrator.tell("running two steps serially and streamed, in exact mode")
     digests = compare_schedules(settings)
     gains = None if plan.effort is None else compare_seconds(settings, plan.effort, narrator)
-    verdict = Outcome(
+    deferred_fraction, deferral_steps = deferrals(settings.run_directory)
+    outcome = Outcome(
         scores=compare(before.scores, after.scores),
         kl=float(after.kl.mean()),
         length_before=float(np.mean(before.lengths)),
         length_after=float(np.mean(after.lengths)),
-        hidden_fraction=hidden_fraction(settings.run_directory / "metrics.jsonl"),
-        deferred_fraction=deferrals.fraction,
-        deferral_steps=deferrals.histogram(),
+        hidden_fraction=hidden_fraction(settings.run_directory),
+        deferred_fraction=deferred_fraction,
+        deferral_steps=deferral_steps,
         digests=digests,
         directory=settings.run_directory,
         actor=trained,
         steps=plan.steps,
         seconds=narrator.seconds,
     )
-    note(settings.run_directory / "summary.json", verdict.facts() | ({} if gains is None else gains.facts()))
+    note(settings.run_directory / "summary.json", outcome.facts() | ({} if gains is None else gains.facts()))
     show_samples(console, before, after)
-    console.out("", *verdict.lines(), "", sep="\n", highlight=False)
+    console.out("", *outcome.lines(), "", sep="\n", highlight=False)
     console.print(UNMEASURED if gains is None else gains.table(), highlight=False)
     return settings.run_directory
 
@@ -147,14 +145,14 @@ def note(summary: Path, facts: Mapping[str, object]) -> None:
 
 
 def compare_seconds(settings: Settings, effort: Effort, narrator: Narrator) -> Gains:
-    """Return what overlap gains; the run's page then opens with two steps of each schedule."""
+    """Return the speedup by overlap; put two steps of each schedule into the timeline of the run's page."""
     rounds = measure(settings, effort, narrator.tell)
-    write_page(settings.run_directory, [Schedule(name, excerpt(made).steps) for name, made in rounds.items()])
+    write_page(settings.run_directory, [Schedule(name, excerpt(made)) for name, made in rounds.items()])
     return Gains.of(effort, rounds)
 
 
 def settings_of(plan: Plan, assets: Assets, target: Path, seed: int) -> Settings:
-    """Return the settings of the run, as ``oppo train`` would read them."""
+    """Return the settings of the run."""
     return resolve(
         {
             "run": {"name": target.name, "directory": str(target.parent), "steps": plan.steps, "seed": seed},
@@ -187,7 +185,7 @@ def unused(directory: Path) -> Path:
 
 
 class Narrator:
-    """Says what is being done, with the seconds since the start; at most every few seconds while it goes on."""
+    """Writes lines with the seconds since the start; progress at most every few seconds."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -200,18 +198,18 @@ class Narrator:
         return observe.now() - self._began
 
     def tell(self, words: str) -> None:
-        """Say a sentence."""
+        """Write a sentence."""
         self._console.out(f"{self.seconds:4.0f} s  {words}", highlight=False)
 
     def progress(self, words: str, done: float) -> None:
-        """Say a sentence and which part of the work is done, unless something was said a moment ago."""
+        """Write a sentence and the fraction done, unless a line is too recent."""
         if self.seconds >= self._quiet_until:
             self.tell(f"{done:4.0%}  {words}")
             self._quiet_until = self.seconds + SECONDS_BETWEEN_LINES
 
 
 def introduce(console: Console, assets: Assets) -> None:
-    """Say what the run starts from."""
+    """Show the facts of the base policy and the reward model."""
     facts = assets.facts
     console.out(
         f"base policy: {facts.parameters['actor']:,} parameters, vocabulary {facts.vocabulary}\n"
@@ -221,40 +219,6 @@ def introduce(console: Console, assets: Assets) -> None:
         f"both are kept in {assets.directory}",
         highlight=False,
     )
-
-
-class Deferrals:
-    """An observer that counts how often each rollout was carried into a later step."""
-
-    def __init__(self) -> None:
-        self.ages: dict[int, int] = {}
-        self.finished: set[int] = set()
-
-    def on_item(self, step: int, stage: str, item: object, at: float) -> None:
-        """Count deferrals; note which rollouts finished."""
-        del step, stage, at
-        if isinstance(item, Defer):
-            self.ages[item.rollout] = item.age
-        elif isinstance(item, Finish):
-            self.finished.add(item.rollout)
-
-    def on_span(self, span: Span) -> None:
-        """Spans do not matter here."""
-
-    def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
-        """Steps do not matter here."""
-
-    @property
-    def fraction(self) -> float:
-        """The part of the trained rollouts that was carried at least once."""
-        return len(self.ages) / max(1, len(self.finished))
-
-    def histogram(self) -> dict[int, int]:
-        """Return how many rollouts were carried over how many steps."""
-        counts: dict[int, int] = {}
-        for age in self.ages.values():
-            counts[age] = counts.get(age, 0) + 1
-        return dict(sorted(counts.items()))
 
 
 def show_samples(console: Console, before: Answers, after: Answers) -> None:

@@ -1,8 +1,7 @@
-"""The same steps serially, streamed, and streamed with stragglers carried over, measured in turn.
+"""Measures the same steps serially, streamed, and streamed with stragglers carried over, in turn.
 
-The demo's models are scaled as the OPPO paper scales its own: a reward model that costs several times the actor, one
-epoch, and the long tail of lengths that the base policy has. Nothing is learned, so that every round samples the same
-tokens: the learning rate is next to nothing.
+The demo's models are scaled as in the OPPO paper: a reward model that costs several times the actor, one epoch, and the
+base policy's long tail of lengths. The learning rate is almost 0, so that every round samples the same tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from oppo.app.settings import Settings
 from oppo.app.train import PreparedRun, prepare
 from oppo.demo.gains import Effort, Round
 from oppo.hf.loading.models import load_scalar, load_tokenizer, quiet
-from oppo.report.timed import Timekeeper
+from oppo.report.timed import TimedStep, Timekeeper
 from oppo.stages.hold import held
 
 LEARNING_RATE: Final = 1e-9
@@ -35,7 +34,7 @@ class Mode:
 
     Attributes:
         serial: scoring waits until decoding has ended.
-        step: what it changes in ``[step]``.
+        step: its changes to ``[step]``.
     """
 
     name: str
@@ -45,21 +44,15 @@ class Mode:
 
 def modes(effort: Effort) -> list[Mode]:
     """Return the schedules, the serial one first."""
-    nothing = {"extra": 0}
     return [
-        Mode("serial: decode, score, update", serial=True, step={"chunk": "whole", **nothing}),
-        Mode("streamed: score while decoding", serial=False, step=nothing),
+        Mode("serial: decode, score, update", serial=True, step={"chunk": "whole", "extra": 0}),
+        Mode("streamed: score while decoding", serial=False, step={"extra": 0}),
         Mode(f"streamed, up to {effort.extra} stragglers carried", serial=False, step={"extra": effort.extra}),
     ]
 
 
 def measure(settings: Settings, effort: Effort, tell: Callable[[str], None]) -> dict[str, list[Round]]:
-    """Return the rounds of each schedule, by its name; nothing is written.
-
-    Args:
-        settings: of the demo's run.
-        effort: how much is measured.
-        tell: told, in a sentence, what is being done.
+    """Return the rounds of each schedule, by name; ``tell`` receives a sentence about each round; writes nothing.
 
     Raises:
         OppoError: a model cannot be used.
@@ -98,7 +91,7 @@ def varied(settings: Settings, mode: Mode, effort: Effort, reward: Path) -> Sett
 
 
 async def make_round(session: PreparedRun, mode: Mode, settings: Settings, steps: int) -> Round:
-    """Return a round of one schedule; it begins and ends with nothing carried."""
+    """Return a round of one schedule; it begins and ends with nothing carried over."""
     graph = recipe(settings, session.assembly)
     keeper = Timekeeper(kept=steps)
     session.assembly.listen(keeper.model_span)
@@ -110,7 +103,7 @@ async def make_round(session: PreparedRun, mode: Mode, settings: Settings, steps
 
 
 def write_deeper(source: Path, target: Path, times: int) -> None:
-    """Write the reward model in ``source``, so many times as deep, and its tokenizer to ``target``."""
+    """Write the reward model in ``source``, ``times`` as deep, and its tokenizer to ``target``."""
     with quiet():
         deepened(load_scalar(source), times).save_pretrained(target)
         load_tokenizer(source).save_pretrained(target)
@@ -118,9 +111,9 @@ def write_deeper(source: Path, target: Path, times: int) -> None:
 
 @torch.no_grad()
 def deepened(model: PreTrainedModel, times: int) -> PreTrainedModel:
-    """Return the model, so many times as deep: the layers added cost what its last one costs, and change nothing.
+    """Return the model with ``times`` its layers; each new one costs as much as the last and changes nothing.
 
-    A residual block adds what its attention and its feed-forward network put out; here both put out zeros.
+    The attention and the feed-forward network of a new block put out zeros, which the residual adds.
 
     Raises:
         TypeError: the model is no Llama with one label.
@@ -138,8 +131,8 @@ def deepened(model: PreTrainedModel, times: int) -> PreTrainedModel:
     return model
 
 
-def excerpt(rounds: Sequence[Round]) -> Round:
+def excerpt(rounds: Sequence[Round]) -> Sequence[TimedStep]:
     """Return the two steps in the middle of the last round."""
-    made = rounds[-1]
-    middle = max(1, len(made.steps) // 2)
-    return Round(made.tokens, made.steps[middle - 1 : middle + 1])
+    steps = rounds[-1].steps
+    middle = max(1, len(steps) // 2)
+    return steps[middle - 1 : middle + 1]

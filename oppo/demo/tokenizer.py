@@ -1,4 +1,4 @@
-"""The tokenizer of the review language: byte-level BPE, trained on the spot."""
+"""The tokenizer of the review language: byte-level BPE."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def train_tokenizer(corpus: Iterable[str], *, vocabulary: int, longest: int) -> 
     Args:
         corpus: texts to learn merges from.
         vocabulary: tokens, the 256 bytes and two special ones included.
-        longest: tokens that the models it belongs to can read.
+        longest: the positions of its models.
 
     Raises:
         ValueError: ``vocabulary`` leaves no room for a merge.

@@ -1,4 +1,4 @@
-"""Is a run alive? A heartbeat on its event loop, and a watchdog beside it that ends what hangs."""
+"""Liveness of a run: a heartbeat on its event loop, and a watchdog that ends it when it hangs."""
 
 from __future__ import annotations
 

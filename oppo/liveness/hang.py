@@ -1,4 +1,4 @@
-"""``hang-report.json``: everything that helps to say what a run was waiting for when nothing moved any more."""
+"""``hang-report.json``: what every stage, task and thread of a run was doing when nothing moved any more."""
 
 from __future__ import annotations
 
@@ -19,13 +19,9 @@ def hang_report(
     rollouts: Mapping[str, list[int]],
     loop: asyncio.AbstractEventLoop | None,
 ) -> dict[str, object]:
-    """Return the report, ready for JSON; may be called from any thread while the others go on or hang.
+    """Return the report as JSON values, after ``seconds`` without a move; safe to call from any thread.
 
-    Args:
-        seconds: for how long nothing has moved.
-        snapshot: of the step, if one was running.
-        rollouts: ids by what becomes of them: in flight, parked, finished.
-        loop: the run's.
+    ``snapshot`` is ``None`` between steps; ``rollouts`` are ids by state: in flight, parked, finished.
     """
     step: dict[str, object] = {}
     if snapshot is not None:
@@ -50,7 +46,7 @@ def hang_report(
 
 
 def await_chain(awaited: object) -> Iterator[str]:
-    """Yield where a suspended coroutine stands, from the outermost call to the innermost."""
+    """Yield the position of a suspended coroutine in each call, from the outermost to the innermost."""
     while awaited is not None:
         frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "ag_frame", None)
         if isinstance(frame, FrameType):
@@ -59,7 +55,7 @@ def await_chain(awaited: object) -> Iterator[str]:
 
 
 def thread_frames() -> Iterator[tuple[str, FrameType]]:
-    """Yield the name of each thread and the frame it stands in."""
+    """Yield the name and the current frame of each thread."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for identity, frame in sys._current_frames().items():  # noqa: SLF001 - documented, for exactly this
         yield names.get(identity, str(identity)), frame

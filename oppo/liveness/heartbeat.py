@@ -1,4 +1,4 @@
-"""How long the event loop was kept from its work: a task that asks to be woken soon, and looks how late it was."""
+"""The delay of the event loop: a task sleeps for a short period and measures how late it wakes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,7 @@ PERIOD = 0.005
 
 
 class Heartbeat:
-    """Beats on the event loop and keeps the worst delay: whoever blocks the loop shows here.
-
-    Args:
-        period: seconds between two beats.
-        clock: seconds.
-        sleep: waits for so many seconds on the loop.
-    """
+    """Beats on the event loop every ``period`` seconds and keeps the worst delay, which shows code that blocks it."""
 
     def __init__(
         self,
@@ -41,17 +35,17 @@ class Heartbeat:
         """Beat while the context is open."""
         with as_itself():
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._go_on, name="heartbeat")
+                tasks.start_soon(self._beat_forever, name="heartbeat")
                 yield
                 tasks.cancel_scope.cancel()
 
     def take(self) -> float:
-        """Return the worst delay since the last call, in seconds, that of a beat now overdue included; begin anew."""
+        """Return the worst delay since the last call in seconds, that of an overdue beat included, and reset it."""
         worst, self._worst = max(self._worst, self._late()), 0.0
         self._beat = self._clock()
         return worst
 
-    async def _go_on(self) -> None:
+    async def _beat_forever(self) -> None:
         self._beat = self._clock()
         while True:
             await self._sleep(self._period)

@@ -1,4 +1,4 @@
-"""The end of a process none of whose threads can run, since code that holds the interpreter lock never returns."""
+"""Ends a process none of whose threads can run, because code that holds the interpreter lock never returns."""
 
 from __future__ import annotations
 
@@ -9,27 +9,25 @@ from types import TracebackType
 from typing import Self
 
 STANDARD_ERROR = 2
-"""The descriptor, which is there whatever stands for it in Python."""
+"""The file descriptor, whatever ``sys.stderr`` is."""
 
 CPU_SECONDS = 10.0
-"""Of each core: the processor time that may pass at least between two moments at which the timer is wound up."""
+"""The least processor seconds for each core before the timer runs down."""
 
 
 class LastWord:
-    """A timer of the system that ends the process unless it is wound up; a context manager while which it runs.
+    """A timer of the operating system that ends the process unless it is wound up; it runs while the context is open.
 
-    It counts the processor time of the process, so that one that is suspended is not ended. When it runs down, the
-    tracebacks of all threads go to standard error, by code that needs no interpreter lock, and the process ends.
-
-    Args:
-        seconds: of processor time; more where many cores work.
+    It counts processor time, so a suspended process is not ended. When it runs down, code that needs no interpreter
+    lock writes the tracebacks of all threads to standard error, and the process ends. It runs for ``seconds`` of
+    processor time, and for at least :data:`CPU_SECONDS` for each core.
     """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = max(seconds, CPU_SECONDS * (os.cpu_count() or 1))
 
     def wind_up(self) -> None:
-        """Begin to count anew."""
+        """Restart the timer."""
         signal.setitimer(signal.ITIMER_PROF, self._seconds)
 
     def __enter__(self) -> Self:

@@ -1,17 +1,16 @@
-"""The watchdog: notices from a thread of its own that a run has stopped moving, says so, and at last ends it.
+"""The watchdog: a thread that notices when a run has stopped moving, reports it, and at last ends the run.
 
 ::
 
     nothing has moved for    notice       2 notice, 4 notice, ...    seconds              + grace    + grace
                              listeners    listeners again            report, cancelled    free       last resort
 
-It looks from outside because what hangs may be the event loop itself. What moves a run is an item sent, a piece of
-work done by a model, a step, or any change of what ``progress`` returns. One long call, of a model or a reward
-function, looks from outside as a hang does: it is named when a stall is told of, and may last ``call_timeout``. So may
-what comes after a run was cancelled, as long as something moves, or what was learned is being saved.
+It is a thread because the event loop itself may hang. A move is an item sent, a span of a model, a step, or any change
+of ``progress()``. One long call of a model or a reward function looks like a hang: the report of a stall names it, and
+it may last ``call_timeout``. So may the end of a cancelled run, while something moves or models are being saved.
 
-Code that holds the interpreter lock keeps every thread from running, this one included: there a timer of the system has
-the last word (:class:`~oppo.liveness.last_word.LastWord`), in a program that has a last resort.
+Code that holds the interpreter lock stops every thread, this one too. A timer of the operating system ends such a
+process (:class:`~oppo.liveness.last_word.LastWord`), if the program has a last resort.
 """
 
 from __future__ import annotations
@@ -40,27 +39,27 @@ from oppo.observe import Observer, Span, now
 from oppo.redact import redacted_values
 
 NOTICE_SECONDS = 30.0
-"""After so long without a move it is said who waits for whom, and again whenever the time has doubled."""
+"""Seconds without a move before a stall is reported, and again whenever they have doubled."""
 
 CALL_TIMEOUT = 3600.0
-"""How long one call may be at work while nothing else moves."""
+"""Seconds that one call may last while nothing else moves."""
 
 GRACE_SECONDS = 30.0
-"""For how long a run that has been cancelled may neither move nor save what was learned before it is at its end."""
+"""Seconds without a move or a save after which a cancelled run is ended by force."""
 
 State: TypeAlias = Literal["in flight", "parked", "finished"]
 
 
 class Watched(Protocol):
-    """A run: :class:`oppo.graph.Run` is one."""
+    """A run, such as :class:`oppo.graph.Run`."""
 
     def snapshot(self) -> Snapshot | None:
-        """Return who waits for whom in the step that is running, if one is."""
+        """Return which stage waits for which in the running step; ``None`` between steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """Nothing has moved for ``seconds``; ``final`` when the run is ended for it; ``calls`` are at work meanwhile."""
+    """Nothing has moved for ``seconds`` while ``calls`` are at work; ``final`` if the run is ended."""
 
     seconds: float
     snapshot: Snapshot | None
@@ -68,30 +67,30 @@ class Stall:
     calls: tuple[str, ...] = ()
 
     def sentence(self) -> str:
-        """Return it in words."""
-        doing = "between two steps" if self.snapshot is None else self.snapshot.sentence()
+        """Return the stall in words."""
+        state = "between two steps" if self.snapshot is None else self.snapshot.sentence()
         calls = f"; in a call: {', '.join(self.calls)}" if self.calls else ""
-        return f"nothing has moved for {self.seconds:.0f} s: {doing}{calls}"
+        return f"nothing has moved for {self.seconds:.0f} s: {state}{calls}"
 
 
 class Watchdog(Observer):
     """An observer that ends a run in which nothing moves; a context manager around everything it may have to end.
 
     Args:
-        seconds: without a move for so long, the run is ended; 0 never ends it, and only notices are given.
-        report: where ``hang-report.json`` is written.
-        notice: seconds without a move after which the listeners are told.
-        listeners: told of each stall, from the watchdog's thread.
-        progress: whatever changes while work goes on that sends nothing, such as a count of decode steps.
-        calls: names the calls that are at work, if any.
-        call_timeout: the limit instead of ``seconds`` while a call is at work, where it is longer; 0 sets none.
-        saving: whether what was learned is being saved: a cancelled run is waited for meanwhile.
-        free: called from the watchdog's thread when a cancelled run has not ended, and for ``grace`` seconds neither
-            moved nor saved: ends what can be ended, such as child processes.
-        last_resort: the same, after that, or when the run has not ended after ``call_timeout``: a thread that never
-            returns cannot be ended but with the process.
+        seconds: without a move, after which the run is ended; 0: never, stalls are only reported.
+        report: the path of ``hang-report.json``.
+        notice: seconds without a move before the listeners are called.
+        listeners: called with each stall, in the watchdog's thread.
+        progress: returns a value that changes while work sends no items, such as a count of decode steps.
+        calls: returns the names of the calls in progress.
+        call_timeout: replaces ``seconds`` while a call is in progress, if it is longer; 0 sets no limit.
+        saving: whether models are being saved: a cancelled run has time for that.
+        free: called in the watchdog's thread when a cancelled run has neither moved nor saved for ``grace`` seconds:
+            ends what can be ended, such as child processes.
+        last_resort: called the same way after that, or ``call_timeout`` after the cancellation: only the end of the
+            process ends a thread that never returns.
         grace: seconds.
-        names: what ``seconds`` and ``call_timeout`` are called where they are chosen, for the error.
+        names: of the settings for ``seconds`` and ``call_timeout``, for the error.
         clock: seconds.
     """
 
@@ -101,7 +100,7 @@ class Watchdog(Observer):
         *,
         report: Path,
         notice: float = NOTICE_SECONDS,
-        listeners: Sequence[Callable[[Stall], None]] = (),
+        listeners: Sequence[Callable[[Stall], object]] = (),
         progress: Callable[[], object] = int,
         calls: Callable[[], tuple[str, ...]] = tuple,
         call_timeout: float = CALL_TIMEOUT,
@@ -142,7 +141,7 @@ class Watchdog(Observer):
         self._thread = threading.Thread(target=self._watch, name="oppo-watchdog", daemon=True)
 
     def on_item(self, step: int, stage: str, item: object, at: float) -> None:
-        """Take it as a move; note what becomes of a rollout."""
+        """Count a move; keep the rollout's state."""
         del step, stage, at
         self._moves += 1
         if isinstance(item, Prompt | Chunk | Given):
@@ -155,12 +154,12 @@ class Watchdog(Observer):
             self._rollouts.pop(item.rollout, None)
 
     def on_span(self, span: Span) -> None:
-        """Take it as a move; safe to call from any thread, so that it can listen to models too."""
+        """Count a move; safe to call from any thread, so it may listen to models too."""
         del span
         self._moves += 1
 
     def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
-        """Take it as a move; forget the rollouts that ended."""
+        """Count a move; forget the rollouts that ended."""
         del step, channels
         self._moves += 1
         if isinstance(result, StepReport):
@@ -169,13 +168,13 @@ class Watchdog(Observer):
 
     @asynccontextmanager
     async def guarding(self, run: Watched | None = None) -> AsyncIterator[None]:
-        """Watch what happens while the context is open.
+        """Watch while the context is open.
 
         Args:
-            run: which is open, or is :meth:`watch`-ed once it is.
+            run: already open; otherwise :meth:`watch` names it later.
 
         Raises:
-            HangError: nothing had moved for too long, so what ran inside was cancelled.
+            HangError: nothing had moved for too long, so the body was cancelled.
         """
         self._loop = running_loop()
         self._run = run
@@ -188,7 +187,7 @@ class Watchdog(Observer):
             except Exception as error:
                 if self._hang is None:
                     raise
-                note_others(self._hang, [error])  # of what was ended by force
+                note_others(self._hang, [error])  # of code ended by force
                 raise self._hang from error
             finally:
                 self._guarding = False
@@ -196,31 +195,28 @@ class Watchdog(Observer):
             raise self._hang
 
     def watch(self, run: Watched) -> None:
-        """Say of this run, from now on, who waits for whom."""
+        """Take snapshots of this run from now on."""
         self._run = run
 
     def look(self) -> Stall | None:
-        """Return a stall that is to be told of now, if there is one."""
+        """Return the stall to report now, if any."""
         at = self._clock()
         seen = (self._moves, self._progress())
         if not self._guarding or seen != self._seen:
             self._seen, self._since, self._due = seen, at, self._notice
             return None
         still, calls = at - self._since, self._calls()
-        if still >= self._limit(calls):
-            return Stall(still, self._snapshot(), final=True, calls=calls)
-        if still >= self._due:
-            self._due *= 2
-            return Stall(still, self._snapshot(), calls=calls)
-        return None
+        final = still >= self._limit(calls)[1]
+        if not final and still < self._due:
+            return None
+        self._due *= 2
+        return Stall(still, None if self._run is None else self._run.snapshot(), final=final, calls=calls)
 
-    def _snapshot(self) -> Snapshot | None:
-        return None if self._run is None else self._run.snapshot()
-
-    def _limit(self, calls: tuple[str, ...]) -> float:
-        if not self._seconds or (calls and not self._call_timeout):
-            return math.inf
-        return max(self._seconds, self._call_timeout) if calls else self._seconds
+    def _limit(self, calls: tuple[str, ...]) -> tuple[str, float]:
+        """Return the setting that limits a stall, and its seconds."""
+        if calls and self._seconds and (not self._call_timeout or self._call_timeout > self._seconds):
+            return self._names[1], self._call_timeout or math.inf
+        return self._names[0], self._seconds or math.inf
 
     def __enter__(self) -> Self:
         if self._last_word is not None:
@@ -241,9 +237,9 @@ class Watchdog(Observer):
             stall = self.look()
             if stall is None:
                 continue
-            for tell in self._listeners:
+            for listener in self._listeners:
                 with suppress(Exception):  # the log's disk may be full: the run is ended all the same
-                    tell(stall)
+                    listener(stall)
             if stall.final:
                 self._end(stall)
                 return
@@ -253,8 +249,8 @@ class Watchdog(Observer):
             self._last_word.wind_up()
 
     def _end(self, stall: Stall) -> None:
-        """Write the report, cancel the run, and see to it that it ends."""
-        self._hang = hang = HangError(f"{stall.sentence()} ({self._written(stall)})")
+        """Write the report, cancel the run, and end it by force if it does not end."""
+        self._hang = hang = HangError(f"{stall.sentence()} ({self._write_report(stall)})")
         if self._loop is not None and self._scope is not None:
             self._loop.call_soon_threadsafe(self._scope.cancel)
         until = self._clock() + (self._call_timeout or math.inf)
@@ -268,7 +264,7 @@ class Watchdog(Observer):
             if still or self._clock() >= until:
                 remedies.pop(0)()
 
-    def _written(self, stall: Stall) -> str:
+    def _write_report(self, stall: Stall) -> str:
         rollouts: dict[str, list[int]] = {"in flight": [], "parked": [], "finished": []}
         for rollout, state in sorted(self._rollouts.copy().items()):
             rollouts[state].append(rollout)
@@ -277,7 +273,5 @@ class Watchdog(Observer):
             self._report.write_text(json.dumps(redacted_values(report), indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             return f"{self._report} could not be written: {error.strerror or error}"
-        name, limit = self._names[0], self._seconds
-        if stall.calls and self._call_timeout > self._seconds:
-            name, limit = self._names[1], self._call_timeout
+        name, limit = self._limit(stall.calls)
         return f"see {self._report}; {name} = {limit:g} is the limit, 0 sets none"

@@ -10,16 +10,16 @@ from typing import Protocol, TypeVar
 import structlog
 
 from oppo.graph import Run
-from oppo.liveness.watchdog import CALL_TIMEOUT, NOTICE_SECONDS, Stall, Watchdog
+from oppo.liveness.watchdog import CALL_TIMEOUT, NOTICE_SECONDS, Watchdog
 
 T = TypeVar("T")
 
 SECONDS = 600.0
-"""For so long nothing may move in a run."""
+"""Seconds without a move after which a run is ended."""
 
 
 class Working(Protocol):
-    """Something that says what it is at work on: a place, or a :class:`oppo.FunctionReward`."""
+    """Names its call in progress: a place, or a :class:`oppo.FunctionReward`."""
 
     at_work: str
 
@@ -34,31 +34,28 @@ async def watched(
     report: Path = Path("hang-report.json"),
     tell: Callable[[str], object] | None = None,
 ) -> AsyncIterator[None]:
-    """Watch a run while the context is open, and end it when nothing moves in it.
+    """Watch a run while the context is open, and end it when nothing moves.
 
     ``async with graph.open(prompts) as run, watched(run, decoding, scoring, reward): ...``
 
     Args:
         run: open; no step of it is running.
-        working: the places of its models, and its reward function: one call of them may last ``call_timeout``.
-        seconds: without a move for so long, the run is ended; 0: never.
-        call_timeout: the limit instead while a call is at work, where it is longer; 0: none.
-        notice: seconds without a move after which ``tell`` is called, and again whenever they have doubled.
-        report: the file that says, when the run is ended, what every stage, task and thread was doing.
-        tell: called, from another thread, with a sentence about who waits for whom; a warning of structlog otherwise.
+        working: the places of its models, and its reward function; one of their calls may last ``call_timeout``.
+        seconds: without a move, after which the run is ended; 0: never.
+        call_timeout: replaces ``seconds`` while a call is in progress, if it is longer; 0: no limit.
+        notice: seconds without a move before ``tell`` is called, and again whenever they have doubled.
+        report: the file that records what every stage, task and thread was doing when the run is ended.
+        tell: called in another thread with a sentence about each stall; by default it is a warning of structlog.
 
     Raises:
         HangError: nothing had moved for too long.
     """
-
-    def say(stall: Stall) -> None:
-        (tell or structlog.get_logger("oppo").warning)(stall.sentence())
-
+    warn = tell or structlog.get_logger("oppo").warning
     watchdog = Watchdog(
         seconds,
         report=report,
         notice=notice,
-        listeners=[say],
+        listeners=[lambda stall: warn(stall.sentence())],
         calls=lambda: tuple(filter(None, (each.at_work for each in working))),
         call_timeout=call_timeout,
         names=("seconds", "call_timeout"),

@@ -1,11 +1,11 @@
-"""What is written and shown about a run: its directory, its page, the live panel."""
+"""Reports on a run: its directory, its page, the live panel."""
 
 from __future__ import annotations
 
 from oppo.report.journal import observations, story
 from oppo.report.log import RunLog
-from oppo.report.overlap import Occupation, hidden_fraction, occupation
+from oppo.report.overlap import Occupation, occupation
 from oppo.report.panel import Panel
 from oppo.report.rundir import RunDirectory
 
-__all__ = ["Occupation", "Panel", "RunDirectory", "RunLog", "hidden_fraction", "observations", "occupation", "story"]
+__all__ = ["Occupation", "Panel", "RunDirectory", "RunLog", "observations", "occupation", "story"]

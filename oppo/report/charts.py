@@ -8,13 +8,13 @@ from itertools import groupby
 from operator import itemgetter
 from typing import TypeAlias
 
-from oppo.report.svg import COLOURS, Panel, box, inline, legend, placed, text
+from oppo.report.svg import COLOURS, Axes, box, inline, legend, placed, text
 
 Series: TypeAlias = Mapping[str, Sequence[float | None]]
 
 WIDTH, HEIGHT = 560, 220
 MOST = 500
-"""As many steps as can be told apart: with more, a page about a long run would be megabytes of them."""
+"""Steps that a chart resolves: it bounds the size of a long run's page."""
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 28, 44
 _ACROSS, _DOWN = WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM
@@ -23,25 +23,25 @@ _ACROSS, _DOWN = WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM
 def lines(title: str, series: Series) -> str:
     """Return a chart with one line for each series; a missing or non-finite value is a gap.
 
-    Of more than ``MOST`` steps it has the lowest and the highest of each so many, so that no spike is lost.
+    More than ``MOST`` steps are drawn in blocks, by the lowest and the highest value of each, so that spikes stay.
     """
     values = [v for each in series.values() for v in each if v is not None and math.isfinite(v)]
     if not values:
         return _nothing(title)
     low, high = _padded(min(values), max(values))
     count = max(len(each) for each in series.values())
-    panel = Panel(_ACROSS, _DOWN, max(1, count - 1), low, high)
+    axes = Axes(_ACROSS, _DOWN, max(1, count - 1), low, high)
     drawn = [
-        f'<path d="{_path(panel, each, count)}" fill="none" stroke="{colour}" stroke-width="1.6"/>'
+        f'<path d="{_path(axes, each, count)}" fill="none" stroke="{colour}" stroke-width="1.6"/>'
         for each, colour in zip(series.values(), COLOURS, strict=False)
     ]
-    return _chart(title, series, panel, "".join(drawn), count)
+    return _chart(title, series, axes, "".join(drawn), count)
 
 
 def stacked(title: str, series: Series) -> str:
-    """Return a chart with one bar a step, the series on top of one another; a missing value counts as nothing.
+    """Return a chart with one bar a step, the series on top of one another; a missing value counts as 0.
 
-    Of more than ``MOST`` steps it has one bar for several of them, their mean, and says so.
+    More than ``MOST`` steps are drawn in blocks, by their means, which the title says.
     """
     count = max((len(each) for each in series.values()), default=0)
     columns = [
@@ -49,33 +49,29 @@ def stacked(title: str, series: Series) -> str:
     ]
     stride = math.ceil(count / MOST)
     if stride > 1:
-        columns = [_mean(columns[first : first + stride]) for first in range(0, count, stride)]
+        blocks = (columns[first : first + stride] for first in range(0, count, stride))
+        columns = [[math.fsum(values) / len(block) for values in zip(*block, strict=True)] for block in blocks]
         title = f"{title}, means of {stride} steps"
     high = max((math.fsum(column) for column in columns), default=0.0)
     if high <= 0 or not math.isfinite(high):
         return _nothing(title)
-    panel = Panel(_ACROSS, _DOWN, len(columns), 0, high)
-    width = max(0.5, panel.x(1) - 0.5)
+    axes = Axes(_ACROSS, _DOWN, len(columns), 0, high)
+    width = max(0.5, axes.x(1) - 0.5)
     bars = []
     for index, column in enumerate(columns):
         floor = 0.0
         for value, colour in zip(column, COLOURS, strict=False):
-            top = panel.y(floor + value)
-            bars.append(box(panel.x(index), top, width, panel.y(floor) - top, colour))
+            top = axes.y(floor + value)
+            bars.append(box(axes.x(index), top, width, axes.y(floor) - top, colour))
             floor += value
-    return _chart(title, series, panel, "".join(bars), count)
+    return _chart(title, series, axes, "".join(bars), count)
 
 
-def _mean(columns: Sequence[Sequence[float]]) -> list[float]:
-    """Return the mean of some steps, for each series."""
-    return [math.fsum(values) / len(columns) for values in zip(*columns, strict=True)]
-
-
-def _path(panel: Panel, values: Sequence[float | None], count: int) -> str:
+def _path(axes: Axes, values: Sequence[float | None], count: int) -> str:
     parts, pen_down = [], False
     for points in _points(values, math.ceil(count / MOST)):
         for index, value in points:
-            x, y = panel.x(index if count > 1 else 0.5), panel.y(value)
+            x, y = axes.x(index if count > 1 else 0.5), axes.y(value)
             start = "" if pen_down else f"L{x + 0.01:.2f} {y:.2f}"
             parts.append(f"{'L' if pen_down else 'M'}{x:.2f} {y:.2f}{start}")
             pen_down = True
@@ -84,7 +80,7 @@ def _path(panel: Panel, values: Sequence[float | None], count: int) -> str:
 
 
 def _points(values: Sequence[float | None], stride: int) -> Iterator[list[tuple[int, float]]]:
-    """Yield the lowest and the highest value of each so many steps, with their steps, in order; none of a gap."""
+    """Yield for each block of steps its lowest and highest value, with their steps, in order; none for a gap."""
     known = [(index, value) for index, value in enumerate(values) if value is not None and math.isfinite(value)]
     within = {block: list(points) for block, points in groupby(known, key=lambda point: point[0] // stride)}
     for block in range(math.ceil(len(values) / stride)):
@@ -97,10 +93,10 @@ def _padded(low: float, high: float) -> tuple[float, float]:
     return low - pad, high + pad
 
 
-def _chart(title: str, series: Series, panel: Panel, drawn: str, count: int) -> str:
+def _chart(title: str, series: Series, axes: Axes, drawn: str, count: int) -> str:
     end = f"step {count - 1}" if count > 1 else ""
     names = legend(_LEFT, HEIGHT - 7, zip(series, COLOURS, strict=False))
-    return _framed(title, placed(_LEFT, _TOP, panel.framed(drawn, end=end)) + names)
+    return _framed(title, placed(_LEFT, _TOP, axes.framed(drawn, end=end)) + names)
 
 
 def _nothing(title: str) -> str:

@@ -1,4 +1,4 @@
-"""A terminal, a pipe or a file that shows a run and may go away: the run goes on, and what it writes goes nowhere."""
+"""Standard output and error that may go away: the run goes on, and its output is discarded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TextIO, cast
 
 
 class Display:
-    """A text stream whose first failure to write is its end: from then on it leads nowhere, for the whole process."""
+    """A text stream that discards its output after the first failed write, for the whole process."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -25,7 +25,7 @@ class Display:
         return len(text)
 
     def flush(self) -> None:
-        """Have everything on its way that was written."""
+        """Flush the stream; does nothing once it is gone."""
         with self._enduring():
             self._stream.flush()
 
@@ -37,7 +37,7 @@ class Display:
         try:
             yield
         except (OSError, ValueError):  # gone, full or closed
-            with suppress(OSError, ValueError):  # what has no descriptor has nothing left to lead elsewhere
+            with suppress(OSError, ValueError):  # a stream without a descriptor needs no redirection
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, self._stream.fileno())
                 os.close(nowhere)

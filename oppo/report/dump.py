@@ -1,4 +1,4 @@
-"""A batch on disk, for people who want to know what broke a run: numbers as safetensors, the rest as JSON."""
+"""Dumps a batch for debugging: arrays as safetensors, the rest as JSON."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def dump_batch(batch: Batch, folder: Path) -> Path:
 
     Row ``r`` owns ``offsets[r] : offsets[r + 1]`` of the per-token arrays and ``prompt_offsets[r] :
     prompt_offsets[r + 1]`` of ``prompts``. ``support_ids`` and ``support_counts`` are the ids that each token was drawn
-    from (see :class:`oppo.support.Support`), empty where nothing was left out. An array that the batch does not have is
-    not there. Whatever else the data held for a prompt is not written.
+    from (see :class:`oppo.support.Support`), empty without truncation. Arrays that the batch lacks are left out, and so
+    are the data's other columns.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: a file cannot be written.
     """
     prompts = [response.prompt.tokens for response in batch.responses]
     held = {name: getattr(batch, name) for name in ARRAYS}
@@ -48,8 +48,7 @@ def dump_batch(batch: Batch, folder: Path) -> Path:
         for response, reason in zip(batch.responses, batch.reasons, strict=True)
     ]
     dropped = [{"rollout": drop.rollout, "reason": redacted(drop.reason)} for drop in batch.dropped]
-    told = {"rows": rows, "dropped": dropped}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(arrays, folder / "batch.safetensors")
-    (folder / "batch.json").write_text(json.dumps(told, indent=2) + "\n", "utf-8")
+    (folder / "batch.json").write_text(json.dumps({"rows": rows, "dropped": dropped}, indent=2) + "\n", "utf-8")
     return folder

@@ -1,9 +1,9 @@
-"""The journal: what became of every rollout, and what controllers were told of every step, one JSON object a line.
+"""The journal: the events of every rollout and the controllers' observation of every step, one JSON object a line.
 
 A rollout's lines are ``admitted``, any number of ``deferred``, ``finished``, and ``trained`` or ``dropped``. A step's
-line is ``observed``. Lines are in the order in which things happened: what a controller was told comes before
-everything it has decided from that, so a journal that ends anywhere explains every decision in it. Only where a run was
-killed and resumed do the observations of the steps that were made again come early, before these steps.
+line is ``observed``. Lines are in order of time: an observation comes before every decision made from it, so a journal
+that ends anywhere explains every decision in it. Only in a resumed run do the observations of repeated steps come
+before these steps.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from oppo.redact import redacted
 from oppo.report.records import OBSERVED, Record, read
 
 JOURNAL = "journal.jsonl"
-"""Where a run directory holds it."""
+"""The journal of a run directory."""
 
 
 def entry(step: int, item: object, at: float) -> Record | None:
-    """Return the line for something that happened, ``None`` for what the journal leaves out."""
+    """Return the line for an item, ``None`` for items that the journal leaves out."""
     if isinstance(item, Chunk):  # the most frequent by far
         return None
     if isinstance(item, Prompt):
@@ -38,7 +38,7 @@ def entry(step: int, item: object, at: float) -> Record | None:
 
 
 def endings(step: int, report: StepReport, at: float) -> Iterator[Record]:
-    """Yield a line for each rollout that ended with this step."""
+    """Yield a line for each rollout that a step trained or dropped."""
     for rollout in report.trained:
         yield _line(step, at, "trained", rollout, version=report.version)
     for drop in report.dropped:
@@ -46,24 +46,23 @@ def endings(step: int, report: StepReport, at: float) -> Iterator[Record]:
 
 
 def story(path: Path, rollout: int) -> list[Record]:
-    """Return everything that the journal at ``path`` says of one rollout, in order."""
+    """Return the lines of one rollout in the journal at ``path``, in order."""
     return [record for record in read(path) if record.get("rollout") == rollout]
 
 
 def observations(path: Path, first: int = 0) -> dict[int, Observation]:
-    """Return what controllers were told of the steps from ``first`` on, by step, as the journal at ``path`` says."""
-    seen = (record.get("seen") for record in read(path) if record.get("event") == OBSERVED)
-    told = (_observation(each) for each in seen)
-    return {each.step: each for each in told if each is not None and each.step >= first}
+    """Return the observations of the steps from ``first`` on, by step, from the journal at ``path``."""
+    found = (_observation(record.get("seen")) for record in read(path) if record.get("event") == OBSERVED)
+    return {each.step: each for each in found if each is not None and each.step >= first}
 
 
 def _observation(seen: object) -> Observation | None:
-    """Return an observation as it was journalled; ``None`` for one that was damaged since."""
+    """Return a journalled observation; ``None`` for a damaged one."""
     try:
         return Observation.from_json(cast("dict[str, Json]", seen))
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
 
 
-def _line(step: int, at: float, event: str, rollout: int, **more: object) -> Record:
-    return {"step": step, "at": round(at, 6), "event": event, "rollout": rollout, **more}
+def _line(step: int, at: float, event: str, rollout: int, **facts: object) -> Record:
+    return {"step": step, "at": round(at, 6), "event": event, "rollout": rollout, **facts}

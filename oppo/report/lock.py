@@ -1,16 +1,15 @@
-"""The lock of a run directory: one run writes it, and the system frees it when that process ends, however it ends."""
+"""The lock of a run directory: one run holds it, and the system releases it when the process ends, however it ends."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 from pathlib import Path
-from typing import TextIO
 
 from oppo.errors import ConfigError
 
 LOCK = "running.lock"
-"""The file that is locked; it holds the process id of the run that writes the directory, and is gone afterwards."""
+"""The file that is locked: it holds the process id of the run, which removes it in the end."""
 
 
 class Lock:
@@ -25,7 +24,7 @@ class Lock:
         self._path = directory / LOCK
         self._file = self._path.open("a+", encoding="utf-8")
         try:
-            while not self._is_had():
+            while not self._acquire():
                 self._file.close()
                 self._file = self._path.open("a+", encoding="utf-8")
         except BlockingIOError as error:
@@ -35,24 +34,27 @@ class Lock:
         self._file.write(f"{os.getpid()}\n")
         self._file.flush()
 
-    def _is_had(self) -> bool:
-        """Lock the open file; return whether it still is the one at the path: its last owner may have removed it.
+    def _acquire(self) -> bool:
+        """Lock the open file; return whether it is still at its path, from where its last owner may have removed it.
 
         Raises:
-            BlockingIOError: another run holds it.
+            BlockingIOError: another run holds the lock.
         """
         fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return _is_at(self._path, self._file)
+        try:
+            return os.path.samestat(self._path.stat(), os.fstat(self._file.fileno()))
+        except FileNotFoundError:
+            return False
 
     def release(self) -> None:
-        """Let others have the directory; idempotent."""
+        """Release the directory; idempotent."""
         if not self._file.closed:
             self._path.unlink(missing_ok=True)
             self._file.close()
 
 
 def is_locked(directory: Path) -> bool:
-    """Return whether a run is writing the directory."""
+    """Return whether a run holds the lock of the directory."""
     try:
         with (directory / LOCK).open(encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -64,19 +66,12 @@ def is_locked(directory: Path) -> bool:
 
 
 def taken(directory: Path) -> str:
-    """Return the sentence that says who is writing the directory."""
+    """Return the sentence that names the process writing the directory."""
     try:
         owner = (directory / LOCK).read_text(encoding="utf-8").strip()
-    except OSError:  # it has ended meanwhile
+    except OSError:  # the run has ended meanwhile
         owner = ""
     return (
         f"the run directory {directory} is being written by another run (process {owner or 'unknown'}): "
         f"choose another run.name, or wait for it to end"
     )
-
-
-def _is_at(path: Path, file: TextIO) -> bool:
-    try:
-        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
-    except FileNotFoundError:
-        return False

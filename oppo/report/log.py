@@ -1,4 +1,4 @@
-"""``log.jsonl``: what a run began with, what it met, how it ended; a JSON object a line, for machines to grep."""
+"""``log.jsonl``: a run's beginning, steps, incidents and end, one JSON object a line."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ LIBRARIES = ("oppo", "torch", "transformers", "accelerate", "numpy")
 
 
 class RunLog(Observer):
-    """An observer that keeps the log of a run; a context manager whose last line says how the run ended.
+    """An observer that writes the log of a run; a context manager whose last line says how the run ended.
 
-    No secret reaches it (:mod:`oppo.redact`).
+    Secrets are redacted (:mod:`oppo.redact`).
     """
 
     def __init__(self, path: Path, run: str) -> None:
@@ -71,19 +71,19 @@ class RunLog(Observer):
         )
 
     def note(self, event: str, **facts: object) -> None:
-        """Log something that whoever reads the results should know."""
+        """Log facts that qualify the run's results."""
         self._log.warning(event, **facts)
 
     def notice(self, sentence: str) -> None:
-        """Log a sentence about what goes on; safe to call from any thread."""
+        """Log a sentence about the run; safe to call from any thread."""
         self._log.warning("notice", text=sentence)
 
     def on_interrupt(self, by: signal.Signals) -> None:
-        """Log that the run was asked to end."""
+        """Log the signal that asked the run to end."""
         self._log.warning("interrupted", by=by.name, then="the step in progress ends, a checkpoint is written")
 
     def on_stall(self, stall: Stall) -> None:
-        """Log who waits for whom; safe to call from any thread."""
+        """Log which stage waits for which; safe to call from any thread."""
         snapshot = stall.snapshot
         waits = {stage: snapshot.doing(stage) for stage in snapshot.running} if snapshot is not None else {}
         self._log.warning("stalled", seconds=round(stall.seconds, 1), stages=waits, final=stall.final)

@@ -1,4 +1,4 @@
-"""One flat record a step, and what a whole run comes to."""
+"""One flat record of metrics a step, and the summary of a run."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from oppo.report.overlap import Occupation
 Metrics: TypeAlias = dict[str, float | int | None]
 
 
-def record(report: StepReport, channels: Mapping[str, Mapping[str, int]], busy: Occupation) -> Metrics:
-    """Return the line of ``metrics.jsonl`` for a step; what the stages measured wins over what is derived here.
+def step_metrics(report: StepReport, channels: Mapping[str, Mapping[str, int]], busy: Occupation) -> Metrics:
+    """Return the line of ``metrics.jsonl`` for a step; the stages' metrics replace those derived here.
 
     Args:
-        report: of the step.
         channels: counters of each channel by ``source->target``.
-        busy: what the models' spans of this step come to; all zero when nobody listened to the models.
+        busy: of the models in this step; all zero without their spans.
     """
     derived: dict[str, float] = {"timing_s/step": report.seconds}
     tokens = report.metrics.get("response_length/tokens")
@@ -41,23 +40,23 @@ def record(report: StepReport, channels: Mapping[str, Mapping[str, int]], busy: 
 
 
 def finite(value: float) -> float | None:
-    """Return the number, or ``None`` for NaN and infinities, which JSON cannot spell."""
+    """Return the number; ``None`` for NaN and infinities, which JSON lacks."""
     return value if math.isfinite(value) else None
 
 
 def summary(records: Sequence[Mapping[str, float | None]]) -> dict[str, float | int | None]:
-    """Return what a run comes to; medians and means leave out steps that lack the metric."""
+    """Return the summary of a run; medians and means leave out steps without the metric."""
     return {
         "steps": len(records),
         "trained": int(sum(column(records, "trained"))),
         "dropped": int(sum(column(records, "dropped"))),
         "deferrals": int(sum(column(records, "deferred"))),
         "seconds": math.fsum(column(records, "seconds")),
-        "step_seconds_median": _middle(column(records, "seconds")),
+        "step_seconds_median": _median(column(records, "seconds")),
         "score_first": _mean(column(records[:10], "score")),
         "score_last": _mean(column(records[-10:], "score")),
         "kl_last": _mean(column(records[-10:], "objective/kl")),
-        "tokens_per_s_median": _middle(column(records, "throughput/tokens_per_s")),
+        "tokens_per_s_median": _median(column(records, "throughput/tokens_per_s")),
         "hidden_fraction_mean": _mean(column(records, "overlap/hidden_fraction")),
     }
 
@@ -71,5 +70,5 @@ def _mean(values: Sequence[float]) -> float | None:
     return math.fsum(values) / len(values) if values else None
 
 
-def _middle(values: Sequence[float]) -> float | None:
+def _median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None

@@ -1,4 +1,4 @@
-"""How much of the scoring is hidden behind decoding and training: arithmetic on spans."""
+"""The overlap of scoring with decoding and training: arithmetic on spans."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Interval: TypeAlias = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Occupation:
-    """For how many seconds something of each role was busy; spans that overlap count once.
+    """Busy seconds of each role; spans that overlap count once.
 
     Attributes:
-        decode, score, update: seconds in which at least one track of that role was busy.
+        decode, score, update: seconds in which at least one track of the role was busy.
         exposed: seconds in which a scorer was busy while nothing decoded or trained.
     """
 
@@ -29,12 +29,12 @@ class Occupation:
 
     @property
     def hidden(self) -> float:
-        """The part of the scoring time that cost no time of its own, 0 to 1; NaN when nothing was scored."""
+        """The fraction of the scoring time hidden behind decoding or training, 0 to 1; NaN without scoring."""
         return 1 - self.exposed / self.score if self.score else math.nan
 
 
 def occupation(spans: Iterable[Span], roles: Mapping[str, Role]) -> Occupation:
-    """Return how busy each role was; spans of tracks without a role are left out.
+    """Return the busy seconds of each role; spans of tracks without a role are left out.
 
     Example:
         >>> spans = [Span("actor", "decode", 0, 3), Span("reward", "extend", 2, 4)]
@@ -50,13 +50,8 @@ def occupation(spans: Iterable[Span], roles: Mapping[str, Role]) -> Occupation:
     return Occupation(seconds(decode), seconds(score), seconds(update), max(0.0, exposed))
 
 
-def hidden_fraction(spans: Iterable[Span], roles: Mapping[str, Role]) -> float:
-    """Return the fraction of the scoring time that was hidden behind decoding or training; NaN without scoring."""
-    return occupation(spans, roles).hidden
-
-
 def union(intervals: Iterable[Interval], *, gap: float = 0.0) -> list[Interval]:
-    """Return the same points of time as disjoint intervals in order; empty ones and gaps of up to ``gap`` are gone."""
+    """Return the union as disjoint intervals in order, without empty ones; gaps of up to ``gap`` are closed."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if end <= start:

@@ -1,9 +1,9 @@
-"""``report.html``: one self-contained page about a run; every text from outside is escaped."""
+"""``report.html``: one self-contained page about a run; texts of models and data are escaped."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 
 from oppo.admission.bottleneck import PARTS, PREFIX, Bottleneck, together
@@ -24,7 +24,7 @@ td.text{white-space:pre-wrap;overflow-wrap:anywhere}td.number,th.number{text-ali
 """
 
 
-_WINDOW = 8  # steps that the last bottleneck is about
+_WINDOW = 8  # steps in the latest bottleneck
 
 
 def page(
@@ -33,10 +33,9 @@ def page(
     """Return the page of a run.
 
     Args:
-        name: of the run.
         records: the lines of ``metrics.jsonl``.
-        samples: lines of ``samples.jsonl`` worth showing.
-        timeline: the picture that the page opens with, as SVG (:mod:`oppo.report.timeline`); none where it is empty.
+        samples: the lines of ``samples.jsonl`` that the page shows.
+        timeline: an SVG picture at the top (:mod:`oppo.report.timeline`); none if empty.
     """
     charts = "".join(
         [
@@ -68,7 +67,7 @@ def page(
 
 
 def _phases(records: Sequence[Mapping[str, float | None]]) -> dict[str, list[float | None]]:
-    """Return the phases of each step, which add up to its time."""
+    """Return the phases of each step; they add up to its seconds."""
     update = _column(records, "timing_s/update")
     if not any(value is not None for value in _column(records, "timing_s/decode")):
         rollouts = _column(records, "timing_s/rollouts")
@@ -83,33 +82,28 @@ def _phases(records: Sequence[Mapping[str, float | None]]) -> dict[str, list[flo
 
 
 def _bottleneck(records: Sequence[Mapping[str, float | None]]) -> str:
-    """Return what the steps were bound by, and what that means in the last of them; nothing where nobody knows."""
+    """Return the bottlenecks of all steps and that of the latest; nothing without their metrics."""
     found = [found for each in records if (found := Bottleneck.of_metrics(each, each.get("seconds") or 0.0))]
-    last = found[-_WINDOW:]
-    recent = together(last)
+    latest = found[-_WINDOW:]
+    recent = together(latest)
     if recent is None:
         return ""
     counts = Counter(each.largest for each in found).most_common()
     steps = ", ".join(f"{part}-bound: {count / len(found):.0%} of the steps" for part, count in counts)
     return (
         f"<h2>Bottleneck</h2><p>{escape(steps)}.</p>"
-        f"<p>The last {len(last)} steps together are {recent.largest}-bound: {escape(recent.sentence)}.</p>"
+        f"<p>The last {len(latest)} steps together are {recent.largest}-bound: {escape(recent.sentence)}.</p>"
     )
 
 
 def _samples(samples: Sequence[Record]) -> str:
     head = '<tr><th class="number">step</th><th class="number">score</th><th>prompt</th><th>completion</th></tr>'
-    rows = "".join(
-        _cells((("number", str(each["step"])), ("number", _number(each["score"])), *_texts(each))) for each in samples
-    )
-    return f"<table>{head}{rows}</table>"
+    return f"<table>{head}{''.join(map(_row, samples))}</table>"
 
 
-def _texts(sample: Record) -> tuple[tuple[str, str], tuple[str, str]]:
-    return ("text", str(sample["prompt"])), ("text", str(sample["completion"]))
-
-
-def _cells(cells: Iterable[tuple[str, str]]) -> str:
+def _row(sample: Record) -> str:
+    texts = (str(sample["step"]), _number(sample["score"]), str(sample["prompt"]), str(sample["completion"]))
+    cells = zip(("number", "number", "text", "text"), texts, strict=True)
     return "<tr>" + "".join(f'<td class="{kind}">{escape(text)}</td>' for kind, text in cells) + "</tr>"
 
 

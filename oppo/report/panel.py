@@ -1,4 +1,4 @@
-"""A run on the terminal: a live panel where there is one, a plain line for each step elsewhere."""
+"""A run on the terminal: a live panel, or a plain line for each step."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from oppo.liveness import Stall
 from oppo.observe import Observer, Span, now
 from oppo.redact import redacted
 
-_SAMPLE = 300  # characters of a response that the panel shows
-_WINDOW = 8  # steps whose bottleneck it shows
+_SAMPLE = 300  # characters of the response shown
+_WINDOW = 8  # steps in the bottleneck shown
 
 
 class Panel(Observer):
-    """An observer that shows a run while it goes on; a context manager that leaves the terminal as it was.
+    """An observer that shows a run in progress; a context manager that leaves the terminal as it was.
 
     Args:
-        console: where to show it.
-        steps: how many steps there will be.
+        console: shows it.
+        steps: of the whole run.
         live: redraw in place; otherwise one line a step.
-        decode: token ids to text, to show the best response of each step.
+        decode: token ids to text, for the best response of each step; ``None`` shows none.
         clock: seconds, for the rate of tokens within a step.
     """
 
@@ -63,10 +63,10 @@ class Panel(Observer):
         self._live = Live(console=console, get_renderable=self.render, refresh_per_second=4) if live else None
 
     def on_item(self, step: int, stage: str, item: object, at: float) -> None:
-        """Count tokens and items; keep the best response of a batch to show."""
+        """Count tokens and items; keep the best response of a batch."""
         del step, at
         self._stall = None
-        if isinstance(item, Observation):  # nothing that a stage sends
+        if isinstance(item, Observation):  # which no stage sends
             return
         count = self._counts.get(stage, 0) + 1
         self._counts[stage] = count
@@ -79,12 +79,12 @@ class Panel(Observer):
             self._sample = Text(f"{float(item.scores[best]):+.3f}  {printable(redacted(text), _SAMPLE)}")
 
     def on_span(self, span: Span) -> None:
-        """Say that a stage is done with its part of the step."""
+        """Show that a stage is done with the step."""
         if span.track in self._stages:
             self._stages[span.track] = f"done in {span.end - span.start:.2f} s, {self._counts.get(span.track, 0)} sent"
 
     def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
-        """Show what the step came to."""
+        """Show the step's report."""
         del channels
         self._done = step + 1
         if isinstance(result, StepReport):
@@ -98,25 +98,25 @@ class Panel(Observer):
         self._began = self._clock()
 
     def watch(self, snapshot: Callable[[], Snapshot | None]) -> None:
-        """Show from now on which stage waits for which, as ``snapshot`` says."""
+        """Show from now on which stage waits for which, by ``snapshot``."""
         self._snapshot = snapshot
 
     def on_stall(self, stall: Stall) -> None:
-        """Say that nothing moves, and who waits for whom, until something does; safe to call from any thread."""
+        """Show the stall until an item moves; safe to call from any thread."""
         self._stall = stall.sentence()
         if self._live is None:
             self._console.out(self._stall, highlight=False)
 
     def render(self) -> Box:
-        """Return the panel as it stands."""
+        """Return the panel of this moment."""
         head = "waiting for the first step" if self._report is None else line(self._report, self._done, self._steps)
         rate = self._tokens / max(self._clock() - self._began, 1e-9)
         stages = Table.grid(padding=(0, 2))
         snapshot = self._snapshot()
         for name, doing in dict(self._stages).items():
             waits = snapshot is not None and name in snapshot.running and name not in snapshot.working
-            said = f"{snapshot.doing(name)}, {self._counts.get(name, 0)} sent" if snapshot and waits else doing
-            stages.add_row(Text(name, style="bold"), Text(said))
+            state = f"{snapshot.doing(name)}, {self._counts.get(name, 0)} sent" if snapshot and waits else doing
+            stages.add_row(Text(name, style="bold"), Text(state))
         progress = ProgressBar(total=self._steps, completed=self._done)
         now_line = Text(f"this step: {self._tokens} tokens, {rate:.0f} tokens/s")
         stall = [Text(self._stall, style="yellow")] if self._stall is not None else []
@@ -155,14 +155,14 @@ def line(report: StepReport, done: int, steps: int) -> str:
 
 
 def printable(text: str, limit: int) -> str:
-    """Return ``text`` on one line and without anything that a terminal would obey, cut to ``limit`` characters."""
+    """Return ``text`` on one line, without control characters, cut to ``limit`` characters."""
     shown = text[:limit].replace("\n", " / ").replace("\t", " ")
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in shown)
     return shown + ("..." if len(text) > limit else "")
 
 
 def harmless(text: str) -> str:
-    """Return ``text`` without secrets and without anything that a terminal would obey; its lines stay lines."""
+    """Return ``text`` without secrets and without control characters other than line ends."""
     return "\n".join(printable(line, len(line)) for line in redacted(text).splitlines())
 
 

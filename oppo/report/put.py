@@ -1,4 +1,4 @@
-"""Writing a file so that it is there complete or not at all, after a loss of power too."""
+"""Writes a file that is there complete or not at all, after a loss of power too."""
 
 from __future__ import annotations
 
@@ -8,25 +8,16 @@ from pathlib import Path
 from oppo.durable import sync
 
 
-def put(path: Path, text: str) -> None:
-    """Write a whole file, or leave what was there.
+def put(path: Path, parts: Iterable[str]) -> None:
+    """Replace the file at ``path`` by a text; the parts may be read from the old file meanwhile.
 
     Raises:
-        OSError: it could not be written.
-    """
-    put_parts(path, (text,))
-
-
-def put_parts(path: Path, texts: Iterable[str]) -> None:
-    """Do the same with a text that comes in parts, and may be made from what was there.
-
-    Raises:
-        OSError: it could not be written.
+        OSError: it could not be written; the old file stays.
     """
     aside = path.with_name(f".{path.name}.partial")
     try:
         with aside.open("w", encoding="utf-8") as file:
-            file.writelines(texts)
+            file.writelines(parts)
         sync(aside)
         aside.replace(path)
         sync(path.parent)

@@ -1,4 +1,4 @@
-"""A few rollouts of each step, as text, for people to read: without secrets."""
+"""A few rollouts of each step as text, without secrets."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ Detokenize: TypeAlias = Callable[[Sequence[int]], str]
 def samples(step: int, batch: Batch, count: int, decode: Detokenize) -> Iterator[Record]:
     """Yield up to ``count`` rollouts of a batch, spread evenly from the worst score to the best."""
     order = sorted(range(len(batch)), key=lambda row: (float(batch.scores[row]), row))
-    chosen = order if count >= len(order) else [order[_spread(k, count, len(order))] for k in range(count)]
-    rows = batch.rows()
-    for row in chosen:
-        response = batch.responses[row]
-        span = rows[row]
+    last, rows = len(order) - 1, batch.rows()
+    spread = [k * last // (count - 1) for k in range(count)] if count > 1 else [last]
+    for row in order if count >= len(order) else [order[place] for place in spread]:
+        response, span = batch.responses[row], rows[row]
         kl = None if batch.reference is None else (batch.logprobs[span] - batch.reference[span])[batch.sampled[span]]
         yield {
             "step": step,
@@ -31,7 +30,3 @@ def samples(step: int, batch: Batch, count: int, decode: Detokenize) -> Iterator
             "prompt": redacted(decode(response.prompt.tokens.tolist())),
             "completion": redacted(decode(response.tokens.tolist())),
         }
-
-
-def _spread(k: int, count: int, total: int) -> int:
-    return total - 1 if count == 1 else k * (total - 1) // (count - 1)

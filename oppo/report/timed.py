@@ -1,4 +1,4 @@
-"""What happened when in a step: the models' spans, the cut, and how many rollouts it carried over."""
+"""The latest steps in time: the models' spans, the cut, and how many rollouts it carried over."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class TimedStep:
     Attributes:
         index: of the step in its run, from 0.
         start, end: of the whole step.
-        cut: when the last rollout finished or was deferred; ``None`` where none was.
+        cut: when the last rollout finished or was deferred; ``None`` without one.
         carried: rollouts that the cut carried into the next step.
-        spans: what the models did, in the order in which it ended; the first may have begun before the step.
+        spans: of the models, in the order of their ends; the first may have begun before the step.
     """
 
     index: int
@@ -32,11 +32,11 @@ class TimedStep:
 
 
 class Timekeeper(Observer):
-    """An observer that knows the latest steps; models tell it what they do from threads of their own.
+    """An observer that keeps the latest steps; a listener to models in threads of their own.
 
     Args:
         source: the stage whose items are the rollouts' events.
-        kept: steps that are remembered.
+        kept: how many steps are kept.
     """
 
     def __init__(self, *, source: str = "generate", kept: int = 2) -> None:
@@ -49,25 +49,25 @@ class Timekeeper(Observer):
         self._carried = 0
 
     def model_span(self, span: Span) -> None:
-        """Take note of a model's work; safe to call from any thread."""
+        """Keep a model's span; safe to call from any thread."""
         with self._lock:
             self._spans.append(span)
 
     def take(self) -> list[Span]:
-        """Return what the models have done since the last step, or the last call, and forget it."""
+        """Return and forget the models' spans since the last step or call."""
         with self._lock:
             spans, self._spans = self._spans, []
         return spans
 
     def on_item(self, step: int, stage: str, item: object, at: float) -> None:
-        """Note when rollouts finish and are deferred."""
+        """Keep the time of the last finish or deferral, and count deferrals."""
         del step
         if stage == self._source and isinstance(item, Finish | Defer):
             self._cut = at
             self._carried += isinstance(item, Defer)
 
     def on_span(self, span: Span) -> None:
-        """Note when a step began and ended."""
+        """Keep the span of the whole step."""
         if span.track == "step":
             self._whole = span
 
@@ -77,7 +77,7 @@ class Timekeeper(Observer):
         self.complete(step)
 
     def complete(self, step: int) -> Sequence[Span]:
-        """Remember the step that is over, and return what the models did in it."""
+        """Keep the step that is over, and return the models' spans in it."""
         spans, whole = self.take(), self._whole
         if whole is not None:
             self.steps.append(TimedStep(step, whole.start, whole.end, self._cut, self._carried, tuple(spans)))

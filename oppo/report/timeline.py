@@ -1,4 +1,4 @@
-"""When each model worked: a row for each, steps from left to right, schedules under one another on one scale."""
+"""A timeline of the models' work: a row for each, steps from left to right, schedules stacked on one scale."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from itertools import pairwise
 from typing import Final
 
 from oppo.report.overlap import Role, union
-from oppo.report.svg import COLOURS, Panel, box, inline, legend, placed, rule, text
+from oppo.report.svg import COLOURS, Axes, box, inline, legend, placed, rule, text
 from oppo.report.timed import TimedStep
 
 ROLES: Final[Mapping[Role, str]] = dict(zip(("decode", "score", "update"), COLOURS, strict=False))
-"""The roles in the order of their rows, with their colours."""
+"""Colours of the roles, in the order of their rows."""
 
 WIDTH, LEFT, RIGHT = 1120, 110, 60
 _HEAD, _ROW, _SPACE, _ARROWS, _AXIS, _LEGEND = 38, 18, 3, 22, 38, 30
@@ -23,7 +23,7 @@ _TICKS = 10  # at most
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A name, and consecutive steps as they were."""
+    """Consecutive steps of one schedule."""
 
     name: str
     steps: Sequence[TimedStep]
@@ -34,22 +34,17 @@ class Schedule:
         return self.steps[-1].end - self.steps[0].start
 
     def tracks(self, roles: Mapping[str, Role]) -> list[str]:
-        """Return the models that worked, in the order of their rows."""
+        """Return the tracks of the models that worked, in the order of their rows."""
         worked = {span.track for step in self.steps for span in step.spans}
         return sorted((track for track in roles if track in worked), key=lambda track: [*ROLES].index(roles[track]))
 
 
 def timeline(schedules: Sequence[Schedule], roles: Mapping[str, Role]) -> str:
-    """Return the picture; no text where no model worked in any of the schedules.
-
-    Args:
-        schedules: those without a step are left out.
-        roles: what each model's track does; tracks without a role are left out.
-    """
+    """Return the picture as SVG, without tracks that have no role; an empty text if no model worked."""
     shown = [each for each in schedules if each.steps and each.tracks(roles)]
     if not shown:
         return ""
-    scale = Panel(_ACROSS, 1, max(each.seconds for each in shown), 0, 1)
+    scale = Axes(_ACROSS, 1, max(each.seconds for each in shown), 0, 1)
     drawn, y = [], 0.0
     for each in shown:
         drawn.append(placed(LEFT, y, _block(each, roles, scale)))
@@ -70,8 +65,8 @@ def _rows(schedule: Schedule, roles: Mapping[str, Role]) -> float:
     return len(schedule.tracks(roles)) * (_ROW + _SPACE)
 
 
-def _block(schedule: Schedule, roles: Mapping[str, Role], scale: Panel) -> str:
-    """Return one schedule: its heading, its rows, its cuts, and what they carried."""
+def _block(schedule: Schedule, roles: Mapping[str, Role], scale: Axes) -> str:
+    """Return one schedule: its heading, rows, cuts and carried responses."""
     origin, bottom = schedule.steps[0].start, _HEAD + _rows(schedule, roles)
     count = len(schedule.steps)
     heading = f"{schedule.name}: {count} step{'s' if count > 1 else ''} in {schedule.seconds:.2f} s"
@@ -86,7 +81,7 @@ def _block(schedule: Schedule, roles: Mapping[str, Role], scale: Panel) -> str:
                 max(0.75, scale.x(end - start)),
                 _ROW,
                 ROLES[roles[track]],
-                title=_said(track, start, end),
+                title=f"{track}: {end - start:.3f} s, from {start:.3f} s on",
             )
             for start, end in _busy(schedule, track, scale)
         ]
@@ -106,26 +101,22 @@ def _block(schedule: Schedule, roles: Mapping[str, Role], scale: Panel) -> str:
     return "".join(drawn)
 
 
-def _busy(schedule: Schedule, track: str, scale: Panel) -> Iterator[tuple[float, float]]:
-    """Yield when a model worked, in seconds from the first step's start; gaps too small to be seen are closed."""
+def _busy(schedule: Schedule, track: str, scale: Axes) -> Iterator[tuple[float, float]]:
+    """Yield a model's busy intervals, in seconds from the first step's start; invisible gaps are closed."""
     origin, length = schedule.steps[0].start, schedule.seconds
     spans = [span for step in schedule.steps for span in step.spans if span.track == track]
     inside = [(max(0.0, span.start - origin), min(length, span.end - origin)) for span in spans]
     return iter(union(inside, gap=0.5 * scale.right / scale.width))
 
 
-def _said(track: str, start: float, end: float) -> str:
-    return f"{track}: {end - start:.3f} s, from {start:.3f} s on"
-
-
-def _arrow(x: float, to: float, y: float, said: str) -> str:
+def _arrow(x: float, to: float, y: float, label: str) -> str:
     shaft = rule(x, y, to - 6, y, opacity=0.9)
     head = f'<path d="M{to:.1f} {y}l-8 -4v8z" fill="currentColor"/>'
-    return shaft + head + text(x + 5, y + 12, said)
+    return shaft + head + text(x + 5, y + 12, label)
 
 
-def _axis(scale: Panel, height: float) -> str:
-    """Return seconds below the rows, with faint rules through them."""
+def _axis(scale: Axes, height: float) -> str:
+    """Return the axis of seconds, with faint rules up through the rows."""
     tick = _tick(scale.right / _TICKS)
     drawn = []
     for k in range(math.floor(scale.right / tick * (1 + 1e-9)) + 1):
@@ -135,6 +126,6 @@ def _axis(scale: Panel, height: float) -> str:
 
 
 def _tick(least: float) -> float:
-    """Return the least of 1, 2, 5, 10, ... times a power of ten that is no less than ``least``."""
+    """Return the smallest of 1, 2, 5, times a power of ten, that is at least ``least``."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(each * power for each in (1, 2, 5, 10) if each * power >= least * (1 - 1e-9))

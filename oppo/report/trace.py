@@ -1,7 +1,7 @@
 """Chrome traces (``chrome://tracing``, Perfetto): a track for each stage and model, an arrow for each rollout.
 
-The format is the array form of Google's "Trace Event Format", whose closing bracket is optional: a trace cut short by
-a crash can still be opened.
+The format is the array form of Google's "Trace Event Format", whose closing bracket is optional: a trace that a crash
+cut short can still be opened.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ Process: TypeAlias = Literal["stages", "models"]
 _PIDS: dict[Process, int] = {"stages": 1, "models": 2}
 
 TRACED = 20
-"""Steps at the beginning of a run, and as many at its end, that its trace shows unless told otherwise."""
+"""Steps at the beginning of a run, and as many at its end, that its trace shows by default."""
 
 
 class Trace:
-    """Turns spans and items into trace events; says each track's name once. Writes nothing itself."""
+    """Turns spans and items into trace events, and names each track once; writes nothing itself."""
 
     def __init__(self) -> None:
         self._tids: dict[tuple[Process, str], int] = {}
@@ -56,22 +56,14 @@ class Trace:
             self._arrow("f", stage, item.rollout, at)
 
     def take(self) -> tuple[str, str]:
-        """Return what was added since the last call, as text: the names of new tracks, and what happened on tracks."""
+        """Return the text of the names of new tracks, and of the events, added since the last call."""
         names, events = _text(self._names), _text(self._events)
         self._names, self._events = [], []
         return names, events
 
     def _arrow(self, phase: str, stage: str, rollout: int, at: float) -> None:
-        place = self._place("stages", stage)
-        arrow: Event = {
-            "ph": phase,
-            "name": "rollout",
-            "cat": "rollout",
-            "id": rollout,
-            "ts": _microseconds(at),
-            **place,
-        }
-        self._events.append(arrow | ({"bp": "e"} if phase == "f" else {}))
+        arrow: Event = {"ph": phase, "name": "rollout", "cat": "rollout", "id": rollout, "ts": _microseconds(at)}
+        self._events.append(arrow | self._place("stages", stage) | ({"bp": "e"} if phase == "f" else {}))
 
     def _place(self, process: Process, track: str) -> dict[str, int]:
         pid, key = _PIDS[process], (process, track)
@@ -83,9 +75,9 @@ class Trace:
 
 
 class TraceFile:
-    """Holds the first steps of a run and the last ones; steps between are taken out while the run goes on.
+    """Holds the first and the last steps of a run; those between are removed while the run goes on.
 
-    While it is open, the file has up to twice as many of the last steps.
+    While it is open, the file holds up to twice as many of the last steps.
 
     Args:
         file: open for writing, empty.
@@ -103,7 +95,7 @@ class TraceFile:
         file.write("[\n")
 
     def write(self, names: str, events: str) -> None:
-        """Write what a step came to.
+        """Write a step.
 
         Raises:
             OSError: it cannot be written.
@@ -122,7 +114,7 @@ class TraceFile:
             self._shorten()
 
     def close(self, names: str, events: str) -> None:
-        """Write what came after the last step, and leave the first and the last steps, and nothing between.
+        """Write the events after the last step, and remove the steps between the first and the last ones.
 
         Raises:
             OSError: it cannot be written.

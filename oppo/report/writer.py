@@ -1,4 +1,4 @@
-"""Writing beside the run: one thread does jobs in the order in which they were given, a bounded number behind."""
+"""Writes files beside the run: one thread does jobs in order, from a bounded queue."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import threading
 from collections.abc import Callable
 from typing import TypeAlias
 
-Job: TypeAlias = Callable[[], None]
+Job: TypeAlias = Callable[[], object]
 
 
 class Writer:
     """Does jobs in order, in a thread of its own or at once.
 
-    A job that fails stops the writer: nothing is written after a gap, and the failure is raised by the next
-    :meth:`submit` and by :meth:`close`.
+    A job that fails stops the writer, so that nothing is written after a gap. The next :meth:`submit` and
+    :meth:`close` raise its error.
 
     Args:
-        threaded: use a thread; without one a job is done when it is submitted, as virtual time needs it.
-        capacity: jobs that may wait; with more, :meth:`submit` blocks until the disk has caught up.
+        threaded: use a thread; otherwise :meth:`submit` does the job itself, as virtual time needs it.
+        capacity: jobs that may wait; :meth:`submit` blocks while the queue is full.
     """
 
     def __init__(self, *, threaded: bool = True, capacity: int = 4096) -> None:
@@ -29,10 +29,10 @@ class Writer:
             self._thread.start()
 
     def submit(self, job: Job) -> None:
-        """Have ``job`` done after those submitted before it.
+        """Do ``job`` after those submitted before it.
 
         Raises:
-            BaseException: what an earlier job raised.
+            BaseException: an earlier job raised it.
         """
         self._raise()
         if self._thread is None:
@@ -42,19 +42,19 @@ class Writer:
             self._jobs.put(job)
 
     def flush(self) -> None:
-        """Return when every job submitted so far is done or, after a failure, dropped; blocks.
+        """Block until every job submitted so far is done or, after a failure, dropped.
 
         Raises:
-            BaseException: what a job raised.
+            BaseException: a job raised it.
         """
         self._jobs.join()
         self._raise()
 
     def close(self) -> None:
-        """Return when every job is done; idempotent.
+        """Block until every job is done, and end the thread; idempotent.
 
         Raises:
-            BaseException: what a job raised.
+            BaseException: a job raised it.
         """
         if self._thread is not None:
             self._jobs.put(None)
@@ -76,5 +76,5 @@ class Writer:
         if self._error is None:
             try:
                 job()
-            except BaseException as error:  # noqa: BLE001 - handed to the submitter, who raises it
+            except BaseException as error:  # noqa: BLE001 - the submitter raises it
                 self._error = error

@@ -74,7 +74,7 @@ def test_pairs_remove_what_seeds_have_in_common() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shift", "seeds", "verdict"),
+    ("shift", "seeds", "conclusion"),
     [
         (lambda seed: 0.04 * (-1) ** seed, 8, "holds"),
         (lambda _seed: -0.2, 8, "does not hold"),
@@ -85,11 +85,11 @@ def test_pairs_remove_what_seeds_have_in_common() -> None:
     ids=["near", "lower", "scattered", "few", "enough"],
 )
 def test_it_holds_where_all_of_the_interval_is_within_ten_percent(
-    shift: Callable[[int], float], seeds: int, verdict: str
+    shift: Callable[[int], float], seeds: int, conclusion: str
 ) -> None:
     made = results(seeds, {ADAPTIVE.name: shift})
-    assert difference(made, ADAPTIVE.name, "score").verdict == verdict
-    assert f"**{verdict}**" in findings(made).splitlines()[0]
+    assert difference(made, ADAPTIVE.name, "score").conclusion == conclusion
+    assert f"**{conclusion}**" in findings(made).splitlines()[0]
 
 
 def test_what_gains_nothing_decides_nothing() -> None:

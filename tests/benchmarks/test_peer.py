@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import CHECKOUT
-from benchmarks.peer.cells import SWEEP, Cell, Measured, Sweep, Swept, choose, command, fingerprint
+from benchmarks.peer.cells import SWEEP, Cell, CellTimes, Sweep, Swept, choose, command, fingerprint
 from benchmarks.peer.service import InputEnded, Service
 from benchmarks.peer.sweep import Report, halves, run, sweep, swept, thread_counts
 from benchmarks.peer.workload import Prompt, Spec, announced_tokens, batches, complaint, read_prompts, read_spec
@@ -214,7 +214,7 @@ def test_a_program_that_did_other_work_stops_the_sweep() -> None:
 
 
 def sweep_of(directory: Path) -> Sweep:
-    cells = (Measured(Cell(4, 1, 1), (2.0, 3.0)), Measured(Cell(2, 2, 2), (2.0, 2.5)))
+    cells = (CellTimes(Cell(4, 1, 1), (2.0, 3.0)), CellTimes(Cell(2, 2, 2), (2.0, 2.5)))
     return Sweep({"counted": Swept(fingerprint(directory), "a machine", 2, {"trl": "1"}, cells, Cell(2, 2, 2))})
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings, strategies as st
 
 from oppo.demo import language
-from oppo.demo.preference import Text, compare, fluency, utility
+from oppo.demo.preference import Text, fluency, sample_preferences, utility
 
 WARM = Text(" The cake was superb. The staff were kind. I loved the tea.")
 
@@ -37,19 +37,17 @@ def test_length_explains_little_of_what_is_liked() -> None:
     assert abs(np.corrcoef(liked, [len(text.split()) for text in texts])[0, 1]) < 0.25
 
 
-def test_verdicts_follow_utility_with_noise() -> None:
-    pairs = compare(language.training_prompts(1500, 0), random.Random(0), texts=2)
+def test_preferences_follow_utility_with_noise() -> None:
+    pairs = sample_preferences(language.training_prompts(1500, 0), random.Random(0), texts=2)
     liked = [[utility(pair.ask.topic, text) for text in pair.texts] for pair in pairs]
-    followed = [like[p.verdicts[0][0]] > like[p.verdicts[0][1]] for p, like in zip(pairs, liked, strict=True)]
+    followed = [like[p.pairs[0][0]] > like[p.pairs[0][1]] for p, like in zip(pairs, liked, strict=True)]
     assert 0.9 < np.mean(followed) < 0.99
 
 
 def test_every_two_texts_are_compared_once() -> None:
-    (comparison,) = compare(language.held_out_prompts(1, 0), random.Random(0), texts=4)
+    (comparison,) = sample_preferences(language.held_out_prompts(1, 0), random.Random(0), texts=4)
     assert len(comparison.texts) == 4
-    assert {frozenset(verdict) for verdict in comparison.verdicts} == {
-        frozenset(two) for two in combinations(range(4), 2)
-    }
+    assert {frozenset(pair) for pair in comparison.pairs} == {frozenset(two) for two in combinations(range(4), 2)}
 
 
 @given(st.sampled_from([topic.name for topic in language.TOPICS]), st.text(max_size=60), st.booleans())

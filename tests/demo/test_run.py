@@ -66,7 +66,7 @@ def test_a_short_demo_learns_whatever_the_seed(seed: int, tmp_path: Path) -> Non
     learned(demo(tmp_path / "runs", short=True, seed=seed, cache=tmp_path / "cache"))
 
 
-def verdict(length_after: float, deferral_steps: Mapping[int, int] | None = None) -> Outcome:
+def outcome(length_after: float, deferral_steps: Mapping[int, int] | None = None) -> Outcome:
     return Outcome(
         scores=Comparison(before=0.0, after=1.5, spread=1.0, gain=1.5, half_width=0.2),
         kl=5.0,
@@ -84,16 +84,16 @@ def verdict(length_after: float, deferral_steps: Mapping[int, int] | None = None
 
 
 def test_responses_that_have_become_far_longer_are_called_a_length_hack() -> None:
-    assert "length hack: 2.3 times as long" in "\n".join(verdict(70.0).lines())
-    assert "length hack" not in "\n".join(verdict(59.0).lines())
+    assert "length hack: 2.3 times as long" in "\n".join(outcome(70.0).lines())
+    assert "length hack" not in "\n".join(outcome(59.0).lines())
 
 
 def test_runs_that_made_other_tokens_are_said_to_have_done_so() -> None:
-    assert "made OTHER tokens: aa and ab" in "\n".join(verdict(30.0).lines())
-    assert verdict(30.0).facts()["tokens_identical_to_serial"] is False
+    assert "made OTHER tokens: aa and ab" in "\n".join(outcome(30.0).lines())
+    assert outcome(30.0).facts()["tokens_identical_to_serial"] is False
 
 
 def test_what_was_carried_over_is_told_and_so_is_that_nothing_was() -> None:
-    told = "\n".join(verdict(30.0).lines())
+    told = "\n".join(outcome(30.0).lines())
     assert "20.0% of the rollouts were carried over; steps carried: 90 for 1, 5 for 2" in told
-    assert "nothing was carried over" in "\n".join(verdict(30.0, {}).lines())
+    assert "nothing was carried over" in "\n".join(outcome(30.0, {}).lines())

@@ -13,8 +13,8 @@ import pytest
 
 from oppo.errors import ConfigError
 from oppo.report import RunDirectory
+from oppo.report.files import require_unused
 from oppo.report.lock import LOCK, Lock, is_locked
-from oppo.report.occupancy import require_unused
 from tests.report.synthetic import play
 
 

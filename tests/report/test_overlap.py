@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from oppo.observe import Span
-from oppo.report.overlap import Interval, Role, hidden_fraction, occupation, seconds, union
+from oppo.report.overlap import Interval, Role, occupation, seconds, union
 
 ROLES: dict[str, Role] = {"actor": "decode", "reward": "score", "critic": "score", "trainer": "update"}
 
@@ -26,11 +26,11 @@ ROLES: dict[str, Role] = {"actor": "decode", "reward": "score", "critic": "score
 def test_scoring_is_hidden_where_something_decodes_or_trains(
     spans: list[tuple[str, float, float]], hidden: float
 ) -> None:
-    assert hidden_fraction([Span(track, "", start, end) for track, start, end in spans], ROLES) == hidden
+    assert occupation([Span(track, "", start, end) for track, start, end in spans], ROLES).hidden == hidden
 
 
 def test_without_scoring_nothing_is_hidden_or_exposed() -> None:
-    assert math.isnan(hidden_fraction([Span("actor", "", 0, 1)], ROLES))
+    assert math.isnan(occupation([Span("actor", "", 0, 1)], ROLES).hidden)
 
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(lambda p: (float(min(p)), float(max(p)))))

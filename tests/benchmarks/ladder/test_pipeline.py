@@ -17,11 +17,13 @@ from benchmarks.ladder.layout import Seat, Seats
 from benchmarks.ladder.modes import MODES
 from benchmarks.ladder.pipeline import pipeline
 from benchmarks.ladder.record import StepRecord
-from benchmarks.ladder.workloads import SMOKE, Scorers, Workload, on_gpu, scripted
+from benchmarks.ladder.workloads import SMOKE, Scorers, Workload, on_gpu
 from benchmarks.machine import cores_here
 from oppo.errors import ConfigError
 from oppo.observe import Span
 from tests.loop_guard import forwards_off_the_loop
+
+SCRIPTED = replace(SMOKE, name="smoke-scripted", models=replace(SMOKE.models, taught=0))
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +47,7 @@ def run(files: Files, mode: str, steps: int, scorers: Scorers = "thread") -> tup
 
     async def main() -> list[StepRecord]:
         async with work.graph.open(files.prompts(), observers=[watch]) as running:
-            return [await worker.measured(running, work, watch) for _ in range(steps)]
+            return [await worker.timed_step(running, work, watch) for _ in range(steps)]
 
     with closing(work):
         return anyio.run(main), spans
@@ -54,7 +56,7 @@ def run(files: Files, mode: str, steps: int, scorers: Scorers = "thread") -> tup
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     """Scripted lengths, so that no actor has to be taught."""
-    return files_of(scripted(SMOKE), tmp_path_factory.mktemp("cache"))
+    return files_of(SCRIPTED, tmp_path_factory.mktemp("cache"))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -97,7 +99,7 @@ def test_a_held_step_scores_the_whole_batch_in_one_call(files: Files) -> None:
 
 
 def test_a_rule_needs_no_reward_model(tmp_path: Path) -> None:
-    ruled = files_of(replace(scripted(SMOKE), reward="rule"), tmp_path)
+    ruled = files_of(replace(SCRIPTED, reward="rule"), tmp_path)
     (record,), _ = run(ruled, "chunk", 1)
     assert record.busy["reward"] == 0.0
     assert record.busy["critic"] > 0.0

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
 from xml.etree import ElementTree as ET
 
 import pytest
 
 from benchmarks.ladder.__main__ import main
-from benchmarks.ladder.of_record import PICTURE, ladders
-from benchmarks.ladder.plot import LEFT, OURS, PEERS, RIGHT, TIMES_SERIAL, WIDTH, Results, bars_of, draw, title
+from benchmarks.ladder.of_record import PICTURE, Results, ladders
+from benchmarks.ladder.plot import LEFT, OURS, PEERS, RIGHT, TIMES_SERIAL, WIDTH, bars_of, draw, title
 from oppo.errors import ConfigError
 
-RECORDED = cast("list[Results]", ladders())
+RECORDED = ladders()
 
 
 def results(*, valid: bool = True, serial: bool = True) -> Results:

@@ -90,13 +90,13 @@ def test_without_a_critic_there_is_none_by_default_and_groups_have_a_size(tmp_pa
     [
         (
             "models.critic=./other",
-            "'grpo' has no critic, so nothing is made of models.critic = './other': leave that out",
+            "'grpo' has no critic and cannot use models.critic = './other': leave that out",
         ),
-        ("models.shared_trunk=true", "so nothing is made of models.shared_trunk = True: leave that out"),
-        ("trainer.critic_warmup=1", "so nothing is made of trainer.critic_warmup = 1: leave that out"),
+        ("models.shared_trunk=true", "and cannot use models.shared_trunk = True: leave that out"),
+        ("trainer.critic_warmup=1", "and cannot use trainer.critic_warmup = 1: leave that out"),
         (
             "models.critic=./other trainer.critic_warmup=1",
-            "nothing is made of models.critic = './other', trainer.critic_warmup = 1: leave",
+            "cannot use models.critic = './other', trainer.critic_warmup = 1: leave",
         ),
         (
             "algorithm.lam=0.9",

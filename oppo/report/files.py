@@ -1,4 +1,4 @@
-"""Whether a new run may write a run directory: one that is unused, or holds what a run has left that made no step."""
+"""The files of a run directory, and whether a new run may write it: it is unused, or its run made no step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from oppo.report.records import read
 METRICS, SAMPLES, REPORT = "metrics.jsonl", "samples.jsonl", "report.html"
 
 SUMMARY = "summary.json"
-"""Written last, however the run ends; :func:`ended` reads it."""
+"""Written last, however the run ends."""
 
 STEPLESS = frozenset(
     {
@@ -29,11 +29,11 @@ STEPLESS = frozenset(
         "hang-report.json",
     }
 )
-"""What a run may leave that has made no step."""
+"""The files that a run may leave without having made a step."""
 
 
 def ended(path: Path) -> int | None:
-    """Return after how many steps a run came to its end, everything it learned saved; ``None``: it has not."""
+    """Return the steps of a complete run, whose trained models are saved; ``None`` for any other."""
     try:
         facts: dict[str, object] = json.loads((path / SUMMARY).read_text(encoding="utf-8"))
         return cast("int", facts["steps"]) if facts["complete"] is True else None
@@ -42,30 +42,30 @@ def ended(path: Path) -> int | None:
 
 
 def require_unused(path: Path) -> None:
-    """Check that a run could write ``path``: nothing of another run's steps is in it, and it can be made.
+    """Check that a new run could write ``path``, which may have to be made.
 
     Raises:
-        ConfigError: it is used, is being written by another run, is no directory, or cannot be written.
+        ConfigError: it holds steps of another run, is being written by one, is no directory, or cannot be written.
     """
     try:
-        there = next(each for each in (path, *path.parents) if each.exists())
-        fit = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
-        if fit and there == path:
+        nearest = next(each for each in (path, *path.parents) if each.exists())
+        writable = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
+        if writable and nearest == path:
             if is_locked(path):
                 raise ConfigError(taken(path))
             require_stepless(path)
     except OSError as error:
         raise ConfigError(f"the run directory {path} cannot be used: {error.strerror or error}") from error
-    if not fit:
-        what = "cannot be written to" if there.is_dir() else "is no directory"
-        raise ConfigError(f"the run directory {path} cannot be used: {there} {what}; choose another run.directory")
+    if not writable:
+        fault = "cannot be written to" if nearest.is_dir() else "is no directory"
+        raise ConfigError(f"the run directory {path} cannot be used: {nearest} {fault}; choose another run.directory")
 
 
 def require_stepless(path: Path) -> None:
-    """Check that nothing is in a directory but what a run has left that made no step.
+    """Check that a directory holds at most the files of a run that made no step.
 
     Raises:
-        ConfigError: it is used.
+        ConfigError: it holds others, or records of steps.
     """
     used = sorted(entry.name for entry in path.iterdir() if entry.name != LOCK)
     if STEPLESS.issuperset(used) and next(read(path / METRICS), None) is None:
@@ -79,7 +79,7 @@ def require_stepless(path: Path) -> None:
 
 
 def clear(path: Path) -> None:
-    """Delete what a run has left that made no step, but for its log, which goes on.
+    """Delete the files of a run that made no step, except its log, which the next run continues.
 
     Raises:
         OSError: a file cannot be deleted.

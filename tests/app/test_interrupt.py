@@ -33,7 +33,7 @@ async def test_the_first_asks_and_the_second_ends(number: signal.Signals) -> Non
         async with interruptible(told.append) as interrupt:
             signal.raise_signal(number)
             await anyio.lowlevel.checkpoint()
-            assert interrupt.asked is number
+            assert interrupt.by is number
             assert told == [number]
             steps.append("asked")
             signal.raise_signal(signal.SIGINT)
@@ -50,7 +50,7 @@ async def test_while_the_event_loop_is_blocked_the_second_is_raised_where_it_is(
     async def block() -> None:
         async with interruptible() as interrupt:
             signal.raise_signal(signal.SIGTERM)
-            assert interrupt.asked is signal.SIGTERM
+            assert interrupt.by is signal.SIGTERM
             signal.raise_signal(signal.SIGTERM)
 
     with pytest.raises(Stopped):
@@ -63,7 +63,7 @@ async def test_what_the_process_ignores_stays_ignored() -> None:
         async with interruptible() as interrupt:
             signal.raise_signal(signal.SIGHUP)
             await anyio.lowlevel.checkpoint()
-            assert interrupt.asked is None
+            assert interrupt.by is None
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -81,7 +81,7 @@ def test_in_another_thread_nothing_is_ever_asked() -> None:
 
     async def main() -> None:
         async with interruptible() as interrupt:
-            asked.append(interrupt.asked)
+            asked.append(interrupt.by)
 
     thread = threading.Thread(target=anyio.run, args=(main,))
     thread.start()

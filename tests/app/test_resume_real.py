@@ -17,14 +17,15 @@ from safetensors.numpy import load_file
 
 from oppo.app.checkpoint import COMPLETE, _seal as seal, verified
 from oppo.app.config import load
-from oppo.app.resume import fingerprints, settings_of
+from oppo.app.provenance import fingerprints
+from oppo.app.resume import settings_of
 from oppo.app.train import FINAL, prepare
 from oppo.cli import DONE, FAILED, UNUSABLE, main
 from oppo.errors import CheckpointError, ConfigError, ModelError
 from oppo.report import observations
+from oppo.report.files import SUMMARY
 from oppo.report.journal import JOURNAL
 from oppo.report.lock import is_locked
-from oppo.report.occupancy import SUMMARY
 from oppo.report.records import OBSERVED, rewind
 from tests.forked import Program
 from tests.workplace import furnish, oppo, records, start
