@@ -234,6 +234,10 @@ class PromptStream(Iterator[Prompt]):
             self._order = np.random.default_rng((self._seed, epoch)).permutation(len(self._prompts)).tolist()
         return replace(self._prompts[self._order[index]], rollout=number, admission=number, group=number)
 
+    def columns(self, number: int) -> Mapping[str, object]:
+        """Return the columns of the prompt with this admission number."""
+        return self.at(number).columns
+
     def state_dict(self) -> dict[str, int]:
         """Return the position."""
         return {"position": self.position}

@@ -12,6 +12,7 @@ from oppo.admission.slope import SlopeRule
 from oppo.algorithms.algorithm import Roles
 from oppo.app.settings import Settings, StepSection
 from oppo.chunking import ChunkSize, Fixed, Tuned, WholeRollout
+from oppo.data import PromptStream
 from oppo.events import StepReport
 from oppo.graph import Graph
 from oppo.report.dump import dump_batch
@@ -21,12 +22,14 @@ if TYPE_CHECKING:
     from oppo.app.assemble import Assembly
 
 
-def compose(settings: Settings, assembly: Assembly, replay: Mapping[int, Observation]) -> Graph[StepReport]:
+def compose(
+    settings: Settings, assembly: Assembly, prompts: PromptStream, replay: Mapping[int, Observation]
+) -> Graph[StepReport]:
     """Return the graph of a run's steps; the controllers observe ``replay`` in the steps that a resumed run repeats."""
     graph = recipe(settings, assembly)
     dump = partial(dump_batch, folder=settings.run_directory / "nonfinite")
     return graph.replace(
-        generate=replace(graph.stage("generate", Generate), replay=replay),
+        generate=replace(graph.stage("generate", Generate), replay=replay, columns=prompts.columns),
         update=replace(graph.stage("update", Update), max_nonfinite=settings.run.max_nonfinite, dump=dump),
     )
 

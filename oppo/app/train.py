@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import anyio
 import anyio.to_thread
 from rich.console import Console
 
-from oppo.app.checkpoint import Checkpoint, Checkpoints, State
+from oppo.app.checkpoint import Checkpoint, Checkpoints
 from oppo.app.compose import compose
 from oppo.app.empty_steps import EmptySteps
 from oppo.app.interrupt import Interrupt, Stopped, interruptible
@@ -87,7 +87,7 @@ class PreparedRun:
             return
         state = self.checkpoint.state()
         try:
-            running.load_state_dict(_with_columns(state["run"], lambda number: self.prompts.at(number).columns))
+            running.load_state_dict(state["run"])
             self.prompts.load_state_dict(state["prompts"])
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise CheckpointError(
@@ -103,7 +103,7 @@ class PreparedRun:
             CheckpointError: it could not be written; nothing half-written stays.
         """
         state = {
-            "run": _with_columns(running.state_dict(), lambda number: {}),
+            "run": running.state_dict(),
             "prompts": self.prompts.state_dict(),
             **self.provenance.state(),
         }
@@ -117,19 +117,6 @@ class PreparedRun:
         self.assembly.close()
         if self.lock is not None:
             self.lock.release()
-
-
-def _with_columns(run: State, columns: Callable[[int], Mapping[str, object]]) -> State:
-    """Return a run's state with other columns in its carried rollouts, by their admission numbers.
-
-    Checkpoints leave columns out, so that they may hold any type; a resumed run reads them from the prompts again.
-    """
-    generate: Mapping[str, Any] = run["stages"]["generate"]
-    units = [
-        {**unit, "rollouts": [{**each, "columns": columns(each["admission"])} for each in unit["rollouts"]]}
-        for unit in generate["units"]
-    ]
-    return {**run, "stages": {**run["stages"], "generate": {**generate, "units": units}}}
 
 
 def prepare(
@@ -185,7 +172,7 @@ def prepare(
         require_room(prompts, assembly.sampling.max_new_tokens, assembly.positions)
         done = 0 if checkpoint is None else checkpoint.step
         replay = observations(settings.run_directory / JOURNAL, done) if resume else {}
-        graph = compose(settings, assembly, replay)
+        graph = compose(settings, assembly, stream, replay)
         stack.pop_all()
     return PreparedRun(settings, assembly, graph, stream, provenance, checkpoints, tell, checkpoint, lock)
 

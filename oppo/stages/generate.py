@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -35,6 +35,9 @@ class Generate:
         replay: journalled observations by step. When a resumed run repeats these steps, its controllers observe them
             instead of new measurements, so they decide as before at any speed of the machine.
 
+        columns: returns the columns of a prompt by its admission number. With it ``state_dict`` leaves columns out, so
+            they may hold any type, and ``load_state_dict`` reads them again.
+
     Example:
         >>> from oppo.admission import Overcommit
         >>> from oppo.testing import FakePolicy
@@ -47,6 +50,7 @@ class Generate:
     chunks: ChunkSize = field(default_factory=Fixed)
     samples: int = 1
     replay: Mapping[int, Observation] = field(default_factory=dict)
+    columns: Callable[[int], Mapping[str, object]] | None = None
 
     def __post_init__(self) -> None:
         require_whole("samples", self.samples, 1, error=ConfigError)
@@ -72,7 +76,7 @@ class Generate:
     def state_dict(self) -> Mapping[str, Any]:
         """Return the carried units with all their tokens, and the state of the controllers."""
         units = [
-            {"age": unit.age, "rollouts": [self._snapshot(prompt).state_dict() for prompt in unit.prompts]}
+            {"age": unit.age, "rollouts": [self._state(self._snapshot(prompt)) for prompt in unit.prompts]}
             for unit in self._ledger.carried
         ]
         controllers = {name: each.state_dict() for name, each in self._controllers().items()}
@@ -84,7 +88,7 @@ class Generate:
         Raises:
             ConfigError: a response is incomplete, and the policy cannot continue it.
         """
-        units = [(unit["age"], [RolloutSnapshot.of(each) for each in unit["rollouts"]]) for unit in state["units"]]
+        units = [(unit["age"], [self._restore(each) for each in unit["rollouts"]]) for unit in state["units"]]
         self._restored = [snapshot for _, rollouts in units for snapshot in rollouts if not self._ledger.restarts]
         begun = [snapshot.response.prompt.rollout for snapshot in self._restored if len(snapshot.response)]
         if begun and not self.policy.capabilities.resumes:
@@ -102,6 +106,15 @@ class Generate:
         )
         for name, controller in self._controllers().items():
             controller.load_state_dict(state["controllers"][name])
+
+    def _state(self, snapshot: RolloutSnapshot) -> dict[str, Any]:
+        state = snapshot.state_dict()
+        return state if self.columns is None else {**state, "columns": {}}
+
+    def _restore(self, state: Mapping[str, Any]) -> RolloutSnapshot:
+        if self.columns is not None:
+            state = {**state, "columns": self.columns(state["admission"])}
+        return RolloutSnapshot.of(state)
 
     def _snapshot(self, prompt: Prompt) -> RolloutSnapshot:
         rollout = self._in_flight.get(prompt.rollout)

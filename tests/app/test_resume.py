@@ -6,18 +6,21 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import Lock
 
 import numpy as np
 import pytest
 from hypothesis import example, given
 
+from oppo.app.checkpoint import read_state, write_state
+from oppo.data import PromptStream
 from oppo.errors import ConfigError, GraphError
 from oppo.estimators import AdaptiveKL
 from oppo.events import Batch
 from oppo.models import Capabilities
 from oppo.shaping import ScoreShaping
 from oppo.stages import GAE, Generate, GroupRelative, Update
-from oppo.testing import FakePolicy, FakeTrainer, run_virtual
+from oppo.testing import FakePolicy, FakeTrainer, prompts, run_virtual
 from tests.pipelines import Pipeline, Setting, same_batches, settings
 
 CARRIED = Setting(lengths=(5, 9, 3, 30, 21), extra=2, steps=4)
@@ -110,6 +113,24 @@ def test_half_written_responses_are_refused_by_name_for_a_policy_that_cannot_go_
         other = Generate(FakePolicy(capabilities=Capabilities(resumes=False)), pipeline.generate.admission)
         with pytest.raises(ConfigError, match=r"rollouts \[.*\] are half-written, and FakePolicy cannot go on"):
             other.load_state_dict(state["stages"]["generate"])
+
+    run_virtual(main)
+
+
+def test_columns_of_any_type_stay_out_of_the_state_and_are_read_again(tmp_path: Path) -> None:
+    data = PromptStream([replace(prompt, columns={"lock": Lock()}) for prompt in prompts(40)], epochs=1)
+
+    async def main() -> None:
+        pipeline = Pipeline(CARRIED)
+        pipeline.generate.columns = data.columns
+        async with pipeline.graph().open(data) as run:
+            await run.step()
+            write_state(tmp_path, run.state_dict()["stages"]["generate"])
+        other = Generate(FakePolicy(), pipeline.generate.admission, columns=data.columns)
+        other.load_state_dict(read_state(tmp_path))
+        carried = [prompt for unit in other._ledger.carried for prompt in unit.prompts]
+        assert carried
+        assert all(prompt.columns["lock"] is data.columns(prompt.admission)["lock"] for prompt in carried)
 
     run_virtual(main)
 
