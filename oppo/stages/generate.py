@@ -59,7 +59,7 @@ class Generate:
         require_model(self.chunks, "ChunkSize", ("size", "observe"))
         self._ledger = Ledger(self.admission)
         self._in_flight: dict[int, InFlightRollout] = {}
-        self._restored: list[RolloutSnapshot] = []
+        self._restored: dict[int, RolloutSnapshot] = {}
 
     async def __aenter__(self) -> Self:
         return self
@@ -89,8 +89,13 @@ class Generate:
             ConfigError: a response is incomplete, and the policy cannot continue it.
         """
         units = [(unit["age"], [self._restore(each) for each in unit["rollouts"]]) for unit in state["units"]]
-        self._restored = [snapshot for _, rollouts in units for snapshot in rollouts if not self._ledger.restarts]
-        begun = [snapshot.response.prompt.rollout for snapshot in self._restored if len(snapshot.response)]
+        self._restored = {
+            snapshot.response.prompt.rollout: snapshot
+            for _, rollouts in units
+            for snapshot in rollouts
+            if not self._ledger.restarts
+        }
+        begun = [rollout for rollout, snapshot in self._restored.items() if len(snapshot.response)]
         if begun and not self.policy.capabilities.resumes:
             raise ConfigError(
                 f"rollouts {begun} are half-written, and {type(self.policy).__name__} cannot go on with a response as "
@@ -118,9 +123,9 @@ class Generate:
 
     def _snapshot(self, prompt: Prompt) -> RolloutSnapshot:
         rollout = self._in_flight.get(prompt.rollout)
-        if rollout is None:
-            return RolloutSnapshot(Response.empty(prompt), None)
-        return RolloutSnapshot(rollout.response(), rollout.reason)
+        if rollout is not None:
+            return RolloutSnapshot(rollout.response(), rollout.reason)
+        return self._restored.get(prompt.rollout) or RolloutSnapshot(Response.empty(prompt), None)
 
     def _controllers(self) -> dict[str, Stateful]:
         both = {"admission": self.admission, "chunks": self.chunks}
@@ -205,7 +210,7 @@ class Generate:
 
     async def _reopen(self) -> None:
         """Open the restored rollouts; scorers read each whole from its ``Finish``."""
-        restored, self._restored = self._restored, []
+        restored, self._restored = list(self._restored.values()), {}
         decodes = await self._decodes([snapshot.response for snapshot in restored]) if restored else []
         for snapshot, decode in zip(restored, decodes, strict=True):
             response, prompt = snapshot.response, snapshot.response.prompt

@@ -117,6 +117,23 @@ def test_half_written_responses_are_refused_by_name_for_a_policy_that_cannot_go_
     run_virtual(main)
 
 
+def test_a_state_that_was_loaded_is_the_state_until_the_first_step() -> None:
+    async def main() -> None:
+        pipeline = Pipeline(CARRIED)
+        async with pipeline.graph().open(pipeline.prompts()) as run:
+            await run.step()
+            state = run.state_dict()["stages"]["generate"]
+        other = Generate(FakePolicy(), pipeline.generate.admission)
+        other.load_state_dict(state)
+        tokens = [[each["tokens"].tolist() for each in unit["rollouts"]] for unit in state["units"]]
+        assert any(map(any, tokens)), "something half-written is carried"
+        assert [
+            [each["tokens"].tolist() for each in unit["rollouts"]] for unit in other.state_dict()["units"]
+        ] == tokens
+
+    run_virtual(main)
+
+
 def test_columns_of_any_type_stay_out_of_the_state_and_are_read_again(tmp_path: Path) -> None:
     data = PromptStream([replace(prompt, columns={"lock": Lock()}) for prompt in prompts(40)], epochs=1)
 
