@@ -37,7 +37,7 @@ def _forwards_off_the_loop() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _small_models_attend_in_parts() -> Iterator[None]:
+def _small_models_attend_in_segments() -> Iterator[None]:
     from tests.hf.child import SEGMENT_BYTES  # after the settings above: it imports torch
 
     with pytest.MonkeyPatch.context() as patch:

@@ -42,7 +42,13 @@ LEAVES = frozenset(
 )
 """Nothing in a layer imports these."""
 
-TORCH = (PACKAGE / "losses", PACKAGE / "hf", PACKAGE / "demo", PACKAGE / "app" / "assemble.py")
+TORCH = (
+    PACKAGE / "losses",
+    PACKAGE / "hf",
+    PACKAGE / "demo",
+    PACKAGE / "app" / "assemble.py",
+    PACKAGE / "app" / "roles.py",
+)
 """The only places that know torch."""
 
 BANNED = {
@@ -91,6 +97,17 @@ def test_modules_import_downwards_only() -> None:
         if module_of(path) not in LEAVES | {"__init__", "__main__"}
         for name, line in imports(path)
         if name.startswith("oppo.") and layer_of(name.split(".")[1]) > layer_of(module_of(path))
+    ]
+    assert not faults
+
+
+def test_only_the_command_line_and_the_demo_know_the_application() -> None:
+    faults = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in FILES
+        if module_of(path) not in {"app", "cli", "demo"}
+        for name, line in imports(path)
+        if name.startswith("oppo.app")
     ]
     assert not faults
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from oppo.app.roles import RoleLoader
 from oppo.app.saving import Saving
 from oppo.app.settings import DataSection, ModelsSection, SamplingSection, Settings
 from oppo.declared import declared
@@ -20,7 +21,6 @@ from oppo.hf.device import device_of, synchronised
 from oppo.hf.device_layout import DeviceLayout
 from oppo.hf.introspection import end_ids, longest
 from oppo.hf.loading.models import load_tokenizer, quiet
-from oppo.hf.loading.roles import RoleLoader
 from oppo.hf.lora import add_lora, share_base
 from oppo.hf.out_of_memory import ModelPlace
 from oppo.hf.serve.policy import HfPolicy

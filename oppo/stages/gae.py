@@ -45,14 +45,14 @@ class GAE(AdaptiveObjective):
     shaping: ScoreShaping = field(default_factory=ScoreShaping)
     whiten_rewards: bool = False
     whiten_advantages: bool = True
-    _control: KLControl = field(init=False, repr=False)
+    control: KLControl = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         require_declared(self, error=ConfigError)
         for name, value in (("gamma", self.gamma), ("lam", self.lam)):
             if not 0 <= value <= 1:
                 raise ConfigError(f"{name} must be a number from 0 to 1, not {value!r}")
-        self._control = controlled(self.kl, self.kl_estimator)
+        self.control = controlled(self.kl, self.kl_estimator)
 
     async def run(
         self,

@@ -50,12 +50,12 @@ class GroupRelative(AdaptiveObjective):
     kl: SupportsFloat | KLControl = 0.0
     kl_estimator: KLEstimator = "k1"
     shaping: ScoreShaping = field(default_factory=ScoreShaping)
-    _control: KLControl = field(init=False, repr=False)
+    control: KLControl = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.advantage not in get_args(GroupAdvantage):
             raise ConfigError(f"advantage must be one of {', '.join(get_args(GroupAdvantage))}, not {self.advantage!r}")
-        self._control = controlled(self.kl, self.kl_estimator)
+        self.control = controlled(self.kl, self.kl_estimator)
         if self.advantage == "standardised" and self.refers:
             raise ConfigError(
                 f"advantage = 'standardised' cannot have a KL in the reward, got kl = {self.kl}: where the scores of a "
@@ -67,7 +67,7 @@ class GroupRelative(AdaptiveObjective):
     @property
     def refers(self) -> bool:
         """Whether a reference is needed."""
-        return self._control.coefficient > 0
+        return self.control.coefficient > 0
 
     async def run(
         self,
@@ -86,7 +86,7 @@ class GroupRelative(AdaptiveObjective):
         """
         if self.refers and reference is None:
             raise ConfigError(
-                f"the KL penalty, kl = {self._control.coefficient}, needs a reference: connect reference=stream, or "
+                f"the KL penalty, kl = {self.control.coefficient}, needs a reference: connect reference=stream, or "
                 "leave kl at 0"
             )
         scored = await ScoredRollouts.of(rollout, score, reference=reference, proximal=proximal)

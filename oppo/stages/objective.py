@@ -68,11 +68,17 @@ class Objective:
 
 
 class AdaptiveObjective:
-    """The part of an advantage stage that adapts to each batch: the shaping of scores and the KL coefficient."""
+    """The part of an advantage stage that adapts to each batch: the shaping of scores and the KL coefficient.
+
+    Attributes:
+        kl_estimator: of each token's KL to the reference.
+        shaping: of the scores, before they are rewards; replaced by its successor after each batch.
+        control: of the coefficient of the KL penalty; replaced likewise.
+    """
 
     kl_estimator: KLEstimator
     shaping: ScoreShaping
-    _control: KLControl
+    control: KLControl
 
     def objective(self, batch: Batch) -> Objective:
         """Return the objective of a batch without advantages, and adapt to it.
@@ -85,19 +91,19 @@ class AdaptiveObjective:
         if batch.reference is not None:
             current = batch.logprobs if batch.proximal is None else batch.proximal
             kl = np.where(batch.sampled, kl_estimate(current, batch.reference, self.kl_estimator), np.float32(0))
-        objective = Objective(self.shaping.shaped(batch.scores, stopped), kl, self._control.coefficient)
+        objective = Objective(self.shaping.shaped(batch.scores, stopped), kl, self.control.coefficient)
         if len(batch):
-            self._control = self._control.after(objective.mean_kl(batch), len(batch))
+            self.control = self.control.after(objective.mean_kl(batch), len(batch))
         return objective
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the KL coefficient and the moments of the scores."""
-        return {"kl": self._control.coefficient, "moments": asdict(self.shaping.moments)}
+        return {"kl": self.control.coefficient, "moments": asdict(self.shaping.moments)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore both; a fixed coefficient stays."""
-        if isinstance(self._control, AdaptiveKL):
-            self._control = replace(self._control, initial=float(state["kl"]))
+        if isinstance(self.control, AdaptiveKL):
+            self.control = replace(self.control, initial=float(state["kl"]))
         self.shaping = replace(self.shaping, moments=RunningMoments(**state["moments"]))
 
 

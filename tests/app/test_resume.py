@@ -74,11 +74,11 @@ def test_controllers_of_kl_and_scores_go_on_where_they_were(
     kind: Callable[..., GAE | GroupRelative],
 ) -> None:
     learned = kind(kl=AdaptiveKL(0.2, target=1.0, horizon=10), shaping=ScoreShaping(norm=True))
-    learned._control = learned._control.after(5.0, 4)
+    learned.control = learned.control.after(5.0, 4)
     learned.shaping = learned.shaping.after(np.array([1, 2, 5], np.float32))
     fresh = kind(kl=AdaptiveKL(0.2, target=1.0, horizon=10), shaping=ScoreShaping(norm=True))
     fresh.load_state_dict(learned.state_dict())
-    assert (fresh._control, fresh.shaping) == (learned._control, learned.shaping)
+    assert (fresh.control, fresh.shaping) == (learned.control, learned.shaping)
 
 
 def test_a_state_of_other_stages_is_refused_by_name() -> None:

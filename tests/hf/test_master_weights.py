@@ -13,8 +13,8 @@ from torch import nn
 
 from oppo.errors import ConfigError, ModelRefused
 from oppo.hf.digest import weights_digest
+from oppo.hf.loading.precision import require_supported
 from oppo.hf.train.master_weights import MasterWeights
-from oppo.hf.train.precision import require_supported
 from oppo.hf.train.trainer import HfTrainer
 from oppo.placement import Thread
 from oppo.training import TrainerSettings

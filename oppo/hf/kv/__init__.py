@@ -2,8 +2,8 @@
 
 ::
 
-    IncrementalPrefill, ChunkedPrefill   which tokens are read next
-    Incremental                          one forward pass over rows at different positions
-    Slab, SlabCache, Masks               where keys and values lie, and which keys each query attends to
-    segmented_attention                  rows of similar length attend together
+    IncrementalPrefill     which tokens of a growing rollout are read next
+    Incremental            one forward pass over rows at different positions
+    Slab, SlabCache, Masks where keys and values lie, and which keys each query attends to
+    segmented_attention    rows of similar length attend together
 """

@@ -25,8 +25,8 @@ from transformers import PreTrainedModel
 
 from oppo.errors import ModelError
 from oppo.events import FinishReason, FloatArray, IntArray, Prompt
-from oppo.hf.kv.chunked_prefill import ChunkedPrefill
 from oppo.hf.kv.incremental import Incremental
+from oppo.hf.serve.chunked_prefill import ChunkedPrefill
 from oppo.hf.serve.noise import Noise
 from oppo.hf.serve.sampling import draw
 from oppo.hf.serve.signals import Counters, Signals

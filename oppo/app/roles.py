@@ -14,9 +14,9 @@ from oppo.hf.introspection import vocabulary
 from oppo.hf.loading.directory import holds_tokenizer
 from oppo.hf.loading.hub import located
 from oppo.hf.loading.models import load_causal, load_scalar, load_tokenizer
+from oppo.hf.loading.precision import require_supported
 from oppo.hf.out_of_memory import attributed
 from oppo.hf.text import Text
-from oppo.hf.train.precision import require_supported
 
 _LOADING = "choose models.dtype = 'bfloat16', or a smaller model"
 
