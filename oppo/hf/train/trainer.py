@@ -37,8 +37,7 @@ class HfTrainer(HostedTrainer[HfTrainerCore]):
             tokens, as their support.)
         thread: where updates are made: any place.
         settings: everything about the optimisation.
-        loss: minimised; by default PPO's: :class:`oppo.losses.PPOLoss` with a critic, else
-            :class:`oppo.losses.ClippedLoss`.
+        loss: PPO's by default, :class:`oppo.losses.PPOLoss` with a critic, else :class:`oppo.losses.ClippedLoss`.
 
     Raises:
         ConfigError: settings or loss need a critic and there is none, or there is a critic and the loss ignores it.
