@@ -38,7 +38,21 @@ LAYERS: tuple[frozenset[str], ...] = (
 """From the bottom up: a module imports its own layer and those below it."""
 
 LEAVES = frozenset(
-    {"app", "cli", "data", "demo", "durable", "hf", "liveness", "redact", "report", "rewards", "testing", "user_code"}
+    {
+        "app",
+        "cli",
+        "data",
+        "demo",
+        "durable",
+        "hf",
+        "liveness",
+        "redact",
+        "report",
+        "rewards",
+        "testing",
+        "user_code",
+        "vllm",
+    }
 )
 """Nothing in a layer imports these."""
 

@@ -1,0 +1,84 @@
+"""Responses for scorers, and a scorer fed with them in random pieces and company."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from oppo.events import Chunk, Finish, Given, IntArray, Prompt, Response
+from oppo.models import Scorer
+
+VOCABULARY: Final = 96
+PADDING: Final = 0
+EOS: Final = 2
+
+
+def ids(dice: random.Random, count: int) -> IntArray:
+    return np.array([dice.randrange(3, VOCABULARY) for _ in range(count)], np.int32)
+
+
+def chunk(rollout: int, start: int, tokens: IntArray) -> Chunk:
+    return Chunk(rollout, start, tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32))
+
+
+def responses(count: int = 5, seed: int = 0) -> list[Response]:
+    dice = random.Random(seed)
+    made = []
+    for rollout in range(count):
+        prompt = Prompt(rollout, rollout, ids(dice, dice.randint(1, 45)))
+        made.append(Response.empty(prompt).then(chunk(rollout, 0, ids(dice, dice.randint(1, 90)))))
+    return made
+
+
+async def stream(scorer: Scorer[object], made: Sequence[Response], seed: int) -> dict[int, object]:
+    """Feed the responses in random pieces and company; some tokens come as ``Given``; finish in random groups."""
+    dice = random.Random(seed)
+    fed: dict[int, int] = {}
+    values: dict[int, object] = {}
+    waiting = {response.prompt.rollout: response for response in made}
+    while waiting:
+        events: list[Prompt | Chunk | Given] = []
+        for rollout in dice.sample(sorted(waiting), dice.randint(1, len(waiting))):
+            response = waiting[rollout]
+            if rollout not in fed:
+                events.append(response.prompt)
+                fed[rollout] = 0
+                if dice.random() < 0.5:
+                    continue
+            tokens = response.tokens[fed[rollout] : fed[rollout] + dice.choice([1, 3, 16, 32, 70])]
+            if len(tokens):
+                given = dice.random() < 0.2
+                start = fed[rollout]
+                events.append(Given(rollout, start, tokens) if given else chunk(rollout, start, tokens))
+                fed[rollout] += len(tokens)
+        await scorer.extend(events)
+        ended = [rollout for rollout in waiting if fed.get(rollout) == len(waiting[rollout].tokens)]
+        dice.shuffle(ended)
+        if ended:
+            got = await scorer.finish([Finish(rollout, waiting[rollout], "eos") for rollout in ended])
+            values.update(zip(ended, got, strict=True))
+            for rollout in ended:
+                del waiting[rollout]
+    return values
+
+
+def answered(rollout: int, prompt: list[int], answer: list[int]) -> Response:
+    opened = Response.empty(Prompt(rollout, rollout, np.array(prompt, np.int32)))
+    return opened.then(chunk(rollout, 0, np.array(answer, np.int32)))
+
+
+def endings() -> list[Response]:
+    """Sequences that end, begin or consist of tokens that may stand for padding."""
+    return [
+        answered(0, [5, 6, 7], [8, 9, EOS]),
+        answered(1, [EOS], [EOS, EOS]),
+        answered(2, [5, 6, 7, 8], [9, 10, 11]),
+        answered(3, [PADDING, PADDING, 5, 6], [7, 8, EOS]),
+        answered(4, [EOS, EOS, EOS, 5, 6], [7, EOS, 8]),
+        answered(5, [5, 6], [7, EOS, PADDING, PADDING]),
+        answered(6, [PADDING], [PADDING, PADDING]),
+        answered(7, [5, 6, 7], [EOS, EOS, EOS]),
+    ]
