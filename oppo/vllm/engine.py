@@ -1,0 +1,167 @@
+"""An engine of vLLM: started, watched and ended by the process that uses it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from oppo.errors import ConfigError, one_line
+from oppo.observe import silent
+from oppo.vllm.arguments import engine_arguments, require_installed
+from oppo.vllm.plugin import TRANSFER, register
+from oppo.vllm.processes import Children, cores_of, environment, logging_to
+from oppo.vllm.publish import FileSender, WeightSender
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+TOLD_EVERY: Final = 10.0
+"""Seconds between two sentences about an engine that is starting."""
+
+PATIENCE: Final = 10.0
+"""Seconds that an engine's processes have to end."""
+
+
+class VllmEngine:
+    """vLLM's ``AsyncLLM`` and its processes; a context manager that ends them.
+
+    The processes take no signal from the terminal, write to a log, and end with this process however that ends.
+
+    Attributes:
+        llm: the engine; used on one event loop.
+        sender: gives it the weights of an update.
+        name: of its model.
+        vocabulary: upper bound of token ids.
+        longest: the longest sequence, prompt and response, in tokens.
+        config: vLLM's own.
+
+    Example:
+        >>> with VllmEngine.start("models/actor", arguments={"max_num_seqs": 64}) as engine:  # doctest: +SKIP
+        ...     policy = VllmPolicy(engine, sampling=Sampling(max_new_tokens=128))
+    """
+
+    def __init__(self, llm: Any, sender: WeightSender, children: Children, stack: ExitStack) -> None:  # noqa: ANN401 - AsyncLLM
+        self.llm = llm
+        self.sender = sender
+        self.config: VllmConfig = llm.vllm_config
+        self.name = Path(str(self.config.model_config.model)).name
+        self.vocabulary = int(self.config.model_config.get_vocab_size())
+        self.longest = int(self.config.model_config.max_model_len)
+        self._children = children
+        self._stack = stack
+
+    @classmethod
+    def start(
+        cls,
+        model: str | Path,
+        *,
+        arguments: Mapping[str, object] | None = None,
+        cores: int | None = None,
+        log: Path | None = None,
+        tell: Callable[[str], None] = silent,
+    ) -> Self:
+        """Start an engine and wait until it is ready; blocks, so call it before the event loop or in the main thread.
+
+        Its processes import the main module, so a program needs ``if __name__ == "__main__":``.
+
+        Args:
+            model: a directory or hub name, as transformers loads it.
+            arguments: of vLLM's engine, by the names of its ``AsyncEngineArgs``.
+            cores: CPU cores that it computes on, the first ones of this process; ``None``: as vLLM chooses.
+            log: the file for everything that it writes; ``None``: nowhere.
+            tell: receives a sentence about what it is doing, now and every ten seconds.
+
+        Raises:
+            ConfigError: vLLM is not installed, or the engine could not be started.
+        """
+        require_installed()
+        began = time.monotonic()
+        tell(f"starting vLLM with {Path(model).name}")
+        children = Children()
+        with ExitStack() as stack:
+            stack.callback(children.join, 0.0)
+            stack.enter_context(logging_to(log))
+            with _telling(began, log, tell), environment(log, cores_of(cores)):
+                try:
+                    llm = _async_llm(str(model), arguments or {})
+                except (KeyboardInterrupt, SystemExit):
+                    raise
+                except BaseException as error:
+                    raise ConfigError(_failure(model, error, log)) from error
+            children.keep()
+            tell(f"vLLM is ready after {time.monotonic() - began:.0f} s")
+            return cls(llm, FileSender(), children, stack.pop_all())
+
+    @property
+    def pids(self) -> list[int]:
+        """Ids of the processes that this one has started for the engine and that live."""
+        return self._children.pids
+
+    def abort(self) -> None:
+        """Kill the engine; safe to call from any thread."""
+        self._children.kill()
+
+    def close(self) -> None:
+        """End the engine and all its processes; idempotent."""
+        stack, self._stack = self._stack, ExitStack()
+        llm, self.llm = self.llm, None
+        with stack:
+            if llm is not None:
+                llm.shutdown(timeout=PATIENCE)
+                llm.shutdown = lambda *_, **__: None  # called again when it is collected, maybe by an interpreter that is ending
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def _async_llm(model: str, given: Mapping[str, object]) -> Any:  # noqa: ANN401 - AsyncLLM
+    from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415 - takes seconds to import
+    from vllm.platforms import current_platform  # noqa: PLC0415
+    from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
+
+    register()
+    arguments = engine_arguments(model, given, on_cpu=current_platform.is_cpu(), backend=TRANSFER)
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+
+
+@contextmanager
+def _telling(began: float, log: Path | None, tell: Callable[[str], None]) -> Iterator[None]:
+    """Tell, now and then, for how long the engine has been starting and what it logged last."""
+    over = threading.Event()
+
+    def work() -> None:
+        while not over.wait(TOLD_EVERY):
+            last = last_line(log)
+            tell(f"starting vLLM: {time.monotonic() - began:.0f} s{f', {last}' if last else ''}")
+
+    thread = threading.Thread(target=work, name="vLLM's start", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def last_line(log: Path | None, containing: str = "") -> str:
+    """Return the message of the last line of a log that contains some text; empty without one."""
+    try:
+        lines = [] if log is None else log.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    found = next((line for line in reversed(lines) if line.strip() and containing in line), "")
+    return found.rpartition("] ")[2].strip()
+
+
+def _failure(model: str | Path, error: BaseException, log: Path | None) -> str:
+    cause = last_line(log, "Error: ") or one_line(error)
+    where = "" if log is None else f"; everything that it wrote is in {log}"
+    return f"vLLM could not be started with {model}: {cause}{where}"

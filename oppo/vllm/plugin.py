@@ -1,0 +1,96 @@
+"""What vLLM's processes run first: the plugin that the entry point ``vllm.general_plugins`` names.
+
+It acts only in processes that a :class:`~oppo.vllm.engine.VllmEngine` has started, which it knows by :data:`PARENT` in
+their environment.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from contextlib import suppress
+from typing import Any, Final
+
+PARENT: Final = "OPPO_VLLM_PARENT"
+"""Environment variable: id of the process that started the engine."""
+
+LOG: Final = "OPPO_VLLM_LOG"
+"""Environment variable: the file for what the engine's processes write."""
+
+TRANSFER: Final = "oppo-file"
+"""Name of the weight-transfer backend that reads a file."""
+
+LOOK: Final = 0.5
+"""Seconds between two looks at the parent."""
+
+
+RECHECK: Final = 5
+"""Milliseconds after which a reader that waits for a message looks again."""
+
+
+def register() -> None:
+    """Detach an engine's process from the terminal, and end it with its parent; called by vLLM, several times."""
+    parent = os.environ.get(PARENT)
+    if parent is None:
+        return
+    register_transfer()
+    if int(parent) == os.getpid():
+        return
+    wait_without_spinning()
+    if int(parent) == os.getppid():
+        leave_terminal()
+        end_with(os.getppid())
+
+
+def register_transfer() -> None:
+    """Make :class:`oppo.vllm.transfer.FileTransfer` known to vLLM."""
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory  # noqa: PLC0415 - an extra
+
+    with suppress(ValueError):  # it is registered already
+        WeightTransferEngineFactory.register_engine(TRANSFER, "oppo.vllm.transfer", "FileTransfer")
+
+
+def wait_without_spinning() -> None:
+    """Let the engine's processes sleep while they wait for one another.
+
+    As shipped they spin for a second, on a core that the trainer may need. A sleeping reader can miss the notice of a
+    message, and would look again after five seconds.
+    """
+    from vllm.distributed.device_communicators import shm_broadcast  # noqa: PLC0415 - an extra
+
+    shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = RECHECK
+    initialise = shm_broadcast.SpinCondition.__init__
+
+    def without_spinning(self: Any, *arguments: Any, **keywords: Any) -> None:  # noqa: ANN401 - vLLM's own signature
+        initialise(self, *arguments, **keywords)
+        self.busy_loop_s = 0
+
+    if initialise.__name__ != without_spinning.__name__:
+        shm_broadcast.SpinCondition.__init__ = without_spinning
+
+
+def leave_terminal() -> None:
+    """Take no signal from the terminal, and write to the log.
+
+    A Ctrl-C is for the run, which ends the engine itself when the step is over.
+    """
+    with suppress(PermissionError):  # it leads a session already
+        os.setsid()
+    if log := os.environ.get(LOG):
+        file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        os.close(file)
+
+
+def end_with(parent: int) -> None:
+    """End this process soon after its parent; vLLM's workers end with this process."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(LOOK)
+        os._exit(1)
+
+    if not any(thread.name == watch.__qualname__ for thread in threading.enumerate()):
+        threading.Thread(target=watch, name=watch.__qualname__, daemon=True).start()

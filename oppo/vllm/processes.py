@@ -1,0 +1,131 @@
+"""The processes of an engine: their environment, and their end.
+
+While an engine starts, environment variables are set for the whole process; afterwards they are as they were.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final
+
+from oppo.vllm.plugin import LOG, PARENT
+
+QUIET: Final = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would inherit threads' locks, and torch's thread pool
+    "VLLM_LOGGING_COLOR": "0",
+}
+"""Set for an engine's processes unless the user's environment has another value."""
+
+FORMAT: Final = "%(levelname)s %(asctime)s [%(processName)s] %(message)s"
+
+
+@contextmanager
+def environment(log: Path | None, cores: Sequence[int] | None) -> Iterator[None]:
+    """Set the environment that the processes of an engine inherit, for as long as the context lasts.
+
+    Args:
+        log: the file for what they write; ``None``: nowhere.
+        cores: the CPU cores of the engine; ``None``: as vLLM chooses.
+    """
+    file = str(log or os.devnull)
+    with TemporaryDirectory(prefix="oppo-vllm-") as folder:
+        config = Path(folder, "logging.json")
+        config.write_text(json.dumps(logging_config(file)), encoding="utf-8")
+        chosen = {name: os.environ.get(name, value) for name, value in QUIET.items()}
+        chosen |= {PARENT: str(os.getpid()), LOG: file, "VLLM_LOGGING_CONFIG_PATH": str(config)}
+        if cores is not None and "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
+            chosen["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
+        before = {name: os.environ.get(name) for name in chosen}
+        os.environ.update(chosen)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+
+
+def logging_config(file: str) -> dict[str, object]:
+    """Return the configuration of ``logging`` with which vLLM writes to ``file`` alone."""
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"plain": {"format": FORMAT}},
+        "handlers": {"file": {"class": "logging.FileHandler", "filename": file, "formatter": "plain"}},
+        "loggers": {"vllm": {"handlers": ["file"], "level": "INFO", "propagate": False}},
+    }
+
+
+@contextmanager
+def logging_to(log: Path | None) -> Iterator[None]:
+    """Have vLLM's own logger in this process write to ``log`` alone, for as long as the context lasts."""
+    logger = logging.getLogger("vllm")
+    handler: logging.Handler = logging.NullHandler() if log is None else logging.FileHandler(log)
+    handler.setFormatter(logging.Formatter(FORMAT))
+    before, logger.handlers = logger.handlers, [handler]
+    propagated, logger.propagate = logger.propagate, False
+    try:
+        yield
+    finally:
+        logger.handlers, logger.propagate = before, propagated
+        handler.close()
+
+
+class Children:
+    """The processes that were started since this object was made, by this process."""
+
+    def __init__(self) -> None:
+        self._before = {child.pid for child in multiprocessing.active_children()}
+        self._found: dict[int, BaseProcess] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def pids(self) -> list[int]:
+        """Ids of those that live."""
+        return [pid for pid, child in self._seen().items() if child.is_alive()]
+
+    def keep(self) -> None:
+        """Count only those that were started up to now."""
+        self._seen()
+        self._before |= {child.pid for child in multiprocessing.active_children()}
+
+    def kill(self) -> None:
+        """Kill all of them; safe to call from any thread."""
+        for child in self._seen().values():
+            with suppress(ProcessLookupError, ValueError):
+                child.kill()
+
+    def join(self, seconds: float) -> None:
+        """Wait for their end, and kill those that outlast it."""
+        for child in self._seen().values():
+            child.join(seconds)
+        self.kill()
+        for child in self._seen().values():
+            child.join()
+
+    def _seen(self) -> dict[int, BaseProcess]:
+        with self._lock:
+            for child in multiprocessing.active_children():
+                if child.pid is not None and child.pid not in self._before:
+                    self._found[child.pid] = child
+            return dict(self._found)
+
+
+def cores_of(count: int | None) -> list[int] | None:
+    """Return the first ``count`` cores that this process may use; ``None`` without a count or where none are known."""
+    if count is None or sys.platform != "linux":
+        return None
+    return sorted(os.sched_getaffinity(0))[:count]
