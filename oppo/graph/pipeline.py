@@ -112,8 +112,8 @@ class Pipeline(Generic[O]):
                     raise
                 finally:
                     self._tasks.cancel_scope.cancel()
-        for error in self._errors():
-            raise error
+        for each in self._alive:
+            each.require_success()
 
     def _errors(self) -> list[Exception]:
         return [each.error for each in self._alive if each.error is not None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import anyio
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import given, strategies as st
 from oppo.errors import DeadlockError, GraphError
 from oppo.graph import Graph, GraphBuilder, Receiver, Run, Sender, Step
 from oppo.testing import run_virtual
-from tests.graph.stages import Boom, Collect, Diary, Fail, Relay, Stuck, Take, line
+from tests.graph.stages import Boom, Collect, Diary, Fail, Relay, Take, line
 
 Seconds = Callable[[int], float]
 
@@ -52,7 +53,7 @@ async def ends_of(graph: Graph[tuple[int, ...]], lookahead: int, count: int = 6)
 def durations(graph: Graph[tuple[int, ...]], lookahead: int) -> set[float]:
     """Return the seconds between the ends of steps, once the pipeline is full."""
     ends = run_virtual(ends_of, graph, lookahead)
-    return {later - earlier for earlier, later in zip(ends[2:], ends[3:], strict=False)}
+    return {later - earlier for earlier, later in pairwise(ends[2:])}
 
 
 def test_a_step_takes_the_sum_of_its_phases_without_lookahead_and_their_maximum_with_enough() -> None:
@@ -130,11 +131,10 @@ def test_an_error_ends_the_steps_behind_it_and_leaves_nothing() -> None:
     graph = g.build(g.add("collect", Collect(), g.add("fail", FailAt(1), taken)))
 
     async def main() -> list[tuple[int, ...]]:
-        results = []
+        results: list[tuple[int, ...]] = []
         async with graph.open(range(99), lookahead=2) as run:
             with pytest.raises(Boom, match="step 1") as caught:
-                async for result in run.steps(9):
-                    results.append(result)  # noqa: PERF401 - the results before the error are what is looked at
+                await extend(results, run)
             assert any("in stage 'fail' of graph 'failing', step 1" in note for note in caught.value.__notes__)
             with pytest.raises(GraphError, match="step 1 did not come to its end"):
                 await run.step()
@@ -143,6 +143,11 @@ def test_an_error_ends_the_steps_behind_it_and_leaves_nothing() -> None:
 
     assert run_virtual(main) == [(0, 1, 2)]
     assert diary.lines[-1] == "exit"
+
+
+async def extend(results: list[tuple[int, ...]], run: Run[tuple[int, ...]]) -> None:
+    async for result in run.steps(9):
+        results.append(result)  # noqa: PERF401 - an error leaves those before it
 
 
 @dataclass(eq=False)
@@ -281,7 +286,7 @@ def test_a_deadlock_names_every_step_that_is_alive() -> None:
     assert "graph 'line', step 1" in str(caught.value)
 
 
-class StuckCollect(Stuck):
+class StuckCollect:
     """A result stage that never returns."""
 
     async def run(self, items: Receiver[int], *, out: Sender[tuple[int, ...]]) -> None:
