@@ -87,6 +87,11 @@ class Step:
         """Return the records of this class, each with the name of its stage, in the order of recording."""
         return list(self._records.get(kind, ()))
 
+    @property
+    def followed(self) -> bool:
+        """Whether a later step has begun; whether one has, by the end of this step, does not depend on timing."""
+        return self._turn is not None and self._turn.after is not None
+
     async def previous(self, *stages: str) -> None:
         """Wait until the stages have returned in the step before.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,16 +33,22 @@ class Update:
 
     Attributes:
         trainer: owns the weights.
-        publish: the served models that follow them; idle by the time of the update.
+        publish: the served models that follow them; without lookahead idle by the time of the update.
+        after: names of the stages that use these models, apart from those that wait for an update. With lookahead the
+            weights are published when these have returned in the later steps that are alive: the weights that a step
+            uses then depend on its index and the lookahead alone. When empty, they are published as soon as there are
+            new ones.
         max_nonfinite: number of consecutive updates with a number that is not finite that ends the run; 0: never.
         dump: writes the last batch of such a run.
     """
 
     trainer: Trainer
     publish: Sequence[Follower] = ()
+    after: Sequence[str] = ()
     max_nonfinite: int = 3
     dump: Dump | None = None
     _nonfinite: int = field(default=0, init=False, repr=False)
+    _ended: float = field(default=-math.inf, init=False, repr=False)
     _lengths: LengthBias = field(default_factory=LengthBias, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -73,6 +80,7 @@ class Update:
             updated = anyio.current_time()
             require_trained(trained, self.trainer, version, batch)
             self._require_finite(batch, trained)
+            await step.later(*self.after)
             await self.trainer.publish(*self.publish)
             require_published(self.trainer, self.publish)
             end = anyio.current_time()
@@ -86,7 +94,7 @@ class Update:
                 dropped=(*batch.dropped, *(Drop(rollout, NONFINITE, nonfinite=True) for rollout in trained.nonfinite)),
                 deferred=tuple(batch.deferred),
                 score=float(np.mean(batch.scores[rows])) if rows else float("nan"),
-                seconds=end - step.started,
+                seconds=end - max(step.started, self._ended),
                 metrics={
                     **batch.metrics,
                     **composition(batch, version),
