@@ -54,6 +54,11 @@ class Setting:
     update: float = 0.0
     kept: int = 2
     lookahead: int = 0
+    checkpoint_every: int = 1
+
+    def is_checkpointed(self, index: int) -> bool:
+        """Whether the state of a run may be taken after this step."""
+        return (index + 1) % self.checkpoint_every == 0 or index == self.steps - 1
 
     def length(self, prompt: Prompt) -> int:
         return self.lengths[prompt.rollout % len(self.lengths)]
@@ -149,7 +154,7 @@ class Pipeline:
                 source.load_state_dict(state["prompts"])
                 self.trainer.version = first
                 await self.trainer.publish(self.policy, self.critic)
-            steps = run.steps(self.setting.steps - first, drain_after=lambda index: index == last - 1)
+            steps = run.steps(self.setting.steps - first, drain_after=self.setting.is_checkpointed)
             for _ in range(first, last):
                 self.reports.append(await anext(steps))
             write_state(directory, {"run": run.state_dict(), "prompts": source.state_dict()})
@@ -190,6 +195,7 @@ def settings(
         update=draw(st.sampled_from([0.0, 0.5])),
         kept=draw(st.sampled_from([0, 2])),
         lookahead=draw(st.sampled_from(lookaheads)),
+        checkpoint_every=draw(st.integers(1, 3)),
     )
 
 
