@@ -88,6 +88,11 @@ class Step:
         return list(self._records.get(kind, ()))
 
     @property
+    def lookahead(self) -> int:
+        """The number of later steps that may begin before this one has ended."""
+        return 0 if self._turn is None else self._turn.lookahead
+
+    @property
     def followed(self) -> bool:
         """Whether a later step has begun; whether one has, by the end of this step, does not depend on timing."""
         return self._turn is not None and self._turn.after is not None

@@ -21,6 +21,7 @@ class Turn:
         returned: by stage, set when it returns.
         followed: set once ``after`` is known.
         after: the turn of the next step; ``None`` if that begins when this one has ended.
+        lookahead: as given.
     """
 
     def __init__(self, stages: Sequence[str], before: Turn | None = None, lookahead: int = 0) -> None:
@@ -28,7 +29,7 @@ class Turn:
         self.followed = anyio.Event()
         self.before = before
         self.after: Turn | None = None
-        self._lookahead = lookahead
+        self.lookahead = lookahead
         if before is not None:
             before.after = self
             before.followed.set()
@@ -48,7 +49,7 @@ class Turn:
         """Wait until the stages have returned in the later steps; see :meth:`oppo.graph.Step.later`."""
         self._require_known(stages)
         turn: Turn = self
-        for _ in range(self._lookahead):
+        for _ in range(self.lookahead):
             await turn.followed.wait()
             if turn.after is None:
                 return

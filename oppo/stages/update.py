@@ -1,4 +1,12 @@
-"""Update: a batch in, the step's report out; every follower has the new weights by then."""
+"""Update: a batch in, the step's report out; every follower has the new weights by then.
+
+A token trained in step ``t`` is at most ``max_deferrals + lookahead`` updates older than the weights that are updated.
+For let its rollout have been admitted, or last resumed, in step ``j``. Step ``j`` begins when step ``j - 1 - lookahead``
+has ended, and a step ends after its update is published: the token's version is at least ``j - lookahead``. A rollout
+is deferred at most ``max_deferrals`` times, once for each step from its admission to its training, so a token that was
+written in step ``j`` is trained in a step ``t <= j + max_deferrals``. Step ``t`` updates version ``t``. The lag is thus
+at most ``t - (j - lookahead) <= max_deferrals + lookahead``. Weights that are published earlier only make it smaller.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +28,7 @@ from oppo.models import Follower, Trained, Trainer
 from oppo.numeric import require_whole
 from oppo.stages.contract import require_model, require_published, require_trained
 from oppo.stages.lengths import LengthBias
-from oppo.stages.measure import StepMetrics, observation
+from oppo.stages.measure import StepMetrics, TrainingPhase, observation
 from oppo.stages.scored_rollouts import NONFINITE
 
 Dump: TypeAlias = Callable[[Batch], Path]
@@ -81,9 +89,11 @@ class Update:
             require_trained(trained, self.trainer, version, batch)
             self._require_finite(batch, trained)
             await step.later(*self.after)
+            unused = anyio.current_time()
             await self.trainer.publish(*self.publish)
             require_published(self.trainer, self.publish)
             end = anyio.current_time()
+            step.record(TrainingPhase(updated - scored + end - unused))
             rollouts = batch.rollouts
             rows = [row for row, rollout in enumerate(rollouts) if rollout not in trained.nonfinite]
             bias = self._lengths.after(batch)
@@ -94,7 +104,7 @@ class Update:
                 dropped=(*batch.dropped, *(Drop(rollout, NONFINITE, nonfinite=True) for rollout in trained.nonfinite)),
                 deferred=tuple(batch.deferred),
                 score=float(np.mean(batch.scores[rows])) if rows else float("nan"),
-                seconds=end - max(step.started, self._ended),
+                seconds=end - (max(step.started, self._ended) if step.ahead else step.started),
                 metrics={
                     **batch.metrics,
                     **composition(batch, version),
@@ -103,12 +113,13 @@ class Update:
                     **{name: value for _, each in step.recorded(StepMetrics) for name, value in each.values.items()},
                     "timing_s/rollouts": scored - step.started,
                     "timing_s/update": updated - scored,
-                    "timing_s/publish": end - updated,
+                    "timing_s/publish": end - unused,
                 },
             )
             found = bottleneck(observation(report, step))
             if found is not None:
                 report = replace(report, metrics={**report.metrics, **found.as_metrics()})
+            self._ended = end
             await out.send(report)
 
     def _require_finite(self, batch: Batch, trained: Trained) -> None:
