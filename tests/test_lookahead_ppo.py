@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 from hypothesis import assume, example, given, strategies as st
 
-from oppo.admission import Observation
+from oppo.admission import AdmitView, CutView, Observation, Overcommit
 from oppo.admission.pace import Pace
 from oppo.testing import run_virtual
 from tests.known import known
@@ -63,6 +63,8 @@ def test_how_fast_the_stages_are_changes_no_bit(setting: Setting, seconds: dict[
 
 
 @given(settings(lookaheads=AHEAD))
+@example(Setting(lengths=(1,), batch=1, steps=3, capacity=1, lookahead=2))
+@example(Setting(lengths=(1,), batch=1, steps=6, capacity=1, lookahead=4))
 def test_proximal_log_probs_wait_for_the_weights_that_are_about_to_be_updated(setting: Setting) -> None:
     assume(setting.steps > 1)
     pipeline = played(setting, proximal=True)
@@ -77,30 +79,40 @@ def test_proximal_log_probs_wait_for_the_weights_that_are_about_to_be_updated(se
     assert all(len(known(batch.proximal)) == len(batch.tokens) for batch in pipeline.batches)
 
 
+@dataclass
+class Noting:
+    """Overcommit that notes how many steps it has observed at each admission."""
+
+    inner: Overcommit
+    observed: int = 0
+    at_admission: list[int] = field(default_factory=list)
+
+    @property
+    def batch(self) -> int:
+        return self.inner.batch
+
+    @property
+    def max_deferrals(self) -> int:
+        return self.inner.max_deferrals
+
+    def admit(self, view: AdmitView) -> int:
+        self.at_admission.append(self.observed)
+        return self.inner.admit(view)
+
+    def cut(self, view: CutView) -> bool:
+        return self.inner.cut(view)
+
+    def observe(self, seen: Observation) -> None:
+        self.observed += 1
+
+
 @given(settings(lookaheads=AHEAD))
-def test_controllers_observe_a_step_before_a_fixed_later_admission(setting: Setting) -> None:
-    """What admission knows when it decides on step k are the steps before k - lookahead, at any speed."""
-
-    pipeline = Pipeline(setting)
-    admission = pipeline.generate.admission
-    known_at: list[int] = []
-    seen: list[Observation] = []
-    admit, observe = admission.admit, admission.observe
-
-    def noting_admit(view: object) -> int:
-        known_at.append(len(seen))
-        return admit(view)  # type: ignore[arg-type]  # passed on as it came
-
-    def noting_observe(observation: Observation) -> None:
-        seen.append(observation)
-        observe(observation)
-
-    object.__setattr__(admission, "admit", noting_admit)
-    object.__setattr__(admission, "observe", noting_observe)
+def test_controllers_know_the_same_steps_at_an_admission_whatever_the_speed(setting: Setting) -> None:
+    admission = Noting(Overcommit(setting.batch, setting.extra, setting.max_deferrals))
+    pipeline = Pipeline(setting, admission=admission)
     run_virtual(pipeline.run)
-    reported = len(pipeline.reports)
-    expected = [max(0, step - setting.lookahead) for step in range(len(known_at))]
-    assert known_at[:reported] == expected[:reported]
+    known_steps = admission.at_admission[: len(pipeline.reports)]
+    assert known_steps == [max(0, step - setting.lookahead) for step in range(len(known_steps))]
 
 
 def test_a_step_with_lookahead_takes_the_longer_of_decoding_and_training() -> None:

@@ -99,6 +99,8 @@ class Execution(Generic[T]):
             for name in node.reads
             if name != SOURCE
         }
+        for channel in self._channels.values():
+            channel.awaits_reader = step.ahead > 0
 
     async def run(self) -> Sequence[T]:
         """Run every stage once and return the result, if any; raise a stage's error as itself, with a note."""
@@ -123,6 +125,9 @@ class Execution(Generic[T]):
     async def _drive(self, node: Node) -> None:
         step = self._step.of(node.name)
         await step.previous(node.name)
+        for name in node.reads:
+            if name != SOURCE:
+                self._channels[name, node.name].awaits_reader = False
         start = anyio.current_time()
         inputs = [self._reader(name, node) for name in node.inputs]
         named = {keyword: self._reader(name, node) for keyword, name in node.named.items()}

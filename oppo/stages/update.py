@@ -1,11 +1,11 @@
 """Update: a batch in, the step's report out; every follower has the new weights by then.
 
 A token trained in step ``t`` is at most ``max_deferrals + lookahead`` updates older than the weights that are updated.
-For let its rollout have been admitted, or last resumed, in step ``j``. Step ``j`` begins when step ``j - 1 - lookahead``
-has ended, and a step ends after its update is published: the token's version is at least ``j - lookahead``. A rollout
-is deferred at most ``max_deferrals`` times, once for each step from its admission to its training, so a token that was
-written in step ``j`` is trained in a step ``t <= j + max_deferrals``. Step ``t`` updates version ``t``. The lag is thus
-at most ``t - (j - lookahead) <= max_deferrals + lookahead``. Weights that are published earlier only make it smaller.
+Proof: step ``j`` begins when step ``j - 1 - lookahead`` has ended, and a step ends after its update is published, so a
+token written in step ``j`` has version ``j - lookahead`` or a newer one. Its rollout is deferred at most
+``max_deferrals`` times, once for each step between its admission and its training, so ``t <= j + max_deferrals``.
+Step ``t`` updates version ``t``, and the lag is at most ``t - (j - lookahead) <= max_deferrals + lookahead``. Weights
+that are published earlier only make it smaller.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from oppo.admission import bottleneck
 from oppo.errors import ConfigError, ModelDiverged
 from oppo.events import Batch, Drop, StepReport
 from oppo.graph import Receiver, Sender, Step
-from oppo.models import Follower, Trained, Trainer
+from oppo.models import Follower, Trained, Trainer, TrainsByReference
 from oppo.numeric import require_whole
 from oppo.stages.contract import require_model, require_published, require_trained
 from oppo.stages.lengths import LengthBias
@@ -78,9 +78,12 @@ class Update:
         """Train, publish, report.
 
         Raises:
+            ConfigError: the run looks ahead, and the trainer trains the tensors that a follower serves.
             ModelDiverged: ``max_nonfinite`` consecutive updates had a number that is not finite.
             ProtocolError: the trainer did not count its update, or a follower did not get the new weights.
         """
+        if step.lookahead:
+            self._require_own_weights()
         async for batch in batches:
             version = self.trainer.version
             scored = anyio.current_time()
@@ -122,6 +125,14 @@ class Update:
             self._ended = end
             await out.send(report)
 
+    def _require_own_weights(self) -> None:
+        shared = [type(each).__name__ for each in self.publish if shares_weights(self.trainer, each)]
+        if shared:
+            raise ConfigError(
+                f"with lookahead {', '.join(shared)} works while {type(self.trainer).__name__} trains, and they have "
+                "tensors in common: give the trainer copies of the models, or choose a lookahead of 0"
+            )
+
     def _require_finite(self, batch: Batch, trained: Trained) -> None:
         """Raise ``ModelDiverged`` after too many consecutive nonfinite updates."""
         rollouts = nonfinite(batch, trained)
@@ -139,6 +150,11 @@ class Update:
             except Exception as failure:  # noqa: BLE001 - may not hide the error that ends the run: it becomes a note
                 error.add_note(f"and the batch of the last update could not be written: {failure}")
         raise error
+
+
+def shares_weights(trainer: Trainer, follower: Follower) -> bool:
+    """Return whether an update changes what ``follower`` serves before it is published."""
+    return isinstance(trainer, TrainsByReference) and trainer.shares_weights(follower)
 
 
 def nonfinite(batch: Batch, trained: Trained) -> tuple[int, ...]:
