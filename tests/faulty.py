@@ -117,6 +117,7 @@ class FaultyPipeline(Pipeline):
                     self.reports.append(report)
                     if not run.alive:
                         self._save(run, source)
+                self._save(run, source)  # where the data has ended the last steps report nothing
         except Exception as error:  # noqa: BLE001 - what ends a run is looked at
             self.error = error
         self.tasks_left = len(asyncio.all_tasks()) - 1

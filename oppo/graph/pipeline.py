@@ -64,6 +64,7 @@ class StepRun(Generic[O]):
             self.results = await self.execution.run()
         except Exception as error:  # noqa: BLE001 - raised again when the steps before it have ended
             self.error = error
+            self.turn.fail()
         finally:
             self.over.set()
 

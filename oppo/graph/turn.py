@@ -22,6 +22,7 @@ class Turn:
         followed: set once ``after`` is known.
         after: the turn of the next step; ``None`` if that begins when this one has ended.
         lookahead: as given.
+        failed: whether the step has failed.
     """
 
     def __init__(self, stages: Sequence[str], before: Turn | None = None, lookahead: int = 0) -> None:
@@ -30,9 +31,16 @@ class Turn:
         self.before = before
         self.after: Turn | None = None
         self.lookahead = lookahead
+        self.failed = False
         if before is not None:
             before.after = self
             before.followed.set()
+
+    def fail(self) -> None:
+        """Note that the step has failed: earlier steps wait for none of its stages, and no later one goes on."""
+        self.failed = True
+        for event in self.returned.values():
+            event.set()
 
     def end(self) -> None:
         """Note that the step has ended, so that no later one refers to it."""
@@ -42,14 +50,19 @@ class Turn:
     async def previous(self, stages: Sequence[str]) -> None:
         """Wait until the stages have returned in the step before; see :meth:`oppo.graph.Step.previous`."""
         self._require_known(stages)
-        if self.before is not None:
-            await self.before.all_returned(stages)
+        before = self.before
+        if before is not None:
+            await before.all_returned(stages)
+            if before.failed:
+                await anyio.sleep_forever()  # until the error of that step is raised, which cancels this one
 
     async def later(self, stages: Sequence[str]) -> None:
         """Wait until the stages have returned in the later steps; see :meth:`oppo.graph.Step.later`."""
         self._require_known(stages)
         turn: Turn = self
         for _ in range(self.lookahead):
+            if turn.failed:
+                return
             await turn.followed.wait()
             if turn.after is None:
                 return

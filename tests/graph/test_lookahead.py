@@ -348,6 +348,33 @@ def test_a_stage_can_wait_for_the_later_steps_whatever_the_caller_does(
         assert last + 1 not in begun or at <= begun[last + 1], "and the next one has not begun"
 
 
+def test_a_step_does_not_wait_for_a_later_one_that_has_failed() -> None:
+    graph = phases(2.0, 1.0).replace(phase0=FailLater(2.0), collect=Publishing(1.0))
+
+    async def main() -> None:
+        async with graph.open(range(1000), lookahead=2) as run:
+            assert await run.step() == (0, 1)
+            with pytest.raises(Boom, match="step 1"):
+                await run.step()
+
+    run_virtual(main)
+
+
+@dataclass(eq=False)
+class FailLater:
+    """Fails in step 1."""
+
+    seconds: float
+
+    async def run(self, items: Receiver[int], *, out: Sender[int], step: Step) -> None:
+        received = [item async for item in items]
+        await anyio.sleep(self.seconds)
+        if step.index == 1:
+            raise Boom("step 1")
+        for item in received:
+            await out.send(item)
+
+
 def test_a_stage_can_wait_for_the_step_before() -> None:
     @dataclass(eq=False)
     class AfterUpdate(Phase):
