@@ -77,6 +77,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "step.lag_price": ("price of staleness", ""),
     "step.chunk": ("chunk size", ""),
     "step.on_publish": ("KV cache after a weight update", ""),
+    "step.lookahead": ("asynchronous training, one-step-off", ""),
     "algorithm.kl": ("KL coefficient, beta", "kl_coef"),
     "algorithm.kl_in": ("KL as reward or as loss", ""),
     "algorithm.kl_estimator": ("KL estimator", "kl_estimator"),

@@ -20,7 +20,7 @@ import anyio
 
 from oppo.errors import ModelLost
 from oppo.events import Batch
-from oppo.models import Follower, ResumableTrainer, Trained, Weights
+from oppo.models import Follower, ResumableTrainer, ServesByReference, Trained, Weights
 from oppo.placement import Hosting
 from oppo.placement.block import Block
 
@@ -138,6 +138,10 @@ class HostedTrainer(ResumableTrainer, Generic[C]):
         with anyio.CancelScope(shield=True):
             await publish(self.core.weights(), followers)
         await anyio.lowlevel.checkpoint_if_cancelled()
+
+    def shares_weights(self, follower: Follower) -> bool:
+        """Return whether ``follower`` serves the very tensors that are trained."""
+        return isinstance(follower, ServesByReference) and follower.serves(self.core.weights())
 
     async def write(self, directory: Path) -> None:
         """Write all that :meth:`restore` needs, and what :meth:`save` writes.

@@ -137,6 +137,14 @@ class Follower(Protocol):
         """Serve these weights from the next call on; on failure, go on serving the old ones."""
 
 
+@runtime_checkable
+class ServesByReference(Protocol):
+    """A follower that may serve the very tensors that are trained, so that an update changes what it serves."""
+
+    def serves(self, weights: Weights) -> bool:
+        """Return whether a tensor of ``weights`` is one that it serves."""
+
+
 class Decode(Protocol):
     """One rollout being decoded; between steps it keeps its unread tokens, and no task owns it."""
 
@@ -306,6 +314,14 @@ class Trainer(Protocol):
 
         A failure is raised with a note of each follower's version, and ends the run.
         """
+
+
+@runtime_checkable
+class TrainsByReference(Protocol):
+    """A trainer that may train the very tensors that a follower serves."""
+
+    def shares_weights(self, follower: Follower) -> bool:
+        """Return whether an update changes what ``follower`` serves before it is published."""
 
 
 class ResumableTrainer(Trainer, Protocol):

@@ -102,7 +102,7 @@ class FaultyPipeline(Pipeline):
                 ref_logp=Score(self.scripted_reference),
                 reward=Score(reward),
                 value=Score(self.scripted_critic),
-                update=Update(self.scripted_trainer, publish=followers, max_nonfinite=0),
+                update=Update(self.scripted_trainer, followers, ("generate", "value"), max_nonfinite=0),
             )
         )
 
@@ -110,12 +110,14 @@ class FaultyPipeline(Pipeline):
         """Run what is left of the steps; what ends the run before is in ``error``."""
         source = self.prompts()
         try:
-            async with self.graph().open(source, observers=[self.tap]) as run:
+            async with self.graph().open(source, observers=[self.tap], lookahead=self.setting.lookahead) as run:
                 first = await self._go_on(run, source)
                 self._save(run, source)
-                async for report in run.steps(self.setting.steps - first):
+                async for report in run.steps(self.setting.steps - first, drain_after=self.setting.is_checkpointed):
                     self.reports.append(report)
-                    self._save(run, source)
+                    if not run.alive:
+                        self._save(run, source)
+                self._save(run, source)  # where the data has ended the last steps report nothing
         except Exception as error:  # noqa: BLE001 - what ends a run is looked at
             self.error = error
         self.tasks_left = len(asyncio.all_tasks()) - 1
@@ -161,8 +163,14 @@ class FaultyPipeline(Pipeline):
 
     @property
     def complete(self) -> list[Batch]:
-        """The batches of the steps that came to their end."""
-        return self.trainer.batches[: len(self.reports)]
+        """The batches of the steps up to the last that was saved."""
+        return self.trainer.batches[: len(self.saved_reports)]
+
+    @property
+    def saved_reports(self) -> list[StepReport]:
+        """The reports of the steps up to the last that was saved; without lookahead, of all that came to their end."""
+        saved = int(self.saved["run"]["steps"]) if self.saved else 0
+        return [report for report in self.reports if report.index < saved]
 
     def carried(self) -> list[int]:
         """Return the rollouts that were held between the last complete step and the next."""

@@ -53,6 +53,12 @@ class Setting:
     per_call: float = 0.0
     update: float = 0.0
     kept: int = 2
+    lookahead: int = 0
+    checkpoint_every: int = 1
+
+    def is_checkpointed(self, index: int) -> bool:
+        """Whether the state of a run may be taken after this step."""
+        return (index + 1) % self.checkpoint_every == 0 or index == self.steps - 1
 
     def length(self, prompt: Prompt) -> int:
         return self.lengths[prompt.rollout % len(self.lengths)]
@@ -121,14 +127,16 @@ class Pipeline:
         value = g.add("value", Score(self.critic), rollout)
         if self.proximal:
             recorded: FakeScorer[FloatArray] = FakeScorer(lambda event, tokens, version: event.response.logprobs)
-            again = g.add("proximal", Score(recorded), rollout)
+            again = g.add("proximal", Score(recorded, after="update"), rollout)
             batch = g.add("advantage", GAE(), rollout, ref, score, value, proximal=again)
         else:
             batch = g.add("advantage", GAE(), rollout, ref, score, value)
-        return g.build(g.add("update", Update(self.trainer, publish=[self.policy, self.critic]), batch))
+        update = Update(self.trainer, publish=[self.policy, self.critic], after=("generate", "value"))
+        return g.build(g.add("update", update, batch))
 
     async def run(self) -> None:
-        async with self.graph().open(prompts(self.setting.prompts), observers=[self.tap]) as run:
+        source, ahead = prompts(self.setting.prompts), self.setting.lookahead
+        async with self.graph().open(source, observers=[self.tap], lookahead=ahead) as run:
             async for report in run.steps(self.setting.steps):
                 self.reports.append(report)
                 self.tasks_between_steps.append(len(asyncio.all_tasks()))
@@ -139,14 +147,14 @@ class Pipeline:
     async def run_part(self, first: int, last: int, directory: Path) -> None:
         """Run steps ``first .. last`` of the whole run; what came before is in ``directory``, and so is what comes."""
         source = self.prompts()
-        async with self.graph().open(source, observers=[self.tap]) as run:
+        async with self.graph().open(source, observers=[self.tap], lookahead=self.setting.lookahead) as run:
             if first:
                 state = read_state(directory)
                 run.load_state_dict(state["run"])
                 source.load_state_dict(state["prompts"])
                 self.trainer.version = first
                 await self.trainer.publish(self.policy, self.critic)
-            steps = run.steps(self.setting.steps - first)
+            steps = run.steps(self.setting.steps - first, drain_after=self.setting.is_checkpointed)
             for _ in range(first, last):
                 self.reports.append(await anext(steps))
             write_state(directory, {"run": run.state_dict(), "prompts": source.state_dict()})
@@ -162,7 +170,9 @@ def paces(*each: float) -> st.SearchStrategy[tuple[float, ...]]:
 
 
 @st.composite
-def settings(draw: st.DrawFn, prompts: tuple[int, ...] = (0, 3, 7, 1_000)) -> Setting:
+def settings(
+    draw: st.DrawFn, prompts: tuple[int, ...] = (0, 3, 7, 1_000), lookaheads: tuple[int, ...] = (0, 0, 1, 2)
+) -> Setting:
     """Any run: deferral, rollouts decoded together or apart, fast and slow models, small and large channels."""
     batch = draw(st.integers(1, 5))
     seconds = st.sampled_from([0.0, 0.001, 0.004, 0.03])
@@ -184,6 +194,8 @@ def settings(draw: st.DrawFn, prompts: tuple[int, ...] = (0, 3, 7, 1_000)) -> Se
         per_call=draw(seconds),
         update=draw(st.sampled_from([0.0, 0.5])),
         kept=draw(st.sampled_from([0, 2])),
+        lookahead=draw(st.sampled_from(lookaheads)),
+        checkpoint_every=draw(st.integers(1, 3)),
     )
 
 

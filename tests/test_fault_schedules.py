@@ -114,6 +114,8 @@ def cases(draw: st.DrawFn, fault: st.SearchStrategy[Fault]) -> Case:
         per_call=draw(SECONDS),
         update=draw(st.sampled_from([0.0, 0.5])),
         kept=draw(st.sampled_from([0, 2])),
+        lookahead=draw(st.sampled_from([0, 0, 1, 2])),
+        checkpoint_every=draw(st.integers(1, 3)),
     )
     kinds: list[Kind] = ["overcommit", "adaptive", "batched"]
     script = tuple(draw(st.lists(fault, min_size=1, max_size=3)))
@@ -198,8 +200,8 @@ def check_ending(run: FaultyPipeline) -> None:
 
 def check_accounts(run: FaultyPipeline) -> None:
     """Every rollout taken by the end of the last whole step is trained, dropped or carried, once."""
-    trained = [rollout for report in run.reports for rollout in report.trained]
-    dropped = [drop.rollout for report in run.reports for drop in report.dropped]
+    trained = [rollout for report in run.saved_reports for rollout in report.trained]
+    dropped = [drop.rollout for report in run.saved_reports for drop in report.dropped]
     assert trained == [rollout for batch in run.complete for rollout in batch.rollouts]
     assert sorted([*trained, *dropped, *run.carried()]) == list(range(run.taken()))
     if run.error is None:
@@ -254,22 +256,24 @@ def check_bounds(run: FaultyPipeline) -> None:
     """Batches are full and as fresh as promised, and no channel ever held more than it may."""
     s = run.setting
     total = min(s.prompts, s.steps * s.batch)
-    for step, (batch, report) in enumerate(zip(run.complete, run.reports, strict=True)):
+    for step, (batch, report) in enumerate(zip(run.complete, run.saved_reports, strict=True)):
         units = min(s.batch, total - step * s.batch)
         assert len(batch) + len(batch.dropped) == units * s.samples
-        most = 0 if run.kind == "batched" else s.max_deferrals
+        most = (0 if run.kind == "batched" else s.max_deferrals) + s.lookahead
         assert report.metrics.get("staleness/lag_max", 0) <= most
         assert run.kind == "batched" or len(report.deferred) <= s.extra * s.samples
     for channels in run.tap.channels:
         for counters in channels.values():
-            assert counters["peak"] <= counters["capacity"] == s.capacity
+            assert counters["peak"] <= counters["capacity"] == s.capacity or s.lookahead
             assert counters["sent"] == counters["received"] + counters["merged"]
             assert not counters["queued"]
 
 
 def check_numbers(run: FaultyPipeline) -> None:
     """Whatever was trained, at the version of its step or in the one that failed, is what the models say of it."""
-    for version, batch in enumerate(run.trainer.batches):
+    s = run.setting
+    for step, batch in enumerate(run.trainer.batches):
+        version = max(step - s.lookahead, step - step % s.checkpoint_every)
         for response, score, row in zip(batch.responses, batch.scores, batch.rows(), strict=True):
             prompt = response.prompt
             made = FakeDecode(run.policy, prompt, run.setting.length(prompt), versions=batch.versions[row].tolist())
@@ -303,7 +307,7 @@ def check_going_on(case: Case, run: FaultyPipeline) -> None:
         rest = run.resumed()
         assert rest.error is None
         batches = [*batches, *rest.batches]
-    dropped = [drop.rollout for report in run.reports for drop in report.dropped]
+    dropped = [drop.rollout for report in run.saved_reports for drop in report.dropped]
     trained = [rollout for batch in batches for rollout in batch.rollouts]
     s = case.setting
     assert sorted([*trained, *dropped]) == list(range(min(s.prompts, s.steps * s.batch) * s.samples))

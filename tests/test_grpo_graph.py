@@ -97,15 +97,16 @@ def test_proximal_log_probs_change_nothing_where_nothing_is_stale(*, referred: b
 @pytest.mark.schedules
 @given(groups(prompts=(1_000,)))
 @example(CARRIED)
-def test_a_run_interrupted_after_every_step_equals_an_uninterrupted_one(
+def test_a_run_interrupted_at_every_checkpoint_equals_an_uninterrupted_one(
     tmp_path_factory: pytest.TempPathFactory, setting: Setting
 ) -> None:
     setting = replace(setting, paces=())  # where the order of what finishes is the decode loop's alone
     directory, whole = tmp_path_factory.mktemp("state"), Grouped(setting)
     run_virtual(whole.run_part, 0, setting.steps, directory)
-    parts = [Grouped(setting) for _ in range(setting.steps)]
-    for step, part in enumerate(parts):
-        run_virtual(part.run_part, step, step + 1, directory)
+    parts = []
+    for first in range(0, setting.steps, setting.checkpoint_every):
+        parts.append(part := Grouped(setting))
+        run_virtual(part.run_part, first, min(first + setting.checkpoint_every, setting.steps), directory)
     assert same_batches([batch for part in parts for batch in part.batches], whole.batches)
 
 

@@ -136,9 +136,9 @@ class Bottleneck:
 
 
 def bottleneck(seen: Observation) -> Bottleneck | None:
-    """Return the bottleneck of a step; ``None`` if nothing was decoded, or decoding took no time."""
+    """Return the bottleneck of a step; ``None`` if nothing was decoded, in no time, or while other steps were alive."""
     decode, rest = seen.decode_seconds, seen.rest_seconds
-    if not (decode > 0 and seen.decode_steps):
+    if not (decode > 0 and seen.decode_steps) or seen.lookahead:
         return None
     waited = max(0.0, seen.seconds - decode - rest)
     slowest = max(seen.scoring, key=lambda scoring: scoring.busy, default=None)

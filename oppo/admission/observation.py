@@ -39,7 +39,7 @@ class Observation:
 
     Attributes:
         step: ordinal of the step, from 0.
-        seconds: from the step's start to its last publish.
+        seconds: from the step's start, or the last publish of the step before if that is later, to its last publish.
         decode_seconds: from the start of decoding to the cut; 0 without decoding.
         decode_steps: number of forward passes: the most tokens that any rollout gained.
         tokens: sum of the tokens that the rollouts gained.
@@ -48,11 +48,13 @@ class Observation:
         capped: how many of those ended at the length cap.
         parked: lengths so far of the incomplete units.
         scoring: busy time of each scorer.
-        rest_seconds: ``seconds`` without decoding and the wait for scores after it.
+        rest_seconds: ``seconds`` without decoding and the wait for scores after it; with lookahead, of the update and
+            the publishing alone.
         score: mean score of the trained rollouts; NaN without any.
         mismatch_kl: KL between the weights that sampled and those that were trained, nats per token; ``None`` if not
             measured.
         effective_samples: effective sample size of the importance weights as a share, 0 to 1; ``None`` likewise.
+        lookahead: number of later steps that may begin before this one has ended.
 
     Example:
         >>> seen = Observation(step=3, seconds=9.5, finished=(12, 40), scoring=(Scoring("reward", 2.0, 0.5),))
@@ -74,6 +76,7 @@ class Observation:
     score: float = float("nan")
     mismatch_kl: float | None = None
     effective_samples: float | None = None
+    lookahead: int = 0
 
     def as_json(self) -> dict[str, Json]:
         """Return this as JSON values, for a journal or a checkpoint; a score that is not finite becomes ``None``."""

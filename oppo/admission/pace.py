@@ -37,17 +37,21 @@ class ScorerPace:
 class Pace:
     """Predicts the seconds of a step: ``max(decode + tail, busy) + rest`` with the slowest scorer's tail and busy.
 
+    With lookahead the rest is done while the next step is decoded, and the larger of the two counts.
+
     Attributes:
         step: seconds per decode step.
         token: seconds per token of a unit, for a whole batch.
         scorers: of each scorer.
         rest: seconds of everything else: advantages, update, publishing.
+        overlaps: whether steps overlap.
     """
 
     step: float
     token: float
     scorers: tuple[ScorerPace, ...]
     rest: float
+    overlaps: bool = False
 
     def seconds(self, decode_steps: FloatVector, mean_length: float) -> FloatVector:
         """Return the predicted seconds for each number of decode steps, in their shape."""
@@ -55,7 +59,7 @@ class Pace:
         ready = decode
         for scorer in self.scorers:
             ready = np.maximum(ready, np.maximum(decode + scorer.tail, scorer.busy))
-        return ready + self.rest
+        return np.maximum(ready, self.rest) if self.overlaps else ready + self.rest
 
 
 def pace(window: Sequence[Observation], batch: int) -> Pace:
@@ -66,7 +70,8 @@ def pace(window: Sequence[Observation], batch: int) -> Pace:
         batch: units in a full batch.
     """
     step, token = decode_costs(window, batch)
-    return Pace(step, token, scorer_paces(window), float(np.mean([seen.rest_seconds for seen in window])))
+    rest = float(np.mean([seen.rest_seconds for seen in window]))
+    return Pace(step, token, scorer_paces(window), rest, overlaps=any(seen.lookahead for seen in window))
 
 
 def decode_costs(window: Sequence[Observation], batch: int) -> tuple[float, float]:

@@ -66,9 +66,10 @@ def grpo(
     rollout = g.add("generate", Generate(policy, admission, chunks or Fixed(), samples), g.prompts)
     score = g.add("reward", Score(reward), rollout)
     ref = None if reference is None else g.add("ref_logp", Score(reference), rollout)
-    again = None if proximal is None else g.add("proximal", Score(proximal), rollout)
+    again = None if proximal is None else g.add("proximal", Score(proximal, after="update"), rollout)
     batch = g.add("advantage", estimator, rollout, score, reference=ref, proximal=again)
-    return g.build(g.add("update", Update(trainer, publish=followers(policy, proximal)), batch))
+    update = Update(trainer, publish=followers(policy, proximal), after=("generate",))
+    return g.build(g.add("update", update, batch))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,9 +55,10 @@ def ppo(
     ref = g.add("ref_logp", Score(reference), rollout)
     score = g.add("reward", Score(reward), rollout)
     value = g.add("value", Score(critic), rollout)
-    again = None if proximal is None else g.add("proximal", Score(proximal), rollout)
+    again = None if proximal is None else g.add("proximal", Score(proximal, after="update"), rollout)
     batch = g.add("advantage", advantage or GAE(), rollout, ref, score, value, proximal=again)
-    return g.build(g.add("update", Update(trainer, publish=followers(policy, critic, proximal)), batch))
+    update = Update(trainer, publish=followers(policy, critic, proximal), after=("generate", "value"))
+    return g.build(g.add("update", update, batch))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -224,8 +224,8 @@ def _actor_and_reference(
 def _trainer(
     settings: Settings, actor: PreTrainedModel, critic: PreTrainedModel | None, sampling: Sampling, place: Hosting
 ) -> HfTrainer:
-    """Return the trainer of the served models, or of copies of them without ``share_weights``."""
-    if not settings.models.share_weights:
+    """Return the trainer of the served models, or of copies of them if they share no weights."""
+    if not settings.shares_weights:
         own = ActorCritic(actor, critic).with_own_weights()
         actor, critic = own.actor, own.critic
     return HfTrainer(

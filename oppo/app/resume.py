@@ -41,6 +41,9 @@ MAY_CHANGE = frozenset(
 ``run.steps`` may change under a constant schedule of the learning rate, which does not depend on it.
 """
 
+DRAINING = frozenset({"run.checkpoint_every"})
+"""Those that may not change with ``step.lookahead``: they decide after which steps none is in flight."""
+
 ROUNDING = frozenset(
     {"run.cores", "run.policy", "run.scorers", "trainer.micro_batch_tokens", "trainer.gradient_checkpointing"}
 )
@@ -78,11 +81,12 @@ def require_same(before: Mapping[str, str], settings: Settings, *, of: str = "")
     now = fingerprints(settings)
     changed = {key for key, value in before.items() if now.get(key, value) != value}
     exact, schedule = settings.run.exact, settings.trainer.schedule
+    free = MAY_CHANGE - DRAINING if settings.step.lookahead else MAY_CHANGE
     where = f", and {of} was written with other values than config.toml has" if of else ""
-    if refused := sorted(changed - MAY_CHANGE - ROUNDING):
+    if refused := sorted(changed - free - ROUNDING):
         raise ConfigError(
             f"{', '.join(refused)} cannot change when a run is resumed{where}: put it back as it was, or start a new "
-            f"run; what may change is {', '.join(sorted(MAY_CHANGE if exact else MAY_CHANGE | ROUNDING))}"
+            f"run; what may change is {', '.join(sorted(free if exact else free | ROUNDING))}"
         )
     if exact and (refused := sorted(changed & ROUNDING)):
         raise ConfigError(

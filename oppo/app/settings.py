@@ -132,8 +132,10 @@ class ModelsSection:
         default=False,
         description="make the critic a value head on the policy's own trunk, read and trained once for both",
     )
-    share_weights: bool = setting(
-        default=True, description="train the weights that are served; off: a copy, published after each update"
+    share_weights: bool | None = setting(
+        None,
+        "train the weights that are served, or a copy of them, which is published after each update; when absent the "
+        "served ones, but a copy with `step.lookahead`",
     )
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = setting(
         "float32",
@@ -244,6 +246,11 @@ class StepSection:
         "keys and values of a carried rollout after an update: computed again with the new weights, or kept (cheaper, "
         "but of several versions, and lost when a run is resumed)",
     )
+    lookahead: Count = setting(
+        0,
+        "steps that begin before the current one has ended: 0 decodes, scores and trains one step after the other; "
+        "with 1 the next step is decoded while this one is trained (one-step-off), and tokens are one update older",
+    )
 
     def __post_init__(self) -> None:
         if self.extra is not None and self.admission == "tail-batched":
@@ -295,6 +302,11 @@ class Settings(BaseModel):
                 "run.exact makes every bit independent of timing, and step.admission = 'adaptive' decides by time: "
                 "choose another admission"
             )
+        if self.step.lookahead and self.models.share_weights:
+            raise ValueError(
+                f"step.lookahead = {self.step.lookahead} trains while the next step is decoded, and "
+                "models.share_weights = true would change the weights meanwhile: leave share_weights out"
+            )
         if self.run.exact and self.models.dtype != "float32":
             raise ValueError(f"run.exact needs models.dtype = 'float32', got {self.models.dtype!r}")
         if self.run.exact and self.models.device.startswith("cuda"):
@@ -333,6 +345,12 @@ class Settings(BaseModel):
             ValidationError: a setting is unknown, missing or out of range.
         """
         return cls.model_validate(document, context=algorithm_of(document))
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether the weights that are trained are those that are served."""
+        shares = self.models.share_weights
+        return self.step.lookahead == 0 if shares is None else shares
 
     @property
     def run_directory(self) -> Path:

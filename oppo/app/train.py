@@ -77,6 +77,11 @@ class PreparedRun:
         """Steps made before this process; 0 for a new run."""
         return 0 if self.checkpoint is None else self.checkpoint.step
 
+    def is_checkpointed(self, index: int) -> bool:
+        """Return whether the run writes a checkpoint after this step."""
+        every, made = self.settings.run.checkpoint_every, index + 1
+        return every > 0 and (made % every == 0 or made == self.steps)
+
     async def restore(self, running: Run[StepReport]) -> None:
         """Load the state of run, prompts and models from the checkpoint.
 
@@ -219,7 +224,7 @@ async def run(
             saving(assembly, directory.path / FINAL),
             heartbeat.beating(),
             watchdog.guarding(),
-            session.graph.open(session.prompts, observers=watching) as running,
+            session.graph.open(session.prompts, observers=watching, lookahead=settings.step.lookahead) as running,
             interruptible(log.on_interrupt, partial(announce_end, console)) as interrupt,
         ):
             watchdog.watch(running)
@@ -296,7 +301,8 @@ async def make_steps(
 ) -> None:
     """Make the remaining steps; write a checkpoint every ``run.checkpoint_every``, after the last and after a signal.
 
-    The records of all steps are on the disk before their checkpoint is, so a resumed run has them.
+    No step is in flight at a checkpoint. The records of all steps are on the disk before their checkpoint is, so a
+    resumed run has them.
 
     Raises:
         NothingTrained: no rollout was trained in ``run.max_empty`` steps in a row, or in the whole run.
@@ -307,14 +313,14 @@ async def make_steps(
     await session.restore(running)
     if session.done >= session.steps:  # it was killed between its last step and its end
         await session.assembly.saving.save(directory.path / FINAL)
-    async for report in running.steps(chosen.steps - session.done):
-        made = report.index + 1
-        due = chosen.checkpoint_every and (made % chosen.checkpoint_every == 0 or made == session.steps)
-        early = interrupt.by if made < session.steps else None
-        if due or early:
+    async for report in running.steps(chosen.steps - session.done, drain_after=session.is_checkpointed):
+        early = interrupt.by if report.index + 1 < session.steps else None
+        if early:
+            running.drain()
+        if not running.alive and (early or session.is_checkpointed(report.index)):
             await anyio.to_thread.run_sync(directory.flush)
             await session.keep(running, report)
-        if early:
+        if early and not running.alive:
             raise Stopped(early)
         empty.after(report)
     empty.require_trained(directory.trained, session.steps)

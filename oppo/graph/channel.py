@@ -115,6 +115,10 @@ class Channel(Generic[T]):
         name: shown in errors and tables, ``source->target``.
         capacity: the most items queued, at least 1.
 
+    Attributes:
+        awaits_reader: the reader is busy with an earlier step. Until it begins, a full channel takes items beyond its
+            capacity, since the earlier step may in turn wait for the sender; a step's items bound their number.
+
     Raises:
         ValueError: ``capacity`` is less than 1.
 
@@ -130,6 +134,7 @@ class Channel(Generic[T]):
             raise ValueError(f"channel {name!r} needs a capacity of at least 1, not {capacity}")
         self.name = name
         self.capacity = capacity
+        self.awaits_reader = False
         self._merge = merge
         self._key = key
         self._queue: deque[T] = deque()
@@ -177,6 +182,8 @@ class Channel(Generic[T]):
         if self._absorb(item):
             # Lets the reader run: a sender whose items all merge never waits otherwise.
             await anyio.lowlevel.cancel_shielded_checkpoint()
+        elif self.awaits_reader:
+            self._append(item)
         else:
             await self._send_when_admitted(item)
 

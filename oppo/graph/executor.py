@@ -99,6 +99,8 @@ class Execution(Generic[T]):
             for name in node.reads
             if name != SOURCE
         }
+        for channel in self._channels.values():
+            channel.awaits_reader = step.ahead > 0
 
     async def run(self) -> Sequence[T]:
         """Run every stage once and return the result, if any; raise a stage's error as itself, with a note."""
@@ -121,10 +123,15 @@ class Execution(Generic[T]):
         return self._result.items
 
     async def _drive(self, node: Node) -> None:
+        step = self._step.of(node.name)
+        await step.previous(node.name)
+        for name in node.reads:
+            if name != SOURCE:
+                self._channels[name, node.name].awaits_reader = False
         start = anyio.current_time()
         inputs = [self._reader(name, node) for name in node.inputs]
         named = {keyword: self._reader(name, node) for keyword, name in node.named.items()}
-        keywords = {**named, **({"step": self._step.of(node.name)} if self._topology.ports[node.name].stepped else {})}
+        keywords = {**named, **({"step": step} if self._topology.ports[node.name].stepped else {})}
         self._running.append(node.name)
         try:
             with not_cancelled_from_within():
@@ -144,6 +151,7 @@ class Execution(Generic[T]):
         # Only a stage that has returned ends its output: its readers must not take a failed stage's items for all.
         for reader in self._topology.readers(node.name):
             self._channels[node.name, reader.name].close()
+        step.note_return()
 
     def _reader(self, name: str, node: Node) -> Channel[Any] | Source:
         return self._source if name == SOURCE else self._channels[name, node.name]

@@ -13,6 +13,7 @@ from oppo.graph.run import Run, opened
 from oppo.graph.source import Source
 from oppo.graph.stage import AnyStage
 from oppo.graph.topology import SOURCE, Node, Topology
+from oppo.numeric import require_whole
 from oppo.observe import Observer
 
 O = TypeVar("O")  # noqa: E741 - O for output, as in the stage protocols
@@ -134,16 +135,14 @@ class Graph(Generic[O]):
                 number unique in the run, later epochs included (:class:`oppo.PromptStream` numbers them); it raises
                 ``DataError`` for a number that is in flight.
             observers: notified of spans, items and steps.
-            lookahead: number of steps that may begin before an earlier one has ended; only 0 so far.
+            lookahead: number of steps that begin before an earlier one has ended. Each stage still runs the steps one
+                at a time and in order, so step ``k + 1`` enters a stage when step ``k`` has left it.
 
         Raises:
-            GraphError: ``lookahead`` is not 0, or a stage is in another open run.
+            GraphError: ``lookahead`` is not a whole number, or a stage is in another open run.
         """
-        if lookahead != 0:
-            raise GraphError(
-                f"lookahead={lookahead} is planned, not built: so far a step begins when the last has ended"
-            )
-        return opened(Run[O](self.topology, Source(prompts), tuple(observers)), self.topology)
+        require_whole("lookahead", lookahead, 0, error=GraphError)
+        return opened(Run[O](self.topology, Source(prompts), tuple(observers), lookahead), self.topology)
 
     def _unknown(self, what: str, name: str) -> str:
         return f"{name!r} cannot be {what}: the stages are {', '.join(map(repr, self.topology.by_name))}"

@@ -12,6 +12,7 @@ from anyio.lowlevel import RunVar
 
 from oppo.errors import GraphError, noted, running_loop
 from oppo.graph.executor import Execution, notify, notify_item
+from oppo.graph.pipeline import DrainAfter, Pipeline, StepRun, never
 from oppo.graph.snapshot import Snapshot
 from oppo.graph.source import Source
 from oppo.graph.stage import UNKNOWN, Observing, Stateful, Step
@@ -31,34 +32,48 @@ class Run(Generic[O]):
     A stage runs its executions one at a time and in order.
     """
 
-    def __init__(self, topology: Topology, source: Source, observers: Sequence[Observer]) -> None:
+    def __init__(self, topology: Topology, source: Source, observers: Sequence[Observer], lookahead: int = 0) -> None:
+        self.pipeline = Pipeline[O](topology, source, lookahead)
         self._topology = topology
         self._source = source
         self._observers = observers
         self._index = 0
         self._state = "ready"
-        self._execution: Execution[O] | None = None
         self._ended = False
 
     @property
     def ended(self) -> bool:
-        """Whether the prompts have run out and no stage sent anything in the last step."""
+        """Whether the prompts have run out, no stage sent anything in the last step, and no other step is alive."""
         return self._ended
 
     def listen(self, observer: Observer) -> None:
         """Add an observer, from the next step on."""
         self._observers = (*self._observers, observer)
 
-    def steps(self, count: int) -> AsyncIterator[O]:
+    def steps(self, count: int, *, drain_after: DrainAfter = never) -> AsyncIterator[O]:
         """Return an iterator that runs a step for each item and yields its result.
 
         It ends after ``count`` steps or with the prompts. A step without a result yields nothing.
+
+        Args:
+            count: of the steps, those included that are alive.
+            drain_after: whether no step begins before the step with this index has ended, so that the state of the run
+                can be taken then; without lookahead that is so after every step.
 
         Raises:
             ValueError: ``count`` is not a whole number.
         """
         require_whole("count", count)
-        return _Steps(self, count)
+        return _Steps(self, count, drain_after)
+
+    def drain(self) -> None:
+        """Begin no step until all that are alive have ended; :attr:`alive` is then empty."""
+        self.pipeline.drain()
+
+    @property
+    def alive(self) -> Sequence[int]:
+        """The indexes of the steps that have begun and not ended, in order; between steps empty without lookahead."""
+        return self.pipeline.alive
 
     async def step(self, *, remaining: int = UNKNOWN) -> O | None:
         """Run one step and return its result, or ``None`` without one: see :attr:`ended`.
@@ -75,33 +90,26 @@ class Run(Generic[O]):
         results = await self.advance(remaining)
         return results[0] if results else None
 
-    async def advance(self, remaining: int) -> Sequence[O]:
+    async def advance(self, remaining: int, drain_after: DrainAfter = never) -> Sequence[O]:
         """Run one step and return its result, one item or none; raises as :meth:`step` does."""
         self._require_ready(f"run step {self._index}")
         self._state = "a step is running"
-        step = Step(self._index, remaining, anyio.current_time())
         try:
-            results = await self._execute(step)
+            ended = await self.pipeline.advance(self._index, remaining, self._observers, drain_after)
+            self._note(ended)
         except BaseException:
-            self._state = f"step {step.index} did not come to its end, so the state of its stages is unknown"
+            self._state = f"step {self._index} did not come to its end, so the state of its stages is unknown"
             raise
         self._state = "ready"
         self._index += 1
-        return results
+        return ended.results
 
-    async def _execute(self, step: Step) -> Sequence[O]:
-        execution = Execution[O](self._topology, step, self._source, self._observers)
-        self._execution = execution
-        try:
-            results = await execution.run()
-        finally:
-            self._execution = None
-        self._ended = self._source.ended and not execution.sent
-        for result in results:
-            self._observe(step, result)
+    def _note(self, ended: StepRun[O]) -> None:
+        self._ended = self._source.ended and not ended.execution.sent and not self.alive
+        for result in ended.results:
+            self._observe(ended.step, result)
         if self._observers:
-            self._notify(step, results, execution)
-        return results
+            self._notify(ended.step, ended.results, ended.execution)
 
     def _observe(self, step: Step, result: O) -> None:
         for node in self._topology.nodes:
@@ -125,6 +133,11 @@ class Run(Generic[O]):
             GraphError: a step is running, has failed or was cancelled, or the run is closed.
         """
         self._require_ready("give its state")
+        if self.alive:
+            raise GraphError(
+                f"graph {self._topology.name!r} cannot give its state: steps {list(self.alive)} have begun; drain the "
+                "run first, with drain() or steps(..., drain_after=...)"
+            )
         return {"steps": self._index, "stages": {name: stage.state_dict() for name, stage in self._stateful()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -156,9 +169,12 @@ class Run(Generic[O]):
             raise GraphError(f"graph {self._topology.name!r} cannot {what}: {self._state}")
 
     def snapshot(self) -> Snapshot | None:
-        """Return which stage waits for which in the running step, or ``None`` between steps; from any thread."""
-        execution = self._execution
-        return None if execution is None else execution.snapshot()
+        """Return :meth:`snapshots` of the oldest step that is alive, or ``None`` between steps; from any thread."""
+        return next(iter(self.snapshots()), None)
+
+    def snapshots(self) -> Sequence[Snapshot]:
+        """Return which stage waits for which in each step that is alive, the oldest first; from any thread."""
+        return self.pipeline.snapshots()
 
     def close(self) -> None:
         """Refuse further steps."""
@@ -166,18 +182,19 @@ class Run(Generic[O]):
 
 
 class _Steps(Generic[O]):
-    """Runs one step for each item; nothing runs in between."""
+    """Runs one step for each item; without lookahead nothing runs in between."""
 
-    def __init__(self, run: Run[O], count: int) -> None:
+    def __init__(self, run: Run[O], count: int, drain_after: DrainAfter) -> None:
         self._run = run
         self._remaining = count
+        self._drain_after = drain_after
 
     def __aiter__(self) -> AsyncIterator[O]:
         return self
 
     async def __anext__(self) -> O:
         while self._remaining > 0:
-            results = await self._run.advance(self._remaining)
+            results = await self._run.advance(self._remaining, self._drain_after)
             self._remaining = 0 if self._run.ended else self._remaining - 1
             for result in results:
                 return result
@@ -195,7 +212,8 @@ async def opened(run: Run[O], topology: Topology) -> AsyncIterator[Run[O]]:
                 for node in topology.nodes:
                     if isinstance(node.stage, AbstractAsyncContextManager):
                         await stack.enter_async_context(_Doorway(node, node.stage, topology.name))
-                yield run
+                async with run.pipeline.opened():
+                    yield run
             finally:
                 run.close()
                 scope.shield = True

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from oppo.graph.channel import Receiver, Sender
+from oppo.graph.turn import Turn
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -52,6 +53,7 @@ class Step:
         remaining: number of steps left to run, this one included; ``UNKNOWN`` without a known end.
         started: loop time, in seconds.
         stage: name of the stage it is passed to.
+        ahead: number of earlier steps that had not ended when it began; 0 without lookahead.
 
     Example:
         >>> step = Step(0, 10, started=0.0)
@@ -64,7 +66,14 @@ class Step:
     remaining: int
     started: float
     stage: str = ""
+    ahead: int = 0
     _records: dict[type, list[tuple[str, Any]]] = field(default_factory=dict, repr=False)
+    _turn: Turn | None = field(default=None, repr=False)
+
+    @property
+    def observed(self) -> int:
+        """The number of steps whose results had been observed when it began."""
+        return self.index - self.ahead
 
     def of(self, stage: str) -> Step:
         """Return this step as passed to another stage; all stages share the records."""
@@ -77,6 +86,42 @@ class Step:
     def recorded(self, kind: type[M]) -> list[tuple[str, M]]:
         """Return the records of this class, each with the name of its stage, in the order of recording."""
         return list(self._records.get(kind, ()))
+
+    @property
+    def lookahead(self) -> int:
+        """The number of later steps that may begin before this one has ended."""
+        return 0 if self._turn is None else self._turn.lookahead
+
+    @property
+    def followed(self) -> bool:
+        """Whether a later step has begun; whether one has, by the end of this step, does not depend on timing."""
+        return self._turn is not None and self._turn.after is not None
+
+    async def previous(self, *stages: str) -> None:
+        """Wait until the stages have returned in the step before.
+
+        Raises:
+            GraphError: a name is unknown.
+        """
+        if self._turn is not None:
+            await self._turn.previous(stages)
+
+    async def later(self, *stages: str) -> None:
+        """Wait until the stages have returned in every later step that begins before this one has ended.
+
+        Which steps these are does not depend on timing: as many as the run looks ahead, fewer before its end and before
+        it drains. A stage must not wait so for one that depends on itself.
+
+        Raises:
+            GraphError: a name is unknown.
+        """
+        if self._turn is not None:
+            await self._turn.later(stages)
+
+    def note_return(self) -> None:
+        """Note that the stage it is passed to has returned: in the next step it may begin."""
+        if self._turn is not None:
+            self._turn.returned[self.stage].set()
 
 
 class _Plain1(Protocol[A_contra, O_co]):

@@ -38,3 +38,12 @@ def adopt(module: nn.Module, weights: Mapping[str, object]) -> int:
     for target, value in copies:
         target.copy_(value)
     return len(copies)
+
+
+def share_storage(module: nn.Module, weights: Mapping[str, object]) -> bool:
+    """Return whether a trainable tensor of ``module`` is the tensor of that name in ``weights``."""
+    for name, parameter in module.named_parameters():
+        value = weights.get(name)
+        if parameter.requires_grad and isinstance(value, Tensor) and value.data_ptr() == parameter.data_ptr():
+            return True
+    return False

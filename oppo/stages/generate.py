@@ -60,6 +60,7 @@ class Generate:
         self._ledger = Ledger(self.admission)
         self._in_flight: dict[int, InFlightRollout] = {}
         self._restored: dict[int, RolloutSnapshot] = {}
+        self._unheard: list[Observation] = []
 
     async def __aenter__(self) -> Self:
         return self
@@ -132,15 +133,29 @@ class Generate:
         return {name: each for name, each in both.items() if isinstance(each, Stateful)}
 
     def observe(self, report: StepReport, step: Step, /) -> Observation | None:
-        """Pass a step's observation to the controllers; return it for the journal unless it comes from there."""
+        """Pass a step's observation to the controllers; return it for the journal unless it comes from there.
+
+        While a later step is alive, they observe it when the first step begins that cannot begin earlier, so that what
+        they know at an admission does not depend on timing.
+        """
         journalled = self.replay.get(report.index)
         observed = journalled or observation(report, step)
-        self.admission.observe(observed)
-        self.chunks.observe(observed)
+        self._unheard.append(observed)
+        if not step.followed:
+            self._tell(report.index + 1)
         return None if journalled else observed
+
+    def _tell(self, observed: int) -> None:
+        """Pass the observations of the first ``observed`` steps to the controllers."""
+        due = [each for each in self._unheard if each.step < observed]
+        self._unheard = [each for each in self._unheard if each.step >= observed]
+        for each in due:
+            self.admission.observe(each)
+            self.chunks.observe(each)
 
     async def run(self, prompts: Receiver[Prompt], /, *, out: Sender[RolloutEvent], step: Step) -> None:
         """Run one step's generation, up to its cut."""
+        self._tell(step.observed)
         await self._reopen()
         groups = await self._admit(prompts, step)
         complete = self._ledger.begin(groups)

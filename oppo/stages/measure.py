@@ -47,6 +47,17 @@ class ScorerCall:
 
 
 @dataclass(frozen=True, slots=True)
+class TrainingPhase:
+    """The update of a step's batch; recorded by the stage that trains.
+
+    Attributes:
+        seconds: of the update and the publishing, without the wait for other steps between them.
+    """
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class StepMetrics:
     """Metrics of a step by name; recorded by any stage."""
 
@@ -101,6 +112,9 @@ def observation(report: StepReport, step: Step) -> Observation:
     phase = next((phase for _, phase in step.recorded(DecodePhase)), DecodePhase(first, first))
     ends = {stage: call.end for stage, call in calls if call.answered}
     ready = max([phase.end, *ends.values()])
+    rest = max(0.0, report.seconds - (ready - phase.start))
+    if step.lookahead:
+        rest = sum(training.seconds for _, training in step.recorded(TrainingPhase))
     return Observation(
         step=report.index,
         seconds=report.seconds,
@@ -115,10 +129,11 @@ def observation(report: StepReport, step: Step) -> Observation:
             _scoring(stage, [call for name, call in calls if name == stage and call.end <= end], phase.end)
             for stage, end in sorted(ends.items())
         ),
-        rest_seconds=max(0.0, report.seconds - (ready - phase.start)),
+        rest_seconds=rest,
         score=report.score,
         mismatch_kl=_finite(report, "mismatch/kl"),
         effective_samples=_finite(report, "mismatch/ess"),
+        lookahead=step.lookahead,
     )
 
 

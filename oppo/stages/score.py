@@ -57,6 +57,11 @@ class Score(Generic[T]):
 
     A scorer that cannot score a rollout returns a ``Drop`` in place of its value: that rollout is not trained.
 
+    Attributes:
+        scorer: the model.
+        after: name of a stage; with lookahead the scorer reads nothing before that stage has returned in the step
+            before. It then scores with the weights that are about to be updated.
+
     Example:
         >>> from oppo.testing import FakeScorer, fake_scalar
         >>> Score(FakeScorer(fake_scalar)).scorer.version
@@ -64,6 +69,7 @@ class Score(Generic[T]):
     """
 
     scorer: Scorer[T | Drop]
+    after: str = ""
     _prioritised: PrioritisedScorer[T | Drop] = field(init=False, repr=False)
     _slice: TimeSlice = field(init=False, repr=False)
     _sessions: dict[int, SessionState] = field(default_factory=dict, init=False, repr=False)
@@ -93,6 +99,7 @@ class Score(Generic[T]):
         with as_itself():
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._listen, rollout, backlog, name="listen")
+                await step.previous(*filter(None, [self.after]))
                 while await backlog.has_work():
                     await self._score_finished(backlog, out, step)
                     await self._read_ahead(backlog, step)

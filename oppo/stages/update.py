@@ -1,7 +1,16 @@
-"""Update: a batch in, the step's report out; every follower has the new weights by then."""
+"""Update: a batch in, the step's report out; every follower has the new weights by then.
+
+A token trained in step ``t`` is at most ``max_deferrals + lookahead`` updates older than the weights that are updated.
+Proof: step ``j`` begins when step ``j - 1 - lookahead`` has ended, and a step ends after its update is published, so a
+token written in step ``j`` has version ``j - lookahead`` or a newer one. Its rollout is deferred at most
+``max_deferrals`` times, once for each step between its admission and its training, so ``t <= j + max_deferrals``.
+Step ``t`` updates version ``t``, and the lag is at most ``t - (j - lookahead) <= max_deferrals + lookahead``. Weights
+that are published earlier only make it smaller.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,11 +24,11 @@ from oppo.admission import bottleneck
 from oppo.errors import ConfigError, ModelDiverged
 from oppo.events import Batch, Drop, StepReport
 from oppo.graph import Receiver, Sender, Step
-from oppo.models import Follower, Trained, Trainer
+from oppo.models import Follower, Trained, Trainer, TrainsByReference
 from oppo.numeric import require_whole
 from oppo.stages.contract import require_model, require_published, require_trained
 from oppo.stages.lengths import LengthBias
-from oppo.stages.measure import StepMetrics, observation
+from oppo.stages.measure import StepMetrics, TrainingPhase, observation
 from oppo.stages.scored_rollouts import NONFINITE
 
 Dump: TypeAlias = Callable[[Batch], Path]
@@ -32,16 +41,22 @@ class Update:
 
     Attributes:
         trainer: owns the weights.
-        publish: the served models that follow them; idle by the time of the update.
+        publish: the served models that follow them; without lookahead idle by the time of the update.
+        after: names of the stages that use these models, apart from those that wait for an update. With lookahead the
+            weights are published when these have returned in the later steps that are alive: the weights that a step
+            uses then depend on its index and the lookahead alone. When empty, they are published as soon as there are
+            new ones.
         max_nonfinite: number of consecutive updates with a number that is not finite that ends the run; 0: never.
         dump: writes the last batch of such a run.
     """
 
     trainer: Trainer
     publish: Sequence[Follower] = ()
+    after: Sequence[str] = ()
     max_nonfinite: int = 3
     dump: Dump | None = None
     _nonfinite: int = field(default=0, init=False, repr=False)
+    _ended: float = field(default=-math.inf, init=False, repr=False)
     _lengths: LengthBias = field(default_factory=LengthBias, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -63,9 +78,12 @@ class Update:
         """Train, publish, report.
 
         Raises:
+            ConfigError: the run looks ahead, and the trainer trains the tensors that a follower serves.
             ModelDiverged: ``max_nonfinite`` consecutive updates had a number that is not finite.
             ProtocolError: the trainer did not count its update, or a follower did not get the new weights.
         """
+        if step.lookahead:
+            self._require_own_weights()
         async for batch in batches:
             version = self.trainer.version
             scored = anyio.current_time()
@@ -73,9 +91,12 @@ class Update:
             updated = anyio.current_time()
             require_trained(trained, self.trainer, version, batch)
             self._require_finite(batch, trained)
+            await step.later(*self.after)
+            unused = anyio.current_time()
             await self.trainer.publish(*self.publish)
             require_published(self.trainer, self.publish)
             end = anyio.current_time()
+            step.record(TrainingPhase(updated - scored + end - unused))
             rollouts = batch.rollouts
             rows = [row for row, rollout in enumerate(rollouts) if rollout not in trained.nonfinite]
             bias = self._lengths.after(batch)
@@ -86,7 +107,7 @@ class Update:
                 dropped=(*batch.dropped, *(Drop(rollout, NONFINITE, nonfinite=True) for rollout in trained.nonfinite)),
                 deferred=tuple(batch.deferred),
                 score=float(np.mean(batch.scores[rows])) if rows else float("nan"),
-                seconds=end - step.started,
+                seconds=end - (max(step.started, self._ended) if step.ahead else step.started),
                 metrics={
                     **batch.metrics,
                     **composition(batch, version),
@@ -95,13 +116,22 @@ class Update:
                     **{name: value for _, each in step.recorded(StepMetrics) for name, value in each.values.items()},
                     "timing_s/rollouts": scored - step.started,
                     "timing_s/update": updated - scored,
-                    "timing_s/publish": end - updated,
+                    "timing_s/publish": end - unused,
                 },
             )
             found = bottleneck(observation(report, step))
             if found is not None:
                 report = replace(report, metrics={**report.metrics, **found.as_metrics()})
+            self._ended = end
             await out.send(report)
+
+    def _require_own_weights(self) -> None:
+        shared = [type(each).__name__ for each in self.publish if shares_weights(self.trainer, each)]
+        if shared:
+            raise ConfigError(
+                f"with lookahead {', '.join(shared)} works while {type(self.trainer).__name__} trains, and they have "
+                "tensors in common: give the trainer copies of the models, or choose a lookahead of 0"
+            )
 
     def _require_finite(self, batch: Batch, trained: Trained) -> None:
         """Raise ``ModelDiverged`` after too many consecutive nonfinite updates."""
@@ -120,6 +150,11 @@ class Update:
             except Exception as failure:  # noqa: BLE001 - may not hide the error that ends the run: it becomes a note
                 error.add_note(f"and the batch of the last update could not be written: {failure}")
         raise error
+
+
+def shares_weights(trainer: Trainer, follower: Follower) -> bool:
+    """Return whether an update changes what ``follower`` serves before it is published."""
+    return isinstance(trainer, TrainsByReference) and trainer.shares_weights(follower)
 
 
 def nonfinite(batch: Batch, trained: Trained) -> tuple[int, ...]:

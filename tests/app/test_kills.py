@@ -77,14 +77,19 @@ class Life:
         past: tuple[Batch, ...] = (),
         setting: Setting = FAST,
         replays: bool = True,
+        lookahead: int = 0,
     ) -> None:
-        self.path, self.policy, self.every, self.start = path, policy, every, start
+        self.path, self.policy, self.every, self.start, self.lookahead = path, policy, every, start, lookahead
         self.extras: list[float | None] = []
         self._inherited = 0  # lines of the journal with which it went on
         self._lines: dict[int, int] = {}  # of the journal, by the step of the checkpoint that was written then
         replay = observations(path / JOURNAL, start or 0) if replays else {}
         self.steps = 6 if policy == "tail" else 4
-        self._pipeline = Pipeline(replace(setting, steps=self.steps), admission=POLICIES[policy](), replay=replay)
+        self._pipeline = Pipeline(
+            replace(setting, steps=self.steps, lookahead=lookahead, checkpoint_every=every),
+            admission=POLICIES[policy](),
+            replay=replay,
+        )
         self._pipeline.trainer.batches.extend(past)
         if setting is SLOW:
             self._pipeline.policy.seconds = 0.04
@@ -95,14 +100,14 @@ class Life:
         source = pipeline.prompts()
         with RunDirectory(self.path, keep=0, trace=0, threaded=False, resumed_at=self.start) as directory:
             self._inherited = len(self.journal)
-            async with pipeline.graph().open(source, observers=[directory]) as run:
+            async with pipeline.graph().open(source, observers=[directory], lookahead=self.lookahead) as run:
                 if done:
                     state = read_state(self._checkpoint(done))
                     run.load_state_dict(state["run"])
                     source.load_state_dict(state["prompts"])
                     pipeline.trainer.version = done
                     await pipeline.trainer.publish(pipeline.policy, pipeline.critic)
-                async for report in run.steps(self.steps - done):
+                async for report in run.steps(self.steps - done, drain_after=pipeline.setting.is_checkpointed):
                     self.extras.append(report.metrics.get("deferral/extra"))
                     if (report.index + 1) % self.every == 0:
                         folder = self._checkpoint(report.index + 1)
@@ -151,6 +156,7 @@ class Life:
             past=past,
             setting=setting,
             replays=replays,
+            lookahead=self.lookahead,
         )
 
 
@@ -200,6 +206,17 @@ def test_a_run_killed_at_any_line_of_its_journal_goes_on_as_if_it_had_not_been(
     whole = Life(tmp_path / "whole", policy, every)
     assert nothing_is_lost_or_doubled(whole)
     assert any(record["event"] == "deferred" for record in whole.journal) or policy == "synchronous"
+    for number, kill in enumerate(whole.kills()):
+        goes_on(whole, kill, whole.resumed(kill, tmp_path / str(number)))
+
+
+@pytest.mark.parametrize("lookahead", [1, pytest.param(2, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("policy", ["overcommit", "tail"])
+def test_a_run_with_steps_in_flight_goes_on_as_if_it_had_not_been_killed(
+    tmp_path: Path, policy: str, lookahead: int
+) -> None:
+    whole = Life(tmp_path / "whole", policy, 2, lookahead=lookahead)
+    assert nothing_is_lost_or_doubled(whole)
     for number, kill in enumerate(whole.kills()):
         goes_on(whole, kill, whole.resumed(kill, tmp_path / str(number)))
 

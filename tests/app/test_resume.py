@@ -27,10 +27,11 @@ CARRIED = Setting(lengths=(5, 9, 3, 30, 21), extra=2, steps=4)
 
 
 def interrupted(setting: Setting, directory: Path) -> list[Pipeline]:
-    """Return a run as so many processes as it has steps."""
-    parts = [Pipeline(setting) for _ in range(setting.steps)]
-    for step, part in enumerate(parts):
-        run_virtual(part.run_part, step, step + 1, directory)
+    """Return a run as so many processes as it has checkpoints."""
+    parts = []
+    for first in range(0, setting.steps, setting.checkpoint_every):
+        parts.append(part := Pipeline(setting))
+        run_virtual(part.run_part, first, min(first + setting.checkpoint_every, setting.steps), directory)
     return parts
 
 
@@ -43,7 +44,9 @@ def batches(parts: list[Pipeline]) -> list[Batch]:
 @example(CARRIED)
 @example(replace(CARRIED, samples=2))
 @example(replace(CARRIED, lengths=(1,), extra=4))
-def test_a_run_interrupted_after_every_step_equals_an_uninterrupted_one(
+@example(replace(CARRIED, steps=6, lookahead=1, checkpoint_every=3))
+@example(replace(CARRIED, steps=6, lookahead=2, checkpoint_every=2))
+def test_a_run_interrupted_at_every_checkpoint_equals_an_uninterrupted_one(
     tmp_path_factory: pytest.TempPathFactory, setting: Setting
 ) -> None:
     setting = replace(setting, paces=())  # where the order of what finishes is the decode loop's alone

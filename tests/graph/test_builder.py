@@ -249,11 +249,6 @@ def test_a_graph_is_drawn_for_mermaid() -> None:
     ]
 
 
-def test_lookahead_is_refused_until_it_is_built() -> None:
-    with pytest.raises(GraphError, match="lookahead=1 is planned, not built"):
-        line().open([], lookahead=1)
-
-
 def test_the_example_of_the_builder_runs() -> None:
     class Double:
         async def run(self, numbers: Receiver[int], *, out: Sender[int]) -> None:

@@ -17,6 +17,7 @@ from oppo.hf.introspection import longest, vocabulary
 from oppo.hf.serve.decoding import Decoder, DecodeRow
 from oppo.hf.serve.mailbox import HfDecode, Mailbox
 from oppo.hf.serve.policy_core import PolicyCore
+from oppo.hf.weights import share_storage
 from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Sampling, Weights
 from oppo.numeric import require_whole
 from oppo.placement import Callback, Hosting
@@ -71,6 +72,7 @@ class HfPolicy:
         limit: Callable[[Prompt], int] | None = None,
     ) -> None:
         require_whole("prefill_tokens", prefill_tokens, 1)
+        self._model = model
         self._name = type(model).__name__
         self._max_new_tokens = sampling.max_new_tokens
         self._limit = limit or (lambda prompt: sampling.max_new_tokens)
@@ -110,6 +112,10 @@ class HfPolicy:
         """
         await self._core.call_local("load", PolicyCore.load, weights)
         await self._core.call("refresh", PolicyCore.refresh)
+
+    def serves(self, weights: Weights) -> bool:
+        """Return whether it decodes with the very tensors of ``weights``."""
+        return share_storage(self._model, weights.actor)
 
     async def open(self, rollouts: Sequence[Prompt | Response]) -> list[HfDecode]:
         """Return a decode for each; decoding, and the use of memory, begins with :meth:`decoding`.

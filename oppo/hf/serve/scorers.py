@@ -16,6 +16,7 @@ from oppo.errors import ModelLost
 from oppo.events import Chunk, Finish, FloatArray, Given, Prompt
 from oppo.hf.serve.scorer_input import ReplayJournal, ScorerInput
 from oppo.hf.serve.scorer_workers import ReferenceWorker, RewardWorker, ScorerWorker, ValueWorker
+from oppo.hf.weights import share_storage
 from oppo.models import Sampling, Weights
 from oppo.placement import Hosting
 from oppo.scheduling import IN_ORDER, Priority, TimeSlice
@@ -124,6 +125,11 @@ class ValueModel(StreamedScorer[FloatArray]):
 
     def __init__(self, model: PreTrainedModel, *, thread: Hosting, exact: bool = False) -> None:
         super().__init__(ValueWorker(model, exact), thread)
+        self._model = model
+
+    def serves(self, weights: Weights) -> bool:
+        """Return whether it scores with the very tensors of ``weights``."""
+        return share_storage(self._model, weights.critic)
 
     async def load(self, weights: Weights) -> None:
         """Serve ``weights.critic`` from the next call on; tensors that are the model's own are not copied.

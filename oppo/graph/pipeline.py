@@ -1,0 +1,175 @@
+"""The steps of a run that are alive: without lookahead the current one, else also the next ones, which run beside it.
+
+::
+
+    lookahead = 1      step 0   generate | score update
+                       step 1            | generate     | score update
+                       step 2                           | generate ...
+
+A stage runs the steps one at a time and in order. Step ``k + 1 + lookahead`` begins when step ``k`` has ended and its
+result was observed; where steps begin does not depend on how fast they are.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Generic, TypeAlias, TypeVar
+
+import anyio
+from anyio.abc import TaskGroup
+
+from oppo.errors import as_itself, note_others
+from oppo.graph.executor import Execution
+from oppo.graph.snapshot import Snapshot
+from oppo.graph.source import Source
+from oppo.graph.stage import UNKNOWN, Step
+from oppo.graph.topology import Topology
+from oppo.graph.turn import Turn
+from oppo.observe import Observer
+
+O = TypeVar("O")  # noqa: E741 - O for output, as in the stage protocols
+
+DrainAfter: TypeAlias = Callable[[int], bool]
+"""``f(index)``: whether the next step begins only when step ``index`` has ended."""
+
+
+def never(index: int) -> bool:
+    """Never drain the pipeline."""
+    del index
+    return False
+
+
+class StepRun(Generic[O]):
+    """A step that is alive.
+
+    Attributes:
+        results: of the step, one item or none, once it is over.
+        error: what ended it instead.
+        over: set when its last task is.
+    """
+
+    def __init__(self, step: Step, turn: Turn, execution: Execution[O]) -> None:
+        self.step = step
+        self.turn = turn
+        self.execution = execution
+        self.results: Sequence[O] = ()
+        self.error: Exception | None = None
+        self.over = anyio.Event()
+
+    async def run(self) -> None:
+        """Run the step; keep its error."""
+        try:
+            self.results = await self.execution.run()
+        except Exception as error:  # noqa: BLE001 - raised again when the steps before it have ended
+            self.error = error
+            self.turn.fail()
+        finally:
+            self.over.set()
+
+    def require_success(self) -> None:
+        """Raise its error, if it has one."""
+        if self.error is not None:
+            raise self.error
+
+
+class Pipeline(Generic[O]):
+    """Begins steps and ends them in order.
+
+    Args:
+        lookahead: number of steps that begin before the current one has ended.
+    """
+
+    def __init__(self, topology: Topology, source: Source, lookahead: int) -> None:
+        self._topology = topology
+        self._source = source
+        self._lookahead = lookahead
+        self._alive: deque[StepRun[O]] = deque()
+        self._tasks: TaskGroup | None = None
+        self._draining = False
+
+    @property
+    def alive(self) -> Sequence[int]:
+        """The indexes of the steps that have begun and not ended, in order."""
+        return [each.step.index for each in self._alive]
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[None]:
+        """Run steps beside the body; when it ends, those that are still alive are cancelled.
+
+        Raises:
+            Exception: the error of a step that failed in the background, if the body has none of its own.
+        """
+        if not self._lookahead:
+            yield
+            return
+        with as_itself():
+            async with anyio.create_task_group() as self._tasks:
+                try:
+                    yield
+                except Exception as error:
+                    note_others(error, self._errors())
+                    raise
+                finally:
+                    self._tasks.cancel_scope.cancel()
+        for each in self._alive:
+            each.require_success()
+
+    def _errors(self) -> list[Exception]:
+        return [each.error for each in self._alive if each.error is not None]
+
+    async def advance(
+        self, index: int, remaining: int, observers: Sequence[Observer], drain_after: DrainAfter
+    ) -> StepRun[O]:
+        """Begin as many steps as are due, and end the oldest.
+
+        Args:
+            index: of the oldest step.
+            remaining: number of steps that the caller will run, this one included.
+
+        Raises:
+            Exception: the error of the step; all later ones are then cancelled.
+        """
+        self._fill(index, remaining, observers, drain_after)
+        oldest = self._alive[0]
+        try:
+            await (oldest.run() if self._tasks is None else oldest.over.wait())
+            oldest.require_success()
+        except BaseException:
+            if self._tasks is not None:
+                self._tasks.cancel_scope.cancel()
+            raise
+        finally:
+            self._alive.popleft()
+        oldest.turn.end()
+        if not self._alive:
+            self._draining = False
+        elif self._source.ended and not oldest.execution.sent:
+            self.drain()
+        return oldest
+
+    def _fill(self, index: int, remaining: int, observers: Sequence[Observer], drain_after: DrainAfter) -> None:
+        alive, most = self._alive, min(self._lookahead + 1, remaining)
+        while len(alive) < most and not (alive and self._draining):
+            left = remaining if remaining == UNKNOWN else remaining - len(alive)
+            turn = Turn(list(self._topology.by_name), alive[-1].turn if alive else None, self._lookahead)
+            step = Step(index + len(alive), left, anyio.current_time(), ahead=len(alive), _turn=turn)
+            begun = StepRun[O](step, turn, Execution(self._topology, step, self._source, observers))
+            alive.append(begun)
+            if self._tasks is not None:
+                self._tasks.start_soon(begun.run, name=f"step {step.index} of {self._topology.name}")
+            if drain_after(step.index):
+                self._draining = True
+        if self._draining or len(alive) == remaining:
+            alive[-1].turn.followed.set()
+
+    def drain(self) -> None:
+        """Begin no step until all that are alive have ended."""
+        if self._alive:
+            self._draining = True
+            self._alive[-1].turn.followed.set()
+
+    def snapshots(self) -> list[Snapshot]:
+        """Return which stage waits for which, in each step that is alive; from any thread."""
+        return [each.execution.snapshot() for each in tuple(self._alive)]

@@ -1,0 +1,81 @@
+"""The order of steps that are alive together: which stages of each have returned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import anyio
+
+from oppo.errors import GraphError
+
+
+class Turn:
+    """The returns of one step's stages, and the turns next to it.
+
+    Args:
+        stages: names of the graph's stages.
+        before: the turn of the step before, if that is alive.
+        lookahead: number of later steps that begin before this one has ended, unless the run ends or drains.
+
+    Attributes:
+        returned: by stage, set when it returns.
+        followed: set once ``after`` is known.
+        after: the turn of the next step; ``None`` if that begins when this one has ended.
+        lookahead: as given.
+        failed: whether the step has failed.
+    """
+
+    def __init__(self, stages: Sequence[str], before: Turn | None = None, lookahead: int = 0) -> None:
+        self.returned = {name: anyio.Event() for name in stages}
+        self.followed = anyio.Event()
+        self.before = before
+        self.after: Turn | None = None
+        self.lookahead = lookahead
+        self.failed = False
+        if before is not None:
+            before.after = self
+            before.followed.set()
+
+    def fail(self) -> None:
+        """Note that the step has failed: earlier steps wait for none of its stages, and no later one goes on."""
+        self.failed = True
+        for event in self.returned.values():
+            event.set()
+
+    def end(self) -> None:
+        """Note that the step has ended, so that no later one refers to it."""
+        if self.after is not None:
+            self.after.before = None
+
+    async def previous(self, stages: Sequence[str]) -> None:
+        """Wait until the stages have returned in the step before; see :meth:`oppo.graph.Step.previous`."""
+        self._require_known(stages)
+        before = self.before
+        if before is not None:
+            await before.all_returned(stages)
+            if before.failed:
+                await anyio.sleep_forever()  # until the error of that step is raised, which cancels this one
+
+    async def later(self, stages: Sequence[str]) -> None:
+        """Wait until the stages have returned in the later steps; see :meth:`oppo.graph.Step.later`."""
+        self._require_known(stages)
+        turn: Turn = self
+        for _ in range(self.lookahead):
+            if turn.failed:
+                return
+            await turn.followed.wait()
+            if turn.after is None:
+                return
+            turn = turn.after
+            await turn.all_returned(stages)
+
+    async def all_returned(self, stages: Sequence[str]) -> None:
+        """Wait until the stages have returned in this step."""
+        for stage in stages:
+            await self.returned[stage].wait()
+
+    def _require_known(self, stages: Sequence[str]) -> None:
+        for stage in stages:
+            if stage not in self.returned:
+                known = ", ".join(map(repr, self.returned))
+                raise GraphError(f"a stage waits for {stage!r} of another step, but the stages are {known}")
