@@ -94,16 +94,16 @@ def serve(order: Order) -> Serving:
     return ENGINES[order.settings.models.engine](order)
 
 
-def require_engine(settings: Settings) -> None:
-    """Check, before anything is loaded, that the engine is installed and knows its arguments.
+def require_engine(name: str, arguments: Mapping[str, object]) -> None:
+    """Check, before anything is loaded, that an engine is installed and knows its arguments.
 
     Raises:
         ConfigError: it is not, or it does not.
     """
-    if settings.models.engine == "vllm":
+    if name == "vllm":
         from oppo.vllm.arguments import require_arguments  # noqa: PLC0415 - vLLM takes seconds to import
 
-        require_arguments(settings.vllm)
+        require_arguments(arguments)
 
 
 def _on_transformers(order: Order) -> Serving:

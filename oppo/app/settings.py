@@ -47,6 +47,7 @@ from oppo.models import SamplingSettings
 from oppo.training import OF_THE_CRITIC, TrainerSettings
 
 Name: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+Engine: TypeAlias = Literal["transformers", "vllm"]
 AdmissionName: TypeAlias = Literal["overcommit", "adaptive", "slope", "slope-algorithm1", "tail-batched"]
 
 FUNCTION: Final = re.compile(r"^(?P<file>.+\.py):(?P<function>[^:/\\]+)$")
@@ -136,7 +137,7 @@ class ModelsSection:
     share_weights: bool = setting(
         default=True, description="train the weights that are served; off: a copy, published after each update"
     )
-    engine: Literal["transformers", "vllm"] = setting(
+    engine: Engine = setting(
         "transformers",
         "what decodes the policy's responses; `vllm`: vLLM, in processes of its own, with the arguments of `[vllm]`; "
         "the trainer publishes its weights to it, and everything else stays on transformers",

@@ -160,7 +160,7 @@ def prepare(
         from oppo.app.assemble import assemble, load_text  # noqa: PLC0415 - torch takes seconds to import
         from oppo.app.engines import require_engine  # noqa: PLC0415 - so does this
 
-        require_engine(settings)
+        require_engine(settings.models.engine, settings.vllm)
         text = load_text(settings.models, tell)
         data, provenance = settings.data, Provenance.of(settings)
         prompts = resolved_prompts(settings, text, tell, provenance)
