@@ -32,15 +32,17 @@ SERVING: Final = "lower step.batch, step.extra or sampling.max_new_tokens, or ch
 
 
 class Worker(Protocol):
-    """Something that works for a run, and tells of it: a place, or a policy whose engine lives elsewhere.
+    """Something that works for a run, and tells of it: a place, or the reporter of an engine that lives elsewhere.
 
     Attributes:
         listener: called with the span of each call.
-        at_work: the call in progress; empty when there is none.
     """
 
     listener: SpanListener
-    at_work: str
+
+    @property
+    def at_work(self) -> str:
+        """The call in progress; empty when there is none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -152,7 +154,7 @@ def _on_vllm(order: Order) -> Serving:
     except BaseException:
         engine.close()
         raise
-    return Serving(policy, engine.longest, (policy,), engine.abort, engine.close)
+    return Serving(policy, engine.longest, (policy.reporter,), engine.abort, engine.close)
 
 
 ENGINES: Final[Mapping[str, Serve]] = {"transformers": _on_transformers, "vllm": _on_vllm}
