@@ -15,11 +15,9 @@ from transformers import PreTrainedModel
 
 from oppo.app.settings import Settings
 from oppo.durable import make
-from oppo.errors import ConfigError
 from oppo.hf.cpu import available_cores
 from oppo.hf.device_layout import DeviceLayout, acting_share
 from oppo.hf.introspection import longest
-from oppo.hf.loading.directory import ADAPTER
 from oppo.hf.loading.hub import located
 from oppo.hf.out_of_memory import ModelPlace
 from oppo.hf.serve.policy import HfPolicy
@@ -127,11 +125,6 @@ def _on_vllm(order: Order) -> Serving:
 
     settings, models, data = order.settings, order.settings.models, order.settings.data
     directory = located(models.policy, weights=True, allow_pickle=models.allow_pickle, tell=order.tell)
-    if (directory / ADAPTER).exists():
-        raise ConfigError(
-            f"models.policy: {directory} is an adapter, and vLLM is started from whole models: merge it into its base "
-            "(peft's merge_and_unload, then save_pretrained), or set models.engine = 'transformers'"
-        )
     if order.log is not None:
         make(order.log.parent)
     reach = min(longest(order.actor), data.max_prompt_tokens + order.sampling.max_new_tokens)

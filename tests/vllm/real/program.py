@@ -36,7 +36,7 @@ def furnish(folder: Path) -> Path:
     )
     tiny.of(config, seed=1).save_pretrained(folder / "actor")
     with (folder / "config.toml").open("a") as file:
-        file.write('[vllm]\nmax_num_seqs = 8\n')
+        file.write("[vllm]\nmax_num_seqs = 8\n")
     return folder
 
 
