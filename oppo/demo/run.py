@@ -25,6 +25,7 @@ from oppo.demo.examination import Answers, examine
 from oppo.demo.gains import Effort, Gains
 from oppo.demo.outcome import Outcome, deferrals, hidden_fraction
 from oppo.demo.schedules import excerpt, measure, starting
+from oppo.models import Sampling
 from oppo.report.files import require_unused
 from oppo.report.panel import harmless
 from oppo.report.rundir import write_page
@@ -107,9 +108,7 @@ def demo(
     assets = make_assets(cache or cache_directory(), seed=seed, small=plan.small, progress=narrator.progress)
     introduce(console, assets)
     settings = settings_of(plan, assets, target, seed, engine)
-    with prepare(settings, starting(settings, narrator.tell)) as session:
-        sampling = session.assembly.sampling
-        anyio.run(run, session, console)
+    sampling = train(settings, console, narrator)
     trained = settings.run_directory / FINAL / "actor"
     narrator.tell(f"examining both policies on {plan.examined} held-out prompts")
     before, after = (
@@ -146,6 +145,13 @@ def demo(
     console.out("", *outcome.lines(), "", sep="\n", highlight=False)
     console.print(UNMEASURED if gains is None else gains.table(), highlight=False)
     return settings.run_directory
+
+
+def train(settings: Settings, console: Console, narrator: Narrator) -> Sampling:
+    """Make the run, and return how its policy sampled."""
+    with prepare(settings, starting(settings, narrator.tell)) as session:
+        anyio.run(run, session, console)
+        return session.assembly.sampling
 
 
 def note(summary: Path, facts: Mapping[str, object]) -> None:
