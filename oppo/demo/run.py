@@ -111,17 +111,7 @@ def demo(
     sampling = train(settings, console, narrator)
     trained = settings.run_directory / FINAL / "actor"
     narrator.tell(f"examining both policies on {plan.examined} held-out prompts")
-    before, after = (
-        examine(
-            actor,
-            base=assets.actor,
-            reward=assets.reward,
-            held_out=assets.held_out,
-            sampling=sampling,
-            count=plan.examined,
-        )
-        for actor in (assets.actor, trained)
-    )
+    before, after = (examined(actor, assets, sampling, plan.examined) for actor in (assets.actor, trained))
     narrator.tell("running two steps serially and streamed, in exact mode, on transformers")
     digests = compare_schedules(settings)
     gains = None if plan.effort is None else compare_seconds(settings, plan.effort, narrator)
@@ -152,6 +142,13 @@ def train(settings: Settings, console: Console, narrator: Narrator) -> Sampling:
     with prepare(settings, starting(settings, narrator.tell)) as session:
         anyio.run(run, session, console)
         return session.assembly.sampling
+
+
+def examined(actor: Path, assets: Assets, sampling: Sampling, count: int) -> Answers:
+    """Return the answers of ``actor`` to the first ``count`` held-out prompts."""
+    return examine(
+        actor, base=assets.actor, reward=assets.reward, held_out=assets.held_out, sampling=sampling, count=count
+    )
 
 
 def note(summary: Path, facts: Mapping[str, object]) -> None:
