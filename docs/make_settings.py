@@ -45,6 +45,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "models.critic": ("critic, value model", "value_model"),
     "models.shared_trunk": ("shared backbone, value head", ""),
     "models.share_weights": ("colocated weights, weight sync", ""),
+    "models.engine": ("rollout engine, inference backend", ""),
     "models.dtype": ("precision of the weights", "dtype"),
     "models.device": ("device, GPU", ""),
     "models.attention": ("attention implementation", "attn_implementation"),
@@ -154,6 +155,13 @@ Every key of the file that `oppo train` reads, made from the dataclasses that ch
 the name in TRL's `PPOConfig`, `PPOTrainer` or `ModelConfig`.
 """
 
+VLLM = """## `[vllm]`
+
+Arguments of vLLM's engine where `models.engine = "vllm"`, by the names that vLLM gives them (`AsyncEngineArgs`):
+`gpu_memory_utilization`, `tensor_parallel_size`, `max_num_seqs` and others. They are checked against the vLLM that is
+installed before anything is loaded; those that the run sets itself are refused. [vllm.md](vllm.md) says more.
+"""
+
 POSTFACE = """## Where the demo differs
 
 `make demo` names its models and prompts, and leaves every other key at its default but these:
@@ -176,7 +184,7 @@ def tables() -> dict[str, dict[str, dict[str, Declared]]]:
 def page() -> str:
     """Return the page."""
     sections = [line for name, keys in tables().items() for line in _section(name, keys)]
-    return "\n".join([PREFACE, *sections, POSTFACE + "".join(_because(key, why) for key, why in DEMO.items())])
+    return "\n".join([PREFACE, *sections, VLLM, POSTFACE + "".join(_because(key, why) for key, why in DEMO.items())])
 
 
 def _section(name: str, keys: Mapping[str, Mapping[str, Declared]]) -> Iterator[str]:

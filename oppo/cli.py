@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import anyio
 from cyclopts import App, CycloptsError, Parameter
@@ -161,6 +161,7 @@ def demo(
     *,
     short: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
     seed: int = 0,
+    engine: Literal["transformers", "vllm"] = "transformers",
     directory: Path = Path("runs"),
 ) -> int:
     """Make a small policy and reward model, train with PPO, and show what changed; needs no network.
@@ -171,6 +172,8 @@ def demo(
         The quick version: smaller models, fewer steps.
     seed
         Seed of models, prompts, sampling and training.
+    engine
+        What decodes the policy's responses while it is trained; vllm must be installed: docs/vllm.md.
     directory
         The folder that holds runs.
     """
@@ -178,7 +181,7 @@ def demo(
     Console().out("oppo demo: making a small language model, then training it with streamed PPO", highlight=False)
     from oppo.demo.run import demo as run_demo  # noqa: PLC0415 - torch takes seconds to import
 
-    run_demo(directory, short=short, seed=seed)
+    run_demo(directory, short=short, seed=seed, engine=engine)
     return DONE
 
 

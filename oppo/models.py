@@ -235,6 +235,15 @@ class Policy(Follower, Protocol):
         """
 
 
+@runtime_checkable
+class ReportsProgress(Protocol):
+    """A model with a number that shows that it works, which a watchdog reads."""
+
+    @property
+    def progress(self) -> int:
+        """A number that grows while a long call goes on; may be read from any thread."""
+
+
 class Scorer(Protocol[T_co]):
     """A model that reads rollouts as they grow and returns a value of each complete one.
 

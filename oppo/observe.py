@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
@@ -36,6 +37,49 @@ SpanListener: TypeAlias = Callable[[Span], None]
 def silent(report: object) -> None:
     """Ignore a span or a sentence."""
     del report
+
+
+class Reporter:
+    """Tells of the work of a model that lives in no place, as a place tells of its calls.
+
+    Args:
+        track: of its spans.
+        listener: called with the span of each piece of work when it ends.
+
+    Attributes:
+        listener: as given; may be replaced at any time.
+
+    Example:
+        >>> spans: list[Span] = []
+        >>> policy = Reporter("policy", spans.append)
+        >>> with policy.reported("decode"), policy.reported("load"):
+        ...     policy.at_work
+        'policy: load'
+        >>> [span.label for span in spans]
+        ['load', 'decode']
+    """
+
+    def __init__(self, track: str, listener: SpanListener = silent) -> None:
+        self._track = track
+        self._labels: list[str] = []
+        self.listener = listener
+
+    @property
+    def at_work(self) -> str:
+        """The work in progress that began last, as ``track: label``; empty when there is none."""
+        labels = self._labels[-1:]
+        return f"{self._track}: {labels[0]}" if labels else ""
+
+    @contextmanager
+    def reported(self, label: str) -> Iterator[None]:
+        """Report the body as work in progress, and afterwards its span to the listener."""
+        start = now()
+        self._labels.append(label)
+        try:
+            yield
+        finally:
+            self._labels.remove(label)
+            self.listener(Span(self._track, label, start, now()))
 
 
 class Notices:

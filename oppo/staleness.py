@@ -23,8 +23,9 @@ as their product would; the ratio remains a token's.
 A masked token counts in the mean of the loss with loss 0, so masking does not enlarge the gradients of the others. The
 value loss, the entropy bonus and a KL in the loss keep every token.
 
-A token of the current version has ``m = 1``, exactly: in a run that carries nothing, every choice here makes the same
-update, bit for bit.
+Where the trainer's backend decodes, a token of the current version has ``m = 1``, exactly: in a run that carries
+nothing, every choice here makes the same update, bit for bit. Where another engine does, ``m`` holds the difference
+between the two as well.
 """
 
 from __future__ import annotations

@@ -61,6 +61,7 @@ TORCH = (
     PACKAGE / "hf",
     PACKAGE / "demo",
     PACKAGE / "app" / "assemble.py",
+    PACKAGE / "app" / "engines.py",
     PACKAGE / "app" / "roles.py",
 )
 """The only places that know torch."""

@@ -223,12 +223,24 @@ def test_everything_public_is_in_the_reference() -> None:
     assert set(oppo.__all__) <= {name for module in loaded for name in module.get("__all__", module)}
 
 
-@pytest.mark.parametrize("example", sorted(path.name for path in (ROOT / "examples").glob("[0-9]*.py")))
+ON_VLLM = "04_vllm.py"
+
+
+@pytest.mark.parametrize("example", sorted({path.name for path in (ROOT / "examples").glob("[0-9]*.py")} - {ON_VLLM}))
 def test_the_examples_run(example: str) -> None:
     with Program(f"import runpy\nrunpy.run_path({str(ROOT / 'examples' / example)!r}, run_name='__main__')") as ran:
         out, said = ran.communicate(timeout=120)
     assert ran.returncode == 0, said
     assert "step 2" in out
+
+
+def test_where_there_is_no_vllm_its_example_says_what_to_install() -> None:
+    missing = "import runpy, sys\nsys.modules['vllm'] = None\n"
+    with Program(f"{missing}runpy.run_path({str(ROOT / 'examples' / ON_VLLM)!r}, run_name='__main__')") as ran:
+        _, said = ran.communicate(timeout=120)
+    assert ran.returncode == 1
+    assert "pip install" in said
+    assert len(said.strip().splitlines()) == 1
 
 
 def test_links_of_the_readme_lead_somewhere_here_and_on_a_package_index() -> None:

@@ -18,6 +18,8 @@ import anyio
 
 from oppo.app.config import load
 from oppo.app.train import PreparedRun, prepare
+from oppo.errors import ConfigError
+from oppo.hf.serve.policy import HfPolicy
 
 WAYS = ("recompute", "keep")
 SKIPPED = 2
@@ -40,11 +42,13 @@ class StepSeries:
     def row(self) -> list[str]:
         """Return the row of the table."""
         stale = ("mismatch/kl", "mismatch/kl_current", "mismatch/ess", "staleness/stale_tokens")
-        prefilled = self.session.assembly.policy.counters.prefilled
+        policy = self.session.assembly.policy
+        if not isinstance(policy, HfPolicy):
+            raise ConfigError(f"only transformers counts the tokens it prefills, not {type(policy).__name__}")
         return [
             f"{median(self.seconds):.3f}",
             f"{median(self.rollouts):.3f}",
-            f"{prefilled}",
+            f"{policy.counters.prefilled}",
             *(f"{self.mean(name):.4g}" for name in stale),
         ]
 

@@ -53,7 +53,8 @@ class ClippedAlgorithm:
     is_correction: Literal["none", "truncated", "mask", "mask_sequence"] = setting(
         "none",
         "importance sampling (IS) of stale tokens: weights truncated at `is_cap`, or masked outside "
-        "`is_low` .. `is_high`, by token or by rollout (geometric mean)",
+        "`is_low` .. `is_high`, by token or by rollout (geometric mean); `truncated` when absent and another engine "
+        "than the trainer's decodes (`models.engine`)",
     )
     is_cap: Annotated[float, Ge(1)] = setting(CAP, "an importance weight is at most this")
     is_low: Fraction | None = setting(

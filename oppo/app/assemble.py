@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
+from oppo.app.engines import SERVING, Order, Serve, Serving, serve
 from oppo.app.roles import RoleLoader
 from oppo.app.saving import Saving
 from oppo.app.settings import DataSection, ModelsSection, SamplingSection, Settings
@@ -23,44 +24,48 @@ from oppo.hf.introspection import end_ids, longest
 from oppo.hf.loading.models import load_tokenizer, quiet
 from oppo.hf.lora import add_lora, share_base
 from oppo.hf.out_of_memory import ModelPlace
-from oppo.hf.serve.policy import HfPolicy
-from oppo.hf.serve.proximal import ProximalLogprobs
+from oppo.hf.serve.proximal import ProximalLogprobs, RecomputedLogprobs
 from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
 from oppo.hf.text import Text
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.train.trainer import HfTrainer
 from oppo.hf.trunk import value_model_on
-from oppo.models import ResumableTrainer, Sampling, SamplingSettings, Scorer
+from oppo.models import Policy, ReportsProgress, ResumableTrainer, Sampling, SamplingSettings, Scorer
 from oppo.observe import Span, SpanListener
 from oppo.placement import Hosting
 from oppo.rewards import FunctionReward
 from oppo.stages.update import followers
 
-_SERVING = "lower step.batch, step.extra or sampling.max_new_tokens, or choose models.dtype = 'bfloat16'"
 _TRAINING = "lower trainer.micro_batch_tokens"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Assembly:
-    """The models of a run and the places they work in, which :meth:`close` closes.
+    """The models of a run, the engine of the policy, and the places of the others; :meth:`close` closes them.
 
     Attributes:
+        serving: the policy on its engine.
         critic: ``None`` without a critic in the algorithm.
         proximal: ``None`` without a correction for stale tokens.
         positions: the longest sequence, in tokens, that every model can read.
     """
 
-    policy: HfPolicy
+    serving: Serving
     reference: Scorer[FloatArray]
     reward: Scorer[float | Drop]
     critic: ValueModel | None
-    proximal: ProximalLogprobs | None
+    proximal: RecomputedLogprobs | None
     trainer: ResumableTrainer
     saving: Saving
     text: Text
     sampling: Sampling
     positions: int
     places: DeviceLayout
+
+    @property
+    def policy(self) -> Policy:
+        """The actor."""
+        return self.serving.policy
 
     def listen(self, *listeners: SpanListener) -> None:
         """Pass every span of the models to each of ``listeners``."""
@@ -69,17 +74,17 @@ class Assembly:
             for listener in listeners:
                 listener(span)
 
-        for place in self.places:
-            place.listener = pass_on
+        for worker in (*self.places, *self.serving.workers):
+            worker.listener = pass_on
 
     def progress(self) -> tuple[object, ...]:
         """Return a value that changes while models work and when a call begins, even if no item is sent."""
-        counters = self.policy.counters
-        return counters.decode_steps, counters.prefilled, self.trainer.progress, *self.at_work()
+        decoded = self.policy.progress if isinstance(self.policy, ReportsProgress) else 0
+        return decoded, self.trainer.progress, *self.at_work()
 
     def at_work(self) -> tuple[str, ...]:
         """Return the names of the calls in progress, of models and of a reward function."""
-        calls = [place.at_work for place in self.places]
+        calls = [worker.at_work for worker in (*self.places, *self.serving.workers)]
         if isinstance(self.reward, FunctionReward):
             calls.append(self.reward.at_work)
         return tuple(filter(None, calls))
@@ -93,11 +98,18 @@ class Assembly:
         await self.trainer.restore(path)
         await self.trainer.publish(*followers(self.policy, self.critic, self.proximal))
 
+    def abort(self) -> None:
+        """Kill processes whose calls may hang, so that what was learned can be saved; safe to call from any thread."""
+        self.serving.abort()
+        self.places.abort()
+
     def close(self) -> None:
-        """End the places, and the process of a reward function."""
-        if isinstance(self.reward, FunctionReward):
-            self.reward.close()
-        self.places.close()
+        """End the process of a reward function, the places, and the engine, also if one of them fails to end."""
+        with ExitStack() as stack:
+            stack.callback(self.serving.close)
+            stack.callback(self.places.close)
+            if isinstance(self.reward, FunctionReward):
+                stack.callback(self.reward.close)
 
 
 def load_text(models: ModelsSection, tell: Callable[[str], None]) -> Text:
@@ -113,12 +125,18 @@ def load_text(models: ModelsSection, tell: Callable[[str], None]) -> Text:
 
 
 @quiet()
-def assemble(settings: Settings, text: Text, tell: Callable[[str], None]) -> Assembly:
-    """Return the models of ``settings``, loaded and probed.
+def assemble(
+    settings: Settings, text: Text, tell: Callable[[str], None], *, engine_log: Path | None = None
+) -> Assembly:
+    """Return the models of ``settings``, loaded and probed, the policy on its engine.
 
-    Actor and critic are each served and trained as one module, unless ``share_weights`` is off. The critic may be a
-    head on the actor's trunk. The reference is a module of its own; with adapters it shares the actor's base weights.
-    ``tell`` receives a sentence about each model that is loaded, and about weights left out or new.
+    Actor and critic are each served and trained as one module, unless ``share_weights`` is off or another engine serves
+    the actor. The critic may be a head on the actor's trunk. The reference is a module of its own; with adapters it
+    shares the actor's base weights. ``tell`` receives a sentence about each model that is loaded, about weights left
+    out or new, and about an engine that starts.
+
+    Args:
+        engine_log: the file for what an engine's processes write; ``None``: nowhere.
 
     Raises:
         ConfigError: the device is missing, a model cannot be loaded, or reads other token ids than the policy.
@@ -145,7 +163,14 @@ def assemble(settings: Settings, text: Text, tell: Callable[[str], None]) -> Ass
     )
     with ExitStack() as stack:
         stack.callback(places.close)
-        assembly = _assembled(settings, text, places, reward, RoleLoader(settings.models, text, device, tell))
+
+        def started(order: Order) -> Serving:
+            serving = serve(replace(order, log=engine_log, tell=tell))
+            stack.callback(serving.close)
+            return serving
+
+        load = RoleLoader(settings.models, text, device, tell)
+        assembly = _assembled(settings, text, places, reward, load=load, serve=started)
         synchronised(device)
         places.wait_until_ready()
         stack.pop_all()
@@ -153,7 +178,13 @@ def assemble(settings: Settings, text: Text, tell: Callable[[str], None]) -> Ass
 
 
 def _assembled(
-    settings: Settings, text: Text, places: DeviceLayout, reward: Scorer[float | Drop] | None, load: RoleLoader
+    settings: Settings,
+    text: Text,
+    places: DeviceLayout,
+    reward: Scorer[float | Drop] | None,
+    *,
+    load: RoleLoader,
+    serve: Serve,
 ) -> Assembly:
     exact = settings.run.exact
     actor, reference = _actor_and_reference(settings.models, load, seed=settings.trainer.seed)
@@ -161,43 +192,29 @@ def _assembled(
     if reward is None:
         judge = load.scalar("reward")
         served.append(judge)
-        reward = RewardModel(judge, thread=ModelPlace(places.scoring, "reward model", _SERVING), exact=exact)
+        reward = RewardModel(judge, thread=ModelPlace(places.scoring, "reward model", SERVING), exact=exact)
     critic = None
     if settings.algorithm.has_critic:
         critic = value_model_on(actor) if settings.models.shared_trunk else load.scalar("critic", new_head=True)
         served.append(critic)
     sampling = _sampling(settings.sampling, text, actor)
     trainer = _trainer(settings, actor, critic, sampling, places.training)
+    serving = serve(Order(settings, actor, sampling, text, places))
     return Assembly(
-        policy=HfPolicy(
-            actor,
-            sampling=sampling,
-            thread=ModelPlace(places.acting, "policy", _SERVING),
-            exact=exact,
-            on_publish=settings.step.on_publish,
-            decode=text.decode,
-        ),
+        serving=serving,
         reference=ReferenceLogprobs(
-            reference, sampling=sampling, thread=ModelPlace(places.scoring, "reference", _SERVING), exact=exact
+            reference, sampling=sampling, thread=ModelPlace(places.scoring, "reference", SERVING), exact=exact
         ),
         reward=reward,
         critic=None
         if critic is None
-        else ValueModel(critic, thread=ModelPlace(places.scoring, "critic", _SERVING), exact=exact),
-        proximal=ProximalLogprobs(
-            actor,
-            sampling=sampling,
-            thread=ModelPlace(places.scoring, "proximal", _SERVING),
-            exact=exact,
-            on_publish=settings.step.on_publish,
-        )
-        if settings.algorithm.corrects
-        else None,
+        else ValueModel(critic, thread=ModelPlace(places.scoring, "critic", SERVING), exact=exact),
+        proximal=_proximal(settings, actor, sampling, places.scoring) if settings.algorithm.corrects else None,
         trainer=trainer,
         saving=Saving(trainer, text, ("actor",) if critic is None else ("actor", "critic"), places.saving),
         text=text,
         sampling=sampling,
-        positions=min(longest(model) for model in served),
+        positions=min(serving.positions, *(longest(model) for model in served)),
         places=places,
     )
 
@@ -236,6 +253,14 @@ def _trainer(
         settings=settings.trainer,
         loss=settings.algorithm.loss(),
     )
+
+
+def _proximal(settings: Settings, actor: PreTrainedModel, sampling: Sampling, place: Hosting) -> RecomputedLogprobs:
+    """Return the scorer of proximal log-probs: of stale tokens only if the trainer's backend decodes too."""
+    thread, exact = ModelPlace(place, "proximal", SERVING), settings.run.exact
+    if settings.models.engine != "transformers":
+        return RecomputedLogprobs(actor, sampling=sampling, thread=thread, exact=exact)
+    return ProximalLogprobs(actor, sampling=sampling, thread=thread, exact=exact, on_publish=settings.step.on_publish)
 
 
 def _function(

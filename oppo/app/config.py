@@ -15,6 +15,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from oppo.app.config_errors import Faults, require_public
+from oppo.app.engine_rules import with_correction
 from oppo.app.overrides import overridden, seeded
 from oppo.app.settings import FUNCTION, Settings
 from oppo.errors import ConfigError
@@ -42,7 +43,7 @@ def resolve(document: Mapping[str, object], folder: Path) -> Settings:
         ConfigError: a setting is unknown, missing or out of range.
     """
     try:
-        settings = Settings.of(seeded(document))
+        settings = Settings.of(with_correction(seeded(document)))
     except ValidationError as error:
         raise ConfigError(Faults.of(document).describe(error)) from error
     models = settings.models

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from oppo.algorithms.ppo import PPO
 from oppo.algorithms.registry import ALGORITHMS
-from oppo.app.settings import algorithm_of, keys_of
+from oppo.app.settings import Settings, algorithm_of, keys_of
 from oppo.declared import Declared, declared
 from oppo.errors import ConfigError, shortened
 from oppo.redact import holds_secret, redacted
@@ -32,6 +32,7 @@ _WORDS = {
     "finite_number": "a finite number",
     "bool_type": "true or false",
     "tuple_type": "a list",
+    "dict_type": "a section",
 }
 """What was expected, by the kind of fault."""
 
@@ -88,7 +89,7 @@ class Faults:
 
     def _unknown(self, place: tuple[str, ...]) -> str:
         if len(place) == 1:
-            kind, home, known = "section", "a configuration", list(self.keys)
+            kind, home, known = "section", "a configuration", list(Settings.model_fields)
         else:
             kind, home, known = "key", f"[{place[0]}]", list(self.keys[place[0]])
         near = difflib.get_close_matches(place[-1], known, n=1, cutoff=0.5)
@@ -113,12 +114,20 @@ def require_public(tables: Mapping[str, Mapping[str, object]]) -> None:
     """
     for name, section in tables.items():
         for key, value in section.items():
-            texts = [text for text in (value if isinstance(value, tuple) else [value]) if isinstance(text, str)]
-            if any(map(holds_secret, texts)):
+            if any(map(holds_secret, _texts(value))):
                 raise ConfigError(
                     f"{name}.{key} holds a secret, got {redacted(str(value))}: a run keeps its settings in a file, so "
                     "give it in the environment, or by a login, and leave it out here"
                 )
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Yield the texts in a value of a file, those in lists and tables included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _texts(each)
 
 
 def expectation(detail: ErrorDetails) -> str:

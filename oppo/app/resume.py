@@ -49,6 +49,9 @@ ROUNDING = frozenset(
 )
 """Settings that decide how sums are rounded: they may change too, except in exact runs."""
 
+ENGINE_ARGUMENTS = "vllm."
+"""Before the arguments of vLLM's engine: they may change, as another machine may need others."""
+
 
 def settings_of(directory: Path, overrides: Sequence[str] = ()) -> Settings:
     """Return the settings of the run in ``directory``, with ``section.key=value`` overrides.
@@ -79,7 +82,9 @@ def require_same(before: Mapping[str, str], settings: Settings, *, of: str = "")
         ConfigError: a setting has changed that may not.
     """
     now = fingerprints(settings)
-    changed = {key for key, value in before.items() if now.get(key, value) != value}
+    changed = {
+        key for key, value in before.items() if now.get(key, value) != value and not key.startswith(ENGINE_ARGUMENTS)
+    }
     exact, schedule = settings.run.exact, settings.trainer.schedule
     free = MAY_CHANGE - DRAINING if settings.step.lookahead else MAY_CHANGE
     where = f", and {of} was written with other values than config.toml has" if of else ""
@@ -87,6 +92,8 @@ def require_same(before: Mapping[str, str], settings: Settings, *, of: str = "")
         raise ConfigError(
             f"{', '.join(refused)} cannot change when a run is resumed{where}: put it back as it was, or start a new "
             f"run; what may change is {', '.join(sorted(free if exact else free | ROUNDING))}"
+            + ", and what [vllm] holds"
+            * (settings.models.engine == "vllm")
         )
     if exact and (refused := sorted(changed & ROUNDING)):
         raise ConfigError(

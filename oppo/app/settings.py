@@ -1,7 +1,7 @@
 """The settings of a training run: a dataclass for each section, and :class:`Settings`, which checks them together.
 
 ``[trainer]`` is :class:`oppo.TrainerSettings`; ``[algorithm]`` is the class that ``step.algorithm`` names
-(:mod:`oppo.algorithms`).
+(:mod:`oppo.algorithms`); ``[vllm]`` holds arguments of vLLM's engine, by its own names.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from pydantic import (
 from oppo.algorithms.algorithm import Algorithm
 from oppo.algorithms.ppo import PPO
 from oppo.algorithms.registry import ALGORITHMS
+from oppo.app.engine_rules import require_possible
 from oppo.app.tables import STRICT, OneOf, Table, adapter
 from oppo.declared import (
     MOST,
@@ -46,6 +47,7 @@ from oppo.models import SamplingSettings
 from oppo.training import OF_THE_CRITIC, TrainerSettings
 
 Name: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+Engine: TypeAlias = Literal["transformers", "vllm"]
 AdmissionName: TypeAlias = Literal["overcommit", "adaptive", "slope", "slope-algorithm1", "tail-batched"]
 
 FUNCTION: Final = re.compile(r"^(?P<file>.+\.py):(?P<function>[^:/\\]+)$")
@@ -136,6 +138,11 @@ class ModelsSection:
         None,
         "train the weights that are served, or a copy of them, which is published after each update; when absent the "
         "served ones, but a copy with `step.lookahead`",
+    )
+    engine: Engine = setting(
+        "transformers",
+        "what decodes the policy's responses; `vllm`: vLLM, in processes of its own, with the arguments of `[vllm]`; "
+        "the trainer publishes its weights to it, and everything else stays on transformers",
     )
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = setting(
         "float32",
@@ -294,9 +301,12 @@ class Settings(BaseModel):
     step: Annotated[StepSection, Table()] = StepSection()
     algorithm: Annotated[SkipValidation[Algorithm], PlainValidator(_chosen)] = Field({}, validate_default=True)
     trainer: Annotated[TrainerSettings, Table(), BeforeValidator(_spanning)] = Field({}, validate_default=True)
+    vllm: dict[str, object] = Field({})
+    """Arguments of vLLM's engine, by its own names; :mod:`oppo.app.engines` checks them before anything is loaded."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Settings:
+        require_possible(self)
         if self.run.exact and self.step.admission == "adaptive":
             raise ValueError(
                 "run.exact makes every bit independent of timing, and step.admission = 'adaptive' decides by time: "
@@ -365,14 +375,16 @@ class Settings(BaseModel):
 
     def tables(self) -> dict[str, dict[str, object]]:
         """Return every setting as in a file, by section and key; ``None`` for an absent key."""
-        return {
+        declared = {
             name: {key: getattr(getattr(self, name), key) for key in keys}
             for name, keys in keys_of(type(self.algorithm)).items()
         }
+        return {**declared, "vllm": dict(self.vllm)} if self.vllm else declared
 
     def changed(self, changes: Mapping[str, Mapping[str, object]]) -> Settings:
         """Return these settings with ``changes``, by section and key."""
-        return Settings.of({name: {**keys, **changes.get(name, {})} for name, keys in self.tables().items()})
+        tables = self.tables()
+        return Settings.of({name: {**tables.get(name, {}), **changes.get(name, {})} for name in {**tables, **changes}})
 
     def toml(self) -> str:
         """Return the resolved file: loading it from any folder gives these settings again."""

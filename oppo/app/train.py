@@ -38,6 +38,9 @@ from oppo.report.samples import Detokenize
 if TYPE_CHECKING:
     from oppo.app.assemble import Assembly
 
+ENGINE_LOG = "vllm.log"
+"""What the processes of vLLM write, in the run directory."""
+
 FINAL = Path(CHECKPOINTS, "final")
 """The trained models in a run directory: ``actor`` and, with one, ``critic``, each with its tokenizer."""
 
@@ -132,7 +135,7 @@ def prepare(
     dry_run: bool = False,
     accept_changed_code: bool = False,
 ) -> PreparedRun:
-    """Return a run with everything loaded and checked; writes nothing.
+    """Return a run with everything loaded and checked; writes nothing but the log of an engine with one.
 
     Args:
         tell: receives a sentence about each thing that is done.
@@ -160,7 +163,9 @@ def prepare(
         elif not dry_run:
             require_unused(settings.run_directory)
         from oppo.app.assemble import assemble, load_text  # noqa: PLC0415 - torch takes seconds to import
+        from oppo.app.engines import require_engine  # noqa: PLC0415 - so does this
 
+        require_engine(settings.models.engine, settings.vllm)
         text = load_text(settings.models, tell)
         data, provenance = settings.data, Provenance.of(settings)
         prompts = resolved_prompts(settings, text, tell, provenance)
@@ -172,7 +177,8 @@ def prepare(
             require_same(before.settings, settings, of="its checkpoint")
             require_continued(before, provenance, settings, tell, accept_changed_code=accept_changed_code)
             require_unfinished(settings.run_directory, lasts)
-        assembly = assemble(settings, text, tell)
+        engine_log = None if dry_run else settings.run_directory / ENGINE_LOG
+        assembly = assemble(settings, text, tell, engine_log=engine_log)
         stack.callback(assembly.close)
         require_room(prompts, assembly.sampling.max_new_tokens, assembly.positions)
         done = 0 if checkpoint is None else checkpoint.step
@@ -257,7 +263,7 @@ def watchdog_of(
         calls=assembly.at_work,
         call_timeout=chosen.call_timeout,
         saving=lambda: assembly.saving.is_saving,
-        free=assembly.places.abort,
+        free=assembly.abort,
         last_resort=None if last_resort is None else leave,
     )
 

@@ -15,15 +15,17 @@ from rich.text import Text
 
 from oppo import observe
 from oppo.app.config import resolve
+from oppo.app.engines import require_engine
 from oppo.app.evaluate import compare
-from oppo.app.settings import Settings
+from oppo.app.settings import Engine, Settings
 from oppo.app.train import FINAL, prepare, run
 from oppo.demo.assets import Assets, cache_directory, make_assets
 from oppo.demo.exactness import compare_schedules
 from oppo.demo.examination import Answers, examine
 from oppo.demo.gains import Effort, Gains
 from oppo.demo.outcome import Outcome, deferrals, hidden_fraction
-from oppo.demo.schedules import excerpt, measure
+from oppo.demo.schedules import excerpt, measure, starting
+from oppo.models import Sampling
 from oppo.report.files import require_unused
 from oppo.report.panel import harmless
 from oppo.report.rundir import write_page
@@ -77,18 +79,27 @@ SHORT = Plan(
 )
 
 
-def demo(directory: Path, *, short: bool = False, seed: int = 0, cache: Path | None = None) -> Path:
+def demo(
+    directory: Path,
+    *,
+    short: bool = False,
+    seed: int = 0,
+    engine: Engine = "transformers",
+    cache: Path | None = None,
+) -> Path:
     """Run the demo and return its run directory.
 
     Args:
         directory: the folder that holds runs.
         short: the quick version: smaller models, fewer steps.
         seed: of all random numbers.
+        engine: decodes the policy's responses while it is trained; transformers does for the examination.
         cache: holds the models, which are made once; :func:`cache_directory` unless given.
 
     Raises:
-        ConfigError: ``directory`` cannot hold a run.
+        ConfigError: ``directory`` cannot hold a run, or the engine is not installed.
     """
+    require_engine(engine, {})
     plan = SHORT if short else FULL
     target = unused(directory)
     require_unused(target)
@@ -96,24 +107,12 @@ def demo(directory: Path, *, short: bool = False, seed: int = 0, cache: Path | N
     narrator = Narrator(console)
     assets = make_assets(cache or cache_directory(), seed=seed, small=plan.small, progress=narrator.progress)
     introduce(console, assets)
-    settings = settings_of(plan, assets, target, seed)
-    with prepare(settings) as session:
-        sampling = session.assembly.sampling
-        anyio.run(run, session, console)
+    settings = settings_of(plan, assets, target, seed, engine)
+    sampling = train(settings, console, narrator)
     trained = settings.run_directory / FINAL / "actor"
     narrator.tell(f"examining both policies on {plan.examined} held-out prompts")
-    before, after = (
-        examine(
-            actor,
-            base=assets.actor,
-            reward=assets.reward,
-            held_out=assets.held_out,
-            sampling=sampling,
-            count=plan.examined,
-        )
-        for actor in (assets.actor, trained)
-    )
-    narrator.tell("running two steps serially and streamed, in exact mode")
+    before, after = (examined(actor, assets, sampling, plan.examined) for actor in (assets.actor, trained))
+    narrator.tell("running two steps serially and streamed, in exact mode, on transformers")
     digests = compare_schedules(settings)
     gains = None if plan.effort is None else compare_seconds(settings, plan.effort, narrator)
     deferred_fraction, deferral_steps = deferrals(settings.run_directory)
@@ -138,6 +137,20 @@ def demo(directory: Path, *, short: bool = False, seed: int = 0, cache: Path | N
     return settings.run_directory
 
 
+def train(settings: Settings, console: Console, narrator: Narrator) -> Sampling:
+    """Make the run, and return how its policy sampled."""
+    with prepare(settings, starting(settings, narrator.tell)) as session:
+        anyio.run(run, session, console)
+        return session.assembly.sampling
+
+
+def examined(actor: Path, assets: Assets, sampling: Sampling, count: int) -> Answers:
+    """Return the answers of ``actor`` to the first ``count`` held-out prompts."""
+    return examine(
+        actor, base=assets.actor, reward=assets.reward, held_out=assets.held_out, sampling=sampling, count=count
+    )
+
+
 def note(summary: Path, facts: Mapping[str, object]) -> None:
     """Add facts to the summary of a run."""
     known = json.loads(summary.read_text(encoding="utf-8"))
@@ -151,7 +164,7 @@ def compare_seconds(settings: Settings, effort: Effort, narrator: Narrator) -> G
     return Gains.of(effort, rounds)
 
 
-def settings_of(plan: Plan, assets: Assets, target: Path, seed: int) -> Settings:
+def settings_of(plan: Plan, assets: Assets, target: Path, seed: int, engine: Engine = "transformers") -> Settings:
     """Return the settings of the run."""
     return resolve(
         {
@@ -160,6 +173,7 @@ def settings_of(plan: Plan, assets: Assets, target: Path, seed: int) -> Settings
                 "policy": str(assets.actor),
                 "reward": str(assets.reward),
                 "critic": str(assets.critic),
+                "engine": engine,
             },
             "data": {"prompts": str(assets.prompts)},
             "sampling": {"max_new_tokens": plan.max_new_tokens},

@@ -22,6 +22,7 @@ from oppo.app.settings import Settings
 from oppo.app.train import PreparedRun, prepare
 from oppo.demo.gains import Effort, Round
 from oppo.hf.loading.models import load_scalar, load_tokenizer, quiet
+from oppo.observe import silent
 from oppo.report.timed import TimedStep, Timekeeper
 from oppo.stages.hold import held
 
@@ -60,7 +61,7 @@ def measure(settings: Settings, effort: Effort, tell: Callable[[str], None]) -> 
     with TemporaryDirectory(prefix="oppo-demo-") as folder:
         write_deeper(Path(settings.models.reward), Path(folder), effort.deeper)
         variants = [(mode, varied(settings, mode, effort, Path(folder))) for mode in modes(effort)]
-        with prepare(variants[0][1], dry_run=True) as session:
+        with prepare(variants[0][1], starting(settings, tell), dry_run=True) as session:
             beginning = session.prompts.state_dict()
             rounds: dict[str, list[Round]] = {mode.name: [] for mode, _ in variants}
             for number in range(effort.rounds + 1):
@@ -72,6 +73,11 @@ def measure(settings: Settings, effort: Effort, tell: Callable[[str], None]) -> 
                     if number:
                         rounds[mode.name].append(made)
     return rounds
+
+
+def starting(settings: Settings, tell: Callable[[str], None]) -> Callable[[str], None]:
+    """Return what to tell while models are loaded: nothing, unless an engine starts, which takes many seconds."""
+    return silent if settings.models.engine == "transformers" else tell
 
 
 def varied(settings: Settings, mode: Mode, effort: Effort, reward: Path) -> Settings:

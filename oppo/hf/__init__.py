@@ -4,7 +4,7 @@ from oppo.hf.introspection import end_ids
 from oppo.hf.loading.models import load_causal, load_scalar, load_tokenizer
 from oppo.hf.probe import probe
 from oppo.hf.serve.policy import HfPolicy
-from oppo.hf.serve.proximal import ProximalLogprobs
+from oppo.hf.serve.proximal import ProximalLogprobs, RecomputedLogprobs
 from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
 from oppo.hf.text import Text
 from oppo.hf.train.trainer import HfTrainer
@@ -14,6 +14,7 @@ __all__ = [
     "HfPolicy",
     "HfTrainer",
     "ProximalLogprobs",
+    "RecomputedLogprobs",
     "ReferenceLogprobs",
     "RewardModel",
     "Text",

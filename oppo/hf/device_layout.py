@@ -78,7 +78,7 @@ class DeviceLayout(NamedTuple):
             return Process(name, setup=setup, restarts=restarts, tell=tell)
 
         return cls(
-            place("actor", policy, max(1, cores // 2)),
+            place("actor", policy, acting_share(cores)),
             place("scorers", scorers, max(1, cores - cores // 2), restarts),
             place("trainer", trainer, cores),
             Thread("saver"),
@@ -110,6 +110,11 @@ class DeviceLayout(NamedTuple):
         """Close each place after its call in progress; the saver first, since saving needs the trainer."""
         for place in reversed(self):
             place.close()
+
+
+def acting_share(cores: int) -> int:
+    """Return how many of ``cores`` decode, be it in the actor's place or in an engine's processes."""
+    return max(1, cores // 2)
 
 
 def claim_cores(count: int, device: torch.device) -> None:

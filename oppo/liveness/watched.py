@@ -19,9 +19,11 @@ SECONDS = 600.0
 
 
 class Working(Protocol):
-    """Names its call in progress: a place, or a :class:`oppo.FunctionReward`."""
+    """Names its call in progress: a place, a :class:`oppo.FunctionReward`, or an :class:`oppo.observe.Reporter`."""
 
-    at_work: str
+    @property
+    def at_work(self) -> str:
+        """The call in progress; empty when there is none."""
 
 
 @asynccontextmanager

@@ -27,6 +27,7 @@ STEPLESS = frozenset(
         REPORT,
         "log.jsonl",
         "hang-report.json",
+        "vllm.log",
     }
 )
 """The files that a run may leave without having made a step."""
@@ -79,10 +80,10 @@ def require_stepless(path: Path) -> None:
 
 
 def clear(path: Path) -> None:
-    """Delete the files of a run that made no step, except its log, which the next run continues.
+    """Delete the files of a run that made no step, except its logs, which the next run continues.
 
     Raises:
         OSError: a file cannot be deleted.
     """
-    for name in STEPLESS - {"log.jsonl"}:
+    for name in STEPLESS - {"log.jsonl", "vllm.log"}:
         (path / name).unlink(missing_ok=True)

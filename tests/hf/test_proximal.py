@@ -18,7 +18,7 @@ from oppo.errors import ModelError
 from oppo.events import Batch, Chunk, Finish, FloatArray, Given, Response, StepReport
 from oppo.hf.digest import weights_digest
 from oppo.hf.serve.policy import HfPolicy
-from oppo.hf.serve.proximal import ProximalLogprobs
+from oppo.hf.serve.proximal import ProximalLogprobs, RecomputedLogprobs
 from oppo.hf.serve.scorer_workers import ScorerWorker
 from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
 from oppo.hf.train.trainer import HfTrainer
@@ -151,13 +151,32 @@ async def test_a_failure_leaves_no_session_behind(thread: Thread) -> None:
     assert_allclose(logprobs, expected(event, 7), rtol=1e-5, atol=1e-5)
 
 
-async def test_in_another_process_the_trainers_new_weights_are_those_that_count(thread: Thread) -> None:
+async def test_what_another_engine_sampled_is_computed_again_also_if_it_is_current(thread: Thread) -> None:
+    finished = await rolled_out(thread)
+    scorer = RecomputedLogprobs(tiny.causal(seed=1), sampling=SAMPLING, thread=thread)
+    await scorer.load(Weights(3, actor=tiny.causal(seed=7).state_dict()))
+    for first, rest in ((0, 2), (2, 5), (5, None)):
+        if not first:
+            await scorer.extend([event.response.prompt for event in finished])
+        await scorer.extend([event.response.chunk(first, rest) for event in finished if len(event.response) > first])
+    for event, logprobs in zip(finished, await scorer.finish(finished), strict=True):
+        assert_allclose(logprobs, expected(event, 7), rtol=1e-5, atol=1e-5)
+    assert scorer.version == 3
+    await scorer.load(Weights(4))
+    assert scorer.version == 4, "an actor that is not trained yet has a version too"
+
+
+@pytest.mark.parametrize("kind", [ProximalLogprobs, RecomputedLogprobs])
+async def test_in_another_process_the_trainers_new_weights_are_those_that_count(
+    kind: type[RecomputedLogprobs], thread: Thread
+) -> None:
     finished = await rolled_out(thread)
     actor = tiny.causal(seed=1)
     with Process("scorers", setup=one_core) as process:
-        scorer = ProximalLogprobs(actor, sampling=SAMPLING, thread=process)
+        scorer = kind(actor, sampling=SAMPLING, thread=process)
         newer = tiny.causal(seed=7)
         await scorer.load(Weights(1, actor=newer.state_dict()))
+        await scorer.extend([part for event in finished for part in (event.response.prompt, event.response.chunk())])
         for event, logprobs in zip(finished, await scorer.finish(finished), strict=True):
             assert_allclose(logprobs, expected(event, 7), rtol=1e-5, atol=1e-5)
 

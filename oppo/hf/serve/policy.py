@@ -94,6 +94,11 @@ class HfPolicy:
         """What it can do: weights that are loaded during decoding wait for the end of it."""
         return Capabilities(loads_while_decoding="when decoding ends")
 
+    @property
+    def progress(self) -> int:
+        """The number of decode steps and of prefilled tokens so far, which grows while it decodes."""
+        return self.counters.decode_steps + self.counters.prefilled
+
     async def memory(self) -> tuple[int, int]:
         """Return the bytes allocated for keys and values, and the bytes that the tokens read so far need.
 

@@ -1,4 +1,9 @@
-"""Proximal log-probs: those of response tokens under the actor's weights before the update, recomputed if stale."""
+"""Proximal log-probs: those of response tokens under the actor's weights before the update.
+
+Where the trainer's backend also decodes, a token of the current weights has been scored already, and only stale ones
+are recomputed (:class:`ProximalLogprobs`). Another engine's log-probs differ by its kernels and its precision, so all
+are recomputed (:class:`RecomputedLogprobs`): the mismatch that corrections see then holds both staleness and engine.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +22,39 @@ from oppo.placement import Hosting
 from oppo.scheduling import IN_ORDER, Priority
 
 
-class ProximalLogprobs(ReferenceLogprobs):
+class RecomputedLogprobs(ReferenceLogprobs):
+    """Scores each response token with its log-prob under the actor's current weights: float32 [n], natural logarithm.
+
+    It reads responses while they grow, as the reference does. It follows the trainer: after :meth:`load`, sessions
+    opened under an older version are stale, and the caller forgets and replays them.
+
+    Args:
+        model: the actor. It may be the module that is trained: nothing of it is changed here.
+        sampling: the policy's; only the temperature counts.
+        thread: where rollouts are read: any place.
+        exact: the bits of results do not depend on arrival patterns and other rollouts; slower.
+
+    Raises:
+        ModelRefused: the model cannot be served row by row.
+    """
+
+    async def load(self, weights: Weights) -> None:
+        """Serve ``weights.actor`` from the next call on; tensors that are the model's own are not copied.
+
+        An empty ``weights.actor`` changes the version only.
+
+        Raises:
+            ModelError: a name is missing or unknown, or a shape differs; the old weights are then still served.
+        """
+        await self._worker.call_local("load", self._load, weights)
+
+    def _load(self, worker: ScorerWorker[FloatArray], weights: Weights) -> None:
+        if weights.actor:
+            worker.load(weights.actor)
+        self._version = weights.version
+
+
+class ProximalLogprobs(RecomputedLogprobs):
     """Scores each response token with its log-prob under the actor's current weights: float32 [n], natural logarithm.
 
     A token that these weights sampled keeps its recorded log-prob. So the model reads only rollouts with older tokens,
@@ -49,16 +86,6 @@ class ProximalLogprobs(ReferenceLogprobs):
         super().__init__(model, sampling=sampling, thread=thread, exact=exact)
         self._mixed = on_publish == "keep"
 
-    async def load(self, weights: Weights) -> None:
-        """Serve ``weights.actor`` from the next call on; tensors that are the model's own are not copied.
-
-        An empty ``weights.actor`` changes the version only.
-
-        Raises:
-            ModelError: a name is missing or unknown, or a shape differs; the old weights are then still served.
-        """
-        await self._worker.call_local("load", self._load, weights)
-
     async def extend(self, events: Sequence[Prompt | Chunk | Given], *, priority: Priority = IN_ORDER) -> None:
         """Read nothing: which tokens are stale is known when a rollout finishes."""
 
@@ -73,11 +100,6 @@ class ProximalLogprobs(ReferenceLogprobs):
 
     async def forget(self, rollouts: Sequence[int], *, priority: Priority = IN_ORDER) -> None:
         """Do nothing: no rollout is kept between two calls."""
-
-    def _load(self, worker: ScorerWorker[FloatArray], weights: Weights) -> None:
-        if weights.actor:
-            worker.load(weights.actor)
-        self._version = weights.version
 
     def _stale(self, response: Response) -> BoolArray:
         """Return which tokens the current weights alone did not sample: bool [n]."""

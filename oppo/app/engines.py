@@ -1,0 +1,153 @@
+"""The engines that ``models.engine`` names: what serves the policy of a run, and what it takes down with it.
+
+One function for each engine, from a run's settings to a :class:`Serving`. Nothing else of the application asks which
+engine it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol, TypeAlias
+
+from transformers import PreTrainedModel
+
+from oppo.app.settings import Settings
+from oppo.durable import make
+from oppo.hf.cpu import available_cores
+from oppo.hf.device_layout import DeviceLayout, acting_share
+from oppo.hf.introspection import longest
+from oppo.hf.loading.hub import located
+from oppo.hf.out_of_memory import ModelPlace
+from oppo.hf.serve.policy import HfPolicy
+from oppo.hf.text import Text
+from oppo.models import Policy, Sampling
+from oppo.observe import SpanListener, silent
+
+SERVING: Final = "lower step.batch, step.extra or sampling.max_new_tokens, or choose models.dtype = 'bfloat16'"
+"""Advice to a served model that runs out of memory."""
+
+
+class Worker(Protocol):
+    """Something that works for a run, and tells of it: a place, or the reporter of an engine that lives elsewhere.
+
+    Attributes:
+        listener: called with the span of each call.
+    """
+
+    listener: SpanListener
+
+    @property
+    def at_work(self) -> str:
+        """The call in progress; empty when there is none."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Serving:
+    """The policy of a run on its engine.
+
+    Attributes:
+        policy: the actor.
+        positions: the longest sequence, in tokens, that the engine can read.
+        workers: what tells of its work, besides the places of the run.
+        abort: ends an engine whose calls may hang; safe to call from any thread.
+        close: ends the engine; idempotent.
+    """
+
+    policy: Policy
+    positions: int
+    workers: tuple[Worker, ...] = ()
+    abort: Callable[[], None] = lambda: None
+    close: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Order:
+    """What an engine is started for.
+
+    Attributes:
+        actor: the model that is trained, as transformers has loaded it.
+        log: the file for what the engine's processes write; ``None``: nowhere.
+        tell: receives a sentence about each thing that is done.
+    """
+
+    settings: Settings
+    actor: PreTrainedModel
+    sampling: Sampling
+    text: Text
+    places: DeviceLayout
+    log: Path | None = None
+    tell: Callable[[str], None] = silent
+
+
+Serve: TypeAlias = Callable[[Order], Serving]
+
+
+def serve(order: Order) -> Serving:
+    """Return the policy on the engine that ``models.engine`` names, started.
+
+    Raises:
+        ConfigError: the engine cannot be started with its arguments.
+        ModelRefused: the engine cannot serve the model exactly.
+    """
+    return ENGINES[order.settings.models.engine](order)
+
+
+def require_engine(name: str, arguments: Mapping[str, object]) -> None:
+    """Check, before anything is loaded, that an engine is installed and knows its arguments.
+
+    Raises:
+        ConfigError: it is not, or it does not.
+    """
+    if name == "vllm":
+        from oppo.vllm.arguments import require_arguments  # noqa: PLC0415 - vLLM takes seconds to import
+
+        require_arguments(arguments)
+
+
+def _on_transformers(order: Order) -> Serving:
+    """Serve the very module that is trained, unless ``share_weights`` is off, in the actor's place."""
+    policy = HfPolicy(
+        order.actor,
+        sampling=order.sampling,
+        thread=ModelPlace(order.places.acting, "policy", SERVING),
+        exact=order.settings.run.exact,
+        on_publish=order.settings.step.on_publish,
+        decode=order.text.decode,
+    )
+    return Serving(policy, longest(order.actor))
+
+
+def _on_vllm(order: Order) -> Serving:
+    """Serve a copy of the weights in processes of their own, with the actor's share of the cores."""
+    from oppo.vllm import VllmEngine, VllmPolicy  # noqa: PLC0415 - vLLM takes seconds to import, and may be missing
+
+    settings, models, data = order.settings, order.settings.models, order.settings.data
+    directory = located(models.policy, weights=True, allow_pickle=models.allow_pickle, tell=order.tell)
+    if order.log is not None:
+        make(order.log.parent)
+    reach = min(longest(order.actor), data.max_prompt_tokens + order.sampling.max_new_tokens)
+    given: dict[str, object] = {
+        "dtype": str(order.actor.dtype).removeprefix("torch."),
+        "trust_remote_code": models.trust_remote_code,
+        "max_model_len": reach,
+    }
+    engine = VllmEngine.start(
+        directory,
+        arguments={**given, **settings.vllm},
+        cores=acting_share(settings.run.cores or available_cores()),
+        log=order.log,
+        tell=order.tell,
+    )
+    try:
+        policy = VllmPolicy(
+            engine, sampling=order.sampling, on_publish=settings.step.on_publish, decode=order.text.decode
+        )
+    except BaseException:
+        engine.close()
+        raise
+    return Serving(policy, engine.longest, (policy.reporter,), engine.abort, engine.close)
+
+
+ENGINES: Final[Mapping[str, Serve]] = {"transformers": _on_transformers, "vllm": _on_vllm}

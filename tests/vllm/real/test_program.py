@@ -1,0 +1,141 @@
+"""``oppo train`` on the real engine: it trains, it ends when it is told to, and no process of it is left."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.real.program import Program, furnish
+from tests.workplace import records
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+
+ENGINE = "VLLM::EngineCore"
+"""The name of the engine's process; the kernel keeps 15 characters."""
+
+SLOW_PUBLISH = """
+import sys, time
+from oppo.vllm import VllmPolicy
+load = VllmPolicy.load
+async def slow(self, weights):
+    print('publishing', flush=True)
+    await load(self, weights)
+    time.sleep(0.3)
+VllmPolicy.load = slow
+"""
+"""Says when weights are published, and takes its time."""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return furnish(tmp_path_factory.mktemp("place"))
+
+
+def train(place: Path, name: str, *overrides: str, before: str = "") -> Program:
+    chosen = (f"run.name={name}", "models.engine=vllm", *overrides)
+    arguments = ["train", "config.toml", *(part for each in chosen for part in ("--set", each))]
+    return Program(arguments, place, before=before)
+
+
+def test_a_run_trains_with_stragglers_and_its_engine_keeps_to_its_log(place: Path) -> None:
+    with train(place, "first", "run.steps=3") as program:
+        assert program.wait() == 0, program.said
+        assert program.leaves_nothing()
+    lines = records(place, "first", "metrics.jsonl")
+    assert [line["trained"] for line in lines] == [4, 4, 4]
+    for line in lines:
+        assert all(math.isfinite(value) for value in line.values() if isinstance(value, float))
+        assert abs(float(str(line["mismatch/kl_current"]))) < 1e-6, "the engine's log-probs are the trainer's"
+        assert float(str(line["timing_s/decode"])) > 0
+    assert any(line["deferral/deferred"] for line in lines) if "deferral/deferred" in lines[0] else True
+    assert "EngineCore" in (place / "runs" / "first" / "vllm.log").read_text()
+    assert "INFO" not in program.said
+    assert "WARNING" not in program.said
+
+
+def test_a_dry_run_starts_the_engine_and_writes_nothing(place: Path) -> None:
+    with train(place, "dry") as program:
+        pass
+    with Program(
+        ["train", "config.toml", "--dry-run", "--set", "run.name=dry", "--set", "models.engine=vllm"], place
+    ) as program:
+        assert program.wait() == 0, program.said
+        assert program.leaves_nothing()
+    assert 'engine = "vllm"' in program.said
+    assert "[vllm]\nmax_num_seqs = 8" in program.said
+
+
+def test_an_argument_that_vllm_does_not_know_is_refused_before_anything_is_loaded(place: Path) -> None:
+    with train(place, "wrong", "vllm.max_num_seq=3") as program:
+        assert program.wait() == 2
+    assert "max_num_seqs" in program.said, "the nearest name"
+    assert "loading" not in program.said
+    assert not (place / "runs" / "wrong").exists()
+
+
+def test_ctrl_c_while_the_engine_starts_ends_all_of_it(place: Path) -> None:
+    with train(place, "starting") as program:
+        program.until("starting vLLM")
+        deadline = time.monotonic() + 60
+        while not any(name.startswith("VLLM") for name in program.pids.values()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        program.interrupt()
+        assert program.wait(30) == 130, program.said
+        assert program.leaves_nothing()
+    assert "interrupted" in program.said
+
+
+def test_ctrl_c_while_it_decodes_ends_after_the_step_and_the_run_goes_on_later(place: Path) -> None:
+    long = ("run.steps=1000", "sampling.max_new_tokens=300", "sampling.min_new_tokens=290")
+    with train(place, "decoding", *long) as program:
+        program.until("step 1/")
+        program.interrupt()
+        assert program.wait(60) == 130, program.said
+        assert program.leaves_nothing()
+    assert "ending after this step" in program.said
+    made = len(records(place, "decoding", "metrics.jsonl"))
+    assert made >= 2
+    with Program(["resume", "runs/decoding", "--set", f"run.steps={made + 1}"], place) as program:
+        assert program.wait() == 0, program.said
+        assert program.leaves_nothing()
+    assert len(records(place, "decoding", "metrics.jsonl")) == made + 1
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+def test_ctrl_c_while_weights_are_published_ends_cleanly(place: Path, presses: int) -> None:
+    with train(place, f"publishing-{presses}", "run.steps=1000", before=SLOW_PUBLISH) as program:
+        program.until("publishing")
+        program.interrupt()
+        if presses == 2:
+            time.sleep(0.1)
+            program.interrupt()
+        assert program.wait(60) == 130, program.said
+        assert program.leaves_nothing()
+    assert "Traceback" not in program.said
+
+
+def test_a_killed_engine_is_a_lost_model_and_the_run_goes_on_from_its_checkpoint(place: Path) -> None:
+    with train(place, "killed", "run.steps=1000", "run.checkpoint_every=1") as program:
+        program.until("step 2/")
+        (engine,) = [pid for pid, name in program.pids.items() if name == ENGINE[:15]]
+        os.kill(engine, signal.SIGKILL)
+        killed = time.monotonic()
+        assert program.wait(30) == 1, program.said
+        program.leaves_nothing()
+        assert program.leaves_nothing(0)
+    log = [json.loads(line) for line in (place / "runs" / "killed" / "log.jsonl").read_text().splitlines()]
+    assert log[-1]["exception"][0]["exc_type"] == "ModelLost"
+    assert time.monotonic() - killed < 15
+    assert "oppo resume" in program.said
+    made = len(records(place, "killed", "metrics.jsonl"))
+    with Program(["resume", "runs/killed", "--set", f"run.steps={made + 1}"], place) as program:
+        assert program.wait() == 0, program.said
+        assert program.leaves_nothing()
+    lines = records(place, "killed", "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(len(lines)))
