@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Final, TypeAlias
 
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.ladder.directory import Files
 from benchmarks.ladder.layout import Seat, claim_cores
+from oppo.demo.once import made_once
 from oppo.events import Prompt
 from oppo.hf.device import DeviceThread
 from oppo.hf.serve.policy import HfPolicy
@@ -66,6 +68,9 @@ class Part:
     listener: SpanListener
 
 
+ERRORS: Final = Path("/dev/stderr")
+"""A contestant's standard error, which the ruler keeps in a file."""
+
 Act: TypeAlias = Callable[[Part], Acting]
 
 
@@ -78,5 +83,34 @@ def on_transformers(part: Part) -> Acting:
     return Acting(policy, lambda: Progress(counters.decode_steps, counters.tokens), thread.close)
 
 
-ENGINES: Final[Mapping[str, Act]] = MappingProxyType({"transformers": on_transformers})
+def on_vllm(part: Part) -> Acting:
+    """Decode with a copy of the weights in processes of an engine's own, on as many cores as the seat has threads."""
+    from oppo.vllm import VllmEngine, VllmPolicy  # noqa: PLC0415 - an extra
+
+    workload = part.files.workload
+    engine = VllmEngine.start(
+        _directory(part),
+        arguments={
+            "dtype": workload.models.dtype,
+            "max_model_len": workload.positions,
+            "max_num_seqs": 2 * workload.batch,  # as many may be carried as a batch holds
+        },
+        cores=part.seat.threads,
+        log=ERRORS,
+    )
+    policy = VllmPolicy(engine, sampling=part.sampling, limit=part.limit)
+    policy.listener = part.listener
+    return Acting(policy, lambda: Progress(0, policy.progress), engine.close)
+
+
+def _directory(part: Part) -> Path:
+    """Return the directory of the actor; one of random weights, whose lengths are scripted, is saved first."""
+    files = part.files
+    if not files.workload.models.scripted:
+        return files.model("actor")
+    saved = files.directory.with_name(f"{files.directory.name}-actor")
+    return made_once(saved, part.actor.save_pretrained)
+
+
+ENGINES: Final[Mapping[str, Act]] = MappingProxyType({"transformers": on_transformers, "vllm": on_vllm})
 """By name."""
