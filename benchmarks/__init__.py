@@ -12,6 +12,7 @@
     python -m benchmarks.controllers   docs/controllers.md: controllers of overcommit in virtual time
     python -m benchmarks.on_publish    keys and values after an update: recomputed or kept
     python -m benchmarks.policy_place  decoding in a thread and in a process
+    python -m benchmarks.vllm          vllm/: our policy on vLLM beside vLLM alone
     python -m benchmarks.ruler         whether two commits train the same, to the last bit
 
 All of them run from a checkout and measure its ``oppo``.

@@ -36,6 +36,7 @@ class Request:
         scorers: the place of reward, reference and critic: a thread beside the actor's, or a process of their own.
         device: of the models; on a GPU they are large and have random weights, and lengths are scripted.
         actor: on a GPU, the size of the actor: 0.5b or 1.5b.
+        policy: the engine that serves the actor: transformers, or vllm where that is installed.
         cache: the folder of workloads, which are made once.
     """
 
@@ -53,6 +54,7 @@ class Request:
     scorers: Scorers = "process"
     device: str = "cpu"
     actor: str = "0.5b"
+    policy: str = "transformers"
     cache: Path | None = None
 
     def keep(self, results: object) -> None:

@@ -8,6 +8,7 @@ from typing import cast
 from rich.console import Console
 
 from benchmarks import CHECKOUT
+from benchmarks.ladder.acting import ENGINES
 from benchmarks.ladder.calibration import Calibration, bounds_of, calibrate
 from benchmarks.ladder.directory import Files, cache_directory, files_of
 from benchmarks.ladder.modes import MODES
@@ -81,12 +82,14 @@ def plan_of(request: Request) -> Plan:
     """Return the plan of a request; a GPU does not hold several contestants at once.
 
     Raises:
-        ConfigError: a number of steps or rounds is below 1.
+        ConfigError: a number of steps or rounds is below 1, or the engine is unknown.
     """
     if request.steps < 1 or request.rounds < 1:
         raise ConfigError(f"at least one step and one round are needed, not {request.steps} x {request.rounds}")
     if request.warm_up < 1:
         raise ConfigError(f"at least one step of warm-up is needed, not {request.warm_up}: a first step is slower")
+    if request.policy not in ENGINES:
+        raise ConfigError(f"there is no engine {request.policy!r}; expected one of {', '.join(ENGINES)}")
     device = request.device
     scorers = request.scorers if device == "cpu" else "thread"  # a process cannot receive models on a GPU
     return Plan(
@@ -96,6 +99,7 @@ def plan_of(request: Request) -> Plan:
         device=device,
         scorers=scorers,
         together=device == "cpu",
+        engine=request.policy,
     )
 
 

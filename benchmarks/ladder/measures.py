@@ -105,7 +105,7 @@ class Figures:
             two or three times the live rows, and longer ones.
         busy: by model, the fraction of all time in which it worked.
         shares: by phase, the fraction of all time in which it was busy; phases overlap, so the sum may exceed 1.
-        live_rows_per_decode_step: mean.
+        live_rows_per_decode_step: mean; ``None`` if the engine does not count its decode steps.
         cap_hit_rate: fraction of the trained responses that were cut off.
         deferrals: mean and most responses carried from a step into the next.
         verdict: the bottleneck of the steps, and the speedup that any schedule could reach; ``None`` for a peer.
@@ -131,9 +131,10 @@ class Figures:
         steps = [step for each in rounds for step in each]
         took, samples = math.fsum(step.seconds for step in steps), sum(step.samples for step in steps)
         decoded, decode_steps = sum(step.decoded for step in steps), sum(step.decode_steps for step in steps)
-        exposed, inside = math.fsum(step.exposed for step in steps), decode_steps > 0
+        exposed = math.fsum(step.exposed for step in steps)
         alone = math.fsum(baseline.cost.seconds(step) for step in steps) if baseline.cost else 0.0
         decode = math.fsum(step.decode for step in steps)
+        inside = decode > 0
         bottlenecks = [Bottleneck.of_metrics(step.bottleneck, step.seconds) for step in steps]
         models = {model for step in steps for model in step.busy}
         return cls(
@@ -148,7 +149,7 @@ class Figures:
                 for phase in ("decode", "score", "update")
                 if inside
             },
-            live_rows_per_decode_step=decoded / decode_steps if inside else None,
+            live_rows_per_decode_step=decoded / decode_steps if decode_steps else None,
             cap_hit_rate=sum(step.capped for step in steps) / samples,
             deferrals={
                 "mean": math.fsum(step.deferred for step in steps) / len(steps),

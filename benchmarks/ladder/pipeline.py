@@ -10,6 +10,7 @@ from typing import Final
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
+from benchmarks.ladder.acting import ENGINES, Acting, Part
 from benchmarks.ladder.countdown import EOS, PAD, language_of
 from benchmarks.ladder.directory import Files
 from benchmarks.ladder.layout import Seats, claim_cores
@@ -23,7 +24,6 @@ from oppo.graph import Graph
 from oppo.hf.device import DeviceThread
 from oppo.hf.loading.models import load_causal, load_scalar
 from oppo.hf.out_of_memory import ModelPlace
-from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
 from oppo.hf.train.trainer import HfTrainer
 from oppo.models import Sampling, Scorer
@@ -61,14 +61,15 @@ class Models:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pipeline:
-    """A graph, its policy, and the places of its models, which :meth:`close` closes."""
+    """A graph, what decodes for it, and the places of its other models; :meth:`close` closes all of them."""
 
     graph: Graph[StepReport]
-    policy: HfPolicy
+    acting: Acting
     places: Sequence[Place]
 
     def close(self) -> None:
-        """Close the places."""
+        """End the engine, and close the places."""
+        self.acting.close()
         for place in self.places:
             place.close()
 
@@ -81,12 +82,15 @@ def pipeline(
     *,
     device: str = "cpu",
     scorers: Scorers = "process",
+    engine: str = "transformers",
 ) -> Pipeline:
-    """Return the graph of one mode of a workload, with models of its own, whose spans ``listener`` receives."""
+    """Return the graph of one mode of a workload, with models of its own, whose spans ``listener`` receives.
+
+    ``engine`` serves the policy: one of :data:`~benchmarks.ladder.acting.ENGINES`.
+    """
     workload = files.workload
     models = load(files, device)
     kind = Thread if device == "cpu" else DeviceThread
-    acting = kind("actor", listener=listener, setup=partial(claim_cores, seats.actor, device))
     training = kind("trainer", listener=listener, setup=partial(claim_cores, seats.trainer, device))
     home = kind if scorers == "thread" else Process
     scoring = home("scorers", listener=listener, setup=partial(claim_cores, seats.scorers, device))
@@ -97,12 +101,13 @@ def pipeline(
         stop=() if scripted else (EOS,),
         seed=workload.seed,
     )
-    policy = HfPolicy(models.actor, sampling=sampling, thread=acting, limit=length_of if scripted else None)
+    limit = length_of if scripted else None
+    acting = ENGINES[engine](Part(files, models.actor, sampling, limit, seats.actor, device, listener))
     reward: Scorer[float | Drop] = FunctionReward(countdown_reward, decode=_words(workload))
     if models.reward is not None:
         reward = RewardModel(models.reward, thread=ModelPlace(scoring, "reward", REMEDY))
     graph = ppo(
-        policy=policy,
+        policy=acting.policy,
         reference=ReferenceLogprobs(
             models.reference, sampling=sampling, thread=ModelPlace(scoring, "reference", REMEDY)
         ),
@@ -117,7 +122,7 @@ def pipeline(
     )
     if isinstance(scoring, Process):
         scoring.wait_until_ready()
-    return Pipeline(held(graph) if mode.held else graph, policy, (acting, scoring, training))
+    return Pipeline(held(graph) if mode.held else graph, acting, (scoring, training))
 
 
 def length_of(prompt: Prompt) -> int:

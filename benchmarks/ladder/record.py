@@ -22,7 +22,7 @@ class StepRecord:
         decode, score, update: busy seconds of each phase.
         exposed: seconds of scoring beside no decoding or training.
         busy: busy seconds of each model.
-        decode_steps: of the actor.
+        decode_steps: of the actor; 0 if its engine does not count them.
         decoded: tokens it made, those of unfinished responses included.
         bottleneck: the step's metrics of its bottleneck.
     """

@@ -49,6 +49,7 @@ class Plan:
         device: of the models.
         scorers: the place of the scorers: a thread, or a process of their own.
         together: all contestants are loaded at once, and interleaved.
+        engine: serves the policy: transformers or vllm.
     """
 
     steps: int = 3
@@ -57,6 +58,7 @@ class Plan:
     device: str = "cpu"
     scorers: Scorers = "process"
     together: bool = True
+    engine: str = "transformers"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,7 +120,7 @@ class Ladder:
 
 def entries(files: Files, modes: Sequence[str], layout: Layout, plan: Plan) -> list[Entry]:
     program = (sys.executable, "-m", "benchmarks.ladder.worker", str(files.directory), "--layout", layout)
-    options = ("--device", plan.device, "--scorers", plan.scorers)
+    options = ("--device", plan.device, "--scorers", plan.scorers, "--engine", plan.engine)
     return [Entry(mode, (*program, "--mode", mode, *options)) for mode in modes]
 
 

@@ -39,7 +39,8 @@ def head(ladder: Ladder) -> list[Text]:
     lines += [
         f"layout {ladder.layout}; {machine.cpu}, {machine.cores} core(s), {machine.memory_gb} GB, {machine.device}",
         f"  load {machine.load} at the end: figures of a machine that has other things to do mean little",
-        f"  scorers in a {plan.scorers}; {plan.rounds} rounds of {plan.steps} steps after {plan.warm_up} to warm up, "
+        f"  the policy on {plan.engine}, scorers in a {plan.scorers}",
+        f"  {plan.rounds} rounds of {plan.steps} steps after {plan.warm_up} to warm up, "
         + ("interleaved" if plan.together else "one contestant after the other, NOT interleaved"),
     ]
     lines += [] if ladder.calibration is None else [f"  {ladder.calibration.sentence()}"]

@@ -29,6 +29,7 @@ import numpy as np
 import torch
 import transformers
 
+from benchmarks.ladder.acting import ENGINES
 from benchmarks.ladder.directory import open_files, workload_in
 from benchmarks.ladder.layout import Seats, seats
 from benchmarks.ladder.modes import MODES
@@ -121,13 +122,12 @@ async def timed_step(run: Run[StepReport], work: Pipeline, watch: Watch) -> Step
     Raises:
         DataError: there are no more prompts.
     """
-    counters = work.policy.counters
-    steps, tokens, start = counters.decode_steps, counters.tokens, observe.now()
+    before, start = work.acting.progress(), observe.now()
     report = await run.step()
-    took = observe.now() - start
+    took, after = observe.now() - start, work.acting.progress()
     if report is None:
         raise DataError("the prompts have ended")
-    return watch.record(report, took, counters.decode_steps - steps, counters.tokens - tokens)
+    return watch.record(report, took, after.decode_steps - before.decode_steps, after.tokens - before.tokens)
 
 
 def say(answers: TextIO, answer: Mapping[str, object]) -> None:
@@ -158,13 +158,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--layout", choices=("split", "shared"), required=True)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--scorers", choices=("thread", "process"), default="process")
+    parser.add_argument("--engine", choices=ENGINES, default="transformers")
     chosen = parser.parse_args(arguments)
     workload, mode = workload_in(chosen.directory), MODES[chosen.mode]
     places = seats(chosen.layout, cores_here(), held=mode.held)
     files, watch = open_files(chosen.directory, workload), Watch(workload)
     places.actor.take()
     answers = answers_only()
-    work = pipeline(files, mode, places, watch.on_work, device=chosen.device, scorers=chosen.scorers)
+    work = pipeline(
+        files, mode, places, watch.on_work, device=chosen.device, scorers=chosen.scorers, engine=chosen.engine
+    )
     with closing(work):
         anyio.run(serve, work, watch, files.prompts(), ready_line(places), answers)
 

@@ -1,5 +1,5 @@
 """vLLM as a backend; an extra."""
 
-from oppo.vllm.reward import ScalarModel, VllmReward
+from oppo.vllm.reward import VllmReward
 
-__all__ = ["ScalarModel", "VllmReward"]
+__all__ = ["VllmReward"]

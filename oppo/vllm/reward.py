@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
-from typing import TYPE_CHECKING, Protocol, Self
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, Protocol, Self
 from uuid import uuid4
 
 import anyio
@@ -24,6 +25,10 @@ from oppo.events import Chunk, Finish, Given, Prompt
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+
+SCALAR: Final[Mapping[str, object]] = MappingProxyType({"runner": "pooling", "convert": "classify"})
+"""Arguments of the engine of a scalar reward model."""
 
 
 class Pooled(Protocol):
@@ -75,6 +80,22 @@ class PoolingEngine(Protocol):
 
     async def abort(self, request_id: Sequence[str]) -> None:
         """Discard requests; those that are over are ignored."""
+
+
+class PoolingServer(Protocol):
+    """A started engine: :class:`oppo.vllm.VllmEngine`."""
+
+    @property
+    def llm(self) -> PoolingEngine:
+        """Its ``AsyncLLM``."""
+
+    @property
+    def name(self) -> str:
+        """The name of its model."""
+
+    @property
+    def config(self) -> VllmConfig:
+        """Its configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,20 +191,26 @@ class VllmReward:
     The engine belongs to this scorer alone, so its calls take no priority: nothing shares their place.
 
     Args:
-        llm: vLLM's ``AsyncLLM``.
-        model: the facts of its model, ``AutoModelForSequenceClassification`` with ``num_labels == 1``.
+        engine: serves ``AutoModelForSequenceClassification`` with ``num_labels == 1``; started with :data:`SCALAR`.
 
     Attributes:
         tokens: that were read so far.
+
+    Raises:
+        ModelRefused: the engine's model cannot score growing prefixes.
+
+    Example:
+        >>> with VllmEngine.start("models/reward", arguments=SCALAR) as engine:  # doctest: +SKIP
+        ...     reward = VllmReward(engine)
     """
 
-    def __init__(self, llm: PoolingEngine, model: ScalarModel) -> None:
+    def __init__(self, engine: PoolingServer) -> None:
         from vllm import PoolingParams  # noqa: PLC0415 - an extra that takes seconds to import
 
         self.tokens = ReadTokens()
         self._params = PoolingParams(task="classify", use_activation=False)
-        self._llm = llm
-        self._model = model
+        self._llm = engine.llm
+        self._model = ScalarModel.of(engine.name, engine.config)
         self._sessions: dict[int, _Session] = {}
         self._names = (f"score-{uuid4().hex[:8]}-{number}" for number in count())
 

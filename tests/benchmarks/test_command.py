@@ -92,6 +92,7 @@ def test_the_smoke_workload_runs_through_the_whole_ladder_s_machinery(
         (["--workload", "large"], "there is no workload 'large'; expected all, or some of paper"),
         (["--modes", "serial,adaptiv"], "there is no mode 'adaptiv'"),
         (["--layout", "ring"], "there is no layout 'ring'"),
+        (["--policy", "sglang"], "there is no engine 'sglang'; expected one of transformers, vllm"),
         (["--peer", "verl"], "there is no peer 'verl'; expected 'trl'"),
         (["--steps", "0"], "at least one step and one round"),
         (["--warm-up", "0"], "at least one step of warm-up"),

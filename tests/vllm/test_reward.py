@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 
 import anyio
@@ -26,13 +27,40 @@ def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", vllm)
 
 
+def config(**changes: object) -> SimpleNamespace:
+    """Return a ``VllmConfig`` as far as it is read."""
+    facts = {"labels": 1, "pooling": "LAST", "prefix": True, "mean": None, "pools": True, "padding": PADDING, **changes}
+    pooler = SimpleNamespace(seq_pooling_type=facts["pooling"], logit_mean=facts["mean"], logit_sigma=None)
+    return SimpleNamespace(
+        cache_config=SimpleNamespace(enable_prefix_caching=facts["prefix"], block_size=BLOCK),
+        model_config=SimpleNamespace(
+            pooler_config=pooler if facts["pools"] else None,
+            hf_config=SimpleNamespace(num_labels=facts["labels"]),
+            hf_text_config=SimpleNamespace(pad_token_id=facts["padding"]),
+            max_model_len=LONGEST,
+            get_vocab_size=lambda: VOCABULARY,
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class Engine:
+    llm: FakePooling
+    config: SimpleNamespace
+    name: str = "tiny"
+
+
+def served(llm: FakePooling | None = None, **changes: object) -> VllmReward:
+    return VllmReward(Engine(llm or FakePooling(), config(**changes)))
+
+
 def whole(response: Response) -> list[int]:
     return [*response.prompt.tokens.tolist(), *response.tokens.tolist()]
 
 
 async def test_the_contract_is_kept() -> None:
     async def make() -> VllmReward:
-        return VllmReward(FakePooling(), MODEL)
+        return served()
 
     finished = [Finish(each.prompt.rollout, each, "eos") for each in responses() if len(each) >= 4]
     await check_scorer(make, finished, lambda a, b: a == b)
@@ -41,7 +69,7 @@ async def test_the_contract_is_kept() -> None:
 @pytest.mark.parametrize("seed", range(5))
 async def test_any_arrival_pattern_gives_the_score_of_the_whole_sequence_and_computes_no_token_twice(seed: int) -> None:
     engine, made = FakePooling(), responses()
-    reward = VllmReward(engine, MODEL)
+    reward = served(engine)
     values = await stream(reward, made, seed)
     assert values == {each.prompt.rollout: score(whole(each)) for each in made}
     assert (reward.tokens.again, reward.tokens.computed) == (0, sum(len(whole(each)) for each in made))
@@ -49,7 +77,7 @@ async def test_any_arrival_pattern_gives_the_score_of_the_whole_sequence_and_com
 
 async def test_whole_blocks_are_read_while_a_rollout_grows_and_only_the_rest_when_it_ends() -> None:
     engine = FakePooling()
-    reward = VllmReward(engine, MODEL)
+    reward = served(engine)
     response = answered(0, [5] * 3, list(range(10, 26)))
     await reward.extend([response.prompt])
     assert engine.sequences == []
@@ -63,7 +91,7 @@ async def test_whole_blocks_are_read_while_a_rollout_grows_and_only_the_rest_whe
 
 async def test_a_sequence_of_whole_blocks_is_not_asked_for_again() -> None:
     engine = FakePooling()
-    reward = VllmReward(engine, MODEL)
+    reward = served(engine)
     response = answered(0, [5] * 4, [6] * 12)
     await reward.extend([response.prompt, response.chunk()])
     assert await reward.finish([Finish(0, response, "eos")]) == [score(whole(response))]
@@ -72,7 +100,7 @@ async def test_a_sequence_of_whole_blocks_is_not_asked_for_again() -> None:
 
 async def test_what_the_cache_has_lost_is_computed_and_counted_again() -> None:
     engine = FakePooling(room=1)
-    reward = VllmReward(engine, MODEL)
+    reward = served(engine)
     first, second = answered(0, [5] * 8, [6] * 4), answered(1, [7] * 8, [8] * 4)
     await reward.extend([first.prompt])
     await reward.extend([second.prompt])
@@ -84,7 +112,7 @@ async def test_what_the_cache_has_lost_is_computed_and_counted_again() -> None:
 
 @pytest.mark.parametrize("padding", [PADDING, EOS, None])
 async def test_the_score_is_taken_at_the_last_token_that_is_not_padding(padding: int | None) -> None:
-    reward = VllmReward(FakePooling(), ScalarModel("tiny", VOCABULARY, LONGEST, BLOCK, padding))
+    reward = served(padding=padding)
     values = await stream(reward, endings(), seed=3)
     for response in endings():
         tokens = whole(response)
@@ -93,7 +121,7 @@ async def test_the_score_is_taken_at_the_last_token_that_is_not_padding(padding:
 
 
 async def test_events_out_of_place_are_errors() -> None:
-    reward = VllmReward(FakePooling(), MODEL)
+    reward = served()
     response = answered(7, [5, 6], [8, 9, 10])
     with pytest.raises(ProtocolError, match="rollout 7 is unknown to tiny: its Prompt must come first"):
         await reward.extend([response.chunk()])
@@ -112,14 +140,14 @@ async def test_events_out_of_place_are_errors() -> None:
 @pytest.mark.parametrize("token", [-1, VOCABULARY])
 async def test_a_token_of_another_vocabulary_never_reaches_the_engine(token: int) -> None:
     engine = FakePooling()
-    reward = VllmReward(engine, MODEL)
+    reward = served(engine)
     with pytest.raises(ModelError, match=f"rollout 3 has token ids from .* of tiny has {VOCABULARY}: policy and scor"):
         await reward.extend([Prompt(3, 3, np.full(BLOCK, token, np.int32))])
     assert not engine.sequences
 
 
 async def test_a_sequence_too_long_is_named() -> None:
-    reward = VllmReward(FakePooling(), MODEL)
+    reward = served()
     with pytest.raises(ModelError, match=f"rollout 3 has 161 tokens, .* reads at most {LONGEST}: shorten the prompts"):
         await reward.extend([Prompt(3, 3, np.full(LONGEST + 1, 5, np.int32))])
 
@@ -129,7 +157,7 @@ def test_a_cancelled_call_leaves_no_request_behind() -> None:
 
     async def main() -> None:
         with anyio.move_on_after(1) as scope:
-            await VllmReward(engine, MODEL).extend([Prompt(n, n, np.full(BLOCK, 5, np.int32)) for n in range(3)])
+            await served(engine).extend([Prompt(n, n, np.full(BLOCK, 5, np.int32)) for n in range(3)])
         assert scope.cancelled_caught
 
     run_virtual(main)
@@ -138,25 +166,9 @@ def test_a_cancelled_call_leaves_no_request_behind() -> None:
 
 async def test_a_dead_engine_is_a_lost_model() -> None:
     engine = FakePooling(errored=True)
-    reward = VllmReward(engine, MODEL)
+    reward = served(engine)
     with pytest.raises(ModelLost, match=r"the engine of tiny is dead: EngineDeadError: EngineCore .* resume the run"):
         await reward.extend([Prompt(0, 0, np.full(BLOCK, 5, np.int32))])
-
-
-def config(**changes: object) -> SimpleNamespace:
-    """Return a ``VllmConfig`` as far as it is read."""
-    facts = {"labels": 1, "pooling": "LAST", "prefix": True, "mean": None, "pools": True, **changes}
-    pooler = SimpleNamespace(seq_pooling_type=facts["pooling"], logit_mean=facts["mean"], logit_sigma=None)
-    return SimpleNamespace(
-        cache_config=SimpleNamespace(enable_prefix_caching=facts["prefix"], block_size=BLOCK),
-        model_config=SimpleNamespace(
-            pooler_config=pooler if facts["pools"] else None,
-            hf_config=SimpleNamespace(num_labels=facts["labels"]),
-            hf_text_config=SimpleNamespace(pad_token_id=PADDING),
-            max_model_len=LONGEST,
-            get_vocab_size=lambda: VOCABULARY,
-        ),
-    )
 
 
 def test_the_facts_of_a_model_are_those_of_its_engine() -> None:
@@ -175,4 +187,4 @@ def test_the_facts_of_a_model_are_those_of_its_engine() -> None:
 )
 def test_a_model_that_cannot_score_growing_prefixes_is_refused(changes: dict[str, object], reason: str) -> None:
     with pytest.raises(ModelRefused, match=reason):
-        ScalarModel.of("tiny", config(**changes))
+        served(**changes)

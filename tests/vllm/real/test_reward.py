@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +14,8 @@ from oppo.events import Finish, Response
 from oppo.hf.serve.scorers import RewardModel
 from oppo.placement import Thread
 from oppo.testing import check_scorer
-from oppo.vllm import ScalarModel, VllmReward
-from oppo.vllm.reward import PoolingEngine
+from oppo.vllm import VllmEngine, VllmReward
+from oppo.vllm.reward import SCALAR
 from tests.responses import EOS, PADDING, VOCABULARY, answered, endings, responses, stream
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
@@ -40,8 +39,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Pa
         bos_token_id=1,
         eos_token_id=EOS,
         initializer_range=0.2,
-        num_labels=1,
     )
+    config.num_labels = 1
     with torch.random.fork_rng():
         torch.manual_seed(0)
         made: PreTrainedModel = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
@@ -51,27 +50,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Pa
 
 
 @pytest.fixture(scope="module")
-def served(model: tuple[PreTrainedModel, Path]) -> Iterator[tuple[PoolingEngine, ScalarModel]]:
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    llm = AsyncLLM.from_engine_args(
-        AsyncEngineArgs(
-            model=str(model[1]),
-            skip_tokenizer_init=True,
-            dtype="float32",
-            runner="pooling",
-            convert="classify",
-            enforce_eager=True,
-            enable_prefix_caching=True,
-            block_size=BLOCK,
-            disable_log_stats=True,
-        )
-    )
-    try:
-        yield llm, ScalarModel.of("tiny", llm.vllm_config)
-    finally:
-        llm.shutdown()
+def engine(model: tuple[PreTrainedModel, Path]) -> Iterator[VllmEngine]:
+    with VllmEngine.start(model[1], arguments={**SCALAR, "dtype": "float32", "block_size": BLOCK}) as engine:
+        yield engine
 
 
 @pytest.fixture
@@ -84,36 +65,36 @@ def finishes(made: list[Response]) -> list[Finish]:
     return [Finish(each.prompt.rollout, each, "eos") for each in made]
 
 
-async def test_the_contract_is_kept(served: tuple[PoolingEngine, ScalarModel]) -> None:
+async def test_the_contract_is_kept(engine: VllmEngine) -> None:
     async def make() -> VllmReward:
-        return VllmReward(*served)
+        return VllmReward(engine)
 
     made = [each for each in responses(8) if len(each) >= 4]
     await check_scorer(make, finishes(made), lambda a, b: abs(a - b) <= TOLERANCE)
 
 
+def assert_close(got: object, want: object) -> None:
+    np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=0, atol=TOLERANCE)
+
+
 @pytest.mark.parametrize("pad", [PADDING, EOS, None], ids=["padding", "eos", "none"])
 async def test_a_streamed_score_is_that_of_one_request_and_of_transformers(
-    pad: int | None, model: tuple[PreTrainedModel, Path], served: tuple[PoolingEngine, ScalarModel], thread: Thread
+    pad: int | None, model: tuple[PreTrainedModel, Path], engine: VllmEngine, thread: Thread
 ) -> None:
-    llm, facts = served
-    facts = replace(facts, padding=pad)
-    model[0].config.pad_token_id = pad
+    model[0].config.pad_token_id = engine.config.model_config.hf_text_config.pad_token_id = pad
     library = RewardModel(model[0], thread=thread)
     for made in (endings(), responses(8)):
-        reward, at_once = VllmReward(llm, facts), VllmReward(llm, facts)
+        reward, at_once = VllmReward(engine), VllmReward(engine)
         values = await stream(reward, made, seed=3)
         streamed = [values[each.prompt.rollout] for each in made]
         for scorer in (at_once, library):
             await scorer.extend([event for each in made for event in (each.prompt, each.chunk())])
-        np.testing.assert_allclose(streamed, await at_once.finish(finishes(made)), atol=TOLERANCE)
-        np.testing.assert_allclose(streamed, await library.finish(finishes(made)), atol=TOLERANCE)
+        assert_close(streamed, await at_once.finish(finishes(made)))
+        assert_close(streamed, await library.finish(finishes(made)))
 
 
-async def test_the_cache_spares_what_was_read_before(served: tuple[PoolingEngine, ScalarModel]) -> None:
-    llm, facts = served
-    assert facts == ScalarModel("tiny", VOCABULARY, 512, BLOCK, PADDING)
-    reward = VllmReward(llm, facts)
+async def test_the_cache_spares_what_was_read_before(engine: VllmEngine) -> None:
+    reward = VllmReward(engine)
     tokens = np.random.default_rng(5).integers(3, VOCABULARY, 320).tolist()
     made = answered(0, tokens[:20], tokens[20:])
     await reward.extend([made.prompt])
