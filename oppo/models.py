@@ -162,19 +162,23 @@ Loads: TypeAlias = Literal["refused", "between decode steps", "when decoding end
 """When weights that are loaded during decoding take effect."""
 
 
+Resumes: TypeAlias = Literal["refused", "with other tokens", "with the same tokens"]
+"""How a response goes on that is opened half-written: as if it had been written in one piece, or with other draws."""
+
+
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """What an engine can do; a run that needs more is refused by name before the first step that would.
 
     Attributes:
         supports: truncated sampling reports the ids that each token was drawn from.
-        resumes: responses that are opened half-written go on as if they had been written in one piece.
+        resumes: how responses go on that are opened half-written, as those of a resumed run are.
         adds_while_decoding: rollouts can join and leave while others are decoded (:class:`Decoding`).
         loads_while_decoding: when weights that are loaded during decoding take effect.
     """
 
     supports: bool = True
-    resumes: bool = True
+    resumes: Resumes = "with the same tokens"
     adds_while_decoding: bool = False
     loads_while_decoding: Loads = "refused"
 

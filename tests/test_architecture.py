@@ -23,11 +23,13 @@ LAYERS: tuple[frozenset[str], ...] = (
             "models",
             "admission",
             "chunking",
+            "decodes",
             "estimators",
             "hosted_trainer",
             "placement",
             "shaping",
             "staleness",
+            "stopping",
             "training",
         }
     ),

@@ -97,10 +97,10 @@ class Generate:
             if not self._ledger.restarts
         }
         begun = [rollout for rollout, snapshot in self._restored.items() if len(snapshot.response)]
-        if begun and not self.policy.capabilities.resumes:
+        if begun and self.policy.capabilities.resumes == "refused":
             raise ConfigError(
-                f"rollouts {begun} are half-written, and {type(self.policy).__name__} cannot go on with a response as "
-                "if it had written it in one piece: begin a new run, or choose an admission that carries nothing over"
+                f"rollouts {begun} are half-written, and {type(self.policy).__name__} cannot go on with responses: "
+                "begin a new run, or choose an admission that carries nothing over"
             )
         self._ledger.restore(
             (

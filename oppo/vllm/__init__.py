@@ -1,5 +1,7 @@
 """vLLM as a backend; an extra."""
 
+from oppo.vllm.engine import VllmEngine
+from oppo.vllm.policy import VllmDecode, VllmPolicy
 from oppo.vllm.reward import VllmReward
 
-__all__ = ["VllmReward"]
+__all__ = ["VllmDecode", "VllmEngine", "VllmPolicy", "VllmReward"]

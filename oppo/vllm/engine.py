@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -38,6 +38,7 @@ class VllmEngine:
         name: of its model.
         vocabulary: upper bound of token ids.
         longest: the longest sequence, prompt and response, in tokens.
+        requests: ids of the requests that policies have open.
         config: vLLM's own.
 
     Example:
@@ -45,13 +46,14 @@ class VllmEngine:
         ...     policy = VllmPolicy(engine, sampling=Sampling(max_new_tokens=128))
     """
 
-    def __init__(self, llm: Any, sender: WeightSender, children: Children, stack: ExitStack) -> None:  # noqa: ANN401 - AsyncLLM
+    def __init__(self, llm: Any, sender: WeightSender, children: Children, stack: ExitStack) -> None:
         self.llm = llm
         self.sender = sender
         self.config: VllmConfig = llm.vllm_config
         self.name = Path(str(self.config.model_config.model)).name
         self.vocabulary = int(self.config.model_config.get_vocab_size())
         self.longest = int(self.config.model_config.max_model_len)
+        self.requests: set[str] = set()
         self._children = children
         self._stack = stack
 
@@ -97,6 +99,14 @@ class VllmEngine:
             tell(f"vLLM is ready after {time.monotonic() - began:.0f} s")
             return cls(llm, FileSender(), children, stack.pop_all())
 
+    @staticmethod
+    def params(keywords: Mapping[str, object]) -> object:
+        """Return vLLM's ``SamplingParams``; outputs hold what is new."""
+        from vllm import SamplingParams  # noqa: PLC0415 - takes seconds to import
+        from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415
+
+        return SamplingParams(**keywords, output_kind=RequestOutputKind.DELTA)
+
     @property
     def pids(self) -> list[int]:
         """Ids of the processes that this one has started for the engine and that live."""
@@ -113,7 +123,7 @@ class VllmEngine:
         with stack:
             if llm is not None:
                 llm.shutdown(timeout=PATIENCE)
-                llm.shutdown = lambda *_, **__: None  # called again when it is collected, maybe by an interpreter that is ending
+                llm.shutdown = _nothing  # called again when it is collected, maybe while the interpreter ends
 
     def __enter__(self) -> Self:
         return self
@@ -122,7 +132,11 @@ class VllmEngine:
         self.close()
 
 
-def _async_llm(model: str, given: Mapping[str, object]) -> Any:  # noqa: ANN401 - AsyncLLM
+def _nothing(timeout: float | None = None) -> None:
+    del timeout
+
+
+def _async_llm(model: str, given: Mapping[str, object]) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415 - takes seconds to import
     from vllm.platforms import current_platform  # noqa: PLC0415
     from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415

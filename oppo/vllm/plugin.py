@@ -62,7 +62,7 @@ def wait_without_spinning() -> None:
     shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = RECHECK
     initialise = shm_broadcast.SpinCondition.__init__
 
-    def without_spinning(self: Any, *arguments: Any, **keywords: Any) -> None:  # noqa: ANN401 - vLLM's own signature
+    def without_spinning(self: Any, *arguments: Any, **keywords: Any) -> None:
         initialise(self, *arguments, **keywords)
         self.busy_loop_s = 0
 

@@ -28,7 +28,7 @@ DEADLINE: Final = 600.0
 class WeightSender(Protocol):
     """Gives an engine the weights of an update."""
 
-    async def send(self, llm: AsyncEngine, tensors: Mapping[str, Tensor], version: int) -> None:
+    async def send(self, llm: AsyncEngine, tensors: Mapping[str, Tensor], version: str) -> None:
         """Have every worker serve ``tensors``, by their names in transformers; the engine is paused meanwhile.
 
         Raises:
@@ -48,7 +48,7 @@ class FileSender:
         self._deadline = deadline
         self._agreed = False
 
-    async def send(self, llm: AsyncEngine, tensors: Mapping[str, Tensor], version: int) -> None:
+    async def send(self, llm: AsyncEngine, tensors: Mapping[str, Tensor], version: str) -> None:
         """Write the file, have the workers load it, and remove it; see :class:`WeightSender`."""
         path = await anyio.to_thread.run_sync(_written, tensors)
         try:
@@ -56,7 +56,7 @@ class FileSender:
         finally:
             path.unlink(missing_ok=True)
 
-    async def _load(self, llm: AsyncEngine, path: Path, version: int) -> None:
+    async def _load(self, llm: AsyncEngine, path: Path, version: str) -> None:
         from vllm.distributed.weight_transfer.base import (  # noqa: PLC0415 - takes seconds to import
             WeightTransferInitRequest,
             WeightTransferUpdateRequest,
@@ -69,7 +69,7 @@ class FileSender:
                     self._agreed = True
                 await llm.start_weight_update()
                 await llm.update_weights(WeightTransferUpdateRequest(update_info={"path": str(path)}))
-                await llm.finish_weight_update(weight_version=str(version))
+                await llm.finish_weight_update(weight_version=version)
         except TimeoutError as error:
             raise ModelLost(
                 f"vLLM took no weights within {self._deadline:.0f} s, so which it serves is unknown: go on from the "

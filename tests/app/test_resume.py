@@ -113,7 +113,7 @@ def test_half_written_responses_are_refused_by_name_for_a_policy_that_cannot_go_
         async with pipeline.graph().open(pipeline.prompts()) as run:
             await run.step()
             state = run.state_dict()
-        other = Generate(FakePolicy(capabilities=Capabilities(resumes=False)), pipeline.generate.admission)
+        other = Generate(FakePolicy(capabilities=Capabilities(resumes="refused")), pipeline.generate.admission)
         with pytest.raises(ConfigError, match=r"rollouts \[.*\] are half-written, and FakePolicy cannot go on"):
             other.load_state_dict(state["stages"]["generate"])
 

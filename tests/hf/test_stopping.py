@@ -12,7 +12,7 @@ import torch
 from oppo.hf.serve.noise import gumbel
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.sampling import draw
-from oppo.hf.serve.stopping import SLACK, StopCriteria
+from oppo.stopping import SLACK, StopCriteria
 from oppo.models import Sampling
 from oppo.placement import Thread
 from tests.hf import tiny

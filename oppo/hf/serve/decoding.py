@@ -30,9 +30,9 @@ from oppo.hf.serve.chunked_prefill import ChunkedPrefill
 from oppo.hf.serve.noise import Noise
 from oppo.hf.serve.sampling import draw
 from oppo.hf.serve.signals import Counters, Signals
-from oppo.hf.serve.stopping import Detokenize, StopCriteria
 from oppo.hf.shared_memory import SharedModel
 from oppo.models import Cut, Sampling
+from oppo.stopping import Detokenize, StopCriteria
 from oppo.support import Support
 
 

@@ -11,7 +11,8 @@ from typing import Literal
 import anyio
 from transformers import PreTrainedModel
 
-from oppo.errors import ModelError, ModelLost, ProtocolError, leaves
+from oppo.decodes import response_to
+from oppo.errors import ModelLost, ProtocolError, leaves
 from oppo.events import Prompt, Response
 from oppo.hf.introspection import longest, vocabulary
 from oppo.hf.serve.decoding import Decoder, DecodeRow
@@ -208,21 +209,7 @@ class HfPolicy:
         Raises:
             ModelError: the model cannot read the prompt.
         """
-        response = rollout if isinstance(rollout, Response) else Response.empty(rollout)
-        prompt = response.prompt
-        length = len(prompt.tokens)
-        if not length:
-            raise ModelError(f"the prompt of rollout {prompt.rollout} is empty; expected at least one token")
-        if length >= self._longest:
-            raise ModelError(
-                f"the prompt of rollout {prompt.rollout} has {length} tokens, but {self._name} reads "
-                f"at most {self._longest}, response included: shorten or filter the prompts"
-            )
-        low, high = int(prompt.tokens.min()), int(prompt.tokens.max())
-        if low < 0 or high >= self._vocabulary:
-            raise ModelError(
-                f"the prompt of rollout {prompt.rollout} holds token id {low if low < 0 else high}, but the vocabulary "
-                f"of {self._name} is 0 .. {self._vocabulary - 1}: is it of another tokenizer?"
-            )
+        response = response_to(rollout, self._name, vocabulary=self._vocabulary, longest=self._longest)
+        prompt, length = response.prompt, len(response.prompt.tokens)
         limit = min(self._max_new_tokens, self._longest - length, self._limit(prompt))
         return DecodeRow(next(self._keys), replace(prompt, columns={}), limit, response.tokens.tolist())

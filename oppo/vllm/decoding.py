@@ -1,0 +1,163 @@
+"""One decoding on vLLM: a pump for each rollout, and the umpire that reports what finished and obeys the cut.
+
+Pumps take tokens as they come. The umpire waits until a response has ended, lets the other pumps of the same decode
+step run, and calls the cut with all of them, in admission order. Where the cut returns true, the engine is paused and
+drained; what ended by then is withheld. No task outlives the context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import anyio
+import anyio.lowlevel
+
+from oppo.errors import leaves
+from oppo.models import Cut
+from oppo.vllm.lost import engine_calls
+from oppo.vllm.surface import Output
+
+if TYPE_CHECKING:
+    from oppo.vllm.policy import VllmDecode, VllmPolicy
+
+
+class DecodingLoop:
+    """Decodes rollouts until each has ended or the cut returns true.
+
+    Args:
+        policy: has the engine.
+        decodes: have not ended, though the engine may have finished some in the overrun of an earlier cut.
+        cut: called with the rollouts that ended together.
+    """
+
+    def __init__(self, policy: VllmPolicy, decodes: Sequence[VllmDecode], cut: Cut) -> None:
+        self._policy = policy
+        self._decodes = decodes
+        self._cut: Cut | None = cut
+        self._errors: list[Exception] = []
+        self._news = anyio.Event()
+
+    @property
+    def wants_tokens(self) -> bool:
+        """Whether decoding goes on: it was not cut, has not failed, and a rollout is unfinished."""
+        return self._cut is not None and any(each.live and not each.finished for each in self._decodes)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Decode beside the body, which reads; afterwards every rollout that has not ended is parked.
+
+        Raises:
+            Exception: what ended decoding, or the body's own error.
+        """
+        for decode in self._decodes:
+            decode.begin()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._run, name="decode")
+            try:
+                yield
+            except Exception as error:  # noqa: BLE001 - taken out of the task group, which would wrap it in a group
+                self._errors.append(error)
+            finally:
+                self._cut = None
+                tasks.cancel_scope.cancel()
+                with anyio.CancelScope(shield=True):
+                    await self._stop()
+        self._raise_first()
+
+    async def _run(self) -> None:
+        """Report what had finished already, then let the engine work until the end."""
+        try:
+            await self._policy.prepare()
+            await self._policy.submit(self._decodes)
+            if self._report():
+                async with anyio.create_task_group() as pumps:
+                    for decode in self._decodes:
+                        if not decode.finished:
+                            pumps.start_soon(self._pump, decode, name=f"pump of rollout {decode.prompt.rollout}")
+                    await self._policy.resume()
+                    await self._umpire()
+                    pumps.cancel_scope.cancel()
+            await self._stop()
+        except Exception as error:  # noqa: BLE001 - the boundary to the readers: each of them, and the context, raises it
+            self._fail(error)
+
+    async def _pump(self, decode: VllmDecode) -> None:
+        """Take the tokens of one rollout as they come, until its end."""
+        try:
+            while not decode.finished and not decode.given_up and decode.collector is not None:
+                with engine_calls():
+                    output = decode.collector.get_nowait() or await decode.collector.get()
+                self._take(decode, output)
+        except Exception as error:  # noqa: BLE001 - raised by the umpire
+            self._errors.append(error)
+        self._news.set()
+
+    def _take(self, decode: VllmDecode, output: Output) -> None:
+        before = decode.written
+        decode.take(output, self._policy.version)
+        self._policy.tokens += decode.written - before
+        if decode.finished:
+            self._news.set()
+
+    async def _umpire(self) -> None:
+        """Report the responses that end, until all have or the cut returns true."""
+        while any(decode.live and not decode.given_up for decode in self._decodes):
+            await self._news.wait()
+            self._news = anyio.Event()
+            await anyio.lowlevel.checkpoint()  # the pumps of the same decode step come first
+            if self._errors:
+                raise self._errors.pop(0)
+            await self._policy.abort([each for each in self._decodes if each.withheld and each.request])
+            if not self._report():
+                return
+
+    def _report(self) -> bool:
+        """Call the cut with the responses that have ended, in admission order; return whether decoding goes on."""
+        ended = sorted((each for each in self._decodes if each.withheld and each.live), key=lambda each: each.order)
+        ended = [decode for decode in ended if not decode.given_up]
+        if ended and self._cut is not None:
+            if self._cut([decode.prompt.rollout for decode in ended]):
+                self._cut = None
+            for decode in ended:
+                decode.release()
+        return self._cut is not None
+
+    def drain(self) -> None:
+        """Take what the engine had made by the time it was paused; what ended is withheld."""
+        for decode in self._decodes:
+            if decode.collector is not None and not decode.finished and not decode.given_up:
+                output = decode.collector.get_nowait()
+                if output is not None:
+                    self._take(decode, output)
+
+    async def _stop(self) -> None:
+        """Pause the engine, if it has something to do, and park what has not ended."""
+        if any(decode.request and not decode.finished for decode in self._decodes):
+            try:
+                await self._policy.pause()
+            except Exception as error:  # noqa: BLE001 - raised when the context is left
+                self._errors.append(error)
+        for decode in self._decodes:
+            decode.park(None)
+
+    def _fail(self, error: Exception) -> None:
+        """Let every reader, and the context, raise the error."""
+        failure = leaves(error)[0]
+        if not isinstance(failure, Exception):
+            raise error
+        failure.add_note(f"while decoding rollouts {[decode.prompt.rollout for decode in self._decodes]}")
+        self._cut = None
+        self._errors.insert(0, failure)
+        for decode in self._decodes:
+            decode.park(failure)
+
+    def _raise_first(self) -> None:
+        if not self._errors:
+            return
+        first, *others = self._errors
+        for other in (leaf for error in others for leaf in leaves(error)):
+            if other is not first:  # readers raise the very error that ended decoding
+                first.add_note(f"and then {type(other).__name__}: {other}")
+        raise first

@@ -1,0 +1,263 @@
+"""A fake of the calls of vLLM's ``AsyncLLM`` that the policy uses, with the timing of a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+import anyio
+import anyio.lowlevel
+from torch import Tensor
+
+from oppo.errors import as_itself
+from oppo.testing.fakes import noise
+from oppo.vllm import VllmEngine
+from oppo.vllm.surface import AsyncEngine
+
+VOCABULARY = 1000
+
+
+class EngineDead(Exception):  # noqa: N818 - vLLM's is called EngineDeadError
+    """In the place of vLLM's error."""
+
+
+@dataclass(frozen=True)
+class Logprob:
+    logprob: float
+
+
+@dataclass(frozen=True)
+class Span:
+    version: str
+    start: int
+    end: int
+
+
+@dataclass
+class Completion:
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]]
+    finish_reason: str | None = None
+    weight_versions: list[Span] | None = None
+
+
+@dataclass
+class Output:
+    outputs: list[Completion]
+
+
+class Collector:
+    """Merges what is new until it is taken, as vLLM's does."""
+
+    def __init__(self) -> None:
+        self._output: Output | None = None
+        self._error: Exception | None = None
+        self._ready = anyio.Event()
+
+    def put(self, completion: Completion) -> None:
+        if self._output is None:
+            self._output = Output([completion])
+        else:
+            (merged,) = self._output.outputs
+            merged.token_ids += completion.token_ids
+            merged.logprobs += completion.logprobs
+            merged.finish_reason = completion.finish_reason
+            merged.weight_versions = completion.weight_versions
+        self._ready.set()
+
+    def fail(self, error: Exception) -> None:
+        self._error = error
+        self._ready.set()
+
+    def get_nowait(self) -> Output | None:
+        if self._error is not None:
+            raise self._error
+        output, self._output = self._output, None
+        if output is not None:
+            self._ready = anyio.Event()
+        return output
+
+    async def get(self) -> Output:
+        while (output := self.get_nowait()) is None:
+            await self._ready.wait()
+        return output
+
+
+@dataclass(eq=False)
+class Request:
+    id: str
+    prompt: list[int]
+    salt: str
+    params: Any
+    collector: Collector = field(default_factory=Collector)
+    tokens: list[int] = field(default_factory=list)
+    versions: list[str] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class FakeAsyncLLM:
+    """Makes one token of each request in a decode step, while it is not paused.
+
+    Attributes:
+        seconds: of a decode step.
+        length: tokens after which a request with this prompt ends by a stop token, if it has one.
+        overrun: decode steps that it makes between the call of ``pause_generation`` and its return.
+        mislabelled: it names other weights than made the tokens.
+    """
+
+    length: Callable[[Sequence[int]], int] = lambda prompt: 4 + prompt[0] % 7
+    seconds: float = 0.01
+    overrun: int = 1
+    mislabelled: bool = False
+    version: str = "as loaded"
+    paused: bool = False
+    errored: bool = False
+    requests: dict[str, Request] = field(default_factory=dict)
+    done: list[Request] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    updates: list[str] = field(default_factory=list)
+    recomputed: int = 0
+    refuses: Exception | None = None
+    _work: anyio.Event = field(default_factory=anyio.Event)
+
+    async def add_request(self, request_id: str, prompt: Mapping[str, Any], params: Any) -> Collector:
+        self._require_alive()
+        await anyio.lowlevel.checkpoint()
+        request = Request(request_id, list(prompt["prompt_token_ids"]), str(prompt["cache_salt"]), params)
+        self.requests[request_id] = request
+        self._work.set()
+        return request.collector
+
+    async def abort(self, request_id: Sequence[str]) -> None:
+        for each in request_id:
+            if self.requests.pop(each, None):
+                self.aborted.append(each)
+        await anyio.lowlevel.checkpoint()
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        assert (mode, clear_cache) == ("keep", False)
+        self._require_alive()
+        for _ in range(self.overrun):
+            await anyio.sleep(self.seconds)
+        self.paused = True
+
+    async def resume_generation(self) -> None:
+        self._require_alive()
+        await anyio.lowlevel.checkpoint()
+        self.paused = False
+        self._work.set()
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        assert reset_running_requests
+        self.recomputed += 1
+        return True
+
+    async def update_weight_version(self, new_version: str) -> None:
+        self._require_alive()
+        self.version = new_version
+
+    async def init_weight_transfer_engine(self, request: Any) -> None:
+        raise NotImplementedError
+
+    async def start_weight_update(self) -> None:
+        raise NotImplementedError
+
+    async def update_weights(self, request: Any) -> None:
+        raise NotImplementedError
+
+    async def finish_weight_update(self, weight_version: str | None = None) -> None:
+        raise NotImplementedError
+
+    def _require_alive(self) -> None:
+        if self.errored:
+            raise EngineDead("EngineCore encountered an issue")
+
+    def die(self) -> None:
+        """End as a killed process does."""
+        self.errored = True
+        for request in self.requests.values():
+            request.collector.fail(EngineDead("EngineCore encountered an issue"))
+
+    async def run(self) -> None:
+        """Decode for ever."""
+        while not self.errored:
+            if self.paused or not self.requests:
+                self._work = anyio.Event()
+                await self._work.wait()
+                continue
+            await anyio.sleep(self.seconds)
+            if not self.errored and not self.paused:
+                for request in list(self.requests.values()):
+                    self._advance(request)
+
+    def _advance(self, request: Request) -> None:
+        position = len(request.prompt) + len(request.tokens)
+        params = request.params
+        token = 10 + int(noise(params.seed, len(request.tokens)) * (VOCABULARY - 10))
+        ends = bool(params.stop_token_ids) and len(request.tokens) + 1 >= max(
+            self.length(request.prompt), params.min_tokens
+        )
+        if ends:
+            token = params.stop_token_ids[0]
+        found = {token: Logprob(-1.0 - position / 1000)}
+        found |= {1 + k: Logprob(-2.0) for k in range(params.logprobs) if 1 + k != token}
+        request.tokens.append(token)
+        request.versions.append(self.version)
+        reason = "stop" if ends else "length" if len(request.tokens) >= params.max_tokens else None
+        completion = Completion([token], [found], reason)
+        if reason is not None:
+            completion.weight_versions = self._spans(request)
+            self.done.append(self.requests.pop(request.id))
+        request.collector.put(completion)
+
+    def _spans(self, request: Request) -> list[Span]:
+        if self.mislabelled:
+            return [Span("another-9", 0, len(request.tokens))]
+        starts = [k for k, version in enumerate(request.versions) if k == 0 or version != request.versions[k - 1]]
+        ends = [*starts[1:], len(request.versions)]
+        return [Span(request.versions[start], start, end) for start, end in zip(starts, ends, strict=True)]
+
+
+@dataclass
+class FakeSender:
+    """Takes weights after some seconds; ``fails`` raises instead, once."""
+
+    seconds: float = 0.02
+    fails: Exception | None = None
+
+    async def send(self, llm: AsyncEngine, tensors: Mapping[str, Tensor], version: str) -> None:
+        fake = cast("FakeAsyncLLM", llm)
+        assert fake.paused, "weights change between decode steps"
+        await anyio.sleep(self.seconds)
+        if self.fails is not None:
+            error, self.fails = self.fails, None
+            raise error
+        fake.version = version
+        fake.updates.append(version)
+
+
+def engine_of(llm: FakeAsyncLLM, sender: FakeSender | None = None, longest: int = 500) -> VllmEngine:
+    """Return an engine around a fake."""
+    engine = SimpleNamespace(
+        llm=llm,
+        sender=sender or FakeSender(),
+        name="fake",
+        vocabulary=VOCABULARY,
+        longest=longest,
+        requests=set(),
+        params=lambda keywords: SimpleNamespace(**keywords),
+    )
+    return cast("VllmEngine", engine)
+
+
+@asynccontextmanager
+async def running(llm: FakeAsyncLLM) -> AsyncIterator[None]:
+    """Let the fake decode beside the body."""
+    with as_itself():
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(llm.run)
+            yield
+            tasks.cancel_scope.cancel()

@@ -1,0 +1,51 @@
+"""One engine for the whole run: starting it takes longer than most tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from oppo.vllm import VllmEngine
+
+VOCABULARY = 512
+
+
+def tiny_actor(seed: int = 0, *, tied: bool = False) -> LlamaForCausalLM:
+    """Return an actor with heads that vLLM's kernels take, and distributions that are far from uniform."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=VOCABULARY,
+                hidden_size=64,
+                intermediate_size=128,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                max_position_embeddings=512,
+                initializer_range=0.2,
+                tie_word_embeddings=tied,
+                bos_token_id=1,
+                eos_token_id=2,
+                pad_token_id=0,
+            )
+        ).eval()
+
+
+@pytest.fixture(scope="session")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of :func:`tiny_actor`."""
+    directory = tmp_path_factory.mktemp("actor")
+    tiny_actor().save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def engine(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
+    """The engine of all tests that do not end it."""
+    log = tmp_path_factory.mktemp("engine") / "vllm.log"
+    with VllmEngine.start(directory, arguments={"max_num_seqs": 16}, cores=1, log=log) as engine:
+        yield engine

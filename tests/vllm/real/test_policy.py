@@ -1,0 +1,216 @@
+"""The policy on the real engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import anyio
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from oppo.events import Prompt, Response
+from oppo.models import Piece, Sampling, Weights
+from oppo.testing import check_policy
+from oppo.vllm import VllmDecode, VllmEngine, VllmPolicy
+from tests.vllm.real.conftest import VOCABULARY, tiny_actor
+
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
+
+SAMPLING = Sampling(max_new_tokens=48, stop=(2, 3), seed=11)
+TOLERANCE = 1e-4
+
+
+def some(count: int, length: int = 7) -> list[Prompt]:
+    random = np.random.default_rng(0)
+    return [Prompt(n, n, random.integers(4, VOCABULARY, length, dtype=np.int32)) for n in range(count)]
+
+
+async def read(decode: VllmDecode, pieces: list[Piece], limit: int = 8) -> None:
+    while True:
+        pieces.append(await decode.read(limit))
+        if pieces[-1].state != "live":
+            return
+
+
+async def whole(policy: VllmPolicy, prompts: Sequence[Prompt | Response]) -> list[list[Piece]]:
+    """Return the pieces of each rollout, decoded to their ends."""
+    decodes = await policy.open(prompts)
+    pieces: list[list[Piece]] = [[] for _ in decodes]
+    async with policy.decoding(decodes, lambda ended: False), anyio.create_task_group() as readers:
+        for decode, into in zip(decodes, pieces, strict=True):
+            readers.start_soon(read, decode, into)
+    return pieces
+
+
+def tokens_of(pieces: Sequence[Piece]) -> list[int]:
+    return [int(token) for piece in pieces for token in piece.tokens]
+
+
+def logprobs_of(pieces: Sequence[Piece]) -> list[float]:
+    return [float(each) for piece in pieces for each in piece.logprobs]
+
+
+@torch.no_grad()
+def expected(model: LlamaForCausalLM, prompt: Prompt, tokens: Sequence[int], sampling: Sampling) -> torch.Tensor:
+    """Return the model's log-probs over the whole vocabulary at each response token, float32 [n, V]."""
+    sequence = [*prompt.tokens.tolist(), *tokens]
+    logits = model(torch.tensor([sequence])).logits[0, len(prompt.tokens) - 1 : -1].float()
+    return (logits / (sampling.temperature or 1.0)).log_softmax(-1)
+
+
+async def test_it_keeps_the_contract_of_a_policy(engine: VllmEngine) -> None:
+    async def make() -> VllmPolicy:
+        return VllmPolicy(engine, sampling=SAMPLING, limit=lambda prompt: 6 + 5 * prompt.rollout)
+
+    await check_policy(make, some(5))
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SAMPLING,
+        replace(SAMPLING, temperature=0.6),
+        replace(SAMPLING, temperature=0.0),
+        replace(SAMPLING, stop=tuple(range(2, 200)), min_new_tokens=6),
+    ],
+    ids=["plain", "cold", "greedy", "least length"],
+)
+async def test_log_probs_are_those_of_the_distribution_that_tokens_were_drawn_from(
+    engine: VllmEngine, sampling: Sampling
+) -> None:
+    model, prompts = tiny_actor(), some(6)
+    policy = VllmPolicy(engine, sampling=sampling)
+    await policy.load(Weights(0, model.state_dict()))
+    for prompt, pieces in zip(prompts, await whole(policy, prompts), strict=True):
+        tokens = tokens_of(pieces)
+        logprobs = expected(model, prompt, tokens, sampling)
+        for position in range(min(sampling.min_new_tokens, len(tokens))):
+            logprobs[position, list(sampling.stop)] = -torch.inf
+        logprobs = logprobs.log_softmax(-1)
+        ours = logprobs[range(len(tokens)), tokens]
+        assert np.allclose(logprobs_of(pieces), ours, atol=TOLERANCE)
+        assert len(tokens) >= sampling.min_new_tokens
+        if sampling.temperature == 0:
+            assert tokens == logprobs.argmax(-1).tolist()
+        state = pieces[-1].state
+        assert state == ("eos" if tokens[-1] == 2 else "stop" if tokens[-1] in sampling.stop else "length")
+
+
+async def test_the_support_of_top_k_is_that_of_the_model(engine: VllmEngine) -> None:
+    sampling = replace(SAMPLING, top_k=30, temperature=0.8)
+    model, prompts = tiny_actor(), some(4)
+    policy = VllmPolicy(engine, sampling=sampling)
+    for prompt, pieces in zip(prompts, await whole(policy, prompts), strict=True):
+        tokens = tokens_of(pieces)
+        top = expected(model, prompt, tokens, sampling).topk(30)
+        counts = np.concatenate([piece.support.counts for piece in pieces])
+        ids = np.concatenate([piece.support.ids for piece in pieces])
+        assert counts.tolist() == [30] * len(tokens)
+        assert [set(row) for row in ids.reshape(-1, 30).tolist()] == [set(row) for row in top.indices.tolist()]
+        normalised = top.values.log_softmax(-1)
+        ours = [float(normalised[k][top.indices[k] == token]) for k, token in enumerate(tokens)]
+        assert np.allclose(logprobs_of(pieces), ours, atol=TOLERANCE)
+
+
+async def test_tokens_follow_from_the_seed_and_the_rollout(engine: VllmEngine) -> None:
+    prompts = some(5)
+    one = await whole(VllmPolicy(engine, sampling=SAMPLING), prompts)
+    other = await whole(VllmPolicy(engine, sampling=SAMPLING), prompts[::-1])
+    assert [tokens_of(pieces) for pieces in one] == [tokens_of(pieces) for pieces in other[::-1]]
+    seeded = await whole(VllmPolicy(engine, sampling=replace(SAMPLING, seed=12)), prompts)
+    assert [tokens_of(pieces) for pieces in one] != [tokens_of(pieces) for pieces in seeded]
+    sample = await whole(VllmPolicy(engine, sampling=SAMPLING), [replace(prompts[0], sample=1)])
+    assert tokens_of(sample[0]) != tokens_of(one[0])
+
+
+async def test_rollouts_that_are_preempted_go_on_with_their_noise(engine: VllmEngine) -> None:
+    """Computing keys and values again at a publish of the same weights preempts every request, and changes no token."""
+    model, prompts = tiny_actor(), some(4)
+    sampling = Sampling(max_new_tokens=80, seed=3)
+    undisturbed = await whole(VllmPolicy(engine, sampling=sampling), prompts)
+    policy = VllmPolicy(engine, sampling=sampling, on_publish="recompute")
+    decodes = await policy.open(prompts)
+    pieces: list[list[Piece]] = [[] for _ in decodes]
+    async with policy.decoding(decodes, lambda ended: False), anyio.create_task_group() as readers:
+        for decode, into in zip(decodes, pieces, strict=True):
+            readers.start_soon(read, decode, into)
+        while min(decode.written for decode in decodes) < 20:
+            await anyio.sleep(0.001)
+        await policy.load(Weights(1, model.state_dict()))
+    versions = np.concatenate([piece.versions for piece in pieces[0]])
+    assert set(versions.tolist()) == {0, 1}
+    assert [tokens_of(each) for each in pieces] == [tokens_of(each) for each in undisturbed]
+
+
+@pytest.mark.parametrize("on_publish", ["keep", "recompute"])
+async def test_publishing_while_it_decodes_counts_every_token_to_the_weights_that_made_it(
+    engine: VllmEngine, on_publish: str
+) -> None:
+    """More than 5,000 tokens each; after a publish with ``recompute`` the log-probs are those of the new weights."""
+    models = [tiny_actor(seed) for seed in range(11)]
+    sampling = Sampling(max_new_tokens=400, seed=4)
+    policy = VllmPolicy(engine, sampling=sampling, on_publish=on_publish)  # type: ignore[arg-type]  # one of both
+    await policy.load(Weights(0, models[0].state_dict()))
+    prompts = some(14)
+    decodes = await policy.open(prompts)
+    pieces: list[list[Piece]] = [[] for _ in decodes]
+    async with policy.decoding(decodes, lambda ended: False), anyio.create_task_group() as readers:
+        for decode, into in zip(decodes, pieces, strict=True):
+            readers.start_soon(read, decode, into)
+        for version, model in enumerate(models[1:], 1):
+            while decodes[0].written < 35 * version:
+                await anyio.sleep(0.001)
+            await policy.load(Weights(version, model.state_dict()))
+    assert sum(len(tokens_of(each)) for each in pieces) == 5600
+    for prompt, each in zip(prompts, pieces, strict=True):
+        tokens = tokens_of(each)
+        versions = np.concatenate([piece.versions for piece in each])
+        assert np.all(np.diff(versions) >= 0)
+        assert len(set(versions.tolist())) > 3
+        if on_publish == "keep":
+            continue
+        got = np.array(logprobs_of(each))
+        for version in sorted(set(versions.tolist())):
+            at = np.flatnonzero(versions == version)
+            wanted = expected(models[version], prompt, tokens, sampling)[at, np.array(tokens)[at]]
+            assert np.allclose(got[at], wanted, atol=TOLERANCE), f"tokens of version {version}"
+
+
+async def test_a_straggler_is_carried_over_publishes(engine: VllmEngine) -> None:
+    policy = VllmPolicy(
+        engine, sampling=Sampling(max_new_tokens=60, seed=1), limit=lambda prompt: 8 + 20 * prompt.rollout
+    )
+    decodes = await policy.open(some(3))
+    pieces: list[list[Piece]] = [[] for _ in decodes]
+    for version in range(3):
+        live = [decode for decode in decodes if not decode.ended]
+        async with policy.decoding(live, lambda ended: True), anyio.create_task_group() as readers:
+            for decode in live:
+                readers.start_soon(read, decode, pieces[decode.prompt.rollout])
+        await policy.load(Weights(version + 1, tiny_actor(version).state_dict()))
+    assert [len(tokens_of(each)) for each in pieces] == [8, 28, 48]
+    assert set(np.concatenate([piece.versions for piece in pieces[2]]).tolist()) == {0, 1, 2}
+
+
+async def test_groups_share_the_prefix_of_their_prompt(engine: VllmEngine) -> None:
+    """The samples of a prompt have the same tokens and the same salt, so whole blocks of the prompt are read once."""
+    block = int(engine.config.cache_config.block_size)
+    prompt = Prompt(0, 0, np.arange(4, 4 + 2 * block + 1, dtype=np.int32) % VOCABULARY)
+    policy = VllmPolicy(engine, sampling=replace(SAMPLING, max_new_tokens=3))
+    cached: list[int] = []
+    decodes = await policy.open([replace(prompt, rollout=k, sample=k) for k in range(2)])
+    take = VllmDecode.take
+
+    def noting(self: VllmDecode, output: object, version: int) -> None:
+        cached.append(getattr(output, "num_cached_tokens", 0) or 0)
+        take(self, output, version)  # type: ignore[arg-type]  # passed on as it came
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(VllmDecode, "take", noting)
+        for decode in decodes:
+            async with policy.decoding([decode], lambda ended: False):
+                await decode.read(100)
+    assert max(cached) == 2 * block
