@@ -28,7 +28,7 @@ from oppo.stopping import Detokenize, StopCriteria
 from oppo.support import Support
 from oppo.vllm.decoding import DecodingLoop
 from oppo.vllm.engine import VllmEngine
-from oppo.vllm.lost import engine_calls
+from oppo.vllm.lost import answered
 from oppo.vllm.requests import drawn, params_of, prompt_of, require_reported
 from oppo.vllm.surface import Collector, Output
 
@@ -267,7 +267,7 @@ class VllmPolicy:
                 self.engine.requests.add(decode.request)
                 prompt = prompt_of(decode, self._label(self.version))
                 params = self.engine.params(params_of(self.sampling, decode))
-                with engine_calls(), anyio.CancelScope(shield=True):
+                async with answered(self.engine.llm, shield=True):
                     decode.collector = await self.engine.llm.add_request(decode.request, prompt, params)
 
     async def abort(self, decodes: Sequence[VllmDecode]) -> None:
@@ -276,7 +276,7 @@ class VllmPolicy:
         for decode in decodes:
             self.forget(decode)
         if ids and not self.engine.llm.errored:
-            with engine_calls(), anyio.CancelScope(shield=True):
+            async with answered(self.engine.llm, shield=True):
                 await self.engine.llm.abort(ids)
 
     def forget(self, decode: VllmDecode) -> None:
@@ -295,7 +295,7 @@ class VllmPolicy:
             await self._pause()
             if self._prepared:
                 return
-            with engine_calls(), anyio.CancelScope(shield=True):
+            async with answered(self.engine.llm, shield=True):
                 if left := sorted(self.engine.requests):
                     self.engine.requests.clear()
                     await self.engine.llm.abort(left)
@@ -322,7 +322,7 @@ class VllmPolicy:
 
     async def _pause(self) -> None:
         if not self._paused:
-            with engine_calls(), anyio.CancelScope(shield=True):
+            async with answered(self.engine.llm, shield=True):
                 await self.engine.llm.pause_generation(mode="keep", clear_cache=False)
             self._paused = True
         if self._loop is not None:
@@ -330,7 +330,7 @@ class VllmPolicy:
 
     async def _resume(self) -> None:
         if self._paused and self._loop is not None and self._loop.wants_tokens and not self.engine.llm.errored:
-            with engine_calls(), anyio.CancelScope(shield=True):
+            async with answered(self.engine.llm, shield=True):
                 await self.engine.llm.resume_generation()
             self._paused = False
 
@@ -354,7 +354,7 @@ class VllmPolicy:
 
     async def _send(self, weights: Weights) -> None:
         llm = self.engine.llm
-        with engine_calls():
+        async with answered(llm):
             if weights.actor:
                 tensors = cast("dict[str, Tensor]", dict(weights.actor))
                 await self.engine.sender.send(llm, tensors, self._label(weights.version))

@@ -53,15 +53,13 @@ def test_a_run_trains_with_stragglers_and_its_engine_keeps_to_its_log(place: Pat
         assert all(math.isfinite(value) for value in line.values() if isinstance(value, float))
         assert abs(float(str(line["mismatch/kl_current"]))) < 1e-6, "the engine's log-probs are the trainer's"
         assert float(str(line["timing_s/decode"])) > 0
-    assert any(line["deferral/deferred"] for line in lines) if "deferral/deferred" in lines[0] else True
+    assert any(record["event"] == "deferred" for record in records(place, "first", "journal.jsonl"))
     assert "EngineCore" in (place / "runs" / "first" / "vllm.log").read_text()
     assert "INFO" not in program.said
     assert "WARNING" not in program.said
 
 
 def test_a_dry_run_starts_the_engine_and_writes_nothing(place: Path) -> None:
-    with train(place, "dry") as program:
-        pass
     with Program(
         ["train", "config.toml", "--dry-run", "--set", "run.name=dry", "--set", "models.engine=vllm"], place
     ) as program:
@@ -125,13 +123,10 @@ def test_a_killed_engine_is_a_lost_model_and_the_run_goes_on_from_its_checkpoint
         program.until("step 2/")
         (engine,) = [pid for pid, name in program.pids.items() if name == ENGINE[:15]]
         os.kill(engine, signal.SIGKILL)
-        killed = time.monotonic()
         assert program.wait(30) == 1, program.said
-        program.leaves_nothing()
-        assert program.leaves_nothing(0)
+        assert program.leaves_nothing()
     log = [json.loads(line) for line in (place / "runs" / "killed" / "log.jsonl").read_text().splitlines()]
     assert log[-1]["exception"][0]["exc_type"] == "ModelLost"
-    assert time.monotonic() - killed < 15
     assert "oppo resume" in program.said
     made = len(records(place, "killed", "metrics.jsonl"))
     with Program(["resume", "runs/killed", "--set", f"run.steps={made + 1}"], place) as program:

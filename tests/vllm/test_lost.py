@@ -1,0 +1,77 @@
+"""An engine that dies never answers what it owes, and is a lost model nevertheless."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+
+from oppo.errors import ModelError, ModelLost
+from oppo.models import Weights
+from oppo.testing import run_virtual
+from oppo.vllm.lost import LOOK, answered
+from tests.vllm.fake_engine import FakeAsyncLLM
+from tests.vllm.test_policy import WEIGHTS, Bench, varied
+
+
+class Silent(FakeAsyncLLM):
+    """Dies in a call, which returns no more."""
+
+    def __init__(self, last: str) -> None:
+        super().__init__()
+        setattr(self, last, self._die)
+
+    async def _die(self, *_: object, **__: object) -> None:
+        await anyio.sleep(0.05)
+        self.die()
+        await anyio.sleep_forever()
+
+
+@pytest.mark.parametrize("call", ["add_request", "resume_generation", "pause_generation"])
+def test_decoding_ends_when_the_engine_dies_in_a_call(call: str) -> None:
+    bench = Bench(Silent(call))
+
+    async def main() -> None:
+        await bench.step(await bench.policy.open(varied(3)), cut_at=1)
+
+    with pytest.raises(ModelLost, match=r"vLLM has (died|failed).*go on from the newest checkpoint"):
+        bench.run(main)
+
+
+@pytest.mark.parametrize("call", ["reset_prefix_cache", "pause_generation"])
+def test_publishing_ends_when_the_engine_dies_in_a_call(call: str) -> None:
+    bench = Bench(Silent(call))
+
+    async def main() -> None:
+        with anyio.CancelScope(shield=True):
+            await bench.policy.load(Weights(1, WEIGHTS))
+
+    with pytest.raises(ModelLost, match="vLLM has died"):
+        bench.run(main)
+
+
+def test_a_call_that_is_answered_takes_no_time_and_raises_its_own_error() -> None:
+    async def main() -> None:
+        llm, start = FakeAsyncLLM(), anyio.current_time()
+        async with answered(llm):
+            await anyio.sleep(3 * LOOK)
+        assert anyio.current_time() == pytest.approx(start + 3 * LOOK)
+        with pytest.raises(ModelError, match="its own"):
+            async with answered(llm):
+                raise ModelError("its own")
+        with pytest.raises(ModelLost, match="KeyError: 'unknown'"):
+            async with answered(llm, shield=True):
+                raise KeyError("unknown")
+
+    run_virtual(main)
+
+
+def test_a_cancellation_from_outside_waits_for_a_shielded_call_only() -> None:
+    async def main() -> None:
+        for shield, took in ((False, 1.0), (True, 5.0)):
+            start = anyio.current_time()
+            with anyio.move_on_after(1.0):
+                async with answered(FakeAsyncLLM(), shield=shield):
+                    await anyio.sleep(5.0)
+            assert anyio.current_time() == pytest.approx(start + took)
+
+    run_virtual(main)
