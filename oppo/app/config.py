@@ -15,8 +15,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from oppo.app.config_errors import Faults, require_public
-from oppo.app.engine_rules import with_correction
-from oppo.app.overrides import overridden, seeded
+from oppo.app.overrides import overridden, seeded, with_correction
 from oppo.app.settings import FUNCTION, Settings
 from oppo.errors import ConfigError
 

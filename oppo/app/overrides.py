@@ -1,15 +1,23 @@
-"""``--set section.key=value`` on the command line, and the seeds that follow the run's."""
+"""``--set section.key=value`` on the command line, and defaults that follow another section's setting."""
 
 from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
 
-from oppo.declared import SEEDS
+from oppo.algorithms.registry import ALGORITHMS
+from oppo.declared import SEEDS, declared
 from oppo.errors import ConfigError
 
 SEEDED = ("data", "sampling", "trainer")
 """The sections with a seed of their own; the default is the run's."""
+
+CORRECTION = "truncated"
+"""``algorithm.is_correction`` where vLLM decodes and the file names none.
+
+vLLM and the trainer compute the same log-probs with other kernels. Importance weights correct for the difference, and
+for stale tokens with it.
+"""
 
 
 def overridden(document: Mapping[str, object], overrides: Sequence[str]) -> dict[str, object]:
@@ -45,6 +53,19 @@ def seeded(document: Mapping[str, object]) -> dict[str, object]:
             filled[name] = {"seed": seed, **section}
     if "data" not in document:
         del filled["data"]
+    return filled
+
+
+def with_correction(document: Mapping[str, object]) -> dict[str, object]:
+    """Return the document with :data:`CORRECTION` if vLLM decodes and the algorithm has one but names none."""
+    filled = dict(document)
+    models, step, algorithm = (filled.get(name, {}) for name in ("models", "step", "algorithm"))
+    if not isinstance(models, Mapping) or models.get("engine") != "vllm" or not isinstance(algorithm, Mapping):
+        return filled
+    name = step.get("algorithm", "ppo") if isinstance(step, Mapping) else "ppo"
+    kind = ALGORITHMS.get(name) if isinstance(name, str) else None
+    if kind is not None and "is_correction" in declared(kind):
+        filled["algorithm"] = {"is_correction": CORRECTION, **algorithm}
     return filled
 
 

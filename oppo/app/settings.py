@@ -27,7 +27,7 @@ from pydantic import (
 from oppo.algorithms.algorithm import Algorithm
 from oppo.algorithms.ppo import PPO
 from oppo.algorithms.registry import ALGORITHMS
-from oppo.app.engine_rules import require_possible
+from oppo.app.consistency import require_consistent
 from oppo.app.tables import STRICT, OneOf, Table, adapter
 from oppo.declared import (
     MOST,
@@ -44,7 +44,7 @@ from oppo.declared import (
     setting,
 )
 from oppo.models import SamplingSettings
-from oppo.training import OF_THE_CRITIC, TrainerSettings
+from oppo.training import TrainerSettings
 
 Name: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 Engine: TypeAlias = Literal["transformers", "vllm"]
@@ -52,9 +52,6 @@ AdmissionName: TypeAlias = Literal["overcommit", "adaptive", "slope", "slope-alg
 
 FUNCTION: Final = re.compile(r"^(?P<file>.+\.py):(?P<function>[^:/\\]+)$")
 """The form ``file.py:function``."""
-
-OF_THE_CRITIC_MODEL: Final = frozenset({"critic", "shared_trunk"})
-"""The keys of ``[models]`` for a critic."""
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
@@ -306,46 +303,8 @@ class Settings(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> Settings:
-        require_possible(self)
-        if self.run.exact and self.step.admission == "adaptive":
-            raise ValueError(
-                "run.exact makes every bit independent of timing, and step.admission = 'adaptive' decides by time: "
-                "choose another admission"
-            )
-        if self.step.lookahead and self.models.share_weights:
-            raise ValueError(
-                f"step.lookahead = {self.step.lookahead} trains while the next step is decoded, and "
-                "models.share_weights = true would change the weights meanwhile: leave share_weights out"
-            )
-        if self.run.exact and self.models.dtype != "float32":
-            raise ValueError(f"run.exact needs models.dtype = 'float32', got {self.models.dtype!r}")
-        if self.run.exact and self.models.device.startswith("cuda"):
-            raise ValueError(f"run.exact needs models.device = 'cpu' (or 'auto'), got {self.models.device!r}")
-        if not self.algorithm.has_critic:
-            self._require_no_critic()
-        if self.algorithm.responses > 1 and self.sampling.temperature == 0:
-            raise ValueError(
-                f"step.algorithm = {self.step.algorithm!r} compares the responses to a prompt with one another, and "
-                "sampling.temperature = 0 makes them all the same: give one above 0"
-            )
+        require_consistent(self)
         return self
-
-    def _require_no_critic(self) -> None:
-        sections: list[tuple[str, object, frozenset[str]]] = [
-            ("models", self.models, OF_THE_CRITIC_MODEL),
-            ("trainer", self.trainer, OF_THE_CRITIC),
-        ]
-        given = [
-            f"{name}.{key} = {getattr(section, key)!r}"
-            for name, section, of_a_critic in sections
-            for key, each in declared(type(section)).items()
-            if key in of_a_critic and getattr(section, key) != each.default
-        ]
-        if given:
-            raise ValueError(
-                f"step.algorithm = {self.step.algorithm!r} has no critic and cannot use {', '.join(given)}: leave "
-                "that out"
-            )
 
     @classmethod
     def of(cls, document: Mapping[str, object]) -> Settings:

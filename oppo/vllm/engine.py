@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from oppo.errors import ConfigError, one_line
 from oppo.observe import silent
 from oppo.vllm.arguments import engine_arguments, require_installed
+from oppo.vllm.heeded import heeded
 from oppo.vllm.plugin import TRANSFER, register
 from oppo.vllm.processes import Children, cores_of, environment, logging_to
 from oppo.vllm.publish import FileSender, WeightSender
@@ -90,7 +91,8 @@ class VllmEngine:
             stack.enter_context(logging_to(log))
             with _telling(began, log, tell), environment(log, cores_of(cores)):
                 try:
-                    llm = _async_llm(str(model), arguments or {})
+                    with heeded():
+                        llm = _async_llm(str(model), arguments or {})
                 except (KeyboardInterrupt, SystemExit):
                     raise
                 except BaseException as error:

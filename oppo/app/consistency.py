@@ -1,0 +1,93 @@
+"""What the sections of a settings file require of one another."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from oppo.declared import declared
+from oppo.training import OF_THE_CRITIC
+
+if TYPE_CHECKING:
+    from oppo.app.settings import Settings
+
+OF_THE_CRITIC_MODEL: Final = frozenset({"critic", "shared_trunk"})
+"""The keys of ``[models]`` for a critic."""
+
+
+def require_consistent(settings: Settings) -> None:
+    """Check the settings of each section against those of the others.
+
+    Raises:
+        ValueError: two contradict each other.
+    """
+    if settings.run.exact:
+        _require_exactness(settings)
+    if settings.models.engine == "vllm":
+        _require_possible_on_vllm(settings)
+    elif settings.vllm:
+        raise ValueError(
+            f"[vllm] holds {', '.join(settings.vllm)}, which only vLLM reads, and models.engine = "
+            f"{settings.models.engine!r}: set models.engine = 'vllm', or leave [vllm] out"
+        )
+    if settings.step.lookahead and settings.models.share_weights:
+        raise ValueError(
+            f"step.lookahead = {settings.step.lookahead} trains while the next step is decoded, and "
+            "models.share_weights = true would change the weights meanwhile: leave share_weights out"
+        )
+    if not settings.algorithm.has_critic:
+        _require_no_critic(settings)
+    if settings.algorithm.responses > 1 and settings.sampling.temperature == 0:
+        raise ValueError(
+            f"step.algorithm = {settings.step.algorithm!r} compares the responses to a prompt with one another, and "
+            "sampling.temperature = 0 makes them all the same: give one above 0"
+        )
+
+
+def _require_exactness(settings: Settings) -> None:
+    models = settings.models
+    if models.engine == "vllm":
+        raise ValueError(
+            "run.exact makes every bit independent of timing, and vLLM chooses its batches by time: leave it out, or "
+            "set models.engine = 'transformers'"
+        )
+    if settings.step.admission == "adaptive":
+        raise ValueError(
+            "run.exact makes every bit independent of timing, and step.admission = 'adaptive' decides by time: choose "
+            "another admission"
+        )
+    if models.dtype != "float32":
+        raise ValueError(f"run.exact needs models.dtype = 'float32', got {models.dtype!r}")
+    if models.device.startswith("cuda"):
+        raise ValueError(f"run.exact needs models.device = 'cpu' (or 'auto'), got {models.device!r}")
+
+
+def _require_possible_on_vllm(settings: Settings) -> None:
+    if settings.run.policy == "process":
+        raise ValueError(
+            "run.policy = 'process' places an actor of transformers, and vLLM has processes of its own: leave it out, "
+            "or set models.engine = 'transformers'"
+        )
+    if settings.sampling.top_p < 1:
+        raise ValueError(
+            f"sampling.top_p = {settings.sampling.top_p} draws from the most likely tokens, and vLLM does not say "
+            "which those were, though log-probs are among them: bound them by sampling.top_k, or set models.engine = "
+            "'transformers'"
+        )
+
+
+def _require_no_critic(settings: Settings) -> None:
+    sections: list[tuple[str, object, frozenset[str]]] = [
+        ("models", settings.models, OF_THE_CRITIC_MODEL),
+        ("trainer", settings.trainer, OF_THE_CRITIC),
+    ]
+    given = [
+        f"{name}.{key} = {getattr(section, key)!r}"
+        for name, section, of_a_critic in sections
+        for key, each in declared(type(section)).items()
+        if key in of_a_critic and getattr(section, key) != each.default
+    ]
+    if given:
+        raise ValueError(
+            f"step.algorithm = {settings.step.algorithm!r} has no critic and cannot use {', '.join(given)}: leave that "
+            "out"
+        )
