@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -99,7 +99,7 @@ def on_vllm(part: Part) -> Acting:
         log=ERRORS,
     )
     policy = VllmPolicy(engine, sampling=part.sampling, limit=part.limit)
-    policy.listener = part.listener
+    policy.reporter.listener = lambda span: part.listener(replace(span, track="actor"))
     return Acting(policy, lambda: Progress(0, policy.progress), engine.close)
 
 

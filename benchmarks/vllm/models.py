@@ -8,7 +8,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-import torch
 from transformers import LlamaForCausalLM
 
 from benchmarks.decoding.compare import lognormal_lengths
@@ -23,14 +22,9 @@ LENGTHS: Final = lognormal_lengths(32)
 """Tokens of the responses of a batch."""
 
 ARGUMENTS: Final[Mapping[str, object]] = MappingProxyType(
-    {
-        "dtype": "float32",
-        "max_model_len": POSITIONS,
-        "max_num_seqs": 64,
-        "enforce_eager": not torch.cuda.is_available(),  # compiling for a CPU takes longer than the measurement
-    }
+    {"dtype": "float32", "max_model_len": POSITIONS, "max_num_seqs": 64}
 )
-"""Of every engine."""
+"""Of every engine, beside those that oppo sets and its defaults."""
 
 
 @dataclass(frozen=True, slots=True)

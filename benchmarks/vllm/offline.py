@@ -14,6 +14,7 @@ from pathlib import Path
 from benchmarks.vllm.decoding import length_of, prompts_of
 from benchmarks.vllm.models import ARGUMENTS
 from oppo import observe
+from oppo.vllm.arguments import ALWAYS, ON_CPU
 
 
 def main(directory: str, lengths: str, rounds: str) -> None:
@@ -21,11 +22,12 @@ def main(directory: str, lengths: str, rounds: str) -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     from vllm import LLM, SamplingParams  # noqa: PLC0415 - it logs to standard output when imported
+    from vllm.platforms import current_platform  # noqa: PLC0415
 
     wanted: list[int] = json.loads(lengths)
     vocabulary = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     prompts = [prompt for prompt, _ in zip(prompts_of(wanted, vocabulary), wanted, strict=False)]
-    llm = LLM(model=directory, skip_tokenizer_init=True, enable_prefix_caching=True, **ARGUMENTS)
+    llm = LLM(model=directory, **ALWAYS, **(ON_CPU if current_platform.is_cpu() else {}), **ARGUMENTS)
     speeds = []
     for _ in range(int(rounds) + 1):
         start = observe.now()

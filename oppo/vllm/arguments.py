@@ -33,8 +33,15 @@ OWNED: Final[Mapping[str, str]] = {
 
 GIB: Final = 1 << 30
 
-ON_CPU: Final[Mapping[str, object]] = {"enforce_eager": True, "kv_cache_memory_bytes": 1 * GIB}
-"""Defaults on a CPU: compilation takes longer than most runs there, and vLLM would take nearly all memory."""
+ON_CPU: Final[Mapping[str, object]] = {
+    "enforce_eager": True,  # compilation takes longer than most runs there
+    "kv_cache_memory_bytes": 1 * GIB,  # vLLM would take nearly all memory
+    "enable_chunked_prefill": False,  # part of a prompt whose request has a seed: the engine dies
+}
+"""Defaults on a CPU."""
+
+LEAST_BATCHED: Final = 2048
+"""Tokens of a decode step at least; on a CPU also the longest sequence, since none is prefilled in parts."""
 
 ALWAYS: Final[Mapping[str, object]] = {
     "skip_tokenizer_init": True,
@@ -95,10 +102,13 @@ def engine_arguments(model: str, given: Mapping[str, object], *, on_cpu: bool, b
     from transformers import AutoConfig  # noqa: PLC0415 - takes seconds to import
     from vllm.config import WeightTransferConfig  # noqa: PLC0415
 
-    own = AutoConfig.from_pretrained(model, trust_remote_code=bool(given.get("trust_remote_code", False))).dtype
+    config = AutoConfig.from_pretrained(model, trust_remote_code=bool(given.get("trust_remote_code", False)))
+    longest = given.get("max_model_len") or getattr(config.get_text_config(), "max_position_embeddings", 0)
+    whole = {"max_num_batched_tokens": max(LEAST_BATCHED, int(str(longest)))} if on_cpu else {}
     return {
         "model": model,
-        "dtype": str(own or "auto").removeprefix("torch."),
+        "dtype": str(config.dtype or "auto").removeprefix("torch."),
+        **whole,
         **ALWAYS,
         **(ON_CPU if on_cpu else {}),
         **given,

@@ -24,6 +24,8 @@ TRANSFER: Final = "oppo-file"
 LOOK: Final = 0.5
 """Seconds between two looks at the parent."""
 
+SPIN: Final = 0.002
+"""Seconds for which a reader spins before it sleeps: most messages come sooner."""
 
 RECHECK: Final = 5
 """Milliseconds after which a reader that waits for a message looks again."""
@@ -37,7 +39,7 @@ def register() -> None:
     register_transfer()
     if int(parent) == os.getpid():
         return
-    wait_without_spinning()
+    spin_briefly()
     if int(parent) == os.getppid():
         leave_terminal()
         end_with(os.getppid())
@@ -51,23 +53,24 @@ def register_transfer() -> None:
         WeightTransferEngineFactory.register_engine(TRANSFER, "oppo.vllm.transfer", "FileTransfer")
 
 
-def wait_without_spinning() -> None:
-    """Let the engine's processes sleep while they wait for one another.
+def spin_briefly() -> None:
+    """Let the engine's processes sleep while they wait for one another, after a short spin.
 
-    As shipped they spin for a second, on a core that the trainer may need. A sleeping reader can miss the notice of a
-    message, and would look again after five seconds.
+    As shipped they spin for a second, on a core that the trainer may need. Without any spin decoding with a small model
+    takes a half longer, since waking up takes milliseconds. A sleeping reader can also miss the notice of a message,
+    and would look again after five seconds.
     """
     from vllm.distributed.device_communicators import shm_broadcast  # noqa: PLC0415 - an extra
 
     shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = RECHECK
     initialise = shm_broadcast.SpinCondition.__init__
 
-    def without_spinning(self: Any, *arguments: Any, **keywords: Any) -> None:
+    def spinning_briefly(self: Any, *arguments: Any, **keywords: Any) -> None:
         initialise(self, *arguments, **keywords)
-        self.busy_loop_s = 0
+        self.busy_loop_s = min(self.busy_loop_s, SPIN)
 
-    if initialise.__name__ != without_spinning.__name__:
-        shm_broadcast.SpinCondition.__init__ = without_spinning
+    if initialise.__name__ != spinning_briefly.__name__:
+        shm_broadcast.SpinCondition.__init__ = spinning_briefly
 
 
 def leave_terminal() -> None:

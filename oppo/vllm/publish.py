@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from tempfile import mkstemp
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import anyio
 import anyio.to_thread
@@ -62,24 +63,35 @@ class FileSender:
             WeightTransferUpdateRequest,
         )
 
-        try:
-            with anyio.fail_after(self._deadline):
-                if not self._agreed:
-                    await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
-                    self._agreed = True
-                await llm.start_weight_update()
-                await llm.update_weights(WeightTransferUpdateRequest(update_info={"path": str(path)}))
-                await llm.finish_weight_update(weight_version=version)
-        except TimeoutError as error:
-            raise ModelLost(
-                f"vLLM took no weights within {self._deadline:.0f} s, so which it serves is unknown: go on from the "
-                "newest checkpoint (oppo resume)"
-            ) from error
-        except Exception as error:
-            raise ModelLost(
-                f"vLLM could not load the weights of version {version}, so which it serves is unknown "
-                f"({one_line(error)}): go on from the newest checkpoint (oppo resume)"
-            ) from error
+        async with in_time(self._deadline, version):
+            if not self._agreed:
+                await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+                self._agreed = True
+            await llm.start_weight_update()
+            await llm.update_weights(WeightTransferUpdateRequest(update_info={"path": str(path)}))
+            await llm.finish_weight_update(weight_version=version)
+
+
+@asynccontextmanager
+async def in_time(deadline: float, version: str) -> AsyncIterator[None]:
+    """Give the body, which has the engine load weights, some seconds.
+
+    Raises:
+        ModelLost: it took longer, or raised an error: which weights are served is unknown.
+    """
+    try:
+        with anyio.fail_after(deadline):
+            yield
+    except TimeoutError as error:
+        raise ModelLost(
+            f"vLLM took no weights within {deadline:.0f} s, so which it serves is unknown: go on from the newest "
+            "checkpoint (oppo resume)"
+        ) from error
+    except Exception as error:
+        raise ModelLost(
+            f"vLLM could not load the weights of version {version}, so which it serves is unknown "
+            f"({one_line(error)}): go on from the newest checkpoint (oppo resume)"
+        ) from error
 
 
 def _written(tensors: Mapping[str, Tensor]) -> Path:
@@ -110,8 +122,3 @@ def untied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         first.setdefault((tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride())), name)
     return {name: tensors[name].detach().contiguous() for name in first.values()}
-
-
-def cpu_tensors(weights: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of published weights on the CPU."""
-    return {name: tensor.detach().to("cpu") for name, tensor in weights.items()}

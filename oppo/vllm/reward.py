@@ -20,8 +20,9 @@ from uuid import uuid4
 
 import anyio
 
-from oppo.errors import ModelError, ModelLost, ModelRefused, ProtocolError, one_line
+from oppo.errors import ModelError, ModelRefused, ProtocolError
 from oppo.events import Chunk, Finish, Given, Prompt
+from oppo.vllm.lost import engine_calls
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -315,16 +316,14 @@ class VllmReward:
         """Return the answers to one request for each sequence; the engine batches them."""
         names = list(islice(self._names, len(sequences)))
         try:
-            collectors = [
-                await self._llm.add_request(name, {"type": "token", "prompt_token_ids": tokens}, self._params)
-                for name, tokens in zip(names, sequences, strict=True)
-            ]
-            return [collector.get_nowait() or await collector.get() for collector in collectors]
-        except BaseException as error:
-            if self._llm.errored:
-                raise ModelLost(
-                    f"the engine of {self._model.name} is dead: {one_line(error)}; see its log, and resume the run"
-                ) from error
-            with anyio.CancelScope(shield=True):
-                await self._llm.abort(names)
+            with engine_calls():
+                collectors = [
+                    await self._llm.add_request(name, {"type": "token", "prompt_token_ids": tokens}, self._params)
+                    for name, tokens in zip(names, sequences, strict=True)
+                ]
+                return [collector.get_nowait() or await collector.get() for collector in collectors]
+        except BaseException:
+            if not self._llm.errored:
+                with anyio.CancelScope(shield=True):
+                    await self._llm.abort(names)
             raise

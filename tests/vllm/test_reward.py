@@ -167,7 +167,7 @@ def test_a_cancelled_call_leaves_no_request_behind() -> None:
 async def test_a_dead_engine_is_a_lost_model() -> None:
     engine = FakePooling(errored=True)
     reward = served(engine)
-    with pytest.raises(ModelLost, match=r"the engine of tiny is dead: EngineDeadError: EngineCore .* resume the run"):
+    with pytest.raises(ModelLost, match=r"vLLM has failed, .*EngineDeadError: EngineCore .* newest checkpoint"):
         await reward.extend([Prompt(0, 0, np.full(BLOCK, 5, np.int32))])
 
 

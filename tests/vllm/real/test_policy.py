@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import anyio
+import anyio.to_thread
 import numpy as np
 import pytest
 import torch
@@ -45,6 +46,12 @@ async def whole(policy: VllmPolicy, prompts: Sequence[Prompt | Response]) -> lis
     return pieces
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for something that the engine brings about."""
+    while not condition():  # noqa: ASYNC110 - nothing announces it
+        await anyio.sleep(0.001)
+
+
 def tokens_of(pieces: Sequence[Piece]) -> list[int]:
     return [int(token) for piece in pieces for token in piece.tokens]
 
@@ -53,12 +60,16 @@ def logprobs_of(pieces: Sequence[Piece]) -> list[float]:
     return [float(each) for piece in pieces for each in piece.logprobs]
 
 
-@torch.no_grad()
-def expected(model: LlamaForCausalLM, prompt: Prompt, tokens: Sequence[int], sampling: Sampling) -> torch.Tensor:
+async def expected(model: LlamaForCausalLM, prompt: Prompt, tokens: Sequence[int], sampling: Sampling) -> torch.Tensor:
     """Return the model's log-probs over the whole vocabulary at each response token, float32 [n, V]."""
-    sequence = [*prompt.tokens.tolist(), *tokens]
-    logits = model(torch.tensor([sequence])).logits[0, len(prompt.tokens) - 1 : -1].float()
-    return (logits / (sampling.temperature or 1.0)).log_softmax(-1)
+
+    @torch.no_grad()
+    def forward() -> torch.Tensor:
+        sequence = [*prompt.tokens.tolist(), *tokens]
+        logits = model(torch.tensor([sequence])).logits[0, len(prompt.tokens) - 1 : -1].float()
+        return (logits / (sampling.temperature or 1.0)).log_softmax(-1)
+
+    return await anyio.to_thread.run_sync(forward)
 
 
 async def test_it_keeps_the_contract_of_a_policy(engine: VllmEngine) -> None:
@@ -86,7 +97,7 @@ async def test_log_probs_are_those_of_the_distribution_that_tokens_were_drawn_fr
     await policy.load(Weights(0, model.state_dict()))
     for prompt, pieces in zip(prompts, await whole(policy, prompts), strict=True):
         tokens = tokens_of(pieces)
-        logprobs = expected(model, prompt, tokens, sampling)
+        logprobs = await expected(model, prompt, tokens, sampling)
         for position in range(min(sampling.min_new_tokens, len(tokens))):
             logprobs[position, list(sampling.stop)] = -torch.inf
         logprobs = logprobs.log_softmax(-1)
@@ -105,7 +116,7 @@ async def test_the_support_of_top_k_is_that_of_the_model(engine: VllmEngine) -> 
     policy = VllmPolicy(engine, sampling=sampling)
     for prompt, pieces in zip(prompts, await whole(policy, prompts), strict=True):
         tokens = tokens_of(pieces)
-        top = expected(model, prompt, tokens, sampling).topk(30)
+        top = (await expected(model, prompt, tokens, sampling)).topk(30)
         counts = np.concatenate([piece.support.counts for piece in pieces])
         ids = np.concatenate([piece.support.ids for piece in pieces])
         assert counts.tolist() == [30] * len(tokens)
@@ -137,8 +148,7 @@ async def test_rollouts_that_are_preempted_go_on_with_their_noise(engine: VllmEn
     async with policy.decoding(decodes, lambda ended: False), anyio.create_task_group() as readers:
         for decode, into in zip(decodes, pieces, strict=True):
             readers.start_soon(read, decode, into)
-        while min(decode.written for decode in decodes) < 20:
-            await anyio.sleep(0.001)
+        await until(lambda: min(decode.written for decode in decodes) >= 20)
         await policy.load(Weights(1, model.state_dict()))
     versions = np.concatenate([piece.versions for piece in pieces[0]])
     assert set(versions.tolist()) == {0, 1}
@@ -161,8 +171,7 @@ async def test_publishing_while_it_decodes_counts_every_token_to_the_weights_tha
         for decode, into in zip(decodes, pieces, strict=True):
             readers.start_soon(read, decode, into)
         for version, model in enumerate(models[1:], 1):
-            while decodes[0].written < 35 * version:
-                await anyio.sleep(0.001)
+            await until(lambda version=version: decodes[0].written >= 35 * version)
             await policy.load(Weights(version, model.state_dict()))
     assert sum(len(tokens_of(each)) for each in pieces) == 5600
     for prompt, each in zip(prompts, pieces, strict=True):
@@ -175,7 +184,7 @@ async def test_publishing_while_it_decodes_counts_every_token_to_the_weights_tha
         got = np.array(logprobs_of(each))
         for version in sorted(set(versions.tolist())):
             at = np.flatnonzero(versions == version)
-            wanted = expected(models[version], prompt, tokens, sampling)[at, np.array(tokens)[at]]
+            wanted = (await expected(models[version], prompt, tokens, sampling))[at, np.array(tokens)[at]]
             assert np.allclose(got[at], wanted, atol=TOLERANCE), f"tokens of version {version}"
 
 
