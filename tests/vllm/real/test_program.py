@@ -59,16 +59,6 @@ def test_a_run_trains_with_stragglers_and_its_engine_keeps_to_its_log(place: Pat
     assert "WARNING" not in program.said
 
 
-def test_a_dry_run_starts_the_engine_and_writes_nothing(place: Path) -> None:
-    with Program(
-        ["train", "config.toml", "--dry-run", "--set", "run.name=dry", "--set", "models.engine=vllm"], place
-    ) as program:
-        assert program.wait() == 0, program.said
-        assert program.leaves_nothing()
-    assert 'engine = "vllm"' in program.said
-    assert "[vllm]\nmax_num_seqs = 8" in program.said
-
-
 def test_an_argument_that_vllm_does_not_know_is_refused_before_anything_is_loaded(place: Path) -> None:
     with train(place, "wrong", "vllm.max_num_seq=3") as program:
         assert program.wait() == 2
@@ -105,14 +95,10 @@ def test_ctrl_c_while_it_decodes_ends_after_the_step_and_the_run_goes_on_later(p
     assert len(records(place, "decoding", "metrics.jsonl")) == made + 1
 
 
-@pytest.mark.parametrize("presses", [1, 2])
-def test_ctrl_c_while_weights_are_published_ends_cleanly(place: Path, presses: int) -> None:
-    with train(place, f"publishing-{presses}", "run.steps=1000", before=SLOW_PUBLISH) as program:
+def test_ctrl_c_while_weights_are_published_ends_cleanly(place: Path) -> None:
+    with train(place, "publishing", "run.steps=1000", before=SLOW_PUBLISH) as program:
         program.until("publishing")
         program.interrupt()
-        if presses == 2:
-            time.sleep(0.1)
-            program.interrupt()
         assert program.wait(60) == 130, program.said
         assert program.leaves_nothing()
     assert "Traceback" not in program.said
