@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from oppo.errors import ConfigError, one_line
 from oppo.observe import silent
 from oppo.vllm.arguments import engine_arguments, require_installed
+from oppo.vllm.device_publish import DeviceSender
 from oppo.vllm.heeded import heeded
 from oppo.vllm.plugin import TRANSFER, register
 from oppo.vllm.processes import Children, cores_of, environment, logging_to
@@ -92,14 +93,14 @@ class VllmEngine:
             with _telling(began, log, tell), environment(log, cores_of(cores)):
                 try:
                     with heeded():
-                        llm = _async_llm(str(model), arguments or {})
+                        llm, sender = _async_llm(str(model), arguments or {})
                 except (KeyboardInterrupt, SystemExit):
                     raise
                 except BaseException as error:
                     raise ConfigError(_failure(model, error, log)) from error
             children.keep()
             tell(f"vLLM is ready after {time.monotonic() - began:.0f} s")
-            return cls(llm, FileSender(), children, stack.pop_all())
+            return cls(llm, sender, children, stack.pop_all())
 
     @staticmethod
     def params(keywords: Mapping[str, object]) -> object:
@@ -138,14 +139,19 @@ def _nothing(timeout: float | None = None) -> None:
     del timeout
 
 
-def _async_llm(model: str, given: Mapping[str, object]) -> Any:
+def _async_llm(model: str, given: Mapping[str, object]) -> tuple[Any, WeightSender]:
+    """Return the ``AsyncLLM``, ready, and what sends weights to it."""
     from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415 - takes seconds to import
     from vllm.platforms import current_platform  # noqa: PLC0415
     from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
 
     register()
-    arguments = engine_arguments(model, given, on_cpu=current_platform.is_cpu(), backend=TRANSFER)
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    on_cpu = bool(current_platform.is_cpu())
+    workers = int(str(given.get("tensor_parallel_size", 1))) * int(str(given.get("pipeline_parallel_size", 1)))
+    backend = TRANSFER if on_cpu else "ipc" if workers == 1 else "nccl"
+    sender: WeightSender = FileSender() if on_cpu else DeviceSender("ipc" if workers == 1 else "nccl", workers)
+    arguments = engine_arguments(model, given, on_cpu=on_cpu, backend=backend)
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)), sender
 
 
 @contextmanager

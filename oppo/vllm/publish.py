@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import anyio
 import anyio.to_thread
@@ -55,26 +56,32 @@ class FileSender:
             WeightTransferUpdateRequest,
         )
 
-        try:
-            with anyio.fail_after(self._deadline):
-                if not self._agreed:
-                    await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
-                    self._agreed = True
-                await llm.start_weight_update()
-                await llm.update_weights(WeightTransferUpdateRequest(update_info={"path": str(path)}))
-                await llm.finish_weight_update(weight_version=version)
-        except TimeoutError as error:
-            raise ModelLost(
-                f"vLLM took no weights within {self._deadline:.0f} s, so which it serves is unknown: go on from the "
-                "newest checkpoint (oppo resume)"
-            ) from error
-        except Exception as error:
-            raise ModelLost(
-                f"vLLM could not load the weights of version {version}, so which it serves is unknown "
-                f"({one_line(error)}): go on from the newest checkpoint (oppo resume)"
-            ) from error
+        async with in_time(self._deadline, version):
+            if not self._agreed:
+                await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+                self._agreed = True
+            await llm.start_weight_update()
+            await llm.update_weights(WeightTransferUpdateRequest(update_info={"path": str(path)}))
+            await llm.finish_weight_update(weight_version=version)
 
 
-def cpu_tensors(weights: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of published weights on the CPU."""
-    return {name: tensor.detach().to("cpu") for name, tensor in weights.items()}
+@asynccontextmanager
+async def in_time(deadline: float, version: str) -> AsyncIterator[None]:
+    """Give the body, which has the engine load weights, some seconds.
+
+    Raises:
+        ModelLost: it took longer, or raised an error: which weights are served is unknown.
+    """
+    try:
+        with anyio.fail_after(deadline):
+            yield
+    except TimeoutError as error:
+        raise ModelLost(
+            f"vLLM took no weights within {deadline:.0f} s, so which it serves is unknown: go on from the newest "
+            "checkpoint (oppo resume)"
+        ) from error
+    except Exception as error:
+        raise ModelLost(
+            f"vLLM could not load the weights of version {version}, so which it serves is unknown "
+            f"({one_line(error)}): go on from the newest checkpoint (oppo resume)"
+        ) from error

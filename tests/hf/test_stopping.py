@@ -12,9 +12,9 @@ import torch
 from oppo.hf.serve.noise import gumbel
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.sampling import draw
-from oppo.stopping import SLACK, StopCriteria
 from oppo.models import Sampling
 from oppo.placement import Thread
+from oppo.stopping import SLACK, StopCriteria
 from tests.hf import tiny
 from tests.hf.stories import Story, full_logprobs, prompts, serving, told
 

@@ -60,9 +60,7 @@ def logprobs_of(pieces: Sequence[Piece]) -> list[float]:
     return [float(each) for piece in pieces for each in piece.logprobs]
 
 
-async def expected(
-    model: LlamaForCausalLM, prompt: Prompt, tokens: Sequence[int], sampling: Sampling
-) -> torch.Tensor:
+async def expected(model: LlamaForCausalLM, prompt: Prompt, tokens: Sequence[int], sampling: Sampling) -> torch.Tensor:
     """Return the model's log-probs over the whole vocabulary at each response token, float32 [n, V]."""
 
     @torch.no_grad()
