@@ -191,7 +191,7 @@ SMOKE: Final = Workload(
     about="shows that everything works, and measures nothing",
     lengths=Lengths(median=8, sigma=0.5, cap=24),
     models=Models(
-        actor=Shape(hidden=32, intermediate=64, layers=2, heads=2),
+        actor=Shape(hidden=32, intermediate=64, layers=2, heads=1),  # vLLM's kernels want heads of 32
         reward=Shape(hidden=48, intermediate=96, layers=2, heads=2),
         critic=Shape(hidden=32, intermediate=64, layers=2, heads=2),
         taught=90,

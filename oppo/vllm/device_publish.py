@@ -16,7 +16,8 @@ import anyio.from_thread
 import anyio.to_thread
 from torch import Tensor
 
-from oppo.vllm.publish import DEADLINE, in_time, untied
+from oppo.vllm.publish import DEADLINE, in_time
+from oppo.vllm.weight_file import untied
 
 if TYPE_CHECKING:
     from oppo.vllm.surface import AsyncEngine

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from tempfile import mkstemp
 from typing import TYPE_CHECKING, Final, Protocol
 
 import anyio
 import anyio.to_thread
-from safetensors.torch import save_file
 from torch import Tensor
 
-from oppo.errors import ModelError, ModelLost, one_line
+from oppo.errors import ModelLost, one_line
+from oppo.vllm.weight_file import WeightFile
 
 if TYPE_CHECKING:
     from oppo.vllm.surface import AsyncEngine
-
-SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - files there are private, see mkstemp
-"""Where files are memory, on Linux."""
 
 DEADLINE: Final = 600.0
 """Seconds after which an engine that takes no weights counts as lost."""
@@ -48,14 +43,12 @@ class FileSender:
     def __init__(self, deadline: float = DEADLINE) -> None:
         self._deadline = deadline
         self._agreed = False
+        self._file = WeightFile()
 
     async def send(self, llm: AsyncEngine, tensors: Mapping[str, Tensor], version: str) -> None:
-        """Write the file, have the workers load it, and remove it; see :class:`WeightSender`."""
-        path = await anyio.to_thread.run_sync(_written, tensors)
-        try:
-            await self._load(llm, path, version)
-        finally:
-            path.unlink(missing_ok=True)
+        """Write the file, and have the workers load it; see :class:`WeightSender`."""
+        await anyio.to_thread.run_sync(self._file.write, tensors)
+        await self._load(llm, self._file.path, version)
 
     async def _load(self, llm: AsyncEngine, path: Path, version: str) -> None:
         from vllm.distributed.weight_transfer.base import (  # noqa: PLC0415 - takes seconds to import
@@ -92,33 +85,3 @@ async def in_time(deadline: float, version: str) -> AsyncIterator[None]:
             f"vLLM could not load the weights of version {version}, so which it serves is unknown "
             f"({one_line(error)}): go on from the newest checkpoint (oppo resume)"
         ) from error
-
-
-def _written(tensors: Mapping[str, Tensor]) -> Path:
-    """Write tensors to a new file in memory and return it; of tied ones the first is written.
-
-    Raises:
-        ModelError: there is too little memory.
-    """
-    folder = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
-    handle, name = mkstemp(prefix="oppo-weights-", suffix=".safetensors", dir=folder)
-    os.close(handle)
-    try:
-        save_file(untied(tensors), name)
-    except BaseException as error:
-        Path(name).unlink(missing_ok=True)
-        if not isinstance(error, Exception):
-            raise
-        raise ModelError(
-            f"the weights could not be written to {name} for vLLM, which goes on serving the old ones "
-            f"({one_line(error)}): is there room for the weights once more?"
-        ) from error
-    return Path(name)
-
-
-def untied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return contiguous tensors by name, the first of those that lie in the same memory."""
-    first: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str] = {}
-    for name, tensor in tensors.items():
-        first.setdefault((tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride())), name)
-    return {name: tensors[name].detach().contiguous() for name in first.values()}
