@@ -61,6 +61,7 @@ LEAVES = frozenset(
 TORCH = (
     PACKAGE / "losses",
     PACKAGE / "hf",
+    PACKAGE / "vllm",
     PACKAGE / "demo",
     PACKAGE / "app" / "assemble.py",
     PACKAGE / "app" / "engines.py",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -11,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from oppo.errors import ConfigError, one_line
-from oppo.observe import silent
+from oppo.observe import now, silent
 from oppo.vllm.arguments import engine_arguments, require_installed
 from oppo.vllm.device_publish import DeviceSender
 from oppo.vllm.heeded import heeded
@@ -84,7 +83,7 @@ class VllmEngine:
             ConfigError: vLLM is not installed, or the engine could not be started.
         """
         require_installed()
-        began = time.monotonic()
+        began = now()
         tell(f"starting vLLM with {Path(model).name}")
         children = Children()
         with ExitStack() as stack:
@@ -99,7 +98,7 @@ class VllmEngine:
                 except BaseException as error:
                     raise ConfigError(_failure(model, error, log)) from error
             children.keep()
-            tell(f"vLLM is ready after {time.monotonic() - began:.0f} s")
+            tell(f"vLLM is ready after {now() - began:.0f} s")
             return cls(llm, sender, children, stack.pop_all())
 
     @staticmethod
@@ -162,7 +161,7 @@ def _telling(began: float, log: Path | None, tell: Callable[[str], None]) -> Ite
     def work() -> None:
         while not over.wait(TOLD_EVERY):
             last = last_line(log)
-            tell(f"starting vLLM: {time.monotonic() - began:.0f} s{f', {last}' if last else ''}")
+            tell(f"starting vLLM: {now() - began:.0f} s{f', {last}' if last else ''}")
 
     thread = threading.Thread(target=work, name="vLLM's start", daemon=True)
     thread.start()

@@ -100,8 +100,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[StandIn]]:
 
     StandIn.started.clear()
     vllm = SimpleNamespace(VllmEngine=StandIn, VllmPolicy=StandInPolicy)
-    monkeypatch.setitem(sys.modules, "oppo.vllm", vllm)  # type: ignore[arg-type]  # no module, and used like one
-    monkeypatch.setitem(sys.modules, "oppo.vllm.arguments", SimpleNamespace(require_arguments=require))  # type: ignore[arg-type]  # the same
+    monkeypatch.setitem(sys.modules, "oppo.vllm", vllm)
+    monkeypatch.setitem(sys.modules, "oppo.vllm.arguments", SimpleNamespace(require_arguments=require))
     yield StandIn.started
     assert all(engine.closed for engine in StandIn.started)
 

@@ -13,8 +13,9 @@ from benchmarks.vllm.decoding import Recorded, compare_decoding, length_of
 from benchmarks.vllm.publishing import compare_publishing
 from oppo.errors import DataError
 from oppo.events import Prompt, Response
-from oppo.models import Decode, Weights
+from oppo.models import Weights
 from oppo.testing import FakePolicy, run_virtual
+from oppo.testing.fake_policy import FakeDecode
 
 LENGTHS = (9, 3, 20)
 
@@ -62,7 +63,7 @@ class Asking(FakePolicy):
 
     engine: Recorded
 
-    async def open(self, rollouts: Sequence[Prompt | Response]) -> Sequence[Decode]:
+    async def open(self, rollouts: Sequence[Prompt | Response]) -> Sequence[FakeDecode]:
         for each in rollouts:
             assert isinstance(each, Prompt)
             await self.engine.add_request("ours", each.tokens.tolist(), length_of(each))

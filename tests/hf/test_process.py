@@ -30,7 +30,7 @@ from oppo.testing import check_scorer
 from oppo.training import TrainerSettings
 from tests.hf import tiny
 from tests.hf.deadly import AT, deadly
-from tests.hf.test_scorers import chunk, responses, stream
+from tests.responses import chunk, responses, stream
 
 ONE = partial(use_cores, 1)
 

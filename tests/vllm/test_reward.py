@@ -50,7 +50,7 @@ class Engine:
     name: str = "tiny"
 
 
-def served(llm: FakePooling | None = None, **changes: object) -> VllmReward:
+def served(llm: FakePooling | None = None, /, **changes: object) -> VllmReward:
     return VllmReward(Engine(llm or FakePooling(), config(**changes)))
 
 

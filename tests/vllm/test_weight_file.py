@@ -72,9 +72,7 @@ def test_a_lack_of_memory_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
-    with pytest.raises(
-        ModelError, match=r"no memory for .* bytes of weights on their way to vLLM, .* old"
-    ):
+    with pytest.raises(ModelError, match=r"no memory for .* bytes of weights on their way to vLLM, .* old"):
         WeightFile().write({"a": torch.ones(3)})
 
 

@@ -18,7 +18,7 @@ def tiny_actor(seed: int = 0, *, tied: bool = False) -> LlamaForCausalLM:
     """Return an actor with heads that vLLM's kernels take, and distributions that are far from uniform."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return LlamaForCausalLM(
+        actor: LlamaForCausalLM = LlamaForCausalLM(
             LlamaConfig(
                 vocab_size=VOCABULARY,
                 hidden_size=64,
@@ -32,7 +32,9 @@ def tiny_actor(seed: int = 0, *, tied: bool = False) -> LlamaForCausalLM:
                 eos_token_id=2,
                 pad_token_id=0,
             )
-        ).eval()
+        )
+    actor.eval()
+    return actor
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import anyio
 import anyio.to_thread
@@ -52,6 +53,10 @@ async def until(condition: Callable[[], bool]) -> None:
         await anyio.sleep(0.001)
 
 
+def has_written(decode: VllmDecode, tokens: int) -> bool:
+    return decode.written >= tokens
+
+
 def tokens_of(pieces: Sequence[Piece]) -> list[int]:
     return [int(token) for piece in pieces for token in piece.tokens]
 
@@ -67,7 +72,8 @@ async def expected(model: LlamaForCausalLM, prompt: Prompt, tokens: Sequence[int
     def forward() -> torch.Tensor:
         sequence = [*prompt.tokens.tolist(), *tokens]
         logits = model(torch.tensor([sequence])).logits[0, len(prompt.tokens) - 1 : -1].float()
-        return (logits / (sampling.temperature or 1.0)).log_softmax(-1)
+        logprobs: torch.Tensor = (logits / (sampling.temperature or 1.0)).log_softmax(-1)
+        return logprobs
 
     return await anyio.to_thread.run_sync(forward)
 
@@ -171,7 +177,7 @@ async def test_publishing_while_it_decodes_counts_every_token_to_the_weights_tha
         for decode, into in zip(decodes, pieces, strict=True):
             readers.start_soon(read, decode, into)
         for version, model in enumerate(models[1:], 1):
-            await until(lambda version=version: decodes[0].written >= 35 * version)
+            await until(partial(has_written, decodes[0], 35 * version))
             await policy.load(Weights(version, model.state_dict()))
     assert sum(len(tokens_of(each)) for each in pieces) == 5600
     for prompt, each in zip(prompts, pieces, strict=True):
