@@ -108,7 +108,7 @@ def send(receiving: Receiving, *versions: str, sender: Any = None) -> None:
     anyio.run(main)
 
 
-def test_weights_travel_in_a_file_that_is_gone_afterwards() -> None:
+def test_weights_travel_in_a_file_that_is_written_anew() -> None:
     receiving = Receiving()
     send(receiving, "run-1", "run-2")
     once = ["start", "update"]
