@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from dataclasses import dataclass, field
@@ -117,6 +118,7 @@ def test_weights_travel_in_a_file_that_is_written_anew() -> None:
         name: tensor.tolist() for name, tensor in TENSORS.items()
     }
     assert len(set(receiving.files)) == 1
+    gc.collect()
     assert not receiving.files[0].exists()
 
 
