@@ -192,6 +192,8 @@ def _section(name: str, keys: Mapping[str, Mapping[str, Declared]]) -> Iterator[
     yield f"## `[{name}]`\n\n{ABOUT[name]}\n"
     yield "| key | values | default | what it does | known as | in TRL |\n|---|---|---|---|---|---|"
     for key, by_algorithm in keys.items():
+        if f"{name}.{key}" not in NAMES:
+            raise SystemExit(f"{name}.{key} is new: add to NAMES what it is called elsewhere, and by TRL")
         known, trl = NAMES[f"{name}.{key}"]
         declared = next(iter(by_algorithm.values()))
         told = declared.description

@@ -255,6 +255,10 @@ async def _check_leaving(make: Make[Policy], prompts: Sequence[Prompt]) -> None:
             raise _LeftEarlyError  # noqa: TRY301 - leaving by an exception is what is checked
     except _LeftEarlyError:
         pass
+    except BaseExceptionGroup as group:
+        raise ProtocolError(
+            f"decoding wraps an error of its body in {group!r}: expected the error itself, so that callers can catch it"
+        ) from group
     made = len(trial.reported)
     await anyio.sleep(0.01)
     require(len(trial.reported) == made, "the policy goes on decoding after its context was left by an exception")

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import get_args
 
+import anyio
 import numpy as np
 import pytest
 
 from oppo.errors import ProtocolError
 from oppo.events import Chunk, Finish, Given, IntArray, Prompt, Response
-from oppo.models import Capabilities, Cut, Decoding, FixedDecoding, Follower, Loads, Piece, Weights
+from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Follower, Loads, Piece, Weights
 from oppo.stages import GAE
 from oppo.stages.scored_rollouts import ScoredRollout
 from oppo.support import Support
@@ -198,9 +199,22 @@ class Unsure(FakePolicy):
         return await super().open(rollouts)
 
 
+class Wrapping(FakePolicy):
+    """Leaves a task group in the way of an error in the body of its decoding."""
+
+    @asynccontextmanager
+    async def wrapped(self, live: Sequence[Decode], cut: Cut) -> AsyncIterator[Decoding]:
+        async with anyio.create_task_group(), super().decoding(live, cut) as decoding:
+            yield decoding
+
+    def decoding(self, live: Sequence[Decode], cut: Cut) -> AbstractAsyncContextManager[Decoding]:
+        return self.wrapped(live, cut)
+
+
 @pytest.mark.parametrize(
     ("policy", "sentence"),
     [
+        (Wrapping, "decoding wraps an error of its body in ExceptionGroup"),
         (Unsure, "did not go on as they were written"),
         (Elsewhere, "outside of its own support"),
         (Short, "outside of its own support"),
