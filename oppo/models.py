@@ -118,11 +118,24 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weights:
-    """A snapshot of what is trained: the backend's tensors by ``state_dict`` name; ``critic`` is empty without one."""
+    """A snapshot of what is trained: the backend's tensors by ``state_dict`` name.
+
+    Attributes:
+        version: the number of updates behind it.
+        actor: adapters included, if there are any; empty if the actor is not trained.
+        critic: empty without one.
+        merge: returns the actor's weights with the products of its adapters added, under the names of a model without
+            adapters; ``None``: it has none.
+    """
 
     version: int
     actor: Mapping[str, object] = field(default_factory=dict)
     critic: Mapping[str, object] = field(default_factory=dict)
+    merge: Callable[[], Mapping[str, object]] | None = None
+
+    def standalone(self) -> Mapping[str, object]:
+        """Return the actor's weights for an engine that knows no adapters; this may compute, in any thread."""
+        return self.actor if self.merge is None else self.merge()
 
 
 @runtime_checkable

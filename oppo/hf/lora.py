@@ -62,11 +62,16 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: int, *, seed: int = 0) ->
     model.train(mode=False)
 
 
+def has_adapters(model: nn.Module) -> bool:
+    """Return whether adapters were added to the model."""
+    return any(".base_layer." in name for name, _ in model.named_parameters())
+
+
 @torch.no_grad()
 def merged(model: nn.Module) -> dict[str, Tensor]:
     """Return the ``state_dict`` of the model without adapters, their products added to its weights."""
     state: dict[str, Tensor] = model.state_dict()
-    if not any(".base_layer." in name for name in state):
+    if not has_adapters(model):
         return state
     from peft.tuners.lora import Linear  # noqa: PLC0415 - an extra, installed if there are adapters
 

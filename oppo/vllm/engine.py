@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -148,6 +149,8 @@ def _async_llm(model: str, given: Mapping[str, object]) -> tuple[Any, WeightSend
     on_cpu = bool(current_platform.is_cpu())
     workers = int(str(given.get("tensor_parallel_size", 1))) * int(str(given.get("pipeline_parallel_size", 1)))
     backend = TRANSFER if on_cpu else "ipc" if workers == 1 else "nccl"
+    if backend == "ipc":  # handles of a GPU's memory are pickled, and both sides must agree on that for good
+        os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     sender: WeightSender = FileSender() if on_cpu else DeviceSender("ipc" if workers == 1 else "nccl", workers)
     arguments = engine_arguments(model, given, on_cpu=on_cpu, backend=backend)
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)), sender

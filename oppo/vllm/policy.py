@@ -11,12 +11,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Literal, cast
 from uuid import uuid4
 
 import anyio
+import anyio.to_thread
 from torch import Tensor
 
 from oppo.decodes import BufferedDecode, response_to
@@ -335,7 +336,7 @@ class VllmPolicy:
             self._paused = False
 
     async def load(self, weights: Weights) -> None:
-        """Serve ``weights.actor`` from the next decode step on; the engine is paused meanwhile.
+        """Serve the actor's weights from the next decode step on, those of adapters merged; the engine is paused.
 
         An empty ``weights.actor`` changes the version only: the actor was not trained.
 
@@ -356,8 +357,8 @@ class VllmPolicy:
         llm = self.engine.llm
         async with answered(llm):
             if weights.actor:
-                tensors = cast("dict[str, Tensor]", dict(weights.actor))
-                await self.engine.sender.send(llm, tensors, self._label(weights.version))
+                tensors = await anyio.to_thread.run_sync(weights.standalone) if weights.merge else weights.actor
+                await self.engine.sender.send(llm, cast("Mapping[str, Tensor]", tensors), self._label(weights.version))
             else:
                 await llm.update_weight_version(self._label(weights.version))
             self.version = weights.version

@@ -24,7 +24,6 @@ QUIET: Final = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would inherit threads' locks, and torch's thread pool
     "VLLM_LOGGING_COLOR": "0",
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # handles of a GPU's memory, from this process alone
 }
 """Set for an engine's processes unless the user's environment has another value."""
 

@@ -17,6 +17,7 @@ from oppo.hf.digest import weights_digest
 from oppo.hf.lora import add_lora, share_base
 from oppo.hf.probe import probe
 from oppo.hf.train.trainer import HfTrainer
+from oppo.models import Weights
 from oppo.placement import Thread
 from oppo.training import TrainerSettings
 from tests import test_equivalence as equivalence
@@ -148,3 +149,28 @@ async def test_what_was_learned_is_saved_as_adapters_and_loads(tmp_path: Path) -
     assert {each.name for each in written.glob("*.safetensors")} == {"adapter_model.safetensors"}
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(written).train(mode=False)), logits(actor))
     assert not torch.allclose(logits(actor), logits(AutoModelForCausalLM.from_pretrained(base)), atol=1e-4)
+
+
+class Receiver:
+    """A follower whose engine knows no adapters."""
+
+    version = 0
+
+    async def load(self, weights: Weights) -> None:
+        self.version = weights.version
+        self.weights = {name: value for name, value in weights.standalone().items() if isinstance(value, torch.Tensor)}
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_an_engine_without_adapters_is_given_merged_weights(name: str) -> None:
+    actor, _ = adapted(name)
+    plain, receiver = tiny.causal(name, seed=9).train(mode=False), Receiver()
+
+    async def main() -> None:
+        with Thread("trainer") as thread:
+            trainer = HfTrainer(actor, sampling=SAMPLING, thread=thread, settings=TrainerSettings(learning_rate=1e-3))
+            await trainer.publish(receiver)
+
+    anyio.run(main)
+    plain.load_state_dict(receiver.weights)
+    assert torch.allclose(logits(plain), logits(actor), atol=1e-5)

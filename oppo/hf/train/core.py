@@ -13,7 +13,7 @@ serving rollouts at any time.
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from oppo.durable import writing
 from oppo.events import Batch
 from oppo.hf.loading.models import quiet
-from oppo.hf.lora import merged
+from oppo.hf.lora import has_adapters, merged
 from oppo.hf.shared_memory import SharedModel
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.train.optimisation import Optimisation
@@ -81,7 +81,8 @@ class HfTrainerCore:
     def weights(self) -> Weights:
         """Return the current weights, by reference."""
         critic = {} if self.critic is None else self.critic.state_dict()
-        return Weights(self.counts.version, actor=self.actor.state_dict(), critic=critic)
+        merge = partial(merged, self.actor) if has_adapters(self.actor) else None
+        return Weights(self.counts.version, actor=self.actor.state_dict(), critic=critic, merge=merge)
 
     def write(self, directory: Path) -> None:
         """Write all that :meth:`restore` needs, and the trained models.

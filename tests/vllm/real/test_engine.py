@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from oppo.errors import ConfigError, ModelLost
 from oppo.events import Prompt
+from oppo.hf.lora import add_lora, merged
 from oppo.models import Piece, Sampling, Weights
 from oppo.vllm import VllmEngine, VllmPolicy
 from oppo.vllm.arguments import require_arguments
@@ -121,15 +123,31 @@ async def test_tied_weights_are_published_whole(second: VllmEngine) -> None:
         assert np.allclose(piece.logprobs, await logprobs(model, prompt, piece), atol=TOLERANCE)
 
 
+async def test_adapters_are_published_merged(second: VllmEngine) -> None:
+    model = tied_actor(5)
+    add_lora(model, 4, 8, seed=1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.2, generator=torch.Generator().manual_seed(parameter.numel()))
+    policy = VllmPolicy(second, sampling=Sampling(max_new_tokens=40, seed=2))
+    await policy.load(Weights(1, model.state_dict(), merge=partial(merged, model)))
+    prompt = Prompt(0, 0, np.arange(5, 15, dtype=np.int32))
+    piece = await respond(policy, prompt)
+    assert np.allclose(piece.logprobs, await logprobs(model, prompt, piece), atol=TOLERANCE)
+
+
 async def test_weights_of_another_model_end_the_run(second: VllmEngine) -> None:
     """They are refused before anything is loaded: the file cannot be read."""
+    before = tied_actor(7)
+    policy = VllmPolicy(second, sampling=Sampling(max_new_tokens=8, seed=2))
+    await policy.load(Weights(1, before.state_dict()))
     missing = Path("/nowhere/weights.safetensors")
     with pytest.raises(ModelLost, match="could not load the weights"):
         await second.sender._load(second.llm, missing, "broken")  # type: ignore[attr-defined]  # the file's own step
-    policy = VllmPolicy(second, sampling=Sampling(max_new_tokens=8, seed=2))
     prompt = Prompt(0, 0, np.arange(5, 15, dtype=np.int32))
     piece = await respond(policy, prompt)
-    assert np.allclose(piece.logprobs, await logprobs(tied_actor(3), prompt, piece), atol=TOLERANCE), (
+    assert np.allclose(piece.logprobs, await logprobs(before, prompt, piece), atol=TOLERANCE), (
         "the weights that it had are still served"
     )
 
