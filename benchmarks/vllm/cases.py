@@ -56,7 +56,7 @@ def measure(size: Size, *, rounds: int, cache: Path | None, log: Path | None, te
     """
     directory, model = size.directory(cache), size.model()
     with VllmEngine.start(directory, arguments=ARGUMENTS, log=log, tell=tell) as engine:
-        recorded = Recorded(engine.llm)
+        alone, recorded = engine.llm, Recorded(engine.llm)
         engine.llm = cast("Any", recorded)
         policy = VllmPolicy(engine, sampling=Sampling(max_new_tokens=max(LENGTHS)), limit=length_of)
 
@@ -69,6 +69,7 @@ def measure(size: Size, *, rounds: int, cache: Path | None, log: Path | None, te
 
         tell(f"{size.name}: {rounds} rounds of decoding and of publishing")
         decoded, published = anyio.run(compare)
+        engine.llm = alone
     tell(f"{size.name}: the same batch by LLM")
     return Case(size.name, model.num_parameters(), decoded, published, offline(directory, rounds))
 

@@ -20,7 +20,8 @@ from typing import Final
 
 from oppo.vllm.plugin import LOG, PARENT
 
-QUIET: Final = {
+DEFAULTS: Final = {
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # weights are packed anew at each publish, into memory new to the process
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would inherit threads' locks, and torch's thread pool
     "VLLM_LOGGING_COLOR": "0",
@@ -42,7 +43,7 @@ def environment(log: Path | None, cores: Sequence[int] | None) -> Iterator[None]
     with TemporaryDirectory(prefix="oppo-vllm-") as folder:
         config = Path(folder, "logging.json")
         config.write_text(json.dumps(logging_config(file)), encoding="utf-8")
-        chosen = {name: os.environ.get(name, value) for name, value in QUIET.items()}
+        chosen = {name: os.environ.get(name, value) for name, value in DEFAULTS.items()}
         chosen |= {PARENT: str(os.getpid()), LOG: file, "VLLM_LOGGING_CONFIG_PATH": str(config)}
         if cores is not None and "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
             chosen["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
