@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import inspect
+import re
 import sys
 import sysconfig
 import traceback
@@ -12,8 +13,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Final
 
 from oppo.errors import is_cancelled, leaves, shortened
+
+SPEC: Final = re.compile(r"^(?P<file>.+\.py):(?P<name>[^:/\\]+)$")
+"""The form ``file.py:name``."""
 
 _OURS = str(Path(__file__).parent)
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -91,8 +96,9 @@ def load_function(spec: str, refuse: Callable[[str], Exception]) -> Callable[...
     function: object = getattr(_module(path, refuse), name, None)
     if function is None:
         members = vars(sys.modules[_name(path)]).items()
-        there = [key for key, value in members if inspect.isroutine(value) and not key.startswith("_")]
-        raise refuse(f"{path} has no function {name!r}; the functions there are {', '.join(there) or '(none)'}")
+        own = [(key, value) for key, value in members if getattr(value, "__module__", "") == _name(path)]
+        there = [key for key, value in own if callable(value) and not key.startswith("_")]
+        raise refuse(f"{path} has no {name!r}; the functions and classes there are {', '.join(there) or '(none)'}")
     if not callable(function):
         raise refuse(f"{spec} is not a function but {shown(function)}")
     return function

@@ -160,8 +160,8 @@ def test_a_function_is_loaded_by_file_and_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "name", "sentence"),
     [
-        ("def g(prompts, completions): ...\ndef _h(): ...\n", "f", "has no function 'f'; the functions there are g"),
-        ("", "f", "the functions there are (none)"),
+        ("def g(prompts, completions): ...\ndef _h(): ...\n", "f", "has no 'f'; the functions and classes there are g"),
+        ("", "f", "the functions and classes there are (none)"),
         ("f = 3\n", "f", "is not a function but 3 (int)"),
         ("def f(text): ...\n", "f", "must take (prompts, completions, **columns); its signature is f(text)"),
         ("1 / 0\n", "f", "cannot be run: ZeroDivisionError: division by zero"),

@@ -18,7 +18,7 @@ from oppo.events import Drop, FloatArray, Prompt, StepReport, merge_chunks, roll
 from oppo.graph import Graph, GraphBuilder
 from oppo.models import Policy, Scorer, Trainer
 from oppo.numeric import require_whole
-from oppo.stages import Generate, GroupRelative, Score, Update
+from oppo.stages import Generate, GroupRelative, Score, Selection, Update
 from oppo.stages.update import followers
 
 
@@ -32,6 +32,7 @@ def grpo(
     advantage: GroupRelative | None = None,
     reference: Scorer[FloatArray] | None = None,
     proximal: Scorer[FloatArray] | None = None,
+    select: Selection | None = None,
     chunks: ChunkSize | None = None,
 ) -> Graph[StepReport]:
     """Return training without a critic, streamed: the responses to one prompt are compared with one another.
@@ -51,6 +52,8 @@ def grpo(
         advantage: the stage that compares them, with the KL penalty in the reward and the shaping of scores;
             ``GroupRelative()`` by default.
         reference: needed for a KL penalty, here or in the loss.
+        select: which groups are trained; a step replaces the others, in rounds (dynamic sampling). All of them by
+            default.
 
     Raises:
         ConfigError: there are fewer than two samples, or a KL penalty has no reference.
@@ -63,8 +66,9 @@ def grpo(
         raise ConfigError(f"the KL penalty, kl = {estimator.kl}, needs a reference: give one, or leave kl at 0")
     capacity = max(16, 4 * admission.batch * samples)
     g: GraphBuilder[Prompt] = GraphBuilder("grpo", capacity=capacity, merge=merge_chunks, key=rollout_of)
-    rollout = g.add("generate", Generate(policy, admission, chunks or Fixed(), samples), g.prompts)
+    rollout = g.add("generate", Generate(policy, admission, chunks or Fixed(), samples, select=select), g.prompts)
     score = g.add("reward", Score(reward), rollout)
+    score = score if select is None else g.add("select", select, score)
     ref = None if reference is None else g.add("ref_logp", Score(reference), rollout)
     again = None if proximal is None else g.add("proximal", Score(proximal, after="update"), rollout)
     batch = g.add("advantage", estimator, rollout, score, reference=ref, proximal=again)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from oppo.admission import Admission, Observation, Overcommit, SlopeAdaptive, TailAdaptive, TailBatched
 from oppo.admission.slope import SlopeRule
@@ -22,11 +22,27 @@ if TYPE_CHECKING:
     from oppo.app.assemble import Assembly
 
 
+MakeGraph: TypeAlias = Callable[[Roles], Graph[StepReport]]
+"""Makes the graph of a step of the models and the schedule of a run."""
+
+
 def compose(
-    settings: Settings, assembly: Assembly, prompts: PromptStream, replay: Mapping[int, Observation]
+    settings: Settings,
+    assembly: Assembly,
+    prompts: PromptStream,
+    replay: Mapping[int, Observation],
+    make: MakeGraph | None = None,
 ) -> Graph[StepReport]:
-    """Return the graph of a run's steps; the controllers observe ``replay`` in the steps that a resumed run repeats."""
-    graph = recipe(settings, assembly)
+    """Return the graph of a run's steps; the controllers observe ``replay`` in the steps that a resumed run repeats.
+
+    Args:
+        make: makes another graph than that of ``step.algorithm``. Its stages ``generate`` and ``update`` are a
+            :class:`Generate` and an :class:`Update`.
+
+    Raises:
+        GraphError: it has no such stages.
+    """
+    graph = (make or settings.algorithm.graph)(roles_of(settings, assembly))
     dump = partial(dump_batch, folder=settings.run_directory / "nonfinite")
     return graph.replace(
         generate=replace(graph.stage("generate", Generate), replay=replay, columns=prompts.columns),
@@ -34,19 +50,17 @@ def compose(
     )
 
 
-def recipe(settings: Settings, assembly: Assembly) -> Graph[StepReport]:
-    """Return the graph of the algorithm that ``step.algorithm`` names."""
-    return settings.algorithm.graph(
-        Roles(
-            policy=assembly.policy,
-            reference=assembly.reference,
-            reward=assembly.reward,
-            critic=assembly.critic,
-            proximal=assembly.proximal,
-            trainer=assembly.trainer,
-            admission=admission_of(settings.step),
-            chunks=chunks_of(settings.step, settings.sampling.max_new_tokens),
-        )
+def roles_of(settings: Settings, assembly: Assembly) -> Roles:
+    """Return the models and the schedule of a run."""
+    return Roles(
+        policy=assembly.policy,
+        reference=assembly.reference,
+        reward=assembly.reward,
+        critic=assembly.critic,
+        proximal=assembly.proximal,
+        trainer=assembly.trainer,
+        admission=admission_of(settings.step),
+        chunks=chunks_of(settings.step, settings.sampling.max_new_tokens),
     )
 
 

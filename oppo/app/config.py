@@ -16,8 +16,9 @@ from pydantic import ValidationError
 
 from oppo.app.config_errors import Faults, require_public
 from oppo.app.overrides import overridden, seeded, with_correction
-from oppo.app.settings import FUNCTION, Settings
+from oppo.app.settings import Settings
 from oppo.errors import ConfigError
+from oppo.user_code import SPEC
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Settings:
@@ -41,6 +42,7 @@ def resolve(document: Mapping[str, object], folder: Path) -> Settings:
     Raises:
         ConfigError: a setting is unknown, missing or out of range.
     """
+    document = _with_file(document, folder)
     try:
         settings = Settings.of(with_correction(seeded(document)))
     except ValidationError as error:
@@ -82,9 +84,24 @@ def _path(text: str, folder: Path) -> str:
         raise ConfigError(f"{text!r} is no path that can be followed: {error}") from error
 
 
+def _spec(text: str, folder: Path) -> str:
+    """Return ``file.py:name`` with the file's path."""
+    file, _, name = text.rpartition(":")
+    return f"{_path(file, folder)}:{name}"
+
+
+def _with_file(document: Mapping[str, object], folder: Path) -> Mapping[str, object]:
+    """Return the document with the path of an algorithm's file: its class declares ``[algorithm]``."""
+    step = document.get("step")
+    name = step.get("algorithm") if isinstance(step, Mapping) else None
+    if not (isinstance(step, Mapping) and isinstance(name, str) and SPEC.match(name)):
+        return document
+    return {**document, "step": {**step, "algorithm": _spec(name, folder)}}
+
+
 def _model(text: str, folder: Path) -> str:
     """Return a hub name as it is, and an absolute path for what exists in ``folder`` or is spelt as a path."""
-    if (function := FUNCTION.match(text)) is not None:
-        return f"{_path(function['file'], folder)}:{function['function']}"
+    if SPEC.match(text):
+        return _spec(text, folder)
     spelt_as_path = text.startswith((".", "/", "~"))
     return _path(text, folder) if text and (spelt_as_path or os.path.lexists(folder / text)) else text

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from oppo.algorithms.ppo import PPO
 from oppo.algorithms.registry import ALGORITHMS
-from oppo.app.settings import Settings, algorithm_of, keys_of
+from oppo.app.settings import Settings, StepSection, algorithm_of, keys_of
 from oppo.declared import Declared, declared
 from oppo.errors import ConfigError, shortened
 from oppo.redact import holds_secret, redacted
@@ -52,8 +52,9 @@ class Faults:
     @classmethod
     def of(cls, document: Mapping[str, object]) -> Self:
         """Return the describer for a document and its algorithm."""
-        kind = algorithm_of(document) or PPO
-        return cls(keys_of(kind), next(name for name, each in ALGORITHMS.items() if each is kind))
+        kind, step = algorithm_of(document), document.get("step")
+        named = step.get("algorithm") if kind is not None and isinstance(step, Mapping) else None
+        return cls(keys_of(kind or PPO), str(named or StepSection().algorithm))
 
     def describe(self, error: ValidationError) -> str:
         """Return one line for each wrong setting."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping, Sequence
 
-from oppo.algorithms.registry import ALGORITHMS
+from oppo.algorithms.registry import find
 from oppo.declared import SEEDS, declared
 from oppo.errors import ConfigError
 
@@ -63,7 +63,7 @@ def with_correction(document: Mapping[str, object]) -> dict[str, object]:
     if not isinstance(models, Mapping) or models.get("engine") != "vllm" or not isinstance(algorithm, Mapping):
         return filled
     name = step.get("algorithm", "ppo") if isinstance(step, Mapping) else "ppo"
-    kind = ALGORITHMS.get(name) if isinstance(name, str) else None
+    kind = find(name)
     if kind is not None and "is_correction" in declared(kind):
         filled["algorithm"] = {"is_correction": CORRECTION, **algorithm}
     return filled

@@ -1,7 +1,7 @@
 """What a run is made of besides its models: settings, files by their content, libraries. Checkpoints record it.
 
-The files are the prompts and that of a reward function. The modules that it imports are left out, and so are model
-directories, which are too large to be read for this.
+The files are the prompts, and those of a reward function and an algorithm of one's own. The modules that these import
+are left out, and so are model directories, which are too large to be read for this.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from oppo.app.settings import Settings
 from oppo.errors import CheckpointError, DataError
 from oppo.report.log import installed
 
-CODE = "models.reward"
-"""The setting that names a file of code."""
+CODE = frozenset({"models.reward", "step.algorithm"})
+"""The settings that name a file of code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def require_continued(
     Args:
         before: recorded in the checkpoint.
         tell: receives a sentence about each accepted difference.
-        accept_changed_code: accept another content of the reward function's file.
+        accept_changed_code: accept another content of a file of code.
 
     Raises:
         DataError: a file has changed.
@@ -81,11 +81,11 @@ def require_continued(
     for name, file in settings.files.items():
         if before.files.get(name) == now.files.get(name):
             continue
-        if name != CODE or not accept_changed_code:
-            advice = ", or go on with it as it is now (--accept-changed-code)" if name == CODE else ""
+        if name not in CODE or not accept_changed_code:
+            advice = ", or go on with it as it is now (--accept-changed-code)" if name in CODE else ""
             raise DataError(
-                f"{file} is not what it was when the run began, and a run goes on with the prompts and the reward "
-                f"function that it had: put it back as it was{advice}, or start a new run"
+                f"{file} is not what it was when the run began, and a run goes on with the prompts and the code "
+                f"that it had: put it back as it was{advice}, or start a new run"
             )
         tell(f"{file} is not what it was when the run began; the run goes on with it as it is now")
     for name, was in before.libraries.items():

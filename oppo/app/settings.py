@@ -26,7 +26,7 @@ from pydantic import (
 
 from oppo.algorithms.algorithm import Algorithm
 from oppo.algorithms.ppo import PPO
-from oppo.algorithms.registry import ALGORITHMS
+from oppo.algorithms.registry import ALGORITHMS, find
 from oppo.app.consistency import require_consistent
 from oppo.app.tables import STRICT, OneOf, Table, adapter
 from oppo.declared import (
@@ -45,13 +45,11 @@ from oppo.declared import (
 )
 from oppo.models import SamplingSettings
 from oppo.training import TrainerSettings
+from oppo.user_code import SPEC
 
 Name: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 Engine: TypeAlias = Literal["transformers", "vllm"]
 AdmissionName: TypeAlias = Literal["overcommit", "adaptive", "slope", "slope-algorithm1", "tail-batched"]
-
-FUNCTION: Final = re.compile(r"^(?P<file>.+\.py):(?P<function>[^:/\\]+)$")
-"""The form ``file.py:function``."""
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
@@ -191,8 +189,7 @@ class ModelsSection:
     @property
     def reward_file(self) -> Path | None:
         """The file of the reward function; ``None`` for a reward model."""
-        function = FUNCTION.match(self.reward)
-        return None if function is None else Path(function["file"])
+        return file_of(self.reward)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,8 +217,10 @@ class SamplingSection(SamplingSettings):
 class StepSection:
     """``[step]``: the algorithm, and the schedule of a step."""
 
-    algorithm: Annotated[str, OneOf(tuple(ALGORITHMS))] = setting(
-        "ppo", "; ".join(f"`{name}`: {about(kind)}" for name, kind in ALGORITHMS.items())
+    algorithm: Annotated[str, OneOf(tuple(ALGORITHMS), "file.py:Class", SPEC)] = setting(
+        "ppo",
+        "; ".join(f"`{name}`: {about(kind)}" for name, kind in ALGORITHMS.items())
+        + "; `file.py:Class`: your own, a dataclass with the settings of `[algorithm]`",
     )
     batch: PositiveCount = setting(32, "rollouts trained in a step")
     extra: Count | None = setting(
@@ -265,11 +264,21 @@ class StepSection:
             )
 
 
+def file_of(spec: str) -> Path | None:
+    """Return the file of ``file.py:name``; ``None`` for another text."""
+    named = SPEC.match(spec)
+    return None if named is None else Path(named["file"])
+
+
 def algorithm_of(document: Mapping[str, object]) -> type[Algorithm] | None:
-    """Return the algorithm that a document names; ``None`` for an unknown name."""
+    """Return the algorithm that a document names; ``None`` for an unknown name.
+
+    Raises:
+        ConfigError: it is in a file, and cannot be loaded.
+    """
     step = document.get("step")
-    name = step.get("algorithm", StepSection().algorithm) if isinstance(step, Mapping) else StepSection().algorithm
-    return ALGORITHMS.get(name) if isinstance(name, str) else None
+    default = StepSection().algorithm
+    return find(step.get("algorithm", default) if isinstance(step, Mapping) else default)
 
 
 def _chosen(table: object, info: ValidationInfo) -> Algorithm:
@@ -329,8 +338,9 @@ class Settings(BaseModel):
     @property
     def files(self) -> dict[str, Path]:
         """The files that the run reads besides its models, each under the setting that names it."""
-        reward = self.models.reward_file
-        return {"data.prompts": Path(self.data.prompts)} | ({} if reward is None else {"models.reward": reward})
+        code = {"models.reward": self.models.reward, "step.algorithm": self.step.algorithm}
+        found = {name: file for name, spec in code.items() if (file := file_of(spec)) is not None}
+        return {"data.prompts": Path(self.data.prompts), **found}
 
     def tables(self) -> dict[str, dict[str, object]]:
         """Return every setting as in a file, by section and key; ``None`` for an absent key."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Final, cast
@@ -35,14 +36,25 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """Marks a text that is one of ``choices``."""
+    """Marks a text that is one of ``choices``, or of another form.
+
+    Attributes:
+        form: the other form, in words.
+        pattern: which a text of that form matches.
+    """
 
     choices: tuple[str, ...]
+    form: str
+    pattern: re.Pattern[str]
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return the schema of a literal."""
-        del source, handler
-        return core_schema.literal_schema(list(self.choices))
+        """Return the schema of the text."""
+        return core_schema.no_info_after_validator_function(self._require, handler(source))
+
+    def _require(self, text: str) -> str:
+        if text not in self.choices and self.pattern.match(text) is None:
+            raise ValueError(f"expected {', '.join(map(repr, self.choices))} or {self.form}, got {text!r}")
+        return text
 
 
 @cache

@@ -16,7 +16,7 @@ import anyio.to_thread
 from rich.console import Console
 
 from oppo.app.checkpoint import Checkpoint, Checkpoints
-from oppo.app.compose import compose
+from oppo.app.compose import MakeGraph, compose
 from oppo.app.empty_steps import EmptySteps
 from oppo.app.interrupt import Interrupt, Stopped, interruptible
 from oppo.app.provenance import Provenance, require_continued
@@ -134,6 +134,7 @@ def prepare(
     resume: bool = False,
     dry_run: bool = False,
     accept_changed_code: bool = False,
+    graph: MakeGraph | None = None,
 ) -> PreparedRun:
     """Return a run with everything loaded and checked; writes nothing but the log of an engine with one.
 
@@ -142,7 +143,8 @@ def prepare(
         resume: lock the run directory and go on from its newest checkpoint, or from the beginning if the run was killed
             before its first. Otherwise the directory must be unused.
         dry_run: prepare only, so the run directory may be in use.
-        accept_changed_code: resume with another content of the reward function's file than the run began with.
+        accept_changed_code: resume with another content of a file of code than the run began with.
+        graph: makes the graph of a step, in place of that of ``step.algorithm``.
 
     Raises:
         OppoError: a setting, the data, the reward or a model cannot be used, or another run writes the run directory.
@@ -183,9 +185,9 @@ def prepare(
         require_room(prompts, assembly.sampling.max_new_tokens, assembly.positions)
         done = 0 if checkpoint is None else checkpoint.step
         replay = observations(settings.run_directory / JOURNAL, done) if resume else {}
-        graph = compose(settings, assembly, stream, replay)
+        composed = compose(settings, assembly, stream, replay, graph)
         stack.pop_all()
-    return PreparedRun(settings, assembly, graph, stream, provenance, checkpoints, tell, checkpoint, lock)
+    return PreparedRun(settings, assembly, composed, stream, provenance, checkpoints, tell, checkpoint, lock)
 
 
 async def run(

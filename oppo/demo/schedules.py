@@ -17,7 +17,7 @@ import anyio
 import torch
 from transformers import LlamaForSequenceClassification, PreTrainedModel
 
-from oppo.app.compose import recipe
+from oppo.app.compose import roles_of
 from oppo.app.settings import Settings
 from oppo.app.train import PreparedRun, prepare
 from oppo.demo.gains import Effort, Round
@@ -98,7 +98,7 @@ def varied(settings: Settings, mode: Mode, effort: Effort, reward: Path) -> Sett
 
 async def make_round(session: PreparedRun, mode: Mode, settings: Settings, steps: int) -> Round:
     """Return a round of one schedule; it begins and ends with nothing carried over."""
-    graph = recipe(settings, session.assembly)
+    graph = settings.algorithm.graph(roles_of(settings, session.assembly))
     keeper = Timekeeper(kept=steps)
     session.assembly.listen(keeper.model_span)
     tokens = 0

@@ -5,6 +5,7 @@ from oppo.stages.generate import Generate
 from oppo.stages.group import GroupRelative
 from oppo.stages.score import Score
 from oppo.stages.scored_rollouts import ScoredRollout, ScoredRollouts, finished_rollout
+from oppo.stages.selection import Selection
 from oppo.stages.update import Update, followers
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "Score",
     "ScoredRollout",
     "ScoredRollouts",
+    "Selection",
     "Update",
     "finished_rollout",
     "followers",

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from itertools import count
 from types import TracebackType
 from typing import Any, Self
 
 import anyio
 
-from oppo.admission import Admission, Observation, ReportsMetrics
+from oppo.admission import Admission, Observation, ReportsMetrics, Restarting
 from oppo.chunking import ChunkSize, Fixed
-from oppo.errors import ConfigError, ProtocolError, noted
+from oppo.errors import ConfigError, NothingTrained, ProtocolError, noted
 from oppo.events import Defer, Finish, Prompt, Response, RolloutEvent, StepReport
 from oppo.graph import Receiver, Sender, Stateful, Step
 from oppo.models import Decode, Policy
@@ -21,6 +22,7 @@ from oppo.stages.contract import require_count, require_model, require_piece, re
 from oppo.stages.in_flight import InFlightRollout, RolloutSnapshot
 from oppo.stages.ledger import Ledger, Unit
 from oppo.stages.measure import DecodeMeter, StepMetrics, observation
+from oppo.stages.selection import Selection
 
 
 @dataclass(eq=False)
@@ -34,7 +36,8 @@ class Generate:
         samples: rollouts for each prompt; with more than one, a prompt's rollouts form a unit of admission.
         replay: journalled observations by step. When a resumed run repeats these steps, its controllers observe them
             instead of new measurements, so they decide as before at any speed of the machine.
-
+        select: which groups of the step's batch are trained; others replace those that are not, in rounds. It
+            is a stage of the graph too.
         columns: returns the columns of a prompt by its admission number. With it ``state_dict`` leaves columns out, so
             they may hold any type, and ``load_state_dict`` reads them again.
 
@@ -51,12 +54,18 @@ class Generate:
     samples: int = 1
     replay: Mapping[int, Observation] = field(default_factory=dict)
     columns: Callable[[int], Mapping[str, object]] | None = None
+    select: Selection | None = None
 
     def __post_init__(self) -> None:
         require_whole("samples", self.samples, 1, error=ConfigError)
         require_model(self.policy, "Policy", ("version", "capabilities", "load", "open", "decoding"))
         require_model(self.admission, "Admission", ("batch", "max_deferrals", "admit", "cut", "observe"))
         require_model(self.chunks, "ChunkSize", ("size", "observe"))
+        if self.select is not None and isinstance(self.admission, Restarting):
+            raise ConfigError(
+                f"{type(self.admission).__name__} restarts what is late in a later step, and a selection goes on with it "
+                "in this one: choose Overcommit, or select nothing"
+            )
         self._ledger = Ledger(self.admission)
         self._in_flight: dict[int, InFlightRollout] = {}
         self._restored: dict[int, RolloutSnapshot] = {}
@@ -159,11 +168,15 @@ class Generate:
         await self._reopen()
         groups = await self._admit(prompts, step)
         complete = self._ledger.begin(groups)
+        if self.select is not None:
+            self.select.begin(step.index)
         restarted = [prompt for unit in self._ledger.restarted for prompt in unit.prompts]
         await self._open(restarted + [prompt for group in groups for prompt in group])
         for unit in complete:
             await self._finish(unit, out)
         await self._decode(out, step)
+        if self.select is not None:
+            await self._replace_rejected(self.select, prompts, out, step)
         carried = self._ledger.end()
         if self._ledger.restarts and (discarded := [await self._discard(unit) for unit in carried]):
             step.record(StepMetrics({"deferral/discarded_tokens": float(sum(discarded))}))
@@ -173,9 +186,40 @@ class Generate:
                     await self._announce(self._in_flight[prompt.rollout], out)
                 await out.send(Defer(prompt.rollout, unit.age, self._ledger.restarts))
 
+    async def _replace_rejected(
+        self, select: Selection, prompts: Receiver[Prompt], out: Sender[RolloutEvent], step: Step
+    ) -> None:
+        """Decode on, round by round, until no group with a place is rejected, or no prompt is left to replace one."""
+        rejected = judged = 0
+        for number in count(1):
+            placed = self._ledger.placed
+            refused = [unit for unit in placed if await select.rejects(step.index, [p.rollout for p in unit.prompts])]
+            rejected, judged = rejected + len(refused), len(placed) + rejected
+            filled = self._ledger.replace(refused)
+            for unit in filled:
+                await self._finish(unit, out)
+            groups = await self._take(prompts, len(refused) - len(filled))
+            self._ledger.add(groups)
+            if not (refused and (filled or groups or self._live)):
+                break
+            if number == select.max_rounds:
+                raise NothingTrained(
+                    f"{rejected} of {judged} groups ({rejected / judged:.0%}) were rejected in the {number} rounds of "
+                    f"step {step.index}, and {self.admission.batch} must be accepted: look at the scores of these "
+                    "prompts, make more samples of each, or raise max_rounds"
+                )
+            await self._open([prompt for group in groups for prompt in group])
+            await self._decode(out, step)
+        step.record(StepMetrics({"selection/rounds": float(number), "selection/rejected": float(rejected)}))
+
+    @property
+    def _live(self) -> list[InFlightRollout]:
+        """The rollouts that have not ended."""
+        return [rollout for rollout in self._in_flight.values() if rollout.reason is None]
+
     async def _decode(self, out: Sender[RolloutEvent], step: Step) -> None:
         """Decode the live rollouts until the cut; raise ``ProtocolError`` if the policy stops earlier."""
-        live = [rollout for rollout in self._in_flight.values() if rollout.reason is None]
+        live = self._live
         if not live or self._ledger.is_cut():
             return
         size = self.chunks.size()
@@ -210,6 +254,10 @@ class Generate:
         for controller in (self.admission, self.chunks):
             if isinstance(controller, ReportsMetrics):
                 step.record(StepMetrics(controller.metrics()))
+        return await self._take(prompts, wanted)
+
+    async def _take(self, prompts: Receiver[Prompt], wanted: int) -> list[tuple[Prompt, ...]]:
+        """Read so many prompts, or those that are left; return the rollouts of each."""
         groups: list[tuple[Prompt, ...]] = []
         if wanted:
             async for prompt in prompts:

@@ -122,6 +122,28 @@ class Ledger:
         """Return whether decoding stops; true at the start if carried units fill the batch."""
         return self.admission.cut(CutView(len(self.placed), self._decoding.total(), self._overdue()))
 
+    def replace(self, rejected: Sequence[Unit]) -> list[Unit]:
+        """Take the places of these units away, which end here; return the complete units that take them."""
+        gone = {id(unit) for unit in rejected}
+        self._live = [unit for unit in self._live if id(unit) not in gone]
+        self.placed = [unit for unit in self.placed if id(unit) not in gone]
+        kept = len(self.placed)
+        for unit in self._live:
+            if not (unit.unfinished or unit.placed):
+                self._place(unit)
+        return self.placed[kept:]
+
+    def add(self, groups: Sequence[tuple[Prompt, ...]]) -> None:
+        """Let new units join the step.
+
+        Raises ``DataError`` for a new rollout that is in flight already.
+        """
+        require_new((prompt for group in groups for prompt in group), self._unit_of)
+        new = [Unit(prompts, 0, {prompt.rollout for prompt in prompts}) for prompts in groups]
+        self._live += new
+        self._unit_of |= {prompt.rollout: unit for unit in new for prompt in unit.prompts}
+        self._decoding.update(unit.age for unit in new)
+
     def place_of(self, rollout: int) -> Unit | None:
         """Return the unit of a finished rollout if it has a place in this step's batch.
 

@@ -15,7 +15,7 @@ from oppo.stages.in_flight import InFlightRollout
 
 @dataclass(frozen=True, slots=True)
 class DecodePhase:
-    """The decoding of a step's rollouts; recorded once, by the stage that decodes.
+    """The decoding of a step's rollouts; recorded by the stage that decodes, once for each round of the step.
 
     Attributes:
         start, end: loop time, in seconds.
@@ -109,25 +109,26 @@ def observation(report: StepReport, step: Step) -> Observation:
     """
     calls = step.recorded(ScorerCall)
     first = min((call.start for _, call in calls), default=0.0)
-    phase = next((phase for _, phase in step.recorded(DecodePhase)), DecodePhase(first, first))
+    phases = [phase for _, phase in step.recorded(DecodePhase)] or [DecodePhase(first, first)]
+    begin, end = phases[0].start, phases[-1].end
     ends = {stage: call.end for stage, call in calls if call.answered}
-    ready = max([phase.end, *ends.values()])
-    rest = max(0.0, report.seconds - (ready - phase.start))
+    ready = max([end, *ends.values()])
+    rest = max(0.0, report.seconds - (ready - begin))
     if step.lookahead:
         rest = sum(training.seconds for _, training in step.recorded(TrainingPhase))
     return Observation(
         step=report.index,
         seconds=report.seconds,
-        decode_seconds=phase.end - phase.start,
-        decode_steps=phase.decode_steps,
-        tokens=phase.tokens,
-        rows=phase.rows,
-        finished=phase.finished,
-        capped=phase.capped,
-        parked=phase.parked,
+        decode_seconds=sum(phase.end - phase.start for phase in phases),
+        decode_steps=sum(phase.decode_steps for phase in phases),
+        tokens=sum(phase.tokens for phase in phases),
+        rows=phases[0].rows,
+        finished=tuple(length for phase in phases for length in phase.finished),
+        capped=sum(phase.capped for phase in phases),
+        parked=phases[-1].parked,
         scoring=tuple(
-            _scoring(stage, [call for name, call in calls if name == stage and call.end <= end], phase.end)
-            for stage, end in sorted(ends.items())
+            _scoring(stage, [call for name, call in calls if name == stage and call.end <= last], end)
+            for stage, last in sorted(ends.items())
         ),
         rest_seconds=rest,
         score=report.score,

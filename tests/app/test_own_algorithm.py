@@ -1,0 +1,174 @@
+"""An algorithm of one's own in ``oppo train``, by its file; and a graph of one's own in a program."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from oppo.algorithms.algorithm import Roles
+from oppo.algorithms.ppo import ppo
+from oppo.app.program import train
+from oppo.app.train import FINAL
+from oppo.cli import DONE, UNUSABLE, main
+from oppo.errors import GraphError
+from oppo.events import StepReport
+from oppo.graph import Graph
+from oppo.stages import GAE
+from tests.workplace import furnish, oppo, records
+
+OWN = '''
+"""Algorithms of a user."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from oppo.algorithms.grpo import GroupAlgorithm
+from oppo.declared import Positive, setting
+from oppo.estimators import GroupAdvantage
+from oppo.events import StepReport
+from oppo.algorithms.algorithm import Roles
+from oppo.graph import Graph
+from oppo.losses import ClippedLoss
+
+
+@dataclass(frozen=True)
+class DoubledLoss(ClippedLoss):
+    """A loss of one's own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doubled(GroupAlgorithm):
+    """Doubled: scores count twice."""
+
+    compared: ClassVar[GroupAdvantage] = "centred"
+
+    twice: Positive = setting(2.0, "what the scores are multiplied by")
+
+    @property
+    def shaping(self):
+        from dataclasses import replace
+
+        return replace(super().shaping, scale=self.twice)
+
+    def loss(self):
+        return DoubledLoss(**vars(super().loss()))
+
+
+class Bare:
+    """No dataclass."""
+
+
+@dataclass(frozen=True)
+class Lacking:
+    """No algorithm."""
+
+    responses: int = 1
+
+
+number = 7
+'''
+
+CHOSEN = (
+    "step.algorithm=own.py:Doubled", "algorithm.samples=2", "algorithm.kl=0.0", "models.reward=reward.py:short",
+    "run.exact=true", "run.panel=off",
+)  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    torch.set_num_threads(1)
+    (furnish(tmp_path) / "own.py").write_text(OWN)
+    return tmp_path
+
+
+def test_a_class_of_a_file_trains_with_its_settings_and_its_run_goes_on(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert oppo(folder, "", *CHOSEN, "algorithm.twice=3.0", "run.checkpoint_every=1") == DONE
+    steps = records(folder, "first", "metrics.jsonl")
+    assert [step["trained"] for step in steps] == [8, 8]
+    for step in steps:
+        assert step["objective/shaped_scores"] == pytest.approx(3 * float(str(step["objective/scores"])), rel=1e-6)
+    resolved = (folder / "runs" / "first" / "config.toml").read_text()
+    assert f'algorithm = "{folder / "own.py"}:Doubled"' in resolved
+    assert "twice = 3.0" in resolved
+    run = str(folder / "runs" / "first")
+    assert main(["resume", run, "--set", "run.steps=3"]) == DONE
+    assert len(records(folder, "first", "metrics.jsonl")) == 3
+    (folder / "own.py").write_text(OWN + "# edited\n")
+    assert main(["resume", run, "--set", "run.steps=4"]) == UNUSABLE
+    said = " ".join(capsys.readouterr().err.split())
+    assert "own.py is not what it was when the run began" in said
+    assert main(["resume", run, "--set", "run.steps=4", "--accept-changed-code"]) == DONE
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (("step.algorithm=own.py:Trippled",), "has no 'Trippled'; the functions and classes there are DoubledLoss, Dou"),
+        (("step.algorithm=none.py:Doubled",), "none.py to take the function 'Doubled' from"),
+        (("step.algorithm=own.py:Bare",), "own.py:Bare must be a dataclass, whose fields are the settings of"),
+        (("step.algorithm=own.py:number",), "own.py:number is not a function but 7 (int)"),
+        (("step.algorithm=own.py:Lacking",), "own.py:Lacking is no algorithm, since it lacks has_critic, corrects,"),
+        (("step.algorithm=own.py:Doubled", "algorithm.twice=0"), "algorithm.twice: expected a number greater than 0"),
+        (("step.algorithm=own.py:Doubled", "algorithm.twise=1"), "'algorithm.twise' (did you mean 'twice'?)"),
+        (("step.algorithm=dpoo",), "expected 'ppo', 'grpo', 'rloo', 'dr_grpo' or file.py:Class, got 'dpoo'"),
+        (("step.algorithm=7",), "step.algorithm: expected a string, got 7"),
+    ],
+)
+def test_what_is_no_algorithm_is_refused_before_anything_is_loaded(
+    folder: Path, overrides: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert oppo(folder, "", *overrides) == UNUSABLE
+    said = capsys.readouterr().err
+    assert sentence in " ".join(said.split())
+    assert "loading" not in said
+
+
+def test_a_program_trains_with_a_graph_of_its_own(folder: Path) -> None:
+    made = list[Graph[StepReport]]()
+
+    def undiscounted(roles: Roles) -> Graph[StepReport]:
+        assert roles.critic is not None
+        made.append(
+            ppo(
+                policy=roles.policy,
+                reference=roles.reference,
+                reward=roles.reward,
+                critic=roles.critic,
+                trainer=roles.trainer,
+                admission=roles.admission,
+                chunks=roles.chunks,
+                advantage=GAE(lam=1.0, kl=0.25),
+            )
+        )
+        return made[-1]
+
+    told = list[str]()
+    directory = train(folder / "config.toml", ["run.panel=off"], graph=undiscounted, tell=told.append)
+    assert directory.path == folder / "runs" / "first"
+    assert [step["objective/kl_coef"] for step in records(folder, "first", "metrics.jsonl")] == [0.25, 0.25]
+    assert (directory.path / FINAL / "actor").is_dir()
+    assert any("loading the policy" in sentence for sentence in told)
+    train(directory.path, ["run.steps=3"], graph=undiscounted)
+    assert len(records(folder, "first", "metrics.jsonl")) == 3
+    assert len(made) == 2
+
+
+def test_a_graph_without_the_stages_of_a_run_is_refused(folder: Path) -> None:
+    def renamed(roles: Roles) -> Graph[StepReport]:
+        from oppo.events import Prompt, merge_chunks, rollout_of
+        from oppo.graph import GraphBuilder
+        from oppo.stages import Generate, GroupRelative, Score, Update
+
+        g: GraphBuilder[Prompt] = GraphBuilder("mine", merge=merge_chunks, key=rollout_of)
+        rollout = g.add("decode", Generate(roles.policy, roles.admission, roles.chunks, 2), g.prompts)
+        batch = g.add("advantage", GroupRelative(), rollout, g.add("reward", Score(roles.reward), rollout))
+        return g.build(g.add("update", Update(roles.trainer), batch))
+
+    with pytest.raises(GraphError, match="generate"):
+        train(folder / "config.toml", graph=renamed)
