@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import inspect
 import re
 import sys
 import sysconfig

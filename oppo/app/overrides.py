@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping, Sequence
 
-from oppo.algorithms.registry import find
+from oppo.app.own_algorithm import find
 from oppo.declared import SEEDS, declared
 from oppo.errors import ConfigError
 

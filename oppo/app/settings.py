@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import Annotated, Final, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import tomli_w
 from pydantic import (
@@ -26,8 +26,9 @@ from pydantic import (
 
 from oppo.algorithms.algorithm import Algorithm
 from oppo.algorithms.ppo import PPO
-from oppo.algorithms.registry import ALGORITHMS, find
+from oppo.algorithms.registry import ALGORITHMS
 from oppo.app.consistency import require_consistent
+from oppo.app.own_algorithm import find
 from oppo.app.tables import STRICT, OneOf, Table, adapter
 from oppo.declared import (
     MOST,

@@ -161,7 +161,7 @@ def prepare(
             stack.callback(lock.release)
             checkpoint = newest(settings, checkpoints)
             if checkpoint is None:
-                tell(f"the run in {settings.run_directory} was ended before its first checkpoint, so it begins anew")
+                tell(f"the run in {settings.run_directory} ended before its first checkpoint, so it begins anew")
         elif not dry_run:
             require_unused(settings.run_directory)
         from oppo.app.assemble import assemble, load_text  # noqa: PLC0415 - torch takes seconds to import
@@ -179,11 +179,10 @@ def prepare(
             require_same(before.settings, settings, of="its checkpoint")
             require_continued(before, provenance, settings, tell, accept_changed_code=accept_changed_code)
             require_unfinished(settings.run_directory, lasts)
-        engine_log = None if dry_run else settings.run_directory / ENGINE_LOG
-        assembly = assemble(settings, text, tell, engine_log=engine_log)
+        done = 0 if checkpoint is None else checkpoint.step
+        assembly = assemble(settings, text, tell, engine_log=None if dry_run else settings.run_directory / ENGINE_LOG)
         stack.callback(assembly.close)
         require_room(prompts, assembly.sampling.max_new_tokens, assembly.positions)
-        done = 0 if checkpoint is None else checkpoint.step
         replay = observations(settings.run_directory / JOURNAL, done) if resume else {}
         composed = compose(settings, assembly, stream, replay, graph)
         stack.pop_all()

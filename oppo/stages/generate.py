@@ -63,7 +63,7 @@ class Generate:
         require_model(self.chunks, "ChunkSize", ("size", "observe"))
         if self.select is not None and isinstance(self.admission, Restarting):
             raise ConfigError(
-                f"{type(self.admission).__name__} restarts what is late in a later step, and a selection goes on with it "
+                f"{type(self.admission).__name__} restarts what is late in a later step, and a selection needs it "
                 "in this one: choose Overcommit, or select nothing"
             )
         self._ledger = Ledger(self.admission)

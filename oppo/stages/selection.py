@@ -100,8 +100,8 @@ class Selection:
         """
         if not self._entered:
             raise ConfigError(
-                'Generate has a Selection that reads no scores: add it to the graph, g.add("select", selection, score), '
-                "and give its output to the advantage stage"
+                "Generate has a Selection that reads no scores: add it to the graph after the reward, "
+                'g.add("select", selection, score), and give its output to the advantage stage'
             )
         self._steps[step] = _Verdicts()
 

@@ -21,7 +21,7 @@ from typing import Final
 from oppo.vllm.plugin import LOG, PARENT
 
 DEFAULTS: Final = {
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # weights are packed anew at each publish, into memory new to the process
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # each publish packs the weights anew, into new memory
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would inherit threads' locks, and torch's thread pool
     "VLLM_LOGGING_COLOR": "0",

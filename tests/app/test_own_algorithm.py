@@ -109,7 +109,7 @@ def test_a_class_of_a_file_trains_with_its_settings_and_its_run_goes_on(
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (("step.algorithm=own.py:Trippled",), "has no 'Trippled'; the functions and classes there are DoubledLoss, Dou"),
+        (("step.algorithm=own.py:Trippled",), "has no 'Trippled'; the functions and classes there are DoubledLoss,"),
         (("step.algorithm=none.py:Doubled",), "none.py to take the function 'Doubled' from"),
         (("step.algorithm=own.py:Bare",), "own.py:Bare must be a dataclass, whose fields are the settings of"),
         (("step.algorithm=own.py:number",), "own.py:number is not a function but 7 (int)"),

@@ -264,7 +264,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_anew(
     assert "those that this run wrote, after every 2 steps, are damaged or gone" in said
     rewind(run / "metrics.jsonl", 2)
     assert resume(folder, "early") == DONE
-    assert "was ended before its first checkpoint, so it begins anew" in capsys.readouterr().err
+    assert "ended before its first checkpoint, so it begins anew" in capsys.readouterr().err
     same_as_whole(folder, "early")
 
 

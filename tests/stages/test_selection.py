@@ -119,7 +119,7 @@ def test_rounds_are_counted_and_a_complete_group_without_a_place_comes_before_ne
 
 def test_groups_that_are_always_rejected_end_the_run_with_their_share() -> None:
     pipeline = Selected(CARRIED, select=Selection(lambda scores: False, max_rounds=3))
-    with pytest.raises(NothingTrained, match=r"12 of 12 groups \(100%\) were rejected in the 3 rounds of step 0, and 4"):
+    with pytest.raises(NothingTrained, match=r"12 of 12 groups \(100%\) were rejected in the 3 rounds of step 0, and"):
         run_virtual(pipeline.run)
     assert not pipeline.batches
 
@@ -132,7 +132,10 @@ def test_where_all_prompts_are_rejected_the_run_ends_with_an_empty_batch() -> No
 
 @pytest.mark.parametrize(
     ("asked", "sentence"),
-    [(None, r"Generate\(..., select=selection\), and that of this graph has none"), (Selection(), "reads no scores: add")],
+    [
+        (None, r"Generate\(..., select=selection\), and that of this graph has none"),
+        (Selection(), "reads no scores: add it to the graph"),
+    ],
 )
 def test_a_selection_belongs_to_a_graph_and_its_generate(asked: Selection | None, sentence: str) -> None:
     @dataclass
