@@ -58,6 +58,19 @@ def gae(rewards: FloatArray, values: FloatArray, gamma: float, lam: float) -> tu
     return advantages.astype(np.float32), (advantages + values).astype(np.float32)
 
 
+def returns_to_go(rewards: FloatArray, gamma: float) -> FloatArray:
+    """Return the discounted sum of the rewards from each token on: float32 [T].
+
+    ``returns[t] = rewards[t] + gamma * returns[t + 1]`` (Williams 1992, REINFORCE with the reward to go).
+
+    Args:
+        rewards: float32 [T].
+        gamma: discount of the next reward, in [0, 1].
+    """
+    _require_aligned(rewards=rewards)
+    return gae(rewards, np.zeros_like(rewards), gamma, 1.0)[1]
+
+
 def kl_estimate(logprobs: FloatArray, reference: FloatArray, estimator: KLEstimator = "k1") -> FloatArray:
     """Return an estimate, per sampled token, of KL(policy || reference): float32 [T], nats.
 

@@ -1,7 +1,7 @@
 """Score shaping, from a reward model's scores to rewards: pure values, so the state of a run can be read and kept.
 
-In this order: running normalisation, clip, scale, and a penalty for responses that did not end by themselves. The
-penalty comes last, so it is in the unit of the reward, not of the scores.
+In this order: running normalisation, clip, scale, and penalties for responses that did not end by themselves, and for
+long ones. The penalties come last, so they are in the unit of the reward, not of the scores.
 """
 
 from __future__ import annotations
@@ -60,6 +60,9 @@ class ScoreShaping:
         clip: bound the (normalised) score to ``-clip .. clip``; ``inf`` does not.
         scale: multiplies the result.
         missing_eos_penalty: subtracted for responses that ended at the length cap, not by a stop, as in TRL.
+        long_from, long_to: lengths in tokens between which a penalty grows from 0 to ``long_penalty``, as in DAPO (Yu
+            et al. 2025, arXiv 2503.14476, equation 13); equal ones: no penalty.
+        long_penalty: subtracted from the reward of a response of ``long_to`` tokens.
         moments: of all scores so far; only kept with ``norm``.
 
     Raises:
@@ -70,6 +73,9 @@ class ScoreShaping:
     clip: float = math.inf
     scale: float = 1.0
     missing_eos_penalty: float = 0.0
+    long_from: int = 0
+    long_to: int = 0
+    long_penalty: float = 1.0
     moments: RunningMoments = field(default_factory=RunningMoments)
 
     def __post_init__(self) -> None:
@@ -81,19 +87,30 @@ class ScoreShaping:
         if not 0 <= self.missing_eos_penalty < math.inf:
             raise ValueError(f"the missing-EOS penalty must be 0 or more and finite, not {self.missing_eos_penalty}")
 
+        if not 0 <= self.long_from <= self.long_to:
+            raise ValueError(
+                f"the penalty on long responses grows between two lengths, long_from = {self.long_from} and long_to = "
+                f"{self.long_to}: expected 0 <= long_from <= long_to"
+            )
+
     def after(self, scores: FloatArray) -> ScoreShaping:
         """Return this shaping with a batch's scores, float32 [n], in its moments."""
         return replace(self, moments=self.moments.after(scores)) if self.norm else self
 
-    def shaped(self, scores: FloatArray, stopped: BoolArray) -> FloatArray:
+    def shaped(self, scores: FloatArray, stopped: BoolArray, lengths: NDArray[np.int64]) -> FloatArray:
         """Return the rewards of whole responses: float32 [n].
 
         Args:
             scores: float32 [n].
             stopped: bool [n], whether the response ended by a stop token or text.
+            lengths: int64 [n], tokens of the response.
         """
         rewards: NDArray[np.float64] = scores.astype(np.float64)
         if self.norm:
             rewards = (rewards - self.moments.mean) / self.moments.std
         rewards = rewards.clip(-self.clip, self.clip) * self.scale
-        return np.where(stopped, rewards, rewards - self.missing_eos_penalty).astype(np.float32)
+        rewards = np.where(stopped, rewards, rewards - self.missing_eos_penalty)
+        if self.long_to > self.long_from:
+            beyond = (lengths - self.long_from) / (self.long_to - self.long_from)
+            rewards = rewards - self.long_penalty * beyond.clip(0, 1)
+        return rewards.astype(np.float32)

@@ -128,9 +128,9 @@ class Pipeline:
         if self.proximal:
             recorded: FakeScorer[FloatArray] = FakeScorer(lambda event, tokens, version: event.response.logprobs)
             again = g.add("proximal", Score(recorded, after="update"), rollout)
-            batch = g.add("advantage", GAE(), rollout, ref, score, value, proximal=again)
+            batch = g.add("advantage", GAE(), rollout, score, reference=ref, value=value, proximal=again)
         else:
-            batch = g.add("advantage", GAE(), rollout, ref, score, value)
+            batch = g.add("advantage", GAE(), rollout, score, reference=ref, value=value)
         update = Update(self.trainer, publish=[self.policy, self.critic], after=("generate", "value"))
         return g.build(g.add("update", update, batch))
 

@@ -12,6 +12,7 @@ from oppo.events import BoolArray, FloatArray
 from oppo.shaping import RunningMoments, ScoreShaping
 
 STOPPED: BoolArray = np.array([True, True, False])
+LENGTHS = np.array([2, 6, 9])
 
 
 def floats(*values: float) -> FloatArray:
@@ -33,11 +34,11 @@ def test_the_defaults_change_no_bit_and_keep_no_state() -> None:
     scores = floats(0.1, -3.7, 1e30)
     shaping = ScoreShaping().after(scores)
     assert shaping == ScoreShaping()
-    assert np.array_equal(shaping.shaped(scores, STOPPED), scores)
+    assert np.array_equal(shaping.shaped(scores, STOPPED, LENGTHS), scores)
 
 
 def test_a_response_that_did_not_stop_pays_and_the_others_do_not() -> None:
-    shaped = ScoreShaping(missing_eos_penalty=1.5).shaped(floats(1, 2, 3), STOPPED)
+    shaped = ScoreShaping(missing_eos_penalty=1.5).shaped(floats(1, 2, 3), STOPPED, LENGTHS)
     assert shaped.tolist() == [1.0, 2.0, 1.5]
 
 
@@ -48,12 +49,20 @@ def test_scores_are_normalised_then_clipped_then_scaled_then_penalised() -> None
     std = float(np.std([0, 4, 2, 2, 12], ddof=1))
     assert shaping.moments.std == pytest.approx(std)
     expected = [10 * (2 - 4) / std, 10 * (2 - 4) / std, 10 * 1.0 - 0.5]
-    assert shaping.shaped(floats(2, 2, 12), STOPPED).tolist() == pytest.approx(expected)
+    assert shaping.shaped(floats(2, 2, 12), STOPPED, LENGTHS).tolist() == pytest.approx(expected)
+
+
+def test_a_long_response_pays_more_the_nearer_it_comes_to_the_cap() -> None:
+    shaping = ScoreShaping(scale=10.0, long_from=4, long_to=8, long_penalty=2.0)
+    assert shaping.shaped(floats(1, 1, 1), STOPPED, LENGTHS).tolist() == [10.0, 9.0, 8.0]
+    assert ScoreShaping(long_from=4, long_to=4).shaped(floats(1, 1, 1), STOPPED, LENGTHS).tolist() == [1, 1, 1]
+    with pytest.raises(ValueError, match="grows between two lengths, long_from = 5 and long_to = 4: expected 0 <="):
+        ScoreShaping(long_from=5, long_to=4)
 
 
 def test_scores_that_are_all_equal_become_zero() -> None:
     shaping = ScoreShaping(norm=True).after(floats(3, 3, 3))
-    assert shaping.shaped(floats(3, 3, 3), STOPPED).tolist() == [0, 0, 0]
+    assert shaping.shaped(floats(3, 3, 3), STOPPED, LENGTHS).tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize(

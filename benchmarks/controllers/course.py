@@ -142,7 +142,7 @@ class Course:
         ref = g.add("ref_logp", Score(self.reference), held)
         score = g.add("reward", Score(self.reward), rollout)
         value = g.add("value", Score(self.critic), held)
-        batch = g.add("advantage", GAE(), rollout, ref, score, value)
+        batch = g.add("advantage", GAE(), rollout, score, reference=ref, value=value)
         return g.build(g.add("update", Update(self.trainer, publish=[self.policy]), batch))
 
     def run(self) -> Outcome:

@@ -20,7 +20,7 @@ class Roles:
     """The models of a run and the schedule of its steps, from which an algorithm makes a graph.
 
     The fields are the arguments of :func:`oppo.ppo`. ``critic`` is ``None`` for an algorithm without one, ``proximal``
-    for one that corrects nothing.
+    for one that corrects nothing. ``max_new_tokens`` is the cap of a response.
     """
 
     policy: Policy
@@ -31,6 +31,7 @@ class Roles:
     trainer: Trainer
     admission: Admission
     chunks: ChunkSize
+    max_new_tokens: int
 
 
 class Algorithm(Protocol):

@@ -44,7 +44,8 @@ class ClippedAlgorithm:
     missing_eos_penalty: NonNegative = setting(
         0.0, "subtracted from the reward of a response that ended at max_new_tokens"
     )
-    clip: Positive = setting(0.2, "how far the probability ratio may move from 1")
+    clip: Positive = setting(0.2, "how far the probability ratio may move from 1, or fall below it")
+    clip_high: Positive | None = setting(None, "how far the ratio may rise above 1; as `clip` when absent")
     entropy_coefficient: NonNegative = setting(0.0, "weight of the entropy bonus")
     ratio_base: RatioBase = setting(
         "behaviour",
@@ -115,5 +116,10 @@ class ClippedAlgorithm:
         """Return the loss of the policy."""
         from oppo.losses import ClippedLoss  # noqa: PLC0415 - torch takes seconds to import
 
-        loss = ClippedLoss(clip=self.clip, entropy_coefficient=self.entropy_coefficient, correction=self.correction)
+        loss = ClippedLoss(
+            clip=self.clip,
+            clip_high=self.clip_high,
+            entropy_coefficient=self.entropy_coefficient,
+            correction=self.correction,
+        )
         return replace(loss, kl=self.kl, kl_estimator=self.kl_estimator) if self.kl_in == "loss" else loss

@@ -18,6 +18,7 @@ from oppo.events import Drop, FloatArray, Prompt, StepReport, merge_chunks, roll
 from oppo.graph import Graph, GraphBuilder
 from oppo.models import Policy, Scorer, Trainer
 from oppo.numeric import require_whole
+from oppo.shaping import ScoreShaping
 from oppo.stages import Generate, GroupRelative, Score, Selection, Update
 from oppo.stages.update import followers
 
@@ -92,6 +93,15 @@ class GroupAlgorithm(ClippedAlgorithm):
         """Responses to each prompt."""
         return self.samples
 
+    def selection(self) -> Selection | None:
+        """Return a new stage that selects the groups to train; ``None``: all of them."""
+        return None
+
+    def shaping_of(self, roles: Roles) -> ScoreShaping:
+        """Return the shaping of scores, for responses of at most ``roles.max_new_tokens``."""
+        del roles
+        return self.shaping
+
     def graph(self, roles: Roles) -> Graph[StepReport]:
         """Return the graph of a step."""
         return grpo(
@@ -100,9 +110,10 @@ class GroupAlgorithm(ClippedAlgorithm):
             trainer=roles.trainer,
             admission=roles.admission,
             samples=self.samples,
-            advantage=GroupRelative(self.compared, self.reward_kl, self.kl_estimator, self.shaping),
+            advantage=GroupRelative(self.compared, self.reward_kl, self.kl_estimator, self.shaping_of(roles)),
             reference=roles.reference,
             proximal=roles.proximal,
+            select=self.selection(),
             chunks=roles.chunks,
         )
 
@@ -120,6 +131,6 @@ class GRPO(GroupAlgorithm):
         super().__post_init__()
         if self.kl_in == "reward" and self.kl > 0:
             raise ConfigError(
-                "algorithm 'grpo' standardises rewards: where the scores of a group tie, a KL in them is of full size "
-                "at any coefficient; put it into the loss with kl_in = 'loss', or choose 'rloo'"
+                f"algorithm {type(self).__name__.lower()!r} standardises rewards: where the scores of a group tie, a "
+                "KL in them is of full size at any coefficient; put it into the loss, kl_in = 'loss', or take 'rloo'"
             )

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 def ppo(
     *,
     policy: Policy,
-    reference: Scorer[FloatArray],
     reward: Scorer[float | Drop],
-    critic: Scorer[FloatArray],
     trainer: Trainer,
     admission: Admission,
+    reference: Scorer[FloatArray] | None = None,
+    critic: Scorer[FloatArray] | None = None,
     advantage: GAE | None = None,
     proximal: Scorer[FloatArray] | None = None,
     chunks: ChunkSize | None = None,
@@ -38,11 +38,13 @@ def ppo(
 
     Args:
         policy: the actor that decodes.
-        reference: log-probs of the frozen reference model, float32 [n] for a response of n tokens.
         reward: the score of a finished response, or a ``Drop``.
-        critic: values of the states before each response token, float32 [n].
         trainer: trains actor and critic; its weights are published to ``policy`` and the other followers.
         admission: batch size, overcommit and the cut.
+        reference: log-probs of the frozen reference model, float32 [n] for a response of n tokens; needed for a KL
+            penalty, here or in the loss.
+        critic: values of the states before each response token, float32 [n]. Without one the advantage of a token is
+            the sum of the rewards from it on, whitened over the batch, as in REINFORCE++ (Hu 2025, arXiv 2501.03262).
         advantage: the stage that estimates advantages, with the KL penalty, gamma, lambda and the shaping of scores;
             ``GAE()`` by default.
         proximal: log-probs under the weights that are about to be updated, float32 [n], which the trainer's corrections
@@ -52,12 +54,13 @@ def ppo(
     capacity = max(16, 4 * admission.batch)  # a busy scorer wakes to the events of all rollouts in flight
     g: GraphBuilder[Prompt] = GraphBuilder("ppo", capacity=capacity, merge=merge_chunks, key=rollout_of)
     rollout = g.add("generate", Generate(policy, admission, chunks or Fixed()), g.prompts)
-    ref = g.add("ref_logp", Score(reference), rollout)
+    ref = None if reference is None else g.add("ref_logp", Score(reference), rollout)
     score = g.add("reward", Score(reward), rollout)
-    value = g.add("value", Score(critic), rollout)
+    value = None if critic is None else g.add("value", Score(critic), rollout)
     again = None if proximal is None else g.add("proximal", Score(proximal, after="update"), rollout)
-    batch = g.add("advantage", advantage or GAE(), rollout, ref, score, value, proximal=again)
-    update = Update(trainer, publish=followers(policy, critic, proximal), after=("generate", "value"))
+    batch = g.add("advantage", advantage or GAE(), rollout, score, reference=ref, value=value, proximal=again)
+    used = ("generate",) if critic is None else ("generate", "value")
+    update = Update(trainer, publish=followers(policy, critic, proximal), after=used)
     return g.build(g.add("update", update, batch))
 
 

@@ -61,6 +61,7 @@ def roles_of(settings: Settings, assembly: Assembly) -> Roles:
         trainer=assembly.trainer,
         admission=admission_of(settings.step),
         chunks=chunks_of(settings.step, settings.sampling.max_new_tokens),
+        max_new_tokens=settings.sampling.max_new_tokens,
     )
 
 

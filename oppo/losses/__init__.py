@@ -4,8 +4,10 @@
 """
 
 from oppo.losses.distribution import SupportIndex, entropies, token_logprobs
+from oppo.losses.pairs import PairwiseLoss
 from oppo.losses.ppo import ClippedLoss, PPOLoss, default_loss, importance_weights
 from oppo.losses.protocol import Evaluated, Input, Inputs, Loss, Unit, Whole, means
+from oppo.losses.sequence import SequenceLoss
 from oppo.losses.terms import clipped_tokens, kl_loss, masked_mean, policy_loss, value_loss
 
 __all__ = [
@@ -15,6 +17,8 @@ __all__ = [
     "Inputs",
     "Loss",
     "PPOLoss",
+    "PairwiseLoss",
+    "SequenceLoss",
     "SupportIndex",
     "Unit",
     "Whole",

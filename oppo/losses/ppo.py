@@ -14,7 +14,7 @@ from oppo.declared import NonNegative, Positive, require_declared
 from oppo.errors import ConfigError
 from oppo.estimators import KLEstimator
 from oppo.losses.protocol import OF_A_CRITIC, Evaluated, Input, Inputs, Loss, Unit, means
-from oppo.losses.terms import clipped_tokens, kl_loss, masked_mean, policy_loss, value_loss
+from oppo.losses.terms import PolicyTerm, clipped_tokens, kl_loss, masked_mean, policy_loss, value_loss
 from oppo.staleness import Correction
 
 
@@ -25,7 +25,9 @@ class ClippedLoss:
     Each term and each metric is a mean over the sampled tokens of a minibatch. Names and defaults are TRL 1.12's.
 
     Attributes:
-        clip: half-width of the band around 1 outside of which the probability ratio has no gradient.
+        clip: the probability ratio has no gradient outside of ``1 - clip .. 1 + clip_high``.
+        clip_high: as ``clip`` by default; a larger one lets unlikely tokens grow (DAPO: Yu et al. 2025, arXiv
+            2503.14476, section 3.1).
         entropy_coefficient: weight of the entropy bonus.
         kl: weight of the KL to the reference in the loss; 0 if it is in the reward.
         kl_estimator: estimator of that KL; ``k2`` has the right gradient, see :func:`oppo.losses.kl_loss`.
@@ -36,6 +38,7 @@ class ClippedLoss:
     """
 
     clip: Positive = 0.2
+    clip_high: Positive | None = None
     entropy_coefficient: NonNegative = 0.0
     kl: NonNegative = 0.0
     kl_estimator: KLEstimator = "k2"
@@ -69,9 +72,8 @@ class ClippedLoss:
     def __call__(self, inputs: Inputs) -> Evaluated:
         """Return the policy loss, with TRL's metrics."""
         mask, total = inputs.mask, inputs.whole.tokens
-        logprobs, old, advantages = inputs["logprobs"], inputs[self.correction.ratio_base], inputs["advantages"]
         weights = None if self.correction.weight == "none" else importance_weights(self.correction, inputs)
-        policy = policy_loss(logprobs, old, advantages, mask, self.clip, weights=weights, total=total)
+        policy, clipped = self.policy_term(inputs, weights)
         entropy = masked_mean(inputs["entropies"], mask, total)
         measured = {
             "loss/policy_avg": policy.loss,
@@ -84,12 +86,21 @@ class ClippedLoss:
         if self.entropy_coefficient:
             loss = loss - self.entropy_coefficient * entropy
         if "reference" in inputs:
-            kl = kl_loss(logprobs, inputs["reference"], mask, self.kl_estimator, total=total)
+            kl = kl_loss(inputs["logprobs"], inputs["reference"], mask, self.kl_estimator, total=total)
             measured["policy/kl_avg"] = kl
             if self.kl:
                 loss = loss + self.kl * kl
-        clipped = clipped_tokens(logprobs, old, advantages, mask, self.clip)
         return Evaluated(loss, measured, clipped, weights)
+
+    def policy_term(self, inputs: Inputs, weights: Tensor | None) -> tuple[PolicyTerm, Tensor]:
+        """Return the clipped surrogate, and the tokens that it clips, bool [T].
+
+        ``weights`` are those of stale tokens, float32 [T].
+        """
+        mask, total, high = inputs.mask, inputs.whole.tokens, self.clip_high
+        logprobs, old, advantages = inputs["logprobs"], inputs[self.correction.ratio_base], inputs["advantages"]
+        term = policy_loss(logprobs, old, advantages, mask, self.clip, clip_high=high, weights=weights, total=total)
+        return term, clipped_tokens(logprobs, old, advantages, mask, self.clip, clip_high=high)
 
     def metrics(self, minibatches: Sequence[Mapping[str, float]]) -> dict[str, float]:
         """Return the means over minibatches, and the variance of their mean ratios: 0 for one minibatch."""

@@ -68,26 +68,28 @@ def policy_loss(
     mask: Tensor,
     clip: float,
     *,
+    clip_high: float | None = None,
     weights: Tensor | None = None,
     total: float | None = None,
 ) -> PolicyTerm:
     """Return PPO's clipped surrogate loss (Schulman et al. 2017, arXiv 1707.06347, equation 7), negated.
 
-    ``mean(w * max(-A * ratio, -A * clamp(ratio, 1 - clip, 1 + clip)))``, ``ratio = exp(logprobs - old_logprobs)``.
+    ``mean(w * max(-A * ratio, -A * clamp(ratio, 1 - clip, 1 + clip_high)))``, ``ratio = exp(logprobs - old_logprobs)``.
 
     Args:
         logprobs: float32 [T], current, with gradient.
         old_logprobs: float32 [T], of the policy that sampled the tokens, or of the one before the update.
         advantages: float32 [T].
         mask: bool [T], the tokens that count.
-        clip: half-width of the band of the ratio around 1.
+        clip: how far below 1 the band of the ratio reaches, and above it unless ``clip_high`` is given.
+        clip_high: how far above 1 it reaches (DAPO: Yu et al. 2025, arXiv 2503.14476, section 3.1).
         weights: float32 [T], see :mod:`oppo.staleness`; 1 by default. A token of weight 0 has loss 0 and ratio 1.
         total: see :func:`masked_mean`.
     """
     weighted = mask if weights is None else mask & (weights > 0)
     difference = torch.where(weighted, logprobs - old_logprobs, torch.zeros_like(logprobs))
     ratio = difference.exp()
-    plain, clipped = _surrogates(ratio, advantages, clip)
+    plain, clipped = surrogates(ratio, advantages, clip, clip_high)
     losses = torch.maximum(plain, clipped)
     loss = masked_mean(losses if weights is None else weights * losses, mask, total)
     with torch.no_grad():
@@ -100,15 +102,24 @@ def policy_loss(
 
 
 @torch.no_grad()
-def clipped_tokens(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip: float) -> Tensor:
+def clipped_tokens(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip: float,
+    *,
+    clip_high: float | None = None,
+) -> Tensor:
     """Return the tokens whose clipped loss is the larger one, so that they have no gradient: bool [T]."""
-    plain, clipped = _surrogates((logprobs - old_logprobs).exp(), advantages, clip)
+    plain, clipped = surrogates((logprobs - old_logprobs).exp(), advantages, clip, clip_high)
     return mask & (clipped > plain)
 
 
-def _surrogates(ratio: Tensor, advantages: Tensor, clip: float) -> tuple[Tensor, Tensor]:
-    """Return the loss of each token, without and with the clip: float32 [T] each."""
-    return -advantages * ratio, -advantages * ratio.clamp(1.0 - clip, 1.0 + clip)
+def surrogates(ratio: Tensor, advantages: Tensor, clip: float, clip_high: float | None = None) -> tuple[Tensor, Tensor]:
+    """Return the loss of each ratio, float32 [n], without and with the clip: float32 [n] each."""
+    high = clip if clip_high is None else clip_high
+    return -advantages * ratio, -advantages * ratio.clamp(1.0 - clip, 1.0 + high)
 
 
 def value_loss(

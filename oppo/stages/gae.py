@@ -8,7 +8,7 @@ from typing import SupportsFloat
 
 from oppo.declared import require_declared
 from oppo.errors import ConfigError
-from oppo.estimators import KLEstimator, gae, whiten
+from oppo.estimators import KLEstimator, gae, returns_to_go, whiten
 from oppo.events import Batch, Defer, Drop, FloatArray, RolloutEvent, Scored
 from oppo.graph import Receiver, Sender
 from oppo.shaping import ScoreShaping
@@ -23,6 +23,11 @@ class GAE(AdaptiveObjective):
     The reward of a token is ``-kl * (estimate of its KL to the reference)``, plus the shaped score on the last sampled
     token; the KL is that of the proximal policy if its log-probs are connected. A rollout with a result that is not
     finite is dropped and does not affect the others.
+
+    ``reference=``, ``value=`` and ``proximal=`` are inputs by name: log-probs of a reference, the values of a critic,
+    and log-probs under the weights that are about to be updated, which corrections for stale tokens need. Without a
+    critic the advantage of a token is the discounted sum of the rewards from it on, as in REINFORCE++ (Hu 2025, arXiv
+    2501.03262).
 
     Attributes:
         gamma: discount.
@@ -57,19 +62,20 @@ class GAE(AdaptiveObjective):
     async def run(
         self,
         rollout: Receiver[RolloutEvent],
-        reference: Receiver[Scored[FloatArray] | Drop],
         score: Receiver[Scored[float] | Drop],
-        value: Receiver[Scored[FloatArray] | Drop],
         /,
         *,
         out: Sender[Batch],
+        reference: Receiver[Scored[FloatArray] | Drop] | None = None,
+        value: Receiver[Scored[FloatArray] | Drop] | None = None,
         proximal: Receiver[Scored[FloatArray] | Drop] | None = None,
     ) -> None:
         """Send the step's batch once every finished rollout is scored; send nothing without a rollout.
 
-        ``proximal`` carries log-probs under the weights that are about to be updated, which corrections for stale
-        tokens need.
+        Raises:
+            ConfigError: a KL penalty has no reference.
         """
+        self.require_reference(connected=reference is not None)
         scored = await ScoredRollouts.of(rollout, score, reference=reference, values=value, proximal=proximal)
         if scored:
             await out.send(self.batch(scored.rollouts, scored.dropped, scored.deferred))
@@ -77,25 +83,25 @@ class GAE(AdaptiveObjective):
     def batch(
         self, rollouts: Sequence[ScoredRollout], dropped: Sequence[Drop] = (), deferred: Sequence[Defer] = ()
     ) -> Batch:
-        """Return the training batch of these rollouts, in their order, and update the KL controller from it.
-
-        Raises:
-            ConfigError: a rollout has no values.
-        """
+        """Return the training batch of these rollouts, in their order, and update the KL controller from it."""
         batch = ScoredRollouts(rollouts, dropped, deferred).batch()
-        values = batch.values
-        if values is None:
-            raise ConfigError("GAE estimates advantages from the values of a critic, and got none: connect one")
         objective = self.objective(batch)
         rewards = objective.rewards(batch)
         if self.whiten_rewards:
             rewards = whiten(rewards, batch.sampled, shift_mean=False)
-        estimates = [gae(rewards[row], values[row], self.gamma, self.lam) for row in batch.rows()]
-        advantages = flat([advantage for advantage, _ in estimates])
+        advantages, returns = self._estimates(batch, rewards)
         return replace(
             batch,
             rewards=rewards,
             advantages=whiten(advantages, batch.sampled) if self.whiten_advantages else advantages,
-            returns=flat([total for _, total in estimates]),
+            returns=returns,
             metrics=objective.metrics(batch),
         )
+
+    def _estimates(self, batch: Batch, rewards: FloatArray) -> tuple[FloatArray, FloatArray | None]:
+        """Return the advantages of all tokens, and the critic's targets; ``None`` without a critic."""
+        values = batch.values
+        if values is None:
+            return flat([returns_to_go(rewards[row], self.gamma) for row in batch.rows()]), None
+        estimates = [gae(rewards[row], values[row], self.gamma, self.lam) for row in batch.rows()]
+        return flat([advantage for advantage, _ in estimates]), flat([total for _, total in estimates])

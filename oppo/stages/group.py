@@ -64,11 +64,6 @@ class GroupRelative(AdaptiveObjective):
                 "'leave_one_out'"
             )
 
-    @property
-    def refers(self) -> bool:
-        """Whether a reference is needed."""
-        return self.control.coefficient > 0
-
     async def run(
         self,
         rollout: Receiver[RolloutEvent],
@@ -84,11 +79,7 @@ class GroupRelative(AdaptiveObjective):
         Raises:
             ConfigError: a KL penalty has no reference.
         """
-        if self.refers and reference is None:
-            raise ConfigError(
-                f"the KL penalty, kl = {self.control.coefficient}, needs a reference: connect reference=stream, or "
-                "leave kl at 0"
-            )
+        self.require_reference(connected=reference is not None)
         scored = await ScoredRollouts.of(rollout, score, reference=reference, proximal=proximal)
         if scored:
             await out.send(self.batch(scored.rollouts, scored.dropped, scored.deferred))

@@ -36,5 +36,5 @@ def held(graph: Graph[StepReport]) -> Graph[StepReport]:
         ref_logp=(stages["ref_logp"], "held"),
         reward=(stages["reward"], "held"),
         value=(stages["value"], "held"),
-        advantage=(stages["advantage"], "held", "ref_logp", "reward", "value"),
+        advantage=(stages["advantage"], "held", "reward", {"reference": "ref_logp", "value": "value"}),
     )

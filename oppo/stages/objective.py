@@ -80,6 +80,19 @@ class AdaptiveObjective:
     shaping: ScoreShaping
     control: KLControl
 
+    @property
+    def refers(self) -> bool:
+        """Whether a reference is needed."""
+        return self.control.coefficient > 0
+
+    def require_reference(self, *, connected: bool) -> None:
+        """Raise ``ConfigError`` if a KL penalty has no reference."""
+        if self.refers and not connected:
+            raise ConfigError(
+                f"the KL penalty, kl = {self.control.coefficient}, needs a reference: connect reference=stream, or set "
+                "kl to 0"
+            )
+
     def objective(self, batch: Batch) -> Objective:
         """Return the objective of a batch without advantages, and adapt to it.
 
@@ -91,7 +104,9 @@ class AdaptiveObjective:
         if batch.reference is not None:
             current = batch.logprobs if batch.proximal is None else batch.proximal
             kl = np.where(batch.sampled, kl_estimate(current, batch.reference, self.kl_estimator), np.float32(0))
-        objective = Objective(self.shaping.shaped(batch.scores, stopped), kl, self.control.coefficient)
+        objective = Objective(
+            self.shaping.shaped(batch.scores, stopped, np.diff(batch.offsets)), kl, self.control.coefficient
+        )
         if len(batch):
             self.control = self.control.after(objective.mean_kl(batch), len(batch))
         return objective

@@ -109,7 +109,7 @@ def test_without_a_critic_there_is_none_by_default_and_groups_have_a_size(tmp_pa
         ),
         ("step.algorithm=rloo sampling.temperature=0", "step.algorithm = 'rloo' compares the responses to a prompt"),
         ("algorithm.samples=1", "algorithm.samples: expected a number greater than or equal to 2, got 1"),
-        ("step.algorithm=ppo algorithm.samples=4", "for 'grpo', 'rloo', 'dr_grpo', not for 'ppo'"),
+        ("step.algorithm=ppo algorithm.samples=4", "for 'grpo', 'rloo', 'dr_grpo', 'dapo', 'gspo', not for 'ppo'"),
     ],
 )
 def test_what_means_nothing_without_a_critic_is_refused(tmp_path: Path, override: str, sentence: str) -> None:
@@ -378,7 +378,10 @@ def test_a_key_of_another_section_is_told_where_it_belongs(tmp_path: Path) -> No
 
 def test_an_algorithm_that_there_is_none_of_is_one_fault_whatever_its_table_says(tmp_path: Path) -> None:
     said = refused(tmp_path, '[step]\nalgorithm = "dpo"\n[algorithm]\nbeta = 0.1\n')
-    assert said == "step.algorithm: expected 'ppo', 'grpo', 'rloo', 'dr_grpo' or file.py:Class, got 'dpo'"
+    assert (
+        said
+        == "step.algorithm: expected 'ppo', 'grpo', 'rloo', 'dr_grpo', 'reinforce_pp', 'dapo', 'gspo', 'online_dpo' or file.py:Class, got 'dpo'"
+    )
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
 import oppo.hf.train.core
 from oppo.errors import ConfigError
@@ -21,7 +20,20 @@ from oppo.events import Batch
 from oppo.hf.digest import weights_digest
 from oppo.hf.train.packing import units
 from oppo.hf.train.trainer import HfTrainer
-from oppo.losses import ClippedLoss, Evaluated, Input, Inputs, Loss, PPOLoss, Unit, entropies, masked_mean, means
+from oppo.losses import (
+    ClippedLoss,
+    Evaluated,
+    Input,
+    Inputs,
+    Loss,
+    PairwiseLoss,
+    PPOLoss,
+    SequenceLoss,
+    Unit,
+    entropies,
+    masked_mean,
+    means,
+)
 from oppo.placement import Thread
 from oppo.staleness import Correction
 from oppo.training import TrainerSettings
@@ -49,38 +61,6 @@ class Clipped:
 
     def metrics(self, minibatches: Sequence[Mapping[str, float]]) -> dict[str, float]:
         return means(minibatches)
-
-
-@dataclass(frozen=True)
-class BySequence(Clipped):
-    """A ratio for each response, the geometric mean of its tokens', as GSPO's (Zheng et al. 2025, arXiv 2507.18071)."""
-
-    unit: Unit = "row"
-
-    def __call__(self, inputs: Inputs) -> Evaluated:
-        advantages = inputs.row_means(inputs["advantages"])
-        ratio = inputs.row_means(inputs["logprobs"] - inputs["behaviour"]).exp()
-        each = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - LOW, 1 + HIGH))
-        loss = each.sum() / inputs.whole.rows
-        return Evaluated(loss, {"loss/policy_avg": loss})
-
-
-@dataclass(frozen=True)
-class Pairwise(Clipped):
-    """The better of two responses against the other, as online DPO's (Guo et al. 2024, arXiv 2402.04792)."""
-
-    unit: Unit = "group"
-    reads: frozenset[Input] = frozenset({"logprobs", "reference", "scores"})
-    beta: float = 0.1
-
-    def __call__(self, inputs: Inputs) -> Evaluated:
-        first, second = inputs.groups.reshape(-1, 2).unbind(1)
-        assert torch.equal(first, second)
-        gains = inputs.row_sums(inputs["logprobs"] - inputs["reference"]).reshape(-1, 2)
-        better = inputs["scores"].reshape(-1, 2).diff(dim=1).sign()
-        margins = self.beta * better * gains.diff(dim=1)
-        loss = -logsigmoid(margins).sum() / inputs.whole.groups
-        return Evaluated(loss, {"loss/pairs_avg": loss})
 
 
 class Read(NamedTuple):
@@ -120,13 +100,16 @@ def pairs(rows: Sequence[Read]) -> Tensor:
     return torch.stack(each).mean()
 
 
-ORACLES: Mapping[Clipped, Callable[[Sequence[Read]], Tensor]] = {
+Compared: TypeAlias = Clipped | ClippedLoss | PairwiseLoss
+
+ORACLES: Mapping[Compared, Callable[[Sequence[Read]], Tensor]] = {
     Clipped(): clipped_by_token,
-    BySequence(): clipped_by_sequence,
-    Pairwise(): pairs,
+    ClippedLoss(clip=LOW, clip_high=HIGH): clipped_by_token,
+    SequenceLoss(clip=LOW, clip_high=HIGH): clipped_by_sequence,
+    PairwiseLoss(): pairs,
 }
 BY_SEQUENCE = Correction(weight="truncated", level="sequence", cap=1.05)
-EVERY: Sequence[Clipped | ClippedLoss] = (
+EVERY: Sequence[Compared] = (
     *ORACLES,
     ClippedLoss(entropy_coefficient=0.1, kl=0.1, correction=BY_SEQUENCE),
     PPOLoss(entropy_coefficient=0.1, kl=0.1, correction=Correction(weight="truncated", ratio_base="proximal")),
@@ -182,7 +165,7 @@ def close(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
 
 
 @tiny.apart
-def by_oracle(loss: Clipped) -> tuple[float, dict[str, Tensor]]:
+def by_oracle(loss: Compared) -> tuple[float, dict[str, Tensor]]:
     """Return loss and gradient of the batch by plain code, each row read on its own and none of them padded."""
     actor, made = tiny.causal(seed=1).train(mode=False), batch()
     rows = []
@@ -202,7 +185,7 @@ def by_oracle(loss: Clipped) -> tuple[float, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("loss", ORACLES, ids=lambda loss: type(loss).__name__)
-def test_a_loss_of_ones_own_has_the_gradient_that_plain_code_finds(loss: Clipped, thread: Thread) -> None:
+def test_a_loss_of_ones_own_has_the_gradient_that_plain_code_finds(loss: Compared, thread: Thread) -> None:
     whole = [row for unit in units(batch(), loss.unit) for row in unit]
     ours, (_, theirs) = gradients(trainer_on(loss, thread), [whole]), by_oracle(loss)
     assert max(float(gradient.abs().max()) for gradient in theirs.values()) > 1e-3
@@ -210,7 +193,7 @@ def test_a_loss_of_ones_own_has_the_gradient_that_plain_code_finds(loss: Clipped
 
 
 @pytest.mark.parametrize("loss", ORACLES, ids=lambda loss: type(loss).__name__)
-async def test_a_loss_of_ones_own_trains_and_tells_what_it_measures(loss: Clipped, thread: Thread) -> None:
+async def test_a_loss_of_ones_own_trains_and_tells_what_it_measures(loss: Compared, thread: Thread) -> None:
     found, _ = by_oracle(loss)
     trainer = trainer_on(loss, thread, epochs=1, micro_batch_tokens=30)
     before = weights_digest(trainer.core.actor)
@@ -219,13 +202,13 @@ async def test_a_loss_of_ones_own_trains_and_tells_what_it_measures(loss: Clippe
     (name,) = (name for name in metrics if name.startswith("loss/"))
     assert metrics[name] == pytest.approx(found, rel=1e-4)
     assert metrics["mismatch/kl_current"] > 0
-    assert ("policy/clipfrac_lag_0" in metrics) == (loss == Clipped())
+    assert ("policy/clipfrac_lag_0" in metrics) == (not isinstance(loss, PairwiseLoss))
     assert weights_digest(trainer.core.actor) != before
     assert all(parameter.isfinite().all() for parameter in trainer.core.actor.parameters())
 
 
 @cache
-def trainer_and_whole(loss: Clipped | ClippedLoss) -> tuple[HfTrainer, dict[str, Tensor]]:
+def trainer_and_whole(loss: Compared) -> tuple[HfTrainer, dict[str, Tensor]]:
     """Return a trainer, and the gradient of the batch in one forward pass."""
     with Thread("unused") as thread:
         trainer = trainer_on(loss, thread)
@@ -235,9 +218,7 @@ def trainer_and_whole(loss: Clipped | ClippedLoss) -> tuple[HfTrainer, dict[str,
 @pytest.mark.parametrize("loss", EVERY, ids=lambda loss: type(loss).__name__)
 @settings(max_examples=settings().max_examples // 2)
 @given(data=st.data())
-def test_how_units_are_grouped_changes_the_gradient_by_rounding_only(
-    loss: Clipped | ClippedLoss, data: st.DataObject
-) -> None:
+def test_how_units_are_grouped_changes_the_gradient_by_rounding_only(loss: Compared, data: st.DataObject) -> None:
     order = data.draw(st.permutations(units(batch(), loss.unit)))
     cuts = data.draw(st.sets(st.integers(1, len(order) - 1)))
     parts = [order[first:last] for first, last in pairwise([0, *sorted(cuts), len(order)])]
@@ -246,7 +227,7 @@ def test_how_units_are_grouped_changes_the_gradient_by_rounding_only(
 
 
 async def test_a_minibatch_holds_whole_groups_of_a_loss_over_groups(thread: Thread) -> None:
-    trainer = trainer_on(Pairwise(), thread, epochs=4, minibatches=3, micro_batch_tokens=1)
+    trainer = trainer_on(PairwiseLoss(), thread, epochs=4, minibatches=3, micro_batch_tokens=1)
     metrics = (await trainer.update(batch())).metrics
     assert metrics["train/minibatches"] == metrics["train/micro_batches"] == 12
 
@@ -312,8 +293,8 @@ async def test_what_a_loss_does_not_declare_it_is_not_given(thread: Thread) -> N
 
 
 async def test_a_loss_is_refused_the_batch_that_lacks_what_it_reads(thread: Thread) -> None:
-    trainer = trainer_on(Pairwise(), thread)
-    with pytest.raises(ConfigError, match=r"Pairwise\(.* reads reference log-probs, and the batch has none: give the"):
+    trainer = trainer_on(PairwiseLoss(), thread)
+    with pytest.raises(ConfigError, match=r"PairwiseLoss\(.* reads reference log-probs, and the batch has none: give"):
         await trainer.update(replace(batch(), reference=None))
     assert (trainer.version, trainer.progress) == (0, 0)
 

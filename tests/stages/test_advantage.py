@@ -56,7 +56,7 @@ def test_whoever_drops_a_rollout_the_batch_records_it_once_and_stands_in_admissi
             reward.send_nowait(said)
         for channel in (rollouts, reference, reward, value):
             channel.close()
-        await GAE().run(rollouts, reference, reward, value, out=Out())
+        await GAE().run(rollouts, reward, out=Out(), reference=reference, value=value)
         return sent
 
     (batch,) = run_virtual(main)
@@ -112,7 +112,7 @@ def test_a_number_that_is_not_finite_drops_its_rollout_alone(
             values.send_nowait(Scored(rollout, said[1], 0))
         for channel in (rollouts, references, scores, values):
             channel.close()
-        await GAE(shaping=ScoreShaping(norm=True)).run(rollouts, references, scores, values, out=Out())
+        await GAE(shaping=ScoreShaping(norm=True)).run(rollouts, scores, out=Out(), reference=references, value=values)
         (batch,) = sent
         return batch
 
