@@ -265,7 +265,8 @@ class Scorer(Protocol[T_co]):
     """A model that reads rollouts as they grow and returns a value of each complete one.
 
     A scorer that shares a place may also be a :class:`PrioritisedScorer`, and one that bounds the length of its calls a
-    :class:`TimeSliced`.
+    :class:`TimeSliced`. One that waits for something else than its place, a service for example, may be a
+    :class:`ConcurrentScorer`.
     """
 
     @property
@@ -307,6 +308,35 @@ class TimeSliced(Protocol):
     @property
     def time_slice(self) -> TimeSlice:
         """Read once, before the first step; other scorers have :data:`~oppo.scheduling.DEFAULT_TIME_SLICE`."""
+
+
+@runtime_checkable
+class ConcurrentScorer(Protocol):
+    """A scorer whose calls may overlap: of rollouts that finish later, while those of earlier ones go on."""
+
+    @property
+    def concurrent(self) -> bool:
+        """Whether they may; read once, before the first step."""
+
+
+@runtime_checkable
+class ReportsSamples(Protocol):
+    """A scorer that measures each rollout."""
+
+    def samples(self) -> Mapping[str, Sequence[float]]:
+        """Return what it measured since the last call, by metric; the mean over a step is the metric of that step."""
+
+
+@runtime_checkable
+class ServesCalls(Protocol):
+    """A scorer with calls that may take long, and with something to end."""
+
+    @property
+    def at_work(self) -> str:
+        """The names of the calls in progress; empty without one."""
+
+    def close(self) -> None:
+        """End what it has started; idempotent."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -80,11 +80,19 @@ def _place(error: BaseException) -> str:
 
 
 def load_function(spec: str, refuse: Callable[[str], Exception]) -> Callable[..., object]:
-    """Return the function that ``file.py:function`` names; the file is run as a module of its own.
+    """Return the function or class that ``file.py:name`` names; see :func:`load_object`."""
+    function = load_object(spec, refuse)
+    if not callable(function):
+        raise refuse(f"{spec} is not a function but {shown(function)}")
+    return function
+
+
+def load_object(spec: str, refuse: Callable[[str], Exception]) -> object:
+    """Return what ``file.py:name`` names; the file is run as a module of its own.
 
     Args:
-        spec: file and function.
-        refuse: returns the error to raise if there is no such file or function, or the file cannot be run.
+        spec: file and name.
+        refuse: returns the error to raise if there is no such file or name, or the file cannot be run.
     """
     text, _, name = spec.rpartition(":")
     path = Path(text)
@@ -92,15 +100,13 @@ def load_function(spec: str, refuse: Callable[[str], Exception]) -> Callable[...
         raise refuse(f"a function is named as file.py:function; got {spec!r}")
     if not path.is_file():
         raise refuse(f"there is no file {path} to take the function {name!r} from")
-    function: object = getattr(_module(path, refuse), name, None)
-    if function is None:
+    found: object = getattr(_module(path, refuse), name, None)
+    if found is None:
         members = vars(sys.modules[_name(path)]).items()
         own = [(key, value) for key, value in members if getattr(value, "__module__", "") == _name(path)]
         there = [key for key, value in own if callable(value) and not key.startswith("_")]
         raise refuse(f"{path} has no {name!r}; the functions and classes there are {', '.join(there) or '(none)'}")
-    if not callable(function):
-        raise refuse(f"{spec} is not a function but {shown(function)}")
-    return function
+    return found
 
 
 def _name(path: Path) -> str:

@@ -93,7 +93,10 @@ class FaultyPipeline(Pipeline):
     def graph(self) -> Graph[StepReport]:
         reward: Scorer[float | Drop] = self.scripted_reward
         if self.judge is not None:
-            reward = FunctionReward(faulty_reward("judge", judged, self.script), decode=str, on_failure=self.judge)
+            # A script counts calls: what fails a few times in a row recovers for a caller that waits for its answer.
+            one = 1 if self.judge == "retry" else None
+            function = faulty_reward("judge", judged, self.script)
+            reward = FunctionReward(function, decode=str, on_failure=self.judge, concurrency=one)
         followers: list[Follower] = [self.actor, self.scripted_critic]
         return (
             super()

@@ -19,7 +19,7 @@ from oppo.events import Drop, Finish
 from oppo.rewards import FunctionReward, load_function
 from oppo.testing.loop import run_virtual
 from oppo.user_code import worded
-from tests.test_rewards import TWO, decode, finish, module
+from tests.rewards.test_function import TWO, decode, finish, module
 
 
 class UnspeakableError(Exception):

@@ -30,10 +30,10 @@ from oppo.hf.text import Text
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.train.trainer import HfTrainer
 from oppo.hf.trunk import value_model_on
-from oppo.models import Policy, ReportsProgress, ResumableTrainer, Sampling, SamplingSettings, Scorer
+from oppo.models import Policy, ReportsProgress, ResumableTrainer, Sampling, SamplingSettings, Scorer, ServesCalls
 from oppo.observe import Span, SpanListener
 from oppo.placement import Hosting
-from oppo.rewards import FunctionReward
+from oppo.rewards import load_reward
 from oppo.stages.update import followers
 
 _TRAINING = "lower trainer.micro_batch_tokens"
@@ -85,7 +85,7 @@ class Assembly:
     def at_work(self) -> tuple[str, ...]:
         """Return the names of the calls in progress, of models and of a reward function."""
         calls = [worker.at_work for worker in (*self.places, *self.serving.workers)]
-        if isinstance(self.reward, FunctionReward):
+        if isinstance(self.reward, ServesCalls):
             calls.append(self.reward.at_work)
         return tuple(filter(None, calls))
 
@@ -108,7 +108,7 @@ class Assembly:
         with ExitStack() as stack:
             stack.callback(self.serving.close)
             stack.callback(self.places.close)
-            if isinstance(self.reward, FunctionReward):
+            if isinstance(self.reward, ServesCalls):
                 stack.callback(self.reward.close)
 
 
@@ -265,15 +265,18 @@ def _proximal(settings: Settings, actor: PreTrainedModel, sampling: Sampling, pl
 
 def _function(
     models: ModelsSection, data: DataSection, text: Text, tell: Callable[[str], None]
-) -> FunctionReward | None:
+) -> Scorer[float | Drop] | None:
     if not models.reward_is_function:
         return None
-    return FunctionReward(
+    return load_reward(
         models.reward,
         text.decode,
         prompt_column=data.column,
         on_failure=models.reward_failure,
         process=models.reward_process,
+        concurrency=models.reward_concurrency,
+        timeout=models.reward_timeout,
+        each=models.reward_each,
         tell=tell,
     )
 

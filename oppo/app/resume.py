@@ -32,7 +32,9 @@ MAY_CHANGE = frozenset(
         "run.checkpoint_every",
         "run.keep_last",
         "run.keep_best",
+        "models.reward_concurrency",
         "models.reward_process",
+        "models.reward_timeout",
         "models.share_weights",
     }
 )

@@ -37,6 +37,7 @@ from oppo.declared import (
     Filled,
     FromList,
     NonNegative,
+    Positive,
     PositiveCount,
     Seconds,
     Seed,
@@ -123,7 +124,10 @@ class ModelsSection:
     """``[models]``: directories or hub names; the reward may be a function as ``file.py:function``."""
 
     policy: Filled = required("directory or hub name of the causal language model to train")
-    reward: Filled = required("directory or hub name of a reward model, or file.py:function")
+    reward: Filled = required(
+        "directory or hub name of a reward model, or `file.py:name` of a function, of several rewards "
+        "`{name: (weight, function)}`, or of a scorer"
+    )
     reference: str = setting("", "directory or hub name; the policy when empty")
     critic: str = setting("", "directory or hub name; the reward model, or the policy, when empty; none without PPO")
     shared_trunk: bool = setting(
@@ -171,9 +175,16 @@ class ModelsSection:
     )
     reward_process: bool = setting(
         default=False,
-        description="call a sync reward function in a process of its own, one call at a time: it may then hold the "
-        "interpreter lock for long, or crash, which is a failure like others",
+        description="call a sync reward function in processes of its own: it may then hold the interpreter lock for "
+        "long, or crash, which is a failure like others",
     )
+    reward_concurrency: PositiveCount | None = setting(
+        None, "calls of a reward function that may overlap; when absent 64 of an async one, 1 of a sync one"
+    )
+    reward_timeout: Positive | None = setting(
+        None, "seconds after which a call of a reward function has failed; a process is killed then"
+    )
+    reward_each: bool = setting(default=False, description="call a reward function for each rollout alone")
 
     def __post_init__(self) -> None:
         if self.shared_trunk and self.critic:

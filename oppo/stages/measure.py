@@ -64,6 +64,23 @@ class StepMetrics:
     values: Mapping[str, float]
 
 
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Measurements by metric, which is their mean over the step; recorded by any stage."""
+
+    values: Mapping[str, Sequence[float]]
+
+
+def step_metrics(step: Step) -> dict[str, float]:
+    """Return the metrics that the stages of a step recorded."""
+    metrics = {name: value for _, each in step.recorded(StepMetrics) for name, value in each.values.items()}
+    samples: dict[str, list[float]] = {}
+    for _, each in step.recorded(Samples):
+        for name, values in each.values.items():
+            samples.setdefault(name, []).extend(values)
+    return metrics | {name: math.fsum(values) / len(values) for name, values in samples.items() if values}
+
+
 class DecodeMeter:
     """Measures a decode phase from its start.
 

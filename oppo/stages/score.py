@@ -11,15 +11,16 @@ from types import TracebackType
 from typing import Final, Generic, Self, TypeVar, cast
 
 import anyio
+from anyio.abc import TaskGroup
 
 from oppo.errors import ProtocolError, as_itself, noted
 from oppo.events import Defer, Drop, Finish, Prompt, RolloutEvent, Scored
 from oppo.graph import Receiver, Sender, Step
-from oppo.models import Follower, PrioritisedScorer, Scorer, TimeSliced
+from oppo.models import ConcurrentScorer, Follower, PrioritisedScorer, ReportsSamples, Scorer, TimeSliced
 from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Preempted, Preemptible, Priority, TimeSlice, Urgent
 from oppo.stages.backlog import Backlog, Growth
 from oppo.stages.contract import require_count, require_model
-from oppo.stages.measure import ScorerCall
+from oppo.stages.measure import Samples, ScorerCall
 
 T = TypeVar("T")
 
@@ -55,6 +56,8 @@ class Score(Generic[T]):
     trainer forgets parked rollouts at once, since its weights are about to change, and reads them again in the next
     step before they finish.
 
+    A :class:`~oppo.models.ConcurrentScorer` is called for rollouts that finish while it still scores others.
+
     A scorer that cannot score a rollout returns a ``Drop`` in place of its value: that rollout is not trained.
 
     Attributes:
@@ -82,6 +85,7 @@ class Score(Generic[T]):
         self._prioritised = prioritised(self.scorer)
         self._slice = self.scorer.time_slice if isinstance(self.scorer, TimeSliced) else DEFAULT_TIME_SLICE
         self._follows = isinstance(self.scorer, Follower)
+        self._concurrent = isinstance(self.scorer, ConcurrentScorer) and self.scorer.concurrent
 
     async def __aenter__(self) -> Self:
         return self
@@ -101,7 +105,7 @@ class Score(Generic[T]):
                 tasks.start_soon(self._listen, rollout, backlog, name="listen")
                 await step.previous(*filter(None, [self.after]))
                 while await backlog.has_work():
-                    await self._score_finished(backlog, out, step)
+                    await self._score_finished(backlog, out, step, tasks)
                     await self._read_ahead(backlog, step)
 
     async def _listen(self, rollout: Receiver[RolloutEvent], backlog: Backlog) -> None:
@@ -112,14 +116,20 @@ class Score(Generic[T]):
             carried.clear()
         backlog.end()
 
-    async def _score_finished(self, backlog: Backlog, out: Sender[Scored[T] | Drop], step: Step) -> None:
+    async def _score_finished(
+        self, backlog: Backlog, out: Sender[Scored[T] | Drop], step: Step, tasks: TaskGroup
+    ) -> None:
         """Score the finished rollouts; forget those that will not finish with the present session."""
         outcomes = backlog.take_outcomes()
         with Urgent() as priority:
             await self._read(outcomes.unread, step, priority)
-            results = await self._finish(outcomes.finished, step, priority)
-        for result in (*results, *outcomes.dropped):
-            await out.send(result)
+            await self._replay(outcomes.finished, step, priority)
+            if self._concurrent:
+                tasks.start_soon(self._finish, outcomes.finished, out, step, IN_ORDER, name="finish")
+            else:
+                await self._finish(outcomes.finished, out, step, priority)
+        for drop in outcomes.dropped:
+            await out.send(drop)
         closed: list[Drop | Defer] = [*outcomes.dropped]
         closed += [event for event in outcomes.deferred if event.restart or self._follows]
         for event in closed:
@@ -136,22 +146,24 @@ class Score(Generic[T]):
             await self._read(portion, step, Preemptible(backlog.is_urgent))
             backlog.mark_read(portion)
 
-    async def _finish(self, finished: Sequence[Finish], step: Step, priority: Priority) -> list[Scored[T] | Drop]:
-        """Return the scorer's value of each."""
+    async def _finish(
+        self, finished: Sequence[Finish], out: Sender[Scored[T] | Drop], step: Step, priority: Priority
+    ) -> None:
+        """Send the scorer's value of each."""
         if not finished:
-            return []
-        await self._replay(finished, step, priority)
+            return
         with _recorded(finished, step, answered=True):
             values = await self._prioritised.finish(finished, priority=priority)
             require_count(values, len(finished), "finish() of the scorer")
+        if isinstance(self.scorer, ReportsSamples):
+            step.record(Samples(self.scorer.samples()))
         for event in finished:
             del self._sessions[event.rollout]
-        return [
-            Drop(event.rollout, value.reason)
-            if isinstance(value, Drop)
-            else Scored(event.rollout, value, self.scorer.version)
-            for event, value in zip(finished, values, strict=True)
-        ]
+        for event, value in zip(finished, values, strict=True):
+            if isinstance(value, Drop):
+                await out.send(Drop(event.rollout, value.reason))
+            else:
+                await out.send(Scored(event.rollout, value, self.scorer.version))
 
     async def _read(self, events: Sequence[Growth], step: Step, priority: Priority) -> None:
         """Read the events of valid sessions."""

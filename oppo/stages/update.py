@@ -28,7 +28,7 @@ from oppo.models import Follower, Trained, Trainer, TrainsByReference
 from oppo.numeric import require_whole
 from oppo.stages.contract import require_model, require_published, require_trained
 from oppo.stages.lengths import LengthBias
-from oppo.stages.measure import StepMetrics, TrainingPhase, observation
+from oppo.stages.measure import TrainingPhase, observation, step_metrics
 from oppo.stages.scored_rollouts import NONFINITE
 
 Dump: TypeAlias = Callable[[Batch], Path]
@@ -113,7 +113,7 @@ class Update:
                     **composition(batch, version),
                     **({} if bias is None else {"deferral/length_bias": bias}),
                     **trained.metrics,
-                    **{name: value for _, each in step.recorded(StepMetrics) for name, value in each.values.items()},
+                    **step_metrics(step),
                     "timing_s/rollouts": scored - step.started,
                     "timing_s/update": updated - scored,
                     "timing_s/publish": end - unused,

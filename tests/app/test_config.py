@@ -135,7 +135,7 @@ def test_grpo_has_its_kl_in_the_loss_unless_it_is_told_otherwise(tmp_path: Path)
 def test_a_kl_in_the_reward_is_refused_where_rewards_are_standardised(tmp_path: Path) -> None:
     said = refused(tmp_path, "", "step.algorithm=grpo", "algorithm.kl_in=reward")
     assert said.startswith("[algorithm]: algorithm 'grpo' standardises rewards: where the scores of a group tie")
-    assert "put it into the loss with kl_in = 'loss', or choose 'rloo'" in said
+    assert "put it into the loss, kl_in = 'loss', or take 'rloo'" in said
 
 
 def test_the_runs_seed_reaches_every_section_that_names_none(tmp_path: Path) -> None:
@@ -319,7 +319,7 @@ def test_every_fault_of_a_file_is_told_at_once(tmp_path: Path) -> None:
     assert said.splitlines()[0] == "4 settings are wrong:"
     assert "[run]: expected a section with the keys name, directory" in said
     assert "models.policy: expected a string, got 1" in said
-    assert "models.reward is missing: directory or hub name of a reward model, or file.py:function" in said
+    assert "models.reward is missing: directory or hub name of a reward model, or `file.py:name` of a function" in said
     assert "[data] is missing: a section with the keys prompts, column" in said
 
 

@@ -15,18 +15,22 @@ VOCABULARY = 512
 
 
 def tiny_actor(seed: int = 0, *, tied: bool = False) -> LlamaForCausalLM:
-    """Return an actor with heads that vLLM's kernels take, and distributions that are far from uniform."""
+    """Return an actor with heads that vLLM's kernels take, and distributions that are far from uniform.
+
+    It has so many layers that a decode step takes longer than this process takes to read it: a publish in the midst of
+    decoding would otherwise come after its end.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         actor: LlamaForCausalLM = LlamaForCausalLM(
             LlamaConfig(
                 vocab_size=VOCABULARY,
-                hidden_size=64,
-                intermediate_size=128,
-                num_hidden_layers=2,
+                hidden_size=128,
+                intermediate_size=256,
+                num_hidden_layers=12,
                 num_attention_heads=2,
                 max_position_embeddings=512,
-                initializer_range=0.2,
+                initializer_range=0.1,
                 tie_word_embeddings=tied,
                 bos_token_id=1,
                 eos_token_id=2,

@@ -122,7 +122,7 @@ async def test_a_function_that_raises_is_named_with_its_rollouts() -> None:
         raise KeyError("gold")
 
     with pytest.raises(
-        RewardError, match=r"'reward' raised KeyError: 'gold' at .*rewards.py:\d+ in reward \(rollouts 3, 8\)"
+        RewardError, match=r"'reward' raised KeyError: 'gold' at .*test_function.py:\d+ in reward \(rollouts 3, 8\)"
     ) as caught:
         await FunctionReward(reward, decode).finish(TWO)
     assert isinstance(caught.value.__cause__, KeyError)

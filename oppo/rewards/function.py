@@ -1,7 +1,7 @@
 """Reward functions: plain Python as a scorer, and never a silent zero.
 
-A function is called once for all rollouts that finish together, as ``f(prompts, completions, **columns)``, and returns
-one finite number for each. Anything else is a failure, with a chosen consequence: the run stops with a
+A function is called for rollouts that finish together, or for each alone, as ``f(prompts, completions, **columns)``,
+and returns one finite number for each. Anything else is a failure, with a chosen consequence: the run stops with a
 :class:`~oppo.errors.RewardError` that names the rollout, or the function is called again, or the rollout is dropped.
 """
 
@@ -21,10 +21,10 @@ from typing import Literal, Self, SupportsFloat, TypeAlias, cast
 import anyio
 
 from oppo import user_code
-from oppo.errors import ModelError, RewardError, as_itself, running_loop
+from oppo.errors import ConfigError, ModelError, RewardError, as_itself, running_loop
 from oppo.events import Chunk, Drop, Finish, Given, Prompt
 from oppo.models import RewardFunction, Scorer
-from oppo.numeric import require_real
+from oppo.numeric import require_real, require_whole
 from oppo.observe import silent
 from oppo.placement.detached import DisposableProcess, run_detached
 from oppo.user_code import contained, shown
@@ -34,6 +34,15 @@ OnFailure: TypeAlias = Literal["fail", "drop", "retry"]
 
 PAUSES = (1.0, 5.0, 25.0)
 """Seconds before each further attempt: a restarting service is back within half a minute."""
+
+CONCURRENCY = 64
+"""Calls of an async function that overlap, unless another number is given."""
+
+DOES_NOT_APPLY = "the reward does not apply"
+"""Reason of a drop for a rollout for which an optional function returned ``None``."""
+
+_Score: TypeAlias = float | None
+_Work: TypeAlias = Callable[[Sequence[Finish]], Awaitable[list[float | Drop]]]
 
 _RESERVED = ("prompts", "completions")
 
@@ -52,7 +61,8 @@ class FunctionReward(Scorer[float | Drop]):
             list with one item for each rollout. ``prompts`` holds the data's ``prompt`` column if there is one, else
             the prompt's text; ``columns`` are copies of the data's other columns: those that the function names, or all
             if it takes ``**``. A sync function runs in a thread of its own, or inline on a loop of virtual time. One
-            that never returns keeps neither a cancelled run nor the process from ending.
+            that never returns keeps neither a cancelled run nor the process from ending. Calls of an async function
+            overlap, so a step waits for the slowest and not for their sum.
         decode: token ids to text, without special tokens.
         name: the function's name in errors.
         prompt_column: the column passed as ``prompts``.
@@ -60,14 +70,23 @@ class FunctionReward(Scorer[float | Drop]):
             for each rollout alone, several at a time, and drops those that still fail, so the drops do not depend on
             which rollouts finished together. A missing column always raises.
         pauses: seconds before each further attempt of ``retry``.
-        process: call the function in a process of its own, one call at a time: it may then hold the interpreter lock
-            or crash. It must be sync, and importable by name.
+        process: call the function in processes of its own: it may then hold the interpreter lock or crash. It must be
+            sync, and importable by name.
+        concurrency: how many calls may overlap; by default 64 of an async function and 1 of a sync one. Overlapping
+            calls of a sync function are made in as many threads or processes.
+        timeout: seconds after which a call has failed; ``None``: never. A process is killed then, and a thread is left
+            to itself.
+        each: call the function for each rollout alone.
+        optional: ``None`` as a score means that the reward does not apply: the rollout is dropped, or, as a part of
+            :class:`Rewards`, scored by the other parts. Otherwise it is a failure.
         tell: called with a sentence about each failure that is tried again.
 
     Attributes:
         at_work: names the function during a call and a pause; empty otherwise.
+        concurrent: whether calls may overlap.
 
     Raises:
+        ConfigError: ``concurrency`` or ``timeout`` is out of range.
         RewardError: the function takes no ``prompts`` and ``completions``, or cannot be called in a process.
 
     Example:
@@ -88,9 +107,13 @@ class FunctionReward(Scorer[float | Drop]):
         on_failure: OnFailure = "fail",
         pauses: Sequence[float] = PAUSES,
         process: bool = False,
+        concurrency: int | None = None,
+        timeout: float | None = None,
+        each: bool = False,
+        optional: bool = False,
         tell: Callable[[str], None] = silent,
     ) -> None:
-        self._function = _Function.of(function, name)
+        self._function = _Function.of(function, name, optional)
         self.name = self._function.name
         self.at_work = ""
         self._decode = decode
@@ -101,13 +124,22 @@ class FunctionReward(Scorer[float | Drop]):
             require_real("a pause", pause, 0)
         self._tell = tell
         self._calls = 0
+        self._each = each
+        if timeout is not None:
+            require_real("timeout", timeout, 0, error=ConfigError)
+        if concurrency is not None:
+            require_whole("concurrency", concurrency, 1, error=ConfigError)
+        self._timeout = math.inf if timeout is None else timeout
+        self._concurrency = concurrency or (CONCURRENCY if self._function.is_async else 1)
+        self._limiter: anyio.CapacityLimiter | None = None
         parameters = _parameters(self._function.function, self.name)
         kinds = inspect.Parameter
         self._takes_all = any(p.kind is kinds.VAR_KEYWORD for p in parameters.values())
         named = [p for p in parameters.values() if p.kind in {kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY}]
         self._named = tuple(p.name for p in named if p.name not in _RESERVED)
         self._required = tuple(p.name for p in named if p.name in self._named and p.default is kinds.empty)
-        self._process = self._in_process() if process else None
+        self._processes = [self._in_process() for _ in range(self._concurrency)] if process else []
+        self._idle = list(self._processes)
 
     def _in_process(self) -> DisposableProcess[_Function]:
         if self._function.is_async:
@@ -118,6 +150,11 @@ class FunctionReward(Scorer[float | Drop]):
             return DisposableProcess(self.name, self._function)
         except ModelError as error:
             raise RewardError(f"reward function {self.name!r}: {error}") from error
+
+    @property
+    def concurrent(self) -> bool:
+        """Whether calls may overlap."""
+        return self._concurrency > 1
 
     @property
     def version(self) -> int:
@@ -137,34 +174,41 @@ class FunctionReward(Scorer[float | Drop]):
             RewardError: the function raised, or did not return one finite number for each rollout, and failures are not
                 dropped.
         """
-        if not finished:
-            return []
+        if self._each and len(finished) > 1:
+            return await self._apart(self.finish, finished)
+        return await self._together(finished) if finished else []
+
+    async def _together(self, finished: Sequence[Finish]) -> list[float | Drop]:
         attempts = len(self._pauses) + 1
         for attempt, pause in enumerate(self._pauses, 2):
             try:
-                return [*await self._attempt(finished)]
+                return await self._scored(finished)
             except RewardFailure as failure:
                 self._tell(f"{failure}; attempt {attempt} of {attempts} follows in {pause:g} s")
                 with self._working(f", which failed and is called again after {pause:g} s"):
                     await anyio.sleep(pause)
         try:
-            return [*await self._attempt(finished)]
+            return await self._scored(finished)
         except RewardFailure as failure:
             if self._on_failure != "drop":
                 if self._pauses:
                     failure.add_note(f"it was the last of {attempts} attempts")
                 raise
-        return await self._each_alone(finished)
+        return await self._apart(self._or_drop, finished)
 
-    async def _each_alone(self, finished: Sequence[Finish]) -> list[float | Drop]:
-        """Call the function once for each rollout, all concurrently; return its score, or a ``Drop``."""
+    async def _or_drop(self, finished: Sequence[Finish]) -> list[float | Drop]:
+        """Return the score of one rollout, or a ``Drop``."""
+        try:
+            return await self._scored(finished)
+        except RewardFailure as failure:
+            return [Drop(each.rollout, str(failure)) for each in finished]
+
+    async def _apart(self, work: _Work, finished: Sequence[Finish]) -> list[float | Drop]:
+        """Score each rollout alone, all concurrently."""
         scores: dict[int, float | Drop] = {}
 
         async def score(one: Finish) -> None:
-            try:
-                (scores[one.rollout],) = await self._attempt([one])
-            except RewardFailure as failure:
-                scores[one.rollout] = Drop(one.rollout, str(failure))
+            (scores[one.rollout],) = await work([one])
 
         with as_itself():
             async with anyio.create_task_group() as tasks:
@@ -172,21 +216,39 @@ class FunctionReward(Scorer[float | Drop]):
                     tasks.start_soon(score, each)
         return [scores[each.rollout] for each in finished]
 
-    async def _attempt(self, finished: Sequence[Finish]) -> list[float]:
+    async def _scored(self, finished: Sequence[Finish]) -> list[float | Drop]:
+        """Return the score of each rollout, or a ``Drop`` if the function does not apply."""
+        scores = await self._attempt(finished)
+        return [
+            Drop(each.rollout, DOES_NOT_APPLY) if score is None else score
+            for each, score in zip(finished, scores, strict=True)
+        ]
+
+    async def _attempt(self, finished: Sequence[Finish]) -> list[_Score]:
         """Return the score of each rollout; raise a ``RewardFailure`` if the function itself is at fault."""
         arguments, rollouts = self._arguments(finished), [each.rollout for each in finished]
-        with self._working():
-            if self._function.is_async:
-                return await self._function.answer(arguments, rollouts)
-            if getattr(running_loop(), "virtual", False):
-                return self._function.scores(arguments, rollouts)
-            if self._process is None:
-                work = partial(self._function.scores, arguments, rollouts)
-                return await run_detached(f"oppo-reward-{self.name}", work)
-            try:
-                return await self._process.call(_Function.scores, arguments, rollouts)
-            except ModelError as error:
-                raise self._function.failure(f"was lost: {error}", rollouts) from error
+        self._limiter = self._limiter or anyio.CapacityLimiter(self._concurrency)
+        async with self._limiter:
+            with self._working():
+                with anyio.move_on_after(self._timeout):
+                    return await self._called(arguments, rollouts)
+                raise self._function.failure(f"took longer than {self._timeout:g} s", rollouts)
+
+    async def _called(self, arguments: Mapping[str, object], rollouts: Sequence[int]) -> list[_Score]:
+        if self._function.is_async:
+            return await self._function.answer(arguments, rollouts)
+        if getattr(running_loop(), "virtual", False):
+            return self._function.scores(arguments, rollouts)
+        if not self._processes:
+            work = partial(self._function.scores, arguments, rollouts)
+            return await run_detached(f"oppo-reward-{self.name}", work)
+        process = self._idle.pop()  # the limiter lets in as many calls as there are
+        try:
+            return await process.call(_Function.scores, arguments, rollouts)
+        except ModelError as error:
+            raise self._function.failure(f"was lost: {error}", rollouts) from error
+        finally:
+            self._idle.append(process)
 
     @contextmanager
     def _working(self, how: str = "") -> Iterator[None]:
@@ -222,9 +284,9 @@ class FunctionReward(Scorer[float | Drop]):
         }
 
     def close(self) -> None:
-        """Kill the function's process, if it has one; idempotent."""
-        if self._process is not None:
-            self._process.close()
+        """Kill the function's processes, if it has some; idempotent."""
+        for process in self._processes:
+            process.close()
 
     def __enter__(self) -> Self:
         return self
@@ -238,28 +300,32 @@ class _Function:
     """A reward function, called in a thread, in a process, or on the event loop if it is async.
 
     Attributes:
+        optional: whether it may return ``None``.
         spec: ``file.py:function``, from which a process loads it; empty if it is importable by name.
     """
 
     name: str
     function: RewardFunction
+    optional: bool = False
     spec: str = ""
 
     @classmethod
-    def of(cls, function: RewardFunction | str, name: str | None) -> _Function:
+    def of(cls, function: RewardFunction | str, name: str | None, optional: bool) -> _Function:
         if isinstance(function, str):
-            return cls(name or function.rpartition(":")[2], load_function(function), function)
-        return cls(name or str(getattr(function, "__name__", type(function).__name__)), function)
+            return cls(name or function.rpartition(":")[2], load_function(function), optional, function)
+        return cls(name or str(getattr(function, "__name__", type(function).__name__)), function, optional)
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        return (_Function.of, (self.spec, self.name)) if self.spec else (_Function, (self.name, self.function))
+        if self.spec:
+            return _Function.of, (self.spec, self.name, self.optional)
+        return _Function, (self.name, self.function, self.optional)
 
     @property
     def is_async(self) -> bool:
         call = getattr(self.function, "__call__", None)  # noqa: B004 - the method that a call runs
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)
 
-    def scores(self, arguments: Mapping[str, object], rollouts: Sequence[int]) -> list[float]:
+    def scores(self, arguments: Mapping[str, object], rollouts: Sequence[int]) -> list[_Score]:
         """Call the function; return a finite number for each rollout.
 
         Raises:
@@ -269,7 +335,7 @@ class _Function:
             items, wrong = _items(self.function(**arguments), len(rollouts))
         return self._scores(items, wrong, rollouts)
 
-    async def answer(self, arguments: Mapping[str, object], rollouts: Sequence[int]) -> list[float]:
+    async def answer(self, arguments: Mapping[str, object], rollouts: Sequence[int]) -> list[_Score]:
         """Do the same with an async function."""
         with self._contained(rollouts):
             result = self.function(**arguments)
@@ -282,7 +348,7 @@ class _Function:
     def _contained(self, rollouts: Sequence[int]) -> AbstractContextManager[None]:
         return contained(lambda words: self.failure(f"raised {words}", rollouts))
 
-    def _scores(self, items: Sequence[object], wrong: str, rollouts: Sequence[int]) -> list[float]:
+    def _scores(self, items: Sequence[object], wrong: str, rollouts: Sequence[int]) -> list[_Score]:
         if wrong:
             raise RewardFailure(
                 f"reward function {self.name!r} must return {len(rollouts)} numbers, one for each completion, in a "
@@ -290,7 +356,9 @@ class _Function:
             )
         return [self._score(item, rollout) for item, rollout in zip(items, rollouts, strict=True)]
 
-    def _score(self, item: object, rollout: int) -> float:
+    def _score(self, item: object, rollout: int) -> _Score:
+        if item is None and self.optional:
+            return None
         score = math.nan
         complex_array = getattr(getattr(item, "dtype", None), "kind", "") == "c"
         if isinstance(item, SupportsFloat) and not isinstance(item, complex) and not complex_array:

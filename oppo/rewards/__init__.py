@@ -1,0 +1,16 @@
+"""Rewards as scorers: a Python function, several rewards as one, and a service that is asked over HTTP."""
+
+from oppo.rewards.combined import Rewards, Weighted
+from oppo.rewards.function import PAUSES, FunctionReward, OnFailure, RewardFailure, load_function
+from oppo.rewards.load import load_reward
+
+__all__ = [
+    "PAUSES",
+    "FunctionReward",
+    "OnFailure",
+    "RewardFailure",
+    "Rewards",
+    "Weighted",
+    "load_function",
+    "load_reward",
+]

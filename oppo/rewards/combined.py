@@ -1,0 +1,186 @@
+"""Several rewards as one: a weighted sum of functions and models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack
+from typing import Any, Literal, TypeAlias, cast, get_args
+
+import anyio
+
+from oppo.errors import ConfigError, as_itself
+from oppo.events import Chunk, Drop, Finish, Given, Prompt
+from oppo.models import ConcurrentScorer, RewardFunction, Scorer, ServesCalls
+from oppo.numeric import require_real
+from oppo.observe import silent
+from oppo.rewards.function import DOES_NOT_APPLY, FunctionReward
+from oppo.scheduling import IN_ORDER, Priority
+from oppo.stages.score import prioritised
+
+Weighted: TypeAlias = tuple[float, "RewardFunction | Scorer[float | Drop] | str"]
+"""A weight, and a reward: a function, its ``file.py:name``, or a scorer such as a reward model."""
+
+OnDrop: TypeAlias = Literal["drop", "skip"]
+"""When a part drops a rollout: the rollout is dropped, or the part counts as one that does not apply."""
+
+NONE_APPLIES = "none of its rewards applies"
+"""Reason of a drop for a rollout to which no part applies."""
+
+
+class Rewards(Scorer["float | Drop"]):
+    """The weighted sum of several rewards.
+
+    A function that returns ``None`` for a rollout does not apply to it and adds nothing; the weights of the others stay
+    as they are. The mean of each part, and the share of the rollouts that it applies to, are metrics of the step:
+    ``reward/NAME_mean`` and ``reward/NAME_share``.
+
+    Args:
+        parts: weight and reward of each, by name.
+        decode: token ids to text, without special tokens; needed for functions.
+        on_drop: what a ``Drop`` by one part does.
+        options: of the :class:`FunctionReward` of each function.
+
+    Raises:
+        ConfigError: there is no part, a weight is no finite number, or a function has no ``decode``.
+        RewardError: a function takes no ``prompts`` and ``completions``.
+
+    Example:
+        >>> def short(prompts, completions):
+        ...     return [-len(each) for each in completions]
+        >>> def polite(prompts, completions):
+        ...     return [float("please" in each) for each in completions]
+        >>> Rewards({"short": (0.1, short), "polite": (1.0, polite)}, decode=str).names
+        ('short', 'polite')
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[str, Weighted],
+        decode: Callable[[Sequence[int]], str] | None = None,
+        *,
+        on_drop: OnDrop = "drop",
+        tell: Callable[[str], None] = silent,
+        **options: Any,
+    ) -> None:
+        if not parts:
+            raise ConfigError("Rewards sums several rewards, and got none: give {name: (weight, reward)}")
+        if on_drop not in get_args(OnDrop):
+            raise ConfigError(f"on_drop must be one of {', '.join(get_args(OnDrop))}, not {on_drop!r}")
+        self.names = tuple(parts)
+        self._on_drop = on_drop
+        self._parts = [_Part.of(name, given, decode, tell, options) for name, given in parts.items()]
+        self._samples: dict[str, list[float]] = {}
+
+    @property
+    def version(self) -> int:
+        """The newest of the parts' versions; they do not follow the trainer."""
+        return max(part.scorer.version for part in self._parts)
+
+    @property
+    def concurrent(self) -> bool:
+        """Whether calls of some part may overlap."""
+        return any(part.concurrent for part in self._parts)
+
+    @property
+    def at_work(self) -> str:
+        """The names of the functions in a call, or in a pause after one."""
+        working = [part.scorer.at_work for part in self._parts if isinstance(part.scorer, ServesCalls)]
+        return ", ".join(filter(None, working))
+
+    def samples(self) -> Mapping[str, Sequence[float]]:
+        """Return what the parts said of the rollouts since the last call, by metric."""
+        samples, self._samples = self._samples, {}
+        return samples
+
+    async def extend(self, events: Sequence[Prompt | Chunk | Given], *, priority: Priority = IN_ORDER) -> None:
+        """Have each part read the events."""
+        for part in self._parts:
+            async with part.turn():
+                await part.prioritised.extend(events, priority=priority)
+
+    async def forget(self, rollouts: Sequence[int], *, priority: Priority = IN_ORDER) -> None:
+        """Have each part forget the rollouts."""
+        for part in self._parts:
+            async with part.turn():
+                await part.prioritised.forget(rollouts, priority=priority)
+
+    async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> list[float | Drop]:
+        """Return the weighted sum of the parts' scores of each rollout, or a ``Drop``."""
+        said: dict[str, Sequence[float | Drop]] = {}
+
+        async def ask(part: _Part) -> None:
+            async with part.turn():
+                said[part.name] = await part.prioritised.finish(finished, priority=priority)
+
+        with as_itself():
+            async with anyio.create_task_group() as tasks:
+                for part in self._parts:
+                    tasks.start_soon(ask, part)
+        return [
+            self._sum(each.rollout, {name: said[name][at] for name in self.names}) for at, each in enumerate(finished)
+        ]
+
+    def _sum(self, rollout: int, scores: Mapping[str, float | Drop]) -> float | Drop:
+        total, applied = 0.0, False
+        for part in self._parts:
+            score = scores[part.name]
+            if isinstance(score, Drop) and score.reason != DOES_NOT_APPLY and self._on_drop == "drop":
+                return Drop(rollout, f"{part.name}: {score.reason}", score.nonfinite)
+        for part in self._parts:
+            score = scores[part.name]
+            self._samples.setdefault(f"reward/{part.name}_share", []).append(float(not isinstance(score, Drop)))
+            if not isinstance(score, Drop):
+                self._samples.setdefault(f"reward/{part.name}_mean", []).append(float(score))
+                total, applied = total + part.weight * float(score), True
+        return total if applied else Drop(rollout, NONE_APPLIES)
+
+    def close(self) -> None:
+        """End the processes of functions; idempotent."""
+        with ExitStack() as stack:
+            for part in self._parts:
+                if isinstance(part.scorer, ServesCalls):
+                    stack.callback(part.scorer.close)
+
+
+class _Part:
+    """One of the rewards; calls of a scorer that is not concurrent take turns."""
+
+    def __init__(self, name: str, weight: float, scorer: Scorer[float | Drop]) -> None:
+        self.name = name
+        self.weight = weight
+        self.scorer = scorer
+        self.prioritised = prioritised(scorer)
+        self.concurrent = isinstance(scorer, ConcurrentScorer) and scorer.concurrent
+        self._lock = anyio.Lock()
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        given: Weighted,
+        decode: Callable[[Sequence[int]], str] | None,
+        tell: Callable[[str], None],
+        options: Mapping[str, Any],
+    ) -> _Part:
+        if not (isinstance(given, tuple | list) and len(given) == 2):
+            raise ConfigError(f"reward {name!r} must be a weight and a reward, (0.5, function); got {given!r}")
+        weight, reward = given
+        require_real(f"the weight of reward {name!r}", weight, error=ConfigError)
+        if is_scorer(reward):
+            return cls(name, weight, cast("Scorer[float | Drop]", reward))
+        if decode is None:
+            raise ConfigError(
+                f"reward {name!r} is a function, which reads text: give Rewards the tokenizer's decode, for example "
+                "decode=text.decode"
+            )
+        function = cast("RewardFunction | str", reward)
+        return cls(name, weight, FunctionReward(function, decode, name=name, optional=True, tell=tell, **options))
+
+    def turn(self) -> AsyncExitStack | anyio.Lock:
+        """Return the context of a call."""
+        return AsyncExitStack() if self.concurrent else self._lock
+
+
+def is_scorer(reward: object) -> bool:
+    """Return whether a reward is a scorer, not a function."""
+    return all(hasattr(reward, name) for name in ("extend", "finish", "forget"))
