@@ -266,7 +266,7 @@ class Scorer(Protocol[T_co]):
 
     A scorer that shares a place may also be a :class:`PrioritisedScorer`, and one that bounds the length of its calls a
     :class:`TimeSliced`. One that waits for something else than its place, a service for example, may be a
-    :class:`ConcurrentScorer`.
+    :class:`~oppo.scorer_protocols.ConcurrentScorer`.
     """
 
     @property
@@ -308,35 +308,6 @@ class TimeSliced(Protocol):
     @property
     def time_slice(self) -> TimeSlice:
         """Read once, before the first step; other scorers have :data:`~oppo.scheduling.DEFAULT_TIME_SLICE`."""
-
-
-@runtime_checkable
-class ConcurrentScorer(Protocol):
-    """A scorer whose calls may overlap: of rollouts that finish later, while those of earlier ones go on."""
-
-    @property
-    def concurrent(self) -> bool:
-        """Whether they may; read once, before the first step."""
-
-
-@runtime_checkable
-class ReportsSamples(Protocol):
-    """A scorer that measures each rollout."""
-
-    def samples(self) -> Mapping[str, Sequence[float]]:
-        """Return what it measured since the last call, by metric; the mean over a step is the metric of that step."""
-
-
-@runtime_checkable
-class ServesCalls(Protocol):
-    """A scorer with calls that may take long, and with something to end."""
-
-    @property
-    def at_work(self) -> str:
-        """The names of the calls in progress; empty without one."""
-
-    def close(self) -> None:
-        """End what it has started; idempotent."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -27,6 +27,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "estimators",
             "hosted_trainer",
             "placement",
+            "scorer_protocols",
             "shaping",
             "staleness",
             "stopping",

@@ -218,10 +218,12 @@ def test_everything_public_is_in_the_reference() -> None:
     assert set(oppo.__all__) <= {name for module in loaded for name in module.get("__all__", module)}
 
 
-ON_VLLM = "04_vllm.py"
+ON_VLLM, JUDGE = "04_vllm.py", "05_judge.py"
 
 
-@pytest.mark.parametrize("example", sorted({path.name for path in (ROOT / "examples").glob("[0-9]*.py")} - {ON_VLLM}))
+@pytest.mark.parametrize(
+    "example", sorted({path.name for path in (ROOT / "examples").glob("[0-9]*.py")} - {ON_VLLM, JUDGE})
+)
 def test_the_examples_run(example: str) -> None:
     with Program(f"import runpy\nrunpy.run_path({str(ROOT / 'examples' / example)!r}, run_name='__main__')") as ran:
         out, said = ran.communicate(timeout=120)

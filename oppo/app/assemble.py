@@ -30,10 +30,11 @@ from oppo.hf.text import Text
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.train.trainer import HfTrainer
 from oppo.hf.trunk import value_model_on
-from oppo.models import Policy, ReportsProgress, ResumableTrainer, Sampling, SamplingSettings, Scorer, ServesCalls
+from oppo.models import Policy, ReportsProgress, ResumableTrainer, Sampling, SamplingSettings, Scorer
 from oppo.observe import Span, SpanListener
 from oppo.placement import Hosting
 from oppo.rewards import load_reward
+from oppo.scorer_protocols import ServesCalls
 from oppo.stages.update import followers
 
 _TRAINING = "lower trainer.micro_batch_tokens"

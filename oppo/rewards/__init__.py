@@ -1,7 +1,8 @@
 """Rewards as scorers: a Python function, several rewards as one, and a service that is asked over HTTP."""
 
+from oppo.rewards.called import RewardFailure, load_function
 from oppo.rewards.combined import Rewards, Weighted
-from oppo.rewards.function import PAUSES, FunctionReward, OnFailure, RewardFailure, load_function
+from oppo.rewards.function import PAUSES, FunctionReward, OnFailure
 from oppo.rewards.load import load_reward
 
 __all__ = [

@@ -10,11 +10,12 @@ import anyio
 
 from oppo.errors import ConfigError, as_itself
 from oppo.events import Chunk, Drop, Finish, Given, Prompt
-from oppo.models import ConcurrentScorer, RewardFunction, Scorer, ServesCalls
+from oppo.models import RewardFunction, Scorer
 from oppo.numeric import require_real
 from oppo.observe import silent
 from oppo.rewards.function import DOES_NOT_APPLY, FunctionReward
 from oppo.scheduling import IN_ORDER, Priority
+from oppo.scorer_protocols import ConcurrentScorer, ServesCalls
 from oppo.stages.score import prioritised
 
 Weighted: TypeAlias = tuple[float, "RewardFunction | Scorer[float | Drop] | str"]

@@ -10,24 +10,21 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence, Set as AbstractSet
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from itertools import islice
 from types import TracebackType
-from typing import Literal, Self, SupportsFloat, TypeAlias, cast
+from typing import Literal, Self, TypeAlias
 
 import anyio
 
-from oppo import user_code
 from oppo.errors import ConfigError, ModelError, RewardError, as_itself, running_loop
 from oppo.events import Chunk, Drop, Finish, Given, Prompt
 from oppo.models import RewardFunction, Scorer
 from oppo.numeric import require_real, require_whole
 from oppo.observe import silent
 from oppo.placement.detached import DisposableProcess, run_detached
-from oppo.user_code import contained, shown
+from oppo.rewards.called import RESERVED, CalledFunction, RewardFailure, Score, parameters_of
 
 OnFailure: TypeAlias = Literal["fail", "drop", "retry"]
 """The consequence of a failure: the run stops; the rollout is dropped; the function is called again, then it stops."""
@@ -41,14 +38,7 @@ CONCURRENCY = 64
 DOES_NOT_APPLY = "the reward does not apply"
 """Reason of a drop for a rollout for which an optional function returned ``None``."""
 
-_Score: TypeAlias = float | None
 _Work: TypeAlias = Callable[[Sequence[Finish]], Awaitable[list[float | Drop]]]
-
-_RESERVED = ("prompts", "completions")
-
-
-class RewardFailure(RewardError):  # noqa: N818 - it says what happened
-    """A reward function raised, or returned something that is no score; the caller was not at fault."""
 
 
 class FunctionReward(Scorer[float | Drop]):
@@ -113,7 +103,7 @@ class FunctionReward(Scorer[float | Drop]):
         optional: bool = False,
         tell: Callable[[str], None] = silent,
     ) -> None:
-        self._function = _Function.of(function, name, optional)
+        self._function = CalledFunction.of(function, name, optional)
         self.name = self._function.name
         self.at_work = ""
         self._decode = decode
@@ -132,16 +122,16 @@ class FunctionReward(Scorer[float | Drop]):
         self._timeout = math.inf if timeout is None else timeout
         self._concurrency = concurrency or (CONCURRENCY if self._function.is_async else 1)
         self._limiter: anyio.CapacityLimiter | None = None
-        parameters = _parameters(self._function.function, self.name)
+        parameters = parameters_of(self._function.function, self.name)
         kinds = inspect.Parameter
         self._takes_all = any(p.kind is kinds.VAR_KEYWORD for p in parameters.values())
         named = [p for p in parameters.values() if p.kind in {kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY}]
-        self._named = tuple(p.name for p in named if p.name not in _RESERVED)
+        self._named = tuple(p.name for p in named if p.name not in RESERVED)
         self._required = tuple(p.name for p in named if p.name in self._named and p.default is kinds.empty)
         self._processes = [self._in_process() for _ in range(self._concurrency)] if process else []
         self._idle = list(self._processes)
 
-    def _in_process(self) -> DisposableProcess[_Function]:
+    def _in_process(self) -> DisposableProcess[CalledFunction]:
         if self._function.is_async:
             raise RewardError(
                 f"reward function {self.name!r} is async, and a process of its own is for sync ones: leave that out"
@@ -224,7 +214,7 @@ class FunctionReward(Scorer[float | Drop]):
             for each, score in zip(finished, scores, strict=True)
         ]
 
-    async def _attempt(self, finished: Sequence[Finish]) -> list[_Score]:
+    async def _attempt(self, finished: Sequence[Finish]) -> list[Score]:
         """Return the score of each rollout; raise a ``RewardFailure`` if the function itself is at fault."""
         arguments, rollouts = self._arguments(finished), [each.rollout for each in finished]
         self._limiter = self._limiter or anyio.CapacityLimiter(self._concurrency)
@@ -234,7 +224,7 @@ class FunctionReward(Scorer[float | Drop]):
                     return await self._called(arguments, rollouts)
                 raise self._function.failure(f"took longer than {self._timeout:g} s", rollouts)
 
-    async def _called(self, arguments: Mapping[str, object], rollouts: Sequence[int]) -> list[_Score]:
+    async def _called(self, arguments: Mapping[str, object], rollouts: Sequence[int]) -> list[Score]:
         if self._function.is_async:
             return await self._function.answer(arguments, rollouts)
         if getattr(running_loop(), "virtual", False):
@@ -244,7 +234,7 @@ class FunctionReward(Scorer[float | Drop]):
             return await run_detached(f"oppo-reward-{self.name}", work)
         process = self._idle.pop()  # the limiter lets in as many calls as there are
         try:
-            return await process.call(_Function.scores, arguments, rollouts)
+            return await process.call(CalledFunction.scores, arguments, rollouts)
         except ModelError as error:
             raise self._function.failure(f"was lost: {error}", rollouts) from error
         finally:
@@ -264,7 +254,7 @@ class FunctionReward(Scorer[float | Drop]):
     def _arguments(self, finished: Sequence[Finish]) -> dict[str, object]:
         prompts = [each.response.prompt for each in finished]
         columns = sorted({name for prompt in prompts for name in prompt.columns} - {self._prompt_column})
-        if clash := [name for name in columns if name in _RESERVED]:
+        if clash := [name for name in columns if name in RESERVED]:
             raise RewardError(
                 f"the data's column {clash[0]!r} bears the name of an argument of reward functions: rename it"
             )
@@ -293,119 +283,3 @@ class FunctionReward(Scorer[float | Drop]):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
-
-
-@dataclass(frozen=True, slots=True)
-class _Function:
-    """A reward function, called in a thread, in a process, or on the event loop if it is async.
-
-    Attributes:
-        optional: whether it may return ``None``.
-        spec: ``file.py:function``, from which a process loads it; empty if it is importable by name.
-    """
-
-    name: str
-    function: RewardFunction
-    optional: bool = False
-    spec: str = ""
-
-    @classmethod
-    def of(cls, function: RewardFunction | str, name: str | None, optional: bool) -> _Function:
-        if isinstance(function, str):
-            return cls(name or function.rpartition(":")[2], load_function(function), optional, function)
-        return cls(name or str(getattr(function, "__name__", type(function).__name__)), function, optional)
-
-    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        if self.spec:
-            return _Function.of, (self.spec, self.name, self.optional)
-        return _Function, (self.name, self.function, self.optional)
-
-    @property
-    def is_async(self) -> bool:
-        call = getattr(self.function, "__call__", None)  # noqa: B004 - the method that a call runs
-        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)
-
-    def scores(self, arguments: Mapping[str, object], rollouts: Sequence[int]) -> list[_Score]:
-        """Call the function; return a finite number for each rollout.
-
-        Raises:
-            RewardFailure: it raised, or returned something else.
-        """
-        with self._contained(rollouts):
-            items, wrong = _items(self.function(**arguments), len(rollouts))
-        return self._scores(items, wrong, rollouts)
-
-    async def answer(self, arguments: Mapping[str, object], rollouts: Sequence[int]) -> list[_Score]:
-        """Do the same with an async function."""
-        with self._contained(rollouts):
-            result = self.function(**arguments)
-            items, wrong = _items(await result if isinstance(result, Awaitable) else result, len(rollouts))
-        return self._scores(items, wrong, rollouts)
-
-    def failure(self, what: str, rollouts: Sequence[int]) -> RewardFailure:
-        return RewardFailure(f"reward function {self.name!r} {what} (rollouts {', '.join(map(str, rollouts))})")
-
-    def _contained(self, rollouts: Sequence[int]) -> AbstractContextManager[None]:
-        return contained(lambda words: self.failure(f"raised {words}", rollouts))
-
-    def _scores(self, items: Sequence[object], wrong: str, rollouts: Sequence[int]) -> list[_Score]:
-        if wrong:
-            raise RewardFailure(
-                f"reward function {self.name!r} must return {len(rollouts)} numbers, one for each completion, in a "
-                f"list; got {wrong}"
-            )
-        return [self._score(item, rollout) for item, rollout in zip(items, rollouts, strict=True)]
-
-    def _score(self, item: object, rollout: int) -> _Score:
-        if item is None and self.optional:
-            return None
-        score = math.nan
-        complex_array = getattr(getattr(item, "dtype", None), "kind", "") == "c"
-        if isinstance(item, SupportsFloat) and not isinstance(item, complex) and not complex_array:
-            with suppress(Exception):  # an array of several numbers, a number too large, or a __float__ that raises
-                score = float(item)
-        if not math.isfinite(score):
-            raise RewardFailure(
-                f"reward function {self.name!r} must return a finite number for each completion; "
-                f"for rollout {rollout} it returned {shown(item)}"
-            )
-        return score
-
-
-def _items(result: object, count: int) -> tuple[Sequence[object], str]:
-    """Return the items of a function's result, and what is wrong with it as a whole, or an empty string.
-
-    A generator is read up to one item too many: it may raise, and it may never end.
-    """
-    ordered = isinstance(result, Iterable) and not isinstance(result, str | bytes | Mapping | AbstractSet)
-    if not ordered:
-        return (), shown(result)
-    items = list(islice(cast("Iterable[object]", result), count + 1))
-    return items, "" if len(items) == count else f"{len(items)}" if len(items) < count else f"more than {count}"
-
-
-def load_function(spec: str) -> RewardFunction:
-    """Return the reward function that ``file.py:function`` names; the file is run as a module of its own.
-
-    Raises:
-        RewardError: there is no such file or function, the file cannot be run, or the function takes no
-            ``prompts`` and ``completions``.
-    """
-    function = user_code.load_function(spec, RewardError)
-    _parameters(function, spec.rpartition(":")[2])
-    return function
-
-
-def _parameters(function: Callable[..., object], name: str) -> Mapping[str, inspect.Parameter]:
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # a builtin without a signature: the call will tell
-        return {}
-    parameters = signature.parameters
-    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    lacking = [each for each in _RESERVED if each not in parameters]
-    if lacking and not takes_all:
-        raise RewardError(
-            f"reward function {name!r} must take (prompts, completions, **columns); its signature is {name}{signature}"
-        )
-    return parameters

@@ -16,8 +16,9 @@ from anyio.abc import TaskGroup
 from oppo.errors import ProtocolError, as_itself, noted
 from oppo.events import Defer, Drop, Finish, Prompt, RolloutEvent, Scored
 from oppo.graph import Receiver, Sender, Step
-from oppo.models import ConcurrentScorer, Follower, PrioritisedScorer, ReportsSamples, Scorer, TimeSliced
+from oppo.models import Follower, PrioritisedScorer, Scorer, TimeSliced
 from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Preempted, Preemptible, Priority, TimeSlice, Urgent
+from oppo.scorer_protocols import ConcurrentScorer, ReportsSamples
 from oppo.stages.backlog import Backlog, Growth
 from oppo.stages.contract import require_count, require_model
 from oppo.stages.measure import Samples, ScorerCall
@@ -56,7 +57,7 @@ class Score(Generic[T]):
     trainer forgets parked rollouts at once, since its weights are about to change, and reads them again in the next
     step before they finish.
 
-    A :class:`~oppo.models.ConcurrentScorer` is called for rollouts that finish while it still scores others.
+    A :class:`~oppo.scorer_protocols.ConcurrentScorer` is called for rollouts that finish while it still scores others.
 
     A scorer that cannot score a rollout returns a ``Drop`` in place of its value: that rollout is not trained.
 

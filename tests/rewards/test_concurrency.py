@@ -121,10 +121,12 @@ async def test_a_sync_call_that_takes_too_long_holds_nothing_up(process: bool, t
         "        time.sleep(60)\n"
         "    return [0.5 for _ in prompts]\n"
     )
-    reward = FunctionReward(f"{tmp_path / 'rewards.py'}:slow", decode=str, timeout=5, process=process)
+    reward = FunctionReward(
+        f"{tmp_path / 'rewards.py'}:slow", decode=str, timeout=12 if process else 1, process=process
+    )
     with reward:
         started = anyio.current_time()
-        with pytest.raises(RewardFailure, match="took longer than 5 s"):
+        with pytest.raises(RewardFailure, match="took longer than"):
             await reward.finish(finished(1))
         assert anyio.current_time() - started < 50
         assert await reward.finish(finished(1)) == [0.5]

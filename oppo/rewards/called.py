@@ -1,0 +1,150 @@
+"""A reward function as it is called: on the event loop, in a thread or in a process; its results, checked."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set as AbstractSet
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final, SupportsFloat, TypeAlias, cast
+
+from oppo import user_code
+from oppo.errors import RewardError
+from oppo.models import RewardFunction
+from oppo.user_code import contained, shown
+
+RESERVED: Final = ("prompts", "completions")
+"""The arguments of a reward function that are no columns."""
+
+Score: TypeAlias = float | None
+"""A finite number; ``None``: the reward does not apply."""
+
+
+class RewardFailure(RewardError):  # noqa: N818 - it says what happened
+    """A reward function raised, or returned something that is no score; the caller was not at fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class CalledFunction:
+    """A reward function, called in a thread, in a process, or on the event loop if it is async.
+
+    Attributes:
+        optional: whether it may return ``None``.
+        spec: ``file.py:function``, from which a process loads it; empty if it is importable by name.
+    """
+
+    name: str
+    function: RewardFunction
+    optional: bool = False
+    spec: str = ""
+
+    @classmethod
+    def of(cls, function: RewardFunction | str, name: str | None, optional: bool) -> CalledFunction:
+        """Return the function, or the one that ``file.py:function`` names."""
+        if isinstance(function, str):
+            return cls(name or function.rpartition(":")[2], load_function(function), optional, function)
+        return cls(name or str(getattr(function, "__name__", type(function).__name__)), function, optional)
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        if self.spec:
+            return CalledFunction.of, (self.spec, self.name, self.optional)
+        return CalledFunction, (self.name, self.function, self.optional)
+
+    @property
+    def is_async(self) -> bool:
+        """Whether it returns an awaitable."""
+        call = getattr(self.function, "__call__", None)  # noqa: B004 - the method that a call runs
+        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)
+
+    def scores(self, arguments: Mapping[str, object], rollouts: Sequence[int]) -> list[Score]:
+        """Call the function; return a finite number for each rollout.
+
+        Raises:
+            RewardFailure: it raised, or returned something else.
+        """
+        with self._contained(rollouts):
+            items, wrong = _items(self.function(**arguments), len(rollouts))
+        return self._scores(items, wrong, rollouts)
+
+    async def answer(self, arguments: Mapping[str, object], rollouts: Sequence[int]) -> list[Score]:
+        """Do the same with an async function."""
+        with self._contained(rollouts):
+            result = self.function(**arguments)
+            items, wrong = _items(await result if isinstance(result, Awaitable) else result, len(rollouts))
+        return self._scores(items, wrong, rollouts)
+
+    def failure(self, what: str, rollouts: Sequence[int]) -> RewardFailure:
+        """Return an error that names the function and the rollouts."""
+        return RewardFailure(f"reward function {self.name!r} {what} (rollouts {', '.join(map(str, rollouts))})")
+
+    def _contained(self, rollouts: Sequence[int]) -> AbstractContextManager[None]:
+        return contained(lambda words: self.failure(f"raised {words}", rollouts))
+
+    def _scores(self, items: Sequence[object], wrong: str, rollouts: Sequence[int]) -> list[Score]:
+        if wrong:
+            raise RewardFailure(
+                f"reward function {self.name!r} must return {len(rollouts)} numbers, one for each completion, in a "
+                f"list; got {wrong}"
+            )
+        return [self._score(item, rollout) for item, rollout in zip(items, rollouts, strict=True)]
+
+    def _score(self, item: object, rollout: int) -> Score:
+        if item is None and self.optional:
+            return None
+        score = math.nan
+        complex_array = getattr(getattr(item, "dtype", None), "kind", "") == "c"
+        if isinstance(item, SupportsFloat) and not isinstance(item, complex) and not complex_array:
+            with suppress(Exception):  # an array of several numbers, a number too large, or a __float__ that raises
+                score = float(item)
+        if not math.isfinite(score):
+            raise RewardFailure(
+                f"reward function {self.name!r} must return a finite number for each completion; "
+                f"for rollout {rollout} it returned {shown(item)}"
+            )
+        return score
+
+
+def _items(result: object, count: int) -> tuple[Sequence[object], str]:
+    """Return the items of a function's result, and what is wrong with it as a whole, or an empty string.
+
+    A generator is read up to one item too many: it may raise, and it may never end.
+    """
+    ordered = isinstance(result, Iterable) and not isinstance(result, str | bytes | Mapping | AbstractSet)
+    if not ordered:
+        return (), shown(result)
+    items = list(islice(cast("Iterable[object]", result), count + 1))
+    return items, "" if len(items) == count else f"{len(items)}" if len(items) < count else f"more than {count}"
+
+
+def load_function(spec: str) -> RewardFunction:
+    """Return the reward function that ``file.py:function`` names; the file is run as a module of its own.
+
+    Raises:
+        RewardError: there is no such file or function, the file cannot be run, or the function takes no
+            ``prompts`` and ``completions``.
+    """
+    function = user_code.load_function(spec, RewardError)
+    parameters_of(function, spec.rpartition(":")[2])
+    return function
+
+
+def parameters_of(function: Callable[..., object], name: str) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a function by name; none of a builtin without a signature.
+
+    Raises:
+        RewardError: it takes no ``prompts`` and ``completions``.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a builtin without a signature: the call will tell
+        return {}
+    parameters = signature.parameters
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    lacking = [each for each in RESERVED if each not in parameters]
+    if lacking and not takes_all:
+        raise RewardError(
+            f"reward function {name!r} must take (prompts, completions, **columns); its signature is {name}{signature}"
+        )
+    return parameters
