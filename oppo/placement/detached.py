@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from contextvars import Context, copy_context
 from functools import partial
-from threading import Thread
+from threading import Lock, Thread
 from typing import Concatenate, Generic, ParamSpec, TypeVar, cast
 
 import anyio
@@ -76,7 +76,7 @@ class DisposableProcess(Generic[T]):
     def __init__(self, name: str, instance: T) -> None:
         self._name = name
         self._create = pack_with_blocks(Create(0, instance))
-        self._child: Child | None = None
+        self._child: _LazyChild | None = None
         self._turn = anyio.Lock()
 
     async def call(self, work: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -88,24 +88,49 @@ class DisposableProcess(Generic[T]):
         """
         packet = pack(Call(0, work, args, kwargs))
         async with self._turn:
+            child = self._child = self._child or _LazyChild(self._name, self._create)
             try:
-                return cast("R", await run_detached(f"oppo-{self._name}", partial(self._ask, packet)))
+                return cast("R", await run_detached(f"oppo-{self._name}", partial(child.ask, packet)))
+            except Gone as gone:
+                self.close()
+                raise ModelLost(f"the process of {self._name!r} {gone}") from None
             except anyio.get_cancelled_exc_class():
                 self.close()
                 raise
-
-    def _ask(self, packet: Packet) -> object:
-        try:
-            if self._child is None:
-                self._child = Child(self._name, None)
-                self._child.ask(self._create).result(self._name)
-            return self._child.ask(packet).result(self._name)
-        except Gone as gone:
-            self.close()
-            raise ModelLost(f"the process of {self._name!r} {gone}") from None
 
     def close(self) -> None:
         """Kill the child, whatever it is doing; idempotent."""
         child, self._child = self._child, None
         if child is not None:
             child.kill()
+
+
+class _LazyChild:
+    """A child that the first order starts; ``kill`` may come before, during or after that, from another thread."""
+
+    def __init__(self, name: str, create: Packet) -> None:
+        self._name = name
+        self._create = create
+        self._child: Child | None = None
+        self._killed = False
+        self._lock = Lock()
+
+    def ask(self, packet: Packet) -> object:
+        """Return what an order returns.
+
+        Raises:
+            Gone: the child is dead, or dies meanwhile.
+        """
+        if self._child is None:
+            with self._lock:
+                if self._killed:
+                    raise Gone("was killed before it started")
+                self._child = Child(self._name, None)
+            self._child.ask(self._create).result(self._name)
+        return self._child.ask(packet).result(self._name)
+
+    def kill(self) -> None:
+        with self._lock:
+            self._killed = True
+            if self._child is not None:
+                self._child.kill()

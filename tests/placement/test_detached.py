@@ -5,14 +5,18 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
 import anyio
 import anyio.to_thread
 import pytest
 
-from oppo.placement.detached import run_detached
+from oppo.placement import detached
+from oppo.placement.callback import Callbacks
+from oppo.placement.child import Child, Gone
+from oppo.placement.detached import DisposableProcess, run_detached
+from oppo.placement.wire import Answer, Call, Failure, Packet, pack
 
 NAMED: ContextVar[str] = ContextVar("NAMED", default="nobody")
 
@@ -131,3 +135,49 @@ def test_a_reward_function_that_never_returns_does_not_keep_the_process_of_a_run
     done = subprocess.run([sys.executable, "-c", STUCK], timeout=60, check=False, capture_output=True, text=True)
     assert done.returncode == 1
     assert "LookupError: the critic is gone" in done.stderr
+
+
+def add(one: int, other: int) -> int:
+    return one + other
+
+
+async def test_a_call_whose_death_is_noticed_late_leaves_its_successor_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cancelled, killed; the next call starts another child; only then the first one's thread finds its own dead."""
+    noticed, first = threading.Event(), list[Child]()
+
+    class SlowToNotice(Child):
+        def ask(self, packet: Packet, callbacks: Callbacks | None = None) -> Answer | Failure:
+            first.append(self)
+            if self is first[0]:
+                noticed.wait()
+                raise Gone("was killed")
+            return super().ask(packet, callbacks)
+
+    monkeypatch.setattr(detached, "Child", SlowToNotice)
+    process = DisposableProcess("adding", 1)
+    with anyio.move_on_after(0.05):
+        await process.call(add, 1)
+    assert await process.call(add, 1) == 2
+    noticed.set()
+    await anyio.sleep(0.05)
+    assert await process.call(add, 2) == 3
+    assert len({id(child) for child in first}) == 2
+    process.close()
+
+
+async def test_a_call_that_is_cancelled_while_its_child_starts_leaves_no_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    starting, started = threading.Event(), list[Child]()
+
+    class SlowToStart(Child):
+        def __init__(self, name: str, setup: Callable[[], object] | None) -> None:
+            starting.wait(0.2)
+            super().__init__(name, setup)
+            started.append(self)
+
+    monkeypatch.setattr(detached, "Child", SlowToStart)
+    process = DisposableProcess("adding", 1)
+    with anyio.move_on_after(0.05):
+        await process.call(add, 1)
+    (child,) = started
+    with pytest.raises(Gone):
+        child.ask(pack(Call(None, add, (1, 1))))
