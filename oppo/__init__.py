@@ -18,6 +18,7 @@ from oppo.admission import (
 )
 from oppo.algorithms.grpo import grpo
 from oppo.algorithms.ppo import ppo
+from oppo.algorithms.wrapped import wrap
 from oppo.chunking import ChunkSize, Fixed, Tuned, WholeRollout
 from oppo.data import PromptStream, read_prompts
 from oppo.errors import OppoError
@@ -38,20 +39,23 @@ from oppo.events import (
     merge_chunks,
     rollout_of,
 )
+from oppo.function_trainer import FunctionTrainer
 from oppo.graph import Graph, GraphBuilder, Receiver, Run, Sender, Step, Stream, join, where
 from oppo.liveness import watched
 from oppo.models import Decode, Follower, Piece, Policy, Sampling, Scorer, Trained, Trainer, Weights
 from oppo.placement import Inline, Process, Thread
 from oppo.report import RunDirectory
-from oppo.rewards import FunctionReward
+from oppo.rewards import FunctionReward, Rewards
 from oppo.shaping import ScoreShaping
 from oppo.stages import (
     GAE,
+    Gather,
     Generate,
     GroupRelative,
     Score,
     ScoredRollout,
     ScoredRollouts,
+    Selection,
     Update,
     finished_rollout,
     followers,
@@ -79,6 +83,8 @@ __all__ = [
     "FloatArray",
     "Follower",
     "FunctionReward",
+    "FunctionTrainer",
+    "Gather",
     "Generate",
     "Given",
     "Graph",
@@ -95,6 +101,7 @@ __all__ = [
     "PromptStream",
     "Receiver",
     "Response",
+    "Rewards",
     "RolloutEvent",
     "Run",
     "RunDirectory",
@@ -105,6 +112,7 @@ __all__ = [
     "ScoredRollout",
     "ScoredRollouts",
     "Scorer",
+    "Selection",
     "Sender",
     "SlopeAdaptive",
     "Step",
@@ -132,4 +140,5 @@ __all__ = [
     "rollout_of",
     "watched",
     "where",
+    "wrap",
 ]

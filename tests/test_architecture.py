@@ -25,6 +25,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "chunking",
             "decodes",
             "estimators",
+            "function_trainer",
             "hosted_trainer",
             "placement",
             "scorer_protocols",

@@ -27,6 +27,8 @@ NAMES = [
     "Follower",
     "followers",
     "FunctionReward",
+    "FunctionTrainer",
+    "Gather",
     "GAE",
     "ScoredRollout",
     "ScoredRollouts",
@@ -51,6 +53,7 @@ NAMES = [
     "read_prompts",
     "Receiver",
     "Response",
+    "Rewards",
     "rollout_of",
     "RolloutEvent",
     "Run",
@@ -59,6 +62,7 @@ NAMES = [
     "Score",
     "Scored",
     "Scorer",
+    "Selection",
     "ScoreShaping",
     "Sender",
     "SlopeAdaptive",
@@ -79,6 +83,7 @@ NAMES = [
     "Weights",
     "where",
     "WholeRollout",
+    "wrap",
 ]
 
 

@@ -1,6 +1,7 @@
 """The stages of a PPO step: generate, score, advantage, update. Each is a small object with one ``run``."""
 
 from oppo.stages.gae import GAE
+from oppo.stages.gather import Gather
 from oppo.stages.generate import Generate
 from oppo.stages.group import GroupRelative
 from oppo.stages.score import Score
@@ -10,6 +11,7 @@ from oppo.stages.update import Update, followers
 
 __all__ = [
     "GAE",
+    "Gather",
     "Generate",
     "GroupRelative",
     "Score",

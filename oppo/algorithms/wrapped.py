@@ -1,0 +1,59 @@
+"""A loop that exists already, overlapped: its own training step, in a graph of this library's stages."""
+
+from __future__ import annotations
+
+from oppo.admission import Admission
+from oppo.chunking import ChunkSize, Fixed
+from oppo.events import Drop, FloatArray, Prompt, StepReport, merge_chunks, rollout_of
+from oppo.function_trainer import FunctionTrainer, Module, TrainStep
+from oppo.graph import Graph, GraphBuilder
+from oppo.models import Policy, Scorer
+from oppo.placement import Thread
+from oppo.stages import Gather, Generate, Score, Update
+from oppo.stages.update import followers
+
+
+def wrap(
+    step: TrainStep,
+    actor: Module,
+    *,
+    policy: Policy,
+    reward: Scorer[float | Drop],
+    admission: Admission,
+    reference: Scorer[FloatArray] | None = None,
+    critic: Scorer[FloatArray] | None = None,
+    critic_module: Module | None = None,
+    samples: int = 1,
+    chunks: ChunkSize | None = None,
+    thread: Thread | None = None,
+) -> Graph[StepReport]:
+    """Return a loop that exists already as a graph: responses are scored while they are written, and carried over.
+
+    What stays is the training step. It is given a :class:`oppo.Batch` with tokens, behaviour log-probs, scores and the
+    results of the other scorers; rewards and advantages in it are 0. What goes is the call that generates, since a call
+    that returns when all responses have ended cannot be streamed: the policy takes its place.
+
+    Args:
+        step: trains ``actor`` on a batch, in place, and returns metrics or nothing.
+        actor: the module that it trains.
+        policy: the actor that decodes, for example :class:`oppo.hf.HfPolicy` on the same module.
+        reward: the score of a finished response, or a ``Drop``.
+        admission: batch size, overcommit and the cut.
+        reference: log-probs of a reference model, float32 [n] for a response of n tokens.
+        critic: values of the states before each response token, float32 [n].
+        critic_module: the module behind ``critic``, if the step trains it too.
+        samples: responses to each prompt; ``admission`` then counts prompts.
+        chunks: tokens per chunk; 32 by default.
+        thread: where the step is called; ``None``: on the event loop, where everything else waits for it.
+    """
+    trainer = FunctionTrainer(step, actor, critic_module, thread=thread)
+    capacity = max(16, 4 * admission.batch * samples)
+    g: GraphBuilder[Prompt] = GraphBuilder("wrapped", capacity=capacity, merge=merge_chunks, key=rollout_of)
+    rollout = g.add("generate", Generate(policy, admission, chunks or Fixed(), samples), g.prompts)
+    score = g.add("reward", Score(reward), rollout)
+    ref = None if reference is None else g.add("ref_logp", Score(reference), rollout)
+    value = None if critic is None else g.add("value", Score(critic), rollout)
+    batch = g.add("gather", Gather(), rollout, score, reference=ref, value=value)
+    served = followers(policy, critic) if critic_module is not None else followers(policy)
+    used = ("generate",) if critic is None else ("generate", "value")
+    return g.build(g.add("update", Update(trainer, publish=served, after=used), batch))
