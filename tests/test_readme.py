@@ -12,9 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import oppo.algorithms
-from oppo import GAE, Fixed, Graph, Overcommit, Score, grpo, ppo
+from oppo import GAE, Fixed, FloatArray, Graph, Overcommit, Score, grpo, ppo
 from oppo.app.config import load
 from oppo.errors import GraphError
 from oppo.testing import (
@@ -103,6 +104,29 @@ def test_the_recipe_of_the_readme_is_the_recipe_and_a_stage_keeps_its_other_opti
         whole.stage("advantage", Score)
     with pytest.raises(GraphError, match="'gae' cannot be given: the stages are 'generate'"):
         whole.stage("gae", GAE)
+
+
+def test_the_loop_of_the_readme_is_overlapped() -> None:
+    (shown,) = re.findall(r"```python\n(# train_step.*?)```", README, re.DOTALL)
+    seen: list[int] = []
+
+    def train_step(tokens: list[object], scores: FloatArray) -> dict[str, float]:
+        seen.append(len(tokens))
+        return {"loss/policy_avg": float(scores.mean())}
+
+    policy, reward = FakePolicy(length=lambda prompt: 5 + prompt.admission), FakeScorer(fake_scalar)
+    actor = torch.nn.Linear(1, 1)
+    names: dict[str, object] = {"train_step": train_step, "actor": actor, "policy": policy, "reward": reward}
+    exec(shown, names | {"oppo": oppo}, names)
+    graph = names["graph"]
+    assert isinstance(graph, Graph)
+
+    async def main() -> list[int]:
+        async with graph.open(prompts(30)) as run:
+            return [len(step.deferred) async for step in run.steps(2)]
+
+    assert run_virtual(main) == [2, 0]
+    assert seen == [8, 8]
 
 
 def test_the_recipe_without_a_critic_is_the_recipe() -> None:
