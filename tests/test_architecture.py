@@ -33,6 +33,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "staleness",
             "stopping",
             "training",
+            "turns",
         }
     ),
     frozenset({"graph"}),

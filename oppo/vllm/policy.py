@@ -38,14 +38,12 @@ class VllmDecode(BufferedDecode):
     """One rollout of a :class:`VllmPolicy`.
 
     Attributes:
-        limit: length in tokens at which the response ends.
         request: id of its request in the engine; empty when there is none.
         collector: receives the engine's outputs for the request.
     """
 
     def __init__(self, policy: VllmPolicy, response: Response, limit: int) -> None:
-        super().__init__(response.prompt, len(response))
-        self.limit = limit
+        super().__init__(response, limit)
         self.request = ""
         self.collector: Collector | None = None
         self._policy = policy
