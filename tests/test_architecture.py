@@ -49,6 +49,7 @@ LEAVES = frozenset(
         "data",
         "demo",
         "durable",
+        "environments",
         "hf",
         "liveness",
         "redact",

@@ -2,75 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import anyio
 import numpy as np
 import pytest
 
 from oppo.errors import ProtocolError
-from oppo.events import IntArray, Prompt, Response
-from oppo.hf.serve.policy import HfPolicy
+from oppo.events import Response
 from oppo.models import Weights
 from oppo.turns import turn_so_far, turns_answered
+from tests.dialogues import ANSWER, Dialogue, dialogue
 from tests.hf import tiny
 from tests.hf.stories import SAMPLING, Serving, Story, full_logprobs, prompts
 
-ANSWER = np.array([17, 19, 18, 16, 20], np.int32)
 MOST = replace(SAMPLING, max_new_tokens=90, stop=tuple(range(2, 14)))
-
-
-@dataclass
-class Dialogue(Story):
-    """A story in which each rollout has some turns answered, after a while, and then ends."""
-
-    turns: int = 2
-    seconds: Callable[[int, int], float] = lambda k, turn: 0.0
-    heard: list[list[IntArray]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.heard = [[] for _ in self.decodes]
-
-    async def converse(self, k: int) -> None:
-        while (tokens := await self.decodes[k].turn()) is not None:
-            self.heard[k].append(tokens)
-            await anyio.sleep(self.seconds(k, len(self.heard[k])))
-            if not (self.decodes[k].proceed(ANSWER) if len(self.heard[k]) <= self.turns else self.decodes[k].finish()):
-                self.heard[k].pop()
-                return
-
-    async def step(self, policy: HfPolicy, limit: int = 7) -> None:
-        async with policy.decoding(self.live, self.cut), anyio.create_task_group() as talks:
-            async with anyio.create_task_group() as readers:
-                for k, decode in enumerate(self.decodes):
-                    if decode in self.live:
-                        readers.start_soon(self.read, k, limit)
-                        talks.start_soon(self.converse, k)
-            talks.cancel_scope.cancel()
-
-    def responses(self, asked: Sequence[Prompt]) -> list[Response]:
-        """Return what was read of each."""
-        made = [Response.empty(prompt) for prompt in asked]
-        for k, pieces in enumerate(self.pieces):
-            for piece in pieces:
-                made[k] = made[k].then(piece.event(asked[k].rollout, len(made[k])))
-        return made
-
-
-async def dialogue(
-    policy: HfPolicy, asked: Sequence[Prompt], seconds: Callable[[int, int], float] = lambda k, turn: 0.0, cuts: int = 0
-) -> Dialogue:
-    """Return what rollouts with two answers came to; the step is cut after each of the first ``cuts`` ends."""
-    talk = Dialogue(await policy.open_turns(asked), seconds=seconds)
-    for cut_after in range(1, cuts + 1):
-        talk.cut_after = cut_after
-        await talk.step(policy)
-    talk.cut_after = 1_000_000
-    while talk.live:
-        await talk.step(policy)
-    return talk
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -79,7 +25,7 @@ async def test_the_tokens_after_an_answer_are_those_of_the_whole_sequence(servin
     with serving(model, sampling=MOST, exact=exact) as policy:
         talk = await dialogue(policy, asked)
     assert sorted(rollout for told in talk.told for rollout in told) == [prompt.rollout for prompt in asked]
-    for k, response in enumerate(talk.responses(asked)):
+    for k, response in enumerate(talk.responses()):
         assert turns_answered(response) == 2
         assert response.tokens[~response.sampled].tolist() == [*ANSWER, *ANSWER]
         assert turn_so_far(response) == talk.heard[k][-1].tolist()
@@ -134,11 +80,12 @@ async def test_the_others_decode_while_a_tool_works(serving: Serving) -> None:
 async def test_exact_decoding_does_not_depend_on_how_long_tools_take(serving: Serving, cuts: int) -> None:
     asked, model = prompts(5), tiny.causal()
     with serving(model, sampling=MOST, exact=True) as policy:
-        quick = await dialogue(policy, asked, cuts=cuts)
+        quick = await dialogue(policy, asked, cuts=range(1, cuts + 1))
     with serving(model, sampling=MOST, exact=True) as policy:
-        slow = await dialogue(policy, asked, lambda k, turn: 0.03 * ((k + turn) % 3), cuts=cuts)
+        slow = await dialogue(policy, asked, lambda k, turn: 0.03 * ((k + turn) % 3), cuts=range(1, cuts + 1))
     assert quick.tokens() == slow.tokens()
-    assert quick.logprobs() == slow.logprobs()
+    for one, other in zip(quick.responses(), slow.responses(), strict=True):
+        assert one.logprobs.tolist() == other.logprobs.tolist()
     assert quick.told == slow.told
 
 
@@ -147,12 +94,12 @@ async def test_a_half_written_conversation_goes_on_with_the_same_tokens(serving:
     with serving(model, sampling=MOST) as policy:
         whole = await dialogue(policy, asked)
         halves = []
-        for response, prompt in zip(whole.responses(asked), asked, strict=True):
+        for response, prompt in zip(whole.responses(), asked, strict=True):
             end = int(np.flatnonzero(~response.sampled)[len(ANSWER) - 1]) + 3  # a token or two after the first answer
             cut = [piece for piece in response.pieces() if piece.start < end]
             half = Response.of(prompt, cut[:2])
             halves.append(half.then(response.chunk(len(half), end)))
-        rest = Dialogue(await policy.open_turns(halves), turns=1)
+        rest = Dialogue(await policy.open_turns(halves), asked, turns=1)
         await rest.step(policy)
     for half, tokens, all_tokens in zip(halves, rest.tokens(), whole.tokens(), strict=True):
         assert [*half.tokens.tolist(), *tokens] == all_tokens
@@ -162,8 +109,8 @@ async def test_a_conversation_that_is_opened_at_the_end_of_a_turn_is_answered_th
     asked, model = prompts(4), tiny.causal()
     with serving(model, sampling=MOST) as policy:
         whole = await dialogue(policy, asked)
-        halves = [Response.of(response.prompt, response.pieces()[:1]) for response in whole.responses(asked)]
-        rest = Dialogue(await policy.open_turns(halves))
+        halves = [Response.of(response.prompt, response.pieces()[:1]) for response in whole.responses()]
+        rest = Dialogue(await policy.open_turns(halves), asked)
         await rest.step(policy)
     assert [each[0].tolist() for each in rest.heard] == [half.tokens.tolist() for half in halves]
     for half, tokens, all_tokens in zip(halves, rest.tokens(), whole.tokens(), strict=True):
@@ -212,6 +159,6 @@ async def test_a_response_ends_at_its_limit_in_any_turn(serving: Serving) -> Non
     with serving(sampling=replace(MOST, max_new_tokens=16)) as policy:
         talk = await dialogue(policy, asked)
     assert {"length"} <= set(talk.states())
-    for response in talk.responses(asked):
+    for response in talk.responses():
         assert len(response) <= 16
         assert response.sampled[-1]
