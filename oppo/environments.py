@@ -54,9 +54,9 @@ class FunctionEnvironment:
     """A function that answers turns, as an :class:`oppo.turns.Environment`.
 
     Args:
-        function: ``f(turn)``, sync or async, with a :class:`TextTurn`: returns the answer as text, or a pair of text and
-            state, or ``None`` to end the response. A sync function runs in a thread, or inline on a loop of virtual
-            time.
+        function: ``f(turn)``, sync or async, with a :class:`TextTurn`: returns the answer as text, or a pair of text
+            and state, or ``None`` to end the response. A sync function runs in a thread, or inline on a loop of
+            virtual time.
         decode: token ids to text, without special tokens.
         encode: text to token ids, without special tokens that the text does not contain.
         on_failure: ``fail`` raises; ``drop`` drops the rollout.
@@ -154,7 +154,7 @@ class FunctionEnvironment:
     def _tokens(self, result: object, turn: Turn) -> Answer | None:
         if result is None:
             return None
-        pair = result if isinstance(result, tuple) and len(result) == 2 else (result, None)  # noqa: PLR2004 - a pair
+        pair = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
         text, state = pair
         if not isinstance(text, str) or not text:
             raise self._failure(f"must return a text, a pair of text and state, or None; got {shown(result)}", turn)

@@ -13,10 +13,11 @@ from transformers import PreTrainedModel
 from oppo.app.engines import SERVING, Order, Serve, Serving, serve
 from oppo.app.roles import RoleLoader
 from oppo.app.saving import Saving
-from oppo.app.settings import DataSection, ModelsSection, SamplingSection, Settings
+from oppo.app.sections import DataSection, ModelsSection, SamplingSection
+from oppo.app.settings import Settings
 from oppo.declared import declared
-from oppo.errors import ConfigError
 from oppo.environments import EnvironmentFailure, FunctionEnvironment
+from oppo.errors import ConfigError
 from oppo.events import Drop, FloatArray
 from oppo.hf.cpu import available_cores
 from oppo.hf.device import device_of, synchronised

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, TypeAlias
 from oppo.admission import Admission, Observation, Overcommit, SlopeAdaptive, TailAdaptive, TailBatched
 from oppo.admission.slope import SlopeRule
 from oppo.algorithms.algorithm import Roles
-from oppo.app.settings import Settings, StepSection
+from oppo.app.sections import StepSection
+from oppo.app.settings import Settings
 from oppo.chunking import ChunkSize, Fixed, Tuned, WholeRollout
 from oppo.data import PromptStream
 from oppo.events import StepReport

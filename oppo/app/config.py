@@ -62,6 +62,7 @@ def resolve(document: Mapping[str, object], folder: Path) -> Settings:
                 reward=reward,
                 reference=_model(models.reference, folder) or policy,
                 critic=_model(models.critic, folder) or own_critic,
+                environment=_model(models.environment, folder),
             ),
             "data": replace(settings.data, prompts=_path(settings.data.prompts, folder)),
         }

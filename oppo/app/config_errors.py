@@ -11,7 +11,8 @@ from pydantic import ValidationError
 
 from oppo.algorithms.ppo import PPO
 from oppo.algorithms.registry import ALGORITHMS
-from oppo.app.settings import Settings, StepSection, algorithm_of, keys_of
+from oppo.app.sections import StepSection
+from oppo.app.settings import Settings, algorithm_of, keys_of
 from oppo.declared import Declared, declared
 from oppo.errors import ConfigError, shortened
 from oppo.redact import holds_secret, redacted

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
-from oppo.app.settings import ModelsSection
+from oppo.app.sections import ModelsSection
 from oppo.errors import ConfigError, ModelRefused
 from oppo.hf.introspection import vocabulary
 from oppo.hf.loading.directory import holds_tokenizer

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from oppo.app.provenance import Provenance
-from oppo.app.settings import DataSection, Settings
+from oppo.app.sections import DataSection
+from oppo.app.settings import Settings
 from oppo.data import PromptStream, read_prompts
 from oppo.errors import ConfigError, DataError
 from oppo.events import Prompt

@@ -21,7 +21,8 @@ from oppo.app.empty_steps import EmptySteps
 from oppo.app.interrupt import Interrupt, Stopped, interruptible
 from oppo.app.provenance import Provenance, require_continued
 from oppo.app.resume import CHECKPOINTS, locked, newest, require_same
-from oppo.app.settings import RunSection, Settings
+from oppo.app.sections import RunSection
+from oppo.app.settings import Settings
 from oppo.app.supply import require_room, require_unfinished, resolved_prompts, short_of, steps_of
 from oppo.data import PromptStream
 from oppo.errors import CheckpointError, HangError, behind

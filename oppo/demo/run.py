@@ -17,7 +17,8 @@ from oppo import observe
 from oppo.app.config import resolve
 from oppo.app.engines import require_engine
 from oppo.app.evaluate import compare
-from oppo.app.settings import Engine, Settings
+from oppo.app.sections import Engine
+from oppo.app.settings import Settings
 from oppo.app.train import FINAL, prepare, run
 from oppo.demo.assets import Assets, cache_directory, make_assets
 from oppo.demo.exactness import compare_schedules

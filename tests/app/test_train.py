@@ -6,7 +6,7 @@ import pytest
 
 from oppo.admission import Admission, Overcommit, SlopeAdaptive, TailAdaptive, TailBatched
 from oppo.app.compose import admission_of, chunks_of
-from oppo.app.settings import StepSection
+from oppo.app.sections import StepSection
 from oppo.chunking import ChunkSize, Fixed, Tuned, WholeRollout
 
 

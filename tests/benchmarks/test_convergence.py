@@ -17,7 +17,8 @@ from benchmarks.convergence.figure import figure
 from benchmarks.convergence.page import BEGIN, END, findings, placed, section, table
 from benchmarks.convergence.results import FILE, Answers, Cell, Estimate, Outcome, Plan, Results
 from benchmarks.convergence.study import cells, study
-from oppo.app.settings import Settings, StepSection
+from oppo.app.sections import StepSection
+from oppo.app.settings import Settings
 from oppo.demo.assets import Assets, Facts
 from oppo.demo.run import FULL, settings_of
 from oppo.errors import ConfigError

@@ -1,0 +1,270 @@
+"""The sections of a settings file: a dataclass for each table that is no other module's own."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import AfterValidator, Field
+
+from oppo.algorithms.registry import ALGORITHMS
+from oppo.app.tables import OneOf
+from oppo.declared import (
+    Count,
+    Filled,
+    FromList,
+    NonNegative,
+    Positive,
+    PositiveCount,
+    Seconds,
+    Seed,
+    required,
+    setting,
+)
+from oppo.models import SamplingSettings
+from oppo.user_code import SPEC
+
+Name: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+Engine: TypeAlias = Literal["transformers", "vllm"]
+AdmissionName: TypeAlias = Literal["overcommit", "adaptive", "slope", "slope-algorithm1", "tail-batched"]
+
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+
+
+def about(kind: type) -> str:
+    """Return the first line of a class's docstring, from its colon on."""
+    return (kind.__doc__ or "").partition("\n")[0].partition(": ")[2].rstrip(".")
+
+
+def _require_device(device: str) -> str:
+    if _DEVICE.fullmatch(device) is None:
+        raise ValueError(f"expected 'auto', 'cpu', 'cuda' or one of several as 'cuda:1', got {device!r}")
+    return device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSection:
+    """``[run]``: what is run, for how long, and what is written about it."""
+
+    name: Name = setting("run", "the run's folder inside `directory`")
+    directory: Filled = setting("runs", "the folder that holds runs")
+    steps: PositiveCount = setting(100, "how many updates to make")
+    seed: Seed = setting(
+        0,
+        "seeds the data order, sampling and training; `--set run.seed=N` moves the seeds of the sections "
+        "with it that were the same",
+    )
+    exact: bool = setting(default=False, description="make every bit independent of timing (slower; float32, CPU)")
+    cores: Annotated[int, Field(ge=0, le=1024)] = setting(0, "cores to work with; 0: all that the process may use")
+    policy: Literal["thread", "process"] = setting(
+        "thread", "where the actor decodes: in a thread, or, on a CPU, in a process; the run ends if that dies"
+    )
+    scorers: Literal["auto", "thread", "process"] = setting(
+        "auto",
+        "where reward, reference and critic work: in a thread beside the actor's, or in a process of their "
+        "own, which is started again if it dies; auto: a process on a CPU with several cores, else a thread",
+    )
+    trainer: Literal["thread", "process"] = setting("thread", "where updates are made")
+    panel: Literal["auto", "live", "lines", "off"] = setting(
+        "auto", "form of the progress display; auto: live on a terminal, else lines"
+    )
+    logged_samples: Count = setting(4, "rollouts a step written to samples.jsonl with their text")
+    trace: Count | Literal["all"] = setting(
+        20,
+        "steps at the beginning of the run, and as many at its end, that trace.json shows in "
+        "chrome://tracing or Perfetto; `all`: every step, 0: none",
+    )
+    watchdog_seconds: Seconds = setting(
+        600.0, "seconds without progress after which a run is ended, with hang-report.json; 0: never"
+    )
+    call_timeout: Seconds = setting(
+        3600.0,
+        "replaces `watchdog_seconds` during one call of a model or a reward function, if longer; 0: no limit",
+    )
+    scorer_restarts: Count = setting(3, "restarts of a dead process of the scorers per hour")
+    max_empty: Count = setting(5, "end a run after this many consecutive steps without a trained rollout; 0: never")
+    max_nonfinite: Count = setting(
+        3, "end a run after this many consecutive updates that are not finite, and dump the batch; 0: never"
+    )
+    checkpoint_every: Count = setting(
+        25,
+        "steps between checkpoints, from which `oppo resume` goes on; the last step writes one too; 0: none",
+    )
+    keep_last: PositiveCount = setting(2, "how many of the newest checkpoints are kept")
+    keep_best: bool = setting(default=False, description="keep the checkpoint of the best mean score too")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelsSection:
+    """``[models]``: directories or hub names; the reward may be a function as ``file.py:function``."""
+
+    policy: Filled = required("directory or hub name of the causal language model to train")
+    reward: Filled = required(
+        "directory or hub name of a reward model, or `file.py:name` of a function, of several rewards "
+        "`{name: (weight, function)}`, or of a scorer"
+    )
+    reference: str = setting("", "directory or hub name; the policy when empty")
+    critic: str = setting("", "directory or hub name; the reward model, or the policy, when empty; none without PPO")
+    shared_trunk: bool = setting(
+        default=False,
+        description="make the critic a value head on the policy's own trunk, read and trained once for both",
+    )
+    share_weights: bool | None = setting(
+        None,
+        "train the weights that are served, or a copy of them, which is published after each update; when absent the "
+        "served ones, but a copy with `step.lookahead`",
+    )
+    engine: Engine = setting(
+        "transformers",
+        "what decodes the policy's responses; `vllm`: vLLM, in processes of its own, with the arguments of `[vllm]`; "
+        "the trainer publishes its weights to it, and everything else stays on transformers",
+    )
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = setting(
+        "float32",
+        "type of the weights; what is trained in 16 bits has float32 copies; no float16 on a CPU",
+    )
+    device: Annotated[str, AfterValidator(_require_device)] = setting(
+        "auto",
+        "where the models are: `auto`, `cpu`, `cuda`, or one of several as `cuda:1`; auto: `cuda` where "
+        "there is one and `run.exact` is off, else `cpu`",
+    )
+    attention: Literal["auto", "segmented", "padded", "eager"] = setting(
+        "auto",
+        "how served models attend: `segmented`: SDPA, rows of similar length as one segment; `padded`: SDPA, all rows "
+        "of a batch as long as the longest; `eager`: transformers' formulas, padded; auto: SDPA where transformers has "
+        "it, segmented where a model then agrees with its one-shot forward pass",
+    )
+    lora_rank: Count = setting(0, "train adapters of this rank instead of the policy's weights; 0: all weights")
+    lora_alpha: PositiveCount = setting(32, "adapters are scaled by lora_alpha / lora_rank")
+    trust_remote_code: bool = setting(default=False, description="run code that comes with a model")
+    allow_pickle: bool = setting(
+        default=False,
+        description="read weights that come as pickles only: tensors and nothing else of them (`weights_only`)",
+    )
+    ignore_unused_weights: bool = setting(
+        default=False, description="leave out weights that a model does not use, and say which, instead of refusing it"
+    )
+    reward_failure: Literal["fail", "drop", "retry"] = setting(
+        "fail",
+        "when a reward function fails: stop the run, drop the rollout, or call again, then stop",
+    )
+    reward_process: bool = setting(
+        default=False,
+        description="call a sync reward function in processes of its own: it may then hold the interpreter lock for "
+        "long, or crash, which is a failure like others",
+    )
+    reward_concurrency: PositiveCount | None = setting(
+        None, "calls of a reward function that may overlap; when absent 64 of an async one, 1 of a sync one"
+    )
+    reward_timeout: Positive | None = setting(
+        None, "seconds after which a call of a reward function has failed; a process is killed then"
+    )
+    reward_each: bool = setting(default=False, description="call a reward function for each rollout alone")
+    environment: str = setting(
+        "",
+        "`file.py:function` that answers a response which has ended at a stop token or string, as a tool does, so that "
+        "it goes on; none when empty",
+    )
+    environment_failure: Literal["fail", "drop"] = setting(
+        "fail", "when the environment's function fails: stop the run, or drop the rollout"
+    )
+    environment_timeout: Positive | None = setting(
+        None, "seconds after which a call of the environment's function has failed"
+    )
+
+    def __post_init__(self) -> None:
+        if self.shared_trunk and self.critic:
+            raise ValueError(
+                "shared_trunk = true makes the critic a head on the policy's trunk: leave critic out; got "
+                f"{self.critic!r}"
+            )
+
+    @property
+    def reward_is_function(self) -> bool:
+        """Whether the reward is a Python function."""
+        return self.reward_file is not None
+
+    @property
+    def reward_file(self) -> Path | None:
+        """The file of the reward function; ``None`` for a reward model."""
+        return file_of(self.reward)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSection:
+    """``[data]``: the prompts and how they are served."""
+
+    prompts: Filled = required("a .jsonl or .parquet file")
+    column: Filled = setting("prompt", "the column that holds the prompt: text, or chat messages")
+    max_prompt_tokens: PositiveCount = setting(512, "a longer prompt is over-long")
+    over_long: Literal["filter", "truncate", "error"] = setting("filter", "what to do with over-long prompts")
+    epochs: Count = setting(0, "passes over the file; 0: as many as the steps need")
+    seed: Seed = setting(0, "keys the order of the prompts")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingSection(SamplingSettings):
+    """``[sampling]``: how the policy draws tokens (see :class:`oppo.models.Sampling`)."""
+
+    stop: Annotated[tuple[int | Filled, ...], FromList()] = setting(
+        (), "token ids, or texts that are one token each; the tokenizer's end of sequence when empty"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSection:
+    """``[step]``: the algorithm, and the schedule of a step."""
+
+    algorithm: Annotated[str, OneOf(tuple(ALGORITHMS), "file.py:Class", SPEC)] = setting(
+        "ppo",
+        "; ".join(f"`{name}`: {about(kind)}" for name, kind in ALGORITHMS.items())
+        + "; `file.py:Class`: your own, a dataclass with the settings of `[algorithm]`",
+    )
+    batch: PositiveCount = setting(32, "rollouts trained in a step")
+    extra: Count | None = setting(
+        None,
+        "rollouts kept in flight beyond the batch, or the most of them where `admission` adapts their "
+        "number; when absent 0 (no rollout is ever carried over), or a quarter of the batch",
+    )
+    max_deferrals: PositiveCount = setting(2, "a rollout carried over this often is waited for")
+    admission: AdmissionName = setting(
+        "overcommit",
+        "how many are kept in flight: `overcommit` always `extra`; `adaptive` as many as save time at the "
+        "price of their lag; `slope` and `slope-algorithm1` more while the score rises (the paper's two rules); "
+        "`tail-batched` a quarter of the batch, and those that are late begin anew together in a later step, so that "
+        "nothing is ever stale",
+    )
+    lag_price: NonNegative = setting(
+        1.0, "price of a mean lag of one step for `adaptive`, as a fraction of a step's time"
+    )
+    chunk: PositiveCount | Literal["whole", "tuned"] = setting(
+        32,
+        "tokens streamed to the scorers at a time; `whole`: each response when it has ended; `tuned`: a "
+        "part of `max_new_tokens` that is tried out every 50 steps",
+    )
+    on_publish: Literal["recompute", "keep"] = setting(
+        "recompute",
+        "keys and values of a carried rollout after an update: computed again with the new weights, or kept (cheaper, "
+        "but of several versions, and lost when a run is resumed)",
+    )
+    lookahead: Count = setting(
+        0,
+        "steps that begin before the current one has ended: 0 decodes, scores and trains one step after the other; "
+        "with 1 the next step is decoded while this one is trained (one-step-off), and tokens are one update older",
+    )
+
+    def __post_init__(self) -> None:
+        if self.extra is not None and self.admission == "tail-batched":
+            raise ValueError("admission = 'tail-batched' launches a quarter of the batch more: leave extra out")
+        if self.extra is not None and self.extra > self.batch:
+            raise ValueError(
+                f"extra must be at most batch ({self.batch}), so that overdue rollouts fit; got {self.extra}"
+            )
+
+
+def file_of(spec: str) -> Path | None:
+    """Return the file of ``file.py:name``; ``None`` for another text."""
+    named = SPEC.match(spec)
+    return None if named is None else Path(named["file"])

@@ -1,0 +1,136 @@
+"""A function as an environment: text in, text out; what fails, hangs or is no answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import anyio
+import numpy as np
+import pytest
+
+from oppo.environments import EnvironmentFailure, FunctionEnvironment, TextTurn
+from oppo.errors import ConfigError
+from oppo.events import Drop, Prompt
+from oppo.testing import run_virtual
+from oppo.turns import Answer, Turn
+
+
+def decode(tokens: Sequence[int]) -> str:
+    return bytes(tokens).decode()
+
+
+def encode(text: str) -> list[int]:
+    return list(text.encode())
+
+
+def turn(text: str = "2+3=", number: int = 0, state: object = None, rollout: int = 4) -> Turn:
+    prompt = Prompt(rollout, rollout, np.array(encode("add"), np.int32), columns={"gold": 5})
+    return Turn(prompt, number, np.array(encode(text), np.int32), state)
+
+
+def environment(function: Callable[[TextTurn], object], **options: object) -> FunctionEnvironment:
+    return FunctionEnvironment(function, decode, encode, **options)  # type: ignore[arg-type] # keywords of the test
+
+
+def answered(function: Callable[[TextTurn], object], **options: object) -> Answer | Drop | None:
+    return run_virtual(lambda: environment(function, **options).answer(turn()))
+
+
+def test_a_function_is_given_the_turn_as_text_and_answers_with_text() -> None:
+    seen: list[TextTurn] = []
+
+    def add(turn: TextTurn) -> str:
+        seen.append(turn)
+        return "5;"
+
+    answer = answered(add)
+    assert isinstance(answer, Answer)
+    assert (answer.tokens.tolist(), answer.state) == (encode("5;"), None)
+    assert answer.tokens.dtype == np.int32
+    assert seen == [TextTurn("add", "2+3=", 0, None, {"gold": 5})]
+
+
+def test_it_may_return_a_state_end_the_response_or_be_async() -> None:
+    async def count(turn: TextTurn) -> tuple[str, object]:
+        await anyio.sleep(1)
+        return "x", {"calls": 1}
+
+    answer = answered(count)
+    assert isinstance(answer, Answer)
+    assert answer.state == {"calls": 1}
+    assert answered(lambda turn: None) is None
+
+
+def test_a_prompt_column_is_given_instead_of_the_prompts_text() -> None:
+    prompt = Prompt(0, 0, np.array(encode("a"), np.int32), columns={"question": "why?"})
+    asked: list[object] = []
+    asking = environment(lambda turn: asked.append((turn.prompt, dict(turn.columns))), prompt_column="question")
+    run_virtual(lambda: asking.answer(Turn(prompt, 0, np.array([65], np.int32))))
+    assert asked == [("why?", {})]
+
+
+def raises(turn: TextTurn) -> str:
+    raise KeyError("gold")
+
+
+@pytest.mark.parametrize(
+    ("function", "sentence"),
+    [
+        (raises, r"environment 'raises' raised KeyError: 'gold' at .*test_environments.py:\d+ in raises"),
+        (lambda turn: 5, r"must return a text, a pair of text and state, or None; got 5 \(int\)"),
+        (lambda turn: "", r"must return a text.*got ''"),
+        (lambda turn: ("a", 1, 2), "got .*tuple"),
+    ],
+)
+def test_a_failure_names_the_function_and_the_turn_or_drops_the_rollout(
+    function: Callable[[TextTurn], object], sentence: str
+) -> None:
+    with pytest.raises(EnvironmentFailure, match=sentence) as caught:
+        answered(function)
+    assert "(turn 0 of rollout 4)" in str(caught.value)
+    dropped = answered(function, on_failure="drop")
+    assert isinstance(dropped, Drop)
+    assert (dropped.rollout, dropped.reason) == (4, str(caught.value))
+
+
+def test_one_that_hangs_has_failed_after_its_timeout() -> None:
+    async def hang(turn: TextTurn) -> str:
+        await anyio.sleep_forever()
+        return ""
+
+    with pytest.raises(EnvironmentFailure, match="environment 'hang' took longer than 3 s"):
+        answered(hang, timeout=3)
+
+
+async def test_a_sync_function_works_in_a_thread_and_is_left_there_when_it_hangs() -> None:
+    asking = environment(lambda turn: time.sleep(5), timeout=0.05)
+    started = anyio.current_time()
+    with pytest.raises(EnvironmentFailure, match="took longer than"):
+        await asking.answer(turn())
+    assert anyio.current_time() - started < 5
+
+
+@pytest.mark.parametrize(("concurrency", "seconds"), [(64, 1.0), (2, 3.0)])
+def test_calls_overlap(concurrency: int, seconds: float) -> None:
+    async def slow(turn: TextTurn) -> str:
+        await anyio.sleep(1)
+        return "a"
+
+    async def main() -> tuple[float, str]:
+        asking = environment(slow, concurrency=concurrency)
+        async with anyio.create_task_group() as tasks:
+            for rollout in range(6):
+                tasks.start_soon(asking.answer, turn(rollout=rollout))
+            await anyio.sleep(0.5)
+            at_work = asking.at_work
+        assert not asking.at_work
+        return anyio.current_time(), at_work
+
+    assert run_virtual(main) == (seconds, "environment 'slow'")
+
+
+@pytest.mark.parametrize("options", [{"timeout": -1}, {"concurrency": 0}])
+def test_bad_numbers_are_refused(options: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="must be at least"):
+        environment(lambda turn: None, **options)
