@@ -214,7 +214,7 @@ async def run(
     settings, assembly = session.settings, session.assembly
     chosen, decode = settings.run, assembly.text.decode
     heartbeat = Heartbeat()
-    directory = directory_of(session, heartbeat)
+    directory = directory_of(session)
     with ExitStack() as stack:
         stack.enter_context(directory)
         log = stack.enter_context(RunLog(directory.path / "log.jsonl", chosen.name))
@@ -231,7 +231,12 @@ async def run(
             saving(assembly, directory.path / FINAL),
             heartbeat.beating(),
             watchdog.guarding(),
-            session.graph.open(session.prompts, observers=watching, lookahead=settings.step.lookahead) as running,
+            session.graph.open(
+                session.prompts,
+                observers=watching,
+                lookahead=settings.step.lookahead,
+                gauges={"loop/worst_gap_s": heartbeat.take},
+            ) as running,
             interruptible(log.on_interrupt, partial(announce_end, console)) as interrupt,
         ):
             watchdog.watch(running)
@@ -284,7 +289,7 @@ def note_data(session: PreparedRun, log: RunLog) -> None:
         log.note("file changed", file=str(file), used="as it was when the run began")
 
 
-def directory_of(session: PreparedRun, heartbeat: Heartbeat) -> RunDirectory:
+def directory_of(session: PreparedRun) -> RunDirectory:
     """Return the run directory; a resumed one is rewound to the checkpoint.
 
     Raises:
@@ -297,7 +302,6 @@ def directory_of(session: PreparedRun, heartbeat: Heartbeat) -> RunDirectory:
         decode=session.assembly.text.decode,
         keep=settings.run.logged_samples,
         trace=None if settings.run.trace == "all" else settings.run.trace,
-        gauges={"loop/worst_gap_s": heartbeat.take},
         resumed_at=None if session.lock is None else session.done,
         lock=session.lock,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from oppo.report.journal import observations, story
 from oppo.report.log import RunLog
-from oppo.report.overlap import Occupation, occupation
+from oppo.overlap import Occupation, occupation
 from oppo.report.panel import Panel
 from oppo.report.rundir import RunDirectory
 

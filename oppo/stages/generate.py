@@ -225,9 +225,10 @@ class Generate:
         size = self.chunks.size()
         meter = DecodeMeter(self._in_flight.values(), anyio.current_time())
         decoding = self.policy.decoding([rollout.decode for rollout in live], self._ledger.finished)
-        async with decoding, anyio.create_task_group() as readers:
-            for rollout in live:
-                readers.start_soon(self._read, rollout, size, out, name=f"read rollout {rollout.prompt.rollout}")
+        with step.working("decode"):
+            async with decoding, anyio.create_task_group() as readers:
+                for rollout in live:
+                    readers.start_soon(self._read, rollout, size, out, name=f"read rollout {rollout.prompt.rollout}")
         step.record(meter.phase(anyio.current_time()))
         unfinished = [rollout.prompt.rollout for rollout in live if rollout.reason is None]
         if unfinished and not self._ledger.is_cut():

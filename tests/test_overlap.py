@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from oppo.observe import Span
-from oppo.report.overlap import Interval, Role, occupation, seconds, union
+from oppo.overlap import Interval, Role, occupation, seconds, union
 
 ROLES: dict[str, Role] = {"actor": "decode", "reward": "score", "critic": "score", "trainer": "update"}
 
