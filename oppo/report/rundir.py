@@ -36,13 +36,13 @@ from oppo.errors import ConfigError, behind
 from oppo.events import Batch, StepReport
 from oppo.numeric import require_whole
 from oppo.observe import Observer, Span
+from oppo.overlap import WORK, Role
 from oppo.redact import holds_secret
 from oppo.report import journal
 from oppo.report.files import METRICS, REPORT, SAMPLES, SUMMARY, clear, require_stepless, require_unused
 from oppo.report.journal import JOURNAL
 from oppo.report.lock import Lock
 from oppo.report.metrics import Metrics, step_metrics, summary
-from oppo.overlap import WORK, Role
 from oppo.report.page import page
 from oppo.report.put import put
 from oppo.report.records import gaps, read, rewind
