@@ -6,12 +6,14 @@ import json
 from itertools import count
 from pathlib import Path
 
+import anyio
 import pytest
 
 import oppo
 from oppo.chunking import ChunkSize
-from oppo.observe import Observer, Span
-from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_per_token, fake_scalar, prompts
+from oppo.graph import Step
+from oppo.overlap import WORK
+from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, Recorder, fake_per_token, fake_scalar, prompts
 from oppo.testing.loop import run_virtual
 
 
@@ -100,19 +102,31 @@ def test_a_line_of_the_run_directory_is_the_report(tmp_path: Path) -> None:
     ]
 
 
-def test_a_stage_of_ones_own_notes_its_work() -> None:
-    spans: list[tuple[str, str, float, float]] = []
-
-    class Watch(Observer):
-        def on_span(self, span: Span) -> None:
-            if span.label != "run" and span.track != "step":
-                spans.append((span.track, span.label, span.start, span.end))
+def test_observers_get_the_work_of_the_stages() -> None:
+    recorder = Recorder()
 
     async def main() -> None:
-        async with graph(chunks=oppo.WholeRollout()).open(prompts(9), observers=[Watch()]) as run:
+        async with graph(chunks=oppo.WholeRollout()).open(prompts(9), observers=[recorder]) as run:
             await run.step()
 
     run_virtual(main)
-    assert spans[-2:] == [("update", "update", 9.0, 13.0), ("update", "publish", 13.0, 13.5)]
-    assert ("generate", "decode", 0.0, 8.0) in spans
-    assert [(label, end) for track, label, _, end in spans if track == "reward"][-1] == ("finish", pytest.approx(9.0))
+    work = [(span.track, span.label, span.start, span.end) for span in recorder.spans if span.label in WORK]
+    assert work[-2:] == [("update", "update", 9.0, 13.0), ("update", "publish", 13.0, 13.5)]
+    assert ("generate", "decode", 0.0, 8.0) in work
+    assert [each for each in work if each[0] == "reward"][-2:] == [
+        ("reward", "extend", 8.0, 9.0),
+        ("reward", "finish", 9.0, 9.0),
+    ]
+
+
+def test_work_that_fails_is_not_noted() -> None:
+    step = Step(0, 1, started=0.0)
+
+    async def main() -> None:
+        with step.of("update").working("update"):
+            await anyio.sleep(1)
+        with pytest.raises(ValueError, match="no"), step.of("update").working("publish"):
+            raise ValueError("no")
+
+    run_virtual(main)
+    assert [(span.track, span.label, span.start, span.end) for span in step.work] == [("update", "update", 0.0, 1.0)]
