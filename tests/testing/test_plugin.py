@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -52,6 +53,11 @@ async def test_of_the_module():
     await anyio.sleep(3600)
     assert anyio.current_time() == 3600
 """
+
+
+@pytest.fixture(autouse=True)
+def _of_this_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
 
 
 def run(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
@@ -207,3 +213,11 @@ def test_the_marker_and_the_fixtures_are_listed_with_what_they_are(pytester: pyt
     fixtures = str(run(pytester, "--fixtures").stdout)
     for name in ("recorder", "new_recorder", "overlap", "hidden_fraction", "story", "fake_batch"):
         assert re.search(rf"^{name} .*\n    Return ", fixtures, re.MULTILINE), name
+
+
+def test_the_tests_that_the_page_shows_pass_and_the_first_has_twelve_lines(pytester: pytest.Pytester) -> None:
+    page = (ROOT / "docs" / "testing.md").read_text(encoding="utf-8")
+    shown = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "async def test_" in block]
+    assert len([line for line in shown[0].splitlines() if line.strip()]) == 12
+    pytester.makepyfile(**{f"test_{number}": block for number, block in enumerate(shown)})
+    run(pytester).assert_outcomes(passed=len(shown))
