@@ -23,6 +23,7 @@ from oppo.app.provenance import Provenance, require_continued
 from oppo.app.resume import CHECKPOINTS, locked, newest, require_same
 from oppo.app.settings import RunSection, Settings
 from oppo.app.supply import require_room, require_unfinished, resolved_prompts, short_of, steps_of
+from oppo.app.trackers import require_trackers, tracking
 from oppo.data import PromptStream
 from oppo.errors import CheckpointError, HangError, behind
 from oppo.events import StepReport
@@ -168,6 +169,7 @@ def prepare(
         from oppo.app.engines import require_engine  # noqa: PLC0415 - so does this
 
         require_engine(settings.models.engine, settings.vllm)
+        require_trackers(chosen.track)
         text = load_text(settings.models, tell)
         data, provenance = settings.data, Provenance.of(settings)
         prompts = resolved_prompts(settings, text, tell, provenance)
@@ -220,13 +222,14 @@ async def run(
         log = stack.enter_context(RunLog(directory.path / "log.jsonl", chosen.name))
         session.notices.listeners.append(log.notice)
         stack.callback(session.notices.listeners.remove, log.notice)
+        trackers = stack.enter_context(tracking(settings, session.done, session.notices))
         for fault in directory.faults:
             session.notices(fault)
         panel = stack.enter_context(panel_of(chosen, console, decode))
         listeners = [log.on_stall, panel.on_stall]
         watchdog = stack.enter_context(watchdog_of(session, directory, listeners, last_resort))
         assembly.listen(directory.model_span, watchdog.on_span)
-        watching = [directory, log, Expendable(panel, session.notices), watchdog, *observers]
+        watching = [directory, log, Expendable(panel, session.notices), watchdog, *trackers, *observers]
         async with (
             saving(assembly, directory.path / FINAL),
             heartbeat.beating(),

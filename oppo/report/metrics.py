@@ -20,6 +20,11 @@ def step_metrics(report: StepReport) -> Metrics:
     return head | {"seconds": report.seconds} | counts | measured
 
 
+def scalars(report: StepReport) -> dict[str, float]:
+    """Return the numbers of a step's line for trackers: all but the step's own and those that are not finite."""
+    return {name: float(value) for name, value in step_metrics(report).items() if name != "step" and value is not None}
+
+
 def finite(value: float) -> float | None:
     """Return the number; ``None`` for NaN and infinities, which JSON lacks."""
     return value if math.isfinite(value) else None
