@@ -166,10 +166,8 @@ def prepare(
         elif not dry_run:
             require_unused(settings.run_directory)
         from oppo.app.assemble import assemble, load_text  # noqa: PLC0415 - torch takes seconds to import
-        from oppo.app.engines import require_engine  # noqa: PLC0415 - so does this
 
-        require_engine(settings.models.engine, settings.vllm)
-        require_trackers(chosen.track)
+        require_installed(settings)
         text = load_text(settings.models, tell)
         data, provenance = settings.data, Provenance.of(settings)
         prompts = resolved_prompts(settings, text, tell, provenance)
@@ -189,6 +187,18 @@ def prepare(
         composed = compose(settings, assembly, stream, replay, graph)
         stack.pop_all()
     return PreparedRun(settings, assembly, composed, stream, provenance, checkpoints, tell, checkpoint, lock)
+
+
+def require_installed(settings: Settings) -> None:
+    """Check that the engine and the trackers that the settings name are installed.
+
+    Raises:
+        ConfigError: one is not, or the engine has other arguments.
+    """
+    from oppo.app.engines import require_engine  # noqa: PLC0415 - torch takes seconds to import
+
+    require_engine(settings.models.engine, settings.vllm)
+    require_trackers(settings.run.track)
 
 
 async def run(
