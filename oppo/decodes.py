@@ -2,39 +2,65 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
+from typing import NamedTuple
+
 import anyio
 import anyio.lowlevel
 import numpy as np
 
 from oppo.errors import ModelError, ProtocolError
-from oppo.events import Prompt, Response
+from oppo.events import FinishReason, IntArray, Prompt, Response
 from oppo.models import Piece, PieceState
 from oppo.support import Support
+from oppo.turns import turn_so_far
+
+
+class _Token(NamedTuple):
+    token: int
+    logprob: float
+    version: int
+    support: Support
+    given: bool = False
 
 
 class BufferedDecode:
     """One rollout of a policy; it buffers the rollout's tokens until they are read.
 
-    It lives on the event loop. Its reader uses :meth:`read`; the policy, which a backend derives from it, the rest.
+    It lives on the event loop. Its reader uses :meth:`read`, a conversation :meth:`turn`, :meth:`proceed` and
+    :meth:`finish`; the policy, which a backend derives from it, the rest.
 
     Args:
-        prompt: of the rollout.
-        taken: length in tokens of the response so far, which is not read again.
+        response: so far; it is not read again.
+        limit: length in tokens at which the response ends.
+        turns: whether a token that would end the response ends a turn (:class:`oppo.turns.TurnDecode`).
+        ended: why a turn has ended with the response so far; ``None`` if none has.
 
     Attributes:
         enough: length of the response, in tokens, at which the waiting reader continues; may be read in any thread.
         given_up: its reader has closed it.
     """
 
-    def __init__(self, prompt: Prompt, taken: int) -> None:
-        self.prompt = prompt
+    def __init__(
+        self, response: Response, limit: int, *, turns: bool = False, ended: FinishReason | None = None
+    ) -> None:
+        self.prompt = response.prompt
+        self.limit = limit
+        self.turns = turns
         self.enough = 0
         self.given_up = False
-        self._taken = taken
-        self._unread: list[tuple[int, float, int, Support]] = []
+        self._taken = len(response)
+        self._unread: list[_Token] = []
+        self._version = int(response.versions[-1]) if len(response) else 0
+        self._end_read = False
         self._state: PieceState = "cut"
         self._failure: Exception | None = None
         self._readiness: anyio.Event | None = None
+        self._given = 0  # unread tokens that were given
+        self._turn = turn_so_far(response) if turns else []
+        self._unanswered = ended
+        self._final: FinishReason | None = None
+        self._turned: anyio.Event | None = None
 
     @property
     def live(self) -> bool:
@@ -56,8 +82,72 @@ class BufferedDecode:
         """Length in tokens of the response as far as it has arrived here, read or not."""
         return self._taken + len(self._unread)
 
+    @property
+    def unanswered(self) -> bool:
+        """Whether a turn has ended and nothing has come of it yet."""
+        return self._unanswered is not None and self._final is None
+
+    @property
+    def ending(self) -> bool:
+        """Whether the response ends with its turn, which is to be reported."""
+        return self._final is not None and not self.ended
+
+    async def turn(self) -> IntArray | None:
+        """Return the tokens of the turn, int32 [n], once it has ended; see :class:`oppo.turns.TurnDecode`."""
+        await anyio.lowlevel.checkpoint()
+        while self.live and not self.given_up and not self.unanswered:
+            self._turned = anyio.Event()
+            await self._turned.wait()
+        return np.array(self._turn, np.int32) if self.live and self.unanswered else None
+
+    def proceed(self, given: IntArray) -> bool:
+        """Go on after a turn: read ``given``, then decode; a response without room for more ends with its turn.
+
+        Returns:
+            Whether it does; not while the policy does not decode.
+
+        Raises:
+            ProtocolError: no turn has ended, or nothing is given.
+        """
+        self._require_turn(len(given))
+        if not self.live:
+            return False
+        if self.received + len(given) >= self.limit:
+            self._final = "length"
+        else:
+            version = self._version
+            self._unread += [_Token(token, 0.0, version, Support(), True) for token in given.tolist()]
+            self._given += len(given)
+            self._turn, self._unanswered = [], None
+            self.wake_if_readable()
+        self.answered(given)
+        return True
+
+    def finish(self) -> bool:
+        """End the response with its turn; return whether that is done, as :meth:`proceed` does."""
+        self._require_turn(1)
+        if not self.live:
+            return False
+        self._final = self._unanswered
+        self.answered(np.zeros(0, np.int32))
+        return True
+
+    def _require_turn(self, given: int) -> None:
+        if not self.unanswered or not given:
+            what = "a turn that has ended" if given else "at least one token"
+            raise ProtocolError(f"rollout {self.prompt.rollout}: expected {what} to go on after")
+
+    def answered(self, given: IntArray) -> None:
+        """Called when a turn was answered, by these tokens if the response goes on: :attr:`ending` says so."""
+
+    def end(self) -> None:
+        """Let the reader have the end of a response that ends with its turn."""
+        if self._final is not None:
+            self._state = self._final
+            self.wake()
+
     async def read(self, limit: int) -> Piece:
-        """Return the next ``limit`` tokens, or fewer at the end of the response or at the cut.
+        """Return the next ``limit`` tokens, or fewer at the end of a turn or of the response, or at the cut.
 
         Outside of ``decoding`` it does not wait. Cancel-safe: a cancelled read has taken nothing.
 
@@ -90,8 +180,19 @@ class BufferedDecode:
 
     def put(self, token: int, logprob: float, version: int, support: Support, state: PieceState) -> None:
         """Append a token to those that can be read."""
-        self._unread.append((token, logprob, version, support))
-        self._state = state
+        self._unread.append(_Token(token, logprob, version, support))
+        self._version = version
+        if self.turns:
+            self._turn.append(token)
+        if self.turns and state in {"eos", "stop"}:
+            self._unanswered = state
+            self._wake_turn()
+        else:
+            self._state = state
+        self.wake_if_readable()
+
+    def wake_if_readable(self) -> None:
+        """Wake the reader if there is enough to read."""
         if self._readable():
             self.wake()
 
@@ -102,12 +203,19 @@ class BufferedDecode:
             self.wake()
 
     def wake(self) -> None:
-        """Wake the reader."""
+        """Wake the reader, and who waits for a turn."""
         if self._readiness is not None:
             self._readiness.set()
+        self._wake_turn()
+
+    def _wake_turn(self) -> None:
+        if self._turned is not None:
+            self._turned.set()
 
     def _readable(self) -> bool:
-        return not self.live or self.given_up or self.received >= self.enough
+        if not self.live or self.given_up or self.received >= self.enough:
+            return True
+        return bool(self._unread) and (self.unanswered or self._given > 0)
 
     def _take(self, limit: int) -> Piece:
         rollout = self.prompt.rollout
@@ -115,18 +223,23 @@ class BufferedDecode:
             raise ProtocolError(f"rollout {rollout} was given up, so it cannot be read")
         if not self._unread and self._failure is not None:
             raise self._failure
-        if not self._unread and self.ended:
+        if self._end_read:
             raise ProtocolError(f"the last piece of rollout {rollout} has been read; expected no further read")
-        taken, self._unread = self._unread[:limit], self._unread[limit:]
+        given = bool(self._unread) and self._unread[0].given
+        taken = list(takewhile(lambda each: each.given == given, self._unread[:limit]))
+        self._unread = self._unread[len(taken) :]
         self._taken += len(taken)
-        tokens, logprobs, versions, supports = zip(*taken, strict=True) if taken else ((), (), (), ())
+        self._given -= len(taken) if given else 0
+        tokens, logprobs, versions, supports, _ = zip(*taken, strict=True) if taken else ((), (), (), (), ())
         continues = bool(self._unread) or self._failure is not None
+        self._end_read = self.ended and not continues
         return Piece(
             np.array(tokens, np.int32),
             np.array(logprobs, np.float32),
             np.array(versions, np.int32),
             "live" if continues else self._state,
             Support.concatenate((support, 1) for support in supports),
+            given,
         )
 
 

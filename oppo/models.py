@@ -95,7 +95,8 @@ class Piece:
         logprobs: natural logarithms, under the policy that sampled the tokens, over their support.
         support: of the n tokens: the ids that each was drawn from.
         state: ``live``: there is more to read now. ``cut``: decoding stopped; read on in a later step. ``eos``,
-            ``stop``, ``length``: this was the last piece. Only a ``cut`` piece may hold no token.
+            ``stop``, ``length``: this was the last piece. Only a ``cut`` piece may hold no token, or one that ends a
+            response with turns (:class:`oppo.turns.TurnDecode`).
         given: the tokens were not sampled but are a tool's answer, read by the scorers and never trained. Log-probs
             and support are then meaningless.
     """
@@ -162,7 +163,7 @@ class Decode(Protocol):
     """One rollout being decoded; between steps it keeps its unread tokens, and no task owns it."""
 
     async def read(self, limit: int) -> Piece:
-        """Return the next ``limit`` tokens, or fewer up to a border of given tokens, the end or the cut.
+        """Return the next ``limit`` tokens, or fewer up to a border of given tokens, the end of a turn or the cut.
 
         Cancel-safe: a cancelled read takes nothing.
         """
@@ -188,12 +189,14 @@ class Capabilities:
         resumes: how responses go on that are opened half-written, as those of a resumed run are.
         adds_while_decoding: rollouts can join and leave while others are decoded (:class:`Decoding`).
         loads_while_decoding: when weights that are loaded during decoding take effect.
+        turns: a response can go on after a token that would end it (:class:`oppo.turns.MultiTurnPolicy`).
     """
 
     supports: bool = True
     resumes: Resumes = "with the same tokens"
     adds_while_decoding: bool = False
     loads_while_decoding: Loads = "refused"
+    turns: bool = False
 
 
 class Decoding(Protocol):

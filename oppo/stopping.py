@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from oppo.events import FinishReason
+from oppo.events import FinishReason, Response
 from oppo.models import Sampling
 
 Detokenize: TypeAlias = Callable[[Sequence[int]], str]
@@ -57,3 +57,11 @@ class StopCriteria:
             return False
         earlier = [self._decode(tail[:n]) for n in range(1, len(tail))]
         return any(not any(before.startswith(stop, at) for before in earlier) for stop, at in found)
+
+
+def turn_ended(response: Response, stopping: StopCriteria, limit: int) -> FinishReason | None:
+    """Return why a turn has ended with the last token of a response that may have turns; ``None`` if none has."""
+    if not len(response) or not response.sampled[-1]:
+        return None
+    reason = stopping.reason(response.tokens.tolist(), limit)
+    return None if reason == "length" else reason

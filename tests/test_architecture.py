@@ -33,6 +33,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "staleness",
             "stopping",
             "training",
+            "turns",
         }
     ),
     frozenset({"graph"}),
@@ -48,6 +49,7 @@ LEAVES = frozenset(
         "data",
         "demo",
         "durable",
+        "environments",
         "hf",
         "liveness",
         "redact",

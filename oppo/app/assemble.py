@@ -16,6 +16,7 @@ from oppo.app.saving import Saving
 from oppo.app.settings import DataSection, ModelsSection, SamplingSection, Settings
 from oppo.declared import declared
 from oppo.errors import ConfigError
+from oppo.environments import EnvironmentFailure, FunctionEnvironment
 from oppo.events import Drop, FloatArray
 from oppo.hf.cpu import available_cores
 from oppo.hf.device import device_of, synchronised
@@ -36,6 +37,7 @@ from oppo.placement import Hosting
 from oppo.rewards import load_reward
 from oppo.scorer_protocols import ServesCalls
 from oppo.stages.update import followers
+from oppo.user_code import load_function
 
 _TRAINING = "lower trainer.micro_batch_tokens"
 
@@ -48,6 +50,7 @@ class Assembly:
         serving: the policy on its engine.
         critic: ``None`` without a critic in the algorithm.
         proximal: ``None`` without a correction for stale tokens.
+        environment: ``None`` where responses have no turns.
         positions: the longest sequence, in tokens, that every model can read.
     """
 
@@ -56,6 +59,7 @@ class Assembly:
     reward: Scorer[float | Drop]
     critic: ValueModel | None
     proximal: RecomputedLogprobs | None
+    environment: FunctionEnvironment | None
     trainer: ResumableTrainer
     saving: Saving
     text: Text
@@ -88,6 +92,8 @@ class Assembly:
         calls = [worker.at_work for worker in (*self.places, *self.serving.workers)]
         if isinstance(self.reward, ServesCalls):
             calls.append(self.reward.at_work)
+        if self.environment is not None:
+            calls.append(self.environment.at_work)
         return tuple(filter(None, calls))
 
     async def restore(self, path: Path) -> None:
@@ -211,6 +217,7 @@ def _assembled(
         if critic is None
         else ValueModel(critic, thread=ModelPlace(places.scoring, "critic", SERVING), exact=exact),
         proximal=_proximal(settings, actor, sampling, places.scoring) if settings.algorithm.corrects else None,
+        environment=_environment(settings.models, settings.data, text),
         trainer=trainer,
         saving=Saving(trainer, text, ("actor",) if critic is None else ("actor", "critic"), places.saving),
         text=text,
@@ -279,6 +286,19 @@ def _function(
         timeout=models.reward_timeout,
         each=models.reward_each,
         tell=tell,
+    )
+
+
+def _environment(models: ModelsSection, data: DataSection, text: Text) -> FunctionEnvironment | None:
+    if not models.environment:
+        return None
+    return FunctionEnvironment(
+        load_function(models.environment, EnvironmentFailure),
+        text.decode,
+        text.encode_exactly,
+        on_failure=models.environment_failure,
+        timeout=models.environment_timeout,
+        prompt_column=data.column,
     )
 
 

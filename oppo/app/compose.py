@@ -45,7 +45,12 @@ def compose(
     graph = (make or settings.algorithm.graph)(roles_of(settings, assembly))
     dump = partial(dump_batch, folder=settings.run_directory / "nonfinite")
     return graph.replace(
-        generate=replace(graph.stage("generate", Generate), replay=replay, columns=prompts.columns),
+        generate=replace(
+            graph.stage("generate", Generate),
+            replay=replay,
+            columns=prompts.columns,
+            environment=assembly.environment,
+        ),
         update=replace(graph.stage("update", Update), max_nonfinite=settings.run.max_nonfinite, dump=dump),
     )
 

@@ -1,6 +1,6 @@
 """What a run is made of besides its models: settings, files by their content, libraries. Checkpoints record it.
 
-The files are the prompts, and those of a reward function and an algorithm of one's own. The modules that these import
+The files are the prompts, and those of a reward function, an environment and an algorithm of one's own. The modules that these import
 are left out, and so are model directories, which are too large to be read for this.
 """
 
@@ -17,7 +17,7 @@ from oppo.app.settings import Settings
 from oppo.errors import CheckpointError, DataError
 from oppo.report.log import installed
 
-CODE = frozenset({"models.reward", "step.algorithm"})
+CODE = frozenset({"models.reward", "models.environment", "step.algorithm"})
 """The settings that name a file of code."""
 
 

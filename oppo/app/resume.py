@@ -33,6 +33,7 @@ MAY_CHANGE = frozenset(
         "run.checkpoint_every",
         "run.keep_last",
         "run.keep_best",
+        "models.environment_timeout",
         "models.reward_concurrency",
         "models.reward_process",
         "models.reward_timeout",

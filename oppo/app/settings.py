@@ -191,6 +191,17 @@ class ModelsSection:
         None, "seconds after which a call of a reward function has failed; a process is killed then"
     )
     reward_each: bool = setting(default=False, description="call a reward function for each rollout alone")
+    environment: str = setting(
+        "",
+        "`file.py:function` that answers a response which has ended at a stop token or string, so that it goes on; none "
+        "when empty",
+    )
+    environment_failure: Literal["fail", "drop"] = setting(
+        "fail", "when the environment's function fails: stop the run, or drop the rollout"
+    )
+    environment_timeout: Positive | None = setting(
+        None, "seconds after which a call of the environment's function has failed"
+    )
 
     def __post_init__(self) -> None:
         if self.shared_trunk and self.critic:
@@ -356,7 +367,11 @@ class Settings(BaseModel):
     @property
     def files(self) -> dict[str, Path]:
         """The files that the run reads besides its models, each under the setting that names it."""
-        code = {"models.reward": self.models.reward, "step.algorithm": self.step.algorithm}
+        code = {
+            "models.reward": self.models.reward,
+            "models.environment": self.models.environment,
+            "step.algorithm": self.step.algorithm,
+        }
         found = {name: file for name, spec in code.items() if (file := file_of(spec)) is not None}
         return {"data.prompts": Path(self.data.prompts), **found}
 

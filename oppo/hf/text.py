@@ -24,6 +24,10 @@ class Text:
         """Return the token ids of a prompt, special tokens included as the tokenizer adds them."""
         return list(self.tokenizer.encode(text))
 
+    def encode_exactly(self, text: str) -> list[int]:
+        """Return the token ids of a text, special tokens only where the text has them: an answer within a response."""
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
     def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """Return the token ids of a conversation up to the start of the assistant's turn."""
         text = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)

@@ -11,9 +11,10 @@ from typing import SupportsFloat
 
 import numpy as np
 
-from oppo.errors import DataError, ProtocolError, shortened
+from oppo.errors import ConfigError, DataError, ProtocolError, shortened
 from oppo.events import Batch, Finish, Prompt
-from oppo.models import Follower, Piece, Trained, Trainer
+from oppo.models import Follower, Piece, Policy, Trained, Trainer
+from oppo.turns import MultiTurnPolicy
 
 _HOW = "oppo.read_prompts makes prompts of a file, and oppo.PromptStream numbers them"
 
@@ -60,6 +61,15 @@ def require_model(model: object, kind: str, members: Sequence[str]) -> None:
     )
 
 
+def require_turns(policy: Policy) -> None:
+    """Raise ``ConfigError`` unless a policy can go on with a response after a turn."""
+    if not (policy.capabilities.turns and isinstance(policy, MultiTurnPolicy)):
+        raise ConfigError(
+            f"an environment answers turns, and {type(policy).__name__} cannot go on after one: expected a policy with "
+            "open_turns() and capabilities.turns, such as oppo.hf.HfPolicy"
+        )
+
+
 def require_count(results: object, rollouts: int, what: str) -> None:
     """Raise ``ProtocolError`` unless ``results`` has one item for each of so many rollouts."""
     if not (isinstance(results, Sized) and isinstance(results, Iterable)):
@@ -70,7 +80,7 @@ def require_count(results: object, rollouts: int, what: str) -> None:
         raise ProtocolError(f"{what} was asked for {rollouts} rollouts and answered for {len(results)}")
 
 
-def require_piece(piece: Piece, rollout: int, oldest: int, newest: int) -> None:
+def require_piece(piece: Piece, rollout: int, oldest: int, newest: int, *, turns: bool = False) -> None:
     """Raise ``ProtocolError`` unless a piece can be the next of its rollout.
 
     Args:
@@ -78,12 +88,13 @@ def require_piece(piece: Piece, rollout: int, oldest: int, newest: int) -> None:
         rollout: named in the error.
         oldest: version that made the token before it.
         newest: version of the policy's weights.
+        turns: whether the end may come after the last token.
     """
     if not isinstance(piece, Piece):
         raise ProtocolError(f"rollout {rollout}: read() must return a Piece; got {described(piece)}")
     n, versions = len(piece.tokens), piece.versions
     if not n:
-        if piece.state != "cut":
+        if piece.state != "cut" and (piece.state == "live" or not turns):
             raise ProtocolError(f"rollout {rollout}: a piece with no token says {piece.state!r}; only 'cut' may")
         return
     if piece.tokens.min() < 0:

@@ -7,22 +7,24 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from itertools import count
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import anyio
 
 from oppo.admission import Admission, Observation, ReportsMetrics, Restarting
 from oppo.chunking import ChunkSize, Fixed
 from oppo.errors import ConfigError, NothingTrained, ProtocolError, noted
-from oppo.events import Defer, Finish, Prompt, Response, RolloutEvent, StepReport
+from oppo.events import Defer, Prompt, Response, RolloutEvent, StepReport
 from oppo.graph import Receiver, Sender, Stateful, Step
 from oppo.models import Decode, Policy
 from oppo.numeric import require_whole
-from oppo.stages.contract import require_count, require_model, require_piece, require_prompt
+from oppo.stages.contract import require_count, require_model, require_piece, require_prompt, require_turns
+from oppo.stages.conversations import Conversations
 from oppo.stages.in_flight import InFlightRollout, RolloutSnapshot
 from oppo.stages.ledger import Ledger, Unit
 from oppo.stages.measure import DecodeMeter, StepMetrics, observation
 from oppo.stages.selection import Selection
+from oppo.turns import Environment, MultiTurnPolicy
 
 
 @dataclass(eq=False)
@@ -38,6 +40,7 @@ class Generate:
             instead of new measurements, so they decide as before at any speed of the machine.
         select: which groups of the step's batch are trained; others replace those that are not, in rounds. It
             is a stage of the graph too.
+        environment: answers the turns of a response, so that it goes on after a stop token with a tool's result.
         columns: returns the columns of a prompt by its admission number. With it ``state_dict`` leaves columns out, so
             they may hold any type, and ``load_state_dict`` reads them again.
 
@@ -55,6 +58,7 @@ class Generate:
     replay: Mapping[int, Observation] = field(default_factory=dict)
     columns: Callable[[int], Mapping[str, object]] | None = None
     select: Selection | None = None
+    environment: Environment | None = None
 
     def __post_init__(self) -> None:
         require_whole("samples", self.samples, 1, error=ConfigError)
@@ -66,12 +70,17 @@ class Generate:
                 f"{type(self.admission).__name__} restarts what is late in a later step, and a selection needs it "
                 "in this one: choose Overcommit, or select nothing"
             )
+        if self.environment is not None:
+            require_turns(self.policy)
+        self._conversations = None if self.environment is None else Conversations(self.environment)
         self._ledger = Ledger(self.admission)
         self._in_flight: dict[int, InFlightRollout] = {}
         self._restored: dict[int, RolloutSnapshot] = {}
         self._unheard: list[Observation] = []
 
     async def __aenter__(self) -> Self:
+        if self._conversations is not None:
+            await self._conversations.__aenter__()
         return self
 
     async def __aexit__(
@@ -80,6 +89,8 @@ class Generate:
         """Give up every rollout that is still in flight."""
         in_flight, self._in_flight, self._ledger = self._in_flight, {}, Ledger(self.admission)
         async with AsyncExitStack() as closing:
+            if self._conversations is not None:
+                closing.push_async_exit(self._conversations)
             for rollout in in_flight.values():
                 closing.push_async_callback(rollout.aclose)
 
@@ -90,7 +101,8 @@ class Generate:
             for unit in self._ledger.carried
         ]
         controllers = {name: each.state_dict() for name, each in self._controllers().items()}
-        return {"units": units, "controllers": controllers}
+        conversations = {} if self._conversations is None else self._conversations.state_dict()
+        return {"units": units, "controllers": controllers, "conversations": conversations}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the units that another stage carried; the first step opens their rollouts.
@@ -121,6 +133,8 @@ class Generate:
         )
         for name, controller in self._controllers().items():
             controller.load_state_dict(state["controllers"][name])
+        if self._conversations is not None:
+            self._conversations.load_state_dict(state.get("conversations", {}))
 
     def _state(self, snapshot: RolloutSnapshot) -> dict[str, Any]:
         state = snapshot.state_dict()
@@ -134,7 +148,7 @@ class Generate:
     def _snapshot(self, prompt: Prompt) -> RolloutSnapshot:
         rollout = self._in_flight.get(prompt.rollout)
         if rollout is not None:
-            return RolloutSnapshot(rollout.response(), rollout.reason)
+            return RolloutSnapshot(rollout.response(), rollout.reason, rollout.dropped)
         return self._restored.get(prompt.rollout) or RolloutSnapshot(Response.empty(prompt), None)
 
     def _controllers(self) -> dict[str, Stateful]:
@@ -226,9 +240,15 @@ class Generate:
         meter = DecodeMeter(self._in_flight.values(), anyio.current_time())
         decoding = self.policy.decoding([rollout.decode for rollout in live], self._ledger.finished)
         with step.working("decode"):
-            async with decoding, anyio.create_task_group() as readers:
-                for rollout in live:
-                    readers.start_soon(self._read, rollout, size, out, name=f"read rollout {rollout.prompt.rollout}")
+            async with decoding, anyio.create_task_group() as conversations:
+                async with anyio.create_task_group() as readers:
+                    for rollout in live:
+                        number = rollout.prompt.rollout
+                        readers.start_soon(self._read, rollout, size, out, name=f"read rollout {number}")
+                        if self._conversations is not None:
+                            name = f"converse in rollout {number}"
+                            conversations.start_soon(self._conversations.converse, rollout, step, name=name)
+                conversations.cancel_scope.cancel()
         step.record(meter.phase(anyio.current_time()))
         unfinished = [rollout.prompt.rollout for rollout in live if rollout.reason is None]
         if unfinished and not self._ledger.is_cut():
@@ -247,6 +267,8 @@ class Generate:
     async def _close(self, rollout: InFlightRollout) -> None:
         """Give up its decode; it stays in flight until then, so that a failure does not lose it."""
         await rollout.aclose()
+        if self._conversations is not None:
+            self._conversations.forget(rollout.prompt.rollout)
         del self._in_flight[rollout.prompt.rollout]
 
     async def _admit(self, prompts: Receiver[Prompt], step: Step) -> list[tuple[Prompt, ...]]:
@@ -279,14 +301,15 @@ class Generate:
         for snapshot, decode in zip(restored, decodes, strict=True):
             response, prompt = snapshot.response, snapshot.response.prompt
             self._in_flight[prompt.rollout] = InFlightRollout(
-                prompt, decode, True, response.pieces(), len(response), snapshot.reason
+                prompt, decode, True, response.pieces(), len(response), snapshot.reason, snapshot.dropped
             )
 
     async def _decodes(self, rollouts: Sequence[Prompt | Response]) -> Sequence[Decode]:
         """Open a decode for each; an error names the rollouts."""
         numbers = [(each if isinstance(each, Prompt) else each.prompt).rollout for each in rollouts]
         with noted(f"while opening rollouts {numbers}"):
-            decodes = await self.policy.open(rollouts)
+            open_ = self.policy.open if self._conversations is None else cast("MultiTurnPolicy", self.policy).open_turns
+            decodes = await open_(rollouts)
             require_count(decodes, len(rollouts), "open() of the policy")
         return decodes
 
@@ -301,7 +324,8 @@ class Generate:
             await self._announce(rollout, out)  # in this task: decoding does not wait for scorers busy with others
             while rollout.reason is None:
                 piece = await rollout.decode.read(size)
-                require_piece(piece, rollout.prompt.rollout, rollout.newest_version, self.policy.version)
+                turns = self._conversations is not None
+                require_piece(piece, rollout.prompt.rollout, rollout.newest_version, self.policy.version, turns=turns)
                 if len(piece.tokens):
                     event = piece.event(rollout.prompt.rollout, rollout.length)
                     rollout.pieces.append(event)
@@ -318,7 +342,6 @@ class Generate:
     async def _finish(self, unit: Unit, out: Sender[RolloutEvent]) -> None:
         for number in [prompt.rollout for prompt in unit.prompts]:
             rollout = self._in_flight[number]
-            if rollout.reason is None:
-                raise ProtocolError(f"rollout {number} has a place in the batch but is still being read")
+            ending = rollout.ending()
             await self._close(rollout)
-            await out.send(Finish(number, rollout.response(), rollout.reason))
+            await out.send(ending)

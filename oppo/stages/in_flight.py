@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from oppo.errors import noted
-from oppo.events import Chunk, FinishReason, Given, Prompt, Response
+from oppo.errors import ProtocolError, noted
+from oppo.events import Chunk, Drop, Finish, FinishReason, Given, Prompt, Response
 from oppo.models import Decode
 from oppo.support import Support
 
@@ -20,6 +20,7 @@ class InFlightRollout:
         announced: whether its prompt has been sent to the scorers.
         length: tokens so far.
         reason: why the response ended; ``None`` while it is unfinished.
+        dropped: why the rollout is not trained; empty if it is.
     """
 
     prompt: Prompt
@@ -28,6 +29,7 @@ class InFlightRollout:
     pieces: list[Chunk | Given] = field(default_factory=list)
     length: int = 0
     reason: FinishReason | None = None
+    dropped: str = ""
 
     @property
     def newest_version(self) -> int:
@@ -37,6 +39,17 @@ class InFlightRollout:
     def response(self) -> Response:
         """Return the pieces so far as one response."""
         return Response.of(self.prompt, self.pieces)
+
+    def ending(self) -> Finish | Drop:
+        """Return the event that ends a complete rollout.
+
+        Raises:
+            ProtocolError: it is being read.
+        """
+        number = self.prompt.rollout
+        if self.reason is None:
+            raise ProtocolError(f"rollout {number} has a place in the batch but is still being read")
+        return Drop(number, self.dropped) if self.dropped else Finish(number, self.response(), self.reason)
 
     async def aclose(self) -> None:
         """Give up its decode; an error names the rollout."""
@@ -51,10 +64,12 @@ class RolloutSnapshot:
     Attributes:
         response: everything generated so far.
         reason: why the response ended; ``None`` while it is unfinished.
+        dropped: why the rollout is not trained; empty if it is.
     """
 
     response: Response
     reason: FinishReason | None
+    dropped: str = ""
 
     def state_dict(self) -> dict[str, Any]:
         """Return it as plain values and arrays."""
@@ -73,6 +88,7 @@ class RolloutSnapshot:
             "support": response.support.ids,
             "support_counts": response.support.counts,
             "reason": self.reason,
+            "dropped": self.dropped,
         }
 
     @classmethod
@@ -88,4 +104,4 @@ class RolloutSnapshot:
         )
         support = Support(state["support"], state["support_counts"])
         response = Response(prompt, state["tokens"], state["logprobs"], state["versions"], state["sampled"], support)
-        return cls(response, state["reason"])
+        return cls(response, state["reason"], state.get("dropped", ""))

@@ -151,4 +151,4 @@ def _event(item: object, rollout: int) -> str:
         dropped = any(drop.rollout == rollout for drop in item.dropped)
         return "trained" if rollout in item.trained else "dropped" * dropped
     mine = rollout in item.rollouts if isinstance(item, Batch) else rollout_of(item) == rollout
-    return NAMES[type(item)] if mine else ""
+    return NAMES.get(type(item), type(item).__name__.lower()) if mine else ""

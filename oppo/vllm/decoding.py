@@ -1,8 +1,9 @@
 """One decoding on vLLM: a pump for each rollout, and the umpire that reports what finished and obeys the cut.
 
-Pumps take tokens as they come. The umpire waits until a response has ended, lets the other pumps of the same decode
-step run, and calls the cut with all of them, in admission order. Where the cut returns true, the engine is paused and
-drained; what ended by then is withheld. No task outlives the context.
+Pumps take tokens as they come, until a response or a turn of it ends; an answer starts another. The umpire waits until
+a response has ended, lets the other pumps of the same decode step run, and calls the cut with all of them, in admission
+order. Where the cut returns true, the engine is paused and drained; what ended by then is withheld. No task outlives
+the context.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 import anyio.lowlevel
+from anyio.abc import TaskGroup
 
 from oppo.errors import leaves
 from oppo.models import Cut
@@ -20,7 +22,8 @@ from oppo.vllm.lost import engine_calls
 from oppo.vllm.surface import Output
 
 if TYPE_CHECKING:
-    from oppo.vllm.policy import VllmDecode, VllmPolicy
+    from oppo.vllm.decode import VllmDecode
+    from oppo.vllm.policy import VllmPolicy
 
 
 class DecodingLoop:
@@ -38,11 +41,12 @@ class DecodingLoop:
         self._cut: Cut | None = cut
         self._errors: list[Exception] = []
         self._news = anyio.Event()
+        self._answered: list[VllmDecode] = []
 
     @property
     def wants_tokens(self) -> bool:
         """Whether decoding goes on: it was not cut, has not failed, and a rollout is unfinished."""
-        return self._cut is not None and any(each.live and not each.finished for each in self._decodes)
+        return self._cut is not None and any(each.live and not each.idle for each in self._decodes)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -74,10 +78,10 @@ class DecodingLoop:
             if self._report():
                 async with anyio.create_task_group() as pumps:
                     for decode in self._decodes:
-                        if not decode.finished:
+                        if not decode.idle:
                             pumps.start_soon(self._pump, decode, name=f"pump of rollout {decode.prompt.rollout}")
                     await self._policy.resume()
-                    await self._umpire()
+                    await self._umpire(pumps)
                     pumps.cancel_scope.cancel()
             await self._stop()
         except Exception as error:  # noqa: BLE001 - the boundary to the readers: each of them, and the context, raises it
@@ -86,7 +90,7 @@ class DecodingLoop:
     async def _pump(self, decode: VllmDecode) -> None:
         """Take the tokens of one rollout as they come, until its end."""
         try:
-            while not decode.finished and not decode.given_up and decode.collector is not None:
+            while not decode.idle and not decode.given_up and decode.collector is not None:
                 with engine_calls():
                     output = decode.collector.get_nowait() or await decode.collector.get()
                 self._take(decode, output)
@@ -98,20 +102,33 @@ class DecodingLoop:
         before = decode.written
         decode.take(output, self._policy.version)
         self._policy.tokens += decode.written - before
-        if decode.finished:
+        if decode.idle:
             self._news.set()
 
-    async def _umpire(self) -> None:
-        """Report the responses that end, until all have or the cut returns true."""
+    def note_answer(self, decode: VllmDecode) -> None:
+        """Have a decode whose turn was answered join the others, or end."""
+        self._answered.append(decode)
+        self._news.set()
+
+    async def _umpire(self, pumps: TaskGroup) -> None:
+        """Report the responses that end, and go on with those that were answered, until all have ended or the cut."""
         while any(decode.live and not decode.given_up for decode in self._decodes):
             await self._news.wait()
             self._news = anyio.Event()
             await anyio.lowlevel.checkpoint()  # the pumps of the same decode step come first
             if self._errors:
                 raise self._errors.pop(0)
-            await self._policy.abort([each for each in self._decodes if each.withheld and each.request])
+            answered, self._answered = self._answered, []
+            over = [each for each in self._decodes if each.idle and each.request]
+            await self._policy.abort([*over, *(each for each in answered if each.request)])
             if not self._report():
                 return
+            for decode in answered:
+                if not decode.idle and not decode.given_up:
+                    await self._policy.request(decode)
+                    pumps.start_soon(self._pump, decode, name=f"pump of rollout {decode.prompt.rollout}")
+            if answered:
+                await self._policy.resume()
 
     def _report(self) -> bool:
         """Call the cut with the responses that have ended, in admission order; return whether decoding goes on."""
@@ -127,14 +144,14 @@ class DecodingLoop:
     def drain(self) -> None:
         """Take what the engine had made by the time it was paused; what ended is withheld."""
         for decode in self._decodes:
-            if decode.collector is not None and not decode.finished and not decode.given_up:
+            if decode.collector is not None and not decode.idle and not decode.given_up:
                 output = decode.collector.get_nowait()
                 if output is not None:
                     self._take(decode, output)
 
     async def _stop(self) -> None:
         """Pause the engine, if it has something to do, and park what has not ended."""
-        if any(decode.request and not decode.finished for decode in self._decodes):
+        if any(decode.request and not decode.idle for decode in self._decodes):
             try:
                 await self._policy.pause()
             except Exception as error:  # noqa: BLE001 - raised when the context is left

@@ -20,127 +20,17 @@ import anyio
 import anyio.to_thread
 from torch import Tensor
 
-from oppo.decodes import BufferedDecode, response_to
+from oppo.decodes import response_to
 from oppo.errors import ProtocolError
-from oppo.events import FinishReason, Prompt, Response
+from oppo.events import Prompt, Response
 from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Sampling, Weights
 from oppo.observe import Reporter
-from oppo.stopping import Detokenize, StopCriteria
-from oppo.support import Support
+from oppo.stopping import Detokenize, StopCriteria, turn_ended
+from oppo.vllm.decode import VllmDecode
 from oppo.vllm.decoding import DecodingLoop
 from oppo.vllm.engine import VllmEngine
 from oppo.vllm.lost import answered
-from oppo.vllm.requests import drawn, params_of, prompt_of, require_reported
-from oppo.vllm.surface import Collector, Output
-
-
-class VllmDecode(BufferedDecode):
-    """One rollout of a :class:`VllmPolicy`.
-
-    Attributes:
-        limit: length in tokens at which the response ends.
-        request: id of its request in the engine; empty when there is none.
-        collector: receives the engine's outputs for the request.
-    """
-
-    def __init__(self, policy: VllmPolicy, response: Response, limit: int) -> None:
-        super().__init__(response.prompt, len(response))
-        self.limit = limit
-        self.request = ""
-        self.collector: Collector | None = None
-        self._policy = policy
-        self._tokens = response.tokens.tolist()
-        self._versions: list[int] = []
-        self._last: list[tuple[int, float, Support]] = []
-        self._reason: FinishReason | None = None
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """Sort key of admission order: admission number and sample."""
-        return self.prompt.admission, self.prompt.sample
-
-    @property
-    def sequence(self) -> list[int]:
-        """Prompt and response so far."""
-        return [*self.prompt.tokens.tolist(), *self._tokens]
-
-    @property
-    def written(self) -> int:
-        """Length of the response in tokens, those included that may not be read yet."""
-        return len(self._tokens)
-
-    @property
-    def finished(self) -> bool:
-        """Whether the engine has ended the response, whether that may be known or not."""
-        return self._reason is not None
-
-    @property
-    def withheld(self) -> bool:
-        """Whether the response has ended, and its end has not been reported."""
-        return self.finished and not self.ended
-
-    def take(self, output: Output, version: int) -> None:
-        """Take what is new of the request; of a response that ends, all of it is withheld until :meth:`release`.
-
-        Raises:
-            ModelError: a log-prob is not finite, or the engine ended the request for a reason of its own.
-            ProtocolError: the engine says that other weights made a token.
-        """
-        (completion,) = output.outputs
-        fresh = drawn(completion, self._policy.sampling, self.written)
-        for count, (token, _, _) in enumerate(fresh, 1):
-            self._tokens.append(token)
-            self._versions.append(version)
-            self._reason = self._policy.stopping.reason(self._tokens, self.limit)
-            if self.finished:
-                fresh = fresh[:count]
-                break
-        if completion.finish_reason is not None:
-            self._require_versions(completion)
-            if not self.finished:
-                raise ProtocolError(
-                    f"vLLM ended rollout {self.prompt.rollout} with reason {completion.finish_reason!r} after "
-                    f"{self.written} of {self.limit} tokens, and none of them ends a response"
-                )
-            self._policy.forget(self)
-        if self.finished:
-            self._last = fresh
-            return
-        for token, logprob, support in fresh:
-            self.put(token, logprob, version, support, "live")
-
-    def release(self) -> None:
-        """Let the reader have the end of the response."""
-        if self._reason is None:
-            raise ProtocolError(f"rollout {self.prompt.rollout} has not ended")
-        last, self._last = self._last, []
-        for token, logprob, support in last[:-1]:
-            self.put(token, logprob, self._versions[-1], support, "live")
-        token, logprob, support = last[-1]
-        self.put(token, logprob, self._versions[-1], support, self._reason)
-
-    async def aclose(self) -> None:
-        """Give up the rollout and free its memory; idempotent."""
-        if self.given_up:
-            return
-        self.given_up = True
-        self.wake()
-        await self._policy.abort([self])
-
-    def usable_by(self, policy: VllmPolicy) -> bool:
-        """Return whether ``policy`` may decode it."""
-        return self._policy is policy and self.usable
-
-    def _require_versions(self, completion: object) -> None:
-        """Compare the versions with those that the engine names, where it names any."""
-        spans = getattr(completion, "weight_versions", None)
-        for span in spans or ():
-            ours = set(self._versions[span.start : span.end])
-            if ours - {self._policy.number_of(span.version)}:
-                raise ProtocolError(
-                    f"vLLM says that weights {span.version} made tokens {span.start} .. {span.end} of rollout "
-                    f"{self.prompt.rollout}, which are counted as those of versions {sorted(ours)}"
-                )
+from oppo.vllm.requests import params_of, prompt_of, require_reported
 
 
 class VllmPolicy:
@@ -197,7 +87,7 @@ class VllmPolicy:
     @property
     def capabilities(self) -> Capabilities:
         """What it can do."""
-        return Capabilities(resumes="with other tokens", loads_while_decoding="between decode steps")
+        return Capabilities(resumes="with other tokens", loads_while_decoding="between decode steps", turns=True)
 
     @property
     def progress(self) -> int:
@@ -214,12 +104,20 @@ class VllmPolicy:
         """
         return [self._opened(rollout) for rollout in rollouts]
 
-    def _opened(self, rollout: Prompt | Response) -> VllmDecode:
+    async def open_turns(self, rollouts: Sequence[Prompt | Response]) -> list[VllmDecode]:
+        """Return a decode for each whose response has turns; otherwise as :meth:`open`.
+
+        What follows an answer is a new request, which finds the keys and values of the turn in the prefix cache.
+        """
+        return [self._opened(rollout, turns=True) for rollout in rollouts]
+
+    def _opened(self, rollout: Prompt | Response, *, turns: bool = False) -> VllmDecode:
         engine = self.engine
         response = response_to(rollout, engine.name, vocabulary=engine.vocabulary, longest=engine.longest)
         room = engine.longest - len(response.prompt.tokens)
         limit = min(self.sampling.max_new_tokens, room, self._limit(response.prompt))
-        return VllmDecode(self, response, limit)
+        ended = turn_ended(response, self.stopping, limit) if turns else None
+        return VllmDecode(self, response, limit, turns=turns, ended=ended)
 
     @asynccontextmanager
     async def decoding(self, live: Sequence[Decode], cut: Cut) -> AsyncIterator[Decoding]:
@@ -259,17 +157,30 @@ class VllmPolicy:
         Raises:
             ModelLost: the engine is dead.
         """
-        others = [decode for decode in self._submitted if decode not in decodes]
+        others = [decode for decode in self._submitted if decode not in decodes or decode.collector is None]
         await self.abort(others)
         for decode in decodes:
-            if not decode.finished and not decode.request:
-                decode.request = f"{self._nonce}-{next(self._numbers)}"
-                self._submitted[decode] = None
-                self.engine.requests.add(decode.request)
-                prompt = prompt_of(decode, self._label(self.version))
-                params = self.engine.params(params_of(self.sampling, decode))
-                async with answered(self.engine.llm, shield=True):
-                    decode.collector = await self.engine.llm.add_request(decode.request, prompt, params)
+            if not decode.idle and not decode.request:
+                await self.request(decode)
+
+    async def request(self, decode: VllmDecode) -> None:
+        """Have the engine go on with a response.
+
+        Raises:
+            ModelLost: the engine is dead.
+        """
+        decode.request = f"{self._nonce}-{next(self._numbers)}"
+        self._submitted[decode] = None
+        self.engine.requests.add(decode.request)
+        prompt = prompt_of(decode, self._label(self.version))
+        params = self.engine.params(params_of(self.sampling, decode))
+        async with answered(self.engine.llm, shield=True):
+            decode.submitted(decode.request, await self.engine.llm.add_request(decode.request, prompt, params))
+
+    def note_answer(self, decode: VllmDecode) -> None:
+        """Have a decode whose turn was answered join the others, or end."""
+        if self._loop is not None:
+            self._loop.note_answer(decode)
 
     async def abort(self, decodes: Sequence[VllmDecode]) -> None:
         """Discard the requests of decodes; a dead engine has none."""

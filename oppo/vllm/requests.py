@@ -15,7 +15,7 @@ from oppo.support import Support
 from oppo.vllm.surface import Completion, Logprob
 
 if TYPE_CHECKING:
-    from oppo.vllm.policy import VllmDecode
+    from oppo.vllm.decode import VllmDecode
 
 
 def require_reported(sampling: Sampling) -> None:

@@ -155,7 +155,7 @@ async def test_a_place_that_repeats_calls_is_refused() -> None:
         decodes = await policy.open(prompts(2))
         with pytest.raises(ProtocolError, match=r"'decode' for 'actor' calls back.*expected a Process with restarts=0"):
             async with policy.decoding(decodes, lambda _: False):
-                pass
+                await decodes[0].read(1)
 
 
 async def test_what_was_done_is_counted_while_the_child_decodes(actor_process: Process) -> None:
@@ -202,7 +202,7 @@ def test_rows_read_their_tokens_again_before_their_memory_is_freed() -> None:
             versions.append(step.version)
             signals.stop()
 
-        core.run(new, [0], lambda _: False, signals, stop)
+        core.run(new, {0: []}, lambda _: False, signals, stop)
 
     run_one_step(DecodeRow(0, prompt, 9))
     core.load(Weights(1))

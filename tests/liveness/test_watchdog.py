@@ -205,7 +205,7 @@ async def test_a_run_that_hangs_is_ended_and_the_report_names_who_hangs(tmp_path
     assert written["channels"]["reward->advantage"]["waiting_receivers"] == 1
     assert written["rollouts"] == {"in flight": [], "parked": [1], "finished": [0, 2]}
     tasks = {task["name"]: task["stack"] for task in written["tasks"]}
-    assert any("rewards.py" in line for line in tasks["ppo.reward"])
+    assert any("rewards/function.py" in line for line in tasks["ppo.reward"])
     assert any("in stuck" in line for thread in written["threads"] for line in thread["stack"])
 
 

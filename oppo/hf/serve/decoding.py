@@ -44,7 +44,8 @@ class DecodeRow:
         key: the row's name in the cache and in decode steps.
         limit: length in tokens at which the response ends with reason ``length``.
         tokens: the response so far; the model has yet to read the last one.
-        reason: why the response has ended; ``None`` while it continues.
+        turns: whether a token that would end the response ends a turn.
+        reason: why the response, or a turn of it, has ended; ``None`` while it continues.
         given_up: its reader has closed it; the row leaves at the next decode step.
     """
 
@@ -52,8 +53,19 @@ class DecodeRow:
     prompt: Prompt
     limit: int
     tokens: list[int] = field(default_factory=list)
+    turns: bool = False
     reason: FinishReason | None = None
     given_up: bool = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether a turn has ended, so that the row is kept."""
+        return self.turns and self.reason in ("eos", "stop")
+
+    def proceed(self, given: Sequence[int]) -> None:
+        """Go on, after a turn with tokens to read."""
+        self.tokens.extend(given)
+        self.reason = None
 
     @property
     def order(self) -> tuple[int, int]:
@@ -138,6 +150,8 @@ class Decoder:
     def run(self, rows: Sequence[DecodeRow], cut: Cut, signals: Signals, deliver: Deliver) -> None:
         """Decode ``rows`` until each has ended, ``cut`` returns true or ``signals`` stop the loop; the rest is parked.
 
+        A row whose turn has ended is parked too. In exact mode all are then, so that it joins the others where it left.
+
         Raises:
             ModelError: logits were not finite. The cache then holds none of ``rows``, as after any other error.
         """
@@ -159,11 +173,12 @@ class Decoder:
             live, logits = self._advance(live, tokens, prefill, signals)
             if logits is not None:
                 step, tokens = self._draw(live, logits)
-                ended = [row.prompt.rollout for row in live if row.reason]
+                ended = [row.prompt.rollout for row in live if row.reason and not row.waits]
+                waiting = any(row.waits for row in live)
                 cutting = bool(ended) and cut(ended)
                 deliver(step)
                 live, tokens = self._continuing(live, tokens)
-                if cutting:
+                if cutting or (waiting and self._exact):
                     return
             if signals.stopped:
                 return
@@ -224,10 +239,12 @@ class Decoder:
         return step, tokens
 
     def _continuing(self, live: list[DecodeRow], tokens: Tensor) -> tuple[list[DecodeRow], Tensor]:
-        """Return the rows that continue and their tokens; free the memory of the others."""
+        """Return the rows that continue and their tokens; free the memory of those that have ended."""
         stays = [row.reason is None and not row.given_up for row in live]
         if all(stays):
             return live, tokens
-        self.reader.forget([row.key for row, stay in zip(live, stays, strict=True) if not stay])
+        self.reader.forget(
+            [row.key for row, stay in zip(live, stays, strict=True) if not stay and (row.given_up or not row.waits)]
+        )
         kept = torch.tensor([at for at, stay in enumerate(stays) if stay], dtype=torch.int64, device=tokens.device)
         return [row for row, stay in zip(live, stays, strict=True) if stay], tokens[kept]

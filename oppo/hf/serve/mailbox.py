@@ -8,27 +8,33 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from oppo.decodes import BufferedDecode
+from oppo.events import FinishReason, IntArray, Response
 from oppo.hf.serve.decoding import DecodeRow, DecodeStep
 from oppo.hf.serve.signals import Signals
 
 if TYPE_CHECKING:
+    from oppo.hf.serve.decode_loop import DecodeLoop
     from oppo.hf.serve.policy import HfPolicy
 
 
 class HfDecode(BufferedDecode):
     """One rollout of an :class:`~oppo.hf.serve.policy.HfPolicy`.
 
-    Readers use ``read`` and ``aclose``; the other methods are the policy's.
+    Readers use ``read`` and ``aclose``, conversations ``turn``, ``proceed`` and ``finish``; the other methods are the
+    policy's.
 
     Attributes:
         key: of its row in the decode loop.
+        loop: that decodes it; ``None`` while it is parked.
     """
 
-    def __init__(self, policy: HfPolicy, row: DecodeRow) -> None:
-        super().__init__(row.prompt, len(row.tokens))
+    def __init__(self, policy: HfPolicy, response: Response, row: DecodeRow, ended: FinishReason | None) -> None:
+        super().__init__(response, row.limit, turns=row.turns, ended=ended)
         self.key = row.key
+        self.loop: DecodeLoop | None = None
         self._policy = policy
         self._row: DecodeRow | None = row
+        self._answer: list[int] = []
         self._mailbox: Mailbox | None = None
 
     def before_wait(self) -> None:
@@ -44,6 +50,8 @@ class HfDecode(BufferedDecode):
         if self._mailbox is not None:
             self._mailbox.give_up(self)
         self.wake()
+        if self.loop is not None and self.unanswered:
+            self.loop.note_answer()
         if self._state == "cut":
             await self._policy.forget([self.key])
 
@@ -51,9 +59,18 @@ class HfDecode(BufferedDecode):
         """Return whether ``policy`` may decode it."""
         return self._policy is policy and self.usable
 
-    def resume(self, mailbox: Mailbox) -> None:
-        """Become live: tokens arrive through ``mailbox``."""
+    @property
+    def order(self) -> tuple[int, int]:
+        """Sort key of admission order: admission number and sample."""
+        return self.prompt.admission, self.prompt.sample
+
+    def join(self, loop: DecodeLoop) -> None:
+        """Become live."""
         self.begin()
+        self.loop = loop
+
+    def listen(self, mailbox: Mailbox) -> None:
+        """Receive tokens through ``mailbox``."""
         self._mailbox = mailbox
 
     def pop_row(self) -> list[DecodeRow]:
@@ -61,9 +78,20 @@ class HfDecode(BufferedDecode):
         row, self._row = self._row, None
         return [] if row is None else [row]
 
+    def pop_given(self) -> list[int]:
+        """Return the tokens that the row reads after a turn, and has not read."""
+        given, self._answer = self._answer, []
+        return given
+
+    def answered(self, given: IntArray) -> None:
+        """Keep the answer for the row, and have it join the others."""
+        self._answer = [] if self.ending else given.tolist()
+        if self.loop is not None:
+            self.loop.note_answer()
+
     def park(self, failure: Exception | None) -> None:
         """Stop being live: parked without a ``failure``, failed for good with one."""
-        self._mailbox = None
+        self.loop = self._mailbox = None
         super().park(failure)
 
 
@@ -85,7 +113,7 @@ class Mailbox:
         self._lengths = {decode.key: decode.received for decode in decodes}
         self._steps: deque[DecodeStep] = deque()
         for decode in decodes:
-            decode.resume(self)
+            decode.listen(self)
 
     def give_up(self, decode: HfDecode) -> None:
         """Have the decode loop drop the row of ``decode``."""

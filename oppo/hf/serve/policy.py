@@ -15,13 +15,15 @@ from oppo.decodes import response_to
 from oppo.errors import ModelLost, ProtocolError, leaves
 from oppo.events import Prompt, Response
 from oppo.hf.introspection import longest, vocabulary
+from oppo.hf.serve.decode_loop import DecodeLoop
 from oppo.hf.serve.decoding import Decoder, DecodeRow
-from oppo.hf.serve.mailbox import HfDecode, Mailbox
+from oppo.hf.serve.mailbox import HfDecode
 from oppo.hf.serve.policy_core import PolicyCore
 from oppo.hf.weights import share_storage
 from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Sampling, Weights
 from oppo.numeric import require_whole
-from oppo.placement import Callback, Hosting
+from oppo.placement import Hosting
+from oppo.stopping import StopCriteria, turn_ended
 
 
 class HfPolicy:
@@ -80,7 +82,9 @@ class HfPolicy:
         self._longest = longest(model)
         self._vocabulary = vocabulary(model)
         self._keys = itertools.count()
-        self._decoding = False
+        self._exact = exact
+        self._loop: DecodeLoop | None = None
+        self._stopping = StopCriteria(sampling, decode)
         decoder = Decoder(model, sampling=sampling, exact=exact, prefill_tokens=prefill_tokens, decode=decode)
         self.counters = decoder.counters
         self._core = thread.host(PolicyCore(decoder, recompute=on_publish == "recompute"))
@@ -93,7 +97,7 @@ class HfPolicy:
     @property
     def capabilities(self) -> Capabilities:
         """What it can do: weights that are loaded during decoding wait for the end of it."""
-        return Capabilities(loads_while_decoding="when decoding ends")
+        return Capabilities(loads_while_decoding="when decoding ends", turns=True)
 
     @property
     def progress(self) -> int:
@@ -131,7 +135,14 @@ class HfPolicy:
         Raises:
             ModelError: a prompt is empty, leaves no room for a response, or holds an id outside of the vocabulary.
         """
-        return [HfDecode(self, self._row(rollout)) for rollout in rollouts]
+        return [self._opened(rollout) for rollout in rollouts]
+
+    async def open_turns(self, rollouts: Sequence[Prompt | Response]) -> list[HfDecode]:
+        """Return a decode for each whose response has turns; otherwise as :meth:`open`.
+
+        Keys and values stay while a turn is unanswered, so that only the answer is read after it.
+        """
+        return [self._opened(rollout, turns=True) for rollout in rollouts]
 
     @asynccontextmanager
     async def decoding(self, live: Sequence[Decode], cut: Cut) -> AsyncIterator[Decoding]:
@@ -145,17 +156,18 @@ class HfPolicy:
             Exception: whatever ended the decode loop, with a note that names the rollouts.
         """
         decodes = self._decodable(live)
-        self._decoding = bool(decodes)
-        mailbox, errors = Mailbox(decodes), list[Exception]()
+        errors = list[Exception]()
+        loop = DecodeLoop(self._core, decodes, cut, exact=self._exact)
         async with anyio.create_task_group() as tasks:
             if decodes:
-                tasks.start_soon(self._decode, decodes, mailbox, cut, errors, name="decode")
+                self._loop = loop
+                tasks.start_soon(self._decode, loop, errors, name="decode")
             try:
                 yield FixedDecoding(self._name)
             except Exception as error:  # noqa: BLE001 - taken out of the task group, which would wrap it in a group
                 errors.append(error)
             finally:
-                mailbox.signals.stop()
+                loop.stop()
         if errors:
             first, *others = errors
             for other in (leaf for error in others for leaf in leaves(error)):
@@ -163,24 +175,20 @@ class HfPolicy:
                     first.add_note(f"and then {type(other).__name__}: {other}")
             raise first
 
-    async def _decode(self, decodes: Sequence[HfDecode], mailbox: Mailbox, cut: Cut, errors: list[Exception]) -> None:
+    async def _decode(self, loop: DecodeLoop, errors: list[Exception]) -> None:
         """Run the decode loop where the model lives; afterwards no decode is live."""
-        new = [row for decode in decodes for row in decode.pop_row()]
-        keys = [decode.key for decode in decodes]
-        cutting, deliver = Callback(cut), Callback(mailbox.deliver, oneway=True)
         failure: Exception | None = None
         try:
-            await self._core.call("decode", PolicyCore.run, new, keys, cutting, mailbox.signals, deliver)
+            await loop.run()
         except Exception as error:  # noqa: BLE001 - the boundary to the readers: each of them, and the context, raises it
             failure = error
-            error.add_note(f"while decoding rollouts {[decode.prompt.rollout for decode in decodes]}")
+            error.add_note(f"while decoding rollouts {[decode.prompt.rollout for decode in loop.decodes]}")
             errors.append(error)
         finally:
-            mailbox.empty()
-            for decode in decodes:
+            for decode in loop.decodes:
                 decode.park(failure)
-            self._decoding = False
-            given_up = [decode.key for decode in decodes if decode.given_up]
+            self._loop = None
+            given_up = [decode.key for decode in loop.decodes if decode.given_up]
             if given_up:
                 await self.forget(given_up)
 
@@ -191,7 +199,7 @@ class HfPolicy:
 
     def _decodable(self, live: Sequence[Decode]) -> list[HfDecode]:
         """Return the decodes that have not ended."""
-        if self._decoding:
+        if self._loop is not None:
             raise ProtocolError("the policy is decoding already: leave that context before opening another")
         decodes = []
         for decode in live:
@@ -203,8 +211,8 @@ class HfPolicy:
                 decodes.append(decode)
         return decodes
 
-    def _row(self, rollout: Prompt | Response) -> DecodeRow:
-        """Return the row of a rollout, with the response so far.
+    def _opened(self, rollout: Prompt | Response, *, turns: bool = False) -> HfDecode:
+        """Return the decode of a rollout, whose row has the response so far.
 
         Raises:
             ModelError: the model cannot read the prompt.
@@ -212,4 +220,5 @@ class HfPolicy:
         response = response_to(rollout, self._name, vocabulary=self._vocabulary, longest=self._longest)
         prompt, length = response.prompt, len(response.prompt.tokens)
         limit = min(self._max_new_tokens, self._longest - length, self._limit(prompt))
-        return DecodeRow(next(self._keys), replace(prompt, columns={}), limit, response.tokens.tolist())
+        row = DecodeRow(next(self._keys), replace(prompt, columns={}), limit, response.tokens.tolist(), turns)
+        return HfDecode(self, response, row, turn_ended(response, self._stopping, limit) if turns else None)

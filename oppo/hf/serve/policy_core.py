@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from oppo.hf.serve.decoding import Decoder, DecodeRow, Deliver
 from oppo.hf.serve.signals import Signals
@@ -30,12 +30,20 @@ class PolicyCore:
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
         return PolicyCore, (self._decoder, self._recompute)
 
-    def run(self, new: Sequence[DecodeRow], keys: Sequence[int], cut: Cut, signals: Signals, deliver: Deliver) -> None:
+    def run(
+        self,
+        new: Sequence[DecodeRow],
+        given: Mapping[int, Sequence[int]],
+        cut: Cut,
+        signals: Signals,
+        deliver: Deliver,
+    ) -> None:
         """Decode rows until each has ended, ``cut`` returns true or ``signals`` stop the loop; the rest is parked.
 
         Args:
             new: rows that are unknown here so far.
-            keys: of the rows to decode; the signals number them in this order.
+            given: by the keys of the rows to decode, which the signals number in this order: the tokens that a row
+                reads before it goes on after a turn; none for a row that simply goes on.
             cut: called with the rollouts that ended in one decode step.
             signals: looked at between two decode steps.
             deliver: called with each decode step, after ``cut``.
@@ -45,9 +53,11 @@ class PolicyCore:
         """
         self.refresh()
         self._rows.update({row.key: row for row in new})
-        rows = [self._rows.pop(key) for key in keys]
+        rows = [self._rows.pop(key) for key in given]
+        for row in rows:
+            row.proceed(given[row.key])
         self._decoder.run(rows, cut, signals, deliver)
-        self._rows.update({row.key: row for row in rows if row.reason is None})
+        self._rows.update({row.key: row for row in rows if row.reason is None or row.waits})
 
     def forget(self, keys: Iterable[int]) -> None:
         """Drop rows and free their memory; unknown keys are ignored."""

@@ -80,7 +80,9 @@ async def expected(model: LlamaForCausalLM, prompt: Prompt, tokens: Sequence[int
 
 async def test_it_keeps_the_contract_of_a_policy(engine: VllmEngine) -> None:
     async def make() -> VllmPolicy:
-        return VllmPolicy(engine, sampling=SAMPLING, limit=lambda prompt: 6 + 5 * prompt.rollout)
+        return VllmPolicy(
+            engine, sampling=replace(SAMPLING, max_new_tokens=150), limit=lambda prompt: 6 + 30 * prompt.rollout
+        )
 
     await check_policy(make, some(5))
 

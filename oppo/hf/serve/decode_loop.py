@@ -1,0 +1,101 @@
+"""The calls of the decode loop: another one whenever a turn was answered, until all have ended or the step is cut.
+
+::
+
+    decode what is ready -> a turn ends: its row is parked -> the answer comes: the call returns, the next has the row
+
+Without turns there is one call. Where every rollout waits for an answer there is none, so the model's place is free. In
+exact mode decoding waits with each turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import anyio
+
+from oppo.hf.serve.mailbox import HfDecode, Mailbox
+from oppo.hf.serve.policy_core import PolicyCore
+from oppo.models import Cut
+from oppo.placement import Callback, Hosted
+
+
+class DecodeLoop:
+    """Decodes rollouts until each has ended, the cut returns true, or :meth:`stop` is called.
+
+    Args:
+        core: where the model lives.
+        decodes: of rollouts that have not ended; they are live from now on.
+        cut: called with the rollouts that ended together.
+        exact: wait with all rollouts while a turn is unanswered.
+    """
+
+    def __init__(self, core: Hosted[PolicyCore], decodes: Sequence[HfDecode], cut: Cut, *, exact: bool) -> None:
+        self.decodes = decodes
+        self._core = core
+        self._cut = cut
+        self._exact = exact
+        self._over = False
+        self._mailbox: Mailbox | None = None
+        self._news = anyio.Event()
+        for decode in decodes:
+            decode.join(self)
+
+    def stop(self) -> None:
+        """Stop after the decode step in progress."""
+        self._over = True
+        if self._mailbox is not None:
+            self._mailbox.signals.stop()
+        self._news.set()
+
+    def note_answer(self) -> None:
+        """Have a rollout that was answered, or given up, join or leave at the next decode step."""
+        if self._mailbox is not None and not self._exact:
+            self._mailbox.signals.stop()
+        self._news.set()
+
+    async def run(self) -> None:
+        """Decode until the end.
+
+        Raises:
+            Exception: whatever ended a call.
+        """
+        while not self._over:
+            await self._end_finished()
+            open_ = [decode for decode in self.decodes if decode.live and not decode.given_up]
+            waiting = [decode for decode in open_ if decode.unanswered]
+            ready = [decode for decode in open_ if not decode.unanswered]
+            if self._over or not open_:
+                return
+            if waiting and (self._exact or not ready):
+                self._news = anyio.Event()
+                await self._news.wait()
+            else:
+                await self._decode(ready)
+
+    async def _end_finished(self) -> None:
+        """Report the responses that end with their turn, in admission order."""
+        ended = [each for each in self.decodes if each.ending and not each.given_up]
+        if ended:
+            ended.sort(key=lambda each: each.order)
+            self._cutting([decode.prompt.rollout for decode in ended])
+            for decode in ended:
+                decode.end()
+            await self._core.call("forget", PolicyCore.forget, [decode.key for decode in ended])
+
+    async def _decode(self, ready: Sequence[HfDecode]) -> None:
+        new = [row for decode in ready for row in decode.pop_row()]
+        rows = {decode.key: decode.pop_given() for decode in ready}
+        mailbox = self._mailbox = Mailbox(ready)
+        cut, deliver = Callback(self._cutting), Callback(mailbox.deliver, oneway=True)
+        try:
+            await self._core.call("decode", PolicyCore.run, new, rows, cut, mailbox.signals, deliver)
+        finally:
+            mailbox.empty()
+            self._mailbox = None
+
+    def _cutting(self, finished: Sequence[int]) -> bool:
+        """Report rollouts; called on the event loop, in the model's thread, or by who waits for the model's process."""
+        cutting = self._cut(finished)
+        self._over = self._over or cutting
+        return cutting

@@ -1,0 +1,152 @@
+"""Conversations: an environment answers the turns of rollouts, in calls that go on when a step is cut."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self, TypeAlias, cast
+
+import anyio
+import numpy as np
+from anyio.abc import TaskGroup
+
+from oppo.errors import ProtocolError, noted
+from oppo.events import Drop, IntArray, Prompt
+from oppo.graph import Step
+from oppo.stages.contract import described
+from oppo.stages.in_flight import InFlightRollout
+from oppo.stages.measure import Samples
+from oppo.turns import Answer, Environment, Turn, TurnDecode
+
+Outcome: TypeAlias = Answer | Drop | None
+
+
+@dataclass(slots=True)
+class _Memory:
+    """Of one rollout: how many of its turns were answered, and the environment's state after them, as JSON."""
+
+    answered: int = 0
+    state: str = "null"
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """One call of the environment."""
+
+    started: float
+    done: anyio.Event = field(default_factory=anyio.Event)
+    outcome: Outcome = None
+    error: Exception | None = None
+
+
+class Conversations:
+    """Answers the turns of a run's rollouts.
+
+    Calls of several rollouts overlap. Between steps no rollout has a task, but a call goes on: its outcome waits here
+    for the step that decodes the rollout on.
+
+    Args:
+        environment: answers turns.
+    """
+
+    def __init__(self, environment: Environment) -> None:
+        self._environment = environment
+        self._memories: dict[int, _Memory] = {}
+        self._calls: dict[int, _Call] = {}
+        self._tasks: TaskGroup | None = None
+
+    async def __aenter__(self) -> Self:
+        self._tasks = await anyio.create_task_group().__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        """Cancel the calls that are still unanswered."""
+        tasks, self._tasks = self._tasks, None
+        self._memories, self._calls = {}, {}
+        if tasks is not None:
+            tasks.cancel_scope.cancel()
+            await tasks.__aexit__(None, None, None)
+
+    async def converse(self, rollout: InFlightRollout, step: Step) -> None:
+        """Answer the turns of a rollout until its response ends or the step is cut.
+
+        Raises:
+            ProtocolError: an answer is not one.
+            Exception: whatever the environment raised, with a note of the rollout and the turn.
+        """
+        number, decode = rollout.prompt.rollout, cast("TurnDecode", rollout.decode)
+        while (tokens := await decode.turn()) is not None:
+            memory = self._memories.setdefault(number, _Memory())
+            with noted(f"while answering turn {memory.answered} of rollout {number}"):
+                call = self._calls.get(number) or self._ask(rollout.prompt, memory, tokens)
+                await call.done.wait()
+                if call.error is not None:
+                    raise call.error
+                outcome = _require_outcome(call.outcome)
+            if isinstance(outcome, Drop):
+                rollout.dropped = outcome.reason
+            if not (decode.proceed(outcome.tokens) if isinstance(outcome, Answer) else decode.finish()):
+                return
+            del self._calls[number]
+            if isinstance(outcome, Answer):
+                self._memories[number] = _Memory(memory.answered + 1, _as_json(outcome.state))
+            step.record(Samples({"turns/answer_seconds": [anyio.current_time() - call.started]}))
+
+    def _ask(self, prompt: Prompt, memory: _Memory, tokens: IntArray) -> _Call:
+        """Begin to ask the environment."""
+        if self._tasks is None:
+            raise ProtocolError("an environment answers in a run only: open the graph first")
+        call = self._calls[prompt.rollout] = _Call(anyio.current_time())
+        turn = Turn(prompt, memory.answered, tokens, json.loads(memory.state))
+        self._tasks.start_soon(self._answer, call, turn, name=f"answer rollout {prompt.rollout}")
+        return call
+
+    async def _answer(self, call: _Call, turn: Turn) -> None:
+        try:
+            call.outcome = await self._environment.answer(turn)
+        except Exception as error:  # noqa: BLE001 - the rollout's own task raises it
+            call.error = error
+        call.done.set()
+
+    def forget(self, rollout: int) -> None:
+        """Forget a rollout that has ended, or begins again."""
+        self._memories.pop(rollout, None)
+        self._calls.pop(rollout, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how many turns of each rollout were answered, and the environment's state, as JSON."""
+        return {
+            str(rollout): {"answered": memory.answered, "state": memory.state}
+            for rollout, memory in self._memories.items()
+            if memory.answered
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        self._memories = {int(rollout): _Memory(each["answered"], each["state"]) for rollout, each in state.items()}
+
+
+def _require_outcome(outcome: object) -> Outcome:
+    """Return what an environment answered; raise ``ProtocolError`` unless it is an answer, a ``Drop`` or ``None``."""
+    if outcome is None or isinstance(outcome, Drop):
+        return outcome
+    if not isinstance(outcome, Answer):
+        raise ProtocolError(f"an environment returns an Answer, a Drop, or None to end; got {described(outcome)}")
+    tokens: object = outcome.tokens
+    if not isinstance(tokens, np.ndarray) or tokens.dtype != np.int32 or tokens.ndim != 1 or not len(tokens):
+        raise ProtocolError(f"an answer has tokens, a NumPy array, int32 [1 or more]; got {described(tokens)}")
+    _as_json(outcome.state)
+    return outcome
+
+
+def _as_json(state: object) -> str:
+    try:
+        return json.dumps(state)
+    except (TypeError, ValueError) as error:
+        raise ProtocolError(
+            f"the state of an environment is kept in checkpoints, so it must be JSON values; got {described(state)}"
+        ) from error

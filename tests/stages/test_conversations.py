@@ -1,0 +1,217 @@
+"""Turns in a whole pipeline of fakes: answers join, wait, fail and are resumed; others decode on meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import anyio
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from oppo import Synchronous
+from oppo.errors import ConfigError, ProtocolError
+from oppo.events import Drop, Prompt
+from oppo.models import Capabilities
+from oppo.stages import Generate
+from oppo.testing import FakePolicy, run_virtual
+from oppo.turns import Answer, Turn, turns_answered
+from tests.pipelines import Pipeline, Setting, same_batches, settings
+
+Outcome = Answer | Drop | None
+
+
+@dataclass
+class Tool:
+    """An environment that takes its time, and remembers what it was asked."""
+
+    seconds: Callable[[Turn], float] = lambda turn: 0.0
+    length: int = 2
+    outcome: Callable[[Turn], Outcome] | None = None
+    asked: list[tuple[int, int, list[int], object]] = field(default_factory=list)
+
+    async def answer(self, turn: Turn) -> Outcome:
+        self.asked.append((turn.prompt.rollout, turn.number, turn.tokens.tolist(), turn.state))
+        await anyio.sleep(self.seconds(turn))
+        if self.outcome is not None:
+            return self.outcome(turn)
+        return Answer(np.full(self.length, 90_000 + turn.number, np.int32), {"answered": turn.number + 1})
+
+
+def pipeline(
+    setting: Setting, tool: Tool, turns: Callable[[Prompt], Sequence[int]], *, holds: bool = False
+) -> Pipeline:
+    made = Pipeline(setting)
+    made.policy.turns, made.policy.holds = turns, holds
+    made.generate = replace(made.generate, environment=tool)
+    return made
+
+
+def played(setting: Setting, tool: Tool, turns: Callable[[Prompt], Sequence[int]], *, holds: bool = False) -> Pipeline:
+    made = pipeline(setting, tool, turns, holds=holds)
+    run_virtual(made.run)
+    return made
+
+
+def first_has_turns(prompt: Prompt) -> Sequence[int]:
+    return (3, 5) if prompt.rollout == 0 else ()
+
+
+ONE_STEP = Setting(lengths=(8, 20, 20, 20), steps=1)
+
+
+def test_answers_are_read_and_not_trained_and_the_next_turn_follows_them() -> None:
+    tool = Tool()
+    (batch,) = played(ONE_STEP, tool, first_has_turns).batches
+    response = batch.responses[0]
+    assert len(response) == 8 + 2 * 2
+    given = np.flatnonzero(~response.sampled).tolist()
+    assert given == [3, 4, 7, 8]
+    assert response.tokens[given].tolist() == [90_000, 90_000, 90_001, 90_001]
+    assert turns_answered(response) == 2
+    assert [(number, state) for _, number, _, state in tool.asked] == [(0, None), (1, {"answered": 1})]
+    assert [tokens for _, _, tokens, _ in tool.asked] == [response.tokens[:3].tolist(), response.tokens[5:7].tolist()]
+    assert not batch.rewards[batch.rows()[0]][given].any()
+
+
+@pytest.mark.parametrize(("holds", "seconds"), [(False, 20 * 0.01), (True, (20 + 2 * 5) * 0.01)])
+def test_the_others_decode_on_while_a_tool_works_unless_decoding_is_exact(holds: bool, seconds: float) -> None:
+    tool = Tool(lambda turn: 0.05)
+    (report,) = played(replace(ONE_STEP, capacity=100), tool, first_has_turns, holds=holds).reports
+    assert report.seconds == pytest.approx(seconds)
+
+
+def test_what_the_step_waits_for_is_its_slowest_tool() -> None:
+    made = played(ONE_STEP, Tool(lambda turn: 7.0), lambda prompt: (3,))
+    assert made.reports[0].seconds == pytest.approx(7.0 + 20 * 0.01)
+    assert made.reports[0].metrics["turns/answer_seconds"] == pytest.approx(7.0)
+    assert made.policy.tokens == 8 + 3 * 20, "nothing was decoded while all of them waited"
+
+
+def test_a_rollout_whose_tool_is_slow_is_carried_and_asked_once() -> None:
+    tool = Tool(lambda turn: 0.3 if turn.prompt.rollout == 0 else 0.0)
+    setting = Setting(lengths=(8, 10, 10, 10), extra=1, steps=4, max_deferrals=3)
+    made = played(setting, tool, first_has_turns)
+    deferred = [report.index for report in made.reports if 0 in {each.rollout for each in report.deferred}]
+    assert deferred == [0, 1, 2]
+    assert [number for rollout, number, _, _ in tool.asked] == [0, 1]
+    (response,) = [each for batch in made.batches for each in batch.responses if each.prompt.rollout == 0]
+    assert turns_answered(response) == 2
+
+
+def test_an_overdue_rollout_is_waited_for() -> None:
+    tool = Tool(lambda turn: 5.0)
+    setting = Setting(lengths=(8, 10, 10, 10), extra=1, steps=3, max_deferrals=1)
+    made = played(setting, tool, first_has_turns)
+    assert 0 in made.reports[1].trained
+    assert made.reports[1].seconds > 5
+
+
+def test_a_conversation_may_end_with_any_turn() -> None:
+    made = played(ONE_STEP, Tool(outcome=lambda turn: None), first_has_turns)
+    response, reason = made.batches[0].responses[0], made.batches[0].reasons[0]
+    assert (len(response), reason, turns_answered(response)) == (3, "eos", 0)
+
+
+def test_an_answer_that_leaves_no_room_ends_the_response_with_its_turn() -> None:
+    made = pipeline(ONE_STEP, Tool(length=30), first_has_turns)
+    made.policy.cap = 32
+    run_virtual(made.run)
+    batch = made.batches[0]
+    assert (len(batch.responses[0]), batch.reasons[0]) == (3, "length")
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_a_dropped_conversation_is_not_trained_and_its_group_is(samples: int) -> None:
+    setting = replace(ONE_STEP, samples=samples, lengths=(8, 20, 20, 20, 20, 20, 20, 20))
+    tool = Tool(outcome=lambda turn: Drop(turn.prompt.rollout, "the calculator is on fire"))
+    made = played(setting, tool, first_has_turns)
+    (report,) = made.reports
+    assert [(each.rollout, each.reason) for each in report.dropped] == [(0, "the calculator is on fire")]
+    assert report.trained == tuple(range(1, 4 * samples))
+
+
+def test_a_dropped_conversation_may_be_carried_first() -> None:
+    setting = Setting(lengths=(8, 30, 30, 30), batch=2, extra=2, steps=3, samples=2, max_deferrals=2)
+    tool = Tool(outcome=lambda turn: Drop(turn.prompt.rollout, "no"))
+    made = played(setting, tool, lambda prompt: (3,) if prompt.rollout == 4 else ())
+    assert [drop.rollout for report in made.reports for drop in report.dropped] == [4]
+    trained = sorted(rollout for report in made.reports for rollout in report.trained)
+    assert len(trained) == len(set(trained)) == 11
+
+
+def test_an_error_names_the_rollout_and_the_turn() -> None:
+    def fail(turn: Turn) -> Outcome:
+        raise OSError("unplugged")
+
+    with pytest.raises(OSError, match="unplugged") as caught:
+        played(ONE_STEP, Tool(outcome=fail), first_has_turns)
+    assert "while answering turn 0 of rollout 0" in caught.value.__notes__
+
+
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        (7, "an environment returns an Answer, a Drop, or None to end; got int 7"),
+        (Answer(np.zeros(0, np.int32)), r"int32 \[1 or more\]; got an array of shape \(0,\)"),
+        (Answer(np.zeros(2, np.int64)), "got an array of shape .* and type int64"),
+        (Answer(np.zeros(2, np.int32), {1j}), "must be JSON values; got set"),
+    ],
+)
+def test_what_is_no_answer_is_refused(answer: Answer, sentence: str) -> None:
+    with pytest.raises(ProtocolError, match=sentence):
+        played(ONE_STEP, Tool(outcome=lambda turn: answer), first_has_turns)
+
+
+def test_a_policy_that_cannot_go_on_is_refused() -> None:
+    with pytest.raises(ConfigError, match="FakePolicy cannot go on after one: expected a policy with open_turns"):
+        Generate(FakePolicy(capabilities=Capabilities()), Synchronous(batch=1), environment=Tool())
+
+
+@pytest.mark.schedules
+@given(settings(prompts=(7, 1_000)), st.lists(st.sampled_from([0.0, 0.003, 0.05, 1.0]), min_size=1, max_size=5))
+def test_every_rollout_is_trained_once_with_all_of_its_turns(setting: Setting, seconds: list[float]) -> None:
+    tool = Tool(lambda turn: seconds[(turn.prompt.rollout + turn.number) % len(seconds)])
+    made = played(setting, tool, some_turns)
+    rollouts = [rollout for batch in made.batches for rollout in batch.rollouts]
+    assert sorted(rollouts) == list(range(len(rollouts)))
+    for response in (each for batch in made.batches for each in batch.responses):
+        turns = [end for end in some_turns(response.prompt) if end < setting.length(response.prompt)]
+        assert turns_answered(response) == len(turns)
+        assert response.sampled.sum() == setting.length(response.prompt)
+    asked = [(rollout, number) for rollout, number, _, _ in tool.asked]
+    assert len(asked) == len(set(asked)), "a cut asks no question again"
+
+
+@pytest.mark.schedules
+@given(settings(prompts=(1_000,), lookaheads=(0,)), st.lists(st.sampled_from([0.0, 0.02, 1.0]), min_size=1, max_size=5))
+def test_where_decoding_holds_nothing_depends_on_how_long_tools_take(setting: Setting, seconds: list[float]) -> None:
+    setting = replace(setting, paces=())
+    tool = Tool(lambda turn: seconds[(turn.prompt.rollout + turn.number) % len(seconds)])
+    slow = played(setting, tool, some_turns, holds=True)
+    quick = played(setting, Tool(), some_turns, holds=True)
+    assert same_batches(slow.batches, quick.batches)
+    assert [report.deferred for report in slow.reports] == [report.deferred for report in quick.reports]
+
+
+@pytest.mark.schedules
+@given(settings(prompts=(1_000,), lookaheads=(0, 1)), st.data())
+def test_a_conversation_goes_on_in_a_resumed_run(setting: Setting, data: st.DataObject) -> None:
+    setting = replace(setting, paces=(), steps=4)
+    whole = pipeline(setting, Tool(lambda turn: 0.02), some_turns, holds=True)
+    killed = data.draw(st.sampled_from([k for k in (1, 2, 3) if setting.is_checkpointed(k - 1)] or [4]))
+    with TemporaryDirectory() as folder, TemporaryDirectory() as other:
+        run_virtual(lambda: whole.run_part(0, 4, Path(other)))
+        parts = [pipeline(setting, Tool(lambda turn: 0.02), some_turns, holds=True) for _ in range(2)]
+        run_virtual(lambda: parts[0].run_part(0, killed, Path(folder)))
+        if killed < 4:
+            run_virtual(lambda: parts[1].run_part(killed, 4, Path(folder)))
+    assert same_batches([*parts[0].batches, *parts[1].batches], whole.batches)
+
+
+def some_turns(prompt: Prompt) -> Sequence[int]:
+    """Return where turns end: none, one or three of them."""
+    return ((), (2,), (1, 2, 9))[prompt.rollout % 3]
