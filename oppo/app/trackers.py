@@ -46,7 +46,8 @@ def tracking(settings: Settings, first: int, tell: Callable[[str], None]) -> Ite
         ConfigError: a tracker cannot begin.
     """
     with ExitStack() as stack:
-        trackers = [stack.enter_context(_completed(name, settings, first, tell)) for name in settings.run.track]
+        names = dict.fromkeys(settings.run.track)
+        trackers = [stack.enter_context(_completed(name, settings, first, tell)) for name in names]
         yield [Expendable(tracker, tell) for tracker in trackers]
 
 

@@ -238,7 +238,8 @@ METRICS: Final[Mapping[str, tuple[Metric, ...]]] = MappingProxyType(
             Metric(
                 "loop/worst_gap_s",
                 SECONDS,
-                "The longest that the event loop was blocked; a gauge of `oppo train`.",
+                "The longest that the event loop was blocked: a gauge of `oppo train`, by "
+                "`oppo.liveness.Heartbeat`.",
             ),
         ),
         "Bottleneck": (
