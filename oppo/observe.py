@@ -105,7 +105,7 @@ class Observer(Protocol):
         """``stage`` sent ``item`` into its output, or returned it from ``observe``, at loop time ``at``."""
 
     def on_span(self, span: Span) -> None:
-        """A stage's execution, or a whole step (track ``step``), ended."""
+        """A stage's execution (label ``run``), a piece of its work, or a whole step (track ``step``) ended."""
 
     def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
         """A step ended; ``channels`` holds each channel's counters by ``source->target``."""

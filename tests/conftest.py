@@ -11,6 +11,8 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tests share few cores
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+pytest_plugins = ["pytest_oppo"]  # ours, also where the package was installed before it had a plugin
+
 SCHEDULES = int(os.environ.get("OPPO_SCHEDULES", "200"))
 """How many random schedules are tried in all, at least."""
 

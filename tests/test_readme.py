@@ -166,8 +166,11 @@ def test_python_m_oppo_is_oppo_and_its_help_says_where_the_settings_are() -> Non
     assert "docs/settings.md" in ran.stdout
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/extending.md", "docs/rewards.md", "docs/testing.md"])
-def test_the_blocks_that_stand_alone_run(page: str) -> None:
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/extending.md", "docs/rewards.md", "docs/runs.md", "docs/testing.md", "docs/turns.md"]
+)
+def test_the_blocks_that_stand_alone_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     begins = ("import ", "from oppo", "from collections", "def ")
     blocks = [block for block in fenced(ROOT / page, "python") if block.startswith(begins)]
     assert blocks

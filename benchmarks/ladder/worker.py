@@ -44,7 +44,7 @@ from oppo.errors import DataError
 from oppo.events import Batch, Prompt, StepReport
 from oppo.graph import Run
 from oppo.observe import Observer, Span
-from oppo.report.overlap import Role, occupation, seconds, union
+from oppo.overlap import Role, occupation, seconds, union
 
 
 @dataclass(eq=False)

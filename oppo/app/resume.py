@@ -22,6 +22,7 @@ MAY_CHANGE = frozenset(
         "run.steps",
         "run.panel",
         "run.logged_samples",
+        "run.track",
         "run.trace",
         "run.watchdog_seconds",
         "run.call_timeout",

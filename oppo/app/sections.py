@@ -28,6 +28,7 @@ from oppo.user_code import SPEC
 
 Name: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 Engine: TypeAlias = Literal["transformers", "vllm"]
+Tracker: TypeAlias = Literal["tensorboard", "wandb"]
 AdmissionName: TypeAlias = Literal["overcommit", "adaptive", "slope", "slope-algorithm1", "tail-batched"]
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
@@ -69,6 +70,11 @@ class RunSection:
     trainer: Literal["thread", "process"] = setting("thread", "where updates are made")
     panel: Literal["auto", "live", "lines", "off"] = setting(
         "auto", "form of the progress display; auto: live on a terminal, else lines"
+    )
+    track: Annotated[tuple[Tracker, ...], FromList()] = setting(
+        (),
+        "where metrics go besides metrics.jsonl: `tensorboard`, event files in the run directory; `wandb`, Weights & "
+        "Biases, to which the settings go too; each needs the extra of its name",
     )
     logged_samples: Count = setting(4, "rollouts a step written to samples.jsonl with their text")
     trace: Count | Literal["all"] = setting(

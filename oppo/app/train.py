@@ -24,6 +24,7 @@ from oppo.app.resume import CHECKPOINTS, locked, newest, require_same
 from oppo.app.sections import RunSection
 from oppo.app.settings import Settings
 from oppo.app.supply import require_room, require_unfinished, resolved_prompts, short_of, steps_of
+from oppo.app.trackers import require_trackers, tracking
 from oppo.data import PromptStream
 from oppo.errors import CheckpointError, HangError, behind
 from oppo.events import StepReport
@@ -166,9 +167,8 @@ def prepare(
         elif not dry_run:
             require_unused(settings.run_directory)
         from oppo.app.assemble import assemble, load_text  # noqa: PLC0415 - torch takes seconds to import
-        from oppo.app.engines import require_engine  # noqa: PLC0415 - so does this
 
-        require_engine(settings.models.engine, settings.vllm)
+        require_installed(settings)
         text = load_text(settings.models, tell)
         data, provenance = settings.data, Provenance.of(settings)
         prompts = resolved_prompts(settings, text, tell, provenance)
@@ -188,6 +188,18 @@ def prepare(
         composed = compose(settings, assembly, stream, replay, graph)
         stack.pop_all()
     return PreparedRun(settings, assembly, composed, stream, provenance, checkpoints, tell, checkpoint, lock)
+
+
+def require_installed(settings: Settings) -> None:
+    """Check that the engine and the trackers that the settings name are installed.
+
+    Raises:
+        ConfigError: one is not, or the engine has other arguments.
+    """
+    from oppo.app.engines import require_engine  # noqa: PLC0415 - torch takes seconds to import
+
+    require_engine(settings.models.engine, settings.vllm)
+    require_trackers(settings.run.track)
 
 
 async def run(
@@ -215,24 +227,30 @@ async def run(
     settings, assembly = session.settings, session.assembly
     chosen, decode = settings.run, assembly.text.decode
     heartbeat = Heartbeat()
-    directory = directory_of(session, heartbeat)
+    directory = directory_of(session)
     with ExitStack() as stack:
         stack.enter_context(directory)
         log = stack.enter_context(RunLog(directory.path / "log.jsonl", chosen.name))
         session.notices.listeners.append(log.notice)
         stack.callback(session.notices.listeners.remove, log.notice)
+        trackers = stack.enter_context(tracking(settings, session.done, session.notices))
         for fault in directory.faults:
             session.notices(fault)
         panel = stack.enter_context(panel_of(chosen, console, decode))
         listeners = [log.on_stall, panel.on_stall]
         watchdog = stack.enter_context(watchdog_of(session, directory, listeners, last_resort))
         assembly.listen(directory.model_span, watchdog.on_span)
-        watching = [directory, log, Expendable(panel, session.notices), watchdog, *observers]
+        watching = [directory, log, Expendable(panel, session.notices), watchdog, *trackers, *observers]
         async with (
             saving(assembly, directory.path / FINAL),
             heartbeat.beating(),
             watchdog.guarding(),
-            session.graph.open(session.prompts, observers=watching, lookahead=settings.step.lookahead) as running,
+            session.graph.open(
+                session.prompts,
+                observers=watching,
+                lookahead=settings.step.lookahead,
+                gauges={"loop/worst_gap_s": heartbeat.take},
+            ) as running,
             interruptible(log.on_interrupt, partial(announce_end, console)) as interrupt,
         ):
             watchdog.watch(running)
@@ -285,7 +303,7 @@ def note_data(session: PreparedRun, log: RunLog) -> None:
         log.note("file changed", file=str(file), used="as it was when the run began")
 
 
-def directory_of(session: PreparedRun, heartbeat: Heartbeat) -> RunDirectory:
+def directory_of(session: PreparedRun) -> RunDirectory:
     """Return the run directory; a resumed one is rewound to the checkpoint.
 
     Raises:
@@ -298,7 +316,6 @@ def directory_of(session: PreparedRun, heartbeat: Heartbeat) -> RunDirectory:
         decode=session.assembly.text.decode,
         keep=settings.run.logged_samples,
         trace=None if settings.run.trace == "all" else settings.run.trace,
-        gauges={"loop/worst_gap_s": heartbeat.take},
         resumed_at=None if session.lock is None else session.done,
         lock=session.lock,
     )

@@ -8,7 +8,7 @@ from statistics import median
 
 from rich.table import Table
 
-from oppo.report.overlap import Role, seconds, union
+from oppo.overlap import Role, seconds, union
 from oppo.report.rundir import ROLES
 from oppo.report.timed import TimedStep
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import anyio
@@ -86,7 +86,7 @@ class Execution(Generic[T]):
 
     def __init__(self, topology: Topology, step: Step, source: Source, observers: Sequence[Observer]) -> None:
         self._topology = topology
-        self._step = step
+        self._step = replace(step, _channels=self.statistics)
         self._source = source
         self._observers = observers
         self._result = Result[T](topology.result)
@@ -139,8 +139,9 @@ class Execution(Generic[T]):
             self._returned.add(node.name)
             for channel in (*inputs, *named.values()):
                 channel.abandon()
-            span = Span(node.name, "run", start, anyio.current_time(), {"step": self._step.index})
-            notify(self._observers, lambda observer: observer.on_span(span))
+            notify_span(
+                self._observers, Span(node.name, "run", start, anyio.current_time(), {"step": self._step.index})
+            )
         except Exception as error:
             for leaf in leaves(error):
                 leaf.add_note(f"in stage {node.name!r} of graph {self._topology.name!r}, step {self._step.index}")
@@ -228,6 +229,11 @@ def notify_item(observers: Sequence[Observer], step: Step, stage: str, item: obj
     """Notify every observer of an item that a stage has sent now."""
     at = anyio.current_time()
     notify(observers, lambda observer: observer.on_item(step.index, stage, item, at))
+
+
+def notify_span(observers: Sequence[Observer], span: Span) -> None:
+    """Notify every observer of a span that has ended."""
+    notify(observers, lambda observer: observer.on_span(span))
 
 
 def notify(observers: Sequence[Observer], call: Callable[[Observer], None]) -> None:

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 from oppo.errors import GraphError
 from oppo.graph.run import Run, opened
 from oppo.graph.source import Source
-from oppo.graph.stage import AnyStage
+from oppo.graph.stage import AnyStage, Gauge
 from oppo.graph.topology import SOURCE, Node, Topology
 from oppo.numeric import require_whole
 from oppo.observe import Observer
@@ -126,6 +126,7 @@ class Graph(Generic[O]):
         *,
         observers: Sequence[Observer] = (),
         lookahead: int = 0,
+        gauges: Mapping[str, Gauge] = MappingProxyType({}),
     ) -> AbstractAsyncContextManager[Run[O]]:
         """Open the stages for as long as the context lasts, and run steps within it.
 
@@ -137,12 +138,13 @@ class Graph(Generic[O]):
             observers: notified of spans, items and steps.
             lookahead: number of steps that begin before an earlier one has ended. Each stage still runs the steps one
                 at a time and in order, so step ``k + 1`` enters a stage when step ``k`` has left it.
+            gauges: by metric: measurements of the process, which :class:`oppo.Update` reads for each step's report.
 
         Raises:
             GraphError: ``lookahead`` is not a whole number, or a stage is in another open run.
         """
         require_whole("lookahead", lookahead, 0, error=GraphError)
-        return opened(Run[O](self.topology, Source(prompts), tuple(observers), lookahead), self.topology)
+        return opened(Run[O](self.topology, Source(prompts), tuple(observers), lookahead, gauges), self.topology)
 
     def _unknown(self, what: str, name: str) -> str:
         return f"{name!r} cannot be {what}: the stages are {', '.join(map(repr, self.topology.by_name))}"

@@ -13,21 +13,22 @@ result was observed; where steps begin does not depend on how fast they are.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Generic, TypeAlias, TypeVar
 
 import anyio
 from anyio.abc import TaskGroup
 
 from oppo.errors import as_itself, note_others
-from oppo.graph.executor import Execution
+from oppo.graph.executor import Execution, notify_span
 from oppo.graph.snapshot import Snapshot
 from oppo.graph.source import Source
-from oppo.graph.stage import UNKNOWN, Step
+from oppo.graph.stage import UNKNOWN, Gauge, Step, WorkLog
 from oppo.graph.topology import Topology
 from oppo.graph.turn import Turn
-from oppo.observe import Observer
+from oppo.observe import Observer, Span
 
 O = TypeVar("O")  # noqa: E741 - O for output, as in the stage protocols
 
@@ -79,12 +80,15 @@ class Pipeline(Generic[O]):
 
     Args:
         lookahead: number of steps that begin before the current one has ended.
+        gauges: which the stages may read.
     """
 
-    def __init__(self, topology: Topology, source: Source, lookahead: int) -> None:
+    def __init__(self, topology: Topology, source: Source, lookahead: int, gauges: Mapping[str, Gauge]) -> None:
         self._topology = topology
         self._source = source
         self._lookahead = lookahead
+        self._gauges = gauges
+        self._work: list[Span] = []
         self._alive: deque[StepRun[O]] = deque()
         self._tasks: TaskGroup | None = None
         self._draining = False
@@ -143,6 +147,8 @@ class Pipeline(Generic[O]):
         finally:
             self._alive.popleft()
         oldest.turn.end()
+        since = self._alive[0].step.started if self._alive else anyio.current_time()
+        self._work[:] = [span for span in self._work if span.end > since]
         if not self._alive:
             self._draining = False
         elif self._source.ended and not oldest.execution.sent:
@@ -154,7 +160,16 @@ class Pipeline(Generic[O]):
         while len(alive) < most and not (alive and self._draining):
             left = remaining if remaining == UNKNOWN else remaining - len(alive)
             turn = Turn(list(self._topology.by_name), alive[-1].turn if alive else None, self._lookahead)
-            step = Step(index + len(alive), left, anyio.current_time(), ahead=len(alive), _turn=turn)
+            log = WorkLog(self._work, partial(notify_span, observers))
+            step = Step(
+                index + len(alive),
+                left,
+                anyio.current_time(),
+                ahead=len(alive),
+                gauges=self._gauges,
+                _turn=turn,
+                _work=log,
+            )
             begun = StepRun[O](step, turn, Execution(self._topology, step, self._source, observers))
             alive.append(begun)
             if self._tasks is not None:

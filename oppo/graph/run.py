@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Generic, TypeVar
 
 import anyio
 from anyio.lowlevel import RunVar
 
 from oppo.errors import GraphError, noted, running_loop
-from oppo.graph.executor import Execution, notify, notify_item
+from oppo.graph.executor import Execution, notify, notify_item, notify_span
 from oppo.graph.pipeline import DrainAfter, Pipeline, StepRun, never
 from oppo.graph.snapshot import Snapshot
 from oppo.graph.source import Source
-from oppo.graph.stage import UNKNOWN, Observing, Stateful, Step
+from oppo.graph.stage import UNKNOWN, Gauge, Observing, Stateful, Step
 from oppo.graph.topology import Node, Topology
 from oppo.numeric import require_whole
 from oppo.observe import Observer, Span
@@ -32,8 +32,15 @@ class Run(Generic[O]):
     A stage runs its executions one at a time and in order.
     """
 
-    def __init__(self, topology: Topology, source: Source, observers: Sequence[Observer], lookahead: int = 0) -> None:
-        self.pipeline = Pipeline[O](topology, source, lookahead)
+    def __init__(
+        self,
+        topology: Topology,
+        source: Source,
+        observers: Sequence[Observer],
+        lookahead: int = 0,
+        gauges: Mapping[str, Gauge] = MappingProxyType({}),
+    ) -> None:
+        self.pipeline = Pipeline[O](topology, source, lookahead, gauges)
         self._topology = topology
         self._source = source
         self._observers = observers
@@ -120,8 +127,7 @@ class Run(Generic[O]):
                     notify_item(self._observers, step, node.name, observation)
 
     def _notify(self, step: Step, results: Sequence[O], execution: Execution[O]) -> None:
-        span = Span("step", str(step.index), step.started, anyio.current_time())
-        notify(self._observers, lambda observer: observer.on_span(span))
+        notify_span(self._observers, Span("step", str(step.index), step.started, anyio.current_time()))
         if results:
             channels = execution.statistics()
             notify(self._observers, lambda observer: observer.on_step(step.index, results[0], channels))

@@ -16,12 +16,16 @@ step: two executions of a graph can be alive.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol, TypeAlias, TypeVar, runtime_checkable
 
+import anyio
+
 from oppo.graph.channel import Receiver, Sender
 from oppo.graph.turn import Turn
+from oppo.observe import Span, SpanListener, silent
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -41,6 +45,26 @@ UNKNOWN: Final = sys.maxsize
 """Remaining steps of a run without a known end."""
 
 
+Counters: TypeAlias = Mapping[str, Mapping[str, int]]
+"""The counters of each channel, by ``source->target``."""
+
+Gauge: TypeAlias = Callable[[], float]
+"""Returns a measurement of the process, for example the worst delay of its event loop since the last call."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WorkLog:
+    """The latest work of a run's stages, and who is told of it."""
+
+    spans: list[Span] = field(default_factory=list)
+    tell: SpanListener = silent
+
+    def add(self, span: Span) -> None:
+        """Keep a piece of work, and tell of it."""
+        self.spans.append(span)
+        self.tell(span)
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One execution of a graph, as passed to one of its stages.
@@ -54,6 +78,7 @@ class Step:
         started: loop time, in seconds.
         stage: name of the stage it is passed to.
         ahead: number of earlier steps that had not ended when it began; 0 without lookahead.
+        gauges: of the run (:meth:`oppo.Graph.open`), by metric.
 
     Example:
         >>> step = Step(0, 10, started=0.0)
@@ -67,8 +92,11 @@ class Step:
     started: float
     stage: str = ""
     ahead: int = 0
+    gauges: Mapping[str, Gauge] = field(default_factory=dict, repr=False)
     _records: dict[type, list[tuple[str, Any]]] = field(default_factory=dict, repr=False)
     _turn: Turn | None = field(default=None, repr=False)
+    _work: WorkLog = field(default_factory=WorkLog, repr=False)
+    _channels: Callable[[], Counters] = field(default=dict, repr=False)
 
     @property
     def observed(self) -> int:
@@ -86,6 +114,29 @@ class Step:
     def recorded(self, kind: type[M]) -> list[tuple[str, M]]:
         """Return the records of this class, each with the name of its stage, in the order of recording."""
         return list(self._records.get(kind, ()))
+
+    @contextmanager
+    def working(self, label: str) -> Iterator[None]:
+        """Note the body as work of the stage, when it has come to its end; the run's observers get its span.
+
+        Example:
+            >>> async def run(self, batches, *, out, step):
+            ...     async for batch in batches:
+            ...         with step.working("update"):
+            ...             await self.trainer.update(batch)
+        """
+        start = anyio.current_time()
+        yield
+        self._work.add(Span(self.stage, label, start, anyio.current_time(), {"step": self.index}))
+
+    @property
+    def work(self) -> Sequence[Span]:
+        """The work that stages noted in this step and in those alive beside it so far, in the order of its ends."""
+        return tuple(self._work.spans)
+
+    def channels(self) -> Counters:
+        """Return the counters of each channel in this step so far."""
+        return self._channels()
 
     @property
     def lookahead(self) -> int:

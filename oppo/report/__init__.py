@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from oppo.overlap import Occupation, occupation
 from oppo.report.journal import observations, story
 from oppo.report.log import RunLog
-from oppo.report.overlap import Occupation, occupation
 from oppo.report.panel import Panel
 from oppo.report.rundir import RunDirectory
 

@@ -8,35 +8,21 @@ from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from oppo.events import StepReport
-from oppo.report.overlap import Occupation
 
 Metrics: TypeAlias = dict[str, float | int | None]
 
 
-def step_metrics(report: StepReport, channels: Mapping[str, Mapping[str, int]], busy: Occupation) -> Metrics:
-    """Return the line of ``metrics.jsonl`` for a step; the stages' metrics replace those derived here.
-
-    Args:
-        channels: counters of each channel by ``source->target``.
-        busy: of the models in this step; all zero without their spans.
-    """
-    derived: dict[str, float] = {"timing_s/step": report.seconds}
-    tokens = report.metrics.get("response_length/tokens")
-    if tokens is not None and report.seconds > 0:
-        derived["throughput/tokens_per_s"] = tokens / report.seconds
-    if busy.decode or busy.score or busy.update:
-        derived |= {
-            "timing_s/decode": busy.decode,
-            "timing_s/score": busy.score,
-            "timing_s/score_exposed": busy.exposed,
-            "overlap/hidden_fraction": busy.hidden,
-        }
-    for name, counters in channels.items():
-        derived |= {f"queue/{name}/{key}": counters[key] for key in ("peak", "merged") if key in counters}
+def step_metrics(report: StepReport) -> Metrics:
+    """Return the line of ``metrics.jsonl`` for a step: the counts of its report, and the report's metrics."""
     head: Metrics = {"step": report.index, "version": report.version, "score": finite(report.score)}
     counts = {"trained": len(report.trained), "deferred": len(report.deferred), "dropped": len(report.dropped)}
-    measured = {name: finite(value) for name, value in {**derived, **report.metrics}.items()}
+    measured = {name: finite(value) for name, value in report.metrics.items()}
     return head | {"seconds": report.seconds} | counts | measured
+
+
+def scalars(report: StepReport) -> dict[str, float]:
+    """Return the numbers of a step's line for trackers: all but the step's own and those that are not finite."""
+    return {name: float(value) for name, value in step_metrics(report).items() if name != "step" and value is not None}
 
 
 def finite(value: float) -> float | None:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from itertools import chain, groupby, islice
@@ -36,13 +36,13 @@ from oppo.errors import ConfigError, behind
 from oppo.events import Batch, StepReport
 from oppo.numeric import require_whole
 from oppo.observe import Observer, Span
+from oppo.overlap import WORK, Role
 from oppo.redact import holds_secret
 from oppo.report import journal
 from oppo.report.files import METRICS, REPORT, SAMPLES, SUMMARY, clear, require_stepless, require_unused
 from oppo.report.journal import JOURNAL
 from oppo.report.lock import Lock
-from oppo.report.metrics import Metrics, finite, step_metrics, summary
-from oppo.report.overlap import Role, occupation
+from oppo.report.metrics import Metrics, step_metrics, summary
 from oppo.report.page import page
 from oppo.report.put import put
 from oppo.report.records import gaps, read, rewind
@@ -79,9 +79,8 @@ class RunDirectory(Observer):
         keep: rollouts of each step in ``samples.jsonl``.
         trace: steps at the beginning, and as many at the end, that ``trace.json`` shows; ``None``: all; 0: no trace.
         threaded: write in a thread; otherwise at once, as virtual time needs it.
-        roles: by model track, for the overlap metrics.
+        roles: by model track, for the page's timeline.
         source: the stage whose items are the rollouts' events.
-        gauges: read at the end of each step and written among its metrics.
         resumed_at: steps made by the run in this directory, up to its checkpoint. Records of later steps are removed,
             except for observations; the trace goes on in ``trace-<steps>.json``. ``None``: a new run.
         lock: of the directory, if it is already held; released when the directory is complete.
@@ -106,7 +105,6 @@ class RunDirectory(Observer):
         threaded: bool = True,
         roles: Mapping[str, Role] = ROLES,
         source: str = "generate",
-        gauges: Mapping[str, Callable[[], float]] | None = None,
         resumed_at: int | None = None,
         lock: Lock | None = None,
     ) -> None:
@@ -116,7 +114,6 @@ class RunDirectory(Observer):
         self._keep = keep
         self._roles = roles
         self._source = source
-        self._gauges = dict(gauges or {})
         self._trace = None if trace == 0 else Trace()
         self._trace_file: TraceFile | None = None
         self._timekeeper = Timekeeper(source=source)
@@ -169,20 +166,18 @@ class RunDirectory(Observer):
             self._write(SAMPLES, samples(step, item, self._keep, self._decode))
 
     def on_span(self, span: Span) -> None:
-        """Trace a stage's work."""
+        """Trace a stage's execution; its work is in the tracks of the models."""
         self._timekeeper.on_span(span)
-        if self._trace is not None:
+        if self._trace is not None and span.label not in WORK:
             self._trace.span(span, "stages")
 
     def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
         """Write the step's metrics, and flush all files."""
-        spans = self._timekeeper.complete(step)
-        self._trace_models(spans)
+        del channels
+        self._trace_models(self._timekeeper.complete(step))
         if isinstance(result, StepReport):
-            metrics = step_metrics(result, channels, occupation(spans, self._roles))
-            metrics |= {name: finite(gauge()) for name, gauge in self._gauges.items()}
             self.trained += len(result.trained)
-            self._write(METRICS, [metrics])
+            self._write(METRICS, [step_metrics(result)])
             self._write(JOURNAL, journal.endings(step, result, self._at))
         if self._trace is not None and self._trace_file is not None:
             self._writer.submit(partial(self._trace_file.write, *self._trace.take()))

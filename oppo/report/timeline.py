@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-from oppo.report.overlap import Role, union
+from oppo.overlap import Role, union
 from oppo.report.svg import COLOURS, Axes, box, inline, legend, placed, rule, text
 from oppo.report.timed import TimedStep
 

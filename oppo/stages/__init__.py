@@ -4,6 +4,7 @@ from oppo.stages.gae import GAE
 from oppo.stages.gather import Gather
 from oppo.stages.generate import Generate
 from oppo.stages.group import GroupRelative
+from oppo.stages.run_metrics import run_metrics
 from oppo.stages.score import Score
 from oppo.stages.scored_rollouts import ScoredRollout, ScoredRollouts, finished_rollout
 from oppo.stages.selection import Selection
@@ -21,4 +22,5 @@ __all__ = [
     "Update",
     "finished_rollout",
     "followers",
+    "run_metrics",
 ]

@@ -239,15 +239,16 @@ class Generate:
         size = self.chunks.size()
         meter = DecodeMeter(self._in_flight.values(), anyio.current_time())
         decoding = self.policy.decoding([rollout.decode for rollout in live], self._ledger.finished)
-        async with decoding, anyio.create_task_group() as conversations:
-            async with anyio.create_task_group() as readers:
-                for rollout in live:
-                    number = rollout.prompt.rollout
-                    readers.start_soon(self._read, rollout, size, out, name=f"read rollout {number}")
-                    if self._conversations is not None:
-                        name = f"converse in rollout {number}"
-                        conversations.start_soon(self._conversations.converse, rollout, step, name=name)
-            conversations.cancel_scope.cancel()
+        with step.working("decode"):
+            async with decoding, anyio.create_task_group() as conversations:
+                async with anyio.create_task_group() as readers:
+                    for rollout in live:
+                        number = rollout.prompt.rollout
+                        readers.start_soon(self._read, rollout, size, out, name=f"read rollout {number}")
+                        if self._conversations is not None:
+                            name = f"converse in rollout {number}"
+                            conversations.start_soon(self._conversations.converse, rollout, step, name=name)
+                conversations.cancel_scope.cancel()
         step.record(meter.phase(anyio.current_time()))
         unfinished = [rollout.prompt.rollout for rollout in live if rollout.reason is None]
         if unfinished and not self._ledger.is_cut():

@@ -212,7 +212,8 @@ class Score(Generic[T]):
 def _recorded(events: Sequence[Growth | Finish], step: Step, *, answered: bool) -> Iterator[None]:
     """Record a call of the scorer; name the rollouts in an error."""
     start = anyio.current_time()
-    with noted(f"while scoring rollouts {list(dict.fromkeys(event.rollout for event in events))}"):
+    rollouts = list(dict.fromkeys(event.rollout for event in events))
+    with noted(f"while scoring rollouts {rollouts}"), step.working("finish" if answered else "extend"):
         yield
     step.record(ScorerCall(start, anyio.current_time(), answered))
 

@@ -29,6 +29,7 @@ from oppo.numeric import require_whole
 from oppo.stages.contract import require_model, require_published, require_trained
 from oppo.stages.lengths import LengthBias
 from oppo.stages.measure import TrainingPhase, observation, step_metrics
+from oppo.stages.run_metrics import run_metrics
 from oppo.stages.scored_rollouts import NONFINITE
 
 Dump: TypeAlias = Callable[[Batch], Path]
@@ -87,19 +88,23 @@ class Update:
         async for batch in batches:
             version = self.trainer.version
             scored = anyio.current_time()
-            trained = await self.trainer.update(batch)
+            with step.working("update"):
+                trained = await self.trainer.update(batch)
             updated = anyio.current_time()
             require_trained(trained, self.trainer, version, batch)
             self._require_finite(batch, trained)
             await step.later(*self.after)
             unused = anyio.current_time()
-            await self.trainer.publish(*self.publish)
+            with step.working("publish"):
+                await self.trainer.publish(*self.publish)
             require_published(self.trainer, self.publish)
             end = anyio.current_time()
             step.record(TrainingPhase(updated - scored + end - unused))
             rollouts = batch.rollouts
             rows = [row for row, rollout in enumerate(rollouts) if rollout not in trained.nonfinite]
             bias = self._lengths.after(batch)
+            seconds = end - (max(step.started, self._ended) if step.ahead else step.started)
+            composed = composition(batch, version)
             report = StepReport(
                 index=step.index,
                 version=self.trainer.version,
@@ -107,10 +112,11 @@ class Update:
                 dropped=(*batch.dropped, *(Drop(rollout, NONFINITE, nonfinite=True) for rollout in trained.nonfinite)),
                 deferred=tuple(batch.deferred),
                 score=float(np.mean(batch.scores[rows])) if rows else float("nan"),
-                seconds=end - (max(step.started, self._ended) if step.ahead else step.started),
+                seconds=seconds,
                 metrics={
                     **batch.metrics,
-                    **composition(batch, version),
+                    **run_metrics(step, seconds, composed.get("response_length/tokens")),
+                    **composed,
                     **({} if bias is None else {"deferral/length_bias": bias}),
                     **trained.metrics,
                     **step_metrics(step),

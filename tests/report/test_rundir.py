@@ -56,12 +56,9 @@ def test_writing_in_a_thread_and_at_once_give_the_same_files(tmp_path: Path) -> 
 def test_metrics_hold_one_flat_object_a_step(tmp_path: Path) -> None:
     first, second = lines(written(tmp_path) / "metrics.jsonl")
     assert (first["step"], first["score"], first["deferred"], first["trained"]) == (0, 0.5, 1, 1)
-    assert first["throughput/tokens_per_s"] == 2.0
-    assert first["queue/generate->reward/peak"] == 3
-    assert first["timing_s/score_exposed"] == 0.5
-    assert first["overlap/hidden_fraction"] == 0.5
+    assert (first["objective/kl"], second["objective/kl"]) == (0.0, 0.25)
+    assert (first["timing_s/rollouts"], second["timing_s/rollouts"]) == (1.5, 1.5)
     assert second["score"] is None, "NaN has no spelling in JSON"
-    assert "overlap/hidden_fraction" not in second, "nobody scored anything in the second step"
 
 
 def test_the_journal_tells_the_story_of_a_rollout(tmp_path: Path) -> None:
@@ -203,13 +200,6 @@ def test_a_disk_that_fails_at_the_end_does_not_hide_what_ended_the_run(tmp_path:
     assert note.startswith("and then, while completing the run directory ")
     assert note.endswith(", OSError: [Errno 28] No space left on device")
     assert not list((tmp_path / "x").glob("*.partial"))
-
-
-def test_gauges_are_read_at_the_end_of_each_step(tmp_path: Path) -> None:
-    readings = iter([0.25, float("inf")])
-    with RunDirectory(tmp_path / "x", gauges={"loop/worst_gap_s": lambda: next(readings)}) as directory:
-        play(directory)
-    assert [each["loop/worst_gap_s"] for each in lines(tmp_path / "x" / "metrics.jsonl")] == [0.25, None]
 
 
 def test_a_resumed_run_leaves_the_records_of_one_that_was_never_killed(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from oppo.observe import Span
-from oppo.report.overlap import Interval, Role, occupation, seconds, union
+from oppo.overlap import Interval, Role, occupation, seconds, union, work_occupation
 
 ROLES: dict[str, Role] = {"actor": "decode", "reward": "score", "critic": "score", "trainer": "update"}
 
@@ -57,3 +57,18 @@ def test_exposed_time_is_scoring_and_nothing_else(
     busy = occupation(spans, ROLES)
     assert busy.exposed == len(points(score) - points(decode) - points(update))
     assert busy.score == len(points(score))
+
+
+@given(score=INTERVALS, decode=INTERVALS, beside=INTERVALS, elsewhere=INTERVALS)
+def test_work_beside_a_step_hides_its_scoring_and_counts_for_nothing_else(
+    score: list[Interval], decode: list[Interval], beside: list[Interval], elsewhere: list[Interval]
+) -> None:
+    own = [Span("reward", "extend", *each) for each in score] + [Span("generate", "decode", *each) for each in decode]
+    later = [Span("update", "publish", *each) for each in beside] + [
+        Span("reward", "finish", *each) for each in elsewhere
+    ]
+    unknown = [Span("generate", "run", 0.0, 99.0)]
+    busy = work_occupation([*own, *unknown], beside=[*own, *later, *unknown])
+    everything = [*decode, *beside]
+    assert (busy.score, busy.decode, busy.update) == (seconds(union(score)), seconds(union(decode)), 0.0)
+    assert busy.exposed == seconds(union([*score, *everything])) - seconds(union(everything))

@@ -1,0 +1,128 @@
+"""An observer that logs the metrics of each step to Weights & Biases.
+
+It needs the extra ``wandb``: ``pip install 'oppo[wandb]'``.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+import wandb
+
+from oppo.durable import make
+from oppo.errors import ConfigError, behind
+from oppo.events import StepReport
+from oppo.observe import Observer, Span
+from oppo.report.metrics import scalars
+from oppo.report.put import put
+from oppo.report.writer import Writer
+
+IDENTITY = "run-id"
+"""Holds the identity of the run, so that one that is resumed goes on as the same."""
+
+
+class WeightsAndBiases(Observer):
+    """An observer that logs each step's metrics, under their names in ``metrics.jsonl``; a context manager.
+
+    The environment variables of wandb choose where to: ``WANDB_API_KEY``, ``WANDB_ENTITY``, ``WANDB_MODE=offline``. Of
+    a run that goes on, Weights & Biases leaves out steps that it has already. Neither the standard output nor the
+    state of the git repository is sent.
+
+    Args:
+        path: the folder, which is made, for what wandb keeps in ``wandb`` below it.
+        name: of the run.
+        project: of the run; when absent, ``WANDB_PROJECT`` or ``oppo``.
+        config: settings to show with the run, without secrets.
+        mode: ``offline`` keeps everything in the folder, for ``wandb sync``; when absent, ``WANDB_MODE`` or ``online``.
+        threaded: log in a thread; otherwise at once, as virtual time needs it.
+
+    Attributes:
+        url: where the run is shown; empty when offline.
+
+    Raises:
+        ConfigError: the folder cannot be written, the service does not answer, or it refuses the run.
+
+    Example:
+        >>> with WeightsAndBiases(Path("runs/first"), name="first") as log:  # doctest: +SKIP
+        ...     async with graph.open(prompts, observers=[log]) as run:
+        ...         ...
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        name: str,
+        project: str | None = None,
+        config: Mapping[str, object] | None = None,
+        mode: Literal["online", "offline"] | None = None,
+        threaded: bool = True,
+    ) -> None:
+        try:
+            identity = _identity(path / "wandb")
+            self._run = wandb.init(
+                project=project or os.environ.get("WANDB_PROJECT", "oppo"),
+                name=name,
+                dir=path,
+                id=identity,
+                mode=mode,
+                resume=None if (mode or os.environ.get("WANDB_MODE")) == "offline" else "allow",
+                config=dict(config or {}),
+                settings=wandb.Settings(console="off", disable_git=True, silent=True, reinit="create_new"),
+            )
+        except OSError as error:
+            raise ConfigError(f"the folder {path} cannot be written: {error.strerror or error}") from error
+        except wandb.Error as error:
+            raise ConfigError(
+                f"Weights & Biases took no run ({type(error).__name__}: {error}): log in with `wandb login`, or set "
+                "WANDB_MODE=offline and `wandb sync` it later"
+            ) from error
+        self.url = self._run.url or ""
+        self._writer = Writer(threaded=threaded)
+
+    def on_item(self, step: int, stage: str, item: object, at: float) -> None:
+        """Leave single items to the run directory."""
+
+    def on_span(self, span: Span) -> None:
+        """Leave spans to the trace."""
+
+    def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
+        """Log the metrics of a step."""
+        del channels
+        if isinstance(result, StepReport):
+            self._writer.submit(partial(self._run.log, scalars(result), step=step))
+
+    def close(self, *, failed: bool = False) -> None:
+        """Complete the run, which is then shown as finished or failed.
+
+        Raises:
+            Exception: a step could not be logged.
+        """
+        try:
+            self._writer.close()
+        finally:
+            self._run.finish(exit_code=int(failed))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        with behind(error, "completing the run of Weights & Biases"):
+            self.close(failed=error is not None)
+
+
+def _identity(folder: Path) -> str:
+    """Return the identity of the run that the folder is of, or a new one, which is kept there."""
+    file = folder / IDENTITY
+    if file.exists():
+        return file.read_text(encoding="utf-8").strip()
+    make(folder)
+    identity = secrets.token_hex(8)
+    put(file, [identity + "\n"])
+    return identity

@@ -1,0 +1,105 @@
+"""TensorBoard and Weights & Biases, offline: what a run logs is what its metrics.jsonl holds, resumed runs included."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import oppo
+from oppo.errors import ConfigError
+from oppo.events import StepReport
+from oppo.observe import Observer
+from oppo.report.metrics import scalars
+from oppo.report.tensorboard import TensorBoard
+from oppo.report.weights_and_biases import IDENTITY, WeightsAndBiases
+from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_per_token, fake_scalar, prompts
+from oppo.testing.loop import run_virtual
+from tests.report.synthetic import play, report
+from tests.report.tracked import board, history, logs
+
+
+async def run(*observers: Observer) -> list[StepReport]:
+    """Make two steps of a run of fakes."""
+    graph = oppo.ppo(
+        policy=FakePolicy(),
+        reference=FakeScorer(fake_per_token),
+        reward=FakeScorer(fake_scalar, 0.002),
+        critic=FakeCritic(),
+        trainer=FakeTrainer(0.5),
+        admission=oppo.Overcommit(batch=4, extra=2),
+    )
+    async with graph.open(prompts(20), observers=observers) as opened:
+        return [each async for each in opened.steps(2)]
+
+
+def test_tensorboard_shows_the_metrics_of_each_step_under_their_names(tmp_path: Path) -> None:
+    with TensorBoard(tmp_path / "board") as written:
+        reports = run_virtual(run, written)
+    shown = board(tmp_path / "board")
+    assert set(shown) == set(scalars(reports[0])) | set(scalars(reports[1]))
+    for each in reports:
+        for name, value in scalars(each).items():
+            assert shown[name][each.index] == pytest.approx(value), name
+    assert {"score", "objective/kl", "overlap/hidden_fraction", "queue/generate->reward/peak"} <= shown.keys()
+
+
+def test_weights_and_biases_logs_them_too_and_offline_it_asks_nobody(tmp_path: Path) -> None:
+    with WeightsAndBiases(tmp_path, name="first", config={"step": {"batch": 4}}, mode="offline") as log:
+        reports = run_virtual(run, log)
+        assert log.url == ""
+    (kept,) = logs(tmp_path)
+    assert history(kept) == {each.index: pytest.approx(scalars(each)) for each in reports}
+    (begun,) = [record.run for record in kept if record.WhichOneof("record_type") == "run"]
+    assert (begun.display_name, begun.project) == ("first", "oppo")
+    assert {item.key: json.loads(item.value_json) for item in begun.config.update}["step"] == {"batch": 4}
+    (end,) = [record.exit for record in kept if record.WhichOneof("record_type") == "exit"]
+    assert end.exit_code == 0
+
+
+def test_what_is_not_finite_is_left_out(tmp_path: Path) -> None:
+    with TensorBoard(tmp_path / "board") as written, WeightsAndBiases(tmp_path, name="x", mode="offline") as log:
+        play(written)
+        play(log)
+    assert board(tmp_path / "board")["score"] == {0: 0.5}
+    (kept,) = logs(tmp_path)
+    assert ["score" in each for each in history(kept).values()] == [True, False]
+
+
+def test_a_resumed_run_goes_on_in_both(tmp_path: Path) -> None:
+    for first in (0, 1):
+        with (
+            TensorBoard(tmp_path / "board", first=first) as written,
+            WeightsAndBiases(tmp_path, name="x", mode="offline") as log,
+        ):
+            for step in range(first, first + 3 if first else 2):
+                for tracker in (written, log):
+                    tracker.on_step(step, report(step, (), 10.0 * first + step), {})
+    assert board(tmp_path / "board")["score"] == {0: 0.0, 1: 11.0, 2: 12.0, 3: 13.0}, "step 1 was made again"
+    assert [list(history(log)) for log in logs(tmp_path)] == [[0, 1], [1, 2, 3]]
+    identities = {
+        record.run.run_id for log in logs(tmp_path) for record in log if record.WhichOneof("record_type") == "run"
+    }
+    assert identities == {(tmp_path / "wandb" / IDENTITY).read_text().strip()}
+
+
+def test_a_run_that_failed_is_shown_as_one(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no"), WeightsAndBiases(tmp_path, name="x", mode="offline"):
+        raise ValueError("no")
+    (kept,) = logs(tmp_path)
+    assert [record.exit.exit_code for record in kept if record.WhichOneof("record_type") == "exit"] == [1]
+
+
+def test_what_cannot_be_written_is_a_setting_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="file/board cannot be written: Not a directory"):
+        TensorBoard(tmp_path / "file" / "board")
+    with pytest.raises(ConfigError, match="file/log cannot be written: Not a directory"):
+        WeightsAndBiases(tmp_path / "file" / "log", name="x", mode="offline")
+
+
+def test_who_is_not_logged_in_is_told_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "too-short")
+    with pytest.raises(ConfigError, match="log in with `wandb login`, or set WANDB_MODE=offline"):
+        WeightsAndBiases(tmp_path, name="x", mode="online")

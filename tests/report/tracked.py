@@ -1,0 +1,49 @@
+"""What trackers have written: TensorBoard's event files, and the logs of Weights & Biases when offline."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from wandb.proto.wandb_internal_pb2 import Record
+
+Scalars = Mapping[str, Mapping[int, float]]
+
+
+def board(path: Path) -> Scalars:
+    """Return what TensorBoard shows: values by name and step."""
+    shown = EventAccumulator(str(path))
+    shown.Reload()
+    return {name: {each.step: each.value for each in shown.Scalars(name)} for name in shown.Tags()["scalars"]}
+
+
+def logs(path: Path) -> list[Sequence[Record]]:
+    """Return the records of each process's offline run, the oldest first."""
+    files = sorted(path.glob("wandb/offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime_ns)
+    return [list(records(file.read_bytes())) for file in files]
+
+
+def records(log: bytes) -> Iterator[Record]:
+    """Yield the records of a log in LevelDB's format, in one block: CRC, length, kind and content of each."""
+    assert log.startswith(b":W&B")
+    at = 7
+    while at < len(log):
+        _, length, kind = struct.unpack_from("<IHB", log, at)
+        assert kind == 1, "a record that is whole"
+        record = Record()
+        record.ParseFromString(log[at + 7 : at + 7 + length])
+        at += 7 + length
+        yield record
+
+
+def history(log: Sequence[Record]) -> dict[int, dict[str, float]]:
+    """Return the metrics of each step, but for wandb's own."""
+    steps: dict[int, dict[str, float]] = {}
+    for record in log:
+        if record.WhichOneof("record_type") == "history":
+            items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            steps[items["_step"]] = {name: value for name, value in items.items() if not name.startswith("_")}
+    return steps
