@@ -19,6 +19,7 @@ from oppo.errors import is_cancelled, leaves, shortened
 SPEC: Final = re.compile(r"^(?P<file>.+\.py):(?P<name>[^:/\\]+)$")
 """The form ``file.py:name``."""
 
+_PREFIX = "oppo_user_"
 _OURS = str(Path(__file__).parent)
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
@@ -109,8 +110,13 @@ def load_object(spec: str, refuse: Callable[[str], Exception]) -> object:
     return found
 
 
+def is_of_a_file(kind: type) -> bool:
+    """Return whether a class is of a file that :func:`load_object` has run: no other process can import it."""
+    return kind.__module__.startswith(_PREFIX)
+
+
 def _name(path: Path) -> str:
-    return f"oppo_user_{path.stem}"
+    return f"{_PREFIX}{path.stem}"
 
 
 def _module(path: Path, refuse: Callable[[str], Exception]) -> ModuleType:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from oppo.declared import declared
 from oppo.training import OF_THE_CRITIC
+from oppo.user_code import is_of_a_file
 
 if TYPE_CHECKING:
     from oppo.app.settings import Settings
@@ -33,6 +34,11 @@ def require_consistent(settings: Settings) -> None:
         raise ValueError(
             f"step.lookahead = {settings.step.lookahead} trains while the next step is decoded, and "
             "models.share_weights = true would change the weights meanwhile: leave share_weights out"
+        )
+    if settings.run.trainer == "process" and is_of_a_file(kind := type(settings.algorithm.loss())):
+        raise ValueError(
+            f"run.trainer = 'process' takes the loss to another process, which cannot import {kind.__name__} from a "
+            "file: leave run.trainer out, or keep the class in an installed package"
         )
     if not settings.algorithm.has_critic:
         _require_no_critic(settings)

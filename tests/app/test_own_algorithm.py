@@ -116,6 +116,10 @@ def test_a_class_of_a_file_trains_with_its_settings_and_its_run_goes_on(
         (("step.algorithm=own.py:Lacking",), "own.py:Lacking is no algorithm, since it lacks has_critic, corrects,"),
         (("step.algorithm=own.py:Doubled", "algorithm.twice=0"), "algorithm.twice: expected a number greater than 0"),
         (("step.algorithm=own.py:Doubled", "algorithm.twise=1"), "'algorithm.twise' (did you mean 'twice'?)"),
+        (
+            ("step.algorithm=own.py:Doubled", "run.trainer=process"),
+            "run.trainer = 'process' takes the loss to another process, which cannot import DoubledLoss from a file",
+        ),
         (("step.algorithm=dpoo",), "'gspo', 'online_dpo' or file.py:Class, got 'dpoo'"),
         (("step.algorithm=7",), "step.algorithm: expected a string, got 7"),
     ],
