@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from oppo.vllm import VllmEngine
+from oppo.models import Sampling, Weights
+from oppo.vllm import VllmEngine, VllmPolicy
 
 VOCABULARY = 512
 
@@ -50,8 +52,16 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def engine(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
-    """The engine of all tests that do not end it."""
+def started(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
+    """The engine of all tests that do not end it, with the weights of whichever test published last."""
     log = tmp_path_factory.mktemp("engine") / "vllm.log"
     with VllmEngine.start(directory, arguments={"max_num_seqs": 16}, cores=1, log=log) as engine:
         yield engine
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def engine(started: VllmEngine) -> VllmEngine:
+    """The engine with the weights of :func:`tiny_actor`, whatever tests before this one have published."""
+    policy = VllmPolicy(started, sampling=Sampling(max_new_tokens=1))
+    await policy.load(Weights(0, tiny_actor().state_dict()))
+    return started
