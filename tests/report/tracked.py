@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -23,15 +24,27 @@ def board(path: Path) -> Scalars:
 def logs(path: Path) -> list[Sequence[Record]]:
     """Return the records of each process's offline run, the oldest first."""
     files = sorted(path.glob("wandb/offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime_ns)
-    return [list(records(file.read_bytes())) for file in files]
+    return [finished(file) for file in files]
+
+
+def finished(file: Path, patience: float = 60.0) -> Sequence[Record]:
+    """Return the records of a log once it holds the run's end, which a process of wandb's writes in its own time."""
+    deadline = time.monotonic() + patience
+    while True:
+        log = list(records(file.read_bytes()))
+        if any(record.WhichOneof("record_type") == "exit" for record in log) or time.monotonic() > deadline:
+            return log
+        time.sleep(0.02)
 
 
 def records(log: bytes) -> Iterator[Record]:
-    """Yield the records of a log in LevelDB's format, in one block: CRC, length, kind and content of each."""
+    """Yield the whole records of a log in LevelDB's format, in one block: CRC, length, kind and content of each."""
     assert log.startswith(b":W&B")
     at = 7
-    while at < len(log):
+    while at + 7 <= len(log):
         _, length, kind = struct.unpack_from("<IHB", log, at)
+        if at + 7 + length > len(log):
+            return
         assert kind == 1, "a record that is whole"
         record = Record()
         record.ParseFromString(log[at + 7 : at + 7 + length])
