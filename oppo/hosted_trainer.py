@@ -59,6 +59,12 @@ class TrainerCounts(Structure):
         counts.block = block
         return counts
 
+    def copy(self) -> TrainerCounts:
+        """Return the same counts in memory of their own."""
+        copied = TrainerCounts.new()
+        copied.block[:] = self.block[:]
+        return copied
+
     def __reduce__(self) -> tuple[Callable[[Block], TrainerCounts], tuple[Block]]:
         """Cross to another process as the memory in which they lie."""
         return TrainerCounts.over, (self.block,)
