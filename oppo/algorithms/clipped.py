@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
-from annotated_types import Ge
-
-from oppo.declared import Fraction, NonNegative, Positive, PositiveCount, require_declared, setting
+from oppo.declared import AtLeastOne, Fraction, NonNegative, Positive, PositiveCount, require_declared, setting
 from oppo.errors import ConfigError
 from oppo.estimators import AdaptiveKL, KLEstimator
 from oppo.shaping import ScoreShaping
@@ -57,11 +55,11 @@ class ClippedAlgorithm:
         "`is_low` .. `is_high`, by token or by rollout (geometric mean); `truncated` when absent and another engine "
         "than the trainer's decodes (`models.engine`)",
     )
-    is_cap: Annotated[float, Ge(1)] = setting(CAP, "an importance weight is at most this")
+    is_cap: AtLeastOne = setting(CAP, "an importance weight is at most this")
     is_low: Fraction | None = setting(
         None, "smaller weights are masked; 0.5 for a token, 0.9 for a rollout, when absent"
     )
-    is_high: Annotated[float, Ge(1)] | None = setting(
+    is_high: AtLeastOne | None = setting(
         None, "larger weights are masked; 5 for a token, 1.1 for a rollout, when absent"
     )
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from oppo.declared import NonNegative, Positive, require_declared
+from oppo.declared import Limit, NonNegative, Positive, require_declared
 from oppo.errors import ConfigError
 from oppo.estimators import KLEstimator
 from oppo.losses.protocol import OF_A_CRITIC, Evaluated, Input, Inputs, Loss, Unit, means
@@ -45,7 +45,7 @@ class ClippedLoss:
     correction: Correction = field(default_factory=Correction)
 
     def __post_init__(self) -> None:
-        require_declared(self, infinite=["value_clip"], error=ConfigError)  # of PPOLoss
+        require_declared(self, error=ConfigError)
 
     @property
     def unit(self) -> Unit:
@@ -120,7 +120,7 @@ class PPOLoss(ClippedLoss):
         ConfigError: a value is out of range.
     """
 
-    value_clip: Positive = 0.2
+    value_clip: Limit = 0.2
     value_coefficient: NonNegative = 0.1
 
     @property
