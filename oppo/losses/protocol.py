@@ -228,6 +228,7 @@ def require_loss(loss: Loss, *, critic: bool) -> None:
 def require_inputs(loss: Loss, batch: Batch) -> None:
     """Raise ``ConfigError`` if the batch lacks an input that the loss reads; nothing stands in for it."""
     optional: dict[Input, tuple[object, str, str]] = {
+        "advantages": (batch.advantages, "advantages", "an advantage stage, for example oppo.GAE"),
         "reference": (batch.reference, "reference log-probs", "reference=, for example oppo.hf.ReferenceLogprobs"),
         "proximal": (batch.proximal, "proximal log-probs", "proximal=, for example oppo.hf.ProximalLogprobs"),
         "old_values": (batch.values, "values of a critic", "critic=, for example oppo.hf.ValueModel"),

@@ -175,7 +175,7 @@ def by_oracle(loss: Compared) -> tuple[float, dict[str, Tensor]]:
         chosen = said.gather(-1, ids[0, len(response.prompt.tokens) :, None])[:, 0]
         mask = made.sampled[span]
         behaviour, reference, advantages = (
-            torch.tensor(each[span][mask]) for each in (made.logprobs, known(made.reference), made.advantages)
+            torch.tensor(each[span][mask]) for each in (made.logprobs, known(made.reference), known(made.advantages))
         )
         logprobs = chosen[torch.tensor(mask)]
         rows.append(Read(logprobs, behaviour, reference, advantages, float(score), response.prompt.group))
@@ -297,6 +297,15 @@ async def test_a_loss_is_refused_the_batch_that_lacks_what_it_reads(thread: Thre
     with pytest.raises(ConfigError, match=r"PairwiseLoss\(.* reads reference log-probs, and the batch has none: give"):
         await trainer.update(replace(batch(), reference=None))
     assert (trainer.version, trainer.progress) == (0, 0)
+
+
+async def test_a_batch_whose_advantages_were_not_estimated_is_trained_by_a_loss_that_reads_none(thread: Thread) -> None:
+    gathered = replace(batch(), rewards=None, advantages=None, returns=None)
+    clipped = trainer_on(ClippedLoss(), thread)
+    with pytest.raises(ConfigError, match=r"ClippedLoss\(.* reads advantages, and the batch has none: give the recipe an"):
+        await clipped.update(gathered)
+    assert (clipped.version, clipped.progress) == (0, 0)
+    assert (await trainer_on(PairwiseLoss(), thread).update(gathered)).metrics["loss/policy_avg"] > 0
 
 
 @pytest.mark.parametrize(
