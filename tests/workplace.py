@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer as Words, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -130,8 +131,8 @@ def run(folder: Path, *overrides: str, before: str = "", **environment: str) -> 
         return process.wait(), out, said
 
 
-def records(folder: Path, run_name: str, file: str) -> list[dict[str, object]]:
-    """Return the lines of a file of a run directory."""
+def records(folder: Path, run_name: str, file: str) -> list[dict[str, Any]]:
+    """Return the lines of a file of a run directory; JSON, so their values are of any type."""
     return [json.loads(line) for line in (folder / "runs" / run_name / file).read_text(encoding="utf-8").splitlines()]
 
 

@@ -92,7 +92,7 @@ def test_a_class_of_a_file_trains_with_its_settings_and_its_run_goes_on(
     steps = records(folder, "first", "metrics.jsonl")
     assert [step["trained"] for step in steps] == [8, 8]
     for step in steps:
-        assert step["objective/shaped_scores"] == pytest.approx(3 * float(str(step["objective/scores"])), rel=1e-6)
+        assert step["objective/shaped_scores"] == pytest.approx(3 * step["objective/scores"], rel=1e-6)
     resolved = (folder / "runs" / "first" / "config.toml").read_text()
     assert f'algorithm = "{folder / "own.py"}:Doubled"' in resolved
     assert "twice = 3.0" in resolved

@@ -60,7 +60,7 @@ def resume(folder: Path, name: str, *overrides: str) -> int:
 def killed(folder: Path, name: str, when: float, *overrides: str) -> None:
     """Begin a run and kill it when ``when`` steps have been made, a fraction of a step meaning a moment within it."""
     run = folder / "runs" / name
-    a_step = median([float(str(each["seconds"])) for each in records(folder, "whole", "metrics.jsonl")])
+    a_step = median([each["seconds"] for each in records(folder, "whole", "metrics.jsonl")])
     with start(folder, *EXACT, *overrides, f"run.name={name}") as process:
         while process.poll() is None and steps_of(run) < math.floor(when):
             wait(process, 0.005)
