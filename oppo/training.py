@@ -23,6 +23,8 @@ from oppo.declared import (
 from oppo.errors import ConfigError
 
 Schedule: TypeAlias = Literal["constant", "constant_with_warmup", "linear", "cosine"]
+Aggregation: TypeAlias = Literal["tokens", "responses", "constant"]
+"""How the losses of tokens become the loss of a minibatch; see :meth:`oppo.losses.Inputs.mean`."""
 Beta: TypeAlias = Annotated[float, Ge(0), Lt(1)]
 
 OF_THE_CRITIC = frozenset({"critic_learning_rate", "critic_warmup"})

@@ -41,7 +41,7 @@ def weighed(
     """Return the weights of the tokens of rollouts end to end."""
     rows = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     given: dict[Input, Tensor] = {"behaviour": torch.from_numpy(behaviour), "proximal": torch.from_numpy(proximal)}
-    inputs = Inputs(torch.from_numpy(sampled), rows, torch.arange(len(lengths)), Whole(4, len(lengths), 1), given)
+    inputs = Inputs(torch.from_numpy(sampled), rows, torch.arange(len(lengths)), Whole(4, len(lengths), 1, 4), given)
     return importance_weights(correction, inputs).numpy()
 
 

@@ -11,6 +11,7 @@ from oppo.errors import ConfigError
 from oppo.estimators import AdaptiveKL, KLEstimator
 from oppo.shaping import ScoreShaping
 from oppo.staleness import CAP, Correction, RatioBase
+from oppo.training import Aggregation
 
 if TYPE_CHECKING:
     from oppo.losses import Loss
@@ -45,6 +46,11 @@ class ClippedAlgorithm:
     clip: Positive = setting(0.2, "how far the probability ratio may move from 1, or fall below it")
     clip_high: Positive | None = setting(None, "how far the ratio may rise above 1; as `clip` when absent")
     entropy_coefficient: NonNegative = setting(0.0, "weight of the entropy bonus")
+    aggregation: Aggregation = setting(
+        "tokens",
+        "mean of the loss: over all `tokens` of a minibatch; over `responses`, each the mean of its tokens; or "
+        "`constant`: over responses, each the sum of its tokens divided by `sampling.max_new_tokens`",
+    )
     ratio_base: RatioBase = setting(
         "behaviour",
         "denominator of a stale token's probability ratio: the policy that sampled it, or the one before the update",
@@ -118,6 +124,7 @@ class ClippedAlgorithm:
             clip=self.clip,
             clip_high=self.clip_high,
             entropy_coefficient=self.entropy_coefficient,
+            aggregation=self.aggregation,
             correction=self.correction,
         )
         return replace(loss, kl=self.kl, kl_estimator=self.kl_estimator) if self.kl_in == "loss" else loss

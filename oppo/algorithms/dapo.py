@@ -10,6 +10,7 @@ from oppo.declared import Count, NonNegative, Positive, PositiveCount, setting
 from oppo.errors import ConfigError
 from oppo.shaping import ScoreShaping
 from oppo.stages import Selection
+from oppo.training import Aggregation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,7 @@ class DAPO(GRPO):
 
     kl: NonNegative = 0.0
     clip_high: Positive | None = 0.28
+    aggregation: Aggregation = "tokens"
     dynamic_sampling: bool = setting(
         default=True, description="replace a group whose scores are all equal by another within the step"
     )

@@ -150,7 +150,10 @@ def make(thread: Thread, *, name: str = "llama", **options: object) -> HfTrainer
 
 def backward(trainer: HfTrainer, batch: Batch, groups: Iterable[Sequence[int]]) -> None:
     """Add the gradients of a batch that is one minibatch, read in ``groups`` of rows."""
-    asked, whole = trainer.core.loss.reads | trainer.core.loss.measures, Whole.of(batch, range(len(batch)))
+    asked, whole = (
+        trainer.core.loss.reads | trainer.core.loss.measures,
+        Whole.of(batch, range(len(batch)), SAMPLING.max_new_tokens),
+    )
     for group in groups:
         tiny.apart(trainer.core._backward)(pack(batch, group, torch.device("cpu"), asked), whole, StalenessMetrics(0))
 
