@@ -9,6 +9,7 @@ from typing import Any, SupportsFloat
 
 import numpy as np
 import pytest
+from hypothesis import given, strategies as st
 
 from oppo.errors import ConfigError
 from oppo.estimators import FixedKL, whiten
@@ -73,6 +74,46 @@ def test_advantages_are_whitened_over_the_batch_and_returns_are_not() -> None:
     assert not np.array_equal(known(white.advantages), known(plain.advantages))
     assert np.array_equal(known(white.returns), known(plain.returns))
     assert np.allclose(known(plain.returns), known(plain.advantages) + known(plain.values))
+
+
+def by_hand(rows: list[ScoredRollout], *, gamma: float, kl: float) -> list[float]:
+    """Return the advantages of REINFORCE++ (Hu 2025, arXiv 2501.03262), token after token, in plain Python."""
+    returns = []
+    for each in rows:
+        response, log_probs = each.finish.response, known(each.reference)
+        sampled = [t for t in range(len(response)) if response.sampled[t]]
+        reward = {t: -kl * (float(response.logprobs[t]) - float(log_probs[t])) for t in sampled}
+        reward[sampled[-1]] += each.score
+        returns.append([sum(gamma ** (k - t) * reward[k] for k in sampled if k >= t) for t in range(len(response))])
+    counted = [total for each, row in zip(rows, returns, strict=True) for total in masked(each, row)]
+    mean = sum(counted) / len(counted)
+    deviation = (sum((total - mean) ** 2 for total in counted) / (len(counted) - 1)) ** 0.5
+    return [
+        (total - mean) / deviation if response.sampled[t] else 0.0
+        for response, row in zip((each.finish.response for each in rows), returns, strict=True)
+        for t, total in enumerate(row)
+    ]
+
+
+def masked(each: ScoredRollout, row: list[float]) -> list[float]:
+    return [total for total, sampled in zip(row, each.finish.response.sampled, strict=True) if sampled]
+
+
+@given(st.floats(0, 1), st.floats(0, 1), st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(0, 2**32 - 1))
+def test_without_a_critic_the_advantages_are_the_whitened_returns_of_reinforce(
+    gamma: float, kl: float, lengths: list[int], seed: int
+) -> None:
+    dice, rows = np.random.default_rng(seed), []
+    for rollout, length in enumerate([3, *lengths]):  # of one token alone there is no deviation
+        sampled = dice.random(length) < 0.7
+        sampled[dice.integers(length)] = True
+        log, reference = -dice.random((2, length)).astype(np.float32) * 3
+        tokens, versions = np.arange(length, dtype=np.int32), np.zeros(length, np.int32)
+        response = Response(Prompt(rollout, rollout, tokens[:1]), tokens, log * sampled, versions, sampled)
+        rows.append(ScoredRollout(Finish(rollout, response, "eos"), reference, float(dice.normal())))
+    batch = GAE(gamma=gamma, kl=kl).batch(rows)
+    np.testing.assert_allclose(known(batch.advantages), by_hand(rows, gamma=gamma, kl=kl), rtol=1e-3, atol=1e-4)
+    assert (batch.values, batch.returns) == (None, None)
 
 
 @pytest.mark.parametrize(
