@@ -83,6 +83,11 @@ class ClippedAlgorithm:
             )
 
     @property
+    def refers(self) -> bool:
+        """Whether there is a KL penalty."""
+        return self.kl > 0
+
+    @property
     def corrects(self) -> bool:
         """Whether stale tokens are corrected for."""
         return self.correction.needs_proximal

@@ -79,7 +79,7 @@ METRICS: Final[Mapping[str, tuple[Metric, ...]]] = MappingProxyType(
                 "objective/kl",
                 NATS_PER_RESPONSE,
                 "KL to the reference, by the estimator of the algorithm: the sum over a response's tokens, "
-                "mean over responses.",
+                "mean over responses. Absent without a reference, as the two others of a KL are.",
             ),
             Metric("objective/kl_coef", "1", "Coefficient of the KL penalty in this step."),
             Metric(

@@ -113,7 +113,7 @@ def test_a_class_of_a_file_trains_with_its_settings_and_its_run_goes_on(
         (("step.algorithm=none.py:Doubled",), "none.py to take the function 'Doubled' from"),
         (("step.algorithm=own.py:Bare",), "own.py:Bare must be a dataclass, whose fields are the settings of"),
         (("step.algorithm=own.py:number",), "own.py:number is not a function but 7 (int)"),
-        (("step.algorithm=own.py:Lacking",), "own.py:Lacking is no algorithm, since it lacks has_critic, corrects,"),
+        (("step.algorithm=own.py:Lacking",), "own.py:Lacking is no algorithm, since it lacks has_critic, refers,"),
         (("step.algorithm=own.py:Doubled", "algorithm.twice=0"), "algorithm.twice: expected a number greater than 0"),
         (("step.algorithm=own.py:Doubled", "algorithm.twise=1"), "'algorithm.twise' (did you mean 'twice'?)"),
         (
