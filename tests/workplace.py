@@ -41,6 +41,9 @@ import os, signal, sys, time
 def short(prompts, completions, goal):
     return [-len(c.split()) / 10 for c in completions]
 
+def odd(prompts, completions):
+    return [float(len(c.split()) % 2) for c in completions]
+
 def broken(prompts, completions):
     return [None for _ in completions]
 
