@@ -35,7 +35,7 @@ import torch
 import trl.experimental.ppo.ppo_trainer as peer
 from datasets import Dataset  # type: ignore[import-not-found] # not a dependency
 from safetensors.torch import save_file
-from torchrl.objectives.value.functional import generalized_advantage_estimate  # type: ignore[import-not-found] # not a dependency
+from torchrl.objectives.value.functional import generalized_advantage_estimate
 from trl.experimental.ppo import PPOConfig, PPOTrainer
 
 from oppo.events import IntArray
