@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from oppo.errors import ModelError, ModelLost, ProtocolError
 from oppo.events import Chunk, Drop, Finish, Given, Prompt
-from oppo.hf.as_text.reader import OverLong, Reader, TooLong
+from oppo.hf.as_text.reader import EMPTY, OverLong, Reader, TooLong
 from oppo.hf.as_text.rendering import Form, Rendering, prompt_text
 from oppo.hf.as_text.retokenizer import Edit, Retokenizer
 from oppo.hf.introspection import longest, vocabulary
@@ -30,10 +30,6 @@ REREAD = "bridge/reread_tokens"
 
 TAIL_TOKENS = "bridge/tail_tokens"
 """The metric of the tokens of a rollout that were read when it had ended."""
-
-
-EMPTY = "the reward model has nothing to read: the text has no token"
-"""Reason of a drop for a rollout without text."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 from oppo.hf.as_text.rendering import Rendered
 from oppo.hf.text import Text
 
 OverLong: TypeAlias = Literal["error", "drop", "truncate"]
 """A rollout that is longer than the model reads ends the run, is dropped, or is cut as the tokenizer cuts."""
+
+
+EMPTY: Final = "the reward model has nothing to read: the text has no token"
+"""Reason of a drop for a rollout without text."""
 
 
 class TooLong(Exception):  # noqa: N818 - it says what happened
