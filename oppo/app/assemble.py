@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from oppo.app.engines import SERVING, Order, Serve, Serving, serve
+from oppo.app.reward import Judge, reward_function, reward_model
 from oppo.app.roles import RoleLoader
 from oppo.app.saving import Saving
 from oppo.app.sections import DataSection, ModelsSection, SamplingSection
@@ -27,7 +28,7 @@ from oppo.hf.loading.models import load_tokenizer, quiet
 from oppo.hf.lora import add_lora, share_base
 from oppo.hf.out_of_memory import ModelPlace
 from oppo.hf.serve.proximal import ProximalLogprobs, RecomputedLogprobs
-from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
+from oppo.hf.serve.scorers import ReferenceLogprobs, ValueModel
 from oppo.hf.text import Text
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.train.trainer import HfTrainer
@@ -35,7 +36,6 @@ from oppo.hf.trunk import value_model_on
 from oppo.models import Policy, ReportsProgress, ResumableTrainer, Sampling, SamplingSettings, Scorer
 from oppo.observe import Span, SpanListener
 from oppo.placement import Hosting
-from oppo.rewards import load_reward
 from oppo.scorer_protocols import ServesCalls
 from oppo.turns import Environment
 from oppo.user_code import load_function
@@ -147,7 +147,7 @@ def assemble(
         ModelRefused: a model cannot be served exactly.
     """
     run = settings.run
-    reward = _function(settings.models, settings.data, text, tell)
+    judge = reward_function(settings.models, settings.data, text, tell)
     device = _device(settings.models, exact=run.exact)
     available = available_cores()
     if (cores := run.cores or available) > available:
@@ -173,7 +173,7 @@ def assemble(
             return serving
 
         load = RoleLoader(settings.models, text, device, tell)
-        assembly = _assembled(settings, text, places, reward, load=load, serve=started)
+        assembly = _assembled(settings, text, places, judge, load=load, serve=started, tell=tell)
         synchronised(device)
         places.wait_until_ready()
         stack.pop_all()
@@ -184,22 +184,18 @@ def _assembled(
     settings: Settings,
     text: Text,
     places: DeviceLayout,
-    reward: Scorer[float | Drop] | None,
+    judge: Judge | None,
     *,
     load: RoleLoader,
     serve: Serve,
+    tell: Callable[[str], None],
 ) -> Assembly:
     exact = settings.run.exact
     actor, reference = _actor_and_reference(settings.models, load, seed=settings.trainer.seed)
-    served = [actor] if reference is None else [actor, reference]
-    if reward is None:
-        judge = load.scalar("reward")
-        served.append(judge)
-        reward = RewardModel(judge, thread=ModelPlace(places.scoring, "reward model", SERVING), exact=exact)
-    critic = None
-    if settings.algorithm.has_critic:
-        critic = value_model_on(actor) if settings.models.shared_trunk else load.scalar("critic", new_head=True)
-        served.append(critic)
+    if judge is None:
+        judge = reward_model(settings, text, load, ModelPlace(places.scoring, "reward model", SERVING), tell)
+    critic = _critic(settings, actor, judge, load, tell)
+    read = [longest(model) for model in (actor, reference, critic) if model is not None]
     sampling = _sampling(settings.sampling, text, actor)
     trainer = _trainer(settings, actor, critic, sampling, places.training)
     serving = serve(Order(settings, actor, sampling, text, places))
@@ -210,7 +206,7 @@ def _assembled(
         else ReferenceLogprobs(
             reference, sampling=sampling, thread=ModelPlace(places.scoring, "reference", SERVING), exact=exact
         ),
-        reward=reward,
+        reward=judge.scorer,
         critic=None
         if critic is None
         else ValueModel(critic, thread=ModelPlace(places.scoring, "critic", SERVING), exact=exact),
@@ -220,7 +216,7 @@ def _assembled(
         saving=Saving(trainer, text, ("actor",) if critic is None else ("actor", "critic"), places.saving),
         text=text,
         sampling=sampling,
-        positions=min(serving.positions, *(longest(model) for model in served)),
+        positions=min([serving.positions, *read, *([] if judge.positions is None else [judge.positions])]),
         places=places,
     )
 
@@ -243,6 +239,24 @@ def _actor_and_reference(
     if models.lora_rank:
         add_lora(actor, models.lora_rank, models.lora_alpha, seed=seed)
     return actor, reference
+
+
+def _critic(
+    settings: Settings, actor: PreTrainedModel, judge: Judge, load: RoleLoader, tell: Callable[[str], None]
+) -> PreTrainedModel | None:
+    """Return the critic of an algorithm with one; it starts from the policy if the reward model cannot be one."""
+    models = settings.models
+    if not settings.algorithm.has_critic:
+        return None
+    if models.shared_trunk:
+        return value_model_on(actor)
+    if models.critic == models.reward and not judge.may_be_critic:
+        tell(
+            f"models.critic: {models.critic} does not read the policy's tokens one by one, so it cannot be a critic, "
+            "which starts from the policy instead"
+        )
+        return load.critic(models.policy)
+    return load.critic(models.critic)
 
 
 def _trainer(
@@ -268,24 +282,6 @@ def _proximal(settings: Settings, actor: PreTrainedModel, sampling: Sampling, pl
     if settings.models.engine != "transformers":
         return RecomputedLogprobs(actor, sampling=sampling, thread=thread, exact=exact)
     return ProximalLogprobs(actor, sampling=sampling, thread=thread, exact=exact, on_publish=settings.step.on_publish)
-
-
-def _function(
-    models: ModelsSection, data: DataSection, text: Text, tell: Callable[[str], None]
-) -> Scorer[float | Drop] | None:
-    if not models.reward_is_function:
-        return None
-    return load_reward(
-        models.reward,
-        text.decode,
-        prompt_column=data.column,
-        on_failure=models.reward_failure,
-        process=models.reward_process,
-        concurrency=models.reward_concurrency,
-        timeout=models.reward_timeout,
-        each=models.reward_each,
-        tell=tell,
-    )
 
 
 def _environment(models: ModelsSection, data: DataSection, text: Text) -> FunctionEnvironment | None:

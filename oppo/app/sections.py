@@ -156,6 +156,31 @@ class ModelsSection:
     ignore_unused_weights: bool = setting(
         default=False, description="leave out weights that a model does not use, and say which, instead of refusing it"
     )
+    reward_reading: Literal["auto", "whole"] = setting(
+        "auto",
+        "when a reward model reads: `auto`: while responses are written, if its architecture allows that, else when "
+        "they have ended; `whole`: when they have ended",
+    )
+    reward_form: Literal["auto", "tokens", "chat", "joined", "pair", "response"] = setting(
+        "auto",
+        "what a reward model reads: `tokens`: those of the policy, whose tokenizer it must share; or text, by its own "
+        "tokenizer: `chat`: prompt and response by its chat template; `joined`: one after the other; `pair`: as two "
+        "segments; `response`: that alone; auto: tokens where the tokenizer is the same, else chat where it has a "
+        "template, else pair for an encoder, else joined",
+    )
+    reward_over_long: Literal["error", "drop", "truncate"] = setting(
+        "error",
+        "what becomes of a rollout that is longer as text than a reward model reads: stop the run, drop the rollout, "
+        "or cut it as the model's tokenizer does",
+    )
+    reward_label: str = setting("", "the label whose logit is the score, of a classifier with several")
+    reward_column: str = setting(
+        "",
+        "the column of the data with the text, or the list of texts, that a sentence encoder compares a response with",
+    )
+    reward_separators: Annotated[tuple[Filled, ...], FromList()] = setting(
+        ("\n",), "a token that ends with one of these ends a step, for a process reward model"
+    )
     reward_failure: Literal["fail", "drop", "retry"] = setting(
         "fail",
         "when a reward function fails: stop the run, drop the rollout, or call again, then stop",
