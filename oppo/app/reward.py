@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 from oppo.app.roles import RoleLoader
 from oppo.app.sections import DataSection, ModelsSection
@@ -22,9 +21,6 @@ from oppo.hf.text import Text
 from oppo.models import Scorer
 from oppo.placement import Hosting
 from oppo.rewards import load_reward
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,7 +73,7 @@ def reward_model(
         case "scalar":
             return _scalar(settings, text, load, place, say)
         case "process":
-            return _process(settings, text, load.process_reward(), place, say)
+            return _process(settings, text, load, place, say)
         case "classifier":
             return _classifier(settings, text, load, place, say)
         case "similarity":
@@ -109,13 +105,12 @@ def _scalar(settings: Settings, text: Text, load: RoleLoader, place: Hosting, sa
     return Judge(BridgedReward(model, bridge, thread=place, exact=exact))
 
 
-def _process(
-    settings: Settings, text: Text, model: PreTrainedModel, place: Hosting, say: Callable[[str], None]
-) -> Judge:
+def _process(settings: Settings, text: Text, load: RoleLoader, place: Hosting, say: Callable[[str], None]) -> Judge:
     try:
         ends = text.ending_with(settings.models.reward_separators)
     except ConfigError as error:
         raise ConfigError(f"models.reward_separators: {error}") from error
+    model = load.process_reward()
     say(f"rewards steps: it scores the last token of a response, and the {len(ends)} tokens that end one")
     scorer = ProcessRewardModel(model, thread=place, separators=ends, exact=settings.run.exact)
     return Judge(scorer, longest(model))
