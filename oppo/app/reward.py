@@ -96,7 +96,7 @@ def _scalar(settings: Settings, text: Text, load: RoleLoader, place: Hosting, sa
         raise ConfigError(
             f"models.reward: {models.reward} {why}, so models.reward_form cannot be {models.reward_form!r}: {remedy}"
         )
-    reader = load.tokenizer(models.reward)
+    reader = load.reward_tokenizer()
     form: Form = "chat" if reader.has_chat_template else "joined"
     if models.reward_form in {"chat", "joined", "response"}:
         form = models.reward_form

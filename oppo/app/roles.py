@@ -87,8 +87,12 @@ class RoleLoader:
         with self._attributed("reward"):
             return load_encoder(self._models.reward, **self._options())
 
-    def tokenizer(self, path: str) -> Text:
-        """Return the tokenizer of the model at ``path``."""
+    def reward_tokenizer(self) -> Text:
+        """Return the reward model's own tokenizer."""
+        with self._attributed("reward"):
+            return self._tokenizer(self._models.reward)
+
+    def _tokenizer(self, path: str) -> Text:
         return Text(load_tokenizer(path, trust_remote_code=self._models.trust_remote_code, tell=self._tell))
 
     def _loaded(
@@ -134,7 +138,7 @@ class RoleLoader:
         """Return how a model reads token ids otherwise than the policy, in words: its scores would mean nothing."""
         policy = self._models.policy
         has_tokenizer = path != policy and holds_tokenizer(self._located(path))
-        if has_tokenizer and (difference := self._text.differs(self.tokenizer(path))) is not None:
+        if has_tokenizer and (difference := self._text.differs(self._tokenizer(path))) is not None:
             return f"does not share the policy's tokenizer ({difference})"
         ours, theirs = vocabulary(self._actor or model), vocabulary(model)
         if theirs < ours:

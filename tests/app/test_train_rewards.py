@@ -95,7 +95,10 @@ def test_a_run_is_the_same_bit_for_bit_when_a_bridged_model_reads_in_a_process(w
         ("models.reward=bert models.reward_form=chat", ["no chat template", "joined, pair or response"]),
         ("models.reward=several/bert", ["labels bad, good", "models.reward_label"]),
         ("models.reward=steps models.reward_separators=['nowhere']", ["no token of the policy's", "nowhere"]),
-        ("models.reward=foreign-steps", ["does not share the policy's tokenizer", "file.py:function"]),
+        (
+            "models.reward=foreign-steps models.reward_separators=['3']",
+            ["does not share the policy's tokenizer", "file.py:function"],
+        ),
     ],
 )
 def test_what_does_not_fit_the_kind_is_refused_by_name(
