@@ -18,6 +18,8 @@ import oppo.algorithms
 from oppo import GAE, Fixed, FloatArray, Graph, Overcommit, Score, grpo, ppo
 from oppo.app.config import load
 from oppo.errors import GraphError
+from oppo.hf import ClassifierReward, ProcessRewardModel
+from oppo.placement import Thread
 from oppo.testing import (
     FakeCritic,
     FakePolicy,
@@ -30,6 +32,8 @@ from oppo.testing import (
 )
 from tests.forked import Program
 from tests.hf import tiny
+from tests.hf.spot_tokenizers import spot
+from tests.hf.test_whole import classifier
 from tests.workplace import furnish, records, tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -178,6 +182,18 @@ def test_the_blocks_that_stand_alone_run(page: str, tmp_path: Path, monkeypatch:
         exec(block, {})
 
 
+def test_the_reward_models_of_the_page_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    classifier(tmp_path).rename(tmp_path / "cross-encoder")
+    tiny.steps().save_pretrained(tmp_path / "process-reward-model")
+    blocks = [block for block in fenced(ROOT / "docs" / "rewards.md", "python") if "oppo.hf.load_" in block]
+    with Thread("scorers") as scorers:
+        for block, kind in zip(blocks, (ClassifierReward, ProcessRewardModel), strict=True):
+            names: dict[str, object] = {"oppo": oppo, "text": spot("byte-level"), "scorers": scorers}
+            exec(block, names)
+            assert isinstance(names["reward"], kind)
+
+
 @pytest.fixture
 def algorithm(tmp_path: Path) -> Iterator[Path]:
     """Give the folder with the algorithm that the page on extending writes, importable by its name."""
@@ -245,11 +261,12 @@ def test_everything_public_is_in_the_reference() -> None:
     assert set(oppo.__all__) <= {name for module in loaded for name in module.get("__all__", module)}
 
 
-ON_VLLM, JUDGE = "04_vllm.py", "05_judge.py"
+ON_VLLM, JUDGE, SIMILARITY = "04_vllm.py", "05_judge.py", "08_similarity.py"
+"""Of the first a test has vLLM, of the second an extra, and of the third, which needs weights, others."""
 
 
 @pytest.mark.parametrize(
-    "example", sorted({path.name for path in (ROOT / "examples").glob("[0-9]*.py")} - {ON_VLLM, JUDGE})
+    "example", sorted({path.name for path in (ROOT / "examples").glob("[0-9]*.py")} - {ON_VLLM, JUDGE, SIMILARITY})
 )
 def test_the_examples_run(example: str) -> None:
     with Program(f"import runpy\nrunpy.run_path({str(ROOT / 'examples' / example)!r}, run_name='__main__')") as ran:
