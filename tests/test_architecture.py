@@ -51,6 +51,7 @@ LEAVES = frozenset(
         "demo",
         "durable",
         "environments",
+        "gym",
         "hf",
         "liveness",
         "redact",

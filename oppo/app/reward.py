@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from oppo.app.roles import RoleLoader
 from oppo.app.sections import DataSection, ModelsSection
 from oppo.app.settings import Settings
 from oppo.errors import ConfigError
 from oppo.events import Drop
+from oppo.gym import LIBRARY, verify
 from oppo.hf.as_text.bridge import Bridge, BridgedReward
 from oppo.hf.as_text.rendering import Form
 from oppo.hf.as_text.whole import ClassifierReward, SimilarityReward
@@ -20,7 +22,7 @@ from oppo.hf.serve.scorers import RewardModel
 from oppo.hf.text import Text
 from oppo.models import Scorer
 from oppo.placement import Hosting
-from oppo.rewards import load_reward
+from oppo.rewards import FunctionReward, load_reward
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,18 +47,18 @@ def reward_function(models: ModelsSection, data: DataSection, text: Text, tell: 
     """
     if not models.reward_is_function:
         return None
-    scorer = load_reward(
-        models.reward,
-        text.decode,
-        prompt_column=data.column,
-        on_failure=models.reward_failure,
-        process=models.reward_process,
-        concurrency=models.reward_concurrency,
-        timeout=models.reward_timeout,
-        each=models.reward_each,
-        tell=tell,
-    )
-    return Judge(scorer)
+    options: dict[str, Any] = {
+        "prompt_column": data.column,
+        "on_failure": models.reward_failure,
+        "process": models.reward_process,
+        "concurrency": models.reward_concurrency,
+        "timeout": models.reward_timeout,
+        "each": models.reward_each,
+        "tell": tell,
+    }
+    if models.reward == LIBRARY:
+        return Judge(FunctionReward(verify, text.decode, name=LIBRARY, **options))
+    return Judge(load_reward(models.reward, text.decode, **options))
 
 
 def reward_model(

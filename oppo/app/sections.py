@@ -23,6 +23,7 @@ from oppo.declared import (
     required,
     setting,
 )
+from oppo.gym import LIBRARY
 from oppo.models import SamplingSettings
 from oppo.user_code import SPEC
 
@@ -109,7 +110,7 @@ class ModelsSection:
     policy: Filled = required("directory or hub name of the causal language model to train")
     reward: Filled = required(
         "directory or hub name of a reward model, or `file.py:name` of a function, of several rewards "
-        "`{name: (weight, function)}`, or of a scorer"
+        "`{name: (weight, function)}`, or of a scorer; `reasoning-gym`: the verifier of its tasks"
     )
     reference: str = setting(
         "",
@@ -219,7 +220,7 @@ class ModelsSection:
     @property
     def reward_is_function(self) -> bool:
         """Whether the reward is a Python function."""
-        return self.reward_file is not None
+        return self.reward_file is not None or self.reward == LIBRARY
 
     @property
     def reward_file(self) -> Path | None:
