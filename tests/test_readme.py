@@ -261,7 +261,7 @@ def test_everything_public_is_in_the_reference() -> None:
     assert set(oppo.__all__) <= {name for module in loaded for name in module.get("__all__", module)}
 
 
-ON_VLLM, JUDGE, SIMILARITY = "04_vllm.py", "05_judge.py", "08_similarity.py"
+ON_VLLM, JUDGE, SIMILARITY = "04_vllm.py", "05_judge.py", "09_similarity.py"
 """Of the first a test has vLLM, of the second an extra, and of the third, which needs weights, others."""
 
 
