@@ -152,7 +152,7 @@ def backward(trainer: HfTrainer, batch: Batch, groups: Iterable[Sequence[int]]) 
     """Add the gradients of a batch that is one minibatch, read in ``groups`` of rows."""
     asked, whole = trainer.core.loss.reads | trainer.core.loss.measures, Whole.of(batch, range(len(batch)))
     for group in groups:
-        tiny.apart(trainer.core._backward)(pack(batch, group, torch.device("cpu"), asked), whole, StalenessMetrics(0))
+        tiny.apart(trainer.core.backward)(pack(batch, group, torch.device("cpu"), asked), whole, StalenessMetrics(0))
 
 
 def critic_of(trainer: HfTrainer) -> PreTrainedModel:
@@ -376,7 +376,7 @@ async def test_an_update_that_failed_half_way_leaves_no_gradient_for_the_next(
         trainer = make(thread, micro_batch_tokens=20)
         batch = rollouts(trainer.core.actor, critic_of(trainer))
         if failing:
-            backward, parts = trainer.core._backward, iter(range(9))
+            backward, parts = trainer.core.backward, iter(range(9))
 
             def half_an_update(part: MicroBatch, whole: Whole, staleness: StalenessMetrics) -> Evaluated:
                 if next(parts) == 2:
@@ -384,7 +384,7 @@ async def test_an_update_that_failed_half_way_leaves_no_gradient_for_the_next(
                 return backward(part, whole, staleness)
 
             with monkeypatch.context() as patch:
-                patch.setattr(trainer.core, "_backward", half_an_update)
+                patch.setattr(trainer.core, "backward", half_an_update)
                 with pytest.raises(MemoryError):
                     await trainer.update(batch)
         await trainer.update(batch)

@@ -221,7 +221,7 @@ class HfTrainerCore:
                 self._idle(batch, groups[-1][:1])
                 continue
             part = pack(batch, groups[mine], device, self._inputs)
-            evaluated = self._backward(part, size, update.staleness)
+            evaluated = self.backward(part, size, update.staleness)
             names = tuple(evaluated.measured)
             parts.append(torch.stack((*evaluated.measured.values(), evaluated.loss)).detach())
             update.count(part)
@@ -237,7 +237,7 @@ class HfTrainerCore:
         outputs = self._outputs(part).values()
         self.optimisation.backward(torch.stack([output.sum() for output in outputs]).sum() * 0.0)
 
-    def _backward(self, part: MicroBatch, size: Whole, staleness: StalenessMetrics) -> Evaluated:
+    def backward(self, part: MicroBatch, size: Whole, staleness: StalenessMetrics) -> Evaluated:
         """Add the gradient of a micro-batch of a minibatch of this size; return the loss's result."""
         outputs = self._outputs(part)
         inputs = {name: tensor if name in self.loss.reads else tensor.detach() for name, tensor in outputs.items()}
