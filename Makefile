@@ -45,7 +45,7 @@ $(LOWEST)/.installed: pyproject.toml constraints.txt
 	grep '^torch==' constraints.txt > $(LOWEST)/constraints.txt
 	$(LOWEST)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch uv
 	$(LOWEST)/bin/uv pip install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct \
-		-c $(LOWEST)/constraints.txt -e '.[test]'
+		-c $(LOWEST)/constraints.txt -e '.[examples,test]'
 	@touch $@
 
 # The real vLLM on a CPU, in an environment of its own; its modules warn of their own doings.

@@ -98,6 +98,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "algorithm.clip": ("clip range, epsilon", "cliprange"),
     "algorithm.clip_high": ("clip-higher, epsilon high", "`epsilon_high` of GRPO"),
     "algorithm.entropy_coefficient": ("entropy coefficient, c2", ""),
+    "algorithm.aggregation": ("loss aggregation, length normalisation", "`loss_type` of GRPO"),
     "algorithm.ratio_base": ("decoupled PPO, proximal policy", ""),
     "algorithm.is_correction": ("importance sampling correction: TIS, IcePop, sequence masking", ""),
     "algorithm.is_cap": ("truncation, c", ""),

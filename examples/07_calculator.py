@@ -51,7 +51,7 @@ def right(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
     return [float(result(prompt) in completion) for prompt, completion in zip(prompts, completions, strict=True)]
 
 
-async def train(steps: int = 16) -> list[StepReport]:
+async def train(steps: int = 12) -> list[StepReport]:
     """Train for some steps, and return what each of them did."""
     torch.manual_seed(0)
     actor = LlamaForCausalLM(
@@ -71,11 +71,11 @@ async def train(steps: int = 16) -> list[StepReport]:
                 actor,
                 sampling=sampling,
                 thread=training,
-                settings=TrainerSettings(learning_rate=1e-2, epochs=2),
+                settings=TrainerSettings(learning_rate=2e-2, epochs=2),
                 loss=ClippedLoss(),
             ),
             admission=Overcommit(batch=8, extra=2),
-            samples=8,
+            samples=4,
         )
         tool = FunctionEnvironment(calculator, decode, encode, timeout=5)
         graph = graph.replace(generate=replace(graph.stage("generate", Generate), environment=tool))

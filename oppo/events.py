@@ -276,8 +276,8 @@ class Batch:
             tokens that those weights made; ``None`` unless they were computed.
         reference: float32 [T], reference log-probs, over the same supports; ``None`` without a reference.
         values: float32 [T], the critic's value of the state *before* each token; ``None`` without a critic.
-        rewards: float32 [T], per token, after the KL penalty.
-        advantages: float32 [T].
+        rewards: float32 [T], per token, after the KL penalty; ``None`` unless they were estimated.
+        advantages: float32 [T]; ``None`` unless they were estimated.
         returns: float32 [T], the critic's targets; ``None`` without a critic.
         metrics: of the estimator (KL, entropy of the sampled tokens, means).
         dropped: the rollouts of this step that are not trained.
@@ -294,12 +294,12 @@ class Batch:
     versions: IntArray
     sampled: BoolArray
     logprobs: FloatArray
-    proximal: FloatArray | None
-    reference: FloatArray | None
-    values: FloatArray | None
-    rewards: FloatArray
-    advantages: FloatArray
-    returns: FloatArray | None
+    proximal: FloatArray | None = None
+    reference: FloatArray | None = None
+    values: FloatArray | None = None
+    rewards: FloatArray | None = None
+    advantages: FloatArray | None = None
+    returns: FloatArray | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     dropped: tuple[Drop, ...] = ()
     deferred: tuple[Defer, ...] = ()

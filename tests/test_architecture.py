@@ -27,6 +27,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "estimators",
             "function_trainer",
             "hosted_trainer",
+            "publishing",
             "placement",
             "scorer_protocols",
             "shaping",

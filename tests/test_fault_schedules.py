@@ -20,6 +20,7 @@ from oppo.errors import DeadlockError, ModelError, ModelLost, OppoError, Protoco
 from oppo.events import Chunk, Defer, Finish, Prompt, RolloutEvent
 from oppo.rewards import OnFailure
 from oppo.testing import (
+    FakeScorer,
     Fault,
     Flap,
     Garbage,
@@ -284,7 +285,7 @@ def check_numbers(run: FaultyPipeline) -> None:
             assert score == np.float32(fake_scalar(finish, tokens, 0))
             assert np.array_equal(known(batch.reference)[row], fake_per_token(finish, tokens, 0))
             assert np.array_equal(known(batch.values)[row], fake_per_token(finish, tokens, version))
-        assert bool(np.isfinite(batch.advantages).all() and np.isfinite(known(batch.returns)).all())
+        assert bool(np.isfinite(known(batch.advantages)).all() and np.isfinite(known(batch.returns)).all())
 
 
 def check_nothing_is_left(run: FaultyPipeline) -> None:
@@ -294,7 +295,7 @@ def check_nothing_is_left(run: FaultyPipeline) -> None:
         return
     lost = {fault.call for fault in run.struck if fault.does == Garbage("count") and fault.method == "open"}
     assert lost or all(decode.closed for decode in run.remembering.opened)
-    assert run.reward is not None
+    assert isinstance(run.reward, FakeScorer)
     assert not run.reward.sessions
     assert not run.reference.sessions
     assert not run.critic.sessions

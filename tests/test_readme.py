@@ -233,7 +233,7 @@ def test_every_guarantee_has_a_test() -> None:
 
 def test_every_page_is_on_the_site_and_in_the_table_of_contents() -> None:
     pages = {page.relative_to(ROOT / "docs").as_posix() for page in PAGES if page.parent != ROOT}
-    assert pages == set(re.findall(r'"([\w/]+\.md)"', (ROOT / "zensical.toml").read_text(encoding="utf-8")))
+    assert pages == set(re.findall(r'"([\w/-]+\.md)"', (ROOT / "zensical.toml").read_text(encoding="utf-8")))
     shown = {to for to, _ in LINK.findall((ROOT / "docs" / "index.md").read_text(encoding="utf-8"))}
     assert {page for page in pages if not page.startswith("api/")} - {"index.md"} == shown - {"api/stages.md"}
 

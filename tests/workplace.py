@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer as Words, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -39,6 +40,9 @@ import os, signal, sys, time
 
 def short(prompts, completions, goal):
     return [-len(c.split()) / 10 for c in completions]
+
+def odd(prompts, completions):
+    return [float(len(c.split()) % 2) for c in completions]
 
 def broken(prompts, completions):
     return [None for _ in completions]
@@ -130,8 +134,8 @@ def run(folder: Path, *overrides: str, before: str = "", **environment: str) -> 
         return process.wait(), out, said
 
 
-def records(folder: Path, run_name: str, file: str) -> list[dict[str, object]]:
-    """Return the lines of a file of a run directory."""
+def records(folder: Path, run_name: str, file: str) -> list[dict[str, Any]]:
+    """Return the lines of a file of a run directory; JSON, so their values are of any type."""
     return [json.loads(line) for line in (folder / "runs" / run_name / file).read_text(encoding="utf-8").splitlines()]
 
 

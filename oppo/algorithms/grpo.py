@@ -21,6 +21,7 @@ from oppo.numeric import require_whole
 from oppo.shaping import ScoreShaping
 from oppo.stages import Generate, GroupRelative, Score, Selection, Update
 from oppo.stages.update import followers
+from oppo.training import Aggregation
 
 
 def grpo(
@@ -41,8 +42,8 @@ def grpo(
     GRPO (Shao et al. 2024) by default; RLOO (Ahmadian et al. 2024) with
     ``advantage=GroupRelative("leave_one_out", kl=0.05)``; Dr. GRPO (Liu et al. 2025) with
     ``advantage=GroupRelative("centred")``. GRPO's KL is in its trainer's loss,
-    ``ClippedLoss(kl=0.04, kl_estimator="k3")``, a mean over all tokens of a minibatch, as with DAPO (Yu et al. 2025,
-    arXiv 2503.14476), and not over those of each response first, as with GRPO.
+    ``ClippedLoss(kl=0.04, kl_estimator="k3", aggregation="responses")``, and RLOO's and Dr. GRPO's loss is
+    ``ClippedLoss(aggregation="constant")``.
 
     Other arguments are as for :func:`oppo.ppo`.
 
@@ -120,12 +121,13 @@ class GroupAlgorithm(ClippedAlgorithm):
 
 @dataclass(frozen=True, kw_only=True)
 class GRPO(GroupAlgorithm):
-    """GRPO: scores are standardised within the group, and the KL penalty is in the loss."""
+    """GRPO: scores are standardised within the group; the loss, KL included, is a mean over responses."""
 
     compared: ClassVar[GroupAdvantage] = "standardised"
 
     kl_in: KLPlace = "loss"
     kl_estimator: KLEstimator = "k3"
+    aggregation: Aggregation = "responses"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -30,8 +30,8 @@ def wrap(
     """Return a loop that exists already as a graph: responses are scored while they are written, and carried over.
 
     What stays is the training step. It is given a :class:`oppo.Batch` with tokens, behaviour log-probs, scores and the
-    results of the other scorers; rewards and advantages in it are 0. What goes is the call that generates, since a call
-    that returns when all responses have ended cannot be streamed: the policy takes its place.
+    results of the other scorers, and without rewards, advantages and returns. What goes is the call that generates,
+    since a call that returns when all responses have ended cannot be streamed: the policy takes its place.
 
     Args:
         step: trains ``actor`` on a batch, in place, and returns metrics or nothing.

@@ -49,6 +49,7 @@ class Assembly:
 
     Attributes:
         serving: the policy on its engine.
+        reference: ``None`` where nothing refers to it.
         critic: ``None`` without a critic in the algorithm.
         proximal: ``None`` without a correction for stale tokens.
         environment: ``None`` where responses have no turns.
@@ -56,7 +57,7 @@ class Assembly:
     """
 
     serving: Serving
-    reference: Scorer[FloatArray]
+    reference: Scorer[FloatArray] | None
     reward: Scorer[float | Drop]
     critic: ValueModel | None
     proximal: RecomputedLogprobs | None
@@ -133,9 +134,9 @@ def assemble(
     """Return the models of ``settings``, loaded and probed, the policy on its engine.
 
     Actor and critic are each served and trained as one module, unless ``share_weights`` is off or another engine serves
-    the actor. The critic may be a head on the actor's trunk. The reference is a module of its own; with adapters it
-    shares the actor's base weights. ``tell`` receives a sentence about each model that is loaded, about weights left
-    out or new, and about an engine that starts.
+    the actor. The critic may be a head on the actor's trunk. The reference, if there is one, is a module of its own;
+    with adapters it shares the actor's base weights. ``tell`` receives a sentence about each model that is loaded,
+    about weights left out or new, and about an engine that starts.
 
     Args:
         engine_log: the file for what an engine's processes write; ``None``: nowhere.
@@ -190,7 +191,7 @@ def _assembled(
 ) -> Assembly:
     exact = settings.run.exact
     actor, reference = _actor_and_reference(settings.models, load, seed=settings.trainer.seed)
-    served = [actor, reference]
+    served = [actor] if reference is None else [actor, reference]
     if reward is None:
         judge = load.scalar("reward")
         served.append(judge)
@@ -204,7 +205,9 @@ def _assembled(
     serving = serve(Order(settings, actor, sampling, text, places))
     return Assembly(
         serving=serving,
-        reference=ReferenceLogprobs(
+        reference=None
+        if reference is None
+        else ReferenceLogprobs(
             reference, sampling=sampling, thread=ModelPlace(places.scoring, "reference", SERVING), exact=exact
         ),
         reward=reward,
@@ -231,11 +234,12 @@ def _device(models: ModelsSection, *, exact: bool) -> torch.device:
 
 def _actor_and_reference(
     models: ModelsSection, load: RoleLoader, *, seed: int
-) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """Return the trained model and the reference; with adapters, both over the same base in memory."""
-    actor = load.causal("policy")
-    shared = models.lora_rank > 0 and models.reference == models.policy
-    reference = share_base(actor) if shared else load.causal("reference")
+) -> tuple[PreTrainedModel, PreTrainedModel | None]:
+    """Return the trained model, and the reference if there is one; with adapters, both over the same base in memory."""
+    actor, reference = load.causal("policy"), None
+    if models.reference:
+        shared = models.lora_rank > 0 and models.reference == models.policy
+        reference = share_base(actor) if shared else load.causal("reference")
     if models.lora_rank:
         add_lora(actor, models.lora_rank, models.lora_alpha, seed=seed)
     return actor, reference

@@ -60,7 +60,7 @@ def resolve(document: Mapping[str, object], folder: Path) -> Settings:
                 models,
                 policy=policy,
                 reward=reward,
-                reference=_model(models.reference, folder) or policy,
+                reference=_model(models.reference, folder) or (policy if settings.algorithm.refers else ""),
                 critic=_model(models.critic, folder) or own_critic,
                 environment=_model(models.environment, folder),
             ),

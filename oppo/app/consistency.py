@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from oppo.declared import declared
+from oppo.declared import changed
 from oppo.training import OF_THE_CRITIC
 from oppo.user_code import is_of_a_file
 
@@ -82,18 +82,10 @@ def _require_possible_on_vllm(settings: Settings) -> None:
 
 
 def _require_no_critic(settings: Settings) -> None:
-    sections: list[tuple[str, object, frozenset[str]]] = [
-        ("models", settings.models, OF_THE_CRITIC_MODEL),
-        ("trainer", settings.trainer, OF_THE_CRITIC),
-    ]
-    given = [
-        f"{name}.{key} = {getattr(section, key)!r}"
-        for name, section, of_a_critic in sections
-        for key, each in declared(type(section)).items()
-        if key in of_a_critic and getattr(section, key) != each.default
-    ]
+    given = {f"models.{key}": value for key, value in changed(settings.models, OF_THE_CRITIC_MODEL).items()}
+    given |= {f"trainer.{key}": value for key, value in changed(settings.trainer, OF_THE_CRITIC).items()}
     if given:
         raise ValueError(
-            f"step.algorithm = {settings.step.algorithm!r} has no critic and cannot use {', '.join(given)}: leave that "
-            "out"
+            f"step.algorithm = {settings.step.algorithm!r} has no critic and cannot use "
+            f"{', '.join(f'{name} = {value!r}' for name, value in given.items())}: leave that out"
         )

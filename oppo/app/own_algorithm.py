@@ -12,7 +12,7 @@ from oppo.algorithms.algorithm import Algorithm
 from oppo.algorithms.registry import ALGORITHMS
 from oppo.errors import ConfigError
 
-MEMBERS: Final = ("has_critic", "responses", "corrects", "graph", "loss")
+MEMBERS: Final = ("has_critic", "responses", "refers", "corrects", "graph", "loss")
 """What a class of a file must have: the members of :class:`Algorithm`."""
 
 

@@ -111,7 +111,11 @@ class ModelsSection:
         "directory or hub name of a reward model, or `file.py:name` of a function, of several rewards "
         "`{name: (weight, function)}`, or of a scorer"
     )
-    reference: str = setting("", "directory or hub name; the policy when empty")
+    reference: str = setting(
+        "",
+        "directory or hub name; when empty, the policy as it is at the start, and none where the algorithm needs none, "
+        "without a KL penalty; named, it is loaded and the KL to it measured all the same",
+    )
     critic: str = setting("", "directory or hub name; the reward model, or the policy, when empty; none without PPO")
     shared_trunk: bool = setting(
         default=False,

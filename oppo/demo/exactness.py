@@ -62,7 +62,8 @@ async def serially(session: PreparedRun) -> list[Batch]:
     batches = []
     for _ in range(STEPS):
         finished = await respond(models.policy, [next(session.prompts) for _ in range(step.batch)])
-        reference = await score_all(models.reference, finished)
+        unread = [None] * len(finished)
+        reference = unread if models.reference is None else await score_all(models.reference, finished)
         rewards = await score_all(models.reward, finished)
         scores = [score for score in rewards if not isinstance(score, Drop)]
         values = await score_all(critic, finished)

@@ -8,9 +8,9 @@
 closes its output. It may have keywords: ``step: Step`` receives the current step, and any other,
 ``again: Receiver[E] | None = None``, is an input by name, which a graph may connect.
 
-Hooks are found by their names: :class:`Observing`, :class:`Stateful`, and those of an async context manager, which a
-run enters when it opens and leaves, shielded from cancellation, when it closes. A stage need not keep the state of a
-step: two executions of a graph can be alive.
+Hooks are found by their names: :class:`Observing`, :class:`Stateful`, :class:`Demanding`, and those of an async context
+manager, which a run enters when it opens and leaves, shielded from cancellation, when it closes. A stage need not keep
+the state of a step: two executions of a graph can be alive.
 """
 
 from __future__ import annotations
@@ -257,6 +257,14 @@ class Observing(Protocol[R_contra]):
 
     def observe(self, result: R_contra, step: Step, /) -> object:
         """Observe the result of a step; the run passes the returned value, unless ``None``, to its observers."""
+
+
+@runtime_checkable
+class Demanding(Protocol):
+    """A stage that works with others of its graph directly, and not only over a channel."""
+
+    def faults(self, stages: Sequence[object], /) -> Sequence[str]:
+        """Return a sentence for each thing that is wrong with a graph of these stages; asked when one is built."""
 
 
 @runtime_checkable

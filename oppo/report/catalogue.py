@@ -79,15 +79,15 @@ METRICS: Final[Mapping[str, tuple[Metric, ...]]] = MappingProxyType(
                 "objective/kl",
                 NATS_PER_RESPONSE,
                 "KL to the reference, by the estimator of the algorithm: the sum over a response's tokens, "
-                "mean over responses.",
+                "mean over responses; absent without a reference.",
             ),
-            Metric("objective/kl_coef", "1", "Coefficient of the KL penalty in this step."),
+            Metric("objective/kl_coef", "1", "Coefficient of the KL penalty in this step; absent without a reference."),
             Metric(
                 "objective/entropy",
                 NATS_PER_RESPONSE,
                 "Minus the behaviour log-prob of a response, mean over responses.",
             ),
-            Metric("objective/non_score_reward", SCORE, "Minus the mean KL penalty of a response."),
+            Metric("objective/non_score_reward", SCORE, "Minus the mean KL penalty of a response; absent without a reference."),
             Metric("objective/rlhf_reward", SCORE, "Mean shaped score and KL penalty of a response together."),
             Metric("objective/scores", SCORE, "Mean score."),
             Metric("objective/scores_std", SCORE, "Standard deviation of the scores."),

@@ -1,14 +1,16 @@
 """The journal: the events of every rollout and the controllers' observation of every step, one JSON object a line.
 
 A rollout's lines are ``admitted``, any number of ``deferred``, ``finished``, and ``trained`` or ``dropped``. A step's
-line is ``observed``. Lines are in order of time: an observation comes before every decision made from it, so a journal
-that ends anywhere explains every decision in it. Only in a resumed run do the observations of repeated steps come
+line is ``observed``, with a line ``round`` before it for each round in which its groups were selected. Lines are in
+order of time: an observation comes before every decision made from it, so a journal that ends anywhere explains every
+decision in it. Only in a resumed run do the observations of repeated steps come
 before these steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import cast
 
@@ -17,6 +19,7 @@ from oppo.admission.observation import Json
 from oppo.events import Chunk, Defer, Finish, Prompt, StepReport
 from oppo.redact import redacted
 from oppo.report.records import OBSERVED, Record, read
+from oppo.stages.selection import Rounds
 
 JOURNAL = "journal.jsonl"
 """The journal of a run directory."""
@@ -35,6 +38,12 @@ def entry(step: int, item: object, at: float) -> Record | None:
     if isinstance(item, Observation):
         return {"step": step, "at": round(at, 6), "event": OBSERVED, "seen": item.as_json()}
     return None
+
+
+def rounds(step: int, selected: Rounds, at: float) -> Iterator[Record]:
+    """Yield a line for each round of a step's selection; prompts are told by their admission numbers, their groups."""
+    for number, each in enumerate(selected, 1):
+        yield {"step": step, "at": round(at, 6), "event": "round", "round": number, **asdict(each)}
 
 
 def endings(step: int, report: StepReport, at: float) -> Iterator[Record]:

@@ -51,6 +51,7 @@ from oppo.report.timed import Timekeeper
 from oppo.report.timeline import Schedule, timeline
 from oppo.report.trace import TRACED, Trace, TraceFile
 from oppo.report.writer import Writer
+from oppo.stages.selection import Rounds
 
 ROLES: Mapping[str, Role] = {
     "policy": "decode",
@@ -162,6 +163,8 @@ class RunDirectory(Observer):
                 self._write(JOURNAL, [entry])
             if self._trace is not None:
                 self._trace.item(stage, item, at)
+        elif isinstance(item, Rounds):
+            self._write(JOURNAL, journal.rounds(step, item, at))
         elif isinstance(item, Batch) and self._decode is not None and self._keep:
             self._write(SAMPLES, samples(step, item, self._keep, self._decode))
 

@@ -23,7 +23,7 @@ from oppo.stages.conversations import Conversations
 from oppo.stages.in_flight import InFlightRollout, RolloutSnapshot
 from oppo.stages.ledger import Ledger, Unit
 from oppo.stages.measure import DecodeMeter, StepMetrics, observation
-from oppo.stages.selection import Selection
+from oppo.stages.selection import Round, Selection
 from oppo.turns import Environment, MultiTurnPolicy
 
 
@@ -93,6 +93,14 @@ class Generate:
                 closing.push_async_exit(self._conversations)
             for rollout in in_flight.values():
                 closing.push_async_callback(rollout.aclose)
+
+    def faults(self, stages: Sequence[object], /) -> Sequence[str]:
+        """Return what is wrong if the selection is not a stage too."""
+        fault = (
+            'has a Selection that reads no scores: add the same one after the reward, g.add("select", selection, '
+            "score), and give its output to the advantage stage"
+        )
+        return [] if self.select is None or any(each is self.select for each in stages) else [fault]
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the carried units with all their tokens, and the state of the controllers."""
@@ -206,7 +214,7 @@ class Generate:
         """Decode on, round by round, until no group with a place is rejected, or no prompt is left to replace one."""
         rejected = judged = 0
         for number in count(1):
-            placed = self._ledger.placed
+            placed = list(self._ledger.placed)
             refused = [unit for unit in placed if await select.rejects(step.index, [p.rollout for p in unit.prompts])]
             rejected, judged = rejected + len(refused), len(placed) + rejected
             filled = self._ledger.replace(refused)
@@ -214,6 +222,14 @@ class Generate:
                 await self._finish(unit, out)
             groups = await self._take(prompts, len(refused) - len(filled))
             self._ledger.add(groups)
+            step.record(
+                Round(
+                    placed=tuple(unit.admission for unit in placed),
+                    rejected=tuple(unit.admission for unit in refused),
+                    filled=tuple(unit.admission for unit in filled),
+                    admitted=tuple(group[0].admission for group in groups),
+                )
+            )
             if not (refused and (filled or groups or self._live)):
                 break
             if number == select.max_rounds:

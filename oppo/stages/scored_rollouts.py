@@ -131,7 +131,7 @@ class ScoredRollouts:
         )
 
     def batch(self) -> Batch:
-        """Return the batch of these rollouts, in their order: rewards and advantages are 0, returns are ``None``.
+        """Return the batch of these rollouts, in their order; rewards, advantages and returns are yet to be estimated.
 
         A per-token result that some rollout lacks is ``None`` in the batch.
         """
@@ -149,9 +149,6 @@ class ScoredRollouts:
             proximal=_flat_if_complete([each.proximal for each in self.rollouts]),
             reference=_flat_if_complete([each.reference for each in self.rollouts]),
             values=_flat_if_complete([each.values for each in self.rollouts]),
-            rewards=np.zeros(sum(lengths), np.float32),
-            advantages=np.zeros(sum(lengths), np.float32),
-            returns=None,
             dropped=tuple(self.dropped),
             deferred=tuple(self.deferred),
             token_rewards=self._token_rewards(),

@@ -270,7 +270,7 @@ def test_a_reward_that_blocks_is_named_on_the_terminal_and_in_the_log(
     monkeypatch.setattr("oppo.app.train.Watchdog", partial(Watchdog, notice=0.2))
     assert oppo(workplace, "", "run.name=blocked", "run.steps=1", "models.reward=blocking.py:block") == 0
     stalls = [each for each in records(workplace, "blocked", "log.jsonl") if each["event"] == "stalled"]
-    assert {"advantage": "waits for reward", "reward": "at work"}.items() <= dict(stalls[-1]["stages"]).items()  # type: ignore[call-overload]  # an object of the log
+    assert {"advantage": "waits for reward", "reward": "at work"}.items() <= dict(stalls[-1]["stages"]).items()
     assert "advantage waits for reward; " in capsys.readouterr().out
 
 
@@ -309,7 +309,7 @@ def test_a_reward_that_fails_for_some_is_trained_on_the_others(workplace: Path) 
     overrides = ("models.reward=reward.py:picky", "models.reward_failure=drop", "run.panel=off")
     assert oppo(workplace, "", "run.name=picky", *overrides) == 0
     for record in records(workplace, "picky", "metrics.jsonl"):
-        assert record["trained"] + record["dropped"] == 4  # type: ignore[operator]  # two numbers of the record
+        assert record["trained"] + record["dropped"] == 4
     dropped = [each for each in records(workplace, "picky", "journal.jsonl") if each["event"] == "dropped"]
     assert dropped
     assert all("it returned nan" in str(each["reason"]) for each in dropped)

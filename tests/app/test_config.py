@@ -11,15 +11,17 @@ from pathlib import Path
 import pytest
 
 from oppo.algorithms.clipped import ClippedAlgorithm
+from oppo.algorithms.dapo import DAPO
 from oppo.algorithms.dr_grpo import DrGRPO
 from oppo.algorithms.grpo import GRPO
+from oppo.algorithms.gspo import GSPO
 from oppo.algorithms.ppo import PPO
 from oppo.algorithms.registry import ALGORITHMS
 from oppo.algorithms.rloo import RLOO
 from oppo.app.config import load, resolve
 from oppo.app.settings import Settings, keys_of
 from oppo.errors import ConfigError
-from oppo.losses import ClippedLoss, PPOLoss
+from oppo.losses import ClippedLoss, PPOLoss, SequenceLoss
 from oppo.shaping import ScoreShaping
 from oppo.stages import GAE
 from oppo.staleness import Correction
@@ -60,6 +62,25 @@ def test_the_reference_defaults_to_the_policy_and_the_critic_to_the_reward_model
     base = '[models]\npolicy = "org/actor"\nreward = "org/reward"\n[data]\nprompts = "p.jsonl"\n'
     models = loaded(tmp_path, base=base).models
     assert (models.reference, models.critic) == ("org/actor", "org/reward")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "reference"),
+    [
+        ('algorithm = "online_dpo"', "org/actor"),
+        ('algorithm = "dapo"', ""),
+        ('algorithm = "dapo"\n[algorithm]\nkl = 0.1', "org/actor"),
+        ("[algorithm]\nkl = 0", ""),
+    ],
+)
+def test_without_a_kl_penalty_there_is_no_reference_unless_it_is_named(
+    tmp_path: Path, chosen: str, reference: str
+) -> None:
+    base = '[models]\npolicy = "org/actor"\nreward = "org/reward"\n[data]\nprompts = "p.jsonl"\n[step]\n'
+    settings = loaded(tmp_path, chosen, base=base)
+    assert settings.models.reference == reference
+    assert loaded(tmp_path, base=settings.toml()).models.reference == reference
+    assert loaded(tmp_path, chosen, "models.reference=org/first", base=base).models.reference == "org/first"
 
 
 def test_the_critic_of_a_reward_function_defaults_to_the_policy(tmp_path: Path) -> None:
@@ -333,10 +354,13 @@ def test_the_defaults_of_an_algorithm_are_those_of_its_parts() -> None:
     assert PPO().loss() == PPOLoss()
     assert vars(PPO().advantage()) == vars(GAE())
     assert PPO().correction == Correction()
-    for algorithm in (RLOO(), DrGRPO(), GRPO(kl_in="reward", kl=0)):
-        assert algorithm.loss() == ClippedLoss()
+    for algorithm in (RLOO(), DrGRPO()):
+        assert algorithm.loss() == ClippedLoss(aggregation="constant")
         assert algorithm.shaping == ScoreShaping()
-    assert GRPO().loss() == ClippedLoss(kl=0.05, kl_estimator="k3")
+    assert GRPO(kl_in="reward", kl=0).loss() == ClippedLoss(aggregation="responses")
+    assert GRPO().loss() == ClippedLoss(kl=0.05, kl_estimator="k3", aggregation="responses")
+    assert DAPO().loss() == ClippedLoss(clip_high=0.28, kl_estimator="k3")
+    assert GSPO().loss() == SequenceLoss(kl_estimator="k3")
 
 
 def test_a_schedule_spans_the_run(tmp_path: Path) -> None:
@@ -356,7 +380,9 @@ def test_a_kl_in_the_loss_and_values_without_a_clip_reach_the_loss(tmp_path: Pat
 
 def test_an_algorithm_without_a_critic_has_a_loss_without_one(tmp_path: Path) -> None:
     text = '[step]\nalgorithm = "rloo"\n[algorithm]\nsamples = 2\nclip = 0.3\nentropy_coefficient = 0.01\n'
-    assert loaded(tmp_path, text).algorithm.loss() == ClippedLoss(clip=0.3, entropy_coefficient=0.01)
+    assert loaded(tmp_path, text).algorithm.loss() == ClippedLoss(
+        clip=0.3, entropy_coefficient=0.01, aggregation="constant"
+    )
 
 
 def test_how_stale_tokens_are_learnt_from_reaches_the_loss(tmp_path: Path) -> None:

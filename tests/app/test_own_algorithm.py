@@ -92,7 +92,7 @@ def test_a_class_of_a_file_trains_with_its_settings_and_its_run_goes_on(
     steps = records(folder, "first", "metrics.jsonl")
     assert [step["trained"] for step in steps] == [8, 8]
     for step in steps:
-        assert step["objective/shaped_scores"] == pytest.approx(3 * float(str(step["objective/scores"])), rel=1e-6)
+        assert step["objective/shaped_scores"] == pytest.approx(3 * step["objective/scores"], rel=1e-6)
     resolved = (folder / "runs" / "first" / "config.toml").read_text()
     assert f'algorithm = "{folder / "own.py"}:Doubled"' in resolved
     assert "twice = 3.0" in resolved
@@ -113,7 +113,7 @@ def test_a_class_of_a_file_trains_with_its_settings_and_its_run_goes_on(
         (("step.algorithm=none.py:Doubled",), "none.py to take the function 'Doubled' from"),
         (("step.algorithm=own.py:Bare",), "own.py:Bare must be a dataclass, whose fields are the settings of"),
         (("step.algorithm=own.py:number",), "own.py:number is not a function but 7 (int)"),
-        (("step.algorithm=own.py:Lacking",), "own.py:Lacking is no algorithm, since it lacks has_critic, corrects,"),
+        (("step.algorithm=own.py:Lacking",), "own.py:Lacking is no algorithm, since it lacks has_critic, refers,"),
         (("step.algorithm=own.py:Doubled", "algorithm.twice=0"), "algorithm.twice: expected a number greater than 0"),
         (("step.algorithm=own.py:Doubled", "algorithm.twise=1"), "'algorithm.twise' (did you mean 'twice'?)"),
         (

@@ -44,24 +44,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def weights(folder: Path, name: str) -> dict[str, bytes]:
-    """Return every tensor of both models, as bytes."""
-    final = folder / "runs" / name / FINAL
-    return {
-        f"{model}/{key}": tensor.tobytes()
-        for model in ("actor", "critic")
-        for key, tensor in load_file(final / model / "model.safetensors").items()
-    }
+    """Return every tensor of the trained models, as bytes."""
+    files = sorted((folder / "runs" / name / FINAL).glob("*/model.safetensors"))
+    assert files
+    return {f"{file.parent.name}/{key}": each.tobytes() for file in files for key, each in load_file(file).items()}
 
 
 def resume(folder: Path, name: str, *overrides: str) -> int:
     return main(["resume", str(folder / "runs" / name), *(each for o in overrides for each in ("--set", o))])
 
 
-def killed(folder: Path, name: str, when: float, *overrides: str) -> None:
+def killed(folder: Path, name: str, when: float, *overrides: str, whole: str = "whole") -> None:
     """Begin a run and kill it when ``when`` steps have been made, a fraction of a step meaning a moment within it."""
     run = folder / "runs" / name
-    a_step = median([float(str(each["seconds"])) for each in records(folder, "whole", "metrics.jsonl")])
-    with start(folder, *EXACT, *overrides, f"run.name={name}") as process:
+    a_step = median([each["seconds"] for each in records(folder, whole, "metrics.jsonl")])
+    alike = "from tests.hf.child import set_up; set_up()"
+    with start(folder, *EXACT, *overrides, f"run.name={name}", before=alike) as process:
         while process.poll() is None and steps_of(run) < math.floor(when):
             wait(process, 0.005)
         wait(process, when % 1 * a_step)
@@ -118,6 +116,28 @@ def test_a_run_killed_at_a_random_moment_and_resumed_ends_with_the_same_weights(
 @pytest.mark.parametrize("seed", range(100, 120))
 def test_twenty_runs_killed_at_random_moments_and_resumed_end_with_the_same_weights(folder: Path, seed: int) -> None:
     killed_and_resumed(folder, random.Random(seed).uniform(0, STEPS))
+
+
+DYNAMIC = (
+    "step.algorithm=dapo", "algorithm.samples=3", "algorithm.max_rounds=50", "models.reward=reward.py:odd",
+    "step.extra=2",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.deep) for seed in range(2, 8))])
+def test_a_run_that_selects_its_groups_is_killed_and_selects_again_as_it_had(folder: Path, seed: int) -> None:
+    whole, name = "whole-dynamic", f"dynamic-{seed}"
+    if not (folder / "runs" / whole).exists():
+        assert oppo(folder, "", *EXACT, *DYNAMIC, f"run.name={whole}") == DONE
+    told = records(folder, whole, "journal.jsonl")
+    rounds = [each for each in told if each["event"] == "round"]
+    assert sum(len(each["rejected"]) for each in rounds) > 2, "groups are rejected"
+    assert any(each["round"] > 1 for each in rounds)
+    rejected = {3 * group + k for each in rounds for group in each["rejected"] for k in range(3)}
+    assert rejected == {each["rollout"] for each in told if each["event"] == "dropped"}
+    killed(folder, name, random.Random(seed).uniform(2, STEPS - 1), *DYNAMIC, whole=whole)
+    assert resume(folder, name) == DONE
+    same_as_whole(folder, name, whole)
 
 
 def test_an_adaptive_run_that_is_killed_decides_again_as_it_had(folder: Path) -> None:

@@ -38,7 +38,7 @@ def test_a_run_and_what_resumes_it_are_shown_as_one_in_both(folder: Path) -> Non
     shown = board(path / EVENTS)
     for line in written:
         for name, value in numbers(line).items():
-            assert shown[name][line["step"]] == pytest.approx(value), name  # type: ignore[index]  # a whole number
+            assert shown[name][line["step"]] == pytest.approx(value), name
     logged = {step: metrics for log in logs(path) for step, metrics in history(log).items()}
     assert logged == {line["step"]: pytest.approx(numbers(line)) for line in written}
     (config, *_) = [record.run.config for record in logs(path)[0] if record.WhichOneof("record_type") == "run"]

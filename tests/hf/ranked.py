@@ -27,7 +27,8 @@ def gradient(core: HfTrainerCore, batch: Batch) -> dict[str, NDArray[np.float32]
     """Return the gradient of a batch as one minibatch, and leave none behind."""
     rows = units(batch, core.loss.unit)
     everyone = list(chain.from_iterable(rows))
-    core._gradient(batch, rows, Whole.of(batch, everyone), UpdateMetrics(core.loss, StalenessMetrics(0)))
+    size = Whole.of(batch, everyone, cap=100)
+    core._gradient(batch, rows, size, UpdateMetrics(core.loss, StalenessMetrics(0)))
     found = {
         name: whole(weight.grad).numpy().copy()
         for name, weight in core.optimisation.named_weights().items()

@@ -102,7 +102,7 @@ def test_a_model_is_streamed_into_beside_functions_and_the_metrics_are_in_the_re
     model: FakeScorer[float | Drop] = FakeScorer(fake_scalar, 0.001, 0.001)
     alone, mixed = Pipeline(MIXED), Pipeline(MIXED)
     alone.reward = FakeScorer(fake_scalar, 0.001, 0.001)
-    mixed.reward = Rewards({"model": (1.0, model), "nothing": (1.0, zero)}, decode=str)  # type: ignore[assignment] # may drop
+    mixed.reward = Rewards({"model": (1.0, model), "nothing": (1.0, zero)}, decode=str)
     run_virtual(alone.run)
     run_virtual(mixed.run)
     assert same_batches(alone.batches, mixed.batches)
@@ -190,7 +190,7 @@ def test_a_file_names_a_function_several_rewards_or_a_scorer(tmp_path: Path) -> 
 def test_carried_rollouts_are_scored_once(tmp_path: Path) -> None:
     carried = replace(MIXED, lengths=(5, 9, 3, 60), extra=2, steps=4)
     pipeline = Pipeline(carried)
-    pipeline.reward = Rewards({"long": (1, length), "model": (1, FakeScorer(fake_scalar))}, decode=str)  # type: ignore[assignment] # may drop
+    pipeline.reward = Rewards({"long": (1, length), "model": (1, FakeScorer(fake_scalar))}, decode=str)
     run_virtual(pipeline.run)
     assert any(report.deferred for report in pipeline.reports)
     trained = [rollout for report in pipeline.reports for rollout in report.trained]

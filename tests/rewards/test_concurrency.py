@@ -40,7 +40,7 @@ def test_a_step_waits_for_the_slowest_call_and_not_for_their_sum(each: bool) -> 
         calls.clear()
         pipeline = Pipeline(EACH_LATER)
         reward = FunctionReward(slow, decode=str, each=each, concurrency=concurrency)
-        pipeline.reward = reward  # type: ignore[assignment] # a reward may drop
+        pipeline.reward = reward
         run_virtual(pipeline.run)
         return pipeline.reports[0].seconds
 
@@ -148,7 +148,7 @@ def test_what_is_scored_does_not_depend_on_how_many_calls_overlap() -> None:
             return [float(len(each)) for each in completions]
 
         pipeline = Pipeline(replace(EACH_LATER, batch=4, extra=2, steps=3))
-        pipeline.reward = FunctionReward(lengths, decode=str, concurrency=concurrency)  # type: ignore[assignment] # likewise
+        pipeline.reward = FunctionReward(lengths, decode=str, concurrency=concurrency)
         run_virtual(pipeline.run)
         return [batch.scores.tolist() for batch in pipeline.batches]
 

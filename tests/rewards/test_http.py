@@ -155,7 +155,7 @@ def test_a_service_that_fails_again_and_again_is_left_alone_and_then_asked_once(
 def test_a_step_waits_for_the_slowest_answer() -> None:
     judge, asked = served(seconds=5.0)
     pipeline = Pipeline(Setting(lengths=tuple(range(5, 21)), batch=16, steps=1))
-    pipeline.reward = FunctionReward(judge, decode=str)  # type: ignore[assignment] # a reward may drop
+    pipeline.reward = FunctionReward(judge, decode=str)
     run_virtual(pipeline.run)
     assert len(asked) > 1
     assert pipeline.reports[0].seconds == pytest.approx(5.2, abs=0.05)

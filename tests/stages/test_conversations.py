@@ -19,6 +19,7 @@ from oppo.models import Capabilities
 from oppo.stages import Generate
 from oppo.testing import FakePolicy, run_virtual
 from oppo.turns import Answer, Turn, turns_answered
+from tests.known import known
 from tests.pipelines import Pipeline, Setting, same_batches, settings
 
 Outcome = Answer | Drop | None
@@ -74,7 +75,7 @@ def test_answers_are_read_and_not_trained_and_the_next_turn_follows_them() -> No
     assert turns_answered(response) == 2
     assert [(number, state) for _, number, _, state in tool.asked] == [(0, None), (1, {"answered": 1})]
     assert [tokens for _, _, tokens, _ in tool.asked] == [response.tokens[:3].tolist(), response.tokens[5:7].tolist()]
-    assert not batch.rewards[batch.rows()[0]][given].any()
+    assert not known(batch.rewards)[batch.rows()[0]][given].any()
 
 
 @pytest.mark.parametrize(("holds", "seconds"), [(False, 20 * 0.01), (True, (20 + 2 * 5) * 0.01)])

@@ -159,7 +159,7 @@ def _training(
         live.peak = live.now
         minibatch = list(chain.from_iterable(units(batch, loss.unit)))
         part = pack(batch, minibatch, core.actor.device, loss.reads | loss.measures)
-        core.backward(part, Whole.of(batch, minibatch), StalenessMetrics(0))
+        core.backward(part, Whole.of(batch, minibatch, sampling.max_new_tokens), StalenessMetrics(0))
         gradients = sum(weight.nbytes for weight in trained)
         states = 2 * gradients
         return Bytes(weights, copies + states, gradients, activations=live.peak - weights - copies - gradients)

@@ -195,7 +195,8 @@ class HfTrainerCore:
     def _step(self, batch: Batch, minibatch: list[list[int]], update: UpdateMetrics) -> None:
         self.optimisation.require_every_step()
         rows = list(chain.from_iterable(minibatch))
-        names, sums = self._gradient(batch, minibatch, Whole.of(batch, rows), update)
+        size = Whole.of(batch, rows, self._sampling.max_new_tokens)
+        names, sums = self._gradient(batch, minibatch, size, update)
         *measured, loss = sums.tolist()
         norms = self.optimisation.clip()
         rollouts = {batch.responses[r].prompt.rollout for r in rows}
