@@ -87,7 +87,11 @@ METRICS: Final[Mapping[str, tuple[Metric, ...]]] = MappingProxyType(
                 NATS_PER_RESPONSE,
                 "Minus the behaviour log-prob of a response, mean over responses.",
             ),
-            Metric("objective/non_score_reward", SCORE, "Minus the mean KL penalty of a response; absent without a reference."),
+            Metric(
+                "objective/non_score_reward",
+                SCORE,
+                "Minus the mean KL penalty of a response; absent without a reference.",
+            ),
             Metric("objective/rlhf_reward", SCORE, "Mean shaped score and KL penalty of a response together."),
             Metric("objective/scores", SCORE, "Mean score."),
             Metric("objective/scores_std", SCORE, "Standard deviation of the scores."),

@@ -26,7 +26,6 @@ from oppo.hf.serve.signals import Signals
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.train.core import HfTrainerCore
 from oppo.hf.train.packing import pack, units
-from oppo.hf.train.update_metrics import StalenessMetrics
 from oppo.hosted_trainer import TrainerCounts
 from oppo.losses import Loss, Whole
 from oppo.models import Sampling
@@ -159,7 +158,7 @@ def _training(
         live.peak = live.now
         minibatch = list(chain.from_iterable(units(batch, loss.unit)))
         part = pack(batch, minibatch, core.actor.device, loss.reads | loss.measures)
-        core.backward(part, Whole.of(batch, minibatch, sampling.max_new_tokens), StalenessMetrics(0))
+        core.backward(part, core.outputs(part), Whole.of(batch, minibatch, sampling.max_new_tokens))
         gradients = sum(weight.nbytes for weight in trained)
         states = 2 * gradients
         return Bytes(weights, copies + states, gradients, activations=live.peak - weights - copies - gradients)
