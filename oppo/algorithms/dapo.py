@@ -18,7 +18,7 @@ LONG_PART = 5
 
 @dataclass(frozen=True, kw_only=True)
 class DAPO(GRPO):
-    """DAPO: as `grpo`, but the clip is wider above, groups of equal scores are replaced, and over-long costs.
+    """DAPO: as `grpo`, but clipped later above; groups of equal scores are replaced, long responses punished.
 
     Yu et al. 2025, section 3: clip-higher, dynamic sampling, the loss as a mean over tokens, soft over-long punishment
     (over 4,096 of 20,480 tokens, section 4.1); no KL penalty.

@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("algorithm", "further"),
-    [("grpo", ("algorithm.ratio_base=proximal",)), ("rloo", ()), ("dr_grpo", ())],
+    [("grpo", ("algorithm.ratio_base=proximal",)), ("rloo", ()), ("dr_grpo", ("models.reference=actor",))],
 )
 def test_groups_are_trained_whole_and_no_critic_is_loaded_or_saved(
     folder: Path, algorithm: str, further: tuple[str, ...], capsys: pytest.CaptureFixture[str]

@@ -125,8 +125,8 @@ def grpo() -> list[dict[str, Any]]:
     """Return the losses of GRPO and its kin, whose advantages are GRPO's."""
     made = []
     centred = torch.tensor(advantages()["group"])
-    for kind in ("grpo", "dr_grpo", "dapo"):
-        for level in ("token", "sequence"):
+    for kind in ("grpo", "dr_grpo", "dapo", "luspo"):
+        for level in ("token", "sequence") if kind != "luspo" else ("sequence",):
             for beta in (0.0, BETA):
                 low, high = CLIP[level]
                 config = GRPOConfig(

@@ -5,7 +5,7 @@ transformers 5.23.0, accelerate 1.15.0, datasets and numpy 2.4.6, in an environm
 and datasets is a dependency of this package, its tests included. To make them again::
 
     pip install torch==2.13.0 transformers==5.23.0 accelerate==1.15.0 datasets trl==1.12.0 torchrl==0.14.1 structlog
-    python -m tests.golden.make_golden
+    python -m tests.golden.make_ppo
 
 What is whose:
 
