@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Final, Generic, Self, TypeVar, cast
 
@@ -162,7 +162,7 @@ class Score(Generic[T]):
             del self._sessions[event.rollout]
         for event, value in zip(finished, values, strict=True):
             if isinstance(value, Drop):
-                await out.send(Drop(event.rollout, value.reason))
+                await out.send(replace(value, rollout=event.rollout))
             else:
                 await out.send(Scored(event.rollout, value, self.scorer.version))
 
