@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import importlib.util
+import inspect
 import re
 import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Final
 
-from oppo.errors import is_cancelled, leaves, shortened
+from oppo.errors import OppoError, is_cancelled, leaves, shortened
 
 SPEC: Final = re.compile(r"^(?P<file>.+\.py):(?P<name>[^:/\\]+)$")
 """The form ``file.py:name``."""
@@ -113,6 +115,40 @@ def load_object(spec: str, refuse: Callable[[str], Exception]) -> object:
         there = [key for key, value in own if callable(value) and not key.startswith("_")]
         raise refuse(f"{path} has no {name!r}; the functions and classes there are {', '.join(there) or '(none)'}")
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class UserFunction:
+    """A function of the user's; pickled by its file and name if it is of a file.
+
+    Attributes:
+        refuse: the type of the error if it cannot be loaded.
+        spec: its ``file.py:name``; empty if it is importable.
+    """
+
+    name: str
+    function: Callable[..., object]
+    refuse: type[OppoError]
+    spec: str = ""
+
+    @classmethod
+    def of(cls, function: Callable[..., object] | str, name: str | None, refuse: type[OppoError]) -> UserFunction:
+        """Return a function, or the one that ``file.py:name`` names."""
+        if isinstance(function, str):
+            return cls(name or function.rpartition(":")[2], load_function(function, refuse), refuse, function)
+        named = name or str(getattr(function, "__name__", type(function).__name__))
+        return cls(named, function, refuse, spec_of(function))
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        if self.spec:
+            return UserFunction.of, (self.spec, self.name, self.refuse)
+        return UserFunction, (self.name, self.function, self.refuse)
+
+    @property
+    def is_async(self) -> bool:
+        """Whether it returns an awaitable."""
+        call = getattr(self.function, "__call__", None)  # noqa: B004 - the method that a call runs
+        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)
 
 
 def is_of_a_file(kind: type) -> bool:

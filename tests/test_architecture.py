@@ -58,6 +58,7 @@ LEAVES = frozenset(
         "rewards",
         "simulate",
         "testing",
+        "user_calls",
         "user_code",
         "vllm",
     }

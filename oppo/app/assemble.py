@@ -16,7 +16,7 @@ from oppo.app.saving import Saving
 from oppo.app.sections import DataSection, ModelsSection, SamplingSection
 from oppo.app.settings import Settings
 from oppo.declared import declared
-from oppo.environments import EnvironmentFailure, FunctionEnvironment
+from oppo.environments import FunctionEnvironment
 from oppo.errors import ConfigError
 from oppo.events import Drop, FloatArray
 from oppo.hf.cpu import available_cores
@@ -38,7 +38,6 @@ from oppo.placement import Hosting
 from oppo.rewards import load_reward
 from oppo.scorer_protocols import ServesCalls
 from oppo.turns import Environment
-from oppo.user_code import load_function
 
 _TRAINING = "lower trainer.micro_batch_tokens"
 
@@ -113,6 +112,8 @@ class Assembly:
             stack.callback(self.places.close)
             if isinstance(self.reward, ServesCalls):
                 stack.callback(self.reward.close)
+            if isinstance(self.environment, ServesCalls):
+                stack.callback(self.environment.close)
 
 
 def load_text(models: ModelsSection, tell: Callable[[str], None]) -> Text:
@@ -292,7 +293,7 @@ def _environment(models: ModelsSection, data: DataSection, text: Text) -> Functi
     if not models.environment:
         return None
     return FunctionEnvironment(
-        load_function(models.environment, EnvironmentFailure),
+        models.environment,
         text.decode,
         text.encode_exactly,
         on_failure=models.environment_failure,
