@@ -33,9 +33,10 @@ class _Memory:
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """One call of the environment."""
+    """One call of the environment, which goes on when a step is cut, and is cancelled if its rollout is given up."""
 
     started: float
+    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     done: anyio.Event = field(default_factory=anyio.Event)
     outcome: Outcome = None
     error: Exception | None = None
@@ -107,15 +108,17 @@ class Conversations:
 
     async def _answer(self, call: _Call, turn: Turn) -> None:
         try:
-            call.outcome = await self._environment.answer(turn)
+            with call.scope:
+                call.outcome = await self._environment.answer(turn)
         except Exception as error:  # noqa: BLE001 - the rollout's own task raises it
             call.error = error
         call.done.set()
 
     def forget(self, rollout: int) -> None:
-        """Forget a rollout that has ended, or begins again."""
+        """Forget a rollout that has ended, or begins again; cancel a call that nothing waits for any more."""
         self._memories.pop(rollout, None)
-        self._calls.pop(rollout, None)
+        if (call := self._calls.pop(rollout, None)) is not None:
+            call.scope.cancel()
 
     def state_dict(self) -> dict[str, Any]:
         """Return how many turns of each rollout were answered, and the environment's state, as JSON."""

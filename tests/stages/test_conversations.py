@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from oppo import Synchronous
+from oppo import Synchronous, TailBatched
 from oppo.errors import ConfigError, ProtocolError
 from oppo.events import Drop, Prompt
 from oppo.models import Capabilities
@@ -142,6 +142,27 @@ def test_a_dropped_conversation_may_be_carried_first() -> None:
     assert [drop.rollout for report in made.reports for drop in report.dropped] == [4]
     trained = sorted(rollout for report in made.reports for rollout in report.trained)
     assert len(trained) == len(set(trained)) == 11
+
+
+def test_a_call_whose_rollout_begins_anew_is_cancelled() -> None:
+    ended = list[tuple[int, float]]()
+
+    class Slow:
+        async def answer(self, turn: Turn) -> Outcome:
+            try:
+                await anyio.sleep(50.0 if turn.prompt.rollout == 0 and not ended else 0.0)
+            finally:
+                ended.append((turn.prompt.rollout, anyio.current_time()))
+            return None
+
+    made = Pipeline(replace(ONE_STEP, batch=4, steps=2, extra=1), admission=TailBatched(4))
+    made.policy.turns = first_has_turns
+    made.generate = replace(made.generate, environment=Slow())
+    run_virtual(made.run)
+    assert {0} <= {each.rollout for each in made.reports[0].deferred}
+    (first, again) = ended
+    assert (first[0], again[0]) == (0, 0)
+    assert first[1] < 1, "it ended with the step that gave its rollout up"
 
 
 def test_an_error_names_the_rollout_and_the_turn() -> None:
