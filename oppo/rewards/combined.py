@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Literal, TypeAlias, cast, get_args
 
 import anyio
 
 from oppo.errors import ConfigError, as_itself
 from oppo.events import Chunk, Drop, Finish, Given, Prompt
-from oppo.models import RewardFunction, Scorer
+from oppo.models import RewardFunction, Scorer, TimeSliced
 from oppo.numeric import require_real
 from oppo.observe import silent
 from oppo.rewards.function import DOES_NOT_APPLY, FunctionReward
-from oppo.scheduling import IN_ORDER, Priority
-from oppo.scorer_protocols import ConcurrentScorer, ServesCalls
+from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Preempted, Priority, TimeSlice
+from oppo.scorer_protocols import ConcurrentScorer, ReportsSamples, ServesCalls
 from oppo.stages.score import prioritised
 from oppo.token_rewards import weighted_sum
 
@@ -71,6 +71,8 @@ class Rewards(Scorer["float | Drop"]):
         self.names = tuple(parts)
         self._on_drop = on_drop
         self._parts = [_Part.of(name, given, decode, tell, options) for name, given in parts.items()]
+        self._readers = [part for part in self._parts if not isinstance(part.scorer, FunctionReward)]
+        self._turn = anyio.Lock()
         self._samples: dict[str, list[float]] = {}
 
     @property
@@ -84,43 +86,81 @@ class Rewards(Scorer["float | Drop"]):
         return any(part.concurrent for part in self._parts)
 
     @property
+    def time_slice(self) -> TimeSlice:
+        """The shortest of the parts' time slices."""
+        slices = [part.scorer.time_slice for part in self._parts if isinstance(part.scorer, TimeSliced)]
+        return min(slices, key=lambda each: each.seconds, default=DEFAULT_TIME_SLICE)
+
+    @property
     def at_work(self) -> str:
         """The names of the functions in a call, or in a pause after one."""
         working = [part.scorer.at_work for part in self._parts if isinstance(part.scorer, ServesCalls)]
         return ", ".join(filter(None, working))
 
     def samples(self) -> Mapping[str, Sequence[float]]:
-        """Return what the parts said of the rollouts since the last call, by metric."""
+        """Return what the parts said of the rollouts, and measured themselves, since the last call, by metric."""
         samples, self._samples = self._samples, {}
+        for part in self._parts:
+            if isinstance(part.scorer, ReportsSamples):
+                for name, measured in part.scorer.samples().items():
+                    samples.setdefault(name, []).extend(measured)
         return samples
 
     async def extend(self, events: Sequence[Prompt | Chunk | Given], *, priority: Priority = IN_ORDER) -> None:
-        """Have each part read the events."""
-        for part in self._parts:
-            async with part.turn():
+        """Have each part that reads growing responses read the events.
+
+        Raises:
+            Preempted: no part has read them.
+        """
+        preempted = list[_Part]()
+
+        async def read(part: _Part) -> None:
+            try:
                 await part.prioritised.extend(events, priority=priority)
+            except Preempted:
+                preempted.append(part)
+
+        await self._have(read, self._readers)
+        if preempted and len(preempted) == len(self._readers):
+            raise Preempted
+        await self._have(read, preempted)  # the others have read the events; no call is given up twice
 
     async def forget(self, rollouts: Sequence[int], *, priority: Priority = IN_ORDER) -> None:
-        """Have each part forget the rollouts."""
-        for part in self._parts:
-            async with part.turn():
-                await part.prioritised.forget(rollouts, priority=priority)
+        """Have each part that reads growing responses forget the rollouts."""
+
+        async def forget(part: _Part) -> None:
+            await part.prioritised.forget(rollouts, priority=priority)
+
+        await self._have(forget, self._readers)
 
     async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> list[float | Drop]:
         """Return the weighted sum of the parts' scores of each rollout, or a ``Drop``."""
         said: dict[str, Sequence[float | Drop]] = {}
 
         async def ask(part: _Part) -> None:
-            async with part.turn():
-                said[part.name] = await part.prioritised.finish(finished, priority=priority)
+            said[part.name] = await part.prioritised.finish(finished, priority=priority)
 
-        with as_itself():
-            async with anyio.create_task_group() as tasks:
-                for part in self._parts:
-                    tasks.start_soon(ask, part)
+        await self._have(ask, self._parts)
         return [
             self._sum(each.rollout, {name: said[name][at] for name in self.names}) for at, each in enumerate(finished)
         ]
+
+    async def _have(self, work: Callable[[_Part], Coroutine[Any, Any, None]], parts: Sequence[_Part]) -> None:
+        """Have the parts do their work at the same time; those that take turns begin when it is the turn of all.
+
+        If one began before another, its urgent call would keep their common place from the call that the other still
+        waits for.
+        """
+        waiting = [part for part in parts if part.takes_turns]
+        with as_itself():
+            async with anyio.create_task_group() as tasks:
+                for part in parts:
+                    if not part.takes_turns:
+                        tasks.start_soon(work, part)
+                if waiting:
+                    async with self._turn, anyio.create_task_group() as turn:
+                        for part in waiting:
+                            turn.start_soon(work, part)
 
     def _sum(self, rollout: int, scores: Mapping[str, float | Drop]) -> float | Drop:
         terms: list[tuple[float, float]] = []
@@ -145,7 +185,11 @@ class Rewards(Scorer["float | Drop"]):
 
 
 class _Part:
-    """One of the rewards; calls of a scorer that is not concurrent take turns."""
+    """One of the rewards.
+
+    Attributes:
+        takes_turns: whether its calls must not overlap; those of a function wait for one another by themselves.
+    """
 
     def __init__(self, name: str, weight: float, scorer: Scorer[float | Drop]) -> None:
         self.name = name
@@ -153,7 +197,7 @@ class _Part:
         self.scorer = scorer
         self.prioritised = prioritised(scorer)
         self.concurrent = isinstance(scorer, ConcurrentScorer) and scorer.concurrent
-        self._lock = anyio.Lock()
+        self.takes_turns = not (self.concurrent or isinstance(scorer, FunctionReward))
 
     @classmethod
     def of(
@@ -177,10 +221,6 @@ class _Part:
             )
         function = cast("RewardFunction | str", reward)
         return cls(name, weight, FunctionReward(function, decode, name=name, optional=True, tell=tell, **options))
-
-    def turn(self) -> AsyncExitStack | anyio.Lock:
-        """Return the context of a call."""
-        return AsyncExitStack() if self.concurrent else self._lock
 
 
 def is_scorer(reward: object) -> bool:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
 import anyio
+import anyio.lowlevel
+import anyio.to_thread
 import pytest
 
 from oppo.errors import ConfigError, RewardError
-from oppo.events import Drop, Finish
+from oppo.events import Chunk, Drop, Finish, Given, Prompt
+from oppo.placement import Thread
 from oppo.rewards import FunctionReward, Rewards, Weighted, load_reward
 from oppo.rewards.combined import NONE_APPLIES
 from oppo.rewards.function import DOES_NOT_APPLY
-from oppo.scheduling import Urgent
+from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Preempted, Preemptible, Priority, TimeSlice, Urgent
 from oppo.testing import FakeScorer, check_scorer, fake_scalar, run_virtual
 from tests.pipelines import Pipeline, Setting, same_batches
 from tests.responses import responses
@@ -98,6 +102,126 @@ def test_parts_are_asked_at_the_same_time() -> None:
     assert run_virtual(main) == 5
 
 
+class Unhurried(FakeScorer[float | Drop]):
+    """Takes a second for whatever it does; its first call for a rollout may be preempted."""
+
+    def __init__(self, *, preempted: bool = False) -> None:
+        super().__init__(fake_scalar)
+        self.preempted = preempted
+        self.asked: list[tuple[str, Priority]] = []
+
+    async def extend(self, events: Sequence[Prompt | Chunk | Given], *, priority: Priority = IN_ORDER) -> None:
+        self.asked.append(("extend", priority))
+        await anyio.sleep(1)
+        if self.preempted:
+            self.preempted = False
+            raise Preempted
+        await super().extend(events)
+
+    async def forget(self, rollouts: Sequence[int], *, priority: Priority = IN_ORDER) -> None:
+        self.asked.append(("forget", priority))
+        await anyio.sleep(1)
+        await super().forget(rollouts)
+
+    async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> Sequence[float | Drop]:
+        self.asked.append(("finish", priority))
+        return await super().finish(finished)
+
+
+def test_parts_read_and_forget_at_the_same_time() -> None:
+    one, two = Unhurried(), Unhurried()
+    rewards = Rewards({"one": (1, one), "two": (1, two), "function": (1, length)}, decode=str)
+
+    async def main() -> list[float]:
+        times = []
+        for work in (
+            rewards.extend([each.response.prompt for each in finished()]),
+            rewards.extend([each.response.chunk() for each in finished()]),
+            rewards.forget([0, 1]),
+        ):
+            await work
+            times.append(anyio.current_time())
+        return times
+
+    assert run_virtual(main) == [1, 2, 3]
+    assert set(one.sessions) == set(two.sessions) == {2, 3, 4, 5}
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_a_call_that_one_part_has_made_is_made_by_all_and_given_up_by_all_otherwise(both: bool) -> None:
+    one, two = Unhurried(preempted=True), Unhurried(preempted=both)
+    rewards = Rewards({"one": (1, one), "two": (1, two), "function": (1, length)}, decode=str)
+    prompts = [each.response.prompt for each in finished()]
+    priority = Preemptible(lambda: False)
+
+    async def main() -> None:
+        if both:
+            with pytest.raises(Preempted):
+                await rewards.extend(prompts, priority=priority)
+            assert not one.sessions
+            assert not two.sessions
+        await rewards.extend(prompts, priority=priority)
+        assert set(one.sessions) == set(two.sessions) == set(range(6))
+
+    run_virtual(main)
+    assert one.asked == 2 * [("extend", priority)]
+    assert two.asked == (1 + both) * [("extend", priority)]
+
+
+class Core:
+    """A model in a place: it works for as long as its gate is closed."""
+
+    def __init__(self) -> None:
+        self.gate, self.begun = threading.Event(), threading.Event()
+
+    def work(self) -> None:
+        self.begun.set()
+        self.gate.wait(30)
+
+
+class Placed(FakeScorer[float | Drop]):
+    """A model in a place that others share; its ``finish`` gets there when it is let go."""
+
+    def __init__(self, place: Thread, core: Core) -> None:
+        super().__init__(fake_scalar)
+        self.core, self.let = core, anyio.Event()
+        self.hosted = place.host(core)
+
+    async def extend(self, events: Sequence[Prompt | Chunk | Given], *, priority: Priority = IN_ORDER) -> None:
+        await self.hosted.at(priority).call("extend", lambda core: None)
+
+    async def forget(self, rollouts: Sequence[int], *, priority: Priority = IN_ORDER) -> None:
+        await self.hosted.at(priority).call("forget", lambda core: None)
+
+    async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> Sequence[float | Drop]:
+        await self.let.wait()
+        await self.hosted.at(priority).call("finish", Core.work)
+        return [1.0 for _ in finished]
+
+
+async def test_an_urgent_call_waits_for_the_turns_of_all_parts_before_it_holds_their_place() -> None:
+    with Thread("scorers") as place:
+        one, two, other = Placed(place, Core()), Placed(place, Core()), place.host(Core())
+        two.core.gate.set()
+        rewards = Rewards({"one": (1, one), "two": (1, two), "function": (1, length)}, decode=str)
+        with anyio.fail_after(20):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(rewards.finish, finished(1))
+                one.let.set()
+                await anyio.to_thread.run_sync(one.core.begun.wait, 10)
+
+                async def urgent() -> None:
+                    with Urgent() as priority:
+                        await rewards.extend([], priority=priority)
+
+                tasks.start_soon(urgent)
+                tasks.start_soon(other.call, "long", lambda core: threading.Event().wait(0.2))
+                await anyio.lowlevel.checkpoint()
+                two.let.set()  # its call comes after the long one
+                await anyio.lowlevel.checkpoint()
+                one.core.gate.set()
+
+
 def test_a_model_is_streamed_into_beside_functions_and_the_metrics_are_in_the_report() -> None:
     model: FakeScorer[float | Drop] = FakeScorer(fake_scalar, 0.001, 0.001)
     alone, mixed = Pipeline(MIXED), Pipeline(MIXED)
@@ -115,6 +239,19 @@ def test_a_model_is_streamed_into_beside_functions_and_the_metrics_are_in_the_re
 async def zero(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
     await anyio.sleep(0.05)
     return [0.0 for _ in prompts]
+
+
+def test_what_parts_measure_and_how_long_their_calls_should_last_is_handed_on() -> None:
+    class Measuring(FakeScorer[float | Drop]):
+        time_slice = TimeSlice(seconds=0.1)
+
+        def samples(self) -> dict[str, list[float]]:
+            return {"bridge/read_again": [3.0]}
+
+    rewards = Rewards({"one": (1, Measuring(fake_scalar)), "two": (1, Rewards({"m": (1, Measuring(fake_scalar))}))})
+    assert rewards.samples() == {"bridge/read_again": [3.0, 3.0]}
+    assert rewards.time_slice == TimeSlice(seconds=0.1)
+    assert Rewards({"function": (1, length)}, decode=str).time_slice == DEFAULT_TIME_SLICE
 
 
 def test_it_is_a_scorer_as_the_protocol_says() -> None:
