@@ -6,12 +6,14 @@ import copy
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, TypeAlias
+from types import TracebackType
+from typing import Literal, Self, TypeAlias
 
 import numpy as np
 
 from oppo.errors import ModelError, OppoError
 from oppo.events import Drop, IntArray
+from oppo.observe import Telling, silent
 from oppo.turns import Answer, State, Turn
 from oppo.user_calls import CONCURRENCY, UserCalls
 from oppo.user_code import UserFunction, contained, shown
@@ -59,6 +61,10 @@ class _Call:
     @property
     def name(self) -> str:
         return self.user.name
+
+    @property
+    def function(self) -> object:
+        return self.user.function
 
     @property
     def is_async(self) -> bool:
@@ -109,6 +115,7 @@ class FunctionEnvironment:
         concurrency: how many calls may overlap; by default 64, or 4 in processes.
         process: call a sync function in processes of its own: it may then hold the interpreter lock or crash.
         prompt_column: the column that is given as ``prompt``.
+        tell: called with the news of a function that is :class:`~oppo.observe.Telling`.
 
     Raises:
         ConfigError: ``timeout`` or ``concurrency`` is out of range.
@@ -136,6 +143,7 @@ class FunctionEnvironment:
         concurrency: int | None = None,
         process: bool = False,
         prompt_column: str = "prompt",
+        tell: Callable[[str], None] = silent,
     ) -> None:
         self._call = _Call(UserFunction.of(function, None, EnvironmentFailure))
         self.name = self._call.name
@@ -150,6 +158,8 @@ class FunctionEnvironment:
             )
         except ModelError as error:
             raise EnvironmentFailure(f"environment {self.name!r}: {error}") from error
+        if tell is not silent and isinstance(self._call.function, Telling):
+            self._call.function.tell = tell
         self._decode = decode
         self._encode = encode
         self._drops = on_failure == "drop"
@@ -191,6 +201,15 @@ class FunctionEnvironment:
         if not len(tokens):
             raise self._call.failure(f"returned {text!r}, which is no token", where)
         return tokens
+
+    async def __aenter__(self) -> Self:
+        await self._calls.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self._calls.__aexit__(kind, error, tb)
 
     def close(self) -> None:
         """Kill the function's processes, if it has some; idempotent."""

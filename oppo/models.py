@@ -269,7 +269,7 @@ class Scorer(Protocol[T_co]):
 
     A scorer that shares a place may also be a :class:`PrioritisedScorer`, and one that bounds the length of its calls a
     :class:`TimeSliced`. One that waits for something else than its place, a service for example, may be a
-    :class:`~oppo.scorer_protocols.ConcurrentScorer`.
+    :class:`~oppo.scorer_protocols.ConcurrentScorer`. One that is an async context manager is open as long as the run.
     """
 
     @property

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 now: Callable[[], float] = time.monotonic
 """Seconds on the clock used off the event loop: monotonic, shared by all processes of a machine."""
@@ -96,6 +96,17 @@ class Notices:
         """Pass a sentence on."""
         for listener in self.listeners:
             listener(sentence)
+
+
+@runtime_checkable
+class Telling(Protocol):
+    """Something with news of itself, such as a service that is left alone for a while.
+
+    Attributes:
+        tell: called with each sentence; whoever uses it may put another function there.
+    """
+
+    tell: Callable[[str], None]
 
 
 class Observer(Protocol):

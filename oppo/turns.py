@@ -50,7 +50,7 @@ class Answer:
 
 
 class Environment(Protocol):
-    """Answers turns."""
+    """Answers turns; one that is an async context manager is open as long as the run."""
 
     async def answer(self, turn: Turn) -> Answer | Drop | None:
         """Return what the policy reads next, ``None`` to end the response, or a ``Drop`` with the reason.

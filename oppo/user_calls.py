@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from functools import partial
-from typing import Generic, ParamSpec, Protocol, TypeVar
+from types import TracebackType
+from typing import Generic, ParamSpec, Protocol, Self, TypeVar
 
 import anyio
 
@@ -33,6 +34,10 @@ class Target(Protocol[P, R_co]):
         """The function's name."""
 
     @property
+    def function(self) -> object:
+        """The function."""
+
+    @property
     def is_async(self) -> bool:
         """Whether the function is async."""
 
@@ -50,6 +55,9 @@ class UserCalls(Generic[P, R]):
     several processes, or, on a loop of virtual time, inline. A call that is cancelled or takes too long is not waited
     for: an async function is cancelled and a process is killed, but nothing can end a thread, which goes on until the
     function returns, and keeps neither the run nor the process from ending.
+
+    It is an async context manager, which may be entered several times: the function, if it is one too, is open from the
+    first time on, and left at the last; processes end then.
 
     Args:
         what: the function's kind, as in ``reward function``.
@@ -82,6 +90,7 @@ class UserCalls(Generic[P, R]):
         self._timeout = math.inf if timeout is None else timeout
         self._limiter: anyio.CapacityLimiter | None = None
         self._calls = 0
+        self._users = 0
         self._processes = [DisposableProcess(target.name, target) for _ in range(concurrency)] if process else []
         self._idle = list(self._processes)
 
@@ -129,6 +138,23 @@ class UserCalls(Generic[P, R]):
         finally:
             self._calls -= 1
             self.at_work = self.at_work if self._calls else ""
+
+    async def __aenter__(self) -> Self:
+        if not self._users and isinstance(self._target.function, AbstractAsyncContextManager):
+            await self._target.function.__aenter__()
+        self._users += 1
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self._users -= 1
+        if self._users:
+            return
+        self._limiter = None  # the next run may be on another event loop
+        self.close()
+        if isinstance(self._target.function, AbstractAsyncContextManager):
+            await self._target.function.__aexit__(kind, error, tb)
 
     def close(self) -> None:
         """Kill the function's processes, if it has some; idempotent."""

@@ -149,6 +149,7 @@ def assemble(
     """
     run = settings.run
     reward = _function(settings.models, settings.data, text, tell)
+    environment = _environment(settings.models, settings.data, text, tell)
     device = _device(settings.models, exact=run.exact)
     available = available_cores()
     if (cores := run.cores or available) > available:
@@ -174,7 +175,7 @@ def assemble(
             return serving
 
         load = RoleLoader(settings.models, text, device, tell)
-        assembly = _assembled(settings, text, places, reward, load=load, serve=started)
+        assembly = _assembled(settings, text, places, reward, environment, load=load, serve=started)
         synchronised(device)
         places.wait_until_ready()
         stack.pop_all()
@@ -186,6 +187,7 @@ def _assembled(
     text: Text,
     places: DeviceLayout,
     reward: Scorer[float | Drop] | None,
+    environment: FunctionEnvironment | None,
     *,
     load: RoleLoader,
     serve: Serve,
@@ -216,7 +218,7 @@ def _assembled(
         if critic is None
         else ValueModel(critic, thread=ModelPlace(places.scoring, "critic", SERVING), exact=exact),
         proximal=_proximal(settings, actor, sampling, places.scoring) if settings.algorithm.corrects else None,
-        environment=_environment(settings.models, settings.data, text),
+        environment=environment,
         trainer=trainer,
         saving=Saving(trainer, text, ("actor",) if critic is None else ("actor", "critic"), places.saving),
         text=text,
@@ -289,7 +291,9 @@ def _function(
     )
 
 
-def _environment(models: ModelsSection, data: DataSection, text: Text) -> FunctionEnvironment | None:
+def _environment(
+    models: ModelsSection, data: DataSection, text: Text, tell: Callable[[str], None]
+) -> FunctionEnvironment | None:
     if not models.environment:
         return None
     return FunctionEnvironment(
@@ -299,6 +303,7 @@ def _environment(models: ModelsSection, data: DataSection, text: Text) -> Functi
         on_failure=models.environment_failure,
         timeout=models.environment_timeout,
         prompt_column=data.column,
+        tell=tell,
     )
 
 

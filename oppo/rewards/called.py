@@ -44,6 +44,11 @@ class CalledFunction:
         return self.user.name
 
     @property
+    def function(self) -> object:
+        """The function."""
+        return self.user.function
+
+    @property
     def is_async(self) -> bool:
         """Whether the function is async."""
         return self.user.is_async

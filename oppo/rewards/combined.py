@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import ExitStack
-from typing import Any, Literal, TypeAlias, cast, get_args
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
+from types import TracebackType
+from typing import Any, Literal, Self, TypeAlias, cast, get_args
 
 import anyio
 
@@ -12,7 +13,7 @@ from oppo.errors import ConfigError, as_itself
 from oppo.events import Chunk, Drop, Finish, Given, Prompt
 from oppo.models import RewardFunction, Scorer, TimeSliced
 from oppo.numeric import require_real
-from oppo.observe import silent
+from oppo.observe import Telling, silent
 from oppo.rewards.function import DOES_NOT_APPLY, FunctionReward
 from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Preempted, Priority, TimeSlice
 from oppo.scorer_protocols import ConcurrentScorer, ReportsSamples, ServesCalls
@@ -40,6 +41,7 @@ class Rewards(Scorer["float | Drop"]):
         parts: weight and reward of each, by name.
         decode: token ids to text, without special tokens; needed for functions.
         on_drop: what a ``Drop`` by one part does.
+        tell: called with the news of the parts.
         options: of the :class:`FunctionReward` of each function.
 
     Raises:
@@ -70,9 +72,13 @@ class Rewards(Scorer["float | Drop"]):
             raise ConfigError(f"on_drop must be one of {', '.join(get_args(OnDrop))}, not {on_drop!r}")
         self.names = tuple(parts)
         self._on_drop = on_drop
-        self._parts = [_Part.of(name, given, decode, tell, options) for name, given in parts.items()]
+        self._parts = [_Part.of(name, given, decode, options) for name, given in parts.items()]
         self._readers = [part for part in self._parts if not isinstance(part.scorer, FunctionReward)]
         self._turn = anyio.Lock()
+        self._opened: list[AsyncExitStack] = []
+        self._told: Callable[[str], None] = silent
+        if tell is not silent:
+            self.tell = tell
         self._samples: dict[str, list[float]] = {}
 
     @property
@@ -176,6 +182,31 @@ class Rewards(Scorer["float | Drop"]):
                 terms.append((part.weight, score))
         return weighted_sum(terms) if terms else Drop(rollout, NONE_APPLIES)
 
+    @property
+    def tell(self) -> Callable[[str], None]:
+        """Called with the news of the parts."""
+        return self._told
+
+    @tell.setter
+    def tell(self, tell: Callable[[str], None]) -> None:
+        self._told = tell
+        for part in self._parts:
+            if isinstance(part.scorer, Telling):
+                part.scorer.tell = tell
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            for part in self._parts:
+                if isinstance(part.scorer, AbstractAsyncContextManager):
+                    await stack.enter_async_context(part.scorer)
+            self._opened.append(stack.pop_all())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self._opened.pop().__aexit__(kind, error, tb)
+
     def close(self) -> None:
         """End the processes of functions; idempotent."""
         with ExitStack() as stack:
@@ -205,7 +236,6 @@ class _Part:
         name: str,
         given: Weighted,
         decode: Callable[[Sequence[int]], str] | None,
-        tell: Callable[[str], None],
         options: Mapping[str, Any],
     ) -> _Part:
         if not (isinstance(given, tuple | list) and len(given) == 2):
@@ -220,7 +250,7 @@ class _Part:
                 "decode=text.decode"
             )
         function = cast("RewardFunction | str", reward)
-        return cls(name, weight, FunctionReward(function, decode, name=name, optional=True, tell=tell, **options))
+        return cls(name, weight, FunctionReward(function, decode, name=name, optional=True, **options))
 
 
 def is_scorer(reward: object) -> bool:

@@ -20,7 +20,7 @@ from oppo.errors import ModelError, RewardError, as_itself
 from oppo.events import Chunk, Drop, Finish, Given, Prompt
 from oppo.models import RewardFunction, Scorer
 from oppo.numeric import require_real
-from oppo.observe import silent
+from oppo.observe import Telling, silent
 from oppo.rewards.called import RESERVED, CalledFunction, RewardFailure, Score, parameters_of
 from oppo.rewards.per_token import Placed, is_placed, token_rewards
 from oppo.user_calls import CONCURRENCY, UserCalls
@@ -71,7 +71,8 @@ class FunctionReward(Scorer[float | Drop]):
         each: call the function for each rollout alone.
         optional: ``None`` as a score means that the reward does not apply: the rollout is dropped, or, as a part of
             :class:`Rewards`, scored by the other parts. Otherwise it is a failure.
-        tell: called with a sentence about each failure that is tried again.
+        tell: called with a sentence about each failure that is tried again, and with the news of a function that is
+            :class:`~oppo.observe.Telling`.
 
     Raises:
         ConfigError: ``concurrency`` or ``timeout`` is out of range.
@@ -122,7 +123,9 @@ class FunctionReward(Scorer[float | Drop]):
         self._pauses = tuple(pauses) if on_failure == "retry" else ()
         for pause in self._pauses:
             require_real("a pause", pause, 0)
-        self._tell = tell
+        self._told: Callable[[str], None] = silent
+        if tell is not silent:
+            self.tell = tell
         self._each = each
         kinds = inspect.Parameter
         self._takes_all = any(p.kind is kinds.VAR_KEYWORD for p in parameters.values())
@@ -130,6 +133,17 @@ class FunctionReward(Scorer[float | Drop]):
         self._named = tuple(p.name for p in named if p.name not in {*RESERVED, COMPLETION_IDS})
         self._wants_ids = COMPLETION_IDS in parameters
         self._required = tuple(p.name for p in named if p.name in self._named and p.default is kinds.empty)
+
+    @property
+    def tell(self) -> Callable[[str], None]:
+        """Called with a sentence about each failure that is tried again, and with the news of the function itself."""
+        return self._told
+
+    @tell.setter
+    def tell(self, tell: Callable[[str], None]) -> None:
+        self._told = tell
+        if isinstance(self._function.function, Telling):
+            self._function.function.tell = tell
 
     @property
     def at_work(self) -> str:
@@ -169,7 +183,7 @@ class FunctionReward(Scorer[float | Drop]):
             try:
                 return await self._scored(finished)
             except RewardFailure as failure:
-                self._tell(f"{failure}; attempt {attempt} of {attempts} follows in {pause:g} s")
+                self.tell(f"{failure}; attempt {attempt} of {attempts} follows in {pause:g} s")
                 with self._calls.working(f", which failed and is called again after {pause:g} s"):
                     await anyio.sleep(pause)
         try:
@@ -254,6 +268,15 @@ class FunctionReward(Scorer[float | Drop]):
     def close(self) -> None:
         """Kill the function's processes, if it has some; idempotent."""
         self._calls.close()
+
+    async def __aenter__(self) -> Self:
+        await self._calls.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self._calls.__aexit__(kind, error, tb)
 
     def __enter__(self) -> Self:
         return self

@@ -9,6 +9,7 @@ from oppo import user_code
 from oppo.errors import RewardError
 from oppo.events import Drop
 from oppo.models import Scorer
+from oppo.observe import Telling, silent
 from oppo.rewards.combined import Rewards, is_scorer
 from oppo.rewards.function import FunctionReward
 
@@ -36,5 +37,7 @@ def load_reward(spec: str, decode: Callable[[Sequence[int]], str], **options: An
             )
         return Rewards(found, decode, **options)
     if is_scorer(found):
+        if isinstance(found, Telling):
+            found.tell = options.get("tell", silent)
         return cast("Scorer[float | Drop]", found)
     return FunctionReward(spec, decode, **options)

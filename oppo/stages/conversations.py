@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self, TypeAlias, cast
@@ -59,18 +60,23 @@ class Conversations:
         self._tasks: TaskGroup | None = None
 
     async def __aenter__(self) -> Self:
+        if isinstance(self._environment, AbstractAsyncContextManager):
+            await self._environment.__aenter__()
         self._tasks = await anyio.create_task_group().__aenter__()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
-        """Cancel the calls that are still unanswered."""
+        """Cancel the calls that are still unanswered, and leave the environment."""
         tasks, self._tasks = self._tasks, None
         self._memories, self._calls = {}, {}
-        if tasks is not None:
-            tasks.cancel_scope.cancel()
-            await tasks.__aexit__(None, None, None)
+        async with AsyncExitStack() as closing:
+            if isinstance(self._environment, AbstractAsyncContextManager):
+                closing.push_async_exit(self._environment)
+            if tasks is not None:
+                tasks.cancel_scope.cancel()
+                await tasks.__aexit__(None, None, None)
 
     async def converse(self, rollout: InFlightRollout, step: Step) -> None:
         """Answer the turns of a rollout until its response ends or the step is cut.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Final, Generic, Self, TypeVar, cast
@@ -89,14 +89,19 @@ class Score(Generic[T]):
         self._concurrent = isinstance(self.scorer, ConcurrentScorer) and self.scorer.concurrent
 
     async def __aenter__(self) -> Self:
+        if isinstance(self.scorer, AbstractAsyncContextManager):
+            await self.scorer.__aenter__()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
-        """Forget every session."""
-        self._carried.clear()
-        await self._forget(list(self._sessions), IN_ORDER)
+        """Forget every session, and leave the scorer."""
+        async with AsyncExitStack() as closing:
+            if isinstance(self.scorer, AbstractAsyncContextManager):
+                closing.push_async_exit(self.scorer)
+            self._carried.clear()
+            await self._forget(list(self._sessions), IN_ORDER)
 
     async def run(self, rollout: Receiver[RolloutEvent], /, *, out: Sender[Scored[T] | Drop], step: Step) -> None:
         """Score one step's finished rollouts."""
