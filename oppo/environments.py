@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import Literal, Self, TypeAlias
@@ -46,9 +46,10 @@ class TextTurn:
 
 
 EnvironmentFunction: TypeAlias = Callable[[TextTurn], object]
-"""``f(turn)``, sync or async: returns the answer as text, ``(text, state)``, or ``None`` to end the response."""
+"""``f(turn)``, sync or async: returns the answer as text or ``(text, state)``, ``None`` to end the response, or a
+``Drop``."""
 
-Said: TypeAlias = tuple[str, State] | None
+Said: TypeAlias = tuple[str, State] | Drop | None
 """What a function answered."""
 
 
@@ -92,8 +93,8 @@ class _Call:
         return EnvironmentFailure(f"environment {self.name!r} {what} ({where})")
 
     def _said(self, result: object, where: str) -> Said:
-        if result is None:
-            return None
+        if result is None or isinstance(result, Drop):
+            return result
         text, state = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
         if not isinstance(text, str) or not text:
             raise self.failure(f"must return a text, a pair of text and state, or None; got {shown(result)}", where)
@@ -105,8 +106,9 @@ class FunctionEnvironment:
 
     Args:
         function: ``f(turn)``, sync or async, or its ``file.py:name``. It is given a :class:`TextTurn`, whose columns
-            are copies, and returns the answer as text, or a pair of text and state, or ``None`` to end the response. A
-            sync function runs in a thread of its own for each call, or inline on a loop of virtual time.
+            are copies, and returns the answer as text, or a pair of text and state, or ``None`` to end the response, or
+            :meth:`oppo.Drop.because` of a reason. A sync function runs in a thread of its own for each call, or inline
+            on a loop of virtual time.
         decode: token ids to text, without special tokens.
         encode: text to token ids, without special tokens that the text does not contain.
         on_failure: ``fail`` raises; ``drop`` drops the rollout.
@@ -180,7 +182,11 @@ class FunctionEnvironment:
         where = f"turn {turn.number} of rollout {turn.prompt.rollout}"
         try:
             said = await self._calls.make(partial(self._failure, where), self._as_text(turn), where)
-            return None if said is None else Answer(self._tokens(said[0], where), said[1])
+            if said is None:
+                return None
+            if isinstance(said, Drop):
+                return replace(said, rollout=turn.prompt.rollout)
+            return Answer(self._tokens(said[0], where), said[1])
         except EnvironmentFailure as failure:
             if self._drops:
                 return Drop(turn.prompt.rollout, str(failure))

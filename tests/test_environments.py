@@ -67,6 +67,10 @@ def test_it_may_return_a_state_end_the_response_or_be_async() -> None:
     assert answered(lambda turn: None) is None
 
 
+def test_it_may_drop_the_rollout_by_choice() -> None:
+    assert answered(lambda turn: Drop.because("the tool is on fire")) == Drop(4, "the tool is on fire")
+
+
 def test_a_prompt_column_is_given_instead_of_the_prompts_text() -> None:
     prompt = Prompt(0, 0, np.array(encode("a"), np.int32), columns={"question": "why?"})
     asked: list[object] = []

@@ -6,12 +6,13 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set as AbstractSet
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Final, SupportsFloat, TypeAlias, cast
 
 from oppo import user_code
 from oppo.errors import RewardError, one_line
+from oppo.events import Drop
 from oppo.models import RewardFunction
 from oppo.rewards.per_token import Placed, is_placed, placed
 from oppo.user_code import UserFunction, contained, shown
@@ -19,8 +20,8 @@ from oppo.user_code import UserFunction, contained, shown
 RESERVED: Final = ("prompts", "completions")
 """The arguments of a reward function that are no columns."""
 
-Score: TypeAlias = float | Placed | None
-"""A finite number, or several at places of the response; ``None``: the reward does not apply."""
+Score: TypeAlias = float | Placed | Drop | None
+"""A finite number, or several at places of the response; a ``Drop`` by choice; ``None``: the reward does not apply."""
 
 
 class RewardFailure(RewardError):  # noqa: N818 - it says what happened
@@ -54,7 +55,7 @@ class CalledFunction:
         return self.user.is_async
 
     def call(self, arguments: Mapping[str, object], rollouts: Sequence[int]) -> list[Score]:
-        """Call the function; return a finite number for each rollout.
+        """Call the function; return a score for each rollout.
 
         Raises:
             RewardFailure: it raised, or returned something else.
@@ -88,6 +89,8 @@ class CalledFunction:
     def _score(self, item: object, rollout: int) -> Score:
         if item is None and self.optional:
             return None
+        if isinstance(item, Drop):
+            return replace(item, rollout=rollout)
         if is_placed(item):
             return self._placed(item, rollout)
         score = math.nan

@@ -9,7 +9,7 @@ from typing import Any, Literal, Self, TypeAlias, cast, get_args
 
 import anyio
 
-from oppo.errors import ConfigError, as_itself
+from oppo.errors import ConfigError, RewardError, as_itself
 from oppo.events import Chunk, Drop, Finish, Given, Prompt
 from oppo.models import RewardFunction, Scorer, TimeSliced
 from oppo.numeric import require_real
@@ -19,6 +19,7 @@ from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Preempted, Priority, T
 from oppo.scorer_protocols import ConcurrentScorer, ReportsSamples, ServesCalls
 from oppo.stages.score import prioritised
 from oppo.token_rewards import weighted_sum
+from oppo.user_code import UserFunction
 
 Weighted: TypeAlias = tuple[float, "RewardFunction | Scorer[float | Drop] | str"]
 """A weight, and a reward: a function, its ``file.py:name``, or a scorer such as a reward model."""
@@ -34,15 +35,16 @@ class Rewards(Scorer["float | Drop"]):
     """The weighted sum of several rewards.
 
     A function that returns ``None`` for a rollout does not apply to it and adds nothing; the weights of the others stay
-    as they are. The mean of each part, and the share of the rollouts that it applies to, are metrics of the step:
-    ``reward/NAME_mean`` and ``reward/NAME_share``.
+    as they are. One that returns a ``Drop`` (:meth:`oppo.Drop.because`) drops the rollout, or leaves it to the others,
+    as ``on_drop`` says. The mean of each part, and the share of the rollouts that it applies to, are metrics of the
+    step: ``reward/NAME_mean`` and ``reward/NAME_share``.
 
     Args:
         parts: weight and reward of each, by name.
         decode: token ids to text, without special tokens; needed for functions.
         on_drop: what a ``Drop`` by one part does.
         tell: called with the news of the parts.
-        options: of the :class:`FunctionReward` of each function.
+        options: of the :class:`FunctionReward` of each function; ``process`` is for those that are sync.
 
     Raises:
         ConfigError: there is no part, a weight is no finite number, or a function has no ``decode``.
@@ -249,10 +251,12 @@ class _Part:
                 f"reward {name!r} is a function, which reads text: give Rewards the tokenizer's decode, for example "
                 "decode=text.decode"
             )
-        function = cast("RewardFunction | str", reward)
-        return cls(name, weight, FunctionReward(function, decode, name=name, optional=True, **options))
+        function = UserFunction.of(cast("RewardFunction | str", reward), name, RewardError)
+        apart = options.get("process", False) and not function.is_async
+        chosen = {**options, "name": name, "process": apart, "optional": True}
+        return cls(name, weight, FunctionReward(function.spec or function.function, decode, **chosen))
 
 
 def is_scorer(reward: object) -> bool:
     """Return whether a reward is a scorer, not a function."""
-    return all(hasattr(reward, name) for name in ("extend", "finish", "forget"))
+    return not isinstance(reward, type) and all(hasattr(reward, name) for name in ("extend", "finish", "forget"))

@@ -1,8 +1,9 @@
 """Reward functions: plain Python as a scorer, and never a silent zero.
 
 A function is called for rollouts that finish together, or for each alone, as ``f(prompts, completions, **columns)``,
-and returns one finite number for each. Anything else is a failure, with a chosen consequence: the run stops with a
-:class:`~oppo.errors.RewardError` that names the rollout, or the function is called again, or the rollout is dropped.
+and returns one finite number for each, or a :class:`~oppo.Drop` with its reason (:meth:`oppo.Drop.because`). Anything
+else is a failure, with a chosen consequence: the run stops with a :class:`~oppo.errors.RewardError` that names the
+rollout, or the function is called again, or the rollout is dropped.
 """
 
 from __future__ import annotations
@@ -219,14 +220,14 @@ class FunctionReward(Scorer[float | Drop]):
         """Return the score of each rollout, or a ``Drop`` if the function does not apply."""
         scores = await self._attempt(finished)
         return [
-            Drop(each.rollout, DOES_NOT_APPLY) if score is None else self._at_tokens(score, each)
+            Drop(each.rollout, DOES_NOT_APPLY) if score is None else self._valued(score, each)
             for each, score in zip(finished, scores, strict=True)
         ]
 
-    def _at_tokens(self, score: float | Placed, finish: Finish) -> float:
+    def _valued(self, score: float | Placed | Drop, finish: Finish) -> float | Drop:
         """Return a score; one that was given at places as the rewards of the response's tokens."""
-        if not is_placed(score):
-            return cast("float", score)
+        if isinstance(score, Drop) or not is_placed(score):
+            return cast("float | Drop", score)
         try:
             return token_rewards(cast("Placed", score), finish.response, self._decode)
         except ValueError as error:

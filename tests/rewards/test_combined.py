@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -15,9 +17,10 @@ import pytest
 
 from oppo.errors import ConfigError, RewardError
 from oppo.events import Chunk, Drop, Finish, Given, Prompt
+from oppo.observe import Span
 from oppo.placement import Thread
 from oppo.rewards import FunctionReward, Rewards, Weighted, load_reward
-from oppo.rewards.combined import NONE_APPLIES
+from oppo.rewards.combined import NONE_APPLIES, OnDrop
 from oppo.rewards.function import DOES_NOT_APPLY
 from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Preempted, Preemptible, Priority, TimeSlice, Urgent
 from oppo.testing import FakeScorer, check_scorer, fake_scalar, run_virtual
@@ -320,8 +323,107 @@ def test_a_file_names_a_function_several_rewards_or_a_scorer(tmp_path: Path) -> 
     assert isinstance(load_reward(f"{file}:length", str), FunctionReward)
     with pytest.raises(RewardError, match=r"judges.py:number is not a function but 7 \(int\)"):
         load_reward(f"{file}:number", str)
-    with pytest.raises(RewardError, match="holds several rewards, which are called in this process"):
-        load_reward(f"{file}:several", str, process=True)
+
+
+APART = """
+import os
+
+def pid(prompts, completions):
+    return [float(os.getpid()) for _ in completions]
+
+async def here(prompts, completions):
+    return [float(os.getpid()) for _ in completions]
+
+parts = {"apart": (1, pid), "here": (1, here)}
+unnamed = {"lambda": (1, lambda prompts, completions: [])}
+"""
+
+
+async def test_the_sync_functions_of_several_rewards_may_be_called_in_processes(tmp_path: Path) -> None:
+    (tmp_path / "judges.py").write_text(APART)
+    rewards = load_reward(f"{tmp_path / 'judges.py'}:parts", str, process=True)
+    assert isinstance(rewards, Rewards)
+    with closing(rewards):
+        await rewards.finish(finished(2))
+        samples = rewards.samples()
+        assert set(samples["reward/here_mean"]) == {float(os.getpid())} != set(samples["reward/apart_mean"])
+    with pytest.raises(RewardError, match="reward function 'lambda': this cannot go to another process"):
+        load_reward(f"{tmp_path / 'judges.py'}:unnamed", str, process=True)
+
+
+PLACED = """
+from tests.rewards.test_combined import length
+from oppo.testing import FakeScorer
+
+class Core:
+    def score(self, text):
+        return float(len(text))
+
+class Longest(FakeScorer):
+    def __init__(self, place, decode):
+        super().__init__(None)
+        self.hosted, self.text = place.host(Core()), decode
+
+    async def finish(self, finished):
+        texts = [self.text(each.response.tokens.tolist()) for each in finished]
+        return [await self.hosted.call("score", Core.score, text) for text in texts]
+
+def made(place, decode, tell):
+    tell("made")
+    return Longest(place, decode)
+
+parts = {"placed": (2, made), "length": (1, length)}
+
+def nothing(place):
+    return 7
+
+def broken(place):
+    raise OSError("no model here")
+"""
+
+
+@pytest.mark.parametrize(("name", "factor"), [("Longest", 1), ("made", 1), ("parts", 3)])
+async def test_a_file_may_make_a_scorer_in_the_place_of_the_run(tmp_path: Path, name: str, factor: int) -> None:
+    (tmp_path / "judges.py").write_text(PLACED)
+    told, spans = list[str](), list[Span]()
+    with Thread("scorers", listener=spans.append) as place:
+        reward = load_reward(f"{tmp_path / 'judges.py'}:{name}", str, place=place, tell=told.append)
+        assert await reward.finish(finished()) == [factor * float(n) for n in lengths()]
+    assert [span.label for span in spans] == ["score"] * 6
+    assert told == ["made"] * (name != "Longest")
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("nothing", "judges.py:nothing takes a place, so it must return a scorer, with extend, finish and forget; got"),
+        ("broken", r"judges.py:broken raised OSError: no model here at .*judges.py:\d+ in broken"),
+    ],
+)
+def test_what_makes_no_scorer_is_refused(tmp_path: Path, name: str, sentence: str) -> None:
+    (tmp_path / "judges.py").write_text(PLACED)
+    with Thread("scorers") as place, pytest.raises(RewardError, match=sentence):
+        load_reward(f"{tmp_path / 'judges.py'}:{name}", str, place=place)
+    with pytest.raises(RewardError, match="makes a scorer in a place, and got none"):
+        load_reward(f"{tmp_path / 'judges.py'}:{name}", str)
+
+
+def even_only(prompts: Sequence[str], completions: Sequence[str]) -> list[float | Drop]:
+    return [1.0 if len(each) % 2 == 0 else Drop.because(f"{len(each)} is odd") for each in completions]
+
+
+def test_a_function_may_drop_a_rollout_by_choice() -> None:
+    reward = FunctionReward(even_only, decode=str)
+    expected = [1.0 if n % 2 == 0 else Drop(k, f"{n} is odd") for k, n in enumerate(lengths())]
+    assert run_virtual(reward.finish, finished()) == expected
+    assert len({type(each) for each in expected}) == 2
+
+
+@pytest.mark.parametrize("on_drop", ["drop", "skip"])
+def test_a_part_that_drops_a_rollout_by_choice_drops_it_or_leaves_it_to_the_others(on_drop: OnDrop) -> None:
+    rewards = Rewards({"even": (1, even_only), "long": (1, length)}, decode=str, on_drop=on_drop)
+    left = [float(n) if on_drop == "skip" else Drop(k, f"even: {n} is odd") for k, n in enumerate(lengths())]
+    assert scored(rewards) == [1.0 + n if n % 2 == 0 else left[k] for k, n in enumerate(lengths())]
 
 
 def test_carried_rollouts_are_scored_once(tmp_path: Path) -> None:
