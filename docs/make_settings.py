@@ -12,9 +12,10 @@ from pydantic.fields import FieldInfo
 
 from oppo.algorithms.registry import ALGORITHMS
 from oppo.app.overrides import SEEDED
+from oppo.app.sections import RewardPart
 from oppo.app.settings import keys_of
 from oppo.app.tables import OneOf
-from oppo.declared import MOST, SEEDS, Declared
+from oppo.declared import MOST, SEEDS, Declared, declared as declared_of
 
 PAGE = Path(__file__).with_name("settings.md")
 
@@ -56,13 +57,23 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "models.allow_pickle": ("pickled weights, `pytorch_model.bin`", ""),
     "models.ignore_unused_weights": ("strict loading, unexpected keys", ""),
     "models.reward_failure": ("reward error policy", ""),
+    "models.reward_drop": ("rewards that do not apply", ""),
     "models.reward_process": ("reward function in a subprocess", ""),
     "models.reward_concurrency": ("concurrent reward calls", ""),
     "models.reward_timeout": ("reward timeout", ""),
     "models.reward_each": ("reward calls per response", ""),
     "models.environment": ("environment, tool calls, multi-turn rollouts", ""),
     "models.environment_failure": ("tool error policy", ""),
+    "models.environment_process": ("tool in a subprocess", ""),
+    "models.environment_concurrency": ("concurrent tool calls", ""),
     "models.environment_timeout": ("tool timeout", ""),
+    "models.reward.NAME.source": ("reward functions, `reward_funcs`", "`reward_funcs` of GRPO"),
+    "models.reward.NAME.weight": ("reward weights", "`reward_weights` of GRPO"),
+    "models.reward.NAME.failure": ("see `models.reward_failure`", ""),
+    "models.reward.NAME.process": ("see `models.reward_process`", ""),
+    "models.reward.NAME.concurrency": ("see `models.reward_concurrency`", ""),
+    "models.reward.NAME.timeout": ("see `models.reward_timeout`", ""),
+    "models.reward.NAME.each": ("see `models.reward_each`", ""),
     "data.prompts": ("prompt dataset", "train_dataset"),
     "data.column": ("prompt field", ""),
     "data.max_prompt_tokens": ("maximum prompt length", ""),
@@ -149,6 +160,7 @@ DEMO: Mapping[str, str] = {
 ABOUT: Mapping[str, str] = {
     "run": "What is run, for how long, and what is written about it.",
     "models": "Directories or hub names; the reward may be a function as `file.py:function`.",
+    "models.reward.NAME": "One of several rewards, by a name of your own; their weighted sum is the score.",
     "data": "The prompts and how they are served.",
     "sampling": "How the policy draws tokens.",
     "step": "The algorithm, and the schedule of a step.",
@@ -192,6 +204,9 @@ def tables() -> dict[str, dict[str, dict[str, Declared]]]:
         for section, keys in keys_of(kind).items():
             for key, declared in keys.items():
                 every.setdefault(section, {}).setdefault(key, {})[algorithm] = declared
+            if section == "models":
+                for key, declared in declared_of(RewardPart).items():
+                    every.setdefault("models.reward.NAME", {}).setdefault(key, {})[algorithm] = declared
     return every
 
 
@@ -261,11 +276,13 @@ def _kinds(annotation: object) -> list[str]:
         inner, *rules = arguments
         named = [f'`"{choice}"`' for rule in rules if isinstance(rule, OneOf) for choice in rule.choices]
         every = [rule for each in rules for rule in (each.metadata if isinstance(each, FieldInfo) else [each])]
-        return named or [" ".join([*_kinds(inner), *_limits(every)])]
+        return named or [" ".join([" or ".join(_kinds(inner)), *_limits(every)])]
     if origin is Literal:
         return [f'`"{choice}"`' for choice in arguments]
     if origin in (Union, types.UnionType):
         return [kind for argument in arguments for kind in _kinds(argument)]
+    if origin is Mapping:
+        return ["tables `[models.reward.NAME]`"]
     if origin is tuple:
         return [f"list of {' or '.join(_kinds(arguments[0]))}"]
     return [WORDS[annotation]] if annotation in WORDS else []

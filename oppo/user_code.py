@@ -18,7 +18,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Final
 
-from oppo.errors import OppoError, is_cancelled, leaves, shortened
+from oppo.errors import ConfigError, OppoError, is_cancelled, leaves, shortened
 
 SPEC: Final = re.compile(r"^(?P<file>.+\.py):(?P<name>[^:/\\]+)$")
 """The form ``file.py:name``."""
@@ -147,8 +147,33 @@ class UserFunction:
     @property
     def is_async(self) -> bool:
         """Whether it returns an awaitable."""
-        call = getattr(self.function, "__call__", None)  # noqa: B004 - the method that a call runs
-        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)
+        return is_async(self.function)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedFile:
+    """A file of user code that was run. It is run in every process that this goes to, where its classes may follow."""
+
+    path: str
+
+    @classmethod
+    def of(cls, path: str) -> LoadedFile:
+        """Run a file, unless it was run before.
+
+        Raises:
+            ConfigError: it cannot be run.
+        """
+        _module(Path(path), ConfigError)
+        return cls(path)
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return LoadedFile.of, (self.path,)
+
+
+def is_async(function: object) -> bool:
+    """Return whether a function, or an object that is called as one, is async."""
+    call = getattr(function, "__call__", None)  # noqa: B004 - the method that a call runs
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
 def is_of_a_file(kind: type) -> bool:

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from oppo.app.config_errors import Faults, require_public
 from oppo.app.overrides import overridden, seeded, with_correction
+from oppo.app.sections import RewardPart
 from oppo.app.settings import Settings
 from oppo.errors import ConfigError
 from oppo.user_code import SPEC
@@ -48,9 +49,9 @@ def resolve(document: Mapping[str, object], folder: Path) -> Settings:
     except ValidationError as error:
         raise ConfigError(Faults.of(document).describe(error)) from error
     models = settings.models
-    reward = _model(models.reward, folder)
+    models = replace(models, reward=_reward(models.reward, folder))
     policy = _model(models.policy, folder)
-    own_critic = policy if models.reward_is_function else reward
+    own_critic = next(iter(models.reward_models), policy)
     if models.shared_trunk or not settings.algorithm.has_critic:
         own_critic = ""
     found = settings.model_copy(
@@ -59,7 +60,6 @@ def resolve(document: Mapping[str, object], folder: Path) -> Settings:
             "models": replace(
                 models,
                 policy=policy,
-                reward=reward,
                 reference=_model(models.reference, folder) or (policy if settings.algorithm.refers else ""),
                 critic=_model(models.critic, folder) or own_critic,
                 environment=_model(models.environment, folder),
@@ -98,6 +98,13 @@ def _with_file(document: Mapping[str, object], folder: Path) -> Mapping[str, obj
     if not (isinstance(step, Mapping) and isinstance(name, str) and SPEC.match(name)):
         return document
     return {**document, "step": {**step, "algorithm": _spec(name, folder)}}
+
+
+def _reward(reward: str | Mapping[str, RewardPart], folder: Path) -> str | Mapping[str, RewardPart]:
+    """Return a reward, or each of several, as :func:`_model` does."""
+    if isinstance(reward, str):
+        return _model(reward, folder)
+    return {name: replace(part, source=_model(part.source, folder)) for name, part in reward.items()}
 
 
 def _model(text: str, folder: Path) -> str:

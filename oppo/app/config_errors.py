@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from oppo.algorithms.ppo import PPO
 from oppo.algorithms.registry import ALGORITHMS
-from oppo.app.sections import StepSection
+from oppo.app.sections import RewardPart, StepSection
 from oppo.app.settings import Settings, algorithm_of, keys_of
 from oppo.declared import Declared, declared
 from oppo.errors import ConfigError, shortened
@@ -19,6 +19,9 @@ from oppo.redact import holds_secret, redacted
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
+
+REWARDS = ("models", "reward")
+"""The key that may be a table of tables."""
 
 SHOWN = 200
 """Characters of a wrong value in its message."""
@@ -61,7 +64,8 @@ class Faults:
         """Return one line for each wrong setting."""
         grouped: dict[tuple[str, ...], list[ErrorDetails]] = {}
         for detail in error.errors(include_url=False):
-            grouped.setdefault(tuple(str(part) for part in detail["loc"][:2]), []).append(detail)
+            depth = 4 if detail["loc"][:2] == REWARDS else 2
+            grouped.setdefault(tuple(str(part) for part in detail["loc"][:depth]), []).append(detail)
         lines = [self._sentence(place, details) for place, details in grouped.items()]
         if len(lines) == 1:
             return lines[0]
@@ -71,7 +75,7 @@ class Faults:
         detail = details[0]
         if not place:  # a fault between sections, which its message names
             return detail["msg"].removeprefix("Value error, ")
-        where = f"[{place[0]}]" if len(place) == 1 else ".".join(place)
+        where = f"[{'.'.join(place)}]" if len(place) % 2 else ".".join(place)
         if detail["type"] in {"extra_forbidden", "unexpected_keyword_argument"}:
             return self._unknown(place)
         if detail["type"] == "missing":
@@ -80,6 +84,9 @@ class Faults:
             return f"{where}: {detail['msg'].removeprefix('Value error, ')}"
         if detail["type"] in {"model_type", "dataclass_type"}:
             return f"{where}: expected {self._wanted(place)}, got {shortened(repr(detail['input']), SHOWN)}"
+        if detail["loc"][-1:] == ("[key]",):
+            home = ".".join(place[:2])
+            return f"{home}: expected names of {expectation(detail)}, got {shortened(repr(detail['input']), SHOWN)}"
         item = next((f"item {part} to be " for part in detail["loc"][2:] if isinstance(part, int)), "")
         expected = " or ".join(dict.fromkeys(expectation(each) for each in details))
         return f"{where}: expected {item}{expected}, got {shortened(repr(detail['input']), SHOWN)}"
@@ -87,11 +94,15 @@ class Faults:
     def _wanted(self, place: tuple[str, ...]) -> str:
         if len(place) == 1:
             return f"a section with the keys {', '.join(self.keys.get(place[0], ()))}"
-        return self.keys[place[0]][place[1]].description
+        if len(place) == 3:
+            return f"a table with the keys {', '.join(declared(RewardPart))}"
+        return (declared(RewardPart)[place[3]] if len(place) == 4 else self.keys[place[0]][place[1]]).description
 
     def _unknown(self, place: tuple[str, ...]) -> str:
         if len(place) == 1:
             kind, home, known = "section", "a configuration", list(Settings.model_fields)
+        elif len(place) == 4:
+            kind, home, known = "key", "[models.reward.NAME]", list(declared(RewardPart))
         else:
             kind, home, known = "key", f"[{place[0]}]", list(self.keys[place[0]])
         near = difflib.get_close_matches(place[-1], known, n=1, cutoff=0.5)
@@ -100,7 +111,7 @@ class Faults:
 
     def _elsewhere(self, place: tuple[str, ...]) -> str:
         """Return the sections or algorithms that have the same key."""
-        if len(place) == 1:
+        if len(place) != 2:
             return ""
         if homes := [name for name, keys in self.keys.items() if place[1] in keys]:
             return f" (it is a key of {', '.join(f'[{name}]' for name in homes)})"

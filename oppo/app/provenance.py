@@ -17,8 +17,8 @@ from oppo.app.settings import Settings
 from oppo.errors import CheckpointError, DataError
 from oppo.report.log import installed
 
-CODE = frozenset({"models.reward", "models.environment", "step.algorithm"})
-"""The settings that name a file of code."""
+CODE = ("models.reward", "models.environment", "step.algorithm")
+"""How the settings begin that name a file of code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +81,8 @@ def require_continued(
     for name, file in settings.files.items():
         if before.files.get(name) == now.files.get(name):
             continue
-        if name not in CODE or not accept_changed_code:
-            advice = ", or go on with it as it is now (--accept-changed-code)" if name in CODE else ""
+        if not name.startswith(CODE) or not accept_changed_code:
+            advice = ", or go on with it as it is now (--accept-changed-code)" if name.startswith(CODE) else ""
             raise DataError(
                 f"{file} is not what it was when the run began, and a run goes on with the prompts and the code "
                 f"that it had: put it back as it was{advice}, or start a new run"
@@ -94,12 +94,17 @@ def require_continued(
 
 
 def fingerprints(settings: Settings) -> dict[str, str]:
-    """Return a digest of every setting, under ``section.key``: a value may hold a secret, in a URL for example."""
-    return {
-        f"{section}.{key}": hashlib.sha256(repr(value).encode()).hexdigest()[:16]
-        for section, values in settings.tables().items()
-        for key, value in values.items()
-    }
+    """Return a digest of every setting, under ``section.key``: a value may hold a secret, in a URL for example.
+
+    Those of several rewards are under ``models.reward.NAME.key``.
+    """
+    rewards = settings.models.reward
+    flat = {f"{name}.{key}": value for name, values in settings.tables().items() for key, value in values.items()}
+    if not isinstance(rewards, str):
+        parts = {f"models.reward.{name}": asdict(part) for name, part in rewards.items()}
+        flat["models.reward"] = sorted(rewards)
+        flat |= {f"{part}.{key}": value for part, values in parts.items() for key, value in values.items()}
+    return {name: hashlib.sha256(repr(value).encode()).hexdigest()[:16] for name, value in flat.items()}
 
 
 def digest(path: Path) -> str:

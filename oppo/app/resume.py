@@ -33,6 +33,8 @@ MAY_CHANGE = frozenset(
         "run.checkpoint_every",
         "run.keep_last",
         "run.keep_best",
+        "models.environment_concurrency",
+        "models.environment_process",
         "models.environment_timeout",
         "models.reward_concurrency",
         "models.reward_process",
@@ -92,7 +94,7 @@ def require_same(before: Mapping[str, str], settings: Settings, *, of: str = "")
     exact, schedule = settings.run.exact, settings.trainer.schedule
     free = MAY_CHANGE - DRAINING if settings.step.lookahead else MAY_CHANGE
     where = f", and {of} was written with other values than config.toml has" if of else ""
-    if refused := sorted(changed - free - ROUNDING):
+    if refused := sorted(key for key in changed if of_one_reward(key) not in free | ROUNDING):
         raise ConfigError(
             f"{', '.join(refused)} cannot change when a run is resumed{where}: put it back as it was, or start a new "
             f"run; what may change is {', '.join(sorted(free if exact else free | ROUNDING))}"
@@ -109,6 +111,17 @@ def require_same(before: Mapping[str, str], settings: Settings, *, of: str = "")
             f"run.steps cannot change{where}: the {schedule} schedule of the learning rate is laid out over the steps "
             "of the run"
         )
+
+
+def of_one_reward(key: str) -> str:
+    """Return the setting of one reward that is one of several: ``models.reward_each`` for ``models.reward.NAME.each``.
+
+    Example:
+        >>> of_one_reward("models.reward.helpful.timeout"), of_one_reward("run.steps")
+        ('models.reward_timeout', 'run.steps')
+    """
+    of_several = key.startswith("models.reward.")
+    return f"models.reward_{key.rpartition('.')[2]}" if of_several else key
 
 
 def locked(settings: Settings) -> Lock:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Final, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field
 
 from oppo.algorithms.registry import ALGORITHMS
-from oppo.app.tables import OneOf
+from oppo.app.tables import Name, OneOf, TextOrTables
 from oppo.declared import (
     Count,
     Filled,
@@ -26,7 +27,6 @@ from oppo.declared import (
 from oppo.models import SamplingSettings
 from oppo.user_code import SPEC
 
-Name: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 Engine: TypeAlias = Literal["transformers", "vllm"]
 Tracker: TypeAlias = Literal["tensorboard", "wandb"]
 AdmissionName: TypeAlias = Literal["overcommit", "adaptive", "slope", "slope-algorithm1", "tail-batched"]
@@ -102,21 +102,42 @@ class RunSection:
     keep_best: bool = setting(default=False, description="keep the checkpoint of the best mean score too")
 
 
+OnFailure: TypeAlias = Literal["fail", "drop", "retry"]
+_REWARD: Final = (
+    "directory or hub name of a reward model, or `file.py:name` of a function, of a scorer, of a function that makes "
+    "one in a `place`, or of several rewards `{name: (weight, function or scorer)}`"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardPart:
+    """``[models.reward.NAME]``: one of several rewards, whose weighted sum is the score."""
+
+    source: Filled = required(_REWARD)
+    weight: float = setting(1.0, "its factor in the sum")
+    failure: OnFailure | None = setting(None, "in place of `models.reward_failure`")
+    process: bool | None = setting(None, "in place of `models.reward_process`")
+    concurrency: PositiveCount | None = setting(None, "in place of `models.reward_concurrency`")
+    timeout: Positive | None = setting(None, "in place of `models.reward_timeout`")
+    each: bool | None = setting(None, "in place of `models.reward_each`")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelsSection:
     """``[models]``: directories or hub names; the reward may be a function as ``file.py:function``."""
 
     policy: Filled = required("directory or hub name of the causal language model to train")
-    reward: Filled = required(
-        "directory or hub name of a reward model, or `file.py:name` of a function, of several rewards "
-        "`{name: (weight, function)}`, or of a scorer"
+    reward: Annotated[str | Mapping[str, RewardPart], TextOrTables(RewardPart)] = required(
+        f"{_REWARD}; or several by name, in tables `[models.reward.NAME]`"
     )
     reference: str = setting(
         "",
         "directory or hub name; when empty, the policy as it is at the start, and none where the algorithm needs none, "
         "without a KL penalty; named, it is loaded and the KL to it measured all the same",
     )
-    critic: str = setting("", "directory or hub name; the reward model, or the policy, when empty; none without PPO")
+    critic: str = setting(
+        "", "directory or hub name; the (first) reward model, or the policy, when empty; none without PPO"
+    )
     shared_trunk: bool = setting(
         default=False,
         description="make the critic a value head on the policy's own trunk, read and trained once for both",
@@ -156,14 +177,17 @@ class ModelsSection:
     ignore_unused_weights: bool = setting(
         default=False, description="leave out weights that a model does not use, and say which, instead of refusing it"
     )
-    reward_failure: Literal["fail", "drop", "retry"] = setting(
+    reward_failure: OnFailure = setting(
         "fail",
         "when a reward function fails: stop the run, drop the rollout, or call again, then stop",
+    )
+    reward_drop: Literal["drop", "skip"] = setting(
+        "drop", "when one of several rewards drops a rollout: drop it, or leave it to the others"
     )
     reward_process: bool = setting(
         default=False,
         description="call a sync reward function in processes of its own: it may then hold the interpreter lock for "
-        "long, or crash, which is a failure like others",
+        "long, or crash, which is a failure like others; of several rewards those that are sync functions",
     )
     reward_concurrency: PositiveCount | None = setting(
         None, "calls of a reward function that may overlap; when absent 64 of an async one, 1 of a sync one"
@@ -180,8 +204,16 @@ class ModelsSection:
     environment_failure: Literal["fail", "drop"] = setting(
         "fail", "when the environment's function fails: stop the run, or drop the rollout"
     )
+    environment_process: bool = setting(
+        default=False,
+        description="call a sync function of the environment in processes of its own: it may then hold the interpreter "
+        "lock for long, or crash, which is a failure like others",
+    )
+    environment_concurrency: PositiveCount | None = setting(
+        None, "calls of the environment's function that may overlap; when absent 64, or 4 in processes"
+    )
     environment_timeout: Positive | None = setting(
-        None, "seconds after which a call of the environment's function has failed"
+        None, "seconds after which a call of the environment's function has failed; a process is killed then"
     )
 
     def __post_init__(self) -> None:
@@ -192,14 +224,16 @@ class ModelsSection:
             )
 
     @property
-    def reward_is_function(self) -> bool:
-        """Whether the reward is a Python function."""
-        return self.reward_file is not None
+    def rewards(self) -> Mapping[str, RewardPart]:
+        """The rewards by the keys of their sources: one, ``reward``, or each as ``reward.NAME``."""
+        if isinstance(self.reward, str):
+            return {"reward": RewardPart(source=self.reward)}
+        return {f"reward.{name}": part for name, part in self.reward.items()}
 
     @property
-    def reward_file(self) -> Path | None:
-        """The file of the reward function; ``None`` for a reward model."""
-        return file_of(self.reward)
+    def reward_models(self) -> Sequence[str]:
+        """Directories or hub names of the rewards that are models."""
+        return [part.source for part in self.rewards.values() if file_of(part.source) is None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import is_dataclass
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -104,18 +104,15 @@ class Settings(BaseModel):
     @property
     def files(self) -> dict[str, Path]:
         """The files that the run reads besides its models, each under the setting that names it."""
-        code = {
-            "models.reward": self.models.reward,
-            "models.environment": self.models.environment,
-            "step.algorithm": self.step.algorithm,
-        }
+        rewards = {f"models.{key}": part.source for key, part in self.models.rewards.items()}
+        code = {**rewards, "models.environment": self.models.environment, "step.algorithm": self.step.algorithm}
         found = {name: file for name, spec in code.items() if (file := file_of(spec)) is not None}
         return {"data.prompts": Path(self.data.prompts), **found}
 
     def tables(self) -> dict[str, dict[str, object]]:
         """Return every setting as in a file, by section and key; ``None`` for an absent key."""
         declared = {
-            name: {key: getattr(getattr(self, name), key) for key in keys}
+            name: {key: _spelt(getattr(getattr(self, name), key)) for key in keys}
             for name, keys in keys_of(type(self.algorithm)).items()
         }
         return {**declared, "vllm": dict(self.vllm)} if self.vllm else declared
@@ -132,6 +129,15 @@ class Settings(BaseModel):
             for name, keys in self.tables().items()
         }
         return tomli_w.dumps(tables)
+
+
+def _spelt(value: object) -> object:
+    """Return a value as in a file: a table of tables, where it is one, without absent keys."""
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        name: {key: each for key, each in asdict(table).items() if each is not None} for name, table in value.items()
+    }
 
 
 def keys_of(algorithm: type[Algorithm]) -> dict[str, dict[str, Declared]]:

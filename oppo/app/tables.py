@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, Final, cast
+from typing import Annotated, Any, Final, TypeAlias, cast
 
-from pydantic import ConfigDict, GetCoreSchemaHandler, TypeAdapter
+from pydantic import ConfigDict, Field, GetCoreSchemaHandler, TypeAdapter
 from pydantic_core import CoreSchema, core_schema
 
+from oppo.declared import Filled
 from oppo.errors import OppoError
+
+Name: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 STRICT: Final = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 """No unknown key, no coercion, no NaN or infinity."""
@@ -55,6 +59,32 @@ class OneOf:
         if text not in self.choices and self.pattern.match(text) is None:
             raise ValueError(f"expected {', '.join(map(repr, self.choices))} or {self.form}, got {text!r}")
         return text
+
+
+@dataclass(frozen=True, slots=True)
+class TextOrTables:
+    """Marks a text in whose place a table of named tables may stand, each a dataclass.
+
+    Attributes:
+        kind: the dataclass.
+    """
+
+    kind: type[Any]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Return the schema of either."""
+        del source, handler
+        table: Any = Annotated[self.kind, Table()]
+        text, tables = TypeAdapter[str](Filled), TypeAdapter[Any](dict[Name, table], config=STRICT)
+
+        def validated(given: object) -> object:
+            if not isinstance(given, Mapping):
+                return text.validate_python(given, strict=True)
+            if not given:
+                raise ValueError("expected a text, or at least one named table; got none")
+            return tables.validate_python(given)
+
+        return core_schema.no_info_plain_validator_function(validated)
 
 
 @cache

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeGuard, cast
+from dataclasses import dataclass
+from typing import Any, Literal, TypeGuard, TypeVar, cast
 
 from oppo import user_code
 from oppo.errors import RewardError
 from oppo.events import Drop
 from oppo.models import Scorer
 from oppo.observe import Telling, silent
-from oppo.placement import Hosting
+from oppo.placement import Hosted, Hosting, Journal
 from oppo.rewards.called import RESERVED
 from oppo.rewards.combined import OnDrop, Rewards, is_scorer
 from oppo.rewards.function import FunctionReward
-from oppo.user_code import contained, shown
+from oppo.user_code import LoadedFile, contained, shown
+
+T = TypeVar("T")
 
 
 def load_reward(
@@ -24,6 +27,7 @@ def load_reward(
     *,
     place: Hosting | None = None,
     on_drop: OnDrop = "drop",
+    process: bool | Literal["sync"] = False,
     tell: Callable[[str], None] = silent,
     **options: Any,
 ) -> Scorer[float | Drop]:
@@ -39,6 +43,8 @@ def load_reward(
         decode: token ids to text, without special tokens.
         place: for scorers that are made.
         on_drop: of :class:`Rewards`.
+        process: call functions in processes of their own, ``sync`` if they are sync; an async function alone is
+            refused, and those of several rewards are called here.
         tell: called with the news of the reward.
         options: of each :class:`FunctionReward`.
 
@@ -46,18 +52,34 @@ def load_reward(
         ConfigError: a weight is no number.
         RewardError: there is no such file or name, or it names nothing that is a reward.
     """
-    given = {"place": place, "decode": decode, "tell": tell}
     found = user_code.load_object(spec, RewardError)
+    if place is not None:
+        place = _FilePlace(place, spec.rpartition(":")[0])
+    given = {"place": place, "decode": decode, "tell": tell}
     if isinstance(found, Mapping):
         parts = {name: _with_scorer(part, f"{spec}[{name!r}]", given) for name, part in found.items()}
-        return Rewards(parts, decode, on_drop=on_drop, tell=tell, **options)
+        return Rewards(parts, decode, on_drop=on_drop, process=bool(process), tell=tell, **options)
     if _makes_scorer(found):
         found = _made(found, spec, given)
     if not is_scorer(found):
-        return FunctionReward(spec, decode, tell=tell, **options)
+        apart = not user_code.is_async(found) if process == "sync" else process
+        return FunctionReward(spec, decode, process=apart, tell=tell, **options)
     if isinstance(found, Telling):
         found.tell = tell
     return cast("Scorer[float | Drop]", found)
+
+
+@dataclass(frozen=True, slots=True)
+class _FilePlace:
+    """A place to which instances of a file's classes can go, also if it is another process."""
+
+    place: Hosting
+    file: str
+
+    def host(self, instance: T, *, track: str = "", journal: Journal | None = None) -> Hosted[T]:
+        """Host the instance, after the file."""
+        self.place.host(LoadedFile.of(self.file), track=track)
+        return self.place.host(instance, track=track, journal=journal)
 
 
 def _makes_scorer(found: object) -> TypeGuard[Callable[..., object]]:
