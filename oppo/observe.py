@@ -113,7 +113,7 @@ class Observer(Protocol):
     """Receives the events of a run, on its event loop; must not block and must not raise."""
 
     def on_item(self, step: int, stage: str, item: object, at: float) -> None:
-        """``stage`` sent ``item`` into its output, or returned it from ``observe``, at loop time ``at``."""
+        """``stage`` sent ``item`` into its output, noted it, or returned it from ``observe``, at loop time ``at``."""
 
     def on_span(self, span: Span) -> None:
         """A stage's execution (label ``run``), a piece of its work, or a whole step (track ``step``) ended."""

@@ -17,7 +17,6 @@ from oppo.app.saving import Saving
 from oppo.app.sections import ModelsSection, SamplingSection
 from oppo.app.settings import Settings
 from oppo.declared import declared
-from oppo.environments import FunctionEnvironment
 from oppo.errors import ConfigError
 from oppo.events import Drop, FloatArray
 from oppo.hf.cpu import available_cores

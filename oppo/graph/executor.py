@@ -86,7 +86,7 @@ class Execution(Generic[T]):
 
     def __init__(self, topology: Topology, step: Step, source: Source, observers: Sequence[Observer]) -> None:
         self._topology = topology
-        self._step = replace(step, _channels=self.statistics)
+        self._step = replace(step, _channels=self.statistics, _notify=self._notify)
         self._source = source
         self._observers = observers
         self._result = Result[T](topology.result)
@@ -166,6 +166,9 @@ class Execution(Generic[T]):
         if not self._observers:
             return targets[0] if len(targets) == 1 else FanOut(targets)
         return FanOut(targets, lambda item: notify_item(self._observers, self._step, node.name, item))
+
+    def _notify(self, stage: str, item: object) -> None:
+        notify_item(self._observers, self._step, stage, item)
 
     def _require_returned(self) -> None:
         """Raise ``ProtocolError`` if a stage neither returned nor failed: it cancelled its own task."""

@@ -65,6 +65,11 @@ class WorkLog:
         self.tell(span)
 
 
+def _nobody(stage: str, item: object) -> None:
+    """Notify nobody."""
+    del stage, item
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One execution of a graph, as passed to one of its stages.
@@ -97,6 +102,7 @@ class Step:
     _turn: Turn | None = field(default=None, repr=False)
     _work: WorkLog = field(default_factory=WorkLog, repr=False)
     _channels: Callable[[], Counters] = field(default=dict, repr=False)
+    _notify: Callable[[str, object], None] = field(default=_nobody, repr=False)
 
     @property
     def observed(self) -> int:
@@ -114,6 +120,10 @@ class Step:
     def recorded(self, kind: type[M]) -> list[tuple[str, M]]:
         """Return the records of this class, each with the name of its stage, in the order of recording."""
         return list(self._records.get(kind, ()))
+
+    def note(self, item: object) -> None:
+        """Have the run's observers notice an item as they notice those that the stage sends; no stage reads it."""
+        self._notify(self.stage, item)
 
     @contextmanager
     def working(self, label: str) -> Iterator[None]:

@@ -1,10 +1,10 @@
 """The journal: the events of every rollout and the controllers' observation of every step, one JSON object a line.
 
-A rollout's lines are ``admitted``, any number of ``deferred``, ``finished``, and ``trained`` or ``dropped``. A step's
-line is ``observed``, with a line ``round`` before it for each round in which its groups were selected. Lines are in
-order of time: an observation comes before every decision made from it, so a journal that ends anywhere explains every
-decision in it. Only in a resumed run do the observations of repeated steps come
-before these steps.
+A rollout's lines are ``admitted``, any number of ``answered`` (a turn, by its environment) and ``deferred``,
+``finished``, and ``trained`` or ``dropped``. A step's line is ``observed``, with a line ``round`` before it for each
+round in which its groups were selected. Lines are in order of time: an observation comes before every decision made
+from it, so a journal that ends anywhere explains every decision in it. Only in a resumed run do the observations of
+repeated steps come before these steps.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from oppo.events import Chunk, Defer, Finish, Prompt, StepReport
 from oppo.redact import redacted
 from oppo.report.records import OBSERVED, Record, read
 from oppo.stages.selection import Rounds
+from oppo.turns import Answered
 
 JOURNAL = "journal.jsonl"
 """The journal of a run directory."""
@@ -35,6 +36,10 @@ def entry(step: int, item: object, at: float) -> Record | None:
         return _line(step, at, "deferred", item.rollout, age=item.age)
     if isinstance(item, Finish):
         return _line(step, at, "finished", item.rollout, reason=item.reason, tokens=len(item.response))
+    if isinstance(item, Answered):
+        facts = {"turn": item.turn, "tokens": item.tokens, "seconds": round(item.seconds, 6)}
+        error = {"error": redacted(item.error)} if item.error else {}
+        return _line(step, at, "answered", item.rollout, **facts, **error)
     if isinstance(item, Observation):
         return {"step": step, "at": round(at, 6), "event": OBSERVED, "seen": item.as_json()}
     return None

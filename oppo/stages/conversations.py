@@ -13,13 +13,13 @@ import anyio
 import numpy as np
 from anyio.abc import TaskGroup
 
-from oppo.errors import ProtocolError, noted
+from oppo.errors import ProtocolError, noted, one_line
 from oppo.events import Drop, IntArray, Prompt
 from oppo.graph import Step
 from oppo.stages.contract import described
 from oppo.stages.in_flight import InFlightRollout
 from oppo.stages.measure import Samples
-from oppo.turns import Answer, Environment, Turn, TurnDecode
+from oppo.turns import Answer, Answered, Environment, Turn, TurnDecode
 
 Outcome: TypeAlias = Answer | Drop | None
 
@@ -37,10 +37,26 @@ class _Call:
     """One call of the environment, which goes on when a step is cut, and is cancelled if its rollout is given up."""
 
     started: float
+    ended: float = 0.0
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     done: anyio.Event = field(default_factory=anyio.Event)
     outcome: Outcome = None
     error: Exception | None = None
+
+    def result(self) -> Outcome:
+        """Return its outcome.
+
+        Raises:
+            ProtocolError: that is no answer.
+            Exception: whatever the environment raised.
+        """
+        if self.error is not None:
+            raise self.error
+        return _require_outcome(self.outcome)
+
+    def answered(self, rollout: int, turn: int, tokens: int = 0, error: str = "") -> Answered:
+        """Return what is known of it, for the observers of the run."""
+        return Answered(rollout, turn, tokens, self.ended - self.started, error)
 
 
 class Conversations:
@@ -91,17 +107,21 @@ class Conversations:
             with noted(f"while answering turn {memory.answered} of rollout {number}"):
                 call = self._calls.get(number) or self._ask(rollout.prompt, memory, tokens)
                 await call.done.wait()
-                if call.error is not None:
-                    raise call.error
-                outcome = _require_outcome(call.outcome)
+                try:
+                    outcome = call.result()
+                except Exception as error:
+                    step.note(call.answered(number, memory.answered, error=one_line(error)))
+                    raise
+            given = outcome.tokens if isinstance(outcome, Answer) else None
             if isinstance(outcome, Drop):
                 rollout.dropped = outcome.reason
-            if not (decode.proceed(outcome.tokens) if isinstance(outcome, Answer) else decode.finish()):
+            if not (decode.finish() if given is None else decode.proceed(given)):
                 return
             del self._calls[number]
+            step.note(call.answered(number, memory.answered, 0 if given is None else len(given), rollout.dropped))
             if isinstance(outcome, Answer):
                 self._memories[number] = _Memory(memory.answered + 1, _as_json(outcome.state))
-            step.record(Samples({"turns/answer_seconds": [anyio.current_time() - call.started]}))
+            step.record(Samples({"turns/answer_seconds": [call.ended - call.started]}))
 
     def _ask(self, prompt: Prompt, memory: _Memory, tokens: IntArray) -> _Call:
         """Begin to ask the environment."""
@@ -118,6 +138,7 @@ class Conversations:
                 call.outcome = await self._environment.answer(turn)
         except Exception as error:  # noqa: BLE001 - the rollout's own task raises it
             call.error = error
+        call.ended = anyio.current_time()
         call.done.set()
 
     def forget(self, rollout: int) -> None:

@@ -11,11 +11,13 @@ from oppo.events import Batch, Chunk, Defer, Drop, Finish, Given, Prompt, Scored
 from oppo.observe import Observer, Span
 from oppo.overlap import Interval, seconds, union, work_occupation
 from oppo.testing.validation import Sent, faults
+from oppo.turns import Answered
 
 NAMES: Final[Mapping[type, str]] = {
     Prompt: "admitted",
     Chunk: "chunk",
     Given: "given",
+    Answered: "answered",
     Defer: "deferred",
     Finish: "finished",
     Drop: "dropped",
@@ -32,8 +34,8 @@ class Happening:
     """Something that happened to a rollout.
 
     Attributes:
-        event: ``admitted``, ``chunk``, ``given``, ``deferred``, ``finished``, ``scored``, ``batched``, ``trained`` or
-            ``dropped``.
+        event: ``admitted``, ``chunk``, ``given``, ``answered``, ``deferred``, ``finished``, ``scored``, ``batched``,
+            ``trained`` or ``dropped``.
         step, stage: where.
         at: loop time, in seconds.
         item: that the stage sent.
@@ -150,5 +152,8 @@ def _event(item: object, rollout: int) -> str:
     if isinstance(item, StepReport):
         dropped = any(drop.rollout == rollout for drop in item.dropped)
         return "trained" if rollout in item.trained else "dropped" * dropped
-    mine = rollout in item.rollouts if isinstance(item, Batch) else rollout_of(item) == rollout
+    if isinstance(item, Batch):
+        mine = rollout in item.rollouts
+    else:
+        mine = (item.rollout if isinstance(item, Answered) else rollout_of(item)) == rollout
     return NAMES.get(type(item), type(item).__name__.lower()) if mine else ""

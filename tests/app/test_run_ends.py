@@ -22,7 +22,7 @@ MISCHIEF = """
 import asyncio, os, sys, time
 from pathlib import Path
 
-calls = []
+calls, flaps = [], []  # a file is run once in a process
 
 async def hedged(prompts, completions):
     calls.append(1)
@@ -37,8 +37,8 @@ def leaving(prompts, completions):
     sys.exit(0)
 
 def flapping(prompts, completions):
-    calls.append(1)
-    if len(calls) == 1:
+    flaps.append(1)
+    if len(flaps) == 1:
         raise ConnectionError("the judge is away")
     return [1.0 for _ in completions]
 

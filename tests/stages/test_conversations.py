@@ -18,7 +18,7 @@ from oppo.events import Drop, Prompt
 from oppo.models import Capabilities
 from oppo.stages import Generate
 from oppo.testing import FakePolicy, run_virtual
-from oppo.turns import Answer, Turn, turns_answered
+from oppo.turns import Answer, Answered, Turn, turns_answered
 from tests.known import known
 from tests.pipelines import Pipeline, Setting, same_batches, settings
 
@@ -101,6 +101,47 @@ def test_a_rollout_whose_tool_is_slow_is_carried_and_asked_once() -> None:
     assert [number for rollout, number, _, _ in tool.asked] == [0, 1]
     (response,) = [each for batch in made.batches for each in batch.responses if each.prompt.rollout == 0]
     assert turns_answered(response) == 2
+
+
+def answers(made: Pipeline) -> list[tuple[int, Answered]]:
+    """Return what observers were told of answers, and the steps."""
+    return [(step, item) for step, _, item in made.tap.items if isinstance(item, Answered)]
+
+
+def test_observers_are_told_of_each_answer_once_and_in_the_step_that_it_joined() -> None:
+    tool = Tool(lambda turn: 0.3 if turn.prompt.rollout == 0 else 0.0)
+    setting = Setting(lengths=(8, 10, 10, 10), extra=1, steps=4, max_deferrals=3)
+    made = played(setting, tool, first_has_turns)
+    told = [(step, each.rollout, each.turn, each.tokens, each.error) for step, each in answers(made)]
+    assert told == [(3, 0, 0, 2, ""), (3, 0, 1, 2, "")]
+    assert [each.seconds for _, each in answers(made)] == pytest.approx([0.3, 0.3])
+
+
+def test_observers_are_told_why_there_was_no_answer() -> None:
+    dropped = played(ONE_STEP, Tool(outcome=lambda turn: Drop(0, "no power")), first_has_turns)
+    ended = played(ONE_STEP, Tool(outcome=lambda turn: None), first_has_turns)
+    assert answers(dropped) == [(0, Answered(0, 0, 0, 0.0, "no power"))]
+    assert answers(ended) == [(0, Answered(0, 0, 0, 0.0))]
+
+    def fail(turn: Turn) -> Outcome:
+        raise OSError("unplugged")
+
+    broken = pipeline(ONE_STEP, Tool(outcome=fail), first_has_turns)
+    with pytest.raises(OSError, match="unplugged"):
+        run_virtual(broken.run)
+    assert answers(broken) == [(0, Answered(0, 0, 0, 0.0, "OSError: unplugged"))]
+
+
+def test_a_call_that_is_unanswered_at_a_kill_is_made_again(tmp_path: Path) -> None:
+    setting = Setting(lengths=(8, 10, 10, 10), extra=1, steps=4, max_deferrals=3)
+    tools = [Tool(lambda turn: 0.3 if turn.number == 1 else 0.0) for _ in range(2)]
+    parts = [pipeline(setting, tool, first_has_turns) for tool in tools]
+    run_virtual(lambda: parts[0].run_part(0, 1, tmp_path))
+    assert [(number, state) for _, number, _, state in tools[0].asked] == [(0, None), (1, {"answered": 1})]
+    assert [(step, each.turn) for step, each in answers(parts[0])] == [(0, 0)]
+    run_virtual(lambda: parts[1].run_part(1, 4, tmp_path))
+    assert tools[1].asked == tools[0].asked[1:], "the same turn with the same state, and not the one before"
+    assert [each.turn for _, each in answers(parts[1])] == [1]
 
 
 def test_an_overdue_rollout_is_waited_for() -> None:
