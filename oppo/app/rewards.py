@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 from oppo.app.sections import DataSection, ModelsSection, RewardPart, file_of
 from oppo.environments import FunctionEnvironment
@@ -15,11 +15,7 @@ from oppo.models import Scorer
 from oppo.placement import Hosting
 from oppo.rewards import Rewards, load_reward
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-ServeModel = Callable[[str, str], tuple["PreTrainedModel", Scorer[float | Drop]]]
-"""``f(key, source)``: loads the model of ``models.KEY``, a directory or hub name, and serves it as a scorer."""
+M = TypeVar("M")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +58,16 @@ class UserCode:
         }
         return cls(models, text, tell, _environment(models, data, text, tell), rewards)
 
-    def reward(self, serve: ServeModel) -> tuple[Scorer[float | Drop], Sequence[PreTrainedModel]]:
-        """Return the reward, and the models that are part of it."""
-        loaded, scorers = list["PreTrainedModel"](), dict(self.rewards)
+    def reward(
+        self, serve: Callable[[str, str], tuple[M, Scorer[float | Drop]]]
+    ) -> tuple[Scorer[float | Drop], Sequence[M]]:
+        """Return the reward, and the models that are part of it.
+
+        Args:
+            serve: ``f(key, source)``: loads the model of ``models.KEY``, a directory or hub name, and returns it with
+                the scorer that serves it.
+        """
+        loaded, scorers = list[M](), dict(self.rewards)
         for key, part in self.models.rewards.items():
             if key not in scorers:
                 model, scorers[key] = serve(key, part.source)
