@@ -102,7 +102,7 @@ class Conversations:
             Exception: whatever the environment raised, with a note of the rollout and the turn.
         """
         number, decode = rollout.prompt.rollout, cast("TurnDecode", rollout.decode)
-        while (tokens := await decode.turn()) is not None:
+        while (tokens := await self._turn(number, decode)) is not None:
             memory = self._memories.setdefault(number, _Memory())
             with noted(f"while answering turn {memory.answered} of rollout {number}"):
                 call = self._calls.get(number) or self._ask(rollout.prompt, memory, tokens)
@@ -122,6 +122,10 @@ class Conversations:
             if isinstance(outcome, Answer):
                 self._memories[number] = _Memory(memory.answered + 1, _as_json(outcome.state))
             step.record(Samples({"turns/answer_seconds": [call.ended - call.started]}))
+
+    async def _turn(self, rollout: int, decode: TurnDecode) -> IntArray | None:
+        with noted(f"while waiting for a turn of rollout {rollout}"):
+            return await decode.turn()
 
     def _ask(self, prompt: Prompt, memory: _Memory, tokens: IntArray) -> _Call:
         """Begin to ask the environment."""

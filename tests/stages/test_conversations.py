@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from oppo import Synchronous, TailBatched
+from oppo import GAE, Graph, Overcommit, StepReport, Synchronous, TailBatched, grpo, ppo, wrap
 from oppo.errors import ConfigError, ProtocolError
 from oppo.events import Drop, Prompt
 from oppo.models import Capabilities
 from oppo.stages import Generate
-from oppo.testing import FakePolicy, run_virtual
+from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, fake_scalar, prompts, run_virtual
 from oppo.turns import Answer, Answered, Turn, turns_answered
 from tests.known import known
 from tests.pipelines import Pipeline, Setting, same_batches, settings
@@ -232,6 +232,32 @@ def test_what_is_no_answer_is_refused(answer: Answer, sentence: str) -> None:
 def test_a_policy_that_cannot_go_on_is_refused() -> None:
     with pytest.raises(ConfigError, match="FakePolicy cannot go on after one: expected a policy with open_turns"):
         Generate(FakePolicy(capabilities=Capabilities()), Synchronous(batch=1), environment=Tool())
+
+
+def test_a_recipe_is_given_the_environment() -> None:
+    def graphs(tool: Tool) -> list[Graph[StepReport]]:
+        policy = FakePolicy(lambda prompt: 8, turns=lambda prompt: (3,))
+        reward: FakeScorer[float | Drop] = FakeScorer(fake_scalar)
+        same = {"policy": policy, "reward": reward, "admission": Overcommit(batch=2), "environment": tool}
+        return [
+            ppo(**same, trainer=FakeTrainer(), advantage=GAE(kl=0.0)),  # type: ignore[arg-type] # one mapping for three recipes
+            grpo(**same, trainer=FakeTrainer(), samples=2),  # type: ignore[arg-type] # likewise
+            wrap(lambda batch: {}, Weightless(), **same),  # type: ignore[arg-type] # likewise
+        ]
+
+    async def main(graph: Graph[StepReport]) -> int:
+        async with graph.open(prompts(4)) as run:
+            return sum([len(report.trained) async for report in run.steps(1)])
+
+    for number in range(3):
+        tool = Tool()
+        trained = run_virtual(main, graphs(tool)[number])
+        assert len(tool.asked) == trained > 0
+
+
+class Weightless:
+    def state_dict(self) -> dict[str, object]:
+        return {}
 
 
 @pytest.mark.schedules
