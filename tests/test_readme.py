@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import subprocess
@@ -41,7 +42,8 @@ SHOWN = re.compile(r"`((?:tests|oppo|examples|benchmarks|docs)/[\w./]+)`")
 
 def fenced(page: Path, language: str) -> list[str]:
     """Return the blocks of a language, in the order of the page."""
-    return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    blocks = re.findall(r"^```([^\n]*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    return [block for label, block in blocks if label == language]
 
 
 def anchors(page: Path) -> set[str]:
@@ -156,6 +158,20 @@ def test_the_settings_of_the_readme_are_settings(tmp_path: Path) -> None:
     (text,) = re.findall(r"```toml\n(.*?)```", README, re.DOTALL)
     (tmp_path / "config.toml").write_text(text)
     assert load(tmp_path / "config.toml").step.extra == 2
+
+
+def test_the_settings_of_the_page_on_rewards_are_settings(tmp_path: Path) -> None:
+    base = '[models]\npolicy = "actor"\n[data]\nprompts = "prompts.jsonl"\n'
+    (text,) = fenced(ROOT / "docs" / "rewards.md", "toml")
+    (tmp_path / "config.toml").write_text(base + text)
+    assert set(load(tmp_path / "config.toml").models.rewards) == {"reward.helpful", "reward.short", "reward.judge"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_python_on_a_page_is_labelled_so_that_it_is_run(page: Path) -> None:
+    for block in fenced(page, ""):
+        with pytest.raises(SyntaxError):
+            ast.parse(block)
 
 
 def test_python_m_oppo_is_oppo_and_its_help_says_where_the_settings_are() -> None:

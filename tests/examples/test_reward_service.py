@@ -14,7 +14,7 @@ from oppo.rewards import load_reward
 from oppo.rewards.http import HttpReward, ServiceFailure
 from tests.rewards.test_combined import finished
 
-example = import_module("examples.08_reward_service")
+example = import_module("examples.09_reward_service")
 
 
 @pytest.fixture
@@ -51,6 +51,6 @@ def test_any_request_is_answered(url: str, content: bytes) -> None:
 
 async def test_it_is_named_in_a_settings_file(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REWARD_URL", url)
-    file = Path(__file__).parents[2] / "examples" / "08_reward_service.py"
+    file = Path(__file__).parents[2] / "examples" / "09_reward_service.py"
     reward = load_reward(f"{file}:service", lambda tokens: "same same")
     assert await reward.finish(finished(2)) == [0.5, 0.5]

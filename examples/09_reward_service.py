@@ -1,12 +1,12 @@
 """A reward behind HTTP, both ends: a server of the plain protocol in standard Python, and a run that asks it.
 
     pip install 'oppo[http]'
-    python examples/08_reward_service.py            # serves on a free port, and trains three steps with it
-    python examples/08_reward_service.py 8000       # serves on this port until Ctrl-C
+    python examples/09_reward_service.py            # serves on a free port, and trains three steps with it
+    python examples/09_reward_service.py 8000       # serves on this port until Ctrl-C
 
 A request is ``{"prompts": [...], "completions": [...], "columns": {...}}``, the answer ``{"scores": [...]}`` with one
 number for each completion; what cannot be scored is answered with 400 and a sentence. ``oppo train`` asks such a server
-by ``models.reward = "examples/08_reward_service.py:service"``, at the address in REWARD_URL.
+by ``models.reward = "examples/09_reward_service.py:service"``, at the address in REWARD_URL.
 """
 
 from __future__ import annotations
