@@ -97,6 +97,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "step.chunk": ("chunk size", ""),
     "step.on_publish": ("KV cache after a weight update", ""),
     "step.lookahead": ("asynchronous training, one-step-off", ""),
+    "step.loss": ("custom loss function", ""),
     "algorithm.kl": ("KL coefficient, beta", "kl_coef"),
     "algorithm.kl_in": ("KL as reward or as loss", ""),
     "algorithm.kl_estimator": ("KL estimator", "kl_estimator"),
@@ -188,6 +189,12 @@ Arguments of vLLM's engine where `models.engine = "vllm"`, by the names that vLL
 installed before anything is loaded; those that the run sets itself are refused. [vllm.md](vllm.md) says more.
 """
 
+OWN = """## `[admission]` and `[loss]`
+
+The settings of an admission or a loss of your own, where `step.admission` or `step.loss` names a file: its parameters,
+with the types and defaults that it declares. [extending.md](extending.md#parts-of-your-own-by-their-file) says more.
+"""
+
 POSTFACE = """## Where the demo differs
 
 `make demo` names its models and prompts, and leaves every other key at its default but these:
@@ -213,7 +220,9 @@ def tables() -> dict[str, dict[str, dict[str, Declared]]]:
 def page() -> str:
     """Return the page."""
     sections = [line for name, keys in tables().items() for line in _section(name, keys)]
-    return "\n".join([PREFACE, *sections, VLLM, POSTFACE + "".join(_because(key, why) for key, why in DEMO.items())])
+    return "\n".join(
+        [PREFACE, *sections, OWN, VLLM, POSTFACE + "".join(_because(key, why) for key, why in DEMO.items())]
+    )
 
 
 def _section(name: str, keys: Mapping[str, Mapping[str, Declared]]) -> Iterator[str]:

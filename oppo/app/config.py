@@ -15,6 +15,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from oppo.app.config_errors import Faults, require_public
+from oppo.app.kinds import NAMED
 from oppo.app.overrides import overridden, seeded, with_correction
 from oppo.app.sections import RewardPart
 from oppo.app.settings import Settings
@@ -43,7 +44,7 @@ def resolve(document: Mapping[str, object], folder: Path) -> Settings:
     Raises:
         ConfigError: a setting is unknown, missing or out of range.
     """
-    document = _with_file(document, folder)
+    document = _with_files(document, folder)
     try:
         settings = Settings.of(with_correction(seeded(document)))
     except ValidationError as error:
@@ -91,13 +92,14 @@ def _spec(text: str, folder: Path) -> str:
     return f"{_path(file, folder)}:{name}"
 
 
-def _with_file(document: Mapping[str, object], folder: Path) -> Mapping[str, object]:
-    """Return the document with the path of an algorithm's file: its class declares ``[algorithm]``."""
+def _with_files(document: Mapping[str, object], folder: Path) -> Mapping[str, object]:
+    """Return the document with the paths of an algorithm's file and of others whose code declares a table."""
     step = document.get("step")
-    name = step.get("algorithm") if isinstance(step, Mapping) else None
-    if not (isinstance(step, Mapping) and isinstance(name, str) and SPEC.match(name)):
+    if not isinstance(step, Mapping):
         return document
-    return {**document, "step": {**step, "algorithm": _spec(name, folder)}}
+    named = {name: step.get(name) for name in NAMED}
+    found = {name: _spec(spec, folder) for name, spec in named.items() if isinstance(spec, str) and SPEC.match(spec)}
+    return {**document, "step": {**step, **found}} if found else document
 
 
 def _reward(reward: str | Mapping[str, RewardPart], folder: Path) -> str | Mapping[str, RewardPart]:

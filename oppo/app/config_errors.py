@@ -11,8 +11,9 @@ from pydantic import ValidationError
 
 from oppo.algorithms.ppo import PPO
 from oppo.algorithms.registry import ALGORITHMS
+from oppo.app.kinds import Kinds
 from oppo.app.sections import RewardPart, StepSection
-from oppo.app.settings import Settings, algorithm_of, keys_of
+from oppo.app.settings import Settings, keys_of
 from oppo.declared import Declared, declared
 from oppo.errors import ConfigError, shortened
 from oppo.redact import holds_secret, redacted
@@ -56,9 +57,9 @@ class Faults:
     @classmethod
     def of(cls, document: Mapping[str, object]) -> Self:
         """Return the describer for a document and its algorithm."""
-        kind, step = algorithm_of(document), document.get("step")
-        named = step.get("algorithm") if kind is not None and isinstance(step, Mapping) else None
-        return cls(keys_of(kind or PPO), str(named or StepSection().algorithm))
+        kinds, step = Kinds.of(document), document.get("step")
+        named = step.get("algorithm") if kinds.algorithm is not None and isinstance(step, Mapping) else None
+        return cls(keys_of(kinds.algorithm or PPO, kinds), str(named or StepSection().algorithm))
 
     def describe(self, error: ValidationError) -> str:
         """Return one line for each wrong setting."""

@@ -20,7 +20,9 @@ def require_consistent(settings: Settings) -> None:
 
     Raises:
         ValueError: two contradict each other.
+        ConfigError: an admission of one's own cannot be made of them.
     """
+    settings.own_admission()  # which may refuse its settings
     if settings.run.exact:
         _require_exactness(settings)
     if settings.models.engine == "vllm":
@@ -35,7 +37,7 @@ def require_consistent(settings: Settings) -> None:
             f"step.lookahead = {settings.step.lookahead} trains while the next step is decoded, and "
             "models.share_weights = true would change the weights meanwhile: leave share_weights out"
         )
-    if settings.run.trainer == "process" and is_of_a_file(kind := type(settings.algorithm.loss())):
+    if settings.run.trainer == "process" and is_of_a_file(kind := type(settings.trained_loss())):
         raise ValueError(
             f"run.trainer = 'process' takes the loss to another process, which cannot import {kind.__name__} from a "
             "file: leave run.trainer out, or keep the class in an installed package"

@@ -1,7 +1,7 @@
 """What a run is made of besides its models: settings, files by their content, libraries. Checkpoints record it.
 
-The files are the prompts, and those of a reward function, an environment and an algorithm of one's own. The modules
-that these import are left out, and so are model directories, which are too large to be read for this.
+The files are the prompts, and those of a reward function, an environment, an algorithm and other parts of one's own.
+The modules that these import are left out, and so are model directories, which are too large to be read for this.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from oppo.app.settings import Settings
 from oppo.errors import CheckpointError, DataError
 from oppo.report.log import installed
 
-CODE = ("models.reward", "models.environment", "step.algorithm")
+CODE = ("models.reward", "models.environment", "step.algorithm", "step.admission", "step.loss")
 """How the settings begin that name a file of code."""
 
 

@@ -29,7 +29,8 @@ from oppo.user_code import SPEC
 
 Engine: TypeAlias = Literal["transformers", "vllm"]
 Tracker: TypeAlias = Literal["tensorboard", "wandb"]
-AdmissionName: TypeAlias = Literal["overcommit", "adaptive", "slope", "slope-algorithm1", "tail-batched"]
+
+ADMISSIONS: Final = ("overcommit", "adaptive", "slope", "slope-algorithm1", "tail-batched")
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
@@ -261,10 +262,10 @@ class SamplingSection(SamplingSettings):
 class StepSection:
     """``[step]``: the algorithm, and the schedule of a step."""
 
-    algorithm: Annotated[str, OneOf(tuple(ALGORITHMS), "file.py:Class", SPEC)] = setting(
+    algorithm: Annotated[str, OneOf(tuple(ALGORITHMS), "file.py:name", SPEC)] = setting(
         "ppo",
         "; ".join(f"`{name}`: {about(kind)}" for name, kind in ALGORITHMS.items())
-        + "; `file.py:Class`: your own, a dataclass with the settings of `[algorithm]`",
+        + "; `file.py:name`: your own, a dataclass or a function with the settings of `[algorithm]`",
     )
     batch: PositiveCount = setting(32, "rollouts trained in a step")
     extra: Count | None = setting(
@@ -273,12 +274,13 @@ class StepSection:
         "number; when absent 0 (no rollout is ever carried over), or a quarter of the batch",
     )
     max_deferrals: PositiveCount = setting(2, "a rollout carried over this often is waited for")
-    admission: AdmissionName = setting(
+    admission: Annotated[str, OneOf(ADMISSIONS, "file.py:name", SPEC)] = setting(
         "overcommit",
         "how many are kept in flight: `overcommit` always `extra`; `adaptive` as many as save time at the "
         "price of their lag; `slope` and `slope-algorithm1` more while the score rises (the paper's two rules); "
         "`tail-batched` a quarter of the batch, and those that are late begin anew together in a later step, so that "
-        "nothing is ever stale",
+        "nothing is ever stale; `file.py:name` as your own class or function decides, with the settings of "
+        "`[admission]`",
     )
     lag_price: NonNegative = setting(
         1.0, "price of a mean lag of one step for `adaptive`, as a fraction of a step's time"
@@ -297,6 +299,11 @@ class StepSection:
         0,
         "steps that begin before the current one has ended: 0 decodes, scores and trains one step after the other; "
         "with 1 the next step is decoded while this one is trained (one-step-off), and tokens are one update older",
+    )
+    loss: Annotated[str, OneOf(("",), "file.py:name", SPEC)] = setting(
+        "",
+        "`file.py:name` of a loss of your own in place of the algorithm's: a class or a function, with the settings "
+        "of `[loss]`",
     )
 
     def __post_init__(self) -> None:
