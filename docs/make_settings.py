@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import MISSING
+from dataclasses import MISSING, is_dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Union, get_args, get_origin
 
@@ -294,7 +294,7 @@ def _kinds(annotation: object) -> list[str]:
         return ["tables `[models.reward.NAME]`"]
     if origin is tuple:
         return [f"list of {' or '.join(_kinds(arguments[0]))}"]
-    return [WORDS[annotation]] if annotation in WORDS else []
+    return ["table"] if is_dataclass(annotation) else [WORDS[annotation]] if annotation in WORDS else []
 
 
 def _limits(rules: Iterable[object]) -> list[str]:

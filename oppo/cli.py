@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import anyio
 from cyclopts import App, CycloptsError, Parameter
@@ -137,7 +137,7 @@ def carry_out(
                 console.out(settings.toml(), session.graph.table(), sep="\n", highlight=False)
                 return DONE
             try:
-                anyio.run(partial(run, session, console, last_resort=leave))
+                directory = anyio.run(partial(run, session, console, last_resort=leave))
             except HangError as error:
                 leave(error)
             except Exception as error:
@@ -151,7 +151,7 @@ def carry_out(
         advice = f"go on with `oppo resume {settings.run_directory}`" if session.checkpoints.sealed else ""
         summary = "; ".join(filter(None, (ended, saved, advice)))
         return complain("\n".join([summary, *getattr(error, "__notes__", ())]), code_of(error))
-    made, planned = session.steps, settings.run.steps
+    made, planned = directory.made, settings.run.steps
     ended = f" after {made} of {planned} steps, with the end of the data" if made < planned else ""
     console.out(f"done{ended}: {settings.run_directory / 'report.html'}", highlight=False)
     return DONE
@@ -205,7 +205,7 @@ def note(sentence: str) -> None:
     Console(stderr=True).out(harmless(sentence), style="dim", highlight=False)
 
 
-def leave(error: HangError) -> None:
+def leave(error: HangError) -> NoReturn:
     """End the process at once: a thread that hangs is never waited for, as an orderly exit would."""
     complain(paragraph(error), FAILED)
     sys.stdout.flush()

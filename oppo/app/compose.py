@@ -13,8 +13,8 @@ from oppo.algorithms.algorithm import Roles
 from oppo.app.checkpoint import State
 from oppo.app.sections import StepSection
 from oppo.app.settings import Settings
+from oppo.app.supply import Supply
 from oppo.chunking import ChunkSize, Fixed, Tuned, WholeRollout
-from oppo.data import PromptStream
 from oppo.errors import CheckpointError, ConfigError
 from oppo.events import StepReport
 from oppo.graph import Graph
@@ -37,7 +37,7 @@ MakeGraph: TypeAlias = Callable[[Roles], Graph[StepReport]]
 def compose(
     settings: Settings,
     assembly: Assembly,
-    prompts: PromptStream,
+    prompts: Supply,
     replay: Mapping[int, Observation],
     make: MakeGraph | None = None,
 ) -> Graph[StepReport]:

@@ -14,6 +14,7 @@ from oppo.algorithms.registry import ALGORITHMS
 from oppo.app.kinds import Kinds
 from oppo.app.sections import RewardPart, StepSection
 from oppo.app.settings import Settings, keys_of
+from oppo.app.tables import expectation
 from oppo.declared import Declared, declared
 from oppo.errors import ConfigError, shortened
 from oppo.redact import holds_secret, redacted
@@ -26,20 +27,6 @@ REWARDS = ("models", "reward")
 
 SHOWN = 200
 """Characters of a wrong value in its message."""
-
-_WORDS = {
-    "string_pattern_mismatch": "letters, digits, '.', '_' and '-' only, beginning with a letter or a digit",
-    "string_too_short": "text that is not empty",
-    "string_type": "a string",
-    "int_type": "a whole number",
-    "int_parsing_size": "a whole number",
-    "float_type": "a number",
-    "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "tuple_type": "a list",
-    "dict_type": "a section",
-}
-"""What was expected, by the kind of fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +129,3 @@ def _texts(value: object) -> Iterator[str]:
     elif isinstance(value, list | tuple | dict):
         for each in value.values() if isinstance(value, dict) else value:
             yield from _texts(each)
-
-
-def expectation(detail: ErrorDetails) -> str:
-    """Return what a value should have been, in the terms of a settings file."""
-    if (words := _WORDS.get(detail["type"])) is not None:
-        return words
-    text = detail["msg"].removeprefix("Input should be ")
-    return f"a number {text}" if text.startswith(("greater", "less")) else text

@@ -13,6 +13,8 @@ from oppo.app.config import load, resolve
 from oppo.app.overrides import overridden
 from oppo.app.resume import settings_of
 from oppo.app.settings import Settings
+from oppo.app.sources import ROWS
+from oppo.app.supply import Rows
 from oppo.app.train import prepare, run
 from oppo.observe import Observer, silent
 from oppo.report import RunDirectory
@@ -22,6 +24,7 @@ def train(
     config: str | Path | Mapping[str, object] | Settings,
     overrides: Sequence[str] = (),
     *,
+    prompts: Rows | None = None,
     graph: MakeGraph | None = None,
     observers: Sequence[Observer] = (),
     tell: Callable[[str], None] = silent,
@@ -34,6 +37,9 @@ def train(
         config: a TOML file; or the directory of a run, which is then resumed; or what a file would hold, as a mapping
             of sections, whose paths are relative to the working directory; or settings that were checked already.
         overrides: ``section.key=value`` each.
+        prompts: rows, each a mapping of columns, in place of what ``data.prompts`` names: a sequence, which is read at
+            once and served like a file; or any iterable or async iterable, served as it comes until it ends, in its
+            own order (:class:`oppo.data.RowStream`). A resumed run is given the same rows again.
         graph: makes the graph of a step of the run's models and schedule, in place of that of ``step.algorithm``, whose
             loss and settings stay. Its stages ``generate`` and ``update`` are a ``Generate`` and an ``Update``. A
             trainer of its own is a :class:`oppo.models.ResumableTrainer`; the run saves and restores it. A resumed run
@@ -50,7 +56,9 @@ def train(
         >>> directory = train(directory.path, ["run.steps=40"])  # goes on  # doctest: +SKIP
     """
     resume = isinstance(config, str | Path) and Path(config).is_dir()
-    with prepare(_settings(config, overrides), tell, resume=resume, graph=graph) as session:
+    rows = [] if prompts is None else [f"data.prompts={ROWS}"]
+    settings = _settings(config, [*overrides, *rows])
+    with prepare(settings, tell, resume=resume, graph=graph, prompts=prompts) as session:
         return anyio.run(run, session, Console(), observers)
 
 

@@ -7,8 +7,9 @@ The modules that these import are left out, and so are model directories, which 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -27,7 +28,7 @@ class Provenance:
 
     Attributes:
         settings: a digest of each, under ``section.key``.
-        files: SHA-256 of each file under the setting that names it.
+        files: SHA-256 of each file, directory, or other source of prompts, under the setting that names it.
         libraries: their versions.
     """
 
@@ -39,6 +40,10 @@ class Provenance:
     def of(cls, settings: Settings) -> Self:
         """Return what a run with these settings is made of now."""
         return cls(fingerprints(settings), {name: digest(file) for name, file in settings.files.items()}, installed())
+
+    def with_digests(self, digests: Mapping[str, str]) -> Provenance:
+        """Return this with the digests of sources that are no files."""
+        return replace(self, files={**self.files, **digests})
 
     @classmethod
     def restored(cls, state: State) -> Self:
@@ -78,9 +83,10 @@ def require_continued(
     Raises:
         DataError: a file has changed.
     """
-    for name, file in settings.files.items():
-        if before.files.get(name) == now.files.get(name):
+    for name, digest_now in now.files.items():
+        if before.files.get(name) == digest_now:
             continue
+        file: object = settings.files.get(name, f"what {name} names")
         if not name.startswith(CODE) or not accept_changed_code:
             advice = ", or go on with it as it is now (--accept-changed-code)" if name.startswith(CODE) else ""
             raise DataError(
@@ -108,8 +114,14 @@ def fingerprints(settings: Settings) -> dict[str, str]:
 
 
 def digest(path: Path) -> str:
-    """Return the SHA-256 of a file, or why it cannot be read; a pipe, which may never end, is not opened."""
+    """Return the SHA-256 of a file, or why it cannot be read; a pipe, which may never end, is not opened.
+
+    That of a directory is the SHA-256 of its files' names and digests.
+    """
     try:
+        if path.is_dir():
+            found = {file.relative_to(path).as_posix(): digest(file) for file in path.rglob("*") if file.is_file()}
+            return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
         if not path.is_file():
             return "no regular file"
         with path.open("rb") as file:

@@ -11,6 +11,7 @@ from typing import Annotated, Final, Literal, TypeAlias
 from pydantic import AfterValidator, Field
 
 from oppo.algorithms.registry import ALGORITHMS
+from oppo.app.sources import Prompts
 from oppo.app.tables import Name, OneOf, TextOrTables
 from oppo.declared import (
     Count,
@@ -241,11 +242,18 @@ class ModelsSection:
 class DataSection:
     """``[data]``: the prompts and how they are served."""
 
-    prompts: Filled = required("a .jsonl or .parquet file")
+    prompts: Prompts = required(
+        "a .jsonl, .csv or .parquet file, a directory that `datasets` wrote (`save_to_disk`), or a dataset's name at a "
+        "hub; or a list of such, mixed: each a text, or a table with `path`, `weight`, `column`, `split`, `subset`"
+    )
     column: Filled = setting("prompt", "the column that holds the prompt: text, or chat messages")
     max_prompt_tokens: PositiveCount = setting(512, "a longer prompt is over-long")
     over_long: Literal["filter", "truncate", "error"] = setting("filter", "what to do with over-long prompts")
-    epochs: Count = setting(0, "passes over the file; 0: as many as the steps need")
+    epochs: Count = setting(
+        0,
+        "passes over the prompts; with weights the data ends where a source would begin another pass; 0: as many as "
+        "the steps need",
+    )
     seed: Seed = setting(0, "keys the order of the prompts")
 
 

@@ -29,6 +29,7 @@ from oppo.algorithms.ppo import PPO
 from oppo.app.consistency import require_consistent
 from oppo.app.kinds import NAMED, OWN, Kinds
 from oppo.app.sections import DataSection, ModelsSection, RunSection, SamplingSection, StepSection, file_of
+from oppo.app.sources import Source, named
 from oppo.app.tables import STRICT, Table, adapter
 from oppo.declared import (
     MOST,
@@ -130,12 +131,13 @@ class Settings(BaseModel):
 
     @property
     def files(self) -> dict[str, Path]:
-        """The files that the run reads besides its models, each under the setting that names it."""
+        """The files and directories that the run reads besides its models, each under the setting that names it."""
         rewards = {f"models.{key}": part.source for key, part in self.models.rewards.items()}
         steps = {f"step.{name}": getattr(self.step, name) for name in NAMED}
         code = {**rewards, "models.environment": self.models.environment, **steps}
         found = {name: file for name, spec in code.items() if (file := file_of(spec)) is not None}
-        return {"data.prompts": Path(self.data.prompts), **found}
+        prompts = {name: each.file for name, each in named("data.prompts", self.data.prompts).items()}
+        return {name: file for name, file in prompts.items() if file is not None} | found
 
     def tables(self) -> dict[str, dict[str, object]]:
         """Return every setting as in a file, by section and key; ``None`` for an absent key."""
@@ -163,7 +165,9 @@ class Settings(BaseModel):
 
 
 def _spelt(value: object) -> object:
-    """Return a value as in a file: a table of tables, where it is one, without absent keys."""
+    """Return a value as in a file: a table of tables, or a list of them, where it is one, without absent keys."""
+    if isinstance(value, tuple) and any(isinstance(each, Source) for each in value):
+        return [each.table() for each in cast("tuple[Source, ...]", value)]
     if not isinstance(value, Mapping):
         return value
     return {

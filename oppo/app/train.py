@@ -19,13 +19,12 @@ from oppo.app.checkpoint import Checkpoint, Checkpoints
 from oppo.app.compose import MakeGraph, compose, kind_of, require_trainer, trainer_of
 from oppo.app.empty_steps import EmptySteps
 from oppo.app.interrupt import Interrupt, Stopped, interruptible
-from oppo.app.provenance import Provenance, require_continued
-from oppo.app.resume import CHECKPOINTS, locked, newest, require_same
+from oppo.app.provenance import Provenance
+from oppo.app.resume import CHECKPOINTS, locked, newest, require_same_run
 from oppo.app.sections import RunSection
 from oppo.app.settings import Settings
-from oppo.app.supply import require_room, require_unfinished, resolved_prompts, short_of, steps_of
+from oppo.app.supply import Rows, Supply, require_room, require_unfinished, short_of, steps_of, supply_of
 from oppo.app.trackers import require_trackers, tracking
-from oppo.data import PromptStream
 from oppo.errors import CheckpointError, HangError, behind
 from oppo.events import StepReport
 from oppo.graph import Graph, Run
@@ -65,7 +64,7 @@ class PreparedRun:
     settings: Settings
     assembly: Assembly
     graph: Graph[StepReport]
-    prompts: PromptStream
+    prompts: Supply
     provenance: Provenance
     checkpoints: Checkpoints
     notices: Notices
@@ -141,6 +140,7 @@ def prepare(
     dry_run: bool = False,
     accept_changed_code: bool = False,
     graph: MakeGraph | None = None,
+    prompts: Rows | None = None,
 ) -> PreparedRun:
     """Return a run with everything loaded and checked; writes nothing but the log of an engine with one.
 
@@ -151,6 +151,7 @@ def prepare(
         dry_run: prepare only, so the run directory may be in use.
         accept_changed_code: resume with another content of a file of code than the run began with.
         graph: makes the graph of a step, in place of that of ``step.algorithm``.
+        prompts: rows of a program, in place of what ``data.prompts`` names.
 
     Raises:
         OppoError: a setting, the data, the reward or a model cannot be used, or another run writes the run directory.
@@ -174,20 +175,17 @@ def prepare(
 
         require_installed(settings)
         text = load_text(settings.models, tell)
-        data, provenance = settings.data, Provenance.of(settings)
-        prompts = resolved_prompts(settings, text, tell, provenance)
-        stream = PromptStream(prompts, seed=data.seed, epochs=data.epochs)
+        data = settings.data
+        stream, provenance = supply_of(settings, text, tell, Provenance.of(settings), prompts)
         if (lasts := steps_of(chosen.steps, data, settings.step.batch, stream)) < chosen.steps:
             tell(short_of(chosen.steps, lasts, data, settings.trainer.schedule))
         if checkpoint is not None:
-            before = Provenance.restored(checkpoint.state())
-            require_same(before.settings, settings, of="its checkpoint")
-            require_continued(before, provenance, settings, tell, accept_changed_code=accept_changed_code)
+            require_same_run(checkpoint, settings, provenance, tell, accept_changed_code=accept_changed_code)
             require_unfinished(settings.run_directory, lasts)
         done = 0 if checkpoint is None else checkpoint.step
         assembly = assemble(settings, text, tell, engine_log=None if dry_run else settings.run_directory / ENGINE_LOG)
         stack.callback(assembly.close)
-        require_room(prompts, assembly.sampling.max_new_tokens, assembly.positions)
+        require_room(stream.longest, assembly.sampling.max_new_tokens, assembly.positions)
         replay = observations(settings.run_directory / JOURNAL, done) if resume else {}
         composed = compose(settings, assembly, stream, replay, graph)
         assembly = assembly.wired(trainer_of(composed), composed.stage("generate", Generate).environment)
@@ -261,7 +259,7 @@ async def run(
             watchdog.watch(running)
             panel.watch(running.snapshot)
             await make_steps(session, running, interrupt, directory)
-        note_data(session, log)
+        note_data(session, log, directory.made)
         directory.conclude()
     return directory
 
@@ -299,11 +297,11 @@ def announce_end(console: Console, by: signal.Signals) -> None:
     console.out(f"{name}: ending after this step, then saving; once more ends the run at once", highlight=False)
 
 
-def note_data(session: PreparedRun, log: RunLog) -> None:
+def note_data(session: PreparedRun, log: RunLog, made: int) -> None:
     """Log that the data ended early, and which files changed meanwhile."""
     chosen = session.settings
-    if session.steps < chosen.run.steps:
-        log.note("data ended", steps=session.steps, wanted=chosen.run.steps)
+    if made < chosen.run.steps:
+        log.note("data ended", steps=made, wanted=chosen.run.steps)
     for file in session.provenance.changed(chosen):
         log.note("file changed", file=str(file), used="as it was when the run began")
 
@@ -339,7 +337,7 @@ async def make_steps(
         Stopped: a signal came.
     """
     chosen = session.settings.run
-    empty = EmptySteps(chosen.max_empty)
+    empty, last = EmptySteps(chosen.max_empty), None
     await session.restore(running)
     if session.done >= session.steps:  # it was killed between its last step and its end
         await session.assembly.saving.save(directory.path / FINAL)
@@ -353,6 +351,10 @@ async def make_steps(
         if early and not running.alive:
             raise Stopped(early)
         empty.after(report)
+        last = report
+    if last is not None and chosen.checkpoint_every and not session.is_checkpointed(last.index):
+        await anyio.to_thread.run_sync(directory.flush)  # the prompts ended earlier than could be known
+        await session.keep(running, last)
     empty.require_trained(directory.trained, session.steps)
 
 

@@ -88,6 +88,7 @@ class RunDirectory(Observer):
 
     Attributes:
         trained: rollouts that the run has trained so far.
+        made: steps that it has made.
         faults: sentences about records that were damaged when the run was resumed.
 
     Raises:
@@ -119,6 +120,7 @@ class RunDirectory(Observer):
         self._trace_file: TraceFile | None = None
         self._timekeeper = Timekeeper(source=source)
         self.trained = 0
+        self.made = resumed_at or 0
         self.faults: list[str] = []
         self._at = 0.0  # loop time of the latest item
         self._files: dict[str, TextIO] = {}
@@ -177,6 +179,7 @@ class RunDirectory(Observer):
     def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
         """Write the step's metrics, and flush all files."""
         del channels
+        self.made = step + 1
         self._trace_models(self._timekeeper.complete(step))
         if isinstance(result, StepReport):
             self.trained += len(result.trained)

@@ -2,21 +2,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, strategies as st
 from pyarrow import parquet
 from tokenizers import Tokenizer as Words, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from oppo.data import PromptStream, read_prompts
+from oppo.data import read_prompts
 from oppo.errors import DataError
-from oppo.events import Prompt
 from oppo.hf.text import Text
 
 if TYPE_CHECKING:
@@ -81,6 +78,92 @@ def test_parquet_is_read_like_json_lines(tmp_path: Path) -> None:
     assert prompts[1].columns["answer"] == 2
 
 
+def test_csv_is_read_with_its_header_and_quotes_and_every_column_is_text(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.csv"
+    path.write_bytes('\ufeffprompt,answer\r\n"a\nb",1\r\n\r\n"c",""\r\n'.encode())
+    prompts = read_prompts(path, text())
+    assert [words(prompt.tokens.tolist()) for prompt in prompts] == ["a b", "c"]
+    assert [prompt.columns for prompt in prompts] == [
+        {"prompt": "a\nb", "answer": "1"},
+        {"prompt": "c", "answer": ""},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("prompt,answer\na\n", "line 2: 1 fields, where the header names 2"),
+        ("prompt,prompt\na,b\n", "line 1: the header names a column twice: prompt, prompt"),
+        ('prompt\n"a\n', "line 2: not valid CSV: unexpected end of data"),
+        ("question\na\n", "line 2: no column 'prompt'; the columns there are question"),
+        ("", "holds no prompt"),
+        ("prompt\n", "holds no prompt"),
+    ],
+)
+def test_a_csv_that_cannot_be_used_is_named_by_file_and_line(tmp_path: Path, content: str, sentence: str) -> None:
+    path = tmp_path / "prompts.csv"
+    path.write_text(content)
+    message = refused(path)
+    assert str(path) in message
+    assert sentence in message
+
+
+def test_a_dataset_on_the_disk_is_read_like_a_file(tmp_path: Path) -> None:
+    import datasets
+
+    rows = {"prompt": ["a b", "a b"], "answer": [1, 2]}
+    datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "one")
+    prompts = read_prompts(tmp_path / "one", text())
+    assert [(words(prompt.tokens.tolist()), prompt.columns["answer"]) for prompt in prompts] == [("a b", 1), ("a b", 2)]
+    split = datasets.DatasetDict(
+        {"train": datasets.Dataset.from_dict({"prompt": ["a"]}), "test": datasets.Dataset.from_dict({"prompt": ["b"]})}
+    )
+    split.save_to_disk(tmp_path / "several")
+    assert [words(p.tokens.tolist()) for p in read_prompts(tmp_path / "several", text())] == ["a"]
+    assert [words(p.tokens.tolist()) for p in read_prompts(tmp_path / "several", text(), split="test")] == ["b"]
+    with pytest.raises(DataError, match="has no split 'dev'; the splits there are train, test"):
+        read_prompts(tmp_path / "several", text(), split="dev")
+    (tmp_path / "one" / "state.json").write_text("{}")
+    assert "cannot be read as a dataset: " in refused(tmp_path / "one")
+
+
+def test_chats_of_a_dataset_go_through_the_template(tmp_path: Path) -> None:
+    import datasets
+
+    chats = [
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    ]
+    datasets.Dataset.from_dict({"prompt": chats}).save_to_disk(tmp_path / "chats")
+    (prompt,) = read_prompts(tmp_path / "chats", text(TEMPLATE))
+    assert words(prompt.tokens.tolist()) == "user : a assistant : b user : c assistant :"
+
+
+@pytest.mark.parametrize("name", ["someone/prompts", "some-one/prompts.v2"])
+def test_a_dataset_of_a_hub_that_cannot_be_asked_is_one_sentence(name: str) -> None:
+    told: list[str] = []
+    with pytest.raises(DataError) as caught:
+        read_prompts(name, text(), tell=told.append)
+    said = str(caught.value)
+    assert said.startswith(f"{name!r} is no file or directory here, and as a dataset of a hub it could not be had (")
+    assert len(said.splitlines()) == 1
+    assert told == [], "offline nothing is asked"
+
+
+def test_without_the_library_a_dataset_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "dataset_info.json").write_text("{}")
+    monkeypatch.setattr("oppo.data.datasets_library.find_spec", lambda name: None)
+    assert "reading a dataset needs the library datasets: pip install 'oppo[datasets]'" in refused(tmp_path)
+
+
+def test_rows_of_a_program_are_read_like_a_file() -> None:
+    rows = [{"prompt": "a b", "answer": 1}, {"prompt": "c", "answer": 2}]
+    assert [words(prompt.tokens.tolist()) for prompt in read_prompts(rows, text())] == ["a b", "c"]
+    with pytest.raises(DataError, match=r"row 2: expected a mapping of columns, got 'c' \(str\)"):
+        read_prompts([{"prompt": "a"}, "c"], text())  # type: ignore[list-item]
+    with pytest.raises(DataError, match="the program's rows holds no prompt"):
+        read_prompts([], text())
+
+
 @pytest.mark.parametrize(
     ("row", "sentence"),
     [
@@ -102,9 +185,10 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, row: object, senten
 
 def test_a_file_that_cannot_be_read_is_a_sentence(tmp_path: Path) -> None:
     assert "there is no prompt file" in refused(tmp_path / "none.jsonl")
-    other = tmp_path / "prompts.csv"
+    other = tmp_path / "prompts.txt"
     other.write_text("a")
-    assert "expected a .jsonl or .parquet file" in refused(other)
+    assert "expected a file of prompts whose name ends in .jsonl, .csv or .parquet" in refused(other)
+    assert "is a directory without dataset_info.json or dataset_dict.json" in refused(tmp_path)
     broken = tmp_path / "broken.parquet"
     broken.write_text("not parquet")
     assert "is not a readable parquet file" in refused(broken)
@@ -133,41 +217,3 @@ def test_over_long_prompts_can_be_refused(tmp_path: Path) -> None:
 def test_no_prompt_left_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no prompt .* is left: all are over-long"):
         read_prompts(jsonl(tmp_path, {"prompt": "a b c"}), text(), max_prompt_tokens=2)
-
-
-def pool(count: int) -> list[Prompt]:
-    return [Prompt(i, i, np.array([i], np.int32)) for i in range(count)]
-
-
-@given(count=st.integers(1, 20), seed=st.integers(0, 2**32), epochs=st.integers(1, 4))
-def test_every_epoch_holds_every_prompt_once_under_consecutive_numbers(count: int, seed: int, epochs: int) -> None:
-    stream = PromptStream(pool(count), seed=seed, epochs=epochs)
-    taken = list(stream)
-    assert len(taken) == len(stream) == count * epochs
-    assert [prompt.admission for prompt in taken] == [prompt.rollout for prompt in taken] == list(range(len(taken)))
-    for epoch in range(epochs):
-        part = taken[epoch * count : (epoch + 1) * count]
-        assert sorted(int(prompt.tokens[0]) for prompt in part) == list(range(count))
-
-
-@given(count=st.integers(1, 9), seed=st.integers(0, 2**32), position=st.integers(0, 40))
-def test_a_stream_goes_on_from_its_position(count: int, seed: int, position: int) -> None:
-    first = PromptStream(pool(count), seed=seed)
-    before = list(islice(first, position))
-    assert len(before) == position
-    second = PromptStream(pool(count), seed=seed)
-    second.load_state_dict(first.state_dict())
-    assert [p.tokens.tolist() for p in islice(second, 5)] == [p.tokens.tolist() for p in islice(first, 5)]
-
-
-def test_epochs_and_seeds_differ_in_order() -> None:
-    orders = [[p.tokens[0] for p in PromptStream(pool(30), seed=seed, epochs=2)] for seed in (0, 1)]
-    assert orders[0][:30] != orders[0][30:]
-    assert orders[0] != orders[1]
-
-
-def test_an_endless_stream_has_no_length_and_an_empty_one_is_refused() -> None:
-    with pytest.raises(TypeError, match="endless"):
-        len(PromptStream(pool(1)))
-    with pytest.raises(DataError, match="at least one prompt"):
-        PromptStream([])
