@@ -39,7 +39,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     ),
     frozenset({"graph"}),
     frozenset({"stages", "losses"}),
-    frozenset({"algorithms"}),
+    frozenset({"algorithms", "evaluation"}),
 )
 """From the bottom up: a module imports its own layer and those below it."""
 
