@@ -127,6 +127,13 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "algorithm.long_buffer": ("soft over-long punishment, L_cache", ""),
     "algorithm.long_penalty": ("over-long penalty", ""),
     "algorithm.beta": ("beta", "`beta` of DPO"),
+    "eval.prompts": ("evaluation set, held-out set", "eval_dataset"),
+    "eval.every": ("evaluation interval", "`eval_steps`"),
+    "eval.samples": ("avg@n, pass@k", ""),
+    "eval.count": ("evaluation set size", ""),
+    "eval.pass_score": ("success threshold", ""),
+    "eval.batch": ("evaluation batch size", "`per_device_eval_batch_size`"),
+    "eval.seed": ("evaluation seed", "seed"),
     "trainer.learning_rate": ("learning rate", "learning_rate"),
     "trainer.critic_learning_rate": ("critic learning rate", ""),
     "trainer.critic_warmup": ("critic warm-up", ""),
@@ -166,6 +173,7 @@ ABOUT: Mapping[str, str] = {
     "sampling": "How the policy draws tokens.",
     "step": "The algorithm, and the schedule of a step.",
     "algorithm": "The settings of the algorithm that `step.algorithm` names; not all of them have every key.",
+    "eval": "How the policy answers held-out prompts while it is trained: [runs.md](runs.md#held-out-score).",
     "trainer": "How actor and critic are optimised.",
 }
 """What each section is about."""

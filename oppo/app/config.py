@@ -68,6 +68,7 @@ def resolve(document: Mapping[str, object], folder: Path) -> Settings:
                 environment=_model(models.environment, folder),
             ),
             "data": replace(settings.data, prompts=within(settings.data.prompts, folder)),
+            "eval": replace(settings.eval, prompts=within(settings.eval.prompts, folder)),
         }
     )
     require_public(found.tables())

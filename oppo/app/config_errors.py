@@ -101,10 +101,12 @@ class Faults:
         """Return the sections or algorithms that have the same key."""
         if len(place) != 2:
             return ""
-        if homes := [name for name, keys in self.keys.items() if place[1] in keys]:
-            return f" (it is a key of {', '.join(f'[{name}]' for name in homes)})"
         others = ", ".join(repr(name) for name, kind in ALGORITHMS.items() if place[1] in declared(kind))
-        return f" (it is a key of [algorithm] for {others}, not for {self.algorithm!r})" if others else ""
+        if place[0] == "algorithm" and others:
+            return f" (it is a key of [algorithm] for {others}, not for {self.algorithm!r})"
+        homes = [f"[{name}]" for name, keys in self.keys.items() if place[1] in keys]
+        homes += [f"[algorithm] for {others}, not for {self.algorithm!r}"] if others and not homes else []
+        return f" (it is a key of {', '.join(homes)})" if homes else ""
 
 
 def require_public(tables: Mapping[str, Mapping[str, object]]) -> None:

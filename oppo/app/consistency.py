@@ -42,6 +42,8 @@ def require_consistent(settings: Settings) -> None:
             f"run.trainer = 'process' takes the loss to another process, which cannot import {kind.__name__} from a "
             "file: leave run.trainer out, or keep the class in an installed package"
         )
+    if not settings.eval.prompts:
+        _require_no_evaluation(settings)
     if not settings.algorithm.has_critic:
         _require_no_critic(settings)
     if settings.algorithm.responses > 1 and settings.sampling.temperature == 0:
@@ -80,6 +82,19 @@ def _require_possible_on_vllm(settings: Settings) -> None:
             f"sampling.top_p = {settings.sampling.top_p} draws from the most likely tokens, and vLLM does not say "
             "which those were, though log-probs are among them: bound them by sampling.top_k, or set models.engine = "
             "'transformers'"
+        )
+
+
+def _require_no_evaluation(settings: Settings) -> None:
+    given = [
+        key
+        for key, each in declared(type(settings.eval)).items()
+        if key not in {"prompts", "seed"} and getattr(settings.eval, key) != each.default
+    ]
+    if given:
+        raise ValueError(
+            f"[eval] has {', '.join(given)}, and nothing is evaluated without held-out prompts: give eval.prompts, or "
+            "leave that out"
         )
 
 

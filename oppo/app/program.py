@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import anyio
@@ -14,7 +14,7 @@ from oppo.app.overrides import overridden
 from oppo.app.resume import settings_of
 from oppo.app.settings import Settings
 from oppo.app.sources import ROWS
-from oppo.app.supply import Rows
+from oppo.app.supply import Given, Rows
 from oppo.app.train import prepare, run
 from oppo.observe import Observer, silent
 from oppo.report import RunDirectory
@@ -25,6 +25,7 @@ def train(
     overrides: Sequence[str] = (),
     *,
     prompts: Rows | None = None,
+    eval_prompts: Iterable[Mapping[str, object]] | None = None,
     graph: MakeGraph | None = None,
     observers: Sequence[Observer] = (),
     tell: Callable[[str], None] = silent,
@@ -40,6 +41,7 @@ def train(
         prompts: rows, each a mapping of columns, in place of what ``data.prompts`` names: a sequence, which is read at
             once and served like a file; or any iterable or async iterable, served as it comes until it ends, in its
             own order (:class:`oppo.data.RowStream`). A resumed run is given the same rows again.
+        eval_prompts: held-out rows, in place of what ``eval.prompts`` names.
         graph: makes the graph of a step of the run's models and schedule, in place of that of ``step.algorithm``, whose
             loss and settings stay. Its stages ``generate`` and ``update`` are a ``Generate`` and an ``Update``. A
             trainer of its own is a :class:`oppo.models.ResumableTrainer`; the run saves and restores it. A resumed run
@@ -56,9 +58,11 @@ def train(
         >>> directory = train(directory.path, ["run.steps=40"])  # goes on  # doctest: +SKIP
     """
     resume = isinstance(config, str | Path) and Path(config).is_dir()
-    rows = [] if prompts is None else [f"data.prompts={ROWS}"]
-    settings = _settings(config, [*overrides, *rows])
-    with prepare(settings, tell, resume=resume, graph=graph, prompts=prompts) as session:
+    held_out = None if eval_prompts is None else list(eval_prompts)
+    given = {"data.prompts": prompts, "eval.prompts": held_out}
+    named = [f"{key}={ROWS}" for key, rows in given.items() if rows is not None]
+    settings, rows = _settings(config, [*overrides, *named]), Given(prompts, held_out)
+    with prepare(settings, tell, resume=resume, graph=graph, rows=rows) as session:
         return anyio.run(run, session, Console(), observers)
 
 

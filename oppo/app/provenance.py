@@ -21,6 +21,9 @@ from oppo.report.log import installed
 CODE = ("models.reward", "models.environment", "step.algorithm", "step.admission", "step.loss")
 """How the settings begin that name a file of code."""
 
+HELD_OUT = "eval.prompts"
+"""The setting of prompts that nothing is trained on."""
+
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
@@ -87,6 +90,9 @@ def require_continued(
         if before.files.get(name) == digest_now:
             continue
         file: object = settings.files.get(name, f"what {name} names")
+        if name.startswith(HELD_OUT):
+            tell(f"{file} is not what it was when the run began: held-out scores from now on are of other prompts")
+            continue
         if not name.startswith(CODE) or not accept_changed_code:
             advice = ", or go on with it as it is now (--accept-changed-code)" if name.startswith(CODE) else ""
             raise DataError(

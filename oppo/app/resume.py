@@ -8,7 +8,9 @@ from pathlib import Path
 from oppo.app.checkpoint import Checkpoint, Checkpoints
 from oppo.app.config import load
 from oppo.app.provenance import Provenance, fingerprints, require_continued
+from oppo.app.sections import EvalSection
 from oppo.app.settings import Settings
+from oppo.declared import declared
 from oppo.errors import CheckpointError, ConfigError
 from oppo.report.files import METRICS, ended
 from oppo.report.lock import Lock
@@ -40,6 +42,7 @@ MAY_CHANGE = frozenset(
         "models.reward_process",
         "models.reward_timeout",
         "models.share_weights",
+        *(f"eval.{key}" for key in declared(EvalSection)),
     }
 )
 """Settings that may change when a run is resumed: none of them changes what a step computes.

@@ -11,7 +11,7 @@ from typing import Annotated, Final, Literal, TypeAlias
 from pydantic import AfterValidator, Field
 
 from oppo.algorithms.registry import ALGORITHMS
-from oppo.app.sources import Prompts
+from oppo.app.sources import HeldOut, Prompts
 from oppo.app.tables import Name, OneOf, TextOrTables
 from oppo.declared import (
     Count,
@@ -101,7 +101,11 @@ class RunSection:
         "steps between checkpoints, from which `oppo resume` goes on; the last step writes one too; 0: none",
     )
     keep_last: PositiveCount = setting(2, "how many of the newest checkpoints are kept")
-    keep_best: bool = setting(default=False, description="keep the checkpoint of the best mean score too")
+    keep_best: bool = setting(
+        default=False,
+        description="keep the checkpoint of the best score too: the held-out score with `eval.prompts`, else the mean "
+        "score of the step",
+    )
 
 
 OnFailure: TypeAlias = Literal["fail", "drop", "retry"]
@@ -321,6 +325,35 @@ class StepSection:
             raise ValueError(
                 f"extra must be at most batch ({self.batch}), so that overdue rollouts fit; got {self.extra}"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalSection:
+    """``[eval]``: how the policy answers held-out prompts while it is trained."""
+
+    prompts: HeldOut = setting(
+        "", "held-out prompts, as `data.prompts`, without weights; when empty nothing is evaluated"
+    )
+    every: PositiveCount = setting(
+        10,
+        "steps between evaluations; there is one before the first step and one after the last too, and, with "
+        "`run.keep_best`, one before each checkpoint",
+    )
+    samples: PositiveCount = setting(
+        1,
+        "the most likely response to each prompt is scored; with more than one, so many are drawn besides, as in "
+        "training, for their mean score and pass@k",
+    )
+    count: Count = setting(0, "answer only the first so many of the prompts; 0: all")
+    pass_score: float | None = setting(
+        None,
+        "a response of at least this score passes, for pass@k; when absent 1 for a reward function, and with a reward "
+        "model none does",
+    )
+    batch: PositiveCount | None = setting(
+        None, "responses that are written at a time; when absent as many as are trained in a step"
+    )
+    seed: Seed = setting(0, "keys the noise of drawn responses, the same in every evaluation")
 
 
 def file_of(spec: str) -> Path | None:

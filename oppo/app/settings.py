@@ -28,7 +28,15 @@ from oppo.algorithms.algorithm import Algorithm
 from oppo.algorithms.ppo import PPO
 from oppo.app.consistency import require_consistent
 from oppo.app.kinds import NAMED, OWN, Kinds
-from oppo.app.sections import DataSection, ModelsSection, RunSection, SamplingSection, StepSection, file_of
+from oppo.app.sections import (
+    DataSection,
+    EvalSection,
+    ModelsSection,
+    RunSection,
+    SamplingSection,
+    StepSection,
+    file_of,
+)
 from oppo.app.sources import Source, named
 from oppo.app.tables import STRICT, Table, adapter
 from oppo.declared import (
@@ -79,6 +87,7 @@ class Settings(BaseModel):
     algorithm: Annotated[SkipValidation[Algorithm], PlainValidator(_algorithm)] = Field({}, validate_default=True)
     admission: Annotated[SkipValidation[object], PlainValidator(_own)] = Field({}, validate_default=True)
     loss: Annotated[SkipValidation[object], PlainValidator(_own)] = Field({}, validate_default=True)
+    eval: Annotated[EvalSection, Table()] = EvalSection()
     trainer: Annotated[TrainerSettings, Table(), BeforeValidator(_spanning)] = Field({}, validate_default=True)
     vllm: dict[str, object] = Field({})
     """Arguments of vLLM's engine, by its own names; :mod:`oppo.app.engines` checks them before anything is loaded."""
@@ -136,8 +145,8 @@ class Settings(BaseModel):
         steps = {f"step.{name}": getattr(self.step, name) for name in NAMED}
         code = {**rewards, "models.environment": self.models.environment, **steps}
         found = {name: file for name, spec in code.items() if (file := file_of(spec)) is not None}
-        prompts = {name: each.file for name, each in named("data.prompts", self.data.prompts).items()}
-        return {name: file for name, file in prompts.items() if file is not None} | found
+        prompts = {**named("data.prompts", self.data.prompts), **named("eval.prompts", self.eval.prompts)}
+        return {name: each.file for name, each in prompts.items() if each.file is not None} | found
 
     def tables(self) -> dict[str, dict[str, object]]:
         """Return every setting as in a file, by section and key; ``None`` for an absent key."""

@@ -99,19 +99,37 @@ def _source(value: object, number: int) -> Source:
     return found
 
 
+def _held_out(value: object) -> str | tuple[Source, ...]:
+    """Return the value of a setting for held-out prompts, each of which is answered; empty for none.
+
+    Raises:
+        ValueError: it is no source, and no list of sources, or one has a weight.
+    """
+    if value == "":
+        return ""
+    found = _sources(value)
+    if any(each.weight is not None for each in sources(found)):
+        raise ValueError("held-out prompts are answered once each, so that no source has a weight: leave it out")
+    return found
+
+
 Prompts: TypeAlias = Annotated[str | tuple[Source, ...], PlainValidator(_sources)]
 """The value of a setting that names prompts: one source, or several."""
 
 
+HeldOut: TypeAlias = Annotated[str | tuple[Source, ...], PlainValidator(_held_out)]
+"""The value of a setting that names held-out prompts, or none."""
+
+
 def sources(prompts: str | tuple[Source, ...]) -> tuple[Source, ...]:
     """Return the sources that a setting names."""
-    return (Source(path=prompts),) if isinstance(prompts, str) else prompts
+    return tuple(named("", prompts).values())
 
 
 def named(key: str, prompts: str | tuple[Source, ...]) -> dict[str, Source]:
     """Return the sources of a setting, each by its name: ``data.prompts``, or ``data.prompts[0]`` of several."""
     if isinstance(prompts, str):
-        return {key: Source(path=prompts)}
+        return {key: Source(path=prompts)} if prompts else {}
     return {f"{key}[{number}]": each for number, each in enumerate(prompts)}
 
 
@@ -121,5 +139,6 @@ def within(prompts: str | tuple[Source, ...], folder: Path) -> str | tuple[Sourc
     Raises:
         ConfigError: a path cannot be followed.
     """
-    found = tuple(each.within(folder) for each in sources(prompts))
-    return found[0].path if isinstance(prompts, str) else found
+    if isinstance(prompts, str):
+        return Source(path=prompts).within(folder).path if prompts else ""
+    return tuple(each.within(folder) for each in prompts)

@@ -6,8 +6,9 @@ import hashlib
 import json
 import math
 from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sequence, Sized
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, Final, Literal, TypeAlias, cast
 
 from oppo.app.provenance import Provenance
 from oppo.app.sections import DataSection
@@ -26,42 +27,102 @@ Supply: TypeAlias = PromptStream | RowStream
 """The prompts of a run."""
 
 
-def supply_of(
+@dataclass(frozen=True, slots=True, eq=False)
+class Given:
+    """Rows that a program gives in place of what settings name.
+
+    Attributes:
+        prompts: in place of ``data.prompts``.
+        held_out: in place of ``eval.prompts``.
+    """
+
+    prompts: Rows | None = None
+    held_out: Iterable[Mapping[str, object]] | None = None
+
+
+NOTHING: Final = Given()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Supplied:
+    """The prompts of a run.
+
+    Attributes:
+        stream: those that are trained on.
+        held_out: those of evaluations.
+        steps: of the run: ``run.steps``, or as many as the prompts last for.
+        provenance: of the run, with digests of what no file holds.
+    """
+
+    stream: Supply
+    held_out: Sequence[Prompt]
+    steps: int
+    provenance: Provenance
+
+    @property
+    def longest(self) -> int:
+        """Tokens in the longest prompt."""
+        return max(self.stream.longest, *(len(prompt.tokens) for prompt in self.held_out), 0)
+
+
+def supplied(
     settings: Settings,
     text: Tokenizer,
     tell: Callable[[str], None],
     provenance: Provenance,
-    rows: Rows | None = None,
-) -> tuple[Supply, Provenance]:
-    """Return the prompts of ``settings.data``, tokenized; ``tell`` receives a sentence about what is left out.
+    rows: Given = NOTHING,
+) -> Supplied:
+    """Return the prompts of a run, tokenized; ``tell`` receives a sentence about what is left out, and their end.
 
     Args:
-        provenance: from before any file was read; returned with digests of what no file holds.
-        rows: of the program, if the prompts are those.
+        provenance: from before any file was read.
 
     Raises:
         DataError: a source cannot be used, or changed while it was read.
-        ConfigError: the prompts are a program's rows, and there are none.
+        ConfigError: prompts are a program's rows, and there are none.
     """
-    data = settings.data
-    if rows is None and ROWS in [each.path for each in sources(data.prompts)]:
-        raise ConfigError(
-            "the prompts of the run are rows of a program: go on with it there, oppo.train(directory, prompts=rows)"
-        )
-    if rows is not None and not isinstance(rows, Sized):
-        return RowStream(rows, text, tell=tell, **_encoding(data)), provenance
-    pools = {name: read(each, data, text, tell, rows) for name, each in named("data.prompts", data.prompts).items()}
+    data, prompts, held_out = settings.data, rows.prompts, rows.held_out
+    for given, named_prompts in ((prompts, data.prompts), (held_out, settings.eval.prompts)):
+        if given is None and ROWS in [each.path for each in sources(named_prompts)]:
+            raise ConfigError(
+                "prompts of the run are rows of a program: go on with it there, oppo.train(directory, prompts=rows)"
+            )
+    as_they_come = prompts is not None and not isinstance(prompts, Sized)
+    trained = {} if as_they_come else _pools("data.prompts", settings, text, tell, prompts)
+    apart = _pools("eval.prompts", settings, text, tell, held_out)
     for file in provenance.changed(settings):
         raise DataError(f"{file} changed while it was read: start again when its writer is done")
-    unfiled = {name: content_digest(pools[name]) for name in pools if name not in settings.files}
+    pools = trained | apart
+    unfiled = {name: content_digest(pool) for name, pool in pools.items() if name not in settings.files}
+    stream = (
+        RowStream(cast("Rows", prompts), text, tell=tell, **_encoding(data))
+        if as_they_come
+        else _stream(data, list(trained.values()))
+    )
+    every = [prompt for pool in apart.values() for prompt in pool]
+    wanted = settings.run.steps
+    if (steps := steps_of(wanted, data, settings.step.batch, stream)) < wanted:
+        tell(short_of(wanted, steps, data, settings.trainer.schedule))
+    return Supplied(stream, every[: settings.eval.count or len(every)], steps, provenance.with_digests(unfiled))
+
+
+def _pools(
+    key: Literal["data.prompts", "eval.prompts"],
+    settings: Settings,
+    text: Tokenizer,
+    tell: Callable[[str], None],
+    rows: Rows | None,
+) -> dict[str, list[Prompt]]:
+    """Return the prompts of each source of a setting, by its name."""
+    found = named(key, settings.data.prompts if key == "data.prompts" else settings.eval.prompts)
+    return {name: read(each, settings.data, text, tell, rows) for name, each in found.items()}
+
+
+def _stream(data: DataSection, pools: Sequence[Sequence[Prompt]]) -> PromptStream:
     weights = [each.weight for each in sources(data.prompts) if each.weight is not None]
     if weights:
-        weighted = list(zip(weights, pools.values(), strict=True))
-        stream = PromptStream.mixed(weighted, seed=data.seed, epochs=data.epochs)
-    else:
-        every = [prompt for pool in pools.values() for prompt in pool]
-        stream = PromptStream(every, seed=data.seed, epochs=data.epochs)
-    return stream, provenance.with_digests(unfiled)
+        return PromptStream.mixed(list(zip(weights, pools, strict=True)), seed=data.seed, epochs=data.epochs)
+    return PromptStream([prompt for pool in pools for prompt in pool], seed=data.seed, epochs=data.epochs)
 
 
 def read(

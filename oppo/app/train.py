@@ -18,12 +18,13 @@ from rich.console import Console
 from oppo.app.checkpoint import Checkpoint, Checkpoints
 from oppo.app.compose import MakeGraph, compose, kind_of, require_trainer, trainer_of
 from oppo.app.empty_steps import EmptySteps
+from oppo.app.evaluate import evaluate_first, evaluates, is_due, judged, show_progress, with_evaluations
 from oppo.app.interrupt import Interrupt, Stopped, interruptible
 from oppo.app.provenance import Provenance
 from oppo.app.resume import CHECKPOINTS, locked, newest, require_same_run
 from oppo.app.sections import RunSection
 from oppo.app.settings import Settings
-from oppo.app.supply import Rows, Supply, require_room, require_unfinished, short_of, steps_of, supply_of
+from oppo.app.supply import NOTHING, Given, Supply, require_room, require_unfinished, steps_of, supplied
 from oppo.app.trackers import require_trackers, tracking
 from oppo.errors import CheckpointError, HangError, behind
 from oppo.events import StepReport
@@ -84,8 +85,7 @@ class PreparedRun:
 
     def is_checkpointed(self, index: int) -> bool:
         """Return whether the run writes a checkpoint after this step."""
-        every, made = self.settings.run.checkpoint_every, index + 1
-        return every > 0 and (made % every == 0 or made == self.steps)
+        return is_due(index, self.settings.run.checkpoint_every, self.steps)
 
     async def restore(self, running: Run[StepReport]) -> None:
         """Load the state of run, prompts and models from the checkpoint.
@@ -120,7 +120,8 @@ class PreparedRun:
             "trainer": kind_of(self.assembly.trainer),
             **self.provenance.state(),
         }
-        await self.assembly.saving.checkpoint(self.checkpoints, report.index + 1, report.score, state)
+        score = judged(self.settings, report)
+        await self.assembly.saving.checkpoint(self.checkpoints, report.index + 1, score, state)
 
     def __enter__(self) -> Self:
         return self
@@ -140,7 +141,7 @@ def prepare(
     dry_run: bool = False,
     accept_changed_code: bool = False,
     graph: MakeGraph | None = None,
-    prompts: Rows | None = None,
+    rows: Given = NOTHING,
 ) -> PreparedRun:
     """Return a run with everything loaded and checked; writes nothing but the log of an engine with one.
 
@@ -151,7 +152,7 @@ def prepare(
         dry_run: prepare only, so the run directory may be in use.
         accept_changed_code: resume with another content of a file of code than the run began with.
         graph: makes the graph of a step, in place of that of ``step.algorithm``.
-        prompts: rows of a program, in place of what ``data.prompts`` names.
+        rows: of a program, in place of what settings name.
 
     Raises:
         OppoError: a setting, the data, the reward or a model cannot be used, or another run writes the run directory.
@@ -175,20 +176,20 @@ def prepare(
 
         require_installed(settings)
         text = load_text(settings.models, tell)
-        data = settings.data
-        stream, provenance = supply_of(settings, text, tell, Provenance.of(settings), prompts)
-        if (lasts := steps_of(chosen.steps, data, settings.step.batch, stream)) < chosen.steps:
-            tell(short_of(chosen.steps, lasts, data, settings.trainer.schedule))
+        supply = supplied(settings, text, tell, Provenance.of(settings), rows)
+        stream, provenance = supply.stream, supply.provenance
         if checkpoint is not None:
             require_same_run(checkpoint, settings, provenance, tell, accept_changed_code=accept_changed_code)
-            require_unfinished(settings.run_directory, lasts)
+            require_unfinished(settings.run_directory, supply.steps)
         done = 0 if checkpoint is None else checkpoint.step
         assembly = assemble(settings, text, tell, engine_log=None if dry_run else settings.run_directory / ENGINE_LOG)
         stack.callback(assembly.close)
-        require_room(stream.longest, assembly.sampling.max_new_tokens, assembly.positions)
+        require_room(supply.longest, assembly.sampling.max_new_tokens, assembly.positions)
         replay = observations(settings.run_directory / JOURNAL, done) if resume else {}
         composed = compose(settings, assembly, stream, replay, graph)
         assembly = assembly.wired(trainer_of(composed), composed.stage("generate", Generate).environment)
+        due = partial(evaluates, settings, supply.steps)
+        composed = with_evaluations(composed, settings, assembly, supply.held_out, due)
         stack.pop_all()
     return PreparedRun(settings, assembly, composed, stream, provenance, checkpoints, tell, checkpoint, lock)
 
@@ -240,6 +241,7 @@ async def run(
         for fault in directory.faults:
             session.notices(fault)
         panel = stack.enter_context(panel_of(chosen, console, decode))
+        show_progress(session.graph, panel.on_evaluation)
         listeners = [log.on_stall, panel.on_stall]
         watchdog = stack.enter_context(watchdog_of(session, directory, listeners, last_resort))
         assembly.listen(directory.model_span, watchdog.on_span)
@@ -339,6 +341,8 @@ async def make_steps(
     chosen = session.settings.run
     empty, last = EmptySteps(chosen.max_empty), None
     await session.restore(running)
+    if not session.done and not directory.evaluated:
+        await evaluate_first(session.graph, running)
     if session.done >= session.steps:  # it was killed between its last step and its end
         await session.assembly.saving.save(directory.path / FINAL)
     async for report in running.steps(chosen.steps - session.done, drain_after=session.is_checkpointed):

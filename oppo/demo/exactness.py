@@ -10,7 +10,6 @@ from typing import cast
 import anyio
 
 from oppo.algorithms.ppo import PPO
-from oppo.app.evaluate import respond, score_all
 from oppo.app.settings import Settings
 from oppo.app.train import PreparedRun, prepare
 from oppo.data import PromptStream
@@ -18,6 +17,7 @@ from oppo.errors import ConfigError
 from oppo.events import Batch, Drop
 from oppo.observe import Span
 from oppo.stages.scored_rollouts import ScoredRollout
+from oppo.testing import respond_serially, score_serially
 
 STEPS = 2
 """The tokens of the second step depend on the weights after the first."""
@@ -63,12 +63,12 @@ async def serially(session: PreparedRun) -> list[Batch]:
     estimator = algorithm.advantage()
     batches = []
     for _ in range(STEPS):
-        finished = await respond(models.policy, [next(prompts) for _ in range(step.batch)])
+        finished = await respond_serially(models.policy, [next(prompts) for _ in range(step.batch)])
         unread = [None] * len(finished)
-        reference = unread if models.reference is None else await score_all(models.reference, finished)
-        rewards = await score_all(models.reward, finished)
+        reference = unread if models.reference is None else await score_serially(models.reference, finished)
+        rewards = await score_serially(models.reward, finished)
         scores = [score for score in rewards if not isinstance(score, Drop)]
-        values = await score_all(critic, finished)
+        values = await score_serially(critic, finished)
         rows = [ScoredRollout(*results) for results in zip(finished, reference, scores, values, strict=True)]
         batches.append(estimator.batch(rows))
         await models.trainer.update(batches[-1])

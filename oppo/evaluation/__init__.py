@@ -5,15 +5,16 @@
     generate ──> reward ──> collect        a graph of its own, on the policy and the scorer that are there
         └──────> ref_logp ────┘            optional
 
-Prompts are answered in batches, each to its end. Numbers of prompts and noise are apart from those of training, so that
-a run with evaluations trains what it trains without.
+Prompts are answered in batches, each to its end. In an evaluation, numbers of prompts and noise are apart from those of
+training, so that a run with evaluations trains what it trains without.
 """
 
 from oppo.evaluation.evaluate import Evaluate, Evaluated, Evaluation
-from oppo.evaluation.examine import Answers, examine
+from oppo.evaluation.examine import Answering, Answers, examine, respond
 from oppo.evaluation.measures import Comparison, compare, half_width, pass_at_k
 
 __all__ = [
+    "Answering",
     "Answers",
     "Comparison",
     "Evaluate",
@@ -23,4 +24,5 @@ __all__ = [
     "examine",
     "half_width",
     "pass_at_k",
+    "respond",
 ]

@@ -8,7 +8,7 @@ from typing import Final
 
 import anyio
 
-from oppo.evaluation.examine import Progress, examine, unseen
+from oppo.evaluation.examine import Answering, Progress, examine, unseen
 from oppo.evaluation.measures import of_greedy, of_sampled
 from oppo.events import Drop, Prompt, StepReport
 from oppo.graph import Receiver, Sender, Step
@@ -16,6 +16,9 @@ from oppo.models import Policy, Scorer
 from oppo.numeric import require_whole
 from oppo.stages import ScoredRollout
 from oppo.turns import Environment
+
+FIRST: Final = 10**12
+"""The number of the first held-out prompt: above those of training, so that scorers and noise tell them apart."""
 
 BEFORE: Final = -1
 """The step of an evaluation before the first."""
@@ -48,7 +51,7 @@ class Evaluation:
     """Held-out prompts, and how they are answered and scored.
 
     Attributes:
-        prompts: at least one.
+        prompts: at least one; they are numbered anew.
         reward: of training, for example.
         greedy: the policy, drawing the most likely tokens (a temperature of 0).
         sampled: the policy as it draws in training; ``None``: only the most likely responses are scored.
@@ -70,6 +73,8 @@ class Evaluation:
     def __post_init__(self) -> None:
         require_whole("samples", self.samples, 1)
         require_whole("batch", self.batch, 1)
+        numbered = [replace(prompt, admission=FIRST + number) for number, prompt in enumerate(self.prompts)]
+        object.__setattr__(self, "prompts", numbered)
 
     async def measure(self, step: int, progress: Progress = unseen) -> Evaluated:
         """Return the held-out scores of the weights at hand; see :func:`examine`."""
@@ -79,25 +84,13 @@ class Evaluation:
         def shown(before: int) -> Progress:
             return lambda done, _: progress(before + done, total)
 
-        greedy = await examine(
-            self.greedy,
-            self.reward,
-            self.prompts,
-            batch=self.batch,
-            environment=self.environment,
-            progress=shown(0),
-        )
+        how = Answering(batch=self.batch, environment=self.environment, progress=shown(0))
+        greedy = await examine(self.greedy, self.reward, self.prompts, how)
         metrics = of_greedy(greedy, self.pass_score)
         if self.sampled is not None:
-            sampled = await examine(
-                self.sampled,
-                self.reward,
-                self.prompts,
-                samples=self.samples,
-                batch=max(1, self.batch // self.samples),
-                environment=self.environment,
-                progress=shown(len(self.prompts)),
-            )
+            batch, progress_of_these = max(1, self.batch // self.samples), shown(len(self.prompts))
+            how = replace(how, samples=self.samples, batch=batch, progress=progress_of_these)
+            sampled = await examine(self.sampled, self.reward, self.prompts, how)
             metrics = {**metrics, **of_sampled(sampled, self.samples, self.pass_score)}
             metrics["eval/dropped"] += len(sampled.dropped)
         seconds = {"eval/seconds": anyio.current_time() - start}

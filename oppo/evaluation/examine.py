@@ -1,12 +1,12 @@
-"""An examination: prompts answered and scored by a graph of three stages, beside or outside of training."""
+"""Prompts answered, and scored, by a graph of a few stages, beside or outside of training."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 from oppo.admission import Synchronous
 from oppo.chunking import ChunkSize, Fixed
@@ -22,16 +22,13 @@ from oppo.events import (
     merge_chunks,
     rollout_of,
 )
-from oppo.graph import GraphBuilder, Receiver, Sender, Step
+from oppo.graph import Graph, GraphBuilder, Receiver, Sender, Step, where
 from oppo.models import Policy, Scorer
 from oppo.numeric import require_whole
 from oppo.observe import Observer, Span
 from oppo.stages import Generate, Score, ScoredRollout, ScoredRollouts
 from oppo.stages.measure import Samples
 from oppo.turns import Environment
-
-FIRST: Final = 10**12
-"""The number of the first prompt: above those of training, so that scorers and noise tell them apart."""
 
 Progress: TypeAlias = Callable[[int, int], None]
 """``f(done, total)``: how many of the responses have ended."""
@@ -62,19 +59,74 @@ class Answers:
         return [[each.score for each in group] for _, group in groups]
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Answering:
+    """How prompts are answered.
+
+    Attributes:
+        samples: responses to each prompt.
+        batch: prompts that are answered at a time.
+        environment: answers the turns of a response.
+        chunks: tokens per chunk.
+        progress: is told of each response that has ended.
+    """
+
+    samples: int = 1
+    batch: int = 64
+    environment: Environment | None = None
+    chunks: ChunkSize = field(default_factory=Fixed)
+    progress: Progress = unseen
+
+    def __post_init__(self) -> None:
+        require_whole("samples", self.samples, 1)
+        require_whole("batch", self.batch, 1)
+
+    def builder(self) -> GraphBuilder[Prompt]:
+        """Return the builder of the graph."""
+        capacity = max(16, 4 * self.batch * self.samples)
+        return GraphBuilder("evaluation", capacity=capacity, merge=merge_chunks, key=rollout_of)
+
+    def generate(self, policy: Policy) -> Generate:
+        """Return its first stage."""
+        admission = Synchronous(self.batch)
+        return Generate(policy, admission, self.chunks, self.samples, environment=self.environment)
+
+    async def run(self, graph: Graph[StepReport], prompts: Sequence[Prompt]) -> None:
+        """Answer the prompts.
+
+        Raises:
+            DataError: there is none.
+        """
+        if not prompts:
+            raise DataError("expected at least one prompt to answer, got none")
+        counting = _Counting(len(prompts) * self.samples, self.progress)
+        async with graph.open(prompts, observers=[counting]) as run:
+            async for _ in run.steps(math.ceil(len(prompts) / self.batch)):
+                pass
+
+
+async def respond(policy: Policy, prompts: Sequence[Prompt], how: Answering | None = None) -> list[Finish]:
+    """Return the responses of a policy to prompts, in their order.
+
+    Raises:
+        DataError: there is no prompt.
+        ProtocolError: the policy broke its protocol.
+    """
+    how = how or Answering()
+    g, keep = how.builder(), _Keep()
+    await how.run(g.build(g.add("collect", keep, g.add("generate", how.generate(policy), g.prompts))), prompts)
+    return sorted(keep.finished, key=lambda event: event.rollout)
+
+
 async def examine(
     policy: Policy,
     reward: Scorer[float | Drop],
     prompts: Sequence[Prompt],
+    how: Answering | None = None,
     *,
-    samples: int = 1,
-    batch: int = 64,
     reference: Scorer[FloatArray] | None = None,
-    environment: Environment | None = None,
-    chunks: ChunkSize | None = None,
-    progress: Progress = unseen,
 ) -> Answers:
-    """Return the scored responses of a policy to prompts.
+    """Return the scored responses of a policy to prompts, in their order.
 
     It decodes while nothing else does, and changes nothing that training depends on. Responses are scored while they
     are written, as in training.
@@ -82,35 +134,20 @@ async def examine(
     Args:
         policy: draws as it was told; :class:`oppo.models.VariesSampling` gives the same one with other sampling.
         reward: the score of a finished response, or a ``Drop``.
-        prompts: are numbered anew.
-        samples: responses to each prompt.
-        batch: prompts that are answered at a time.
+        prompts: their numbers are unique, also among the rollouts that a scorer has not finished.
+        how: by default one response to each, 64 prompts at a time.
         reference: log-probs of a reference model, which the answers then have.
-        environment: answers the turns of a response.
-        chunks: tokens per chunk; 32 by default.
-        progress: is told of each response that has ended.
 
     Raises:
         DataError: there is no prompt.
         ProtocolError: a model broke its protocol.
     """
-    require_whole("batch", batch, 1)
-    if not prompts:
-        raise DataError("an examination needs at least one prompt")
-    numbered = [replace(prompt, admission=FIRST + number) for number, prompt in enumerate(prompts)]
-    g: GraphBuilder[Prompt] = GraphBuilder(
-        "evaluation", capacity=max(16, 4 * batch * samples), merge=merge_chunks, key=rollout_of
-    )
-    generate = Generate(policy, Synchronous(batch), chunks or Fixed(), samples, environment=environment)
-    rollout = g.add("generate", generate, g.prompts)
+    how = how or Answering()
+    g, collect = how.builder(), Collect()
+    rollout = g.add("generate", how.generate(policy), g.prompts)
     score = g.add("reward", Score(reward), rollout)
     ref = None if reference is None else g.add("ref_logp", Score(reference), rollout)
-    collect = Collect()
-    graph = g.build(g.add("collect", collect, rollout, score, reference=ref))
-    counting = _Counting(len(prompts) * samples, progress)
-    async with graph.open(numbered, observers=[counting]) as run:
-        async for _ in run.steps(math.ceil(len(prompts) / batch)):
-            pass
+    await how.run(g.build(g.add("collect", collect, rollout, score, reference=ref)), prompts)
     return collect.answers()
 
 
@@ -139,12 +176,28 @@ class Collect:
         for _, each in step.recorded(Samples):
             for name, values in each.values.items():
                 self._measured.setdefault(name, []).extend(values)
-        trained = tuple(each.rollout for each in scored.rollouts)
-        await out.send(StepReport(step.index, 0, trained, tuple(scored.dropped), (), math.nan, 0.0, {}))
+        await out.send(_report(step, [each.rollout for each in scored.rollouts], scored.dropped))
 
     def answers(self) -> Answers:
         """Return what was kept."""
         return Answers(sorted(self._rollouts, key=lambda each: each.rollout), tuple(self._dropped), self._measured)
+
+
+@dataclass(eq=False)
+class _Keep:
+    """The stage at the end where nothing is scored: keeps the finished rollouts."""
+
+    finished: list[Finish] = field(default_factory=list)
+
+    async def run(self, rollout: Receiver[RolloutEvent], /, *, out: Sender[StepReport], step: Step) -> None:
+        """Report the step once every rollout has finished."""
+        own = [event async for event in where(rollout, Finish)]
+        self.finished += own
+        await out.send(_report(step, [event.rollout for event in own]))
+
+
+def _report(step: Step, rollouts: Sequence[int], dropped: Sequence[Drop] = ()) -> StepReport:
+    return StepReport(step.index, 0, tuple(rollouts), tuple(dropped), (), math.nan, 0.0, {})
 
 
 class _Counting(Observer):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +13,10 @@ from numpy.typing import NDArray
 from oppo.evaluation.examine import Answers
 from oppo.events import FloatArray
 
-Z: float = 1.96
+PREFIX: Final = "eval/"
+"""Of what a reward or an environment measures of held-out responses, before its name in training."""
+
+Z: Final = 1.96
 """Standard deviations on either side of the mean that hold 95 % of a normal distribution."""
 
 
@@ -58,14 +62,14 @@ def of_greedy(answers: Answers, pass_score: float | None) -> Mapping[str, float]
     """
     rollouts = answers.rollouts
     scores = [each.score for each in rollouts]
-    metrics = {"eval/dropped": float(len(answers.dropped)), **_mean("eval/score", scores)}
+    metrics = {"eval/dropped": float(len(answers.dropped)), **_mean("eval/score", "eval/score_ci95", scores)}
     if rollouts:
         metrics["eval/response_length"] = float(np.mean([len(each.finish.response) for each in rollouts]))
         metrics["eval/capped"] = float(np.mean([each.finish.reason == "length" for each in rollouts]))
         if pass_score is not None:
             metrics["eval/passed"] = float(np.mean([score >= pass_score for score in scores]))
     measured = {name: values for name, values in answers.measured.items() if len(values)}
-    return metrics | {f"eval/{name}": float(np.mean(values)) for name, values in measured.items()}
+    return metrics | {PREFIX + name: float(np.mean(values)) for name, values in measured.items()}
 
 
 def of_sampled(answers: Answers, samples: int, pass_score: float | None) -> Mapping[str, float]:
@@ -79,7 +83,7 @@ def of_sampled(answers: Answers, samples: int, pass_score: float | None) -> Mapp
         pass_score: a response of at least this score passes; ``None``: none does.
     """
     groups = answers.by_prompt()
-    metrics = _mean("eval/sampled_score", [float(np.mean(scores)) for scores in groups])
+    metrics = _mean("eval/sampled_score", "eval/sampled_score_ci95", [float(np.mean(each)) for each in groups])
     if pass_score is None:
         return metrics
     for k in _sizes(samples):
@@ -93,13 +97,13 @@ def of_sampled(answers: Answers, samples: int, pass_score: float | None) -> Mapp
     return metrics
 
 
-def _mean(name: str, values: Sequence[float]) -> dict[str, float]:
-    """Return the mean of some prompts' values, and its interval; nothing without a value."""
+def _mean(name: str, interval: str, values: Sequence[float]) -> dict[str, float]:
+    """Return the mean of some prompts' values, and half the width of its interval; nothing without a value."""
     if not values:
         return {}
-    interval = half_width(values)
+    width = half_width(values)
     found = {name: float(np.mean(np.asarray(values, np.float64)))}
-    return found if math.isnan(interval) else found | {f"{name}_ci95": interval}
+    return found if math.isnan(width) else found | {interval: width}
 
 
 def _sizes(samples: int) -> Iterator[int]:

@@ -126,7 +126,7 @@ def test_rows_of_a_program_are_served_like_a_file_and_the_run_goes_on_with_the_s
     chosen = [*QUIET, "step.extra=0"]  # the last step of a run takes nothing for a later one
     train(folder / "config.toml", [*chosen, "run.name=file", "run.steps=4"])
     run = train(folder / "config.toml", [*chosen, "run.name=rows"], prompts=given).path
-    with pytest.raises(ConfigError, match=r"the prompts of the run are rows of a program: .* oppo.train\(directory"):
+    with pytest.raises(ConfigError, match=r"prompts of the run are rows of a program: .* oppo.train\(directory"):
         train(run, ["run.steps=4"])
     with pytest.raises(DataError, match=r"what data.prompts names is not what it was when the run began"):
         train(run, ["run.steps=4"], prompts=given[1:])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 import anyio
@@ -14,8 +14,7 @@ from hypothesis import example, given, strategies as st
 
 from oppo.chunking import Fixed, WholeRollout
 from oppo.errors import DataError, GraphError, RewardError
-from oppo.evaluation import Answers, Evaluate, Evaluated, Evaluation, examine
-from oppo.evaluation.examine import FIRST
+from oppo.evaluation import Answering, Answers, Evaluate, Evaluated, Evaluation, examine, respond
 from oppo.events import Chunk, Drop, Finish, Given, Prompt, StepReport
 from oppo.graph import Graph
 from oppo.models import Cut, Decode, Decoding, Weights
@@ -30,7 +29,8 @@ HELD_OUT = [Prompt(i, i, np.array([7 + i, 3], np.int32)) for i in range(5)]
 
 def examined(policy: FakePolicy, **options: object) -> Answers:
     async def main() -> Answers:
-        return await examine(policy, FakeScorer(fake_scalar), HELD_OUT, **options)  # type: ignore[arg-type]
+        how = Answering(**options)  # type: ignore[arg-type]  # each of the type of its name
+        return await examine(policy, FakeScorer(fake_scalar), HELD_OUT, how)
 
     return run_virtual(main)
 
@@ -48,7 +48,7 @@ def test_answers_depend_on_neither_batches_nor_chunks(
     found = examined(FakePolicy(pace=paced), samples=samples, batch=batch, chunks=chunk)
     whole = examined(FakePolicy(), samples=samples)
     for answers in (found, whole):
-        places = [(each.group - FIRST, each.finish.response.prompt.sample) for each in answers.rollouts]
+        places = [(each.group, each.finish.response.prompt.sample) for each in answers.rollouts]
         assert places == [(prompt, sample) for prompt in range(5) for sample in range(samples)]
     assert [each.score for each in found.rollouts] == [each.score for each in whole.rollouts]
     for one, other in zip(found.rollouts, whole.rollouts, strict=True):
@@ -63,9 +63,8 @@ def test_a_reference_and_progress_come_with_an_examination() -> None:
             FakePolicy(),
             FakeScorer(fake_scalar),
             HELD_OUT,
-            samples=2,
+            Answering(samples=2, progress=lambda done, total: told.append((done, total))),
             reference=FakeScorer(fake_per_token),
-            progress=lambda done, total: told.append((done, total)),
         )
 
     answers = run_virtual(main)
@@ -110,6 +109,16 @@ def test_a_reward_that_drops_or_fails_does_so_as_in_training() -> None:
     assert "stage 'evaluate' of graph 'ppo', step 0" in notes
 
 
+def test_responses_alone_are_those_of_an_examination() -> None:
+    def made(batch: int) -> list[tuple[int, list[int]]]:
+        how = Answering(samples=2, batch=batch)
+        finished = run_virtual(lambda: respond(FakePolicy(), HELD_OUT, how))
+        return [(event.rollout, event.response.tokens.tolist()) for event in finished]
+
+    examined_too = examined(FakePolicy(), samples=2).rollouts
+    assert made(2) == made(9) == [(each.rollout, each.finish.response.tokens.tolist()) for each in examined_too]
+
+
 def test_no_prompt_is_an_error() -> None:
     with pytest.raises(DataError, match="at least one prompt"):
         run_virtual(lambda: examine(FakePolicy(), FakeScorer(fake_scalar), []))
@@ -138,7 +147,8 @@ class Exclusive:
 
     async def finish(self, finished: Sequence[Finish]) -> Sequence[float | Drop]:
         async with self.alone():
-            return await self.inner.finish(finished)
+            scores: Sequence[float | Drop] = await self.inner.finish(finished)
+            return scores
 
     async def forget(self, rollouts: Sequence[int]) -> None:
         async with self.alone():
@@ -168,7 +178,7 @@ class Guarded(FakePolicy):
         finally:
             self.decodes -= 1
 
-    def decoding(self, live: Sequence[Decode], cut: Cut) -> object:  # type: ignore[override]  # a context of the same
+    def decoding(self, live: Sequence[Decode], cut: Cut) -> AbstractAsyncContextManager[Decoding]:
         return self._guarded(live, cut)
 
 
