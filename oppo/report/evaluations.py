@@ -24,7 +24,7 @@ def evaluation_record(found: Evaluated, count: int, decode: Detokenize | None) -
         **metrics,
         "samples": [
             {
-                "score": each.score,
+                "score": float(each.score),
                 "reason": each.finish.reason,
                 "prompt": redacted(decode(each.finish.response.prompt.tokens.tolist())),
                 "completion": redacted(decode(each.finish.response.tokens.tolist())),
