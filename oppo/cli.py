@@ -90,7 +90,8 @@ def train(
     override
         Change one setting: section.key=value, the value as in TOML. Can be repeated.
     dry_run
-        Load and check everything, print the resolved settings and the graph, train nothing.
+        Load and check everything, print the resolved settings, the graph, a prompt as the policy reads it, and what the
+        reward says of a short response to it; train nothing.
     """
     from oppo.app.config import load  # noqa: PLC0415 - `oppo --help` should be quick
 
@@ -124,7 +125,8 @@ def carry_out(
     settings: Settings, *, resume: bool = False, dry_run: bool = False, accept_changed_code: bool = False
 ) -> int:
     """Prepare and run what the settings say; return the command's exit code."""
-    from oppo.app.train import FINAL, prepare, run  # noqa: PLC0415 - `oppo --help` should be quick
+    from oppo.app.rehearsal import rehearse  # noqa: PLC0415 - `oppo --help` should be quick
+    from oppo.app.train import FINAL, prepare, run  # noqa: PLC0415 - likewise
 
     try:
         session = prepare(settings, note, resume=resume, dry_run=dry_run, accept_changed_code=accept_changed_code)
@@ -135,6 +137,7 @@ def carry_out(
         with session:
             if dry_run:
                 console.out(settings.toml(), session.graph.table(), sep="\n", highlight=False)
+                console.out("", *anyio.run(rehearse, session), sep="\n", highlight=False)
                 return DONE
             try:
                 directory = anyio.run(partial(run, session, console, last_resort=leave))

@@ -78,6 +78,11 @@ class PromptStream(Iterator[Prompt]):
         return stream
 
     @property
+    def size(self) -> int:
+        """The number of prompts, each counted once."""
+        return sum(len(each.prompts) for each in self._sources)
+
+    @property
     def longest(self) -> int:
         """Tokens in the longest prompt."""
         return max(len(prompt.tokens) for each in self._sources for prompt in each.prompts)
