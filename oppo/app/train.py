@@ -30,6 +30,7 @@ from oppo.errors import CheckpointError, HangError, behind
 from oppo.events import StepReport
 from oppo.graph import Graph, Run
 from oppo.liveness import Heartbeat, Stall, Watchdog
+from oppo.liveness.heartbeat import GAP
 from oppo.observe import Expendable, Notices, Observer, silent
 from oppo.report import Panel, RunDirectory, RunLog, observations
 from oppo.report.files import require_unused
@@ -254,7 +255,7 @@ async def run(
                 session.prompts,
                 observers=watching,
                 lookahead=settings.step.lookahead,
-                gauges={"loop/worst_gap_s": heartbeat.take},
+                gauges={GAP: heartbeat.take},
             ) as running,
             interruptible(log.on_interrupt, partial(announce_end, console)) as interrupt,
         ):

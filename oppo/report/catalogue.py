@@ -243,7 +243,8 @@ METRICS: Final[Mapping[str, tuple[Metric, ...]]] = MappingProxyType(
             Metric(
                 "loop/worst_gap_s",
                 SECONDS,
-                "The longest that the event loop was blocked: a gauge of `oppo train`, by `oppo.liveness.Heartbeat`.",
+                "The longest that the event loop was blocked, by `oppo.liveness.Heartbeat`: in `oppo train`, and in a "
+                "program's run that is `watched`; not in virtual time, which what measures it would keep from jumping.",
             ),
         ),
         "Held-out prompts": (
