@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from oppo.app.provenance import fingerprints
+from oppo.app.provenance import HELD_OUT, Provenance
 from oppo.app.settings import Settings
 from oppo.errors import ConfigError, noted
 from oppo.evaluation import Evaluate, Evaluation
@@ -109,13 +111,13 @@ async def evaluate_first(graph: Graph[StepReport], running: Run[StepReport]) -> 
         running.tell(STAGE, found)
 
 
-def judged(settings: Settings, report: StepReport) -> tuple[float, str]:
+def judged(settings: Settings, provenance: Provenance, report: StepReport) -> tuple[float, str]:
     """Return the score of a step by which the best checkpoint is chosen, and what it is a score of.
 
     Scores of other held-out prompts are of something else; a step without an evaluation has NaN.
     """
     if not settings.eval.prompts:
         return report.score, "score"
-    prints = fingerprints(settings)
-    of = " ".join(prints[f"eval.{key}"] for key in ("prompts", "count"))
-    return report.metrics.get(SCORE, float("nan")), f"{SCORE} {of}"
+    digests = {name: digest for name, digest in provenance.files.items() if name.startswith(HELD_OUT)}
+    of = hashlib.sha256(json.dumps([digests, settings.eval.count], sort_keys=True).encode()).hexdigest()
+    return report.metrics.get(SCORE, float("nan")), f"{SCORE} of {of[:16]}"

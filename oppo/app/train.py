@@ -121,7 +121,7 @@ class PreparedRun:
             "trainer": kind_of(self.assembly.trainer),
             **self.provenance.state(),
         }
-        score = judged(self.settings, report)
+        score = judged(self.settings, self.provenance, report)
         await self.assembly.saving.checkpoint(self.checkpoints, report.index + 1, score, state)
 
     def __enter__(self) -> Self:
