@@ -149,6 +149,33 @@ def test_a_dataset_of_a_hub_that_cannot_be_asked_is_one_sentence(name: str) -> N
     assert told == [], "offline nothing is asked"
 
 
+def test_a_dataset_of_a_hub_is_asked_for_by_name_split_and_subset(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import datasets
+
+    asked: list[tuple[object, ...]] = []
+
+    def load_dataset(name: str, subset: str | None, *, split: str) -> object:
+        asked.append((name, subset, split))
+        if split == "dev":
+            raise ValueError('Unknown split "dev".')
+        return datasets.Dataset.from_dict({"prompt": ["a b"], "answer": [3]})
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    monkeypatch.setattr("oppo.data.datasets_library.HfApi.dataset_info", lambda self, name, timeout: None)
+    (prompt,) = read_prompts("someone/sums", text(), split="test", subset="main")
+    assert prompt.columns == {"prompt": "a b", "answer": 3}
+    with pytest.raises(DataError, match=r"the dataset 'someone/sums', split 'dev', cannot be loaded \(ValueError"):
+        read_prompts("someone/sums", text(), split="dev")
+    assert asked == [("someone/sums", "main", "test"), ("someone/sums", None, "dev")]
+    monkeypatch.undo()
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
+    (tmp_path / "someone___sums").mkdir()
+    assert len(read_prompts("someone/sums", text())) == 1, "this machine's copy needs no hub"
+
+
 def test_without_the_library_a_dataset_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "dataset_info.json").write_text("{}")
     monkeypatch.setattr("oppo.data.datasets_library.find_spec", lambda name: None)
