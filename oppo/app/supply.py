@@ -82,10 +82,11 @@ def supplied(
         ConfigError: prompts are a program's rows, and there are none.
     """
     data, prompts, held_out = settings.data, rows.prompts, rows.held_out
-    for given, named_prompts in ((prompts, data.prompts), (held_out, settings.eval.prompts)):
-        if given is None and ROWS in [each.path for each in sources(named_prompts)]:
+    named_by = {"prompts": (prompts, data.prompts), "eval_prompts": (held_out, settings.eval.prompts)}
+    for argument, (given, chosen) in named_by.items():
+        if given is None and ROWS in [each.path for each in sources(chosen)]:
             raise ConfigError(
-                "prompts of the run are rows of a program: go on with it there, oppo.train(directory, prompts=rows)"
+                f"prompts of the run are rows of a program: go on with it there, oppo.train(directory, {argument}=rows)"
             )
     as_they_come = prompts is not None and not isinstance(prompts, Sized)
     trained = {} if as_they_come else _pools("data.prompts", settings, text, tell, prompts)
