@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from oppo.declared import changed
+from oppo.app.sections import EvalSection
+from oppo.declared import changed, declared
 from oppo.training import OF_THE_CRITIC
 from oppo.user_code import is_of_a_file
 
@@ -86,12 +87,7 @@ def _require_possible_on_vllm(settings: Settings) -> None:
 
 
 def _require_no_evaluation(settings: Settings) -> None:
-    given = [
-        key
-        for key, each in declared(type(settings.eval)).items()
-        if key not in {"prompts", "seed"} and getattr(settings.eval, key) != each.default
-    ]
-    if given:
+    if given := changed(settings.eval, declared(EvalSection).keys() - {"prompts", "seed"}):
         raise ValueError(
             f"[eval] has {', '.join(given)}, and nothing is evaluated without held-out prompts: give eval.prompts, or "
             "leave that out"

@@ -61,9 +61,9 @@ def _loaded(spec: str) -> type[Algorithm]:
 class FunctionAlgorithm:
     """A function that returns the graph of a step, as an algorithm; derived classes have its settings as fields.
 
-    It trains a critic if it has a parameter ``critic``, and corrects for stale tokens if it has one ``proximal``. Its
-    loss is that of PPO, with or without a critic. Its setting ``samples``, if there is one, is the number of responses
-    to each prompt.
+    It trains a critic if it has a parameter ``critic``, and corrects for stale tokens if it has one ``proximal``. A
+    reference is loaded if it has one ``reference``, or one for all roles. Its loss is that of PPO, with or without a
+    critic. Its setting ``samples``, if there is one, is the number of responses to each prompt.
     """
 
     has_critic: ClassVar[bool]
@@ -73,6 +73,11 @@ class FunctionAlgorithm:
     def responses(self) -> int:
         """Responses to each prompt."""
         return int(getattr(self, "samples", 1))
+
+    @property
+    def refers(self) -> bool:
+        """Whether log-probs of a reference may be needed: it is named, or all roles are given as one object."""
+        return "reference" in self.part.given or self.part.whole is not None
 
     @property
     def corrects(self) -> bool:

@@ -151,7 +151,7 @@ def test_rows_that_come_one_by_one_end_the_run_with_their_end_and_are_resumed(
     assert whole.made == 5
     assert (whole.path / CHECKPOINTS / "step-000005").is_dir(), "the last step has a checkpoint, though none was due"
     trained = [each["rollout"] for each in records(folder, "whole", "journal.jsonl") if each["event"] == "trained"]
-    assert sorted(trained) == list(range(20))  # type: ignore[type-var]
+    assert sorted(trained) == list(range(20))
     noted = [each for each in records(folder, "whole", "log.jsonl") if each["event"] == "data ended"]
     assert [(each["steps"], each["wanted"]) for each in noted] == [(5, 100)]
 
@@ -164,4 +164,4 @@ def test_rows_that_come_one_by_one_end_the_run_with_their_end_and_are_resumed(
     if not extra:
         assert weights(folder, "parts") == weights(folder, "whole")
     trained = [each["rollout"] for each in records(folder, "parts", "journal.jsonl") if each["event"] == "trained"]
-    assert sorted(trained) == list(range(20))  # type: ignore[type-var]
+    assert sorted(trained) == list(range(20))

@@ -17,7 +17,7 @@ from oppo.errors import DataError, GraphError, RewardError
 from oppo.evaluation import Answering, Answers, Evaluate, Evaluated, Evaluation, examine, respond
 from oppo.events import Chunk, Drop, Finish, Given, Prompt, StepReport
 from oppo.graph import Graph
-from oppo.models import Cut, Decode, Decoding, Weights
+from oppo.models import Cut, Decode, Decoding, Scorer, Weights
 from oppo.stages import Update
 from oppo.testing import FakePolicy, FakeScorer, fake_per_token, fake_scalar, prompts, run_virtual
 from oppo.turns import Answer, Turn
@@ -128,7 +128,7 @@ def test_no_prompt_is_an_error() -> None:
 class Exclusive:
     """A scorer of which two calls must not overlap."""
 
-    inner: FakeScorer[float]
+    inner: Scorer[float | Drop]
     calls: int = 0
     version: int = 0
 
@@ -237,7 +237,7 @@ def guarded(setting: Setting) -> Pipeline:
     assert reward is not None
     pipeline.policy = Guarded(setting.length, 0.01, setting.pace, kept=setting.kept)
     pipeline.generate = replace(pipeline.generate, policy=pipeline.policy)
-    pipeline.reward = Exclusive(reward)  # type: ignore[assignment]  # a scorer of floats
+    pipeline.reward = Exclusive(reward)
     return pipeline
 
 
