@@ -75,7 +75,8 @@ def _evaluation(settings: Settings, assembly: Assembly, generate: Generate, held
             f"[eval] needs a policy that can draw in another way, and {type(policy).__name__} has no with_sampling(): "
             "see oppo.models.VariesSampling, or leave eval.prompts out"
         )
-    passes = 1.0 if settings.models.reward_is_function else None
+    models = settings.models
+    passes = 1.0 if len(models.rewards) == 1 and not models.reward_models else None
     return Evaluation(
         prompts=held_out,
         reward=assembly.reward,

@@ -6,7 +6,7 @@ Nothing is trained or written. The reward is called as in a run, and what it rai
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
@@ -66,7 +66,7 @@ async def rehearse(session: PreparedRun) -> list[str]:
         *_ending(text, session.assembly.sampling),
         f"a response to it, cut off at {LONGEST} tokens at the latest, is ({tried.finish.reason})",
         *_shown(text, tried.finish.response.tokens.tolist()),
-        _scored(session.settings.models.reward, tried),
+        _scored([part.source for part in session.settings.models.rewards.values()], tried),
     ]
     return [harmless(line) for line in lines]
 
@@ -102,9 +102,9 @@ def _ending(text: Text, sampling: Sampling) -> Iterator[str]:
         yield f"or with the text {' or '.join(map(repr, sampling.stop_strings))}"
 
 
-def _scored(reward: str, tried: Tried) -> str:
+def _scored(rewards: Sequence[str], tried: Tried) -> str:
     """Return what the reward said, in words."""
-    took = f"after {tried.seconds:.3f} s"
+    reward, took = " with ".join(rewards), f"after {tried.seconds:.3f} s"
     if isinstance(tried.score, Drop):
         return f"the reward {reward} drops it, {took}: {tried.score.reason}"
     parts = ", ".join(f"{name.removeprefix('reward/')} {value:g}" for name, value in tried.parts.items())

@@ -347,8 +347,8 @@ class EvalSection:
     count: Count = setting(0, "answer only the first so many of the prompts; 0: all")
     pass_score: float | None = setting(
         None,
-        "a response of at least this score passes, for pass@k; when absent 1 for a reward function, and with a reward "
-        "model none does",
+        "a response of at least this score passes, for pass@k; when absent 1 for one reward function, and with a "
+        "reward model or several rewards none does",
     )
     batch: PositiveCount | None = setting(
         None, "responses that are written at a time; when absent as many as are trained in a step"
