@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import MISSING
+from dataclasses import MISSING, is_dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Union, get_args, get_origin
 
@@ -97,6 +97,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "step.chunk": ("chunk size", ""),
     "step.on_publish": ("KV cache after a weight update", ""),
     "step.lookahead": ("asynchronous training, one-step-off", ""),
+    "step.loss": ("custom loss function", ""),
     "algorithm.kl": ("KL coefficient, beta", "kl_coef"),
     "algorithm.kl_in": ("KL as reward or as loss", ""),
     "algorithm.kl_estimator": ("KL estimator", "kl_estimator"),
@@ -126,6 +127,13 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "algorithm.long_buffer": ("soft over-long punishment, L_cache", ""),
     "algorithm.long_penalty": ("over-long penalty", ""),
     "algorithm.beta": ("beta", "`beta` of DPO"),
+    "eval.prompts": ("evaluation set, held-out set", "eval_dataset"),
+    "eval.every": ("evaluation interval", "`eval_steps`"),
+    "eval.samples": ("avg@n, pass@k", ""),
+    "eval.count": ("evaluation set size", ""),
+    "eval.pass_score": ("success threshold", ""),
+    "eval.batch": ("evaluation batch size", "`per_device_eval_batch_size`"),
+    "eval.seed": ("evaluation seed", "seed"),
     "trainer.learning_rate": ("learning rate", "learning_rate"),
     "trainer.critic_learning_rate": ("critic learning rate", ""),
     "trainer.critic_warmup": ("critic warm-up", ""),
@@ -165,6 +173,7 @@ ABOUT: Mapping[str, str] = {
     "sampling": "How the policy draws tokens.",
     "step": "The algorithm, and the schedule of a step.",
     "algorithm": "The settings of the algorithm that `step.algorithm` names; not all of them have every key.",
+    "eval": "How the policy answers held-out prompts while it is trained: [runs.md](runs.md#held-out-score).",
     "trainer": "How actor and critic are optimised.",
 }
 """What each section is about."""
@@ -186,6 +195,12 @@ VLLM = """## `[vllm]`
 Arguments of vLLM's engine where `models.engine = "vllm"`, by the names that vLLM gives them (`AsyncEngineArgs`):
 `gpu_memory_utilization`, `tensor_parallel_size`, `max_num_seqs` and others. They are checked against the vLLM that is
 installed before anything is loaded; those that the run sets itself are refused. [vllm.md](vllm.md) says more.
+"""
+
+OWN = """## `[admission]` and `[loss]`
+
+The settings of an admission or a loss of your own, where `step.admission` or `step.loss` names a file: its parameters,
+with the types and defaults that it declares. [extending.md](extending.md#parts-of-your-own-by-their-file) says more.
 """
 
 POSTFACE = """## Where the demo differs
@@ -213,7 +228,9 @@ def tables() -> dict[str, dict[str, dict[str, Declared]]]:
 def page() -> str:
     """Return the page."""
     sections = [line for name, keys in tables().items() for line in _section(name, keys)]
-    return "\n".join([PREFACE, *sections, VLLM, POSTFACE + "".join(_because(key, why) for key, why in DEMO.items())])
+    return "\n".join(
+        [PREFACE, *sections, OWN, VLLM, POSTFACE + "".join(_because(key, why) for key, why in DEMO.items())]
+    )
 
 
 def _section(name: str, keys: Mapping[str, Mapping[str, Declared]]) -> Iterator[str]:
@@ -285,7 +302,7 @@ def _kinds(annotation: object) -> list[str]:
         return ["tables `[models.reward.NAME]`"]
     if origin is tuple:
         return [f"list of {' or '.join(_kinds(arguments[0]))}"]
-    return [WORDS[annotation]] if annotation in WORDS else []
+    return ["table"] if is_dataclass(annotation) else [WORDS[annotation]] if annotation in WORDS else []
 
 
 def _limits(rules: Iterable[object]) -> list[str]:

@@ -256,6 +256,17 @@ class Policy(Follower, Protocol):
 
 
 @runtime_checkable
+class VariesSampling(Protocol):
+    """A policy whose engine can draw in several ways."""
+
+    def with_sampling(self, sampling: Sampling) -> Policy:
+        """Return a policy with the same engine and the same weights, those of later publishing too, that draws so.
+
+        One of the two decodes at a time. Rollouts of this one that are parked meanwhile stay parked.
+        """
+
+
+@runtime_checkable
 class ReportsProgress(Protocol):
     """A model with a number that shows that it works, which a watchdog reads."""
 

@@ -261,7 +261,7 @@ def _trainer(
         sampling=sampling,
         thread=ModelPlace(place, "trainer", _TRAINING),
         settings=settings.trainer,
-        loss=settings.algorithm.loss(),
+        loss=settings.trained_loss(),
     )
 
 

@@ -13,8 +13,8 @@ from oppo.algorithms.algorithm import Roles
 from oppo.app.checkpoint import State
 from oppo.app.sections import StepSection
 from oppo.app.settings import Settings
+from oppo.app.supply import Supply
 from oppo.chunking import ChunkSize, Fixed, Tuned, WholeRollout
-from oppo.data import PromptStream
 from oppo.errors import CheckpointError, ConfigError
 from oppo.events import StepReport
 from oppo.graph import Graph
@@ -37,7 +37,7 @@ MakeGraph: TypeAlias = Callable[[Roles], Graph[StepReport]]
 def compose(
     settings: Settings,
     assembly: Assembly,
-    prompts: PromptStream,
+    prompts: Supply,
     replay: Mapping[int, Observation],
     make: MakeGraph | None = None,
 ) -> Graph[StepReport]:
@@ -101,7 +101,7 @@ def require_trainer(state: State, trainer: ResumableTrainer) -> None:
     if was != kind_of(trainer):
         raise CheckpointError(
             f"the run was trained by {was}, and would go on with {kind_of(trainer)}: a run with a graph of its own is "
-            "resumed by the program that began it, with oppo.app.program.train(directory, graph=...)"
+            "resumed by the program that began it, with oppo.train(directory, graph=...)"
         )
 
 
@@ -114,14 +114,14 @@ def roles_of(settings: Settings, assembly: Assembly) -> Roles:
         critic=assembly.critic,
         proximal=assembly.proximal,
         trainer=assembly.trainer,
-        admission=admission_of(settings.step),
+        admission=settings.own_admission() or admission_of(settings.step),
         chunks=chunks_of(settings.step, settings.sampling.max_new_tokens),
         max_new_tokens=settings.sampling.max_new_tokens,
     )
 
 
 def admission_of(step: StepSection) -> Admission:
-    """Return the policy that ``step.admission`` names."""
+    """Return the policy of ours that ``step.admission`` names."""
     if step.admission == "overcommit":
         return Overcommit(step.batch, step.extra or 0, step.max_deferrals)
     if step.admission == "tail-batched":

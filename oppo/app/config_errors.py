@@ -11,8 +11,10 @@ from pydantic import ValidationError
 
 from oppo.algorithms.ppo import PPO
 from oppo.algorithms.registry import ALGORITHMS
+from oppo.app.kinds import Kinds
 from oppo.app.sections import RewardPart, StepSection
-from oppo.app.settings import Settings, algorithm_of, keys_of
+from oppo.app.settings import Settings, keys_of
+from oppo.app.tables import expectation
 from oppo.declared import Declared, declared
 from oppo.errors import ConfigError, shortened
 from oppo.redact import holds_secret, redacted
@@ -25,20 +27,6 @@ REWARDS = ("models", "reward")
 
 SHOWN = 200
 """Characters of a wrong value in its message."""
-
-_WORDS = {
-    "string_pattern_mismatch": "letters, digits, '.', '_' and '-' only, beginning with a letter or a digit",
-    "string_too_short": "text that is not empty",
-    "string_type": "a string",
-    "int_type": "a whole number",
-    "int_parsing_size": "a whole number",
-    "float_type": "a number",
-    "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "tuple_type": "a list",
-    "dict_type": "a section",
-}
-"""What was expected, by the kind of fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +44,9 @@ class Faults:
     @classmethod
     def of(cls, document: Mapping[str, object]) -> Self:
         """Return the describer for a document and its algorithm."""
-        kind, step = algorithm_of(document), document.get("step")
-        named = step.get("algorithm") if kind is not None and isinstance(step, Mapping) else None
-        return cls(keys_of(kind or PPO), str(named or StepSection().algorithm))
+        kinds, step = Kinds.of(document), document.get("step")
+        named = step.get("algorithm") if kinds.algorithm is not None and isinstance(step, Mapping) else None
+        return cls(keys_of(kinds.algorithm or PPO, kinds), str(named or StepSection().algorithm))
 
     def describe(self, error: ValidationError) -> str:
         """Return one line for each wrong setting."""
@@ -113,10 +101,12 @@ class Faults:
         """Return the sections or algorithms that have the same key."""
         if len(place) != 2:
             return ""
-        if homes := [name for name, keys in self.keys.items() if place[1] in keys]:
-            return f" (it is a key of {', '.join(f'[{name}]' for name in homes)})"
         others = ", ".join(repr(name) for name, kind in ALGORITHMS.items() if place[1] in declared(kind))
-        return f" (it is a key of [algorithm] for {others}, not for {self.algorithm!r})" if others else ""
+        if place[0] == "algorithm" and others:
+            return f" (it is a key of [algorithm] for {others}, not for {self.algorithm!r})"
+        homes = [f"[{name}]" for name, keys in self.keys.items() if place[1] in keys]
+        homes += [f"[algorithm] for {others}, not for {self.algorithm!r}"] if others and not homes else []
+        return f" (it is a key of {', '.join(homes)})" if homes else ""
 
 
 def require_public(tables: Mapping[str, Mapping[str, object]]) -> None:
@@ -141,11 +131,3 @@ def _texts(value: object) -> Iterator[str]:
     elif isinstance(value, list | tuple | dict):
         for each in value.values() if isinstance(value, dict) else value:
             yield from _texts(each)
-
-
-def expectation(detail: ErrorDetails) -> str:
-    """Return what a value should have been, in the terms of a settings file."""
-    if (words := _WORDS.get(detail["type"])) is not None:
-        return words
-    text = detail["msg"].removeprefix("Input should be ")
-    return f"a number {text}" if text.startswith(("greater", "less")) else text

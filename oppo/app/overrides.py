@@ -10,7 +10,7 @@ from oppo.app.own_algorithm import find
 from oppo.declared import SEEDS, declared
 from oppo.errors import ConfigError
 
-SEEDED = ("data", "sampling", "trainer")
+SEEDED = ("data", "sampling", "trainer", "eval")
 """The sections with a seed of their own; the default is the run's."""
 
 CORRECTION = "truncated"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from oppo.app.checkpoint import Checkpoint, Checkpoints
 from oppo.app.config import load
-from oppo.app.provenance import fingerprints
+from oppo.app.provenance import Provenance, fingerprints, require_continued
+from oppo.app.sections import EvalSection
 from oppo.app.settings import Settings
+from oppo.declared import declared
 from oppo.errors import CheckpointError, ConfigError
 from oppo.report.files import METRICS, ended
 from oppo.report.lock import Lock
@@ -40,6 +42,7 @@ MAY_CHANGE = frozenset(
         "models.reward_process",
         "models.reward_timeout",
         "models.share_weights",
+        *(f"eval.{key}" for key in declared(EvalSection)),
     }
 )
 """Settings that may change when a run is resumed: none of them changes what a step computes.
@@ -122,6 +125,26 @@ def of_one_reward(key: str) -> str:
     """
     of_several = key.startswith("models.reward.")
     return f"models.reward_{key.rpartition('.')[2]}" if of_several else key
+
+
+def require_same_run(
+    checkpoint: Checkpoint,
+    settings: Settings,
+    now: Provenance,
+    tell: Callable[[str], None],
+    *,
+    accept_changed_code: bool,
+) -> None:
+    """Check that a run goes on with the settings and the files that it had at a checkpoint.
+
+    Raises:
+        ConfigError: a setting has changed that may not.
+        DataError: a file has changed.
+        CheckpointError: the checkpoint does not say what its run was made of.
+    """
+    before = Provenance.restored(checkpoint.state())
+    require_same(before.settings, settings, of="its checkpoint")
+    require_continued(before, now, settings, tell, accept_changed_code=accept_changed_code)
 
 
 def locked(settings: Settings) -> Lock:

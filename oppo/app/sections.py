@@ -11,6 +11,7 @@ from typing import Annotated, Final, Literal, TypeAlias
 from pydantic import AfterValidator, Field
 
 from oppo.algorithms.registry import ALGORITHMS
+from oppo.app.sources import HeldOut, Prompts
 from oppo.app.tables import Name, OneOf, TextOrTables
 from oppo.declared import (
     Count,
@@ -29,7 +30,8 @@ from oppo.user_code import SPEC
 
 Engine: TypeAlias = Literal["transformers", "vllm"]
 Tracker: TypeAlias = Literal["tensorboard", "wandb"]
-AdmissionName: TypeAlias = Literal["overcommit", "adaptive", "slope", "slope-algorithm1", "tail-batched"]
+
+ADMISSIONS: Final = ("overcommit", "adaptive", "slope", "slope-algorithm1", "tail-batched")
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
@@ -99,7 +101,11 @@ class RunSection:
         "steps between checkpoints, from which `oppo resume` goes on; the last step writes one too; 0: none",
     )
     keep_last: PositiveCount = setting(2, "how many of the newest checkpoints are kept")
-    keep_best: bool = setting(default=False, description="keep the checkpoint of the best mean score too")
+    keep_best: bool = setting(
+        default=False,
+        description="keep the checkpoint of the best score too: the held-out score with `eval.prompts`, else the mean "
+        "score of the step",
+    )
 
 
 OnFailure: TypeAlias = Literal["fail", "drop", "retry"]
@@ -240,11 +246,18 @@ class ModelsSection:
 class DataSection:
     """``[data]``: the prompts and how they are served."""
 
-    prompts: Filled = required("a .jsonl or .parquet file")
+    prompts: Prompts = required(
+        "a .jsonl, .csv or .parquet file, a directory that `datasets` wrote (`save_to_disk`), or a dataset's name at a "
+        "hub; or a list of such, mixed: each a text, or a table with `path`, `weight`, `column`, `split`, `subset`"
+    )
     column: Filled = setting("prompt", "the column that holds the prompt: text, or chat messages")
     max_prompt_tokens: PositiveCount = setting(512, "a longer prompt is over-long")
     over_long: Literal["filter", "truncate", "error"] = setting("filter", "what to do with over-long prompts")
-    epochs: Count = setting(0, "passes over the file; 0: as many as the steps need")
+    epochs: Count = setting(
+        0,
+        "passes over the prompts; with weights the data ends where a source would begin another pass; 0: as many as "
+        "the steps need",
+    )
     seed: Seed = setting(0, "keys the order of the prompts")
 
 
@@ -261,10 +274,10 @@ class SamplingSection(SamplingSettings):
 class StepSection:
     """``[step]``: the algorithm, and the schedule of a step."""
 
-    algorithm: Annotated[str, OneOf(tuple(ALGORITHMS), "file.py:Class", SPEC)] = setting(
+    algorithm: Annotated[str, OneOf(tuple(ALGORITHMS), "file.py:name", SPEC)] = setting(
         "ppo",
         "; ".join(f"`{name}`: {about(kind)}" for name, kind in ALGORITHMS.items())
-        + "; `file.py:Class`: your own, a dataclass with the settings of `[algorithm]`",
+        + "; `file.py:name`: your own, a dataclass or a function with the settings of `[algorithm]`",
     )
     batch: PositiveCount = setting(32, "rollouts trained in a step")
     extra: Count | None = setting(
@@ -273,12 +286,13 @@ class StepSection:
         "number; when absent 0 (no rollout is ever carried over), or a quarter of the batch",
     )
     max_deferrals: PositiveCount = setting(2, "a rollout carried over this often is waited for")
-    admission: AdmissionName = setting(
+    admission: Annotated[str, OneOf(ADMISSIONS, "file.py:name", SPEC)] = setting(
         "overcommit",
         "how many are kept in flight: `overcommit` always `extra`; `adaptive` as many as save time at the "
         "price of their lag; `slope` and `slope-algorithm1` more while the score rises (the paper's two rules); "
         "`tail-batched` a quarter of the batch, and those that are late begin anew together in a later step, so that "
-        "nothing is ever stale",
+        "nothing is ever stale; `file.py:name` as your own class or function decides, with the settings of "
+        "`[admission]`",
     )
     lag_price: NonNegative = setting(
         1.0, "price of a mean lag of one step for `adaptive`, as a fraction of a step's time"
@@ -298,6 +312,11 @@ class StepSection:
         "steps that begin before the current one has ended: 0 decodes, scores and trains one step after the other; "
         "with 1 the next step is decoded while this one is trained (one-step-off), and tokens are one update older",
     )
+    loss: Annotated[str, OneOf(("",), "file.py:name", SPEC)] = setting(
+        "",
+        "`file.py:name` of a loss of your own in place of the algorithm's: a class or a function, with the settings "
+        "of `[loss]`",
+    )
 
     def __post_init__(self) -> None:
         if self.extra is not None and self.admission == "tail-batched":
@@ -306,6 +325,35 @@ class StepSection:
             raise ValueError(
                 f"extra must be at most batch ({self.batch}), so that overdue rollouts fit; got {self.extra}"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalSection:
+    """``[eval]``: how the policy answers held-out prompts while it is trained."""
+
+    prompts: HeldOut = setting(
+        "", "held-out prompts, as `data.prompts`, without weights; when empty nothing is evaluated"
+    )
+    every: PositiveCount = setting(
+        10,
+        "steps between evaluations; there is one before the first step and one after the last too, and, with "
+        "`run.keep_best`, one before each checkpoint",
+    )
+    samples: PositiveCount = setting(
+        1,
+        "the most likely response to each prompt is scored; with more than one, so many are drawn besides, as in "
+        "training, for their mean score and pass@k",
+    )
+    count: Count = setting(0, "answer only the first so many of the prompts; 0: all")
+    pass_score: float | None = setting(
+        None,
+        "a response of at least this score passes, for pass@k; when absent 1 for one reward function, and with a "
+        "reward model or several rewards none does",
+    )
+    batch: PositiveCount | None = setting(
+        None, "responses that are written at a time; when absent as many as are trained in a step"
+    )
+    seed: Seed = setting(0, "keys the noise of drawn responses, the same in every evaluation")
 
 
 def file_of(spec: str) -> Path | None:

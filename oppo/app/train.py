@@ -18,18 +18,19 @@ from rich.console import Console
 from oppo.app.checkpoint import Checkpoint, Checkpoints
 from oppo.app.compose import MakeGraph, compose, kind_of, require_trainer, trainer_of
 from oppo.app.empty_steps import EmptySteps
+from oppo.app.evaluate import evaluate_first, evaluates, is_due, judged, show_progress, with_evaluations
 from oppo.app.interrupt import Interrupt, Stopped, interruptible
-from oppo.app.provenance import Provenance, require_continued
-from oppo.app.resume import CHECKPOINTS, locked, newest, require_same
+from oppo.app.provenance import Provenance
+from oppo.app.resume import CHECKPOINTS, locked, newest, require_same_run
 from oppo.app.sections import RunSection
 from oppo.app.settings import Settings
-from oppo.app.supply import require_room, require_unfinished, resolved_prompts, short_of, steps_of
+from oppo.app.supply import NOTHING, Given, Supply, require_room, require_unfinished, steps_of, supplied
 from oppo.app.trackers import require_trackers, tracking
-from oppo.data import PromptStream
 from oppo.errors import CheckpointError, HangError, behind
 from oppo.events import StepReport
 from oppo.graph import Graph, Run
 from oppo.liveness import Heartbeat, Stall, Watchdog
+from oppo.liveness.heartbeat import GAP
 from oppo.observe import Expendable, Notices, Observer, silent
 from oppo.report import Panel, RunDirectory, RunLog, observations
 from oppo.report.files import require_unused
@@ -65,7 +66,7 @@ class PreparedRun:
     settings: Settings
     assembly: Assembly
     graph: Graph[StepReport]
-    prompts: PromptStream
+    prompts: Supply
     provenance: Provenance
     checkpoints: Checkpoints
     notices: Notices
@@ -85,8 +86,7 @@ class PreparedRun:
 
     def is_checkpointed(self, index: int) -> bool:
         """Return whether the run writes a checkpoint after this step."""
-        every, made = self.settings.run.checkpoint_every, index + 1
-        return every > 0 and (made % every == 0 or made == self.steps)
+        return is_due(index, self.settings.run.checkpoint_every, self.steps)
 
     async def restore(self, running: Run[StepReport]) -> None:
         """Load the state of run, prompts and models from the checkpoint.
@@ -121,7 +121,8 @@ class PreparedRun:
             "trainer": kind_of(self.assembly.trainer),
             **self.provenance.state(),
         }
-        await self.assembly.saving.checkpoint(self.checkpoints, report.index + 1, report.score, state)
+        score = judged(self.settings, self.provenance, report)
+        await self.assembly.saving.checkpoint(self.checkpoints, report.index + 1, score, state)
 
     def __enter__(self) -> Self:
         return self
@@ -141,6 +142,7 @@ def prepare(
     dry_run: bool = False,
     accept_changed_code: bool = False,
     graph: MakeGraph | None = None,
+    rows: Given = NOTHING,
 ) -> PreparedRun:
     """Return a run with everything loaded and checked; writes nothing but the log of an engine with one.
 
@@ -151,6 +153,7 @@ def prepare(
         dry_run: prepare only, so the run directory may be in use.
         accept_changed_code: resume with another content of a file of code than the run began with.
         graph: makes the graph of a step, in place of that of ``step.algorithm``.
+        rows: of a program, in place of what settings name.
 
     Raises:
         OppoError: a setting, the data, the reward or a model cannot be used, or another run writes the run directory.
@@ -174,23 +177,20 @@ def prepare(
 
         require_installed(settings)
         text = load_text(settings.models, tell)
-        data, provenance = settings.data, Provenance.of(settings)
-        prompts = resolved_prompts(settings, text, tell, provenance)
-        stream = PromptStream(prompts, seed=data.seed, epochs=data.epochs)
-        if (lasts := steps_of(chosen.steps, data, settings.step.batch, stream)) < chosen.steps:
-            tell(short_of(chosen.steps, lasts, data, settings.trainer.schedule))
+        supply = supplied(settings, text, tell, Provenance.of(settings), rows)
+        stream, provenance = supply.stream, supply.provenance
         if checkpoint is not None:
-            before = Provenance.restored(checkpoint.state())
-            require_same(before.settings, settings, of="its checkpoint")
-            require_continued(before, provenance, settings, tell, accept_changed_code=accept_changed_code)
-            require_unfinished(settings.run_directory, lasts)
+            require_same_run(checkpoint, settings, provenance, tell, accept_changed_code=accept_changed_code)
+            require_unfinished(settings.run_directory, supply.steps)
         done = 0 if checkpoint is None else checkpoint.step
         assembly = assemble(settings, text, tell, engine_log=None if dry_run else settings.run_directory / ENGINE_LOG)
         stack.callback(assembly.close)
-        require_room(prompts, assembly.sampling.max_new_tokens, assembly.positions)
+        require_room(supply.longest, assembly.sampling.max_new_tokens, assembly.positions)
         replay = observations(settings.run_directory / JOURNAL, done) if resume else {}
         composed = compose(settings, assembly, stream, replay, graph)
         assembly = assembly.wired(trainer_of(composed), composed.stage("generate", Generate).environment)
+        due = partial(evaluates, settings, supply.steps)
+        composed = with_evaluations(composed, settings, assembly, supply.held_out, due)
         stack.pop_all()
     return PreparedRun(settings, assembly, composed, stream, provenance, checkpoints, tell, checkpoint, lock)
 
@@ -242,6 +242,7 @@ async def run(
         for fault in directory.faults:
             session.notices(fault)
         panel = stack.enter_context(panel_of(chosen, console, decode))
+        show_progress(session.graph, panel.on_evaluation)
         listeners = [log.on_stall, panel.on_stall]
         watchdog = stack.enter_context(watchdog_of(session, directory, listeners, last_resort))
         assembly.listen(directory.model_span, watchdog.on_span)
@@ -254,14 +255,14 @@ async def run(
                 session.prompts,
                 observers=watching,
                 lookahead=settings.step.lookahead,
-                gauges={"loop/worst_gap_s": heartbeat.take},
+                gauges={GAP: heartbeat.take},
             ) as running,
             interruptible(log.on_interrupt, partial(announce_end, console)) as interrupt,
         ):
             watchdog.watch(running)
             panel.watch(running.snapshot)
             await make_steps(session, running, interrupt, directory)
-        note_data(session, log)
+        note_data(session, log, directory.made)
         directory.conclude()
     return directory
 
@@ -299,11 +300,11 @@ def announce_end(console: Console, by: signal.Signals) -> None:
     console.out(f"{name}: ending after this step, then saving; once more ends the run at once", highlight=False)
 
 
-def note_data(session: PreparedRun, log: RunLog) -> None:
+def note_data(session: PreparedRun, log: RunLog, made: int) -> None:
     """Log that the data ended early, and which files changed meanwhile."""
     chosen = session.settings
-    if session.steps < chosen.run.steps:
-        log.note("data ended", steps=session.steps, wanted=chosen.run.steps)
+    if made < chosen.run.steps:
+        log.note("data ended", steps=made, wanted=chosen.run.steps)
     for file in session.provenance.changed(chosen):
         log.note("file changed", file=str(file), used="as it was when the run began")
 
@@ -339,8 +340,10 @@ async def make_steps(
         Stopped: a signal came.
     """
     chosen = session.settings.run
-    empty = EmptySteps(chosen.max_empty)
+    empty, last = EmptySteps(chosen.max_empty), None
     await session.restore(running)
+    if not session.done and not directory.evaluated:
+        await evaluate_first(session.graph, running)
     if session.done >= session.steps:  # it was killed between its last step and its end
         await session.assembly.saving.save(directory.path / FINAL)
     async for report in running.steps(chosen.steps - session.done, drain_after=session.is_checkpointed):
@@ -353,6 +356,10 @@ async def make_steps(
         if early and not running.alive:
             raise Stopped(early)
         empty.after(report)
+        last = report
+    if last is not None and chosen.checkpoint_every and not session.is_checkpointed(last.index):
+        await anyio.to_thread.run_sync(directory.flush)  # the prompts ended earlier than could be known
+        await session.keep(running, last)
     empty.require_trained(directory.trained, session.steps)
 
 

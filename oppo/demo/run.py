@@ -16,7 +16,6 @@ from rich.text import Text
 from oppo import observe
 from oppo.app.config import resolve
 from oppo.app.engines import require_engine
-from oppo.app.evaluate import compare
 from oppo.app.sections import Engine
 from oppo.app.settings import Settings
 from oppo.app.train import FINAL, prepare, run
@@ -26,6 +25,7 @@ from oppo.demo.examination import Answers, examine
 from oppo.demo.gains import Effort, Gains
 from oppo.demo.outcome import Outcome, deferrals, hidden_fraction
 from oppo.demo.schedules import excerpt, measure, starting
+from oppo.evaluation import compare
 from oppo.models import Sampling
 from oppo.report.files import require_unused
 from oppo.report.panel import harmless

@@ -81,13 +81,16 @@ class Pipeline(Generic[O]):
     Args:
         lookahead: number of steps that begin before the current one has ended.
         gauges: which the stages may read.
+
+    Attributes:
+        gauges: by metric; those that are added are read from the next step on.
     """
 
     def __init__(self, topology: Topology, source: Source, lookahead: int, gauges: Mapping[str, Gauge]) -> None:
         self._topology = topology
         self._source = source
         self._lookahead = lookahead
-        self._gauges = gauges
+        self.gauges = dict(gauges)
         self._work: list[Span] = []
         self._alive: deque[StepRun[O]] = deque()
         self._tasks: TaskGroup | None = None
@@ -166,7 +169,7 @@ class Pipeline(Generic[O]):
                 left,
                 anyio.current_time(),
                 ahead=len(alive),
-                gauges=self._gauges,
+                gauges=self.gauges,
                 _turn=turn,
                 _work=log,
             )

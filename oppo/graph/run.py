@@ -57,6 +57,14 @@ class Run(Generic[O]):
         """Add an observer, from the next step on."""
         self._observers = (*self._observers, observer)
 
+    def gauge(self, name: str, gauge: Gauge) -> None:
+        """Have the reports of the run hold a measurement of the process, from the next step on, under this name."""
+        self.pipeline.gauges = {**self.pipeline.gauges, name: gauge}
+
+    def tell(self, stage: str, item: object) -> None:
+        """Tell the observers of an item that a stage has made between two steps, as one of the next step."""
+        notify_item(self._observers, Step(self._index, UNKNOWN, anyio.current_time()), stage, item)
+
     def steps(self, count: int, *, drain_after: DrainAfter = never) -> AsyncIterator[O]:
         """Return an iterator that runs a step for each item and yields its result.
 

@@ -179,6 +179,15 @@ class Step:
         if self._turn is not None:
             await self._turn.later(stages)
 
+    async def settled(self, *stages: str) -> None:
+        """Wait until the stages have returned in this step, and in every later one as :meth:`later` does.
+
+        Raises:
+            GraphError: a name is unknown.
+        """
+        if self._turn is not None:
+            await self._turn.settled(stages)
+
     def note_return(self) -> None:
         """Note that the stage it is passed to has returned: in the next step it may begin."""
         if self._turn is not None:

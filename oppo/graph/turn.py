@@ -69,6 +69,12 @@ class Turn:
             turn = turn.after
             await turn.all_returned(stages)
 
+    async def settled(self, stages: Sequence[str]) -> None:
+        """Wait until the stages have returned here and in the later steps; see :meth:`oppo.graph.Step.settled`."""
+        self._require_known(stages)
+        await self.all_returned(stages)
+        await self.later(stages)
+
     async def all_returned(self, stages: Sequence[str]) -> None:
         """Wait until the stages have returned in this step."""
         for stage in stages:

@@ -17,6 +17,7 @@ from structlog.tracebacks import ExceptionDictTransformer
 
 from oppo.admission import Bottleneck
 from oppo.errors import behind
+from oppo.evaluation import Evaluated
 from oppo.events import StepReport
 from oppo.liveness import Stall
 from oppo.observe import Observer, Span
@@ -47,7 +48,11 @@ class RunLog(Observer):
         )
 
     def on_item(self, step: int, stage: str, item: object, at: float) -> None:
-        """Leave single items to the journal."""
+        """Log an evaluation; leave other items to the journal."""
+        del step, stage, at
+        if isinstance(item, Evaluated):
+            measured = {name.removeprefix("eval/"): round(value, 6) for name, value in item.metrics.items()}
+            self._log.info("evaluated", step=item.step, version=item.version, **measured)
 
     def on_span(self, span: Span) -> None:
         """Leave spans to the trace."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -16,6 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from oppo.admission import Bottleneck, Observation, together
+from oppo.evaluation import Evaluated
+from oppo.evaluation.evaluate import BEFORE
 from oppo.events import Batch, Chunk, StepReport
 from oppo.graph import Snapshot
 from oppo.liveness import Stall
@@ -60,13 +62,17 @@ class Panel(Observer):
         self._stall: str | None = None
         self._stages: dict[str, str] = {}
         self._counts: dict[str, int] = {}
+        self._evaluated: list[Evaluated] = []
+        self._answered = (0, 0)
         self._live = Live(console=console, get_renderable=self.render, refresh_per_second=4) if live else None
 
     def on_item(self, step: int, stage: str, item: object, at: float) -> None:
         """Count tokens and items; keep the best response of a batch."""
         del step, at
         self._stall = None
-        if isinstance(item, Observation):  # which no stage sends
+        if isinstance(item, Evaluated):
+            self._note(item)
+        if isinstance(item, Observation | Evaluated):  # which no stage sends
             return
         count = self._counts.get(stage, 0) + 1
         self._counts[stage] = count
@@ -97,6 +103,16 @@ class Panel(Observer):
         self._tokens = 0
         self._began = self._clock()
 
+    def on_evaluation(self, done: int, total: int) -> None:
+        """Show how many of the responses to held-out prompts have ended."""
+        self._answered = (done, total)
+
+    def _note(self, found: Evaluated) -> None:
+        self._evaluated.append(found)
+        self._answered = (0, 0)
+        if self._live is None and found.step == BEFORE:  # the others are in the lines of their steps
+            self._console.out(f"before the first step  {held_out(found.metrics)}", highlight=False)
+
     def watch(self, snapshot: Callable[[], Snapshot | None]) -> None:
         """Show from now on which stage waits for which, by ``snapshot``."""
         self._snapshot = snapshot
@@ -122,8 +138,20 @@ class Panel(Observer):
         stall = [Text(self._stall, style="yellow")] if self._stall is not None else []
         recent = together(self._bottlenecks)
         bottleneck = [Text(f"{recent.largest}-bound: {recent.sentence}")] if recent is not None else []
-        parts: list[RenderableType] = [Text(head), *bottleneck, progress, now_line, stages, *stall, self._sample]
+        now_lines = [now_line, *self._held_out()]
+        parts: list[RenderableType] = [Text(head), *bottleneck, progress, *now_lines, stages, *stall, self._sample]
         return Box(Group(*parts), title="oppo", title_align="left")
+
+    def _held_out(self) -> Iterator[RenderableType]:
+        """Yield a line about the evaluations so far, and a bar for the one in progress."""
+        if self._evaluated:
+            first, last = self._evaluated[0], self._evaluated[-1]
+            began = "" if first is last else f", {_short(first.score or math.nan)} at first"
+            yield Text(f"{held_out(last.metrics)}{began}")
+        done, total = self._answered
+        if total:
+            yield Text(f"held-out prompts: {done} of {total} responses")
+            yield ProgressBar(total=total, completed=done)
 
     def __enter__(self) -> Self:
         if self._live is not None:
@@ -146,12 +174,20 @@ def line(report: StepReport, done: int, steps: int) -> str:
     tokens = metrics.get("response_length/tokens")
     if tokens is not None and report.seconds > 0:
         parts.append(f"{tokens / report.seconds:.0f} tokens/s")
+    if "eval/score" in metrics:
+        parts.append(held_out(metrics))
     parts.append(f"parked {len(report.deferred)}")
     if report.dropped:
         parts.append(f"dropped {len(report.dropped)}")
     if (found := Bottleneck.of_metrics(metrics, report.seconds)) is not None:
         parts.append(f"{found.largest}-bound")
     return "  ".join([*parts, f"{report.seconds:.2f} s"])
+
+
+def held_out(metrics: Mapping[str, float]) -> str:
+    """Return the held-out score of an evaluation, with half the width of its confidence interval."""
+    interval = f" +- {metrics['eval/score_ci95']:.3f}" if "eval/score_ci95" in metrics else ""
+    return f"held-out {_short(metrics.get('eval/score', math.nan))}{interval}"
 
 
 def printable(text: str, limit: int) -> str:

@@ -4,6 +4,7 @@
 ``config.toml``       the resolved settings
 ``metrics.jsonl``     one flat object a step, with TRL's names for PPO's metrics
 ``samples.jsonl``     a few rollouts of each step, with text and score
+``eval.jsonl``        only where a run is evaluated: one object an evaluation, the first with step -1
 ``journal.jsonl``     the events of every rollout, and the controllers' observation of every step
 ``log.jsonl``         the run's beginning, steps, drops and end (:mod:`oppo.report.log`)
 ``trace.json``        Chrome trace of the first and the last steps: a track for each stage and model, an arrow for
@@ -33,13 +34,16 @@ from typing import Literal, Self, TextIO, cast
 
 from oppo.durable import make, sync
 from oppo.errors import ConfigError, behind
+from oppo.evaluation import Evaluated
+from oppo.evaluation.evaluate import BEFORE
 from oppo.events import Batch, StepReport
 from oppo.numeric import require_whole
 from oppo.observe import Observer, Span
 from oppo.overlap import WORK, Role
 from oppo.redact import holds_secret
 from oppo.report import journal
-from oppo.report.files import METRICS, REPORT, SAMPLES, SUMMARY, clear, require_stepless, require_unused
+from oppo.report.evaluations import evaluation_record, summary_of
+from oppo.report.files import EVALUATIONS, METRICS, REPORT, SAMPLES, SUMMARY, clear, require_stepless, require_unused
 from oppo.report.journal import JOURNAL
 from oppo.report.lock import Lock
 from oppo.report.metrics import Metrics, step_metrics, summary
@@ -88,6 +92,8 @@ class RunDirectory(Observer):
 
     Attributes:
         trained: rollouts that the run has trained so far.
+        made: steps that it has made.
+        evaluated: whether the evaluation before the first step is recorded.
         faults: sentences about records that were damaged when the run was resumed.
 
     Raises:
@@ -119,6 +125,8 @@ class RunDirectory(Observer):
         self._trace_file: TraceFile | None = None
         self._timekeeper = Timekeeper(source=source)
         self.trained = 0
+        self.made = resumed_at or 0
+        self.evaluated = False
         self.faults: list[str] = []
         self._at = 0.0  # loop time of the latest item
         self._files: dict[str, TextIO] = {}
@@ -165,6 +173,9 @@ class RunDirectory(Observer):
                 self._trace.item(stage, item, at)
         elif isinstance(item, Rounds):
             self._write(JOURNAL, journal.rounds(step, item, at))
+        elif isinstance(item, Evaluated):
+            self.evaluated = True
+            self._write(EVALUATIONS, [evaluation_record(item, self._keep, self._decode)])
         elif isinstance(item, Batch) and self._decode is not None and self._keep:
             self._write(SAMPLES, samples(step, item, self._keep, self._decode))
 
@@ -177,6 +188,7 @@ class RunDirectory(Observer):
     def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
         """Write the step's metrics, and flush all files."""
         del channels
+        self.made = step + 1
         self._trace_models(self._timekeeper.complete(step))
         if isinstance(result, StepReport):
             self.trained += len(result.trained)
@@ -229,11 +241,15 @@ class RunDirectory(Observer):
     def _rewind(self, steps: int) -> None:
         """Rewind the records to the first ``steps`` steps, and restore the counts from them."""
         (self.path / SUMMARY).unlink(missing_ok=True)
-        for name in RECORDS:
+        for name in (*RECORDS, *filter(self._exists, [EVALUATIONS])):
             self.faults += rewind(self.path / name, steps)
         for name in (METRICS, JOURNAL):
             self.faults += gaps(self.path / name, steps)
         self.trained = int(summary(metrics_of(self.path))["trained"] or 0)
+        self.evaluated = any(record["step"] == BEFORE for record in read(self.path / EVALUATIONS))
+
+    def _exists(self, name: str) -> bool:
+        return (self.path / name).exists()
 
     def _trace_models(self, spans: Iterable[Span]) -> None:
         if self._trace is not None:
@@ -247,6 +263,8 @@ class RunDirectory(Observer):
     def _write(self, name: str, records: Iterable[Mapping[str, object]]) -> None:
         text = "".join(json.dumps(each, ensure_ascii=False, allow_nan=False) + "\n" for each in records)
         if text:
+            if name not in self._files:
+                self._open(name, "a")
             self._writer.submit(partial(self._files[name].write, text))
 
     def _flush_files(self) -> None:
@@ -254,14 +272,16 @@ class RunDirectory(Observer):
             self._writer.submit(file.flush)
 
     def _sync(self) -> None:
-        for name in RECORDS:
-            os.fsync(self._files[name].fileno())
+        for name in (*RECORDS, EVALUATIONS):
+            if name in self._files:
+                os.fsync(self._files[name].fileno())
         sync(self.path)
 
     def _complete(self) -> None:
         self._sync()
         write_page(self.path, [Schedule("the latest steps", tuple(self._timekeeper.steps))], self._roles)
-        facts = {**summary(metrics_of(self.path)), "complete": self._concluded}
+        evaluated = summary_of(list(read(self.path / EVALUATIONS)))
+        facts = {**summary(metrics_of(self.path)), **evaluated, "complete": self._concluded}
         put(self.path / SUMMARY, [json.dumps(facts, indent=2) + "\n"])
 
 
@@ -276,7 +296,8 @@ def write_page(path: Path, schedules: Sequence[Schedule], roles: Mapping[str, Ro
     of_step = (list(group) for _, group in groupby(read(path / SAMPLES), key=itemgetter("step")))
     shown = [*islice(of_step, 1), *deque(of_step, _SHOWN_STEPS)]
     opening = timeline(schedules, roles)
-    put(path / REPORT, [page(path.name, metrics_of(path), list(chain.from_iterable(shown)), opening)])
+    evaluations = list(read(path / EVALUATIONS))
+    put(path / REPORT, [page(path.name, metrics_of(path), list(chain.from_iterable(shown)), opening, evaluations)])
 
 
 def metrics_of(path: Path) -> Sequence[Metrics]:

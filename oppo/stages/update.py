@@ -47,6 +47,8 @@ class Update:
             weights are published when these have returned in the later steps that are alive: the weights that a step
             uses then depend on its index and the lookahead alone. When empty, they are published as soon as there are
             new ones.
+        held: names of stages that use these models when the update is over, as an evaluation does: the weights are
+            published when these have returned in the step before.
         max_nonfinite: number of consecutive updates with a number that is not finite that ends the run; 0: never.
         dump: writes the last batch of such a run.
     """
@@ -54,6 +56,7 @@ class Update:
     trainer: Trainer
     publish: Sequence[Follower] = ()
     after: Sequence[str] = ()
+    held: Sequence[str] = ()
     max_nonfinite: int = 3
     dump: Dump | None = None
     _nonfinite: int = field(default=0, init=False, repr=False)
@@ -93,6 +96,7 @@ class Update:
             updated = anyio.current_time()
             require_trained(trained, self.trainer, version, batch)
             self._require_finite(batch, trained)
+            await step.previous(*self.held)
             await step.later(*self.after)
             unused = anyio.current_time()
             with step.working("publish"):

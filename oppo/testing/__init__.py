@@ -18,6 +18,7 @@ from oppo.testing.faulty import (
 from oppo.testing.loop import VirtualTimeLoop, run_virtual
 from oppo.testing.recorder import Happening, Recorder
 from oppo.testing.script import Fault, Flap, Garbage, HalfPublished, Hang, LoseSessions, Raise, Script, Slow
+from oppo.testing.serial import respond_serially, score_serially
 
 __all__ = [
     "FakeCritic",
@@ -50,5 +51,7 @@ __all__ = [
     "faulty_reward",
     "noise",
     "prompts",
+    "respond_serially",
     "run_virtual",
+    "score_serially",
 ]

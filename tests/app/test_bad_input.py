@@ -64,7 +64,7 @@ def _one_thread_here() -> None:
         ("data.prompts=empty.jsonl", ["empty.jsonl, line 2, column 'prompt': the prompt is empty"]),
         ("data.prompts=nothing.jsonl", ["nothing.jsonl holds no prompt"]),
         ("data.max_prompt_tokens=1", ["no prompt of ", "is left: all are over-long"]),
-        ("data.prompts=file", ["file: expected a .jsonl or .parquet file"]),
+        ("data.prompts=file", ["file: expected a file of prompts whose name ends in .jsonl, .csv or .parquet"]),
         ("run.steps=many", ["run.steps: expected a whole number, got 'many'"]),
         ("models.policy=", ["models.policy: "]),
         ("models.policy=file", ["models.policy: ", "file' is no directory here"]),

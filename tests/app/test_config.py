@@ -475,7 +475,7 @@ def test_a_key_of_another_section_is_told_where_it_belongs(tmp_path: Path) -> No
 def test_an_algorithm_that_there_is_none_of_is_one_fault_whatever_its_table_says(tmp_path: Path) -> None:
     said = refused(tmp_path, '[step]\nalgorithm = "dpo"\n[algorithm]\nbeta = 0.1\n')
     names = ", ".join(map(repr, ALGORITHMS))
-    assert said == f"step.algorithm: expected {names} or file.py:Class, got 'dpo'"
+    assert said == f"step.algorithm: expected {names} or file.py:name, got 'dpo'"
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -202,7 +202,7 @@ def test_the_configuration_is_valid_and_its_reward_loads() -> None:
     assert settings.models.policy == settings.models.critic == str(EXAMPLE / "model")
     (reward,) = settings.models.rewards.values()
     assert load_function(reward.source)(["Soap?"], [GOOD]) == [rules.HIGHEST]
-    assert Path(settings.data.prompts).is_file()
+    assert settings.files["data.prompts"].is_file()
 
 
 # Making the model: everything but the download and the conversion, which need 93 MB.

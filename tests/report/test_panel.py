@@ -5,6 +5,8 @@ from dataclasses import replace
 
 from rich.console import Console
 
+from oppo.evaluation import Evaluated
+from oppo.evaluation.evaluate import BEFORE
 from oppo.events import Defer
 from oppo.graph import Snapshot, Wait
 from oppo.liveness import Stall
@@ -26,6 +28,35 @@ def test_without_a_terminal_each_step_is_one_plain_line() -> None:
         "step 1/2  score 0.500  kl 0.000  length 2  2 tokens/s  parked 1  2.00 s",
         "step 2/2  score -  kl 0.250  length 2  2 tokens/s  parked 0  dropped 1  2.00 s",
     ]
+
+
+def evaluated(step: int, score: float) -> Evaluated:
+    return Evaluated(step, step + 1, {"eval/score": score, "eval/score_ci95": 0.05})
+
+
+def test_the_panel_shows_how_far_an_evaluation_is_and_what_the_last_one_found() -> None:
+    where, out = console(terminal=True)
+    panel = Panel(where, 2, live=True, decode=decode)
+    panel.on_evaluation(3, 12)
+    where.print(panel.render())
+    assert "held-out prompts: 3 of 12 responses" in out.getvalue()
+    for step, score in ((BEFORE, 0.25), (1, 0.5)):
+        panel.on_item(max(step, 0), "evaluate", evaluated(step, score), 0.0)
+    where.print(panel.render())
+    last = out.getvalue().rpartition("waiting for the first step")[2]
+    assert "held-out 0.500 +- 0.050, 0.250 at first" in last
+    assert "of 12 responses" not in last
+
+
+def test_without_a_terminal_the_first_evaluation_has_a_line_and_the_others_are_in_those_of_their_steps() -> None:
+    where, out = console(terminal=False)
+    with Panel(where, 2, live=False, decode=decode) as panel:
+        panel.on_item(0, "evaluate", evaluated(BEFORE, 0.25), 0.0)
+        panel.on_item(0, "evaluate", evaluated(0, 0.5), 0.0)
+        panel.on_step(0, replace(report(0, (0,), 0.5), metrics={"eval/score": 0.5}), {})
+    first, second = out.getvalue().splitlines()
+    assert first == "before the first step  held-out 0.250 +- 0.050"
+    assert "  held-out 0.500  " in second
 
 
 def test_the_panel_says_what_each_stage_is_doing() -> None:

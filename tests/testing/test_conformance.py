@@ -27,15 +27,14 @@ from oppo.testing import (
     fake_scalar,
     noise,
     prompts,
+    respond_serially,
     run_virtual,
 )
 from oppo.testing.fake_policy import FakeDecode
 
 
 def finished(count: int = 3) -> list[Finish]:
-    from oppo.app.evaluate import respond
-
-    return run_virtual(respond, FakePolicy(), prompts(count))
+    return run_virtual(respond_serially, FakePolicy(), prompts(count))
 
 
 @pytest.mark.parametrize("pace", [None, lambda prompt: 1 + noise(prompt.rollout)], ids=["together", "apart"])
