@@ -70,8 +70,8 @@ def test_proximal_log_probs_wait_for_the_weights_that_are_about_to_be_updated(se
     pipeline = played(setting, proximal=True)
     ends: dict[str, dict[int, float]] = {"update": {}, "proximal": {}}
     for span in pipeline.tap.spans:
-        if span.track in ends:
-            ends[span.track][int(span.details["step"])] = span.end
+        if span.track in ends and span.step is not None:
+            ends[span.track][span.step] = span.end
     updated, proximal = ends["update"], ends["proximal"]
     for step in range(1, setting.steps):
         if step in proximal and step - 1 in updated:

@@ -139,9 +139,8 @@ class Execution(Generic[T]):
             self._returned.add(node.name)
             for channel in (*inputs, *named.values()):
                 channel.abandon()
-            notify_span(
-                self._observers, Span(node.name, "run", start, anyio.current_time(), {"step": self._step.index})
-            )
+            end = anyio.current_time()
+            notify_span(self._observers, Span(node.name, "run", start, end, self._step.index, kind="execution"))
         except Exception as error:
             for leaf in leaves(error):
                 leaf.add_note(f"in stage {node.name!r} of graph {self._topology.name!r}, step {self._step.index}")

@@ -127,7 +127,8 @@ class Run(Generic[O]):
                     notify_item(self._observers, step, node.name, observation)
 
     def _notify(self, step: Step, results: Sequence[O], execution: Execution[O]) -> None:
-        notify_span(self._observers, Span("step", str(step.index), step.started, anyio.current_time()))
+        end = anyio.current_time()
+        notify_span(self._observers, Span("step", str(step.index), step.started, end, step.index, kind="step"))
         if results:
             channels = execution.statistics()
             notify(self._observers, lambda observer: observer.on_step(step.index, results[0], channels))

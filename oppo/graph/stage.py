@@ -25,7 +25,7 @@ import anyio
 
 from oppo.graph.channel import Receiver, Sender
 from oppo.graph.turn import Turn
-from oppo.observe import Span, SpanListener, silent
+from oppo.observe import Role, Span, SpanListener, WorkContext, silent, working_for
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -126,8 +126,14 @@ class Step:
         self._notify(self.stage, item)
 
     @contextmanager
-    def working(self, label: str) -> Iterator[None]:
-        """Note the body as work of the stage, when it has come to its end; the run's observers get its span.
+    def working(self, role: Role, label: str = "") -> Iterator[None]:
+        """Record the body as work of the stage, when it has come to its end; the run's observers get its span.
+
+        The spans of the models that it calls have its step and role.
+
+        Args:
+            role: of the work in the step.
+            label: of the span; the role by default.
 
         Example:
             >>> async def run(self, batches, *, out, step):
@@ -135,13 +141,19 @@ class Step:
             ...         with step.working("update"):
             ...             await self.trainer.update(batch)
         """
-        start = anyio.current_time()
-        yield
-        self._work.add(Span(self.stage, label, start, anyio.current_time(), {"step": self.index}))
+        start, context = anyio.current_time(), WorkContext(self.index, role)
+        with working_for(context):
+            yield
+        span = context.span(self.stage, label or role, start, anyio.current_time())
+        self.record(span)
+        self._work.add(span)
 
     @property
     def work(self) -> Sequence[Span]:
-        """The work that stages noted in this step and in those alive beside it so far, in the order of its ends."""
+        """The work that stages recorded in this step and in those alive beside it so far, in the order of its ends.
+
+        That of this step alone is ``recorded(Span)``.
+        """
         return tuple(self._work.spans)
 
     def channels(self) -> Counters:

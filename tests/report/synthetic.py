@@ -74,7 +74,7 @@ def play_first(observer: Observer) -> None:
     for at, item in enumerate((prompt(0), prompt(2), chunk(0, 0, 1, 3), chunk(2, 0, 1), first, Defer(2, 1))):
         observer.on_item(0, "generate", item, at / 4)
     observer.on_item(0, "advantage", batch([first], [0.5]), 1.5)
-    observer.on_span(Span("generate", "step 0", 0.0, 1.4))
+    observer.on_span(Span("generate", "run", 0.0, 1.4, 0, kind="execution"))
     observer.on_step(0, report(0, (0,), 0.5, (Defer(2, 1),)), CHANNELS)
 
 
@@ -83,5 +83,5 @@ def play_second(observer: Observer) -> None:
     for at, item in enumerate((prompt(1), chunk(1, 0, 5), chunk(2, 1, 4, 5), *second)):
         observer.on_item(1, "generate", item, 2 + at / 4)
     observer.on_item(1, "advantage", batch(second, [-1.0, 2.0]), 3.5)
-    observer.on_span(Span("generate", "step 1", 2.0, 3.4))
+    observer.on_span(Span("generate", "run", 2.0, 3.4, 1, kind="execution"))
     observer.on_step(1, report(1, (2,), float("nan")), CHANNELS)

@@ -7,8 +7,10 @@ import json
 import re
 from collections import Counter
 from collections.abc import Sequence
+from itertools import combinations, product
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from oppo.admission import Overcommit
@@ -26,7 +28,7 @@ def decode(tokens: Sequence[int]) -> str:
     return " ".join(map(str, tokens))
 
 
-async def train(path: Path, out: io.StringIO) -> None:
+async def train(path: Path, out: io.StringIO, lookahead: int = 0) -> None:
     graph = ppo(
         policy=FakePolicy(lambda prompt: LENGTHS[prompt.rollout % len(LENGTHS)], 0.5),
         reference=FakeScorer(fake_per_token, 0.25, 0.0),
@@ -38,7 +40,7 @@ async def train(path: Path, out: io.StringIO) -> None:
     )
     panel = Panel(Console(file=out), 5, live=False)
     with RunDirectory(path, decode=decode, threaded=False) as directory:
-        async with graph.open(prompts(100), observers=[directory, panel]) as run:
+        async with graph.open(prompts(100), observers=[directory, panel], lookahead=lookahead) as run:
             async for _ in run.steps(5):
                 pass
 
@@ -76,3 +78,27 @@ def test_every_arrow_in_the_trace_ends_where_a_rollout_finished(tmp_path: Path) 
     assert ends["s"] == ends["f"] == 20
     tracks = {event["args"]["name"] for event in events if event.get("name") == "thread_name"}
     assert {"generate", "reward", "ref_logp", "value", "advantage", "update", "step"} <= tracks
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_slices_of_a_track_are_disjoint_or_nested_and_say_of_which_step_they_are(
+    tmp_path: Path, lookahead: int
+) -> None:
+    run_virtual(train, tmp_path / "run", io.StringIO(), lookahead)
+    events = json.loads((tmp_path / "run" / "trace.json").read_text())
+    slices = [event for event in events if event["ph"] == "X"]
+    for one, other in combinations(slices, 2):
+        if one["tid"] == other["tid"]:
+            assert disjoint_or_nested(one, other)
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    whole = [(event["args"]["step"], names[event["tid"]]) for event in slices if names[event["tid"]].startswith("step")]
+    assert whole == [(k, ("step", "step (2)", "step (3)")[k % (lookahead + 1)]) for k in range(5)]
+    executions = [(names[event["tid"]], event["args"]["step"]) for event in slices if event["name"] == "run"]
+    assert Counter(executions) == Counter(product(set(names.values()) - {name for _, name in whole}, range(5)))
+
+
+def disjoint_or_nested(one: dict[str, float], other: dict[str, float]) -> bool:
+    """Return whether a viewer can show two slices on one track."""
+    first, second = sorted((one, other), key=lambda each: (each["ts"], -each["dur"]))
+    end, later = first["ts"] + first["dur"], second["ts"] + second["dur"]
+    return second["ts"] >= end - 0.001 or later <= end + 0.001  # a rounding of nanoseconds
