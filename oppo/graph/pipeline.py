@@ -49,6 +49,7 @@ class StepRun(Generic[O]):
         results: of the step, one item or none, once it is over.
         error: what ended it instead.
         over: set when its last task is.
+        scope: cancels it, and not who waits for it.
     """
 
     def __init__(self, step: Step, turn: Turn, execution: Execution[O]) -> None:
@@ -58,11 +59,13 @@ class StepRun(Generic[O]):
         self.results: Sequence[O] = ()
         self.error: Exception | None = None
         self.over = anyio.Event()
+        self.scope = anyio.CancelScope()
 
     async def run(self) -> None:
         """Run the step; keep its error."""
         try:
-            self.results = await self.execution.run()
+            with self.scope:
+                self.results = await self.execution.run()
         except Exception as error:  # noqa: BLE001 - raised again when the steps before it have ended
             self.error = error
             self.turn.fail()
@@ -141,8 +144,8 @@ class Pipeline(Generic[O]):
             await (oldest.run() if self._tasks is None else oldest.over.wait())
             oldest.require_success()
         except BaseException:
-            if self._tasks is not None:
-                self._tasks.cancel_scope.cancel()
+            for each in self._alive:
+                each.scope.cancel()
             raise
         finally:
             self._alive.popleft()
