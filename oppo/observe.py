@@ -144,6 +144,15 @@ class Notices:
         for listener in self.listeners:
             listener(sentence)
 
+    @contextmanager
+    def passed_to(self, *listeners: Callable[[str], None]) -> Iterator[None]:
+        """Let these be the listeners while the context is open."""
+        before, self.listeners = self.listeners, list(listeners)
+        try:
+            yield
+        finally:
+            self.listeners = before
+
 
 @runtime_checkable
 class Telling(Protocol):

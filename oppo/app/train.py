@@ -6,7 +6,6 @@ import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -217,7 +216,7 @@ async def run(
     """Run every step, write the run directory, and save the trained models under ``checkpoints/final``.
 
     They are saved however the run ends, once it has made an update. Ctrl-C, SIGTERM and SIGHUP end the run after the
-    step in progress, with a checkpoint. A second signal ends it at once, after an update in progress.
+    steps in flight, with a checkpoint. A second signal ends it at once, after an update in progress.
 
     ``console`` shows the panel and the effect of Ctrl-C; ``last_resort`` is that of :class:`oppo.liveness.Watchdog`.
 
@@ -236,12 +235,14 @@ async def run(
     with ExitStack() as stack:
         stack.enter_context(directory)
         log = stack.enter_context(RunLog(directory.path / "log.jsonl", chosen.name))
-        session.notices.listeners.append(log.notice)
-        stack.callback(session.notices.listeners.remove, log.notice)
+        panel = panel_of(chosen, console, decode)
+        # A live panel would be drawn over what is written to the terminal beside it, so it shows the notices itself.
+        shown = (panel.on_notice,) if panel.is_live else session.notices.listeners
+        stack.enter_context(session.notices.passed_to(log.notice, *shown))
         trackers = stack.enter_context(tracking(settings, session.done, session.notices))
         for fault in directory.faults:
             session.notices(fault)
-        panel = stack.enter_context(panel_of(chosen, console, decode))
+        stack.enter_context(panel)
         listeners = [log.on_stall, panel.on_stall]
         watchdog = stack.enter_context(watchdog_of(session, directory, listeners, last_resort))
         assembly.listen(directory.model_span, watchdog.on_span)
@@ -256,10 +257,12 @@ async def run(
                 lookahead=settings.step.lookahead,
                 gauges={"loop/worst_gap_s": heartbeat.take},
             ) as running,
-            interruptible(log.on_interrupt, partial(announce_end, console)) as interrupt,
+            interruptible(
+                lambda by: log.on_interrupt(by, running.alive), lambda by: announce_end(console, by, running.alive)
+            ) as interrupt,
         ):
             watchdog.watch(running)
-            panel.watch(running.snapshot)
+            panel.watch(running.snapshots)
             await make_steps(session, running, interrupt, directory)
         note_data(session, log)
         directory.conclude()
@@ -293,10 +296,11 @@ def watchdog_of(
     )
 
 
-def announce_end(console: Console, by: signal.Signals) -> None:
-    """Show what a signal does."""
+def announce_end(console: Console, by: signal.Signals, alive: Sequence[int]) -> None:
+    """Show what a signal does while the steps ``alive`` are in flight."""
     name = "Ctrl-C" if by is signal.SIGINT else by.name
-    console.out(f"{name}: ending after this step, then saving; once more ends the run at once", highlight=False)
+    steps = f"the {len(alive)} steps in flight" if len(alive) > 1 else "this step"
+    console.out(f"{name}: ending after {steps}, then saving; once more ends the run at once", highlight=False)
 
 
 def note_data(session: PreparedRun, log: RunLog) -> None:

@@ -175,10 +175,6 @@ class Run(Generic[O]):
         if self._state != "ready":
             raise GraphError(f"graph {self._topology.name!r} cannot {what}: {self._state}")
 
-    def snapshot(self) -> Snapshot | None:
-        """Return :meth:`snapshots` of the oldest step that is alive, or ``None`` between steps; from any thread."""
-        return next(iter(self.snapshots()), None)
-
     def snapshots(self) -> Sequence[Snapshot]:
         """Return which stage waits for which in each step that is alive, the oldest first; from any thread."""
         return self.pipeline.snapshots()
