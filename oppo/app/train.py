@@ -32,7 +32,7 @@ from oppo.liveness import Heartbeat, Stall, Watchdog
 from oppo.observe import Expendable, Notices, Observer, silent
 from oppo.report import Panel, RunDirectory, RunLog, observations
 from oppo.report.files import require_unused
-from oppo.report.journal import JOURNAL
+from oppo.report.journal import JOURNAL, drains
 from oppo.report.lock import Lock
 from oppo.report.samples import Detokenize
 from oppo.stages import Generate, Update
@@ -59,6 +59,7 @@ class PreparedRun:
         notices: receives every sentence about the run, while it is prepared too.
         checkpoint: where the run is resumed; ``None`` for a new run.
         lock: of the run directory of a resumed run.
+        drained: steps after which the run drained before, because a signal had ended it; it does so again.
     """
 
     settings: Settings
@@ -70,6 +71,7 @@ class PreparedRun:
     notices: Notices
     checkpoint: Checkpoint | None = None
     lock: Lock | None = None
+    drained: frozenset[int] = frozenset()
 
     @property
     def steps(self) -> int:
@@ -83,9 +85,9 @@ class PreparedRun:
         return 0 if self.checkpoint is None else self.checkpoint.step
 
     def is_checkpointed(self, index: int) -> bool:
-        """Return whether the run writes a checkpoint after this step."""
+        """Return whether the run drains after this step and writes a checkpoint."""
         every, made = self.settings.run.checkpoint_every, index + 1
-        return every > 0 and (made % every == 0 or made == self.steps)
+        return (every > 0 and (made % every == 0 or made == self.steps)) or index in self.drained
 
     async def restore(self, running: Run[StepReport]) -> None:
         """Load the state of run, prompts and models from the checkpoint.
@@ -187,11 +189,12 @@ def prepare(
         assembly = assemble(settings, text, tell, engine_log=None if dry_run else settings.run_directory / ENGINE_LOG)
         stack.callback(assembly.close)
         require_room(prompts, assembly.sampling.max_new_tokens, assembly.positions)
-        replay = observations(settings.run_directory / JOURNAL, done) if resume else {}
+        journal = settings.run_directory / JOURNAL
+        replay, drained = (observations(journal, done), drains(journal)) if resume else ({}, frozenset[int]())
         composed = compose(settings, assembly, stream, replay, graph)
         assembly = assembly.wired(trainer_of(composed), composed.stage("generate", Generate).environment)
         stack.pop_all()
-    return PreparedRun(settings, assembly, composed, stream, provenance, checkpoints, tell, checkpoint, lock)
+    return PreparedRun(settings, assembly, composed, stream, provenance, checkpoints, tell, checkpoint, lock, drained)
 
 
 def require_installed(settings: Settings) -> None:
@@ -335,27 +338,32 @@ async def make_steps(
 ) -> None:
     """Make the remaining steps; write a checkpoint every ``run.checkpoint_every``, after the last and after a signal.
 
-    No step is in flight at a checkpoint. The records of all steps are on the disk before their checkpoint is, so a
-    resumed run has them.
+    No step is in flight at a checkpoint. A signal lets those end that are, and the journal says which is the last: the
+    next step begins from another state than it would have. The records of all steps are on the disk before their
+    checkpoint is, so a resumed run has them.
 
     Raises:
         NothingTrained: no rollout was trained in ``run.max_empty`` steps in a row, or in the whole run.
         Stopped: a signal came.
     """
     chosen = session.settings.run
-    empty = EmptySteps(chosen.max_empty)
+    empty, draining = EmptySteps(chosen.max_empty), False
     await session.restore(running)
     if session.done >= session.steps:  # it was killed between its last step and its end
         await session.assembly.saving.save(directory.path / FINAL)
     async for report in running.steps(chosen.steps - session.done, drain_after=session.is_checkpointed):
-        early = interrupt.by if report.index + 1 < session.steps else None
-        if early:
+        goes_on = report.index + 1 < session.steps
+        ends = interrupt.by if goes_on else None
+        if ends and running.alive and not draining:
+            draining = True
+            directory.drained(running.alive[-1])
             running.drain()
-        if not running.alive and (early or session.is_checkpointed(report.index)):
+        if not running.alive and (ends or session.is_checkpointed(report.index)):
             await anyio.to_thread.run_sync(directory.flush)
             await session.keep(running, report)
-        if early and not running.alive:
-            raise Stopped(early)
+            ends = interrupt.by if goes_on else None  # it may have come meanwhile
+        if ends and not running.alive:
+            raise Stopped(ends)
         empty.after(report)
     empty.require_trained(directory.trained, session.steps)
 

@@ -2,9 +2,10 @@
 
 A rollout's lines are ``admitted``, any number of ``answered`` (a turn, by its environment) and ``deferred``,
 ``finished``, and ``trained`` or ``dropped``. A step's line is ``observed``, with a line ``round`` before it for each
-round in which its groups were selected. Lines are in order of time: an observation comes before every decision made
-from it, so a journal that ends anywhere explains every decision in it. Only in a resumed run do the observations of
-repeated steps come before these steps.
+round in which its groups were selected. Where a signal ended a run with steps in flight, ``drained`` names the last of
+them: no later one began before it had ended, which is part of what the run computed. Lines are in order of time: an
+observation comes before every decision made from it, so a journal that ends anywhere explains every decision in it.
+Only in a resumed run do the observations of repeated steps come before these steps.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from oppo.admission import Observation
 from oppo.admission.observation import Json
 from oppo.events import Chunk, Defer, Finish, Prompt, StepReport
 from oppo.redact import redacted
-from oppo.report.records import OBSERVED, Record, read
+from oppo.report.records import DRAINED, OBSERVED, Record, read
 from oppo.stages.selection import Rounds
 from oppo.turns import Answered
 
@@ -59,6 +60,11 @@ def endings(step: int, report: StepReport, at: float) -> Iterator[Record]:
         yield _line(step, at, "dropped", drop.rollout, reason=redacted(drop.reason))
 
 
+def drain(step: int, at: float) -> Record:
+    """Return the line that says after which step the run drained."""
+    return {"step": step, "at": round(at, 6), "event": DRAINED}
+
+
 def story(path: Path, rollout: int) -> list[Record]:
     """Return the lines of one rollout in the journal at ``path``, in order."""
     return [record for record in read(path) if record.get("rollout") == rollout]
@@ -66,8 +72,18 @@ def story(path: Path, rollout: int) -> list[Record]:
 
 def observations(path: Path, first: int = 0) -> dict[int, Observation]:
     """Return the observations of the steps from ``first`` on, by step, from the journal at ``path``."""
-    found = (_observation(record.get("seen")) for record in read(path) if record.get("event") == OBSERVED)
-    return {each.step: each for each in found if each is not None and each.step >= first}
+    found: dict[int, Observation] = {}
+    for record in read(path):
+        if record.get("event") == OBSERVED and (each := _observation(record.get("seen"))) is not None:
+            found[each.step] = each
+        elif record.get("event") == DRAINED:  # later steps are made again, from another state
+            found = {step: each for step, each in found.items() if step <= cast("int", record["step"])}
+    return {step: each for step, each in found.items() if step >= first}
+
+
+def drains(path: Path) -> frozenset[int]:
+    """Return the steps after which the run drained because a signal had ended it, from the journal at ``path``."""
+    return frozenset(cast("int", record["step"]) for record in read(path) if record.get("event") == DRAINED)
 
 
 def _observation(seen: object) -> Observation | None:

@@ -72,7 +72,7 @@ class RunDirectory(Observer):
         threaded: write in a thread; otherwise at once, as virtual time needs it.
         source: the stage whose items are the rollouts' events.
         resumed_at: steps made by the run in this directory, up to its checkpoint. Records of later steps are removed,
-            except for observations; the trace goes on in ``trace-<steps>.json``. ``None``: a new run.
+            except for observations and drains; the trace goes on in ``trace-<steps>.json``. ``None``: a new run.
         lock: of the directory, if it is already held; released when the directory is complete.
 
     Attributes:
@@ -172,6 +172,10 @@ class RunDirectory(Observer):
         if self._trace is not None and self._trace_file is not None:
             self._writer.submit(partial(self._trace_file.write, *self._trace.take()))
         self._flush_files()
+
+    def drained(self, step: int) -> None:
+        """Journal that no step begins before ``step`` has ended, which is the last in flight, though none was due."""
+        self._write(JOURNAL, [journal.drain(step, self._at)])
 
     def conclude(self) -> None:
         """Mark the run as complete: it reached its end, and its models are saved."""

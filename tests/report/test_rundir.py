@@ -13,7 +13,7 @@ from oppo.errors import ConfigError
 from oppo.events import Defer
 from oppo.observe import Span
 from oppo.report import RunDirectory, observations, story
-from oppo.report.journal import JOURNAL
+from oppo.report.journal import JOURNAL, drains
 from oppo.report.records import Record, rewind
 from oppo.report.rundir import RECORDS, write_page
 from oppo.report.timed import TimedStep
@@ -230,6 +230,33 @@ def test_what_was_observed_outlives_the_steps_that_are_taken_back(tmp_path: Path
         step: Observation(step, seconds=0.1 + step, score=0.5) for step in (1, 2)
     }
     assert observations(tmp_path / "nowhere") == {}
+
+
+def test_drains_outlive_the_steps_that_are_taken_back_and_end_the_course_of_what_was_observed_before(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "x"
+
+    def observed(directory: RunDirectory, *steps: int, seconds: float) -> None:
+        for step in steps:
+            directory.on_item(step, "generate", Observation(step, seconds=seconds, score=0.5), float(step))
+
+    def told() -> dict[int, float]:
+        return {step: seen.seconds for step, seen in observations(path / JOURNAL).items()}
+
+    with RunDirectory(path, threaded=False) as directory:
+        observed(directory, 0, 1, 2, 3, 4, seconds=1.0)
+    with RunDirectory(path, threaded=False, resumed_at=1) as directory:
+        directory.drained(2)  # repeating the steps, it was ended after this one
+    assert told() == {0: 1.0, 1: 1.0, 2: 1.0}, "steps 3 and 4 were those of a run that did not drain"
+    with RunDirectory(path, threaded=False, resumed_at=3) as directory:
+        observed(directory, 3, 4, seconds=2.0)
+    for resumed_at in (2, 1):
+        with RunDirectory(path, threaded=False, resumed_at=resumed_at):
+            pass
+        assert drains(path / JOURNAL) == {2}
+        assert told() == {0: 1.0, 1: 1.0, 2: 1.0, 3: 2.0, 4: 2.0}
+    assert drains(tmp_path / "nowhere") == frozenset()
 
 
 def test_text_with_other_line_ends_and_a_line_torn_within_a_character_are_read_as_written(tmp_path: Path) -> None:
