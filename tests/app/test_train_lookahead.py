@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 from pathlib import Path
 
+import anyio
 import pytest
 import torch
+from rich.console import Console
 from safetensors.numpy import load_file
 
+from oppo.app.config import load
 from oppo.app.resume import CHECKPOINTS
-from oppo.app.train import FINAL
+from oppo.app.train import FINAL, prepare, run
 from oppo.cli import DONE, FAILED, INTERRUPTED, main
-from tests.workplace import furnish, oppo, records, resume, start
+from oppo.events import Chunk, Scored
+from oppo.testing import Recorder
+from tests.report.synthetic import all_nested
+from tests.workplace import furnish, oppo, records, require_bounded_lag, resume, start
 
 EXACT = ("run.exact=true", "run.panel=off", "step.batch=4", "step.extra=2")
 AHEAD = ("step.lookahead=1", "run.checkpoint_every=3")
@@ -40,9 +47,19 @@ def train(folder: Path, name: str, *overrides: str) -> dict[str, bytes]:
     return weights(folder, name)
 
 
-def test_an_exact_run_is_the_same_wherever_its_models_are(folder: Path) -> None:
-    here = train(folder, "here", *AHEAD, "run.steps=6", "run.scorers=thread")
-    there = train(folder, "there", *AHEAD, "run.steps=6", "run.scorers=process", "step.chunk=3")
+@pytest.fixture(scope="module")
+def here(folder: Path) -> dict[str, bytes]:
+    return train(folder, "here", *AHEAD, "run.steps=6", "run.scorers=thread")
+
+
+@pytest.fixture(scope="module")
+def there(folder: Path) -> dict[str, bytes]:
+    return train(folder, "there", *AHEAD, "run.steps=6", "run.scorers=process", "step.chunk=3")
+
+
+def test_an_exact_run_is_the_same_wherever_its_models_are(
+    folder: Path, here: dict[str, bytes], there: dict[str, bytes]
+) -> None:
     assert here == there
     lines = records(folder, "here", "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(6))
@@ -50,6 +67,46 @@ def test_an_exact_run_is_the_same_wherever_its_models_are(folder: Path) -> None:
     assert lags[1] >= 1, "step 1 is decoded with the first weights, while step 0 is trained"
     assert lags[0] == 0
     assert here != train(folder, "alone", "run.steps=6", "run.scorers=thread", "run.checkpoint_every=3")
+
+
+@pytest.mark.usefixtures("here", "there")
+@pytest.mark.parametrize("name", ["here", "there"])
+def test_the_work_of_models_is_traced_for_the_step_that_it_was_done_for(folder: Path, name: str) -> None:
+    events = json.loads((folder / "runs" / name / "trace.json").read_text())
+    tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    slices = [event for event in events if event["ph"] == "X"]
+    assert all_nested(slices)
+    steps: dict[tuple[str, str], set[int]] = {}
+    for event in slices:
+        steps.setdefault((tracks[event["tid"]], event["name"]), set()).add(event.get("args", {}).get("step"))
+    for work in (("policy", "decode"), ("reward model", "finish"), ("critic", "finish"), ("trainer", "update")):
+        assert steps[work] == set(range(6)), work
+    decoded, trained = (
+        {event["args"]["step"]: event["ts"] for event in slices if (tracks[event["tid"]], event["name"]) == work}
+        for work in (("policy", "decode"), ("trainer", "update"))
+    )
+    assert all(decoded[step] < trained[step] for step in range(6))
+    page = (folder / "runs" / name / "report.html").read_text()
+    assert "faint: work for other steps" in page
+    assert re.search(r"trainer: \d\.\d+ s for step 5, from", page)
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_a_step_of_an_exact_run_uses_the_versions_that_follow_from_its_index(folder: Path, lookahead: int) -> None:
+    corrected = ("algorithm.ratio_base=proximal", "algorithm.is_correction=truncated")
+    ahead = (f"run.name=versions-{lookahead}", f"step.lookahead={lookahead}", "run.steps=5", "run.checkpoint_every=0")
+    recorder = Recorder()
+    with prepare(load(folder / "config.toml", [*EXACT, *corrected, *ahead])) as session:
+        anyio.run(run, session, Console(quiet=True), [recorder])
+    used: dict[str, set[tuple[int, int]]] = {"generate": set(), "value": set(), "proximal": set()}
+    for sent in recorder.items:
+        if isinstance(sent.item, Chunk):
+            used[sent.stage].update((sent.step, int(version)) for version in sent.item.versions)
+        elif isinstance(sent.item, Scored) and sent.stage in used:
+            used[sent.stage].add((sent.step, sent.item.version))
+    behind = {(step, max(0, step - lookahead)) for step in range(5)}
+    assert used == {"generate": behind, "value": behind, "proximal": {(step, step) for step in range(5)}}
+    require_bounded_lag(folder / "runs" / f"versions-{lookahead}")
 
 
 def test_more_steps_in_flight_with_a_trainer_of_its_own_process(folder: Path) -> None:

@@ -7,7 +7,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Sequence
-from itertools import combinations, product
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ from oppo.report import Panel, RunDirectory, story
 from oppo.rewards import FunctionReward
 from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_per_token, prompts
 from oppo.testing.loop import run_virtual
+from tests.report.synthetic import all_nested
 
 LENGTHS = (3, 5, 40, 8, 2, 13)
 
@@ -87,18 +88,9 @@ def test_slices_of_a_track_are_disjoint_or_nested_and_say_of_which_step_they_are
     run_virtual(train, tmp_path / "run", io.StringIO(), lookahead)
     events = json.loads((tmp_path / "run" / "trace.json").read_text())
     slices = [event for event in events if event["ph"] == "X"]
-    for one, other in combinations(slices, 2):
-        if one["tid"] == other["tid"]:
-            assert disjoint_or_nested(one, other)
+    assert all_nested(slices)
     names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     whole = [(event["args"]["step"], names[event["tid"]]) for event in slices if names[event["tid"]].startswith("step")]
     assert whole == [(k, ("step", "step (2)", "step (3)")[k % (lookahead + 1)]) for k in range(5)]
     executions = [(names[event["tid"]], event["args"]["step"]) for event in slices if event["name"] == "run"]
     assert Counter(executions) == Counter(product(set(names.values()) - {name for _, name in whole}, range(5)))
-
-
-def disjoint_or_nested(one: dict[str, float], other: dict[str, float]) -> bool:
-    """Return whether a viewer can show two slices on one track."""
-    first, second = sorted((one, other), key=lambda each: (each["ts"], -each["dur"]))
-    end, later = first["ts"] + first["dur"], second["ts"] + second["dur"]
-    return second["ts"] >= end - 0.001 or later <= end + 0.001  # a rounding of nanoseconds
