@@ -63,7 +63,6 @@ class AnsweredPlace(Place):
             Preempted: the call is preemptible and was not made.
             Exception: the outcome is a failure.
         """
-
         context = observe.work_context()
 
         def answer() -> object:
