@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -20,21 +19,20 @@ from oppo.app.empty_steps import EmptySteps
 from oppo.app.interrupt import Interrupt, Stopped, interruptible
 from oppo.app.provenance import Provenance, require_continued
 from oppo.app.resume import CHECKPOINTS, locked, newest, require_same
-from oppo.app.sections import RunSection
 from oppo.app.settings import Settings
 from oppo.app.supply import require_room, require_unfinished, resolved_prompts, short_of, steps_of
-from oppo.app.trackers import require_trackers, tracking
+from oppo.app.trackers import require_trackers
+from oppo.app.watching import watching
 from oppo.data import PromptStream
 from oppo.errors import CheckpointError, HangError, behind
 from oppo.events import StepReport
 from oppo.graph import Graph, Run
-from oppo.liveness import Heartbeat, Stall, Watchdog
-from oppo.observe import Expendable, Notices, Observer, silent
-from oppo.report import Panel, RunDirectory, RunLog, observations
+from oppo.liveness import Heartbeat
+from oppo.observe import Notices, Observer, silent
+from oppo.report import RunDirectory, RunLog
 from oppo.report.files import require_unused
-from oppo.report.journal import JOURNAL, drains
+from oppo.report.journal import JOURNAL, Course, course
 from oppo.report.lock import Lock
-from oppo.report.samples import Detokenize
 from oppo.stages import Generate, Update
 
 if TYPE_CHECKING:
@@ -46,9 +44,6 @@ ENGINE_LOG = "vllm.log"
 FINAL = Path(CHECKPOINTS, "final")
 """The trained models in a run directory: ``actor`` and, with one, ``critic``, each with its tokenizer."""
 
-HANG_REPORT = "hang-report.json"
-"""The report in the directory of a run that was ended because nothing moved."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedRun:
@@ -59,7 +54,7 @@ class PreparedRun:
         notices: receives every sentence about the run, while it is prepared too.
         checkpoint: where the run is resumed; ``None`` for a new run.
         lock: of the run directory of a resumed run.
-        drained: steps after which the run drained before, because a signal had ended it; it does so again.
+        course: what the journal of a resumed run says of steps that it repeats.
     """
 
     settings: Settings
@@ -71,7 +66,7 @@ class PreparedRun:
     notices: Notices
     checkpoint: Checkpoint | None = None
     lock: Lock | None = None
-    drained: frozenset[int] = frozenset()
+    course: Course = field(default_factory=Course)
 
     @property
     def steps(self) -> int:
@@ -87,7 +82,7 @@ class PreparedRun:
     def is_checkpointed(self, index: int) -> bool:
         """Return whether the run drains after this step and writes a checkpoint."""
         every, made = self.settings.run.checkpoint_every, index + 1
-        return (every > 0 and (made % every == 0 or made == self.steps)) or index in self.drained
+        return (every > 0 and (made % every == 0 or made == self.steps)) or index in self.course.drains
 
     async def restore(self, running: Run[StepReport]) -> None:
         """Load the state of run, prompts and models from the checkpoint.
@@ -189,12 +184,11 @@ def prepare(
         assembly = assemble(settings, text, tell, engine_log=None if dry_run else settings.run_directory / ENGINE_LOG)
         stack.callback(assembly.close)
         require_room(prompts, assembly.sampling.max_new_tokens, assembly.positions)
-        journal = settings.run_directory / JOURNAL
-        replay, drained = (observations(journal, done), drains(journal)) if resume else ({}, frozenset[int]())
-        composed = compose(settings, assembly, stream, replay, graph)
+        told = course(settings.run_directory / JOURNAL, done) if resume else Course()
+        composed = compose(settings, assembly, stream, told.observations, graph)
         assembly = assembly.wired(trainer_of(composed), composed.stage("generate", Generate).environment)
         stack.pop_all()
-    return PreparedRun(settings, assembly, composed, stream, provenance, checkpoints, tell, checkpoint, lock, drained)
+    return PreparedRun(settings, assembly, composed, stream, provenance, checkpoints, tell, checkpoint, lock, told)
 
 
 def require_installed(settings: Settings) -> None:
@@ -232,78 +226,29 @@ async def run(
         Stopped: a signal ended the run.
     """
     settings, assembly = session.settings, session.assembly
-    chosen, decode = settings.run, assembly.text.decode
     heartbeat = Heartbeat()
     directory = directory_of(session)
-    with ExitStack() as stack:
-        stack.enter_context(directory)
-        log = stack.enter_context(RunLog(directory.path / "log.jsonl", chosen.name))
-        panel = panel_of(chosen, console, decode)
-        # A live panel would be drawn over what is written to the terminal beside it, so it shows the notices itself.
-        shown = (panel.on_notice,) if panel.is_live else session.notices.listeners
-        stack.enter_context(session.notices.passed_to(log.notice, *shown))
-        trackers = stack.enter_context(tracking(settings, session.done, session.notices))
-        for fault in directory.faults:
-            session.notices(fault)
-        stack.enter_context(panel)
-        listeners = [log.on_stall, panel.on_stall]
-        watchdog = stack.enter_context(watchdog_of(session, directory, listeners, last_resort))
-        assembly.listen(directory.model_span, watchdog.on_span)
-        watching = [directory, log, Expendable(panel, session.notices), watchdog, *trackers, *observers]
+    watch = watching(
+        settings, assembly, directory, session.notices, console, first=session.done, last_resort=last_resort
+    )
+    with directory, watch as watched:
         async with (
             saving(assembly, directory.path / FINAL),
             heartbeat.beating(),
-            watchdog.guarding(),
+            watched.watchdog.guarding(),
             session.graph.open(
                 session.prompts,
-                observers=watching,
+                observers=[*watched.observers, *observers],
                 lookahead=settings.step.lookahead,
                 gauges={"loop/worst_gap_s": heartbeat.take},
             ) as running,
-            interruptible(
-                lambda by: log.on_interrupt(by, running.alive), lambda by: announce_end(console, by, running.alive)
-            ) as interrupt,
+            interruptible(lambda by: watched.on_signal(by, running.alive)) as interrupt,
         ):
-            watchdog.watch(running)
-            panel.watch(running.snapshots)
+            watched.watch(running)
             await make_steps(session, running, interrupt, directory)
-        note_data(session, log)
+        note_data(session, watched.log)
         directory.conclude()
     return directory
-
-
-def watchdog_of(
-    session: PreparedRun,
-    directory: RunDirectory,
-    listeners: Sequence[Callable[[Stall], None]],
-    last_resort: Callable[[HangError], None] | None,
-) -> Watchdog:
-    """Return the watchdog with the limits of the settings."""
-    chosen, assembly = session.settings.run, session.assembly
-
-    def leave(error: HangError) -> None:
-        directory.abandon()
-        if last_resort is not None:
-            last_resort(error)
-
-    return Watchdog(
-        chosen.watchdog_seconds,
-        report=directory.path / HANG_REPORT,
-        listeners=listeners,
-        progress=assembly.progress,
-        calls=assembly.at_work,
-        call_timeout=chosen.call_timeout,
-        saving=lambda: assembly.saving.is_saving,
-        free=assembly.abort,
-        last_resort=None if last_resort is None else leave,
-    )
-
-
-def announce_end(console: Console, by: signal.Signals, alive: Sequence[int]) -> None:
-    """Show what a signal does while the steps ``alive`` are in flight."""
-    name = "Ctrl-C" if by is signal.SIGINT else by.name
-    steps = f"the {len(alive)} steps in flight" if len(alive) > 1 else "this step"
-    console.out(f"{name}: ending after {steps}, then saving; once more ends the run at once", highlight=False)
 
 
 def note_data(session: PreparedRun, log: RunLog) -> None:
@@ -366,13 +311,6 @@ async def make_steps(
             raise Stopped(ends)
         empty.after(report)
     empty.require_trained(directory.trained, session.steps)
-
-
-def panel_of(chosen: RunSection, console: Console, decode: Detokenize) -> Panel:
-    """Return the panel in the form that ``run.panel`` names."""
-    shown = Console(quiet=True) if chosen.panel == "off" else console
-    live = chosen.panel == "live" or (chosen.panel == "auto" and console.is_terminal)
-    return Panel(shown, chosen.steps, live=live, decode=decode)
 
 
 @asynccontextmanager

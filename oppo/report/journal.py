@@ -10,8 +10,8 @@ Only in a resumed run do the observations of repeated steps come before these st
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import cast
 
@@ -70,20 +70,36 @@ def story(path: Path, rollout: int) -> list[Record]:
     return [record for record in read(path) if record.get("rollout") == rollout]
 
 
-def observations(path: Path, first: int = 0) -> dict[int, Observation]:
-    """Return the observations of the steps from ``first`` on, by step, from the journal at ``path``."""
-    found: dict[int, Observation] = {}
+@dataclass(frozen=True)
+class Course:
+    """What steers the steps that a resumed run repeats.
+
+    Attributes:
+        observations: of the controllers, by step.
+        drains: the steps after which the run drained because a signal had ended it.
+    """
+
+    observations: Mapping[int, Observation] = field(default_factory=dict)
+    drains: frozenset[int] = frozenset()
+
+
+def course(path: Path, first: int = 0) -> Course:
+    """Return the course of a run by the journal at ``path``, its observations from step ``first`` on."""
+    observed: dict[int, Observation] = {}
+    drained: set[int] = set()
     for record in read(path):
         if record.get("event") == OBSERVED and (each := _observation(record.get("seen"))) is not None:
-            found[each.step] = each
-        elif record.get("event") == DRAINED:  # later steps are made again, from another state
-            found = {step: each for step, each in found.items() if step <= cast("int", record["step"])}
-    return {step: each for step, each in found.items() if step >= first}
+            observed[each.step] = each
+        elif record.get("event") == DRAINED:
+            last = cast("int", record["step"])
+            drained.add(last)
+            observed = {step: each for step, each in observed.items() if step <= last}  # later ones are made anew
+    return Course({step: each for step, each in observed.items() if step >= first}, frozenset(drained))
 
 
-def drains(path: Path) -> frozenset[int]:
-    """Return the steps after which the run drained because a signal had ended it, from the journal at ``path``."""
-    return frozenset(cast("int", record["step"]) for record in read(path) if record.get("event") == DRAINED)
+def observations(path: Path, first: int = 0) -> Mapping[int, Observation]:
+    """Return the observations of the steps from ``first`` on, by step, from the journal at ``path``."""
+    return course(path, first).observations
 
 
 def _observation(seen: object) -> Observation | None:
