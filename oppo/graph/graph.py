@@ -11,7 +11,8 @@ from typing import Generic, TypeVar
 from oppo.errors import GraphError
 from oppo.graph.run import Run, opened
 from oppo.graph.source import Source
-from oppo.graph.stage import AnyStage, Gauge
+from oppo.graph.stage import AnyStage
+from oppo.graph.step import Gauge
 from oppo.graph.topology import SOURCE, Node, Topology
 from oppo.numeric import require_whole
 from oppo.observe import Observer

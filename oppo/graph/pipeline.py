@@ -25,7 +25,7 @@ from oppo.errors import as_itself, note_others
 from oppo.graph.executor import Execution, notify_span
 from oppo.graph.snapshot import Snapshot
 from oppo.graph.source import Source
-from oppo.graph.stage import UNKNOWN, Gauge, Step, WorkLog
+from oppo.graph.step import UNKNOWN, Gauge, Step, StepRuntime, WorkLog
 from oppo.graph.topology import Topology
 from oppo.graph.turn import Turn
 from oppo.observe import Observer, Span
@@ -164,15 +164,8 @@ class Pipeline(Generic[O]):
             left = remaining if remaining == UNKNOWN else remaining - len(alive)
             turn = Turn(list(self._topology.by_name), alive[-1].turn if alive else None, self._lookahead)
             log = WorkLog(self._work, partial(notify_span, observers))
-            step = Step(
-                index + len(alive),
-                left,
-                anyio.current_time(),
-                ahead=len(alive),
-                gauges=self._gauges,
-                _turn=turn,
-                _work=log,
-            )
+            runtime = StepRuntime(turn=turn, work=log, gauges=self._gauges)
+            step = Step(index + len(alive), left, anyio.current_time(), ahead=len(alive), runtime=runtime)
             begun = StepRun[O](step, turn, Execution(self._topology, step, self._source, observers))
             alive.append(begun)
             if self._tasks is not None:
