@@ -15,7 +15,7 @@ the state of a step: two executions of a graph can be alive.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from oppo.graph.channel import Receiver, Sender
