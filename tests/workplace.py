@@ -65,8 +65,8 @@ def pressing(prompts, completions):
 def late(prompts, completions):
     before = len(seen)
     seen.extend(completions)
-    if before < int(os.environ.get("PRESSED_AT", "0")) <= len(seen):
-        os.kill(os.getpid(), signal.SIGINT)
+    if before < int(os.environ.get("ENDED_AT", "0")) <= len(seen):
+        os.kill(os.getpid(), signal.SIGTERM)
     return [-len(c.split()) / 10 for c in completions]
 
 def picky(prompts, completions, goal):

@@ -26,7 +26,7 @@ def train(
 ) -> RunDirectory:
     """Train as a TOML file says, with run directory, checkpoints, panel and watchdog; return the run directory.
 
-    Blocks; call it in the main thread, where Ctrl-C ends the run after the step in progress.
+    Blocks; call it in the main thread, where Ctrl-C ends the run after the steps in flight.
 
     Args:
         config: the file, or the directory of a run, which is then resumed.

@@ -228,25 +228,27 @@ async def run(
     settings, assembly = session.settings, session.assembly
     heartbeat = Heartbeat()
     directory = directory_of(session)
-    watch = watching(
-        settings, assembly, directory, session.notices, console, first=session.done, last_resort=last_resort
-    )
-    with directory, watch as watched:
+    with (
+        directory,
+        watching(
+            settings, assembly, directory, session.notices, console, first=session.done, last_resort=last_resort
+        ) as watch,
+    ):
         async with (
             saving(assembly, directory.path / FINAL),
             heartbeat.beating(),
-            watched.watchdog.guarding(),
+            watch.watchdog.guarding(),
             session.graph.open(
                 session.prompts,
-                observers=[*watched.observers, *observers],
+                observers=[*watch.observers, *observers],
                 lookahead=settings.step.lookahead,
                 gauges={"loop/worst_gap_s": heartbeat.take},
             ) as running,
-            interruptible(lambda by: watched.on_signal(by, running.alive)) as interrupt,
+            interruptible(lambda by: watch.on_signal(by, running.alive)) as interrupt,
         ):
-            watched.watch(running)
+            watch.look_at(running)
             await make_steps(session, running, interrupt, directory)
-        note_data(session, watched.log)
+        note_data(session, watch.log)
         directory.conclude()
     return directory
 

@@ -29,7 +29,7 @@ HANG_REPORT = "hang-report.json"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Watch:
-    """The observers of a run.
+    """What watches a run.
 
     Attributes:
         observers: all of them, the run directory included.
@@ -41,7 +41,7 @@ class Watch:
     watchdog: Watchdog
     observers: Sequence[Observer]
 
-    def watch(self, running: Run[Any]) -> None:
+    def look_at(self, running: Run[Any]) -> None:
         """Look from now on at which stage waits for which in each step that is alive."""
         self.watchdog.watch(running)
         self.panel.watch(running.snapshots)

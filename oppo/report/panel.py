@@ -63,7 +63,7 @@ class _Decoding:
 class Panel(Observer):
     """An observer that shows a run in progress; a context manager that leaves the terminal as it was.
 
-    It counts steps from 1, as ``step 1/20``.
+    It counts steps from 1, as ``step 1/20``; a stall and errors have their index, from 0.
 
     Args:
         console: shows it.

@@ -21,7 +21,7 @@ from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Preempted, Preemptible
 from oppo.scorer_protocols import ConcurrentScorer, ReportsSamples
 from oppo.stages.backlog import Backlog, Growth
 from oppo.stages.contract import require_count, require_model
-from oppo.stages.measure import ScorerAnswer, Averaged
+from oppo.stages.measure import Averaged, ScorerAnswer
 
 T = TypeVar("T")
 

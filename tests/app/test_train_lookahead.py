@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 from oppo.app.config import load
 from oppo.app.resume import CHECKPOINTS
 from oppo.app.train import FINAL, prepare, run
-from oppo.cli import DONE, FAILED, INTERRUPTED, main
+from oppo.cli import DONE, FAILED, main
 from oppo.events import Chunk, Scored
 from oppo.testing import Recorder
 from tests.report.synthetic import all_nested
@@ -123,10 +123,10 @@ def test_a_run_that_a_signal_has_ended_is_the_same_from_any_of_its_checkpoints(
     """The steps in flight end first, and the journal keeps that: who goes further back drains there too."""
     late = (*EXACT, *AHEAD, "run.steps=8", "models.reward=reward.py:late")
     whole, run = train(folder, "undisturbed", *late), folder / "runs" / "stopped"
-    monkeypatch.setenv("PRESSED_AT", "14")  # while step 3 is scored, and step 4 in flight
-    assert oppo(folder, "", *late, "run.name=stopped", "run.panel=lines") == INTERRUPTED
-    monkeypatch.delenv("PRESSED_AT")
-    assert "Ctrl-C: ending after the 2 steps in flight, then saving" in capsys.readouterr().out
+    monkeypatch.setenv("ENDED_AT", "14")  # while step 3 is scored, and step 4 in flight
+    assert oppo(folder, "", *late, "run.name=stopped", "run.panel=lines") == 128 + signal.SIGTERM
+    monkeypatch.delenv("ENDED_AT")
+    assert "SIGTERM: ending after the 2 steps in flight, then saving" in capsys.readouterr().out
     drained = [line["step"] for line in records(folder, "stopped", "journal.jsonl") if line["event"] == "drained"]
     assert drained == [4]
     shutil.copytree(run, folder / "backup")

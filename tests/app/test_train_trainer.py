@@ -77,8 +77,8 @@ def test_a_run_whose_trainer_is_killed_ends_and_says_how_to_go_on(folder: Path) 
 
 IMPATIENT = """
 import functools
-import oppo.app.train
-oppo.app.train.Watchdog = functools.partial(oppo.app.train.Watchdog, grace=0.5)
+import oppo.app.watching
+oppo.app.watching.Watchdog = functools.partial(oppo.app.watching.Watchdog, grace=0.5)
 """
 """Has a run's watchdog wait less long for what it has cancelled."""
 

@@ -16,7 +16,7 @@ from oppo.graph import Step
 from oppo.models import Decode
 from oppo.observe import Span
 from oppo.stages.in_flight import InFlightRollout
-from oppo.stages.measure import ScorerAnswer, Decoded, DecodeMeter, observation
+from oppo.stages.measure import Decoded, DecodeMeter, ScorerAnswer, observation
 from oppo.testing import run_virtual
 from tests.pipelines import Pipeline, Setting
 
