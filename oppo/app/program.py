@@ -32,7 +32,7 @@ def train(
 ) -> RunDirectory:
     """Train as settings say, with run directory, checkpoints, panel and watchdog; return the run directory.
 
-    Blocks; call it in the main thread, where Ctrl-C ends the run after the step in progress.
+    Blocks; call it in the main thread, where Ctrl-C ends the run after the steps in flight.
 
     Args:
         config: a TOML file; or the directory of a run, which is then resumed; or what a file would hold, as a mapping

@@ -30,7 +30,7 @@ from oppo.models import Sampling
 from oppo.report.files import require_unused
 from oppo.report.panel import harmless
 from oppo.report.rundir import write_page
-from oppo.report.timeline import Schedule
+from oppo.report.timeline import Excerpt
 
 SHOWN = 3
 """Held-out prompts whose responses are shown."""
@@ -161,7 +161,7 @@ def note(summary: Path, facts: Mapping[str, object]) -> None:
 def compare_seconds(settings: Settings, effort: Effort, narrator: Narrator) -> Gains:
     """Return the speedup by overlap; put two steps of each schedule into the timeline of the run's page."""
     rounds = measure(settings, effort, narrator.tell)
-    write_page(settings.run_directory, [Schedule(name, excerpt(made)) for name, made in rounds.items()])
+    write_page(settings.run_directory, [Excerpt(name, excerpt(made)) for name, made in rounds.items()])
     return Gains.of(effort, rounds)
 
 

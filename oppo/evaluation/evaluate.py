@@ -124,7 +124,7 @@ class Evaluate:
                 await out.send(report)
                 continue
             await step.settled(*self.after)
-            with step.working("evaluate"):
+            with step.working("other", "evaluate"):
                 found = await self.evaluation.measure(report.index, self.progress)
             self._found[report.index] = found
             await out.send(replace(report, metrics={**report.metrics, **found.metrics}))

@@ -27,7 +27,7 @@ from oppo.models import Policy, Scorer
 from oppo.numeric import require_whole
 from oppo.observe import Observer, Span
 from oppo.stages import Generate, Score, ScoredRollout, ScoredRollouts
-from oppo.stages.measure import Samples
+from oppo.stages.measure import Averaged
 from oppo.turns import Environment
 
 Progress: TypeAlias = Callable[[int, int], None]
@@ -173,7 +173,7 @@ class Collect:
         scored = await ScoredRollouts.of(rollout, score, reference=reference)
         self._rollouts += scored.rollouts
         self._dropped += scored.dropped
-        for _, each in step.recorded(Samples):
+        for _, each in step.recorded(Averaged):
             for name, values in each.values.items():
                 self._measured.setdefault(name, []).extend(values)
         await out.send(_report(step, [each.rollout for each in scored.rollouts], scored.dropped))

@@ -11,7 +11,8 @@ from typing import Generic, TypeVar, cast
 from oppo.errors import GraphError
 from oppo.graph.run import Run, opened
 from oppo.graph.source import Source
-from oppo.graph.stage import AnyStage, Gauge, Stage1
+from oppo.graph.stage import AnyStage, Stage1
+from oppo.graph.step import Gauge
 from oppo.graph.topology import SOURCE, Node, Topology
 from oppo.numeric import require_whole
 from oppo.observe import Observer

@@ -36,6 +36,10 @@ class Turn:
             before.after = self
             before.followed.set()
 
+    def note_return(self, stage: str) -> None:
+        """Note that a stage has returned in this step: in the next it may begin."""
+        self.returned[stage].set()
+
     def fail(self) -> None:
         """Note that the step has failed: earlier steps wait for none of its stages, and no later one goes on."""
         self.failed = True

@@ -39,7 +39,6 @@ from oppo.evaluation.evaluate import BEFORE
 from oppo.events import Batch, StepReport
 from oppo.numeric import require_whole
 from oppo.observe import Observer, Span
-from oppo.overlap import WORK, Role
 from oppo.redact import holds_secret
 from oppo.report import journal
 from oppo.report.evaluations import evaluation_record, summary_of
@@ -52,19 +51,10 @@ from oppo.report.put import put
 from oppo.report.records import gaps, read, rewind
 from oppo.report.samples import Detokenize, samples
 from oppo.report.timed import Timekeeper
-from oppo.report.timeline import Schedule, timeline
+from oppo.report.timeline import Excerpt, timeline
 from oppo.report.trace import TRACED, Trace, TraceFile
 from oppo.report.writer import Writer
 from oppo.stages.selection import Rounds
-
-ROLES: Mapping[str, Role] = {
-    "policy": "decode",
-    "reference": "score",
-    "reward model": "score",
-    "critic": "score",
-    "trainer": "update",
-}
-"""The roles of the models of ``oppo train``, by track."""
 
 RECORDS = (METRICS, SAMPLES, JOURNAL)
 """Files of one object a line, each with its ``step`` (:mod:`oppo.report.records`)."""
@@ -84,10 +74,9 @@ class RunDirectory(Observer):
         keep: rollouts of each step in ``samples.jsonl``.
         trace: steps at the beginning, and as many at the end, that ``trace.json`` shows; ``None``: all; 0: no trace.
         threaded: write in a thread; otherwise at once, as virtual time needs it.
-        roles: by model track, for the page's timeline.
         source: the stage whose items are the rollouts' events.
         resumed_at: steps made by the run in this directory, up to its checkpoint. Records of later steps are removed,
-            except for observations; the trace goes on in ``trace-<steps>.json``. ``None``: a new run.
+            except for observations and drains; the trace goes on in ``trace-<steps>.json``. ``None``: a new run.
         lock: of the directory, if it is already held; released when the directory is complete.
 
     Attributes:
@@ -110,7 +99,6 @@ class RunDirectory(Observer):
         keep: int = 4,
         trace: int | None = TRACED,
         threaded: bool = True,
-        roles: Mapping[str, Role] = ROLES,
         source: str = "generate",
         resumed_at: int | None = None,
         lock: Lock | None = None,
@@ -119,7 +107,6 @@ class RunDirectory(Observer):
         self.path = path
         self._decode = decode
         self._keep = keep
-        self._roles = roles
         self._source = source
         self._trace = None if trace == 0 else Trace()
         self._trace_file: TraceFile | None = None
@@ -182,7 +169,7 @@ class RunDirectory(Observer):
     def on_span(self, span: Span) -> None:
         """Trace a stage's execution; its work is in the tracks of the models."""
         self._timekeeper.on_span(span)
-        if self._trace is not None and span.label not in WORK:
+        if self._trace is not None and span.kind != "work":
             self._trace.span(span, "stages")
 
     def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
@@ -197,6 +184,10 @@ class RunDirectory(Observer):
         if self._trace is not None and self._trace_file is not None:
             self._writer.submit(partial(self._trace_file.write, *self._trace.take()))
         self._flush_files()
+
+    def drained(self, step: int) -> None:
+        """Journal that no step begins before ``step`` has ended, which is the last in flight, though none was due."""
+        self._write(JOURNAL, [journal.drain(step, self._at)])
 
     def conclude(self) -> None:
         """Mark the run as complete: it reached its end, and its models are saved."""
@@ -279,23 +270,23 @@ class RunDirectory(Observer):
 
     def _complete(self) -> None:
         self._sync()
-        write_page(self.path, [Schedule("the latest steps", tuple(self._timekeeper.steps))], self._roles)
+        write_page(self.path, [Excerpt("the latest steps", tuple(self._timekeeper.steps))])
         evaluated = summary_of(list(read(self.path / EVALUATIONS)))
         facts = {**summary(metrics_of(self.path)), **evaluated, "complete": self._concluded}
         put(self.path / SUMMARY, [json.dumps(facts, indent=2) + "\n"])
 
 
-def write_page(path: Path, schedules: Sequence[Schedule], roles: Mapping[str, Role] = ROLES) -> None:
+def write_page(path: Path, excerpts: Sequence[Excerpt]) -> None:
     """Write ``report.html`` of a run from the records in its directory.
 
-    ``schedules`` fill the page's timeline, on one scale; those without a step are left out. ``roles`` are by track.
+    ``excerpts`` fill the page's timeline, on one scale; those without a step are left out.
 
     Raises:
         OSError: a file cannot be read or written.
     """
     of_step = (list(group) for _, group in groupby(read(path / SAMPLES), key=itemgetter("step")))
     shown = [*islice(of_step, 1), *deque(of_step, _SHOWN_STEPS)]
-    opening = timeline(schedules, roles)
+    opening = timeline(excerpts)
     evaluations = list(read(path / EVALUATIONS))
     put(path / REPORT, [page(path.name, metrics_of(path), list(chain.from_iterable(shown)), opening, evaluations)])
 

@@ -18,7 +18,7 @@ from oppo.events import Drop, IntArray, Prompt
 from oppo.graph import Step
 from oppo.stages.contract import described
 from oppo.stages.in_flight import InFlightRollout
-from oppo.stages.measure import Samples
+from oppo.stages.measure import Averaged
 from oppo.turns import Answer, Answered, Environment, Turn, TurnDecode
 
 Outcome: TypeAlias = Answer | Drop | None
@@ -121,7 +121,7 @@ class Conversations:
             step.note(call.answered(number, memory.answered, 0 if given is None else len(given), rollout.dropped))
             if isinstance(outcome, Answer):
                 self._memories[number] = _Memory(memory.answered + 1, _as_json(outcome.state))
-            step.record(Samples({"turns/answer_seconds": [call.ended - call.started]}))
+            step.record(Averaged({"turns/answer_seconds": [call.ended - call.started]}))
 
     async def _turn(self, rollout: int, decode: TurnDecode) -> IntArray | None:
         with noted(f"while waiting for a turn of rollout {rollout}"):

@@ -253,7 +253,7 @@ class Generate:
         if not live or self._ledger.is_cut():
             return
         size = self.chunks.size()
-        meter = DecodeMeter(self._in_flight.values(), anyio.current_time())
+        meter = DecodeMeter(self._in_flight.values())
         decoding = self.policy.decoding([rollout.decode for rollout in live], self._ledger.finished)
         with step.working("decode"):
             async with decoding, anyio.create_task_group() as conversations:
@@ -265,7 +265,7 @@ class Generate:
                             name = f"converse in rollout {number}"
                             conversations.start_soon(self._conversations.converse, rollout, step, name=name)
                 conversations.cancel_scope.cancel()
-        step.record(meter.phase(anyio.current_time()))
+        step.record(meter.decoded())
         unfinished = [rollout.prompt.rollout for rollout in live if rollout.reason is None]
         if unfinished and not self._ledger.is_cut():
             raise ProtocolError(f"the policy stopped decoding rollouts {unfinished} before the step was cut")

@@ -21,7 +21,7 @@ from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Preempted, Preemptible
 from oppo.scorer_protocols import ConcurrentScorer, ReportsSamples
 from oppo.stages.backlog import Backlog, Growth
 from oppo.stages.contract import require_count, require_model
-from oppo.stages.measure import Samples, ScorerCall
+from oppo.stages.measure import Averaged, ScorerAnswer
 
 T = TypeVar("T")
 
@@ -158,11 +158,12 @@ class Score(Generic[T]):
         """Send the scorer's value of each."""
         if not finished:
             return
-        with _recorded(finished, step, answered=True):
+        with _working(finished, step, "finish"):
             values = await self._prioritised.finish(finished, priority=priority)
             require_count(values, len(finished), "finish() of the scorer")
+        step.record(ScorerAnswer(anyio.current_time()))
         if isinstance(self.scorer, ReportsSamples):
-            step.record(Samples(self.scorer.samples()))
+            step.record(Averaged(self.scorer.samples()))
         for event in finished:
             del self._sessions[event.rollout]
         for event, value in zip(finished, values, strict=True):
@@ -177,7 +178,7 @@ class Score(Generic[T]):
         if not accepted:
             return
         start = anyio.current_time()
-        with _recorded(accepted, step, answered=False):
+        with _working(accepted, step, "extend"):
             await self._prioritised.extend(accepted, priority=priority)
         measured = (anyio.current_time() - start) / max(1, sum(len(event.tokens) for event in accepted))
         known = self._seconds_per_token
@@ -214,13 +215,11 @@ class Score(Generic[T]):
 
 
 @contextmanager
-def _recorded(events: Sequence[Growth | Finish], step: Step, *, answered: bool) -> Iterator[None]:
+def _working(events: Sequence[Growth | Finish], step: Step, label: str) -> Iterator[None]:
     """Record a call of the scorer; name the rollouts in an error."""
-    start = anyio.current_time()
     rollouts = list(dict.fromkeys(event.rollout for event in events))
-    with noted(f"while scoring rollouts {rollouts}"), step.working("finish" if answered else "extend"):
+    with noted(f"while scoring rollouts {rollouts}"), step.working("score", label):
         yield
-    step.record(ScorerCall(start, anyio.current_time(), answered))
 
 
 def prioritised(scorer: Scorer[T]) -> PrioritisedScorer[T]:

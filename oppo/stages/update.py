@@ -28,7 +28,7 @@ from oppo.models import Follower, Trained, Trainer, TrainsByReference
 from oppo.numeric import require_whole
 from oppo.stages.contract import require_model, require_published, require_trained
 from oppo.stages.lengths import LengthBias
-from oppo.stages.measure import TrainingPhase, observation, step_metrics
+from oppo.stages.measure import observation, step_metrics
 from oppo.stages.run_metrics import run_metrics
 from oppo.stages.scored_rollouts import NONFINITE
 
@@ -99,11 +99,10 @@ class Update:
             await step.previous(*self.held)
             await step.later(*self.after)
             unused = anyio.current_time()
-            with step.working("publish"):
+            with step.working("update", "publish"):
                 await self.trainer.publish(*self.publish)
             require_published(self.trainer, self.publish)
             end = anyio.current_time()
-            step.record(TrainingPhase(updated - scored + end - unused))
             rollouts = batch.rollouts
             rows = [row for row, rollout in enumerate(rollouts) if rollout not in trained.nonfinite]
             bias = self._lengths.after(batch)

@@ -153,8 +153,8 @@ def test_a_run_outlives_its_display(folder: Path) -> None:
 
 IMPATIENT = """
 import functools
-import oppo.app.train
-oppo.app.train.Watchdog = functools.partial(oppo.app.train.Watchdog, grace=0.5)
+import oppo.app.watching
+oppo.app.watching.Watchdog = functools.partial(oppo.app.watching.Watchdog, grace=0.5)
 """
 """Has a run's watchdog wait less long for what it has cancelled."""
 

@@ -118,10 +118,10 @@ def test_any_graph_is_scored_after_it_has_been_decoded_and_trains_the_same(name:
 
 def overlaps(tap: Tap) -> bool:
     """Return whether anything was scored while its step was decoded."""
-    decoded = {span.details["step"]: span.end for span in tap.spans if span.label == "decode"}
-    scoring = [span for span in tap.spans if span.label in {"extend", "finish"}]
+    decoded = {span.step: span.end for span in tap.spans if span.role == "decode"}
+    scoring = [span for span in tap.spans if span.role == "score"]
     assert scoring
-    return any(span.start < decoded[span.details["step"]] for span in scoring)
+    return any(span.start < decoded[span.step] for span in scoring)
 
 
 def test_what_cannot_be_held_is_refused_by_name() -> None:
