@@ -62,11 +62,14 @@ def pressing(prompts, completions):
     seen.extend(completions)
     return [0.0 for _ in completions]
 
+counted = []
+
 def late(prompts, completions):
-    before = len(seen)
-    seen.extend(completions)
-    if before < int(os.environ.get("ENDED_AT", "0")) <= len(seen):
-        os.kill(os.getpid(), signal.SIGTERM)
+    if "ENDED_AT" in os.environ:
+        before = len(counted)
+        counted.extend(completions)
+        if before < int(os.environ["ENDED_AT"]) <= len(counted):
+            os.kill(os.getpid(), signal.SIGTERM)
     return [-len(c.split()) / 10 for c in completions]
 
 def picky(prompts, completions, goal):
