@@ -20,7 +20,7 @@ import anyio
 
 from oppo.errors import ModelLost
 from oppo.events import Batch
-from oppo.models import Follower, ResumableTrainer, ServesByReference, Trained, Weights
+from oppo.models import Follower, ResumableTrainer, ServesByReference, Trained, Weights, name_of
 from oppo.placement import Hosting
 from oppo.placement.block import Block
 
@@ -190,7 +190,7 @@ async def publish(weights: Weights, followers: Sequence[Follower]) -> None:
         try:
             await follower.load(weights)
         except Exception as error:
-            held = ", ".join(f"{type(one).__name__} has version {one.version}" for one in followers)
+            held = ", ".join(f"{name_of(one)} has version {one.version}" for one in followers)
             error.add_note(f"while publishing version {weights.version}: {held}; do not go on from here")
             raise
 

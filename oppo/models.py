@@ -159,6 +159,20 @@ class ServesByReference(Protocol):
         """Return whether a tensor of ``weights`` is one that it serves."""
 
 
+@runtime_checkable
+class StandsFor(Protocol):
+    """A follower in the place of a model, to which it passes the weights on."""
+
+    @property
+    def stands_for(self) -> Follower:
+        """The model."""
+
+
+def name_of(follower: Follower) -> str:
+    """Return the name of a follower's class, or of the model's that it stands for."""
+    return type(follower.stands_for if isinstance(follower, StandsFor) else follower).__name__
+
+
 class Decode(Protocol):
     """One rollout being decoded; between steps it keeps its unread tokens, and no task owns it."""
 

@@ -24,12 +24,13 @@ from oppo.admission import bottleneck
 from oppo.errors import ConfigError, ModelDiverged
 from oppo.events import Batch, Drop, StepReport
 from oppo.graph import Receiver, Sender, Step
-from oppo.models import Follower, Trained, Trainer, TrainsByReference
+from oppo.models import Follower, Trained, Trainer, TrainsByReference, name_of
 from oppo.numeric import require_whole
 from oppo.stages.contract import require_model, require_published, require_trained
 from oppo.stages.lengths import LengthBias
 from oppo.stages.measure import TrainingPhase, observation, step_metrics
 from oppo.stages.run_metrics import run_metrics
+from oppo.stages.score import Score
 from oppo.stages.scored_rollouts import NONFINITE
 
 Dump: TypeAlias = Callable[[Batch], Path]
@@ -132,7 +133,7 @@ class Update:
             await out.send(report)
 
     def _require_own_weights(self) -> None:
-        shared = [type(each).__name__ for each in self.publish if shares_weights(self.trainer, each)]
+        shared = [name_of(each) for each in self.publish if shares_weights(self.trainer, each)]
         if shared:
             raise ConfigError(
                 f"with lookahead {', '.join(shared)} works while {type(self.trainer).__name__} trains, and they have "
@@ -210,6 +211,7 @@ def _mean(values: NDArray[np.integer[Any]] | NDArray[np.bool_]) -> float:
     return float(np.mean(values)) if len(values) else 0.0
 
 
-def followers(*models: object) -> tuple[Follower, ...]:
-    """Return the models whose weights follow the trainer's."""
+def followers(*served: object) -> tuple[Follower, ...]:
+    """Return what the trainer's weights are published to: the models that follow them, or their ``Score`` stages."""
+    models = (each.follower if isinstance(each, Score) else each for each in served)
     return tuple(model for model in models if isinstance(model, Follower))

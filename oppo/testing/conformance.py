@@ -15,7 +15,7 @@ import numpy as np
 
 from oppo.errors import ProtocolError, as_itself
 from oppo.events import Batch, Finish, Prompt, Response
-from oppo.models import Decode, Follower, Piece, Policy, Scorer, Trainer, Weights
+from oppo.models import Decode, Follower, Piece, Policy, Scorer, Trainer, Weights, name_of
 
 T = TypeVar("T")
 Make: TypeAlias = Callable[[], Awaitable[T]]
@@ -329,5 +329,5 @@ async def check_trainer(make: Make[Trainer], batch: Batch, followers: Sequence[F
         strangers = set(rollouts) - set(batch.rollouts)
         require(not strangers, f"{name} names rollouts that are not in the batch: {sorted(strangers)}")
     await trainer.publish(*followers)
-    behind = [type(follower).__name__ for follower in followers if follower.version != trainer.version]
+    behind = [name_of(follower) for follower in followers if follower.version != trainer.version]
     require(not behind, f"publish() left followers at another version than {trainer.version}: {behind}")

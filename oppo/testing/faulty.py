@@ -53,6 +53,7 @@ from oppo.models import (
     Trained,
     Trainer,
     Weights,
+    name_of,
 )
 from oppo.testing.script import Garbage, HalfPublished, LoseSessions, Player, Script, Spoilt
 
@@ -241,7 +242,7 @@ class FaultyTrainer:
             return
         await self.inner.publish(*followers[: len(followers) // 2])
         if not fault.silent:
-            held = ", ".join(f"{type(one).__name__} has version {one.version}" for one in followers)
+            held = ", ".join(f"{name_of(one)} has version {one.version}" for one in followers)
             raise ModelError(f"publish() of {self.name!r} fails half-way, as its script says: {held}")
 
 
