@@ -230,7 +230,6 @@ async def _check_loading(make: Make[Policy], prompts: Sequence[Prompt]) -> None:
 
     with as_itself():
         async with anyio.create_task_group() as tasks, policy.decoding(trial.decodes, trial.cut):
-            trial.transcripts[0].pieces.append(await trial.decodes[0].read(1))
             tasks.start_soon(load)
             await anyio.lowlevel.checkpoint()
             async with anyio.create_task_group() as readers:
