@@ -10,6 +10,7 @@ from hypothesis import assume, example, given, strategies as st
 
 from oppo.admission import AdmitView, CutView, Observation, Overcommit
 from oppo.admission.pace import Pace
+from oppo.events import Defer
 from oppo.testing import run_virtual
 from tests.known import known
 from tests.pipelines import Pipeline, Setting, same_batches, settings
@@ -45,6 +46,18 @@ def test_a_step_is_decoded_with_the_weights_of_the_step_as_far_back_as_the_looka
         for version in item.versions
     }
     assert written <= {(step, max(0, step - setting.lookahead)) for step in range(setting.steps)}
+
+
+@given(settings(lookaheads=(0, *AHEAD)))
+@example(Setting(lookahead=1))
+@example(Setting(lookahead=1, extra=2))
+def test_late_are_the_responses_that_were_carried_whatever_the_lag_of_the_others(setting: Setting) -> None:
+    pipeline = played(setting)
+    story = pipeline.tap.story()
+    for batch, report in zip(pipeline.batches, pipeline.reports, strict=True):
+        carried = [any(isinstance(event, Defer) for event in story[rollout]) for rollout in batch.rollouts]
+        if carried:
+            assert report.metrics["deferral/trained_late"] == sum(carried) / len(carried)
 
 
 @st.composite

@@ -191,7 +191,6 @@ def composition(batch: Batch, version: int) -> Mapping[str, float]:
         return metrics
     lengths = np.diff(batch.offsets)
     lag = version - batch.versions[batch.sampled]
-    deferred = [bool(version > response.versions[0]) for response in batch.responses if len(response)]
     return metrics | {
         "response_length/mean": float(lengths.mean()),
         "response_length/max": float(lengths.max()),
@@ -203,7 +202,6 @@ def composition(batch: Batch, version: int) -> Mapping[str, float]:
         "staleness/lag_0": _mean(lag == 0),
         "staleness/lag_1": _mean(lag == 1),
         "staleness/lag_2plus": _mean(lag > 1),
-        "deferral/trained_late": _mean(np.array(deferred)),
     }
 
 
