@@ -20,7 +20,8 @@ import anyio
 
 from oppo.errors import ModelLost
 from oppo.events import Batch
-from oppo.models import Follower, ResumableTrainer, ServesByReference, Trained, Weights, name_of
+from oppo.follower_protocols import ServesByReference, name_of
+from oppo.models import Follower, ResumableTrainer, Trained, Weights
 from oppo.placement import Hosting
 from oppo.placement.block import Block
 

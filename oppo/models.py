@@ -151,28 +151,6 @@ class Follower(Protocol):
         """Serve these weights from the next call on; on failure, go on serving the old ones."""
 
 
-@runtime_checkable
-class ServesByReference(Protocol):
-    """A follower that may serve the very tensors that are trained, so that an update changes what it serves."""
-
-    def serves(self, weights: Weights) -> bool:
-        """Return whether a tensor of ``weights`` is one that it serves."""
-
-
-@runtime_checkable
-class StandsFor(Protocol):
-    """A follower in the place of a model, to which it passes the weights on."""
-
-    @property
-    def stands_for(self) -> Follower:
-        """The model."""
-
-
-def name_of(follower: Follower) -> str:
-    """Return the name of a follower's class, or of the model's that it stands for."""
-    return type(follower.stands_for if isinstance(follower, StandsFor) else follower).__name__
-
-
 class Decode(Protocol):
     """One rollout being decoded; between steps it keeps its unread tokens, and no task owns it."""
 

@@ -20,7 +20,7 @@ from oppo.models import Policy, Scorer, Trainer
 from oppo.numeric import require_whole
 from oppo.shaping import ScoreShaping
 from oppo.stages import Generate, GroupRelative, Score, Selection, Update
-from oppo.stages.update import followers
+from oppo.stages.publishing import followers
 
 
 def grpo(

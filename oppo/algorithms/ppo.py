@@ -16,7 +16,7 @@ from oppo.events import Drop, FloatArray, Prompt, StepReport, merge_chunks, roll
 from oppo.graph import Graph, GraphBuilder
 from oppo.models import Policy, Scorer, Trainer
 from oppo.stages import GAE, Generate, Score, Update
-from oppo.stages.update import followers
+from oppo.stages.publishing import followers
 
 if TYPE_CHECKING:
     from oppo.losses import PPOLoss
@@ -61,8 +61,7 @@ def ppo(
     recomputed = None if proximal is None else Score(proximal, after="update")
     again = None if recomputed is None else g.add("proximal", recomputed, rollout)
     batch = g.add("advantage", advantage or GAE(), rollout, score, reference=ref, value=value, proximal=again)
-    used = ("generate",) if critic is None else ("generate", "value")
-    update = Update(trainer, publish=followers(policy, values, recomputed), after=used)
+    update = Update(trainer, publish=followers(policy, values, recomputed), after=("generate",))
     return g.build(g.add("update", update, batch))
 
 

@@ -10,7 +10,7 @@ from oppo.graph import Graph, GraphBuilder
 from oppo.models import Policy, Scorer
 from oppo.placement import Thread
 from oppo.stages import Gather, Generate, Score, Update
-from oppo.stages.update import followers
+from oppo.stages.publishing import followers
 
 
 def wrap(
@@ -56,5 +56,4 @@ def wrap(
     value = None if values is None else g.add("value", values, rollout)
     batch = g.add("gather", Gather(), rollout, score, reference=ref, value=value)
     served = followers(policy, values) if critic_module is not None else followers(policy)
-    used = ("generate",) if critic is None else ("generate", "value")
-    return g.build(g.add("update", Update(trainer, publish=served, after=used), batch))
+    return g.build(g.add("update", Update(trainer, publish=served, after=("generate",)), batch))

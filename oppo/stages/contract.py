@@ -13,7 +13,8 @@ import numpy as np
 
 from oppo.errors import ConfigError, DataError, ProtocolError, shortened
 from oppo.events import Batch, Finish, Prompt
-from oppo.models import Follower, Piece, Policy, Trained, Trainer, name_of
+from oppo.follower_protocols import name_of
+from oppo.models import Follower, Piece, Policy, Trained, Trainer
 from oppo.token_rewards import TokenRewards
 from oppo.turns import MultiTurnPolicy
 

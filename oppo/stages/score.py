@@ -88,7 +88,7 @@ class Score(Generic[T]):
         require_model(self.scorer, "Scorer", ("version", "extend", "finish", "forget"))
         self._prioritised = prioritised(self.scorer)
         self._slice = self.scorer.time_slice if isinstance(self.scorer, TimeSliced) else DEFAULT_TIME_SLICE
-        self._following = Following(self.scorer) if isinstance(self.scorer, Follower) else None
+        self._following = Following(self.scorer, newest=bool(self.after)) if isinstance(self.scorer, Follower) else None
         concurrent = isinstance(self.scorer, ConcurrentScorer) and self.scorer.concurrent
         self._concurrent = concurrent and self._following is None
 
@@ -103,9 +103,13 @@ class Score(Generic[T]):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
-        """Forget every session."""
+        """Forget every session; a scorer that follows the trainer has the newest weights then."""
         self._carried.clear()
-        await self._forget(list(self._sessions), IN_ORDER)
+        try:
+            if self._following is not None:
+                await self._following.close(failed=error is not None)
+        finally:
+            await self._forget(list(self._sessions), IN_ORDER)
 
     async def run(self, rollout: Receiver[RolloutEvent], /, *, out: Sender[Scored[T] | Drop], step: Step) -> None:
         """Score one step's finished rollouts."""
@@ -114,9 +118,13 @@ class Score(Generic[T]):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._listen, rollout, backlog, name="listen")
                 await step.previous(*filter(None, [self.after]))
+                if self._following is not None:
+                    await self._following.begin(step)
                 while await backlog.has_work():
                     await self._score_finished(backlog, out, step, tasks)
                     await self._read_ahead(backlog, step)
+        if self._following is not None:
+            await self._following.end(step)
 
     async def _listen(self, rollout: Receiver[RolloutEvent], backlog: Backlog) -> None:
         """Collect events, also while the scorer works; those carried from the last step come first."""

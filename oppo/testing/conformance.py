@@ -15,7 +15,8 @@ import numpy as np
 
 from oppo.errors import ProtocolError, as_itself
 from oppo.events import Batch, Finish, Prompt, Response
-from oppo.models import Decode, Follower, Piece, Policy, Scorer, Trainer, Weights, name_of
+from oppo.follower_protocols import name_of
+from oppo.models import Decode, Follower, Piece, Policy, Scorer, Trainer, Weights
 
 T = TypeVar("T")
 Make: TypeAlias = Callable[[], Awaitable[T]]

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Generic, Protocol, TypeVar, cast
@@ -39,6 +40,7 @@ import numpy as np
 
 from oppo.errors import ModelError, ProtocolError
 from oppo.events import Batch, Chunk, Finish, Given, Prompt, Response
+from oppo.follower_protocols import CopiesWeights, name_of
 from oppo.models import (
     Capabilities,
     Cut,
@@ -53,7 +55,6 @@ from oppo.models import (
     Trained,
     Trainer,
     Weights,
-    name_of,
 )
 from oppo.testing.script import Garbage, HalfPublished, LoseSessions, Player, Script, Spoilt
 
@@ -201,6 +202,10 @@ class FaultyCritic(_FaultyFollower, FaultyScorer[T]):
     """A scorer whose weights follow the trainer's, with the faults of ``name`` in ``script``."""
 
     inner: FollowingScorer[T]
+
+    async def copied(self, weights: Weights) -> Weights:
+        """Return a copy of weights, its model's where that can make one."""
+        return await self.inner.copied(weights) if isinstance(self.inner, CopiesWeights) else deepcopy(weights)
 
 
 @dataclass(eq=False)

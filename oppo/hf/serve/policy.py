@@ -19,7 +19,7 @@ from oppo.hf.serve.decode_loop import DecodeLoop
 from oppo.hf.serve.decoding import Decoder, DecodeRow
 from oppo.hf.serve.mailbox import HfDecode
 from oppo.hf.serve.policy_core import PolicyCore
-from oppo.hf.weights import share_storage
+from oppo.hf.weights import addresses, share_storage
 from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Loads, Sampling, Weights
 from oppo.numeric import require_whole
 from oppo.placement import Hosting
@@ -130,6 +130,10 @@ class HfPolicy:
     def serves(self, weights: Weights) -> bool:
         """Return whether it decodes with the very tensors of ``weights``."""
         return share_storage(self._model, weights.actor)
+
+    def tensors(self) -> frozenset[int]:
+        """Return the addresses of the tensors that new weights change."""
+        return addresses(self._model)
 
     async def open(self, rollouts: Sequence[Prompt | Response]) -> list[HfDecode]:
         """Return a decode for each; decoding, and the use of memory, begins with :meth:`decoding`.
