@@ -37,7 +37,6 @@ from oppo.observe import Span, SpanListener
 from oppo.placement import Hosting
 from oppo.rewards import load_reward
 from oppo.scorer_protocols import ServesCalls
-from oppo.stages.publishing import followers
 from oppo.turns import Environment
 from oppo.user_code import load_function
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeAlias, cast
@@ -52,6 +52,7 @@ def compose(
         ConfigError: it has an environment, and so has ``models.environment``.
     """
     graph = (make or settings.algorithm.graph)(roles_of(settings, assembly))
+    update = graph.stage("update", Update)
     dump = partial(dump_batch, folder=settings.run_directory / "nonfinite")
     generate = graph.stage("generate", Generate)
     if generate.environment is not None and assembly.environment is not None:
@@ -66,8 +67,19 @@ def compose(
             columns=prompts.columns,
             environment=generate.environment or assembly.environment,
         ),
-        update=replace(graph.stage("update", Update), max_nonfinite=settings.run.max_nonfinite, dump=dump),
+        update=replace(
+            update,
+            after=awaited(settings.step, update.after),
+            max_nonfinite=settings.run.max_nonfinite,
+            dump=dump,
+        ),
     )
+
+
+def awaited(step: StepSection, after: Sequence[str]) -> tuple[str, ...]:
+    """Return the stages that an update waits for before it publishes: the one that decodes unless in flight."""
+    others = [name for name in after if name != "generate"]
+    return tuple(others if step.publish == "in-flight" else ("generate", *others))
 
 
 def trainer_of(graph: Graph[StepReport]) -> ResumableTrainer:
