@@ -12,15 +12,18 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import anyio
+import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from oppo.admission import Overcommit
+from oppo.admission import Observation, Overcommit
+from oppo.admission.pace import pace
 from oppo.algorithms.ppo import ppo
 from oppo.chunking import Fixed, WholeRollout
 from oppo.models import Capabilities
 from oppo.stages import GAE, Update
 from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_scalar, prompts, run_virtual
+from tests.pipelines import Tap
 
 pytestmark = pytest.mark.schedules
 
@@ -50,9 +53,10 @@ class Costs:
     def score(self) -> float:
         return self.answering + self.reading * BATCH * (PROMPT + LENGTH)
 
-    def period(self, lookahead: int, *, in_flight: bool = False) -> float:
+    def period(self, lookahead: int, *, in_flight: bool = False, tap: Tap | None = None) -> float:
         """Return the mean seconds between the ends of steps, once the pipeline is full and before it runs empty."""
-        policy, critic, reward = FakePolicy(lambda prompt: LENGTH, self.decode / LENGTH), FakeCritic(), judge()
+        policy, critic = FakePolicy(lambda prompt: LENGTH, self.decode / LENGTH), FakeCritic()
+        reward: FakeScorer[float] = FakeScorer(fake_scalar)
         scorer = critic if self.slow == "critic" else reward
         scorer.answering, scorer.per_token = lambda finished: self.answering, self.reading
         graph = ppo(
@@ -69,15 +73,11 @@ class Costs:
             graph = graph.replace(update=replace(graph.stage("update", Update), after=()))
 
         async def main() -> list[float]:
-            async with graph.open(prompts(BATCH * STEPS), lookahead=lookahead) as run:
+            async with graph.open(prompts(BATCH * STEPS), observers=[tap or Tap()], lookahead=lookahead) as run:
                 return [anyio.current_time() async for _ in run.steps(STEPS)]
 
         ends = run_virtual(main)
         return (ends[-LAST] - ends[-LAST - COUNTED]) / COUNTED
-
-
-def judge() -> FakeScorer[float]:
-    return FakeScorer(fake_scalar)
 
 
 def whole(decode: float, score: float, update: float, slow: Slow = "critic") -> Costs:
@@ -127,3 +127,17 @@ def test_the_period_of_any_three_devices(costs: Costs, lookahead: int, in_flight
     took = costs.period(lookahead, in_flight=in_flight and lookahead > 0)
     chain = (costs.decode + costs.score + costs.update) / (lookahead + 1)
     assert took == pytest.approx(max(costs.decode, costs.score, costs.update, chain), rel=1e-9)
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+@pytest.mark.parametrize(
+    "costs", [whole(1.0, 0.5, 0.75), whole(0.5, 1.0, 0.25), whole(0.25, 0.5, 1.0), Costs(1.0, 0.5, reading=1 / 128)]
+)
+def test_controllers_predict_that_period(costs: Costs, lookahead: int) -> None:
+    tap = Tap()
+    took = costs.period(lookahead, tap=tap)
+    seen = [item for _, stage, item in tap.items if stage == "generate" and isinstance(item, Observation)]
+    window = seen[-LAST - COUNTED : -LAST]
+    predicted = pace(window, BATCH).seconds(np.array([float(LENGTH)]), float(LENGTH))
+    assert predicted[0] == pytest.approx(took, rel=0.03)
+    assert np.mean([each.seconds for each in window]) == pytest.approx(took)
