@@ -239,7 +239,7 @@ class Generate:
         if not live or self._ledger.is_cut():
             return
         size = self.chunks.size()
-        meter = DecodeMeter(self._in_flight.values(), anyio.current_time())
+        meter = DecodeMeter(self._in_flight.values(), anyio.current_time(), size)
         decoding = self.policy.decoding([rollout.decode for rollout in live], self._ledger.finished)
         with step.working("decode"):
             async with decoding, anyio.create_task_group() as conversations:
