@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
-from oppo.admission import Admission, Observation, Overcommit, SlopeAdaptive, TailAdaptive, TailBatched
+from oppo.admission import Admission, Continuous, Observation, Overcommit, SlopeAdaptive, TailAdaptive, TailBatched
 from oppo.admission.slope import SlopeRule
 from oppo.algorithms.algorithm import Roles
 from oppo.app.checkpoint import State
@@ -136,6 +136,8 @@ def admission_of(step: StepSection) -> Admission:
     """Return the policy that ``step.admission`` names."""
     if step.admission == "overcommit":
         return Overcommit(step.batch, step.extra or 0, step.max_deferrals)
+    if step.admission == "continuous":
+        return Continuous(step.batch, step.batch if step.extra is None else step.extra, step.max_deferrals)
     if step.admission == "tail-batched":
         return TailBatched(step.batch)
     most = step.batch // 4 if step.extra is None else step.extra

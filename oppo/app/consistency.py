@@ -63,6 +63,11 @@ def _require_exactness(settings: Settings) -> None:
             "run.exact makes every bit independent of timing, and step.admission = 'adaptive' decides by time: choose "
             "another admission"
         )
+    if settings.step.admission == "continuous":
+        raise ValueError(
+            "run.exact makes every bit independent of timing, and with step.admission = 'continuous' rollouts join "
+            "others when a place is free: choose another admission"
+        )
     if settings.step.publish == "in-flight":
         raise ValueError(
             "run.exact makes every bit independent of timing, and step.publish = 'in-flight' publishes weights when "

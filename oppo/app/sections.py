@@ -29,7 +29,7 @@ from oppo.user_code import SPEC
 Name: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 Engine: TypeAlias = Literal["transformers", "vllm"]
 Tracker: TypeAlias = Literal["tensorboard", "wandb"]
-AdmissionName: TypeAlias = Literal["overcommit", "adaptive", "slope", "slope-algorithm1", "tail-batched"]
+AdmissionName: TypeAlias = Literal["overcommit", "continuous", "adaptive", "slope", "slope-algorithm1", "tail-batched"]
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
@@ -232,12 +232,14 @@ class StepSection:
     extra: Count | None = setting(
         None,
         "rollouts kept in flight beyond the batch, or the most of them where `admission` adapts their "
-        "number; when absent 0 (no rollout is ever carried over), or a quarter of the batch",
+        "number, or those decoded at a time where it is `continuous`; when absent 0 (no rollout is ever carried over), "
+        "or a quarter of the batch, or as many as the batch",
     )
     max_deferrals: PositiveCount = setting(2, "a rollout carried over this often is waited for")
     admission: AdmissionName = setting(
         "overcommit",
-        "how many are kept in flight: `overcommit` always `extra`; `adaptive` as many as save time at the "
+        "how many are kept in flight: `overcommit` always `extra`; `continuous` replaces each that has ended at once, "
+        "so that `extra` are decoded until the batch is full; `adaptive` as many as save time at the "
         "price of their lag; `slope` and `slope-algorithm1` more while the score rises (the paper's two rules); "
         "`tail-batched` a quarter of the batch, and those that are late begin anew together in a later step, so that "
         "nothing is ever stale",
@@ -270,6 +272,11 @@ class StepSection:
     def __post_init__(self) -> None:
         if self.extra is not None and self.admission == "tail-batched":
             raise ValueError("admission = 'tail-batched' launches a quarter of the batch more: leave extra out")
+        if self.extra == 0 and self.admission == "continuous":
+            raise ValueError(
+                "admission = 'continuous' decodes so many at a time, so extra must be at least 1; as many as the batch "
+                "when absent"
+            )
         if self.extra is not None and self.extra > self.batch:
             raise ValueError(
                 f"extra must be at most batch ({self.batch}), so that overdue rollouts fit; got {self.extra}"

@@ -92,16 +92,35 @@ class DecodeMeter:
     """
 
     def __init__(self, rollouts: Iterable[InFlightRollout], start: float, chunk: int = 0) -> None:
+        self._start, self._chunk = start, chunk
+        self._units: list[list[InFlightRollout]] = []
+        self._lengths: dict[int, int] = {}
+        self._joined: dict[int, int] = {}
+        self._made = 0
+        self.add(rollouts)
+        self._rows = sum(each.reason is None for unit in self._units for each in unit)
+
+    def add(self, rollouts: Iterable[InFlightRollout]) -> None:
+        """Measure these too: they have joined after as many decode steps as are noted by now."""
         ordered = sorted(rollouts, key=lambda each: each.prompt.rollout)
         units = [list(unit) for _, unit in groupby(ordered, key=lambda each: each.prompt.admission)]
-        self._start, self._chunk = start, chunk
-        self._units = [unit for unit in units if any(each.reason is None for each in unit)]
-        self._rows = sum(each.reason is None for unit in self._units for each in unit)
-        self._lengths = {each.prompt.rollout: each.length for unit in self._units for each in unit}
+        units = [unit for unit in units if any(each.reason is None for each in unit)]
+        self._units += units
+        self._lengths |= {each.prompt.rollout: each.length for unit in units for each in unit}
+        self._joined |= {each.prompt.rollout: self._made for unit in units for each in unit}
+
+    def note_end(self, rollout: InFlightRollout) -> None:
+        """Note the decode steps that were made by the end of a rollout, or by the cut."""
+        self._made = max(self._made, self._joined[rollout.prompt.rollout] + self._gain(rollout))
+
+    def _gain(self, each: InFlightRollout) -> int:
+        return each.length - self._lengths[each.prompt.rollout]
 
     def phase(self, end: float) -> DecodePhase:
         """Return the phase that ends at ``end``, loop time in seconds."""
-        gains = [each.length - self._lengths[each.prompt.rollout] for unit in self._units for each in unit]
+        for unit in self._units:
+            for each in unit:
+                self.note_end(each)
         longest = [
             (max(unit, key=lambda each: each.length), all(each.reason is not None for each in unit))
             for unit in self._units
@@ -109,8 +128,8 @@ class DecodeMeter:
         return DecodePhase(
             self._start,
             end,
-            decode_steps=max(gains, default=0),
-            tokens=sum(gains),
+            decode_steps=self._made,
+            tokens=sum(self._gain(each) for unit in self._units for each in unit),
             rows=self._rows,
             finished=tuple(rollout.length for rollout, complete in longest if complete),
             capped=sum(rollout.reason == "length" for rollout, complete in longest if complete),

@@ -205,17 +205,32 @@ async def _check_joining(make: Make[Policy], prompts: Sequence[Prompt], expected
         async with trial.policy.decoding([first], trial.cut) as decoding:
             try:
                 await decoding.add(others)
-                await decoding.park(others[:1])
             except ProtocolError:
                 refused = True
             async with anyio.create_task_group() as readers:
                 for k in range(1 if refused else len(prompts)):
                     readers.start_soon(trial.read, k, 3)
-    require(refused is not adds, f"adds_while_decoding is {adds}, but add() and park() did {'not ' * refused}work")
+    require(refused is not adds, f"adds_while_decoding is {adds}, but add() did {'not ' * refused}work")
     if adds:
-        require(trial.transcripts[1].state == "cut", "a rollout that was parked was decoded on")
-        await trial.decode(limit=3)
-        require([t.tokens for t in trial.transcripts] == expected, "rollouts that joined or left have other tokens")
+        require([t.tokens for t in trial.transcripts] == expected, "rollouts that joined others have other tokens")
+        await _check_joining_late(make, prompts, expected)
+
+
+async def _check_joining_late(
+    make: Make[Policy], prompts: Sequence[Prompt], expected: list[list[tuple[int, bool]]]
+) -> None:
+    trial = await _trial(make, prompts)
+    trial.cut_at = 1
+    with as_itself():
+        async with trial.policy.decoding(trial.decodes[:1], trial.cut) as decoding:
+            await trial.read(0, 3)
+            await decoding.add(trial.decodes[1:])
+            await trial.read(1, 3)
+    late = trial.transcripts[1]
+    require(late.state == "cut" and not late.tokens, "a rollout that joined after the cut was decoded")
+    trial.cut_at = 1_000_000
+    await trial.decode(limit=3)
+    require([t.tokens for t in trial.transcripts] == expected, "rollouts that joined after the cut have other tokens")
 
 
 async def _check_loading(make: Make[Policy], prompts: Sequence[Prompt]) -> None:

@@ -124,7 +124,7 @@ class FaultyPolicy(_FaultyFollower):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Those of its model, except that rollouts cannot join or leave."""
+        """Those of its model, except that rollouts cannot join."""
         return replace(self.inner.capabilities, adds_while_decoding=False)
 
     async def open(self, rollouts: Sequence[Prompt | Response]) -> Sequence[FaultyDecode]:

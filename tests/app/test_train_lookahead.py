@@ -87,6 +87,30 @@ def test_weights_that_are_published_in_flight_are_adopted_within_a_step(
     assert main(["resume", str(folder / "runs" / name), "--set", "step.publish=cut"]) != DONE
 
 
+@pytest.mark.parametrize("policy", ["thread", "process"])
+def test_rollouts_join_while_others_are_decoded(folder: Path, policy: str) -> None:
+    name = f"continuous-{policy}"
+    overrides = (
+        *("run.panel=off", "step.batch=4", "step.admission=continuous", "step.extra=3", "step.lookahead=1"),
+        *("step.publish=in-flight", "algorithm.is_correction=truncated", "run.steps=6", "run.checkpoint_every=3"),
+    )
+    assert oppo(folder, "", *overrides, f"run.name={name}", f"run.policy={policy}") == DONE
+    lines = records(folder, name, "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(6))
+    assert max(float(str(line["staleness/lag_max"])) for line in lines) <= 2 + 1
+    assert max(float(str(line["deferral/carried"])) for line in lines) <= 3
+    story = records(folder, name, "journal.jsonl")
+    ended = [str(line["rollout"]) for line in story if line.get("event") == "finished"]
+    assert len(ended) == len(set(ended)) == 6 * 4
+
+
+def test_an_exact_run_lets_nothing_join(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert oppo(folder, "", "run.exact=true", "step.admission=continuous", "run.name=joined") not in {DONE, FAILED}
+    assert "with step.admission = 'continuous' rollouts join others when a place is free" in capsys.readouterr().err
+    assert oppo(folder, "", "step.extra=0", "step.admission=continuous", "run.name=joined") not in {DONE, FAILED}
+    assert "extra must be at least 1; as many as the batch when absent" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [

@@ -96,9 +96,9 @@ class HfPolicy:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What it can do: in exact mode, weights that are loaded during decoding wait for the end of it."""
+        """What it can do: in exact mode, weights wait for the end of decoding, and no rollout joins others."""
         loads: Loads = "when decoding ends" if self._exact else "between decode steps"
-        return Capabilities(loads_while_decoding=loads, turns=True)
+        return Capabilities(adds_while_decoding=not self._exact, loads_while_decoding=loads, turns=True)
 
     @property
     def progress(self) -> int:
@@ -154,7 +154,7 @@ class HfPolicy:
 
     @asynccontextmanager
     async def decoding(self, live: Sequence[Decode], cut: Cut) -> AsyncIterator[Decoding]:
-        """Decode ``live`` while the context is open, until each has ended or ``cut`` returns true.
+        """Decode ``live``, and what joins, while the context is open, until each has ended or ``cut`` returns true.
 
         The model's thread calls ``cut``, or the thread that waits for the model's process. Leaving the context stops
         decoding after the decode step in progress; rollouts that have not ended are parked.
@@ -167,11 +167,11 @@ class HfPolicy:
         errors = list[Exception]()
         loop = DecodeLoop(self._core, decodes, cut, exact=self._exact)
         async with anyio.create_task_group() as tasks:
-            if decodes:
+            if decodes or not self._exact:
                 self._loop = loop
                 tasks.start_soon(self._decode, loop, errors, name="decode")
             try:
-                yield FixedDecoding(self._name)
+                yield FixedDecoding(self._name) if self._exact else HfDecoding(self, loop)
             except Exception as error:  # noqa: BLE001 - taken out of the task group, which would wrap it in a group
                 errors.append(error)
             finally:
@@ -206,9 +206,16 @@ class HfPolicy:
             await self._core.call("forget", PolicyCore.forget, keys)
 
     def _decodable(self, live: Sequence[Decode]) -> list[HfDecode]:
-        """Return the decodes that have not ended."""
         if self._loop is not None:
             raise ProtocolError("the policy is decoding already: leave that context before opening another")
+        return self.unfinished(live)
+
+    def unfinished(self, live: Sequence[Decode]) -> list[HfDecode]:
+        """Return the decodes that have not ended.
+
+        Raises:
+            ProtocolError: a decode is of another policy, was given up or has failed.
+        """
         decodes = []
         for decode in live:
             if not isinstance(decode, HfDecode) or not decode.resumable(self):
@@ -230,3 +237,22 @@ class HfPolicy:
         limit = min(self._max_new_tokens, self._longest - length, self._limit(prompt))
         row = DecodeRow(next(self._keys), replace(prompt, columns={}), limit, response.tokens.tolist(), turns)
         return HfDecode(self, response, row, turn_ended(response, self._stopping, limit) if turns else None)
+
+
+class HfDecoding:
+    """The :class:`~oppo.models.Decoding` of a policy, which rollouts join while its context is open."""
+
+    def __init__(self, policy: HfPolicy, loop: DecodeLoop) -> None:
+        self._policy = policy
+        self._loop = loop
+
+    async def add(self, decodes: Sequence[Decode]) -> None:
+        """Decode these as well, from the next decode step on; those that come after the cut stay parked.
+
+        Raises:
+            ProtocolError: a decode is of another policy, was given up, has failed or is decoded already.
+        """
+        joining = self._policy.unfinished(decodes)
+        if live := [decode.prompt.rollout for decode in joining if decode.live]:
+            raise ProtocolError(f"rollouts {live} are being decoded, so they cannot join")
+        self._loop.add(joining)
