@@ -25,15 +25,6 @@ def played(setting: Setting, *, proximal: bool = False) -> Pipeline:
 
 
 @given(settings(lookaheads=AHEAD))
-def test_a_token_is_at_most_as_old_as_deferral_and_lookahead_allow(setting: Setting) -> None:
-    pipeline = played(setting)
-    for step, (batch, report) in enumerate(zip(pipeline.batches, pipeline.reports, strict=True)):
-        lag = step - batch.versions[batch.sampled]
-        assert lag.max(initial=0) <= setting.max_deferrals + setting.lookahead
-        assert report.metrics.get("staleness/lag_max", 0) == lag.max(initial=0)
-
-
-@given(settings(lookaheads=AHEAD))
 def test_a_step_is_decoded_with_the_weights_of_the_step_as_far_back_as_the_lookahead(setting: Setting) -> None:
     """Never newer ones, however early they are there."""
     pipeline = played(setting)
