@@ -227,6 +227,16 @@ class Drop:
     reason: str
     nonfinite: bool = field(default=False, compare=False)
 
+    @classmethod
+    def because(cls, reason: str) -> Drop:
+        """Return a drop by a function that does not know the rollout's number; who calls the function fills it in.
+
+        Example:
+            >>> def score(prompts, completions):
+            ...     return [len(each) if each else Drop.because("nothing was written") for each in completions]
+        """
+        return cls(-1, reason)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scored(Generic[T_co]):
