@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
 from oppo.errors import ConfigError
-from oppo.events import Batch, Defer, Drop, FloatArray, Part, RolloutEvent, Scored
+from oppo.events import Batch, Defer, Drop, FloatArray, RolloutEvent, Scored
 from oppo.graph import Receiver, Sender
 from oppo.stages.scored_rollouts import ScoredRollout, ScoredRollouts
 
@@ -30,7 +30,7 @@ class BatchStage(ABC):
         score: Receiver[Scored[float] | Drop],
         /,
         *,
-        out: Sender[Batch | Part],
+        out: Sender[Batch],
         reference: Receiver[Scored[FloatArray] | Drop] | None = None,
         value: Receiver[Scored[FloatArray] | Drop] | None = None,
         proximal: Receiver[Scored[FloatArray] | Drop] | None = None,
@@ -40,21 +40,18 @@ class BatchStage(ABC):
         Raises:
             ConfigError: log-probs of a reference are needed, and not connected.
         """
-        if self.refers and reference is None:
+        self.require_reference(connected=reference is not None)
+        scored = await ScoredRollouts.of(rollout, score, reference=reference, values=value, proximal=proximal)
+        if scored:
+            await out.send(self.batch(scored.rollouts, scored.dropped, scored.deferred))
+
+    def require_reference(self, *, connected: bool) -> None:
+        """Raise ``ConfigError`` if log-probs of a reference are needed, and not connected."""
+        if self.refers and not connected:
             raise ConfigError(
                 f"{type(self).__name__} has a KL penalty, which needs a reference: connect reference=stream, or set kl "
                 "to 0"
             )
-        scored = await ScoredRollouts.of(
-            rollout, score, each=self.early(out), reference=reference, values=value, proximal=proximal
-        )
-        if scored:
-            await out.send(self.batch(scored.rollouts, scored.dropped, scored.deferred))
-
-    def early(self, out: Sender[Batch | Part]) -> Callable[[ScoredRollout], Awaitable[None]] | None:
-        """Return what is called with each rollout as soon as it is scored; by default nothing is."""
-        del out
-        return None
 
     def batch(
         self, rollouts: Sequence[ScoredRollout], dropped: Sequence[Drop] = (), deferred: Sequence[Defer] = ()

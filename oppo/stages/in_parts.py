@@ -1,25 +1,24 @@
-"""InParts: the groups of a step go to the trainer as soon as each is scored, before the batch that they are parts of."""
+"""InParts: groups go to the trainer as soon as each is scored, before the batch that they are parts of."""
 
 from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from oppo.errors import ConfigError
 from oppo.estimators import FixedKL
-from oppo.events import Batch, Defer, Drop, Part
-from oppo.graph import Sender
+from oppo.events import Batch, Drop, FloatArray, Part, RolloutEvent, Scored
+from oppo.graph import Receiver, Sender
 from oppo.numeric import require_whole
-from oppo.stages.batch_stage import BatchStage
 from oppo.stages.group import GroupRelative
-from oppo.stages.scored_rollouts import ScoredRollout
+from oppo.stages.scored_rollouts import ScoredRollout, ScoredRollouts
 
 
 @dataclass(eq=False)
-class InParts(BatchStage):
+class InParts:
     """Sends each group of a step as a :class:`~oppo.events.Part` once all of its responses are scored.
 
     The trainer accumulates its gradient while others are still being written. The step's batch follows, as the
@@ -42,41 +41,48 @@ class InParts(BatchStage):
         require_whole("samples", self.samples, 2, error=ConfigError)
         if not isinstance(self.estimator, GroupRelative):
             raise ConfigError(
-                f"{type(self.estimator).__name__} estimates advantages from the whole batch, so no group can be trained "
-                "before: expected a GroupRelative, as in RLOO, GRPO and Dr. GRPO"
+                f"{type(self.estimator).__name__} estimates advantages from the whole batch, so no group can be "
+                "trained before: expected a GroupRelative, as in RLOO, GRPO and Dr. GRPO"
             )
         if self.estimator.shaping.norm:
             raise ConfigError("scores normalised by the moments of all cannot come in parts: leave norm out")
         if not isinstance(self.estimator.control, FixedKL):
             raise ConfigError("a KL coefficient that adapts to each batch cannot come in parts: give a number")
 
-    @property
-    def refers(self) -> bool:
-        """Whether log-probs of a reference are needed."""
-        return self.estimator.refers
+    async def run(
+        self,
+        rollout: Receiver[RolloutEvent],
+        score: Receiver[Scored[float] | Drop],
+        /,
+        *,
+        out: Sender[Batch | Part],
+        reference: Receiver[Scored[FloatArray] | Drop] | None = None,
+        value: Receiver[Scored[FloatArray] | Drop] | None = None,
+        proximal: Receiver[Scored[FloatArray] | Drop] | None = None,
+    ) -> None:
+        """Send groups as they are complete, then the step's batch; send nothing without a rollout.
 
-    def early(self, out: Sender[Batch | Part]) -> Callable[[ScoredRollout], Awaitable[None]]:
-        """Return what sends a group when the last of its responses is scored."""
+        Raises:
+            ConfigError: log-probs of a reference are needed, and not connected.
+        """
+        self.estimator.require_reference(connected=reference is not None)
         groups = defaultdict[int, list[ScoredRollout]](list)
 
-        async def send_complete(rollout: ScoredRollout) -> None:
-            members = groups[rollout.group]
-            members.append(rollout)
+        async def send_complete(each: ScoredRollout) -> None:
+            members = groups[each.group]
+            members.append(each)
             if len(members) == self.samples:
-                members.sort(key=lambda each: each.rollout)
-                await out.send(Part(copy.copy(self.estimator).batch(members)))
+                await out.send(Part(self._early(members)))
 
-        return send_complete
+        scored = await ScoredRollouts.of(
+            rollout, score, each=send_complete, reference=reference, values=value, proximal=proximal
+        )
+        if scored:
+            await out.send(self.estimator.batch(scored.rollouts, scored.dropped, scored.deferred))
 
-    def batch(
-        self, rollouts: Sequence[ScoredRollout], dropped: Sequence[Drop] = (), deferred: Sequence[Defer] = ()
-    ) -> Batch:
-        """Return the estimator's batch of these rollouts."""
-        return self.estimator.batch(rollouts, dropped, deferred)
-
-    def estimated(self, batch: Batch) -> Batch:
-        """Return the batch with what the estimator estimates."""
-        return self.estimator.estimated(batch)
+    def _early(self, members: Sequence[ScoredRollout]) -> Batch:
+        """Return the part of the batch that a group is, and leave the estimator's state as it is."""
+        return copy.copy(self.estimator).batch(sorted(members, key=lambda each: each.rollout))
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the state of the estimator."""
