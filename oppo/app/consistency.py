@@ -40,6 +40,8 @@ def require_consistent(settings: Settings) -> None:
         )
     if settings.step.publish == "in-flight":
         _require_possible_in_flight(settings)
+    if settings.step.stream_updates:
+        _require_a_sum(settings)
     if settings.run.trainer == "process" and is_of_a_file(kind := type(settings.trained_loss())):
         raise ValueError(
             f"run.trainer = 'process' takes the loss to another process, which cannot import {kind.__name__} from a "
@@ -53,6 +55,34 @@ def require_consistent(settings: Settings) -> None:
         raise ValueError(
             f"step.algorithm = {settings.step.algorithm!r} compares the responses to a prompt with one another, and "
             "sampling.temperature = 0 makes them all the same: give one above 0"
+        )
+
+
+def _require_a_sum(settings: Settings) -> None:
+    """Check that the gradient of a batch is the sum of its groups', each known once the group is scored."""
+    algorithm, trainer = settings.algorithm, settings.trainer
+    faults = {
+        "run.exact = true, and parts come in an order that depends on timing": settings.run.exact,
+        "models.share_weights = true, and gradients are computed while responses are decoded": (
+            settings.models.share_weights is True
+        ),
+        f"trainer.epochs = {trainer.epochs}": trainer.epochs > 1,
+        f"trainer.minibatches = {trainer.minibatches}": trainer.minibatches > 1,
+        f"step.algorithm = {settings.step.algorithm!r}, whose advantages are not those of a group alone": (
+            algorithm.has_critic or algorithm.responses < 2
+        ),
+        "algorithm.score_norm = true": getattr(algorithm, "score_norm", False),
+        "algorithm.kl_target": getattr(algorithm, "kl_target", None) is not None,
+        "algorithm.dynamic_sampling = true": getattr(algorithm, "dynamic_sampling", False),
+    }
+    found = [words for words, is_so in faults.items() if is_so]
+    loss = settings.trained_loss()
+    if not found and getattr(loss, "divisor", None) is None:
+        found = [f"a loss, {type(loss).__name__}, that divides by sizes of several kinds"]
+    if found:
+        raise ValueError(
+            f"step.stream_updates = true trains a group before the batch is complete, which does not go with "
+            f"{'; '.join(found)}: change that, or leave stream_updates out"
         )
 
 

@@ -319,6 +319,12 @@ class StepSection:
         "`file.py:name` of a loss of your own in place of the algorithm's: a class or a function, with the settings "
         "of `[loss]`",
     )
+    stream_updates: bool = setting(
+        default=False,
+        description="add the gradient of each group once it is scored, while others are still being written; the step "
+        "is the same but for rounding; for algorithms that compare the responses of a group, with one epoch and one "
+        "minibatch",
+    )
     publish: Literal["cut", "in-flight"] = setting(
         "cut",
         "when the policy gets new weights, with `lookahead`: `cut`, between two steps, so that what a step is decoded "

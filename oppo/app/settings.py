@@ -130,8 +130,8 @@ class Settings(BaseModel):
     @property
     def shares_weights(self) -> bool:
         """Whether the weights that are trained are those that are served."""
-        shares = self.models.share_weights
-        return self.step.lookahead == 0 if shares is None else shares
+        shares, alone = self.models.share_weights, not self.step.lookahead and not self.step.stream_updates
+        return alone if shares is None else shares
 
     @property
     def run_directory(self) -> Path:
