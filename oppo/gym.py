@@ -22,7 +22,6 @@ INSTRUCTION: Final = (
 )
 """The system message of the chat form of a prompt."""
 
-
 APART: Final = 1_000_000
 """reasoning-gym makes entry i of seed s from s + i alone: seeds are that far apart, so that none repeats another's."""
 
@@ -101,9 +100,18 @@ def _row(entry: Mapping[str, Any]) -> dict[str, object]:
     }
 
 
-def _library() -> Any:
+def require_library() -> None:
+    """Check that reasoning-gym is installed, without importing it.
+
+    Raises:
+        DataError: it is not.
+    """
     if find_spec("reasoning_gym") is None:
         raise DataError(f"tasks of {LIBRARY} need it: pip install 'oppo[{LIBRARY}]'")
+
+
+def _library() -> Any:
+    require_library()
     import reasoning_gym  # noqa: PLC0415 - an extra that takes seconds to import
     import reasoning_gym.factory  # noqa: PLC0415
     import reasoning_gym.utils  # noqa: PLC0415

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import subprocess
@@ -18,7 +19,7 @@ import oppo.algorithms
 from oppo import GAE, Fixed, FloatArray, Graph, Overcommit, Score, grpo, ppo
 from oppo.app.config import load
 from oppo.errors import GraphError
-from oppo.hf import ClassifierReward, ProcessRewardModel
+from oppo.hf import BridgedReward, ClassifierReward, ProcessRewardModel, SimilarityReward
 from oppo.placement import Thread
 from oppo.testing import (
     FakeCritic,
@@ -33,8 +34,8 @@ from oppo.testing import (
 from tests.forked import Program
 from tests.hf import tiny
 from tests.hf.spot_tokenizers import spot
-from tests.hf.test_whole import classifier
-from tests.workplace import furnish, records, tokenizer
+from tests.hf.test_whole import classifier, sentence_encoder
+from tests.workplace import furnish, oppo as oppo_train, records, tokenizer
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -45,7 +46,8 @@ SHOWN = re.compile(r"`((?:tests|oppo|examples|benchmarks|docs)/[\w./]+)`")
 
 def fenced(page: Path, language: str) -> list[str]:
     """Return the blocks of a language, in the order of the page."""
-    return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    blocks = re.findall(r"^```([^\n]*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    return [block for label, block in blocks if label == language]
 
 
 def anchors(page: Path) -> set[str]:
@@ -162,6 +164,21 @@ def test_the_settings_of_the_readme_are_settings(tmp_path: Path) -> None:
     assert load(tmp_path / "config.toml").step.extra == 2
 
 
+def test_the_settings_of_the_page_on_rewards_are_settings(tmp_path: Path) -> None:
+    base = '[models]\npolicy = "actor"\n[data]\nprompts = "prompts.jsonl"\n'
+    (text,) = fenced(ROOT / "docs" / "rewards.md", "toml")
+    (tmp_path / "config.toml").write_text(base + text)
+    names = {"reward.helpful", "reward.short", "reward.judge", "reward.close"}
+    assert set(load(tmp_path / "config.toml").models.rewards) == names
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_python_on_a_page_is_labelled_so_that_it_is_run(page: Path) -> None:
+    for block in fenced(page, ""):
+        with pytest.raises(SyntaxError):
+            ast.parse(block)
+
+
 def test_python_m_oppo_is_oppo_and_its_help_says_where_the_settings_are() -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "oppo", "train", "--help"], capture_output=True, text=True, check=False, cwd=ROOT
@@ -185,10 +202,16 @@ def test_the_blocks_that_stand_alone_run(page: str, tmp_path: Path, monkeypatch:
 def test_the_reward_models_of_the_page_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     classifier(tmp_path).rename(tmp_path / "cross-encoder")
+    sentence_encoder(tmp_path / "sentence-encoder", {"pooling_mode": "mean"})
     tiny.steps().save_pretrained(tmp_path / "process-reward-model")
+    config = tiny.CONFIGS["llama"]()
+    config.vocab_size = 420
+    tiny.scalar_of(config).save_pretrained(tmp_path / "reward-model")
+    spot("byte-level").tokenizer.save_pretrained(tmp_path / "reward-model")
     blocks = [block for block in fenced(ROOT / "docs" / "rewards.md", "python") if "oppo.hf.load_" in block]
     with Thread("scorers") as scorers:
-        for block, kind in zip(blocks, (ClassifierReward, ProcessRewardModel), strict=True):
+        kinds = (BridgedReward, ClassifierReward, SimilarityReward, ProcessRewardModel)
+        for block, kind in zip(blocks, kinds, strict=True):
             names: dict[str, object] = {"oppo": oppo, "text": spot("byte-level"), "scorers": scorers}
             exec(block, names)
             assert isinstance(names["reward"], kind)
@@ -226,6 +249,19 @@ def test_the_algorithm_that_the_page_adds_trains_by_its_file(algorithm: Path) ->
     assert all(step["loss/policy_avg"] for step in steps)
 
 
+def test_the_parts_that_the_page_shows_train_by_their_files(tmp_path: Path) -> None:
+    furnish(tmp_path)
+    blocks = fenced(ROOT / "docs" / "extending.md", "python")
+    (recipe,) = [block for block in blocks if "def discounted" in block]
+    (admission,) = [block for block in blocks if "class CarryTails" in block]
+    (tmp_path / "recipes.py").write_text(recipe)
+    (tmp_path / "carry.py").write_text(admission)
+    chosen = ("step.algorithm=recipes.py:discounted", "algorithm.gamma=0.9", "step.admission=carry.py:CarryTails")
+    assert oppo_train(tmp_path, "", *chosen) == 0
+    assert [step["trained"] for step in records(tmp_path, "first", "metrics.jsonl")] == [4, 4]
+    assert "gamma = 0.9" in (tmp_path / "runs" / "first" / "config.toml").read_text()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_what_a_page_names_and_links_to_is_there(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
@@ -257,11 +293,12 @@ def test_every_page_is_on_the_site_and_in_the_table_of_contents() -> None:
 def test_everything_public_is_in_the_reference() -> None:
     pages = (page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
     modules = (name for text in pages for name in re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE))
+    assert all(hasattr(oppo, name) for name in oppo.__all__)  # which loads them
     loaded = [vars(sys.modules[name]) for name in modules if name in sys.modules]
     assert set(oppo.__all__) <= {name for module in loaded for name in module.get("__all__", module)}
 
 
-ON_VLLM, JUDGE, SIMILARITY = "04_vllm.py", "05_judge.py", "09_similarity.py"
+ON_VLLM, JUDGE, SIMILARITY = "04_vllm.py", "05_judge.py", "10_similarity.py"
 """Of the first a test has vLLM, of the second an extra, and of the third, which needs weights, others."""
 
 

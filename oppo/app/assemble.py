@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,13 +11,13 @@ import torch
 from transformers import PreTrainedModel
 
 from oppo.app.engines import SERVING, Order, Serve, Serving, serve
-from oppo.app.reward import Judge, reward_function, reward_model
+from oppo.app.reward_models import Bench, Judge, ModelReading
+from oppo.app.rewards import UserCode
 from oppo.app.roles import RoleLoader
 from oppo.app.saving import Saving
-from oppo.app.sections import DataSection, ModelsSection, SamplingSection
+from oppo.app.sections import ModelsSection, SamplingSection
 from oppo.app.settings import Settings
 from oppo.declared import declared
-from oppo.environments import EnvironmentFailure, FunctionEnvironment
 from oppo.errors import ConfigError
 from oppo.events import Drop, FloatArray
 from oppo.hf.cpu import available_cores
@@ -38,7 +38,6 @@ from oppo.observe import Span, SpanListener
 from oppo.placement import Hosting
 from oppo.scorer_protocols import ServesCalls
 from oppo.turns import Environment
-from oppo.user_code import load_function
 
 _TRAINING = "lower trainer.micro_batch_tokens"
 
@@ -113,6 +112,8 @@ class Assembly:
             stack.callback(self.places.close)
             if isinstance(self.reward, ServesCalls):
                 stack.callback(self.reward.close)
+            if isinstance(self.environment, ServesCalls):
+                stack.callback(self.environment.close)
 
 
 def load_text(models: ModelsSection, tell: Callable[[str], None]) -> Text:
@@ -147,7 +148,6 @@ def assemble(
         ModelRefused: a model cannot be served exactly.
     """
     run = settings.run
-    judge = reward_function(settings.models, settings.data, text, tell)
     device = _device(settings.models, exact=run.exact)
     available = available_cores()
     if (cores := run.cores or available) > available:
@@ -166,6 +166,7 @@ def assemble(
     )
     with ExitStack() as stack:
         stack.callback(places.close)
+        code = UserCode.of(settings.models, settings.data, text, tell, ModelPlace(places.scoring, "reward", SERVING))
 
         def started(order: Order) -> Serving:
             serving = serve(replace(order, log=engine_log, tell=tell))
@@ -173,7 +174,7 @@ def assemble(
             return serving
 
         load = RoleLoader(settings.models, text, device, tell)
-        assembly = _assembled(settings, text, places, judge, load=load, serve=started, tell=tell)
+        assembly = _assembled(settings, text, places, code, load=load, serve=started, tell=tell)
         synchronised(device)
         places.wait_until_ready()
         stack.pop_all()
@@ -184,7 +185,7 @@ def _assembled(
     settings: Settings,
     text: Text,
     places: DeviceLayout,
-    judge: Judge | None,
+    code: UserCode,
     *,
     load: RoleLoader,
     serve: Serve,
@@ -192,10 +193,10 @@ def _assembled(
 ) -> Assembly:
     exact = settings.run.exact
     actor, reference = _actor_and_reference(settings.models, load, seed=settings.trainer.seed)
-    if judge is None:
-        judge = reward_model(settings, text, load, ModelPlace(places.scoring, "reward model", SERVING), tell)
-    critic = _critic(settings, actor, judge, load, tell)
+    judges = _judges(settings, text, places, load, tell)
+    critic = _critic(settings, actor, [*judges.values()], load, tell)
     read = [longest(model) for model in (actor, reference, critic) if model is not None]
+    read += [judge.positions for judge in judges.values() if judge.positions is not None]
     sampling = _sampling(settings.sampling, text, actor)
     trainer = _trainer(settings, actor, critic, sampling, places.training)
     serving = serve(Order(settings, actor, sampling, text, places))
@@ -206,17 +207,17 @@ def _assembled(
         else ReferenceLogprobs(
             reference, sampling=sampling, thread=ModelPlace(places.scoring, "reference", SERVING), exact=exact
         ),
-        reward=judge.scorer,
+        reward=code.reward({key: judge.scorer for key, judge in judges.items()}),
         critic=None
         if critic is None
         else ValueModel(critic, thread=ModelPlace(places.scoring, "critic", SERVING), exact=exact),
         proximal=_proximal(settings, actor, sampling, places.scoring) if settings.algorithm.corrects else None,
-        environment=_environment(settings.models, settings.data, text),
+        environment=code.environment,
         trainer=trainer,
         saving=Saving(trainer, text, ("actor",) if critic is None else ("actor", "critic"), places.saving),
         text=text,
         sampling=sampling,
-        positions=min([serving.positions, *read, *([] if judge.positions is None else [judge.positions])]),
+        positions=min(serving.positions, *read),
         places=places,
     )
 
@@ -241,22 +242,45 @@ def _actor_and_reference(
     return actor, reference
 
 
+def _judges(
+    settings: Settings, text: Text, places: DeviceLayout, load: RoleLoader, tell: Callable[[str], None]
+) -> dict[str, Judge]:
+    """Return the rewards that are models, each served, by the keys of their sources."""
+    bench = Bench(text, load, settings.data.column, settings.run.exact, tell)
+    judges = {}
+    for key, part in settings.models.rewards.items():
+        if not part.is_function:
+            name = "reward model" if key == "reward" else f"reward model {key.partition('.')[2]!r}"
+            judges[key] = bench.judge(ModelReading.of(settings.models, key), ModelPlace(places.scoring, name, SERVING))
+    return judges
+
+
 def _critic(
-    settings: Settings, actor: PreTrainedModel, judge: Judge, load: RoleLoader, tell: Callable[[str], None]
+    settings: Settings,
+    actor: PreTrainedModel,
+    judges: Sequence[Judge],
+    load: RoleLoader,
+    tell: Callable[[str], None],
 ) -> PreTrainedModel | None:
-    """Return the critic of an algorithm with one; it starts from the policy if the reward model cannot be one."""
+    """Return the critic of an algorithm with one.
+
+    Where it is to start from a reward model that cannot be a critic, it starts from the first one that can, or else
+    from the policy.
+    """
     models = settings.models
     if not settings.algorithm.has_critic:
         return None
     if models.shared_trunk:
         return value_model_on(actor)
-    if models.critic == models.reward and not judge.may_be_critic:
-        tell(
-            f"models.critic: {models.critic} does not read the policy's tokens one by one, so it cannot be a critic, "
-            "which starts from the policy instead"
-        )
-        return load.critic(models.policy)
-    return load.critic(models.critic)
+    fit = [judge.source for judge in judges if judge.may_be_critic]
+    if models.critic in fit or models.critic not in [judge.source for judge in judges]:
+        return load.critic(models.critic)
+    start = next(iter(fit), models.policy)
+    tell(
+        f"models.critic: {models.critic} does not read the policy's tokens one by one, so it cannot be a critic, "
+        f"which starts from {'the policy' if start == models.policy else start} instead"
+    )
+    return load.critic(start)
 
 
 def _trainer(
@@ -272,7 +296,7 @@ def _trainer(
         sampling=sampling,
         thread=ModelPlace(place, "trainer", _TRAINING),
         settings=settings.trainer,
-        loss=settings.algorithm.loss(),
+        loss=settings.trained_loss(),
     )
 
 
@@ -282,19 +306,6 @@ def _proximal(settings: Settings, actor: PreTrainedModel, sampling: Sampling, pl
     if settings.models.engine != "transformers":
         return RecomputedLogprobs(actor, sampling=sampling, thread=thread, exact=exact)
     return ProximalLogprobs(actor, sampling=sampling, thread=thread, exact=exact, on_publish=settings.step.on_publish)
-
-
-def _environment(models: ModelsSection, data: DataSection, text: Text) -> FunctionEnvironment | None:
-    if not models.environment:
-        return None
-    return FunctionEnvironment(
-        load_function(models.environment, EnvironmentFailure),
-        text.decode,
-        text.encode_exactly,
-        on_failure=models.environment_failure,
-        timeout=models.environment_timeout,
-        prompt_column=data.column,
-    )
 
 
 def _sampling(section: SamplingSection, text: Text, actor: PreTrainedModel) -> Sampling:

@@ -43,80 +43,62 @@ class RoleLoader:
 
     def causal(self, name: str) -> PreTrainedModel:
         """Return the causal language model of ``models.<name>``; the first is the policy."""
-        return self._loaded(name, load_causal)
+        path = str(getattr(self._models, name))
+        with self.attributed(name):
+            return self._checked(path, self._loaded(name, load_causal, path))
 
     def critic(self, path: str) -> PreTrainedModel:
         """Return the model of the critic at ``path``; its head may be new."""
-        return self._loaded("critic", partial(load_scalar, new_head=True), path)
+        with self.attributed("critic"):
+            return self._checked(path, self._loaded("critic", partial(load_scalar, new_head=True), path))
 
-    def reward_kind(self) -> RewardKind:
-        """Return the kind of the reward model, by its architecture and by how it is to read."""
-        models = self._models
-        with self._attributed("reward"):
-            kind = reward_kind(self._located(models.reward), trusted=models.trust_remote_code)
-            if kind == "scalar" and (models.reward_reading == "whole" or models.reward_label):
-                kind = "classifier"
-            if models.reward_column and kind != "similarity":
-                raise ConfigError(
-                    f"{models.reward} is no sentence encoder, which would compare a response with the column that "
-                    f"models.reward_column = {models.reward_column!r} names: leave it out"
-                )
-            if kind == "similarity" and not models.reward_column:
-                raise ConfigError(
-                    f"{models.reward} is a sentence encoder, whose reward is the similarity of a response to a text of "
-                    "its row: set models.reward_column to the column of that text"
-                )
-        return kind
+    def reward_kind(self, path: str) -> RewardKind:
+        """Return the kind of a reward model, by its architecture."""
+        return reward_kind(self._located(path), trusted=self._models.trust_remote_code)
 
-    def scalar_reward(self) -> tuple[PreTrainedModel, str | None]:
-        """Return the reward model with one label, and its tokenizer's difference to the policy's, in words.
+    def scalar_reward(self, key: str, path: str) -> tuple[PreTrainedModel, str | None]:
+        """Return a reward model with one label, and its tokenizer's difference to the policy's, in words.
 
         ``None``: it reads the policy's tokens as they are.
         """
-        model = self._loaded("reward", load_scalar, check=False)
-        with self._attributed("reward"):
-            return model, self._difference(self._models.reward, model)
+        model = self._loaded(key, load_scalar, path)
+        return model, self._difference(path, model)
 
-    def process_reward(self) -> PreTrainedModel:
-        """Return the token-classification model of ``models.reward``, which shares the policy's tokenizer."""
-        return self._loaded("reward", load_process)
+    def process_reward(self, key: str, path: str) -> PreTrainedModel:
+        """Return a token-classification model, which shares the policy's tokenizer."""
+        return self._checked(path, self._loaded(key, load_process, path))
 
-    def encoder(self) -> Encoder:
-        """Return the model of ``models.reward`` that reads whole texts."""
-        self._tell(f"loading the reward {self._models.reward}")
-        with self._attributed("reward"):
-            return load_encoder(self._models.reward, **self._options())
+    def encoder(self, key: str, path: str) -> Encoder:
+        """Return a model that reads whole texts."""
+        self._tell(f"loading the {key} {path}")
+        return load_encoder(path, **self._options())
 
-    def reward_tokenizer(self) -> Text:
-        """Return the reward model's own tokenizer."""
-        with self._attributed("reward"):
-            return self._tokenizer(self._models.reward)
-
-    def _tokenizer(self, path: str) -> Text:
+    def tokenizer(self, path: str) -> Text:
+        """Return the tokenizer that comes with a model."""
         return Text(load_tokenizer(path, trust_remote_code=self._models.trust_remote_code, tell=self._tell))
 
-    def _loaded(
-        self, name: str, load: Callable[..., PreTrainedModel], path: str = "", *, check: bool = True
-    ) -> PreTrainedModel:
-        path = path or str(getattr(self._models, name))
+    def _loaded(self, name: str, load: Callable[..., PreTrainedModel], path: str) -> PreTrainedModel:
         self._tell(f"loading the {name} {path}")
-        with self._attributed(name):
-            model = load(path, **self._options())
-            require_supported(model.dtype, model.device)
-            if self._actor is None:
-                self._actor = model
-            elif check and (difference := self._difference(path, model)) is not None:
-                raise ConfigError(f"{path} {difference}: expected a model with the policy's tokenizer")
+        model = load(path, **self._options())
+        require_supported(model.dtype, model.device)
+        return model
+
+    def _checked(self, path: str, model: PreTrainedModel) -> PreTrainedModel:
+        """Return a model that reads token ids as the policy does; the first is the policy."""
+        if self._actor is None:
+            self._actor = model
+        elif (difference := self._difference(path, model)) is not None:
+            raise ConfigError(f"{path} {difference}: expected a model with the policy's tokenizer")
         return model
 
     @contextmanager
-    def _attributed(self, name: str) -> Iterator[None]:
-        """Name the setting of a model in its errors."""
+    def attributed(self, name: str) -> Iterator[None]:
+        """Name the setting of a model in the errors of loading it."""
         try:
             with attributed(name, "it was loaded", _LOADING):
                 yield
         except (ConfigError, ModelRefused) as error:
-            advice = [_AS_FUNCTION] if name == "reward" else []
+            advice = [_AS_FUNCTION] if name.startswith("reward") else []
             raise type(error)("\n".join([f"models.{name}: {error}", *advice])) from error
 
     def _options(self) -> LoadOptions:
@@ -138,7 +120,7 @@ class RoleLoader:
         """Return how a model reads token ids otherwise than the policy, in words: its scores would mean nothing."""
         policy = self._models.policy
         has_tokenizer = path != policy and holds_tokenizer(self._located(path))
-        if has_tokenizer and (difference := self._text.differs(self._tokenizer(path))) is not None:
+        if has_tokenizer and (difference := self._text.differs(self.tokenizer(path))) is not None:
             return f"does not share the policy's tokenizer ({difference})"
         ours, theirs = vocabulary(self._actor or model), vocabulary(model)
         if theirs < ours:

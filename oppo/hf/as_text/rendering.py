@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
-from oppo.data import Message
+from oppo.data.prompts import Message
 from oppo.errors import ConfigError, one_line
 from oppo.events import Prompt
 from oppo.hf.text import Text

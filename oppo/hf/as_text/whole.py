@@ -292,6 +292,6 @@ def _label(encoder: Encoder, label: str | int | None) -> int:
     if chosen is None:
         raise ConfigError(
             f"{type(model).__name__} has the labels {', '.join(names.values())}: expected one of them as the label "
-            f"whose logit is the score (models.reward_label), got {label!r}"
+            f"whose logit is the score, got {label!r}"
         )
     return chosen

