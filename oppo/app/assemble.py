@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from oppo.app.engines import SERVING, Order, Serve, Serving, serve
+from oppo.app.expected import require_memory
 from oppo.app.layout import devices_of, layout_of
 from oppo.app.rewards import UserCode
 from oppo.app.roles import RoleLoader
@@ -142,11 +143,13 @@ def assemble(
         engine_log: the file for what an engine's processes write; ``None``: nowhere.
 
     Raises:
-        ConfigError: the device is missing, a model cannot be loaded, or reads other token ids than the policy.
+        ConfigError: a device is missing or has too little memory, or a model cannot be loaded, or reads other token ids
+            than the policy.
         RewardError: the reward function cannot be loaded.
         ModelRefused: a model cannot be served exactly.
     """
     devices = devices_of(settings)
+    require_memory(settings, devices)
     places = layout_of(settings, devices, tell)
     with ExitStack() as stack:
         stack.callback(places.close)
