@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from oppo.app.reward_settings import OF_MODELS, As, OverLong, When
@@ -56,6 +56,21 @@ class ModelReading:
         given = {name: models.of_reward(part, name) for name in OF_MODELS}
         return cls(key=key, source=part.source, asked=frozenset(asked), **given)
 
+    def kind(self, found: RewardKind) -> RewardKind:
+        """Return the kind that the model is served as, of what its architecture says.
+
+        Raises:
+            ConfigError: the settings are those of a model of another kind.
+        """
+        if found == "scalar" and (self.reading == "whole" or (self.label and "label" in self.asked)):
+            found = "classifier"
+        if found != "similarity" and self.column and "column" in self.asked:
+            raise ConfigError(
+                f"{self.source} is no sentence encoder, which would compare a response with the column that "
+                f"{self.setting('column')} = {self.column!r} names: leave it out"
+            )
+        return found
+
     def setting(self, name: str) -> str:
         """Return the key of one of its settings, for people."""
         return f"models.reward_{name}" if self.key == "reward" else f"models.{self.key}.{name}"
@@ -101,7 +116,7 @@ class Bench:
             ModelRefused: it cannot be served.
         """
         with self.load.attributed(reading.key):
-            match self._kind(reading):
+            match reading.kind(self.load.reward_kind(reading.source)):
                 case "scalar":
                     return self._scalar(reading, place)
                 case "process":
@@ -110,18 +125,6 @@ class Bench:
                     return self._classifier(reading, place)
                 case "similarity":
                     return self._similarity(reading, place)
-
-    def _kind(self, reading: ModelReading) -> RewardKind:
-        """Return the kind of a reward model, by its architecture and by how it is to read."""
-        kind = self.load.reward_kind(reading.source)
-        if kind == "scalar" and (reading.reading == "whole" or (reading.label and "label" in reading.asked)):
-            kind = "classifier"
-        if kind != "similarity" and reading.column and "column" in reading.asked:
-            raise ConfigError(
-                f"{reading.source} is no sentence encoder, which would compare a response with the column that "
-                f"{reading.setting('column')} = {reading.column!r} names: leave it out"
-            )
-        return kind
 
     def _scalar(self, reading: ModelReading, place: Hosting) -> Judge:
         """Return a causal model with one label: it reads the policy's tokens, or else the rollout as text."""
@@ -202,3 +205,14 @@ class Bench:
 
     def _say(self, reading: ModelReading, words: str) -> None:
         self.tell(f"models.{reading.key}: {reading.source} {words}")
+
+
+def critic_source(models: ModelsSection, fit: Sequence[str]) -> str:
+    """Return what the critic starts from: its model, unless that is a reward model that cannot be a critic.
+
+    Args:
+        fit: the reward models that can; else the first of them, or the policy.
+    """
+    if models.critic in fit or models.critic not in models.reward_models:
+        return models.critic
+    return next(iter(fit), models.policy)

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-import torch
 from transformers import PreTrainedModel
 
 from oppo.app.sections import ModelsSection
 from oppo.errors import ConfigError, ModelRefused
 from oppo.hf.as_text.encoder import Encoder
+from oppo.hf.device_layout import Devices
 from oppo.hf.introspection import vocabulary
 from oppo.hf.loading.directory import holds_tokenizer
 from oppo.hf.loading.encoders import load_encoder
@@ -34,10 +34,10 @@ _AS_FUNCTION = (
 class RoleLoader:
     """Loads the models of a run; errors name the setting of the model and the remedy."""
 
-    def __init__(self, models: ModelsSection, text: Text, device: torch.device, tell: Callable[[str], None]) -> None:
+    def __init__(self, models: ModelsSection, text: Text, devices: Devices, tell: Callable[[str], None]) -> None:
         self._models = models
         self._text = text
-        self._device = device
+        self._devices = devices
         self._tell = tell
         self._actor: PreTrainedModel | None = None
 
@@ -71,7 +71,7 @@ class RoleLoader:
     def encoder(self, key: str, path: str) -> Encoder:
         """Return a model that reads whole texts."""
         self._tell(f"loading the {key} {path}")
-        return load_encoder(path, **self._options())
+        return load_encoder(path, **self._options(key))
 
     def tokenizer(self, path: str) -> Text:
         """Return the tokenizer that comes with a model."""
@@ -79,7 +79,7 @@ class RoleLoader:
 
     def _loaded(self, name: str, load: Callable[..., PreTrainedModel], path: str) -> PreTrainedModel:
         self._tell(f"loading the {name} {path}")
-        model = load(path, **self._options())
+        model = load(path, **self._options(name))
         require_supported(model.dtype, model.device)
         return model
 
@@ -101,11 +101,12 @@ class RoleLoader:
             advice = [_AS_FUNCTION] if name.startswith("reward") else []
             raise type(error)("\n".join([f"models.{name}: {error}", *advice])) from error
 
-    def _options(self) -> LoadOptions:
+    def _options(self, name: str) -> LoadOptions:
+        """Return the options of loading the model of ``models.<name>``."""
         models = self._models
         return {
             "dtype": models.dtype,
-            "device": self._device,
+            "device": getattr(self._devices, name.partition(".")[0]),
             "trust_remote_code": models.trust_remote_code,
             "allow_pickle": models.allow_pickle,
             "ignore_unused": models.ignore_unused_weights,

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from oppo.app.config import load
+from oppo.app.expected import expected, load_of
+from oppo.app.layout import devices_of
 from tests.hf import tiny
 from tests.hf.spot_tokenizers import TEMPLATE, spot
 from tests.hf.test_whole import classifier, sentence_encoder
@@ -197,3 +200,21 @@ def test_what_is_set_for_all_rewards_is_for_those_that_it_fits(workplace: Path) 
     parts = 'models.reward={plain={source="reward"}, alike={source="encoder"}, judged={source="several/bert"}}'
     lines = run(workplace, "for-all", parts, "models.reward_column=prompt", "models.reward_label=good")
     assert {"reward/plain_mean", "reward/alike_mean", "reward/judged_mean"} <= lines[0].keys()
+
+
+def test_the_doctor_knows_what_reward_models_of_every_kind_need(workplace: Path) -> None:
+    (workplace / "rewards.py").write_text(SHORT)
+    settings = load(workplace / "config.toml", [EVERY_KIND.replace("\n", " ")])
+    worst = {each.model: each.bytes for each in expected(settings, devices_of(settings), load_of(settings, 6))}
+    names = ["plain", "bridged", "stepwise", "judged", "alike"]
+    assert [name for name in worst if name.startswith("reward.")] == [f"reward.{name}" for name in names]
+    assert all(worst[f"reward.{name}"].weights > 0 for name in names)
+    assert all(worst[f"reward.{name}"].keys_values > 0 for name in names[:3])
+
+
+def test_the_doctor_knows_what_the_critic_starts_from(workplace: Path) -> None:
+    parts = 'models.reward={judged={source="bert"}, plain={source="reward"}}'
+    settings, alone = load(workplace / "config.toml", [parts]), load(workplace / "config.toml")
+    found = [expected(each, devices_of(each), None) for each in (settings, alone)]
+    critics = [each.bytes.weights for needs in found for each in needs if each.model == "critic"]
+    assert critics[0] == critics[1] > 0

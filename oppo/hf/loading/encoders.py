@@ -64,6 +64,16 @@ def load_encoder(path: str | Path, **options: Unpack[LoadOptions]) -> Encoder:
     return encoder
 
 
+def transformer_of(directory: Path) -> Path:
+    """Return the directory of the transformer of a text encoder.
+
+    Raises:
+        ConfigError: the list of modules is damaged.
+        ModelRefused: a sentence encoder has other parts than a transformer, a pooling and a normalisation.
+    """
+    return _parts(directory)[0]
+
+
 def _parts(directory: Path) -> tuple[Path, Pooling | None]:
     """Return the directory of the transformer, and the pooling of a sentence encoder."""
     file = directory / MODULES
