@@ -4,6 +4,7 @@ Public, and torch-free. As a pytest plugin (``pytest_oppo``) they need no import
 """
 
 from oppo.testing.conformance import check_policy, check_scorer, check_trainer
+from oppo.testing.device import Device, time_shared
 from oppo.testing.fake_batch import fake_batch
 from oppo.testing.fake_policy import FakePolicy
 from oppo.testing.fakes import FakeCritic, FakeScorer, FakeTrainer, fake_per_token, fake_scalar, noise, prompts
@@ -13,6 +14,7 @@ from oppo.testing.recorder import Happening, Recorder
 from oppo.testing.script import Fault, Flap, Garbage, HalfPublished, Hang, LoseSessions, Raise, Script, Slow
 
 __all__ = [
+    "Device",
     "FakeCritic",
     "FakePolicy",
     "FakeScorer",
@@ -43,4 +45,5 @@ __all__ = [
     "noise",
     "prompts",
     "run_virtual",
+    "time_shared",
 ]

@@ -6,165 +6,29 @@ weights. Code that mixes up rollouts, positions or versions gets other numbers.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import anyio
-import anyio.lowlevel
 import numpy as np
 from anyio.abc import TaskGroup
 
 from oppo.declared import require_declared
 from oppo.errors import ProtocolError, as_itself
-from oppo.events import FloatArray, Given, IntArray, Prompt, Response
-from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Piece, PieceState, Weights
+from oppo.events import Given, IntArray, Prompt, Response
+from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Weights
 from oppo.support import Support
-from oppo.testing.fakes import noises, require_seconds
+from oppo.testing.device import Device
+from oppo.testing.fake_decode import FakeDecode
+from oppo.testing.fakes import require_seconds
+from oppo.testing.lane import Lane
 
 Length: TypeAlias = Callable[[Prompt], int]
 
 StepSeconds: TypeAlias = Callable[[int, int], float]
 """``f(rows, tokens)``: seconds of a decode step, by the number of live rollouts and of tokens in their responses."""
-
-
-@dataclass(eq=False)
-class FakeDecode:
-    """A decode of :class:`FakePolicy`.
-
-    Attributes:
-        ends: the lengths of the response at which its turns end; an answer moves those after it.
-        answers: what was given after turns, by its position.
-        waiting: a turn has ended, and nothing has come of it yet.
-    """
-
-    policy: FakePolicy
-    prompt: Prompt
-    length: int
-    made: int = 0
-    taken: int = 0
-    closed: bool = False
-    versions: list[int] = field(default_factory=list)
-    ends: list[int] = field(default_factory=list)
-    answers: dict[int, IntArray] = field(default_factory=dict)
-    waiting: bool = False
-    _full: bool = False
-    _wanted: int = 0
-    _grown: anyio.Event = field(default_factory=anyio.Event)
-    _turned: anyio.Event = field(default_factory=anyio.Event)
-
-    @property
-    def done(self) -> bool:
-        """Whether the response is complete."""
-        return self.made >= self.length and not self.waiting
-
-    def grow(self) -> None:
-        """Make one token, with the policy's current weights."""
-        self.made += 1
-        self.versions.append(self.policy.version)
-        self.waiting = self.made in self.ends and self.made < self.length
-
-    async def turn(self) -> IntArray | None:
-        """Return the tokens of the turn once it has ended; see :class:`oppo.turns.TurnDecode`."""
-        await anyio.lowlevel.checkpoint()
-        while self.policy.is_decoding(self) and not self.waiting:
-            self._turned = anyio.Event()
-            await self._turned.wait()
-        start = max((at + len(given) for at, given in self.answers.items()), default=0)
-        return self.tokens(start, self.made) if self.waiting and self.policy.is_decoding(self) else None
-
-    def proceed(self, given: IntArray) -> bool:
-        """Go on after a turn; see :class:`oppo.turns.TurnDecode`."""
-        if not self.policy.is_decoding(self):
-            return False
-        if self.made + len(given) >= self.policy.cap:
-            self._full = True
-            return self.finish()
-        self.answers[self.made] = given
-        self.ends = [end + len(given) for end in self.ends if end > self.made]
-        self.length = min(self.policy.cap, self.length + len(given))
-        self.made += len(given)
-        self.versions += [self.versions[-1]] * len(given)
-        self.waiting = False
-        self.policy.rejoin(self)
-        return True
-
-    def finish(self) -> bool:
-        """End the response with its turn; see :class:`oppo.turns.TurnDecode`."""
-        if not self.policy.is_decoding(self):
-            return False
-        self.length, self.waiting = self.made, False
-        self.policy.end(self)
-        return True
-
-    def wake(self) -> None:
-        """Wake the reader if it has all that it waits for, or if decoding stopped."""
-        if self.made >= self._wanted or not self.policy.is_decoding(self) or self._at_turn():
-            self._grown.set()
-        if self.waiting or not self.policy.is_decoding(self):
-            self._turned.set()
-
-    def _at_turn(self) -> bool:
-        """Whether there is something to read before a turn goes on, or of an answer."""
-        return self.made > self.taken and (
-            self.waiting or any(at + len(given) > self.taken for at, given in self.answers.items())
-        )
-
-    async def read(self, limit: int) -> Piece:
-        """Return the next tokens; see :class:`oppo.models.Decode`.
-
-        Raises:
-            ProtocolError: the decode is closed.
-        """
-        if self.closed:
-            raise ProtocolError(f"rollout {self.prompt.rollout} was given up, so it cannot be read")
-        self._wanted = self.taken + limit
-        while self.made < self._wanted and self.policy.is_decoding(self) and not self._at_turn():
-            self._grown = anyio.Event()
-            await self._grown.wait()
-        start, answers = self.taken, self._given()
-        borders = [end for answer in answers for end in (answer.start, answer.stop) if end > start]
-        self.taken = stop = min(self.made, start + limit, *borders)  # no piece mixes given and sampled tokens
-        tokens = self.tokens(start, stop)
-        return Piece(
-            tokens,
-            self.logprobs(start, stop),
-            np.array(self.versions[start:stop], np.int32),
-            self._state(),
-            self.policy.support(tokens),
-            given=any(start in answer for answer in answers),
-        )
-
-    def _given(self) -> list[range]:
-        """Return the positions that were given."""
-        return [self.policy.given(self.prompt), *(range(at, at + len(each)) for at, each in self.answers.items())]
-
-    def _state(self) -> PieceState:
-        if self.taken < self.made or (not self.done and self.policy.is_decoding(self)):
-            return "live"
-        if not self.done:
-            return "cut"
-        return "length" if self._full or self.length >= self.policy.cap else "eos"
-
-    def tokens(self, start: int, stop: int) -> IntArray:
-        """Return the tokens at positions ``start .. stop``, int32 [stop - start]."""
-        key = (self.policy.seed, self.prompt.admission, self.prompt.sample)
-        tokens = (noises(key, range(start, stop)) * 50_000).astype(np.int32)
-        for at, given in self.answers.items():
-            here = slice(max(at, start), min(at + len(given), stop))
-            if here.start < here.stop:
-                tokens[here.start - start : here.stop - start] = given[here.start - at : here.stop - at]
-        return tokens
-
-    def logprobs(self, start: int, stop: int) -> FloatArray:
-        """Return the log-probs of the tokens at positions ``start .. stop``, float32 [stop - start]."""
-        key = (self.policy.seed, self.prompt.rollout)
-        return (-4 * noises(key, range(start, stop), self.versions[start:stop])).astype(np.float32)
-
-    async def aclose(self) -> None:
-        """Close the decode."""
-        self.closed = True
 
 
 @dataclass(eq=False)
@@ -184,7 +48,10 @@ class FakePolicy:
         holds: decoding waits while a turn is unanswered, as that of an exact engine does.
         kept: the number of ids in each token's support; 0: all.
         capabilities: those it claims; it implements all of them.
-        tokens: made so far.
+        replicas: engines, each with rollouts and decode steps of its own; a rollout stays with the one that has the
+            fewest when it is first decoded.
+        static: a rollout that has ended keeps its place in the decode step, padded to the longest, until the cut.
+        device: that decode steps work on, as work of the kind ``decode``.
 
     Example:
         >>> a_row_costs = FakePolicy(seconds=lambda rows, tokens: 0.01 + 0.001 * rows)
@@ -200,7 +67,9 @@ class FakePolicy:
     holds: bool = False
     kept: int = 0
     version: int = 0
-    tokens: int = 0
+    replicas: int = 1
+    static: bool = False
+    device: Device | None = None
     capabilities: Capabilities = field(default_factory=lambda: Capabilities(turns=True))
 
     def __post_init__(self) -> None:
@@ -211,15 +80,40 @@ class FakePolicy:
         self._cut: Cut | None = None
         self._over: anyio.Event | None = None
         self._loops: TaskGroup | None = None
-        self._stepping = False
+        self._lanes = [self._lane() for _ in range(self.replicas)]
+        self._tokens = 0
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens made so far."""
+        for lane in {decode.lane for decode in self._live}:
+            if lane is not None:
+                lane.settle()
+        return self._tokens
+
+    def _lane(self, pace: float = 1.0) -> Lane[FakeDecode]:
+        def seconds(rows: int, tokens: int) -> float:
+            return pace * (self.seconds(rows, tokens) if callable(self.seconds) else self.seconds)
+
+        def count(tokens: int) -> None:
+            self._tokens += tokens
+
+        return Lane(
+            seconds,
+            self.attend,
+            count,
+            waits=lambda: self.holds and bool(self._waiting),
+            device=self.device,
+            static=self.static,
+        )
 
     async def open(self, rollouts: Sequence[Prompt | Response]) -> Sequence[FakeDecode]:
         """Make a decode for each; that of a response goes on after its tokens."""
         return [self._decode(Response.empty(each) if isinstance(each, Prompt) else each) for each in rollouts]
 
     def _decode(self, response: Response) -> FakeDecode:
-        made, length = len(response), min(self.cap, self.length(response.prompt))
-        return FakeDecode(self, response.prompt, length, made, made, versions=response.versions.tolist())
+        length = min(self.cap, self.length(response.prompt))
+        return FakeDecode(self, response.prompt, length, len(response), response.versions.tolist())
 
     async def open_turns(self, rollouts: Sequence[Prompt | Response]) -> Sequence[FakeDecode]:
         """Make a decode with turns for each."""
@@ -245,7 +139,13 @@ class FakePolicy:
             raise ProtocolError("weights were published while the policy was decoding")
         if self._over is not None and self.capabilities.loads_while_decoding == "when decoding ends":
             await self._over.wait()
-        self.version = weights.version
+        self.serve(weights.version)
+
+    def serve(self, version: int) -> None:
+        """Make the next tokens with weights of this version."""
+        self.version = version
+        for decode in self._live:
+            decode.follow()
 
     def decoding(self, live: Sequence[Decode], cut: Cut) -> AbstractAsyncContextManager[Decoding]:
         """Decode while the context is open."""
@@ -269,12 +169,15 @@ class FakePolicy:
         try:
             with as_itself():
                 async with anyio.create_task_group() as self._loops:
+                    for lane in self._lanes:
+                        lane.clear()
                     await self.add(live)
                     yield self if self.capabilities.adds_while_decoding else FixedDecoding(type(self).__name__)
                     self._loops.cancel_scope.cancel()
         finally:
             self._over.set()
-            self._live, self._waiting, self._cut, self._over, self._loops = {}, {}, None, None, None
+            self.stop([*self._live, *self._waiting])
+            self._cut, self._over, self._loops = None, None, None
 
     async def add(self, decodes: Sequence[Decode]) -> None:
         """Decode these as well, from the next decode step on.
@@ -288,39 +191,52 @@ class FakePolicy:
             if decode.waiting:
                 self._waiting[decode] = None
             elif not decode.done:
-                self._live[decode] = None
-            if self.pace is not None:
-                self._loops.start_soon(self.decode_apart, decode, self.pace(decode.prompt))
-        if self.pace is None and self._loops is not None:
-            self._loops.start_soon(self.decode_together)
+                self._go_on(decode)
 
     def rejoin(self, decode: FakeDecode) -> None:
         """Decode on after a turn was answered."""
         self._waiting.pop(decode, None)
-        self._live[decode] = None
-        decode.wake()
         self._go_on(decode)
+        decode.wake()
 
     def end(self, decode: FakeDecode) -> None:
         """End a response whose turn was its last."""
-        self._waiting.pop(decode, None)
-        self._live[decode] = None
         self._end([decode])
         decode.wake()
-        self._go_on(decode)
+        self._start(decode)
 
     def _go_on(self, decode: FakeDecode) -> None:
-        if self._loops is not None and self.pace is not None:
-            self._loops.start_soon(self.decode_apart, decode, self.pace(decode.prompt))
-        elif self._loops is not None:
-            self._loops.start_soon(self.decode_together)
+        """Let the decode's lane decode it."""
+        if decode.lane is None:
+            decode.settle_in(self._home() if self.pace is None else self._lane(self.pace(decode.prompt)))
+        self._live[decode] = None
+        decode.join()
+        self._start(decode)
+
+    def _home(self) -> Lane[FakeDecode]:
+        return min(self._lanes, key=lambda lane: lane.homes)
+
+    def _start(self, decode: FakeDecode) -> None:
+        """Start the loop of its lane, and those of all others where none decodes while a turn is unanswered."""
+        for lane in self._lanes if self.holds and self.pace is None else [decode.lane]:
+            if self._loops is not None and lane is not None:
+                self._loops.start_soon(lane.run)
 
     async def park(self, decodes: Sequence[Decode]) -> None:
         """Stop decoding these."""
-        for decode in self.mine(decodes):
-            self._live.pop(decode, None)
-            self._waiting.pop(decode, None)
+        self.stop(self.mine(decodes))
+
+    def stop(self, decodes: Sequence[FakeDecode]) -> None:
+        """Decode these no longer, and wake their readers."""
+        for decode in decodes:
+            self._remove(decode)
+        for decode in decodes:
             decode.wake()
+
+    def _remove(self, decode: FakeDecode) -> None:
+        self._live.pop(decode, None)
+        self._waiting.pop(decode, None)
+        decode.leave()
 
     def support(self, tokens: IntArray) -> Support:
         """Return the support of tokens: each token and the ``kept - 1`` ids after it."""
@@ -333,38 +249,16 @@ class FakePolicy:
         """Return whether more tokens of this decode will come in this step."""
         return decode in self._live or decode in self._waiting
 
-    async def decode_together(self) -> None:
-        """Make decode steps until no rollout is live; return at once if another task does."""
-        if self._stepping:
-            return
-        self._stepping = True
-        try:
-            while self._live and not (self.holds and self._waiting):
-                rows = list(self._live)
-                await anyio.sleep(self._seconds(rows))
-                self.advance([row for row in rows if row in self._live])
-        finally:
-            self._stepping = False
-
-    async def decode_apart(self, decode: FakeDecode, pace: float) -> None:
-        """Make the tokens of one rollout until it is done or no longer live."""
-        while decode in self._live:
-            await anyio.sleep(pace * self._seconds([decode]))
-            if decode in self._live:
-                self.advance([decode])
-
-    def _seconds(self, rows: Collection[FakeDecode]) -> float:
-        return self.seconds(len(rows), sum(row.made for row in rows)) if callable(self.seconds) else self.seconds
-
-    def advance(self, rows: Sequence[FakeDecode]) -> None:
-        """Make one token of each of these live rollouts."""
-        self.tokens += len(rows)
+    def attend(self, rows: Sequence[FakeDecode]) -> None:
+        """Handle the events of live rollouts after a decode step: a turn, the end, or tokens that are waited for."""
+        ended = []
         for decode in rows:
-            decode.grow()
-            if decode.waiting:
-                del self._live[decode]
+            if decode.reach():
+                self._remove(decode)
                 self._waiting[decode] = None
-        self._end([decode for decode in rows if decode.done])
+            elif decode.done:
+                ended.append(decode)
+        self._end(ended)
         for decode in rows:
             decode.wake()
 
@@ -373,9 +267,8 @@ class FakePolicy:
         if not ended or self._cut is None:
             return
         for decode in ended:
-            del self._live[decode]
+            self._remove(decode)
+            decode.move_out()
         if self._cut(sorted(decode.prompt.rollout for decode in ended)):
-            parked = [*self._live, *self._waiting]
-            self._live, self._waiting, self._cut = {}, {}, None
-            for decode in parked:
-                decode.wake()
+            self._cut = None
+            self.stop([*self._live, *self._waiting])
