@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from oppo.events import RolloutEvent, StepReport, merge_chunks
 from oppo.graph import Graph, Receiver, Sender
+from oppo.graph.stage import AnyStage
 
 
 @dataclass(eq=False)
@@ -28,13 +30,13 @@ class Hold:
             await out.send(event)
 
 
-def held(graph: Graph[StepReport]) -> Graph[StepReport]:
-    """Return the graph with a :class:`Hold` between ``generate`` and its readers."""
+def held(graph: Graph[StepReport], scorers: Sequence[str] = ("ref_logp", "reward", "value")) -> Graph[StepReport]:
+    """Return the graph with a :class:`Hold` between ``generate`` and these stages and the advantages'."""
     stages = {name: node.stage for name, node in graph.nodes.items()}
+    waiting: dict[str, tuple[AnyStage, str]] = {name: (stages[name], "held") for name in scorers}
     return graph.rebuild(
+        without=(),
         held=(Hold(), "generate"),
-        ref_logp=(stages["ref_logp"], "held"),
-        reward=(stages["reward"], "held"),
-        value=(stages["value"], "held"),
+        **waiting,
         advantage=(stages["advantage"], "held", "reward", {"reference": "ref_logp", "value": "value"}),
     )

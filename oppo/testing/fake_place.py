@@ -6,13 +6,14 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 import anyio
 
 from oppo.events import Chunk, Finish, Given, Prompt
-from oppo.models import Scorer
+from oppo.models import Follower, Scorer, Weights
 from oppo.scheduling import IN_ORDER, Preempted, Priority
+from oppo.testing.faulty import FollowingScorer
 
 T = TypeVar("T")
 
@@ -125,3 +126,22 @@ class PlacedScorer(Generic[T]):
         """Drop sessions."""
         async with self._place.turn(priority):
             await self._scorer.forget(rollouts)
+
+
+class PlacedFollower(PlacedScorer[T]):
+    """A scorer that takes its turns in a place, and follows the trainer."""
+
+    def __init__(self, scorer: FollowingScorer[T], place: FakePlace) -> None:
+        super().__init__(scorer, place)
+        self._follower = scorer
+
+    async def load(self, weights: Weights) -> None:
+        """Follow the trainer."""
+        await self._follower.load(weights)
+
+
+def placed(scorer: Scorer[T], place: FakePlace) -> PlacedScorer[T]:
+    """Return a scorer that takes its turns in a place; it follows the trainer if the given one does."""
+    if isinstance(scorer, Follower):
+        return PlacedFollower(cast("FollowingScorer[T]", scorer), place)
+    return PlacedScorer(scorer, place)

@@ -80,7 +80,7 @@ class FakePolicy:
         self._cut: Cut | None = None
         self._over: anyio.Event | None = None
         self._loops: TaskGroup | None = None
-        self._lanes = [self._lane() for _ in range(self.replicas)]
+        self.lanes = [self._lane() for _ in range(self.replicas)]
         self._tokens = 0
 
     @property
@@ -169,7 +169,7 @@ class FakePolicy:
         try:
             with as_itself():
                 async with anyio.create_task_group() as self._loops:
-                    for lane in self._lanes:
+                    for lane in self.lanes:
                         lane.clear()
                     await self.add(live)
                     yield self if self.capabilities.adds_while_decoding else FixedDecoding(type(self).__name__)
@@ -214,11 +214,11 @@ class FakePolicy:
         self._start(decode)
 
     def _home(self) -> Lane[FakeDecode]:
-        return min(self._lanes, key=lambda lane: lane.homes)
+        return min(self.lanes, key=lambda lane: lane.homes)
 
     def _start(self, decode: FakeDecode) -> None:
         """Start the loop of its lane, and those of all others where none decodes while a turn is unanswered."""
-        for lane in self._lanes if self.holds and self.pace is None else [decode.lane]:
+        for lane in self.lanes if self.holds and self.pace is None else [decode.lane]:
             if self._loops is not None and lane is not None:
                 self._loops.start_soon(lane.run)
 

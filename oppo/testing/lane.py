@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Generic, Protocol, TypeVar
 
+import anyio
+
 from oppo.testing.device import Device, Job
 
 
@@ -56,6 +58,7 @@ class Lane(Generic[R]):
 
     Attributes:
         homes: rows that have begun here, and not ended.
+        peak_rows, peak_tokens: most rows that it had at once, and most tokens in their responses.
     """
 
     def __init__(
@@ -85,13 +88,21 @@ class Lane(Generic[R]):
         self._active = 0  # rows of the first of them
         self._planned = 0  # the step with the next event
         self._job: Job | None = None
+        self._worked = 0.0  # seconds at work, before the present work
+        self._begun = 0.0
         self.homes = 0
+        self.peak_rows = self.peak_tokens = 0
 
     def __contains__(self, row: object) -> bool:
         return row in self._seats
 
     def __len__(self) -> int:
         return len(self._seats)
+
+    @property
+    def busy(self) -> float:
+        """Seconds in which it made decode steps."""
+        return self._worked + (0.0 if self._job is None else anyio.current_time() - self._begun)
 
     def made(self, row: R) -> int:
         """Return the tokens of a row by now."""
@@ -110,6 +121,7 @@ class Lane(Generic[R]):
         self._context += seat.made
         self._longest = max(self._longest, seat.made - seat.since) if self._places else seat.made - seat.since
         self._places += 1
+        self.peak_rows = max(self.peak_rows, len(self._seats))
         self._note(row, seat)
         self._replan()
 
@@ -138,12 +150,13 @@ class Lane(Generic[R]):
         if self._job is not None:
             return
         with nullcontext(Job("decode")) if self._device is None else self._device.job("decode") as job:
-            self._job = job
+            self._job, self._begun = job, anyio.current_time()
             try:
                 while self._seats and not self._waits():
                     await self._advance(job)
             finally:
                 self.settle()
+                self._worked = self.busy
                 self._job, self._ends = None, []
 
     async def _advance(self, job: Job) -> None:
@@ -204,6 +217,7 @@ class Lane(Generic[R]):
         del self._ends[:steps]
         self._steps += steps
         self._context += tokens
+        self.peak_tokens = max(self.peak_tokens, self._context)
         self._on_tokens(tokens)
         self._active = len(self._seats)
 
