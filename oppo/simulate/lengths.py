@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from oppo.declared import require_declared
+from oppo.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +57,26 @@ class Observed:
         """Return the law of single lengths."""
         return cls(tuple((length,) for length in lengths))
 
+    @classmethod
+    def read(cls, path: Path, cap: int) -> Observed:
+        """Return the law of the lengths in a file, cut off at ``cap``.
+
+        A line is a length in tokens, or a JSON object with a key ``tokens``; JSON objects without it, and empty lines,
+        are left out, so that a run's ``journal.jsonl`` can be read.
+
+        Raises:
+            ConfigError: the file cannot be read, or holds a line that is neither, or no length.
+        """
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read the lengths in {path}: {error}") from error
+        lengths = [_length(line, path, number) for number, line in enumerate(lines, 1) if line.strip()]
+        found = [min(length, cap) for length in lengths if length is not None]
+        if not found:
+            raise ConfigError(f"{path} holds no lengths: expected a number of tokens on each line")
+        return cls.of(found)
+
     def __call__(self, units: int, samples: int, seed: int) -> NDArray[np.int64]:
         """Return the lengths of the responses to ``units`` prompts, int64 [units, samples], in tokens.
 
@@ -66,3 +89,17 @@ class Observed:
                 group = np.array(self.groups[k], np.int64)
                 found.append(group if len(group) == samples else random.choice(group, samples))
         return np.stack(found[:units])
+
+
+def _length(line: str, path: Path, number: int) -> int | None:
+    """Return the length on a line; ``None`` for a JSON object without one."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        found = line
+    length = found.get("tokens") if isinstance(found, dict) else found
+    if length is None:
+        return None
+    if type(length) is not int or length < 1:
+        raise ConfigError(f"line {number} of {path}: expected a length, a whole number of 1 or more, got {line!r:.60}")
+    return length

@@ -64,6 +64,10 @@ class Passes:
     token: float = 0.0
     pair: float = 0.0
 
+    def __add__(self, other: Passes) -> Passes:
+        """Return the costs of both models' passes."""
+        return Passes(token=self.token + other.token, pair=self.pair + other.pair)
+
     def reading(self, start: float, stop: float) -> float:
         """Return the seconds for positions ``start .. stop`` of a row."""
         return (self.token + self.pair * (start + stop) / 2) * (stop - start)
