@@ -90,10 +90,10 @@ class LayoutSection:
     decode: PositiveCount = required("devices that decode, each with a copy of the actor")
     train: Count = setting(0, "devices that train; 0: those that decode")
     score: Count = setting(0, "devices of the reward model; 0: those that decode")
-    forward: Literal["decode", "train", "score"] = setting(
-        "decode",
-        "devices of the reference and the critic: those that decode, after the cut, or others, while responses are "
-        "written",
+    forward: Literal["decode", "train", "score"] = setting("decode", "devices of the reference and the critic")
+    stream_forward: bool = setting(
+        default=True,
+        description="whether reference and critic read along while responses are written, or whole ones after the cut",
     )
     corunning: Annotated[float, Ge(1), Le(2)] = setting(
         1.0,
@@ -243,7 +243,7 @@ class Profile:
             readers[name] = Reader(
                 passes=self.size(key).passes(count * self.gpu.flops * engine.forward),
                 call=engine.call_seconds,
-                streams=layout.forward != "decode",
+                streams=layout.stream_forward,
                 padded=engine.padded,
                 device=device,
                 place=f"forward on {device}",
