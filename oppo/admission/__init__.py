@@ -11,7 +11,7 @@ Policies that learn have a ``state_dict()``. The same observations in the same o
 
 from oppo.admission.batched import TailBatched
 from oppo.admission.bottleneck import Bottleneck, bottleneck, together
-from oppo.admission.observation import Observation, Scoring
+from oppo.admission.observation import Observation, Scoring, Stretch
 from oppo.admission.overcommit import Overcommit, Synchronous
 from oppo.admission.protocol import Admission, AdmitView, CutView, ReportsMetrics, Restarting
 from oppo.admission.slope import SlopeAdaptive
@@ -28,6 +28,7 @@ __all__ = [
     "Restarting",
     "Scoring",
     "SlopeAdaptive",
+    "Stretch",
     "Synchronous",
     "TailAdaptive",
     "TailBatched",

@@ -116,8 +116,10 @@ class Step:
         return list(self._records.get(kind, ()))
 
     @contextmanager
-    def working(self, label: str) -> Iterator[None]:
+    def working(self, label: str, **details: float) -> Iterator[None]:
         """Note the body as work of the stage, when it has come to its end; the run's observers get its span.
+
+        ``details`` are counts worth showing in it, for example ``tokens``.
 
         Example:
             >>> async def run(self, batches, *, out, step):
@@ -127,7 +129,7 @@ class Step:
         """
         start = anyio.current_time()
         yield
-        self._work.add(Span(self.stage, label, start, anyio.current_time(), {"step": self.index}))
+        self._work.add(Span(self.stage, label, start, anyio.current_time(), {**details, "step": self.index}))
 
     @property
     def work(self) -> Sequence[Span]:

@@ -31,6 +31,7 @@ from oppo.simulate.system import Decoder, DrawLengths, Reader, Scoring, System, 
 
 T = TypeVar("T")
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadSection:
     """``[workload]``: what is trained."""

@@ -334,7 +334,7 @@ class Generate:
                 if piece.state == "cut":
                     return
                 if piece.state != "live":
-                    rollout.reason = piece.state
+                    rollout.reason, rollout.ended = piece.state, anyio.current_time()
             unit = self._ledger.place_of(rollout.prompt.rollout)
             if unit and all(self._in_flight[prompt.rollout].reason for prompt in unit.prompts):
                 await self._finish(unit, out)

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from oppo.admission import Observation, Scoring
+from oppo.admission import Observation, Scoring, Stretch
 from oppo.events import StepReport
 from oppo.graph import Step
 from oppo.stages.in_flight import InFlightRollout
+from oppo.stages.stretches import Decoded, stretches
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,7 @@ class DecodePhase:
 
     Attributes:
         start, end: loop time, in seconds.
-        decode_steps, tokens, rows, finished, capped, parked: as of :class:`oppo.Observation`.
+        decode_steps, tokens, rows, finished, capped, parked, stretches: as of :class:`oppo.Observation`.
     """
 
     start: float
@@ -30,6 +31,7 @@ class DecodePhase:
     finished: tuple[int, ...] = ()
     capped: int = 0
     parked: tuple[int, ...] = ()
+    stretches: tuple[Stretch, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +40,14 @@ class ScorerCall:
 
     Attributes:
         start, end: loop time, in seconds.
-        answered: whether the call returned values.
+        answered: for how many rollouts it returned values; 0: it only read.
+        tokens: that it read.
     """
 
     start: float
     end: float
-    answered: bool
+    answered: int
+    tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +100,7 @@ class DecodeMeter:
         self._units = [unit for unit in units if any(each.reason is None for each in unit)]
         self._rows = sum(each.reason is None for unit in self._units for each in unit)
         self._lengths = {each.prompt.rollout: each.length for unit in self._units for each in unit}
+        self._unended = {each.prompt.rollout for unit in self._units for each in unit if each.reason is None}
 
     def phase(self, end: float) -> DecodePhase:
         """Return the phase that ends at ``end``, loop time in seconds."""
@@ -113,7 +118,22 @@ class DecodeMeter:
             finished=tuple(rollout.length for rollout, complete in longest if complete),
             capped=sum(rollout.reason == "length" for rollout, complete in longest if complete),
             parked=tuple(rollout.length for rollout, complete in longest if not complete),
+            stretches=stretches(self._decoded(), end - self._start),
         )
+
+    def _decoded(self) -> list[Decoded]:
+        """Return what was decoded of each rollout."""
+        return [
+            Decoded(
+                len(each.prompt.tokens),
+                self._lengths[each.prompt.rollout],
+                each.length,
+                each.ended - self._start,
+            )
+            for unit in self._units
+            for each in unit
+            if each.prompt.rollout in self._unended
+        ]
 
 
 def observation(report: StepReport, step: Step) -> Observation:
@@ -143,6 +163,7 @@ def observation(report: StepReport, step: Step) -> Observation:
         finished=tuple(length for phase in phases for length in phase.finished),
         capped=sum(phase.capped for phase in phases),
         parked=phases[-1].parked,
+        stretches=tuple(stretch for phase in phases for stretch in phase.stretches),
         scoring=tuple(
             _scoring(stage, [call for name, call in calls if name == stage and call.end <= last], end)
             for stage, last in sorted(ends.items())
@@ -162,8 +183,16 @@ def _finite(report: StepReport, name: str) -> float | None:
 
 
 def _scoring(stage: str, calls: Sequence[ScorerCall], cut: float) -> Scoring:
+    reading = [call for call in calls if not call.answered]
+    late = [call for call in reading if call.end > cut]
     return Scoring(
         stage,
         before=sum(max(0.0, min(call.end, cut) - call.start) for call in calls),
         after=sum(max(0.0, call.end - max(call.start, cut)) for call in calls),
+        calls=len(reading),
+        tokens=sum(call.tokens for call in reading),
+        late_calls=len(late),
+        late_tokens=sum(call.tokens for call in late),
+        answered=sum(call.answered for call in calls),
+        answering=sum(call.end - call.start for call in calls if call.answered),
     )

@@ -213,9 +213,11 @@ def _recorded(events: Sequence[Growth | Finish], step: Step, *, answered: bool) 
     """Record a call of the scorer; name the rollouts in an error."""
     start = anyio.current_time()
     rollouts = list(dict.fromkeys(event.rollout for event in events))
-    with noted(f"while scoring rollouts {rollouts}"), step.working("finish" if answered else "extend"):
+    tokens = sum(len(event.tokens) for event in events if not isinstance(event, Finish))
+    label, counts = ("finish", {"rollouts": len(rollouts)}) if answered else ("extend", {"tokens": tokens})
+    with noted(f"while scoring rollouts {rollouts}"), step.working(label, **counts):
         yield
-    step.record(ScorerCall(start, anyio.current_time(), answered))
+    step.record(ScorerCall(start, anyio.current_time(), len(rollouts) if answered else 0, tokens))
 
 
 def prioritised(scorer: Scorer[T]) -> PrioritisedScorer[T]:
