@@ -19,8 +19,8 @@ class Scoring:
         stage: name of its stage.
         before: busy seconds until decoding ended.
         after: busy seconds from then to its last value of the step.
-        calls, tokens: its calls that read, and the tokens that they read.
-        late_calls, late_tokens: those of them that ended after decoding did.
+        spare: seconds of its calls after that, which nothing waited for.
+        calls, tokens: all its calls that read, and the tokens that they read.
         answered: rollouts for which it answered.
         answering: seconds of the calls that did.
     """
@@ -28,10 +28,9 @@ class Scoring:
     stage: str
     before: float
     after: float
+    spare: float = 0.0
     calls: int = 0
     tokens: int = 0
-    late_calls: int = 0
-    late_tokens: int = 0
     answered: int = 0
     answering: float = 0.0
 

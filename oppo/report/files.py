@@ -11,7 +11,7 @@ from oppo.errors import ConfigError
 from oppo.report.lock import LOCK, is_locked, taken
 from oppo.report.records import read
 
-METRICS, SAMPLES, REPORT = "metrics.jsonl", "samples.jsonl", "report.html"
+METRICS, SAMPLES, WORK, REPORT = "metrics.jsonl", "samples.jsonl", "work.jsonl", "report.html"
 
 SUMMARY = "summary.json"
 """Written last, however the run ends."""
@@ -21,6 +21,7 @@ STEPLESS = frozenset(
         "config.toml",
         METRICS,
         SAMPLES,
+        WORK,
         "journal.jsonl",
         "trace.json",
         SUMMARY,

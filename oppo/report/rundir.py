@@ -5,6 +5,7 @@
 ``metrics.jsonl``     one flat object a step, with TRL's names for PPO's metrics
 ``samples.jsonl``     a few rollouts of each step, with text and score
 ``journal.jsonl``     the events of every rollout, and the controllers' observation of every step
+``work.jsonl``        how long each model was at what work in each step (:mod:`oppo.report.work`)
 ``log.jsonl``         the run's beginning, steps, drops and end (:mod:`oppo.report.log`)
 ``trace.json``        Chrome trace of the first and the last steps: a track for each stage and model, an arrow for
                       each rollout
@@ -36,10 +37,10 @@ from oppo.errors import ConfigError, behind
 from oppo.events import Batch, StepReport
 from oppo.numeric import require_whole
 from oppo.observe import Observer, Span
-from oppo.overlap import WORK, Role
+from oppo.overlap import WORK as STAGES_WORK, Role
 from oppo.redact import holds_secret
 from oppo.report import journal
-from oppo.report.files import METRICS, REPORT, SAMPLES, SUMMARY, clear, require_stepless, require_unused
+from oppo.report.files import METRICS, REPORT, SAMPLES, SUMMARY, WORK, clear, require_stepless, require_unused
 from oppo.report.journal import JOURNAL
 from oppo.report.lock import Lock
 from oppo.report.metrics import Metrics, step_metrics, summary
@@ -50,6 +51,7 @@ from oppo.report.samples import Detokenize, samples
 from oppo.report.timed import Timekeeper
 from oppo.report.timeline import Schedule, timeline
 from oppo.report.trace import TRACED, Trace, TraceFile
+from oppo.report.work import work_of
 from oppo.report.writer import Writer
 
 ROLES: Mapping[str, Role] = {
@@ -61,7 +63,7 @@ ROLES: Mapping[str, Role] = {
 }
 """The roles of the models of ``oppo train``, by track."""
 
-RECORDS = (METRICS, SAMPLES, JOURNAL)
+RECORDS = (METRICS, SAMPLES, WORK, JOURNAL)
 """Files of one object a line, each with its ``step`` (:mod:`oppo.report.records`)."""
 
 _SHOWN_STEPS = 3  # steps at the end whose samples the page shows, besides the first
@@ -168,13 +170,15 @@ class RunDirectory(Observer):
     def on_span(self, span: Span) -> None:
         """Trace a stage's execution; its work is in the tracks of the models."""
         self._timekeeper.on_span(span)
-        if self._trace is not None and span.label not in WORK:
+        if self._trace is not None and span.label not in STAGES_WORK:
             self._trace.span(span, "stages")
 
     def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
         """Write the step's metrics, and flush all files."""
         del channels
-        self._trace_models(self._timekeeper.complete(step))
+        spans = self._timekeeper.complete(step)
+        self._trace_models(spans)
+        self._write(WORK, [{"step": step, "models": work_of(spans)}])
         if isinstance(result, StepReport):
             self.trained += len(result.trained)
             self._write(METRICS, [step_metrics(result)])

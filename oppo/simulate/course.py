@@ -18,7 +18,7 @@ from oppo.algorithms.ppo import ppo
 from oppo.events import Batch, Finish, FloatArray, Prompt, StepReport
 from oppo.graph import Graph
 from oppo.models import Trained
-from oppo.observe import Observer, Span
+from oppo.observe import Observer, Span, SpanListener, silent
 from oppo.simulate.outcome import LAST, BatchFacts, Outcome
 from oppo.simulate.schedules import Schedule
 from oppo.simulate.system import Reader, Scoring, System, Workload
@@ -33,6 +33,11 @@ STAGES: Final[Mapping[Scoring, str]] = MappingProxyType(
     {"reference": "ref_logp", "reward": "reward", "critic": "value"}
 )
 """The stage of each scorer."""
+
+TRACKS: Final[Mapping[Scoring, str]] = MappingProxyType(
+    {"reference": "reference", "reward": "reward model", "critic": "critic"}
+)
+"""The track of the spans of each scorer's model, as in ``oppo train``."""
 
 GRAINS = 1024
 """The longest response has about so many fake tokens at most, each of which stands for several."""
@@ -81,6 +86,8 @@ class Course:
         skipped: first steps that do not count; at least one.
         seed: of the lengths.
         grain: tokens for which a fake token stands; 0: as many as keep the longest response short.
+        observers: of the run.
+        listener: called with the span of each call of a scorer.
     """
 
     system: System
@@ -90,6 +97,8 @@ class Course:
     skipped: int = 20
     seed: int = 0
     grain: int = 0
+    observers: Sequence[Observer] = ()
+    listener: SpanListener = silent
 
     def __post_init__(self) -> None:
         workload = self.workload
@@ -134,7 +143,7 @@ class Course:
         prompt = np.zeros(max(1, self.workload.prompt // self.grain), np.int32)
         prompts = [Prompt(n, n, prompt, group=n) for n in range(len(self._lengths))]
         ahead = self.schedule.lookahead
-        async with self.graph().open(prompts, observers=[self._longest], lookahead=ahead) as run:
+        async with self.graph().open(prompts, observers=[self._longest, *self.observers], lookahead=ahead) as run:
             async for report in run.steps(self.steps):
                 reports.append(report)
                 ends.append(anyio.current_time())
@@ -163,6 +172,8 @@ class Course:
         return FakePolicy(
             lambda prompt_: int(self._lengths[prompt_.admission, prompt_.sample]),
             seconds,
+            reading=lambda tokens: decoder.prefill.reading(0, grain * tokens),
+            recomputes=decoder.recomputes,
             cap=max(1, self.workload.cap // grain),
             replicas=decoder.replicas,
             static=decoder.static and self.schedule.held,
@@ -187,7 +198,7 @@ class Course:
         else:
             fake.answering = partial(self._whole, reader)
         place = "scorers" if self.schedule.held else reader.place
-        return placed(fake, self._places.setdefault(place, FakePlace()))
+        return placed(fake, self._places.setdefault(place, FakePlace(self.listener)), TRACKS[name])
 
     def _reader(self, name: Scoring) -> Reader:
         return self.system.readers.get(name, Reader(place=name, device=name))

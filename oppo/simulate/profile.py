@@ -133,6 +133,7 @@ class EngineSection(Reached):
             step=_given(self.step_seconds, found.step),
             row=_given(self.row_seconds, found.row),
             context=_given(self.context_seconds, found.context),
+            prefill=model.passes(gpu.flops * self.forward),
             static=self.static,
         )
 
@@ -148,6 +149,9 @@ class ScheduleSection:
     extra: Count = setting(8, "Delta of the schedules with a fixed one")
     max_deferrals: PositiveCount = setting(2, "the cut waits for rollouts of this age")
     chunk: PositiveCount = setting(256, "tokens that travel at once")
+    recompute: bool = setting(
+        default=True, description="read the context of rollouts in flight again with new weights, or keep what was read"
+    )
     lag_price: NonNegative = setting(1.0, "price of a mean lag of 1 step, as a share of its time, where it is adaptive")
 
 
@@ -217,7 +221,7 @@ class Profile:
         training = (layout.train or layout.decode) * self.gpu.flops * engine.training
         times = TRAINED_PASSES * self.workload.epochs
         return System(
-            decoder=engine.decoder(self.gpu, actor, layout.decode),
+            decoder=replace(engine.decoder(self.gpu, actor, layout.decode), recomputes=self.schedule.recompute),
             readers=self._readers(),
             updater=Updater(
                 passes=reduce(add, [size.passes(training, times) for size in self.trained]),

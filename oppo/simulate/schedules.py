@@ -14,8 +14,8 @@ from oppo.declared import require_declared
 MakeAdmission = Callable[[], Admission]
 MakeChunks = Callable[[], ChunkSize]
 
-UNBOUNDED: Final = 10**6
-"""``max_deferrals`` that bounds nothing."""
+FORESEEN: Final = 64
+"""The largest ``max_deferrals`` that the adaptive schedule reckons with; nothing is deferred so often."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,8 @@ def ladder(batch: int, *, extra: int, chunk: int, max_deferrals: int = 2, price:
     """
     waiting = partial(Synchronous, batch)
     carrying = partial(Overcommit, batch, extra, max_deferrals)
-    adaptive = partial(TailAdaptive, batch, price=price, max_deferrals=max_deferrals)
+    foreseen = min(max_deferrals, FORESEEN)
+    adaptive = partial(TailAdaptive, batch, price=price, max_deferrals=foreseen)
     carried = f"{extra} stragglers carried into the next step"
     schedules = (
         Schedule(name="serial", about="decode, then score, then train", admission=waiting, held=True),

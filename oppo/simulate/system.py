@@ -23,36 +23,6 @@ Scoring: TypeAlias = Literal["reward", "reference", "critic"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decoder:
-    """The costs of decode steps, in seconds.
-
-    Attributes:
-        floor: of any decode step.
-        step: for itself, as for reading the weights.
-        row: for each live row.
-        context: for each token in the context of the live rows, prompts included.
-        replicas: copies of the actor, each with rows and decode steps of its own.
-        static: a row that has ended keeps its place until the cut, padded to the longest; in the serial schedule only.
-        device: of all replicas.
-    """
-
-    floor: float = 0.0
-    step: float = 0.0
-    row: float = 0.0
-    context: float = 0.0
-    replicas: int = 1
-    static: bool = False
-    device: str = "actor"
-
-    def __post_init__(self) -> None:
-        require_declared(self)
-
-    def seconds(self, rows: float, context: float) -> float:
-        """Return the seconds of a decode step of one replica."""
-        return max(self.floor, self.step + self.row * rows + self.context * context)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Passes:
     """The costs of forward passes, or of forward and backward passes, in seconds.
 
@@ -77,6 +47,40 @@ class Passes:
         if padded:
             rows = np.full_like(rows, rows.max(initial=0))
         return float((self.token * rows + self.pair * rows**2 / 2).sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoder:
+    """The costs of decode steps, in seconds.
+
+    Attributes:
+        floor: of any decode step.
+        step: for itself, as for reading the weights.
+        row: for each live row.
+        context: for each token in the context of the live rows, prompts included.
+        prefill: of reading a rollout's context before it is decoded; decode steps wait meanwhile.
+        recomputes: whether that is read again with new weights.
+        replicas: copies of the actor, each with rows and decode steps of its own.
+        static: a row that has ended keeps its place until the cut, padded to the longest; in the serial schedule only.
+        device: of all replicas.
+    """
+
+    floor: float = 0.0
+    step: float = 0.0
+    row: float = 0.0
+    context: float = 0.0
+    prefill: Passes = Passes()
+    recomputes: bool = True
+    replicas: int = 1
+    static: bool = False
+    device: str = "actor"
+
+    def __post_init__(self) -> None:
+        require_declared(self)
+
+    def seconds(self, rows: float, context: float) -> float:
+        """Return the seconds of a decode step of one replica."""
+        return max(self.floor, self.step + self.row * rows + self.context * context)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

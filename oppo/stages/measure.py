@@ -165,7 +165,7 @@ def observation(report: StepReport, step: Step) -> Observation:
         parked=phases[-1].parked,
         stretches=tuple(stretch for phase in phases for stretch in phase.stretches),
         scoring=tuple(
-            _scoring(stage, [call for name, call in calls if name == stage and call.end <= last], end)
+            _scoring(stage, [call for name, call in calls if name == stage], end, last)
             for stage, last in sorted(ends.items())
         ),
         rest_seconds=rest,
@@ -182,17 +182,17 @@ def _finite(report: StepReport, name: str) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _scoring(stage: str, calls: Sequence[ScorerCall], cut: float) -> Scoring:
+def _scoring(stage: str, calls: Sequence[ScorerCall], cut: float, last: float) -> Scoring:
+    """Return the work of a scorer whose last value came at ``last``."""
+    waited = [call for call in calls if call.end <= last]
     reading = [call for call in calls if not call.answered]
-    late = [call for call in reading if call.end > cut]
     return Scoring(
         stage,
-        before=sum(max(0.0, min(call.end, cut) - call.start) for call in calls),
-        after=sum(max(0.0, call.end - max(call.start, cut)) for call in calls),
+        before=sum(max(0.0, min(call.end, cut) - call.start) for call in waited),
+        after=sum(max(0.0, call.end - max(call.start, cut)) for call in waited),
+        spare=sum(call.end - call.start for call in calls if call.end > last),
         calls=len(reading),
         tokens=sum(call.tokens for call in reading),
-        late_calls=len(late),
-        late_tokens=sum(call.tokens for call in late),
         answered=sum(call.answered for call in calls),
         answering=sum(call.end - call.start for call in calls if call.answered),
     )

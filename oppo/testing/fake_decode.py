@@ -38,6 +38,7 @@ class FakeDecode:
         answers: what was given after turns, by its position.
         waiting: a turn has ended, and nothing has come of it yet.
         closed: it was given up.
+        read_by: version of the weights that have read its context; ``None``: none has.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class FakeDecode:
         self.answers: dict[int, IntArray] = {}
         self.waiting = False
         self.closed = False
+        self.read_by: int | None = None
         self._runs: list[tuple[int, int]] = []  # from this token on, this version
         self._at_home = False
         self._full = False

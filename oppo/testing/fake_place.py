@@ -12,6 +12,7 @@ import anyio
 
 from oppo.events import Chunk, Finish, Given, Prompt
 from oppo.models import Follower, Scorer, Weights
+from oppo.observe import Span, SpanListener, silent
 from oppo.scheduling import IN_ORDER, Preempted, Priority
 from oppo.testing.faulty import FollowingScorer
 
@@ -29,6 +30,9 @@ class _Pending:
 class FakePlace:
     """Makes one call at a time, in the order of arrival, urgent ones first (:mod:`oppo.scheduling`).
 
+    Args:
+        listener: called with the span of each call.
+
     Example:
         >>> place = FakePlace()
         >>> async def call() -> float:
@@ -40,15 +44,16 @@ class FakePlace:
         1.0
     """
 
-    def __init__(self) -> None:
+    def __init__(self, listener: SpanListener = silent) -> None:
+        self._listener = listener
         self._pending: list[tuple[bool, int, _Pending]] = []
         self._arrived = 0
         self._holders: set[object] = set()
         self._busy = False
 
     @asynccontextmanager
-    async def turn(self, priority: Priority = IN_ORDER) -> AsyncIterator[None]:
-        """Hold the place while the context lasts.
+    async def turn(self, priority: Priority = IN_ORDER, track: str = "", label: str = "call") -> AsyncIterator[None]:
+        """Hold the place while the context lasts; its span has this track and label.
 
         Raises:
             Preempted: the call is preemptible and was not made.
@@ -64,9 +69,11 @@ class FakePlace:
             raise
         if call.preempted:
             raise Preempted
+        start = anyio.current_time()
         try:
             yield
         finally:
+            self._listener(Span(track, label, start, anyio.current_time()))
             self._busy = False
             self._next()
 
@@ -103,9 +110,10 @@ class FakePlace:
 class PlacedScorer(Generic[T]):
     """A scorer that takes its turns in a place."""
 
-    def __init__(self, scorer: Scorer[T], place: FakePlace) -> None:
+    def __init__(self, scorer: Scorer[T], place: FakePlace, track: str = "") -> None:
         self._scorer = scorer
         self._place = place
+        self._track = track
 
     @property
     def version(self) -> int:
@@ -114,25 +122,25 @@ class PlacedScorer(Generic[T]):
 
     async def extend(self, events: Sequence[Prompt | Chunk | Given], *, priority: Priority = IN_ORDER) -> None:
         """Read more of some rollouts."""
-        async with self._place.turn(priority):
+        async with self._place.turn(priority, self._track, "extend"):
             await self._scorer.extend(events)
 
     async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> Sequence[T]:
         """Return one value for each rollout, and forget its session."""
-        async with self._place.turn(priority):
+        async with self._place.turn(priority, self._track, "finish"):
             return await self._scorer.finish(finished)
 
     async def forget(self, rollouts: Sequence[int], *, priority: Priority = IN_ORDER) -> None:
         """Drop sessions."""
-        async with self._place.turn(priority):
+        async with self._place.turn(priority, self._track, "forget"):
             await self._scorer.forget(rollouts)
 
 
 class PlacedFollower(PlacedScorer[T]):
     """A scorer that takes its turns in a place, and follows the trainer."""
 
-    def __init__(self, scorer: FollowingScorer[T], place: FakePlace) -> None:
-        super().__init__(scorer, place)
+    def __init__(self, scorer: FollowingScorer[T], place: FakePlace, track: str = "") -> None:
+        super().__init__(scorer, place, track)
         self._follower = scorer
 
     async def load(self, weights: Weights) -> None:
@@ -140,8 +148,8 @@ class PlacedFollower(PlacedScorer[T]):
         await self._follower.load(weights)
 
 
-def placed(scorer: Scorer[T], place: FakePlace) -> PlacedScorer[T]:
+def placed(scorer: Scorer[T], place: FakePlace, track: str = "") -> PlacedScorer[T]:
     """Return a scorer that takes its turns in a place; it follows the trainer if the given one does."""
     if isinstance(scorer, Follower):
-        return PlacedFollower(cast("FollowingScorer[T]", scorer), place)
-    return PlacedScorer(scorer, place)
+        return PlacedFollower(cast("FollowingScorer[T]", scorer), place, track)
+    return PlacedScorer(scorer, place, track)

@@ -42,6 +42,8 @@ class FakePolicy:
         seconds: of one decode step; with a pace, of one token of a rollout.
         pace: factor of ``seconds`` for a rollout, which is then decoded on its own, as by an engine of requests.
             ``None``: every decode step makes one token of each rollout.
+        reading: seconds to read so many tokens of context before a rollout is decoded. Decode steps wait meanwhile.
+        recomputes: the context of a rollout is read again with new weights, whether it was carried or is being decoded.
         cap: a response of this many tokens ends with reason ``length``.
         given: the positions of a response that are not sampled but a tool's answer.
         turns: the lengths at which turns of a response end, answers not counted, and which are not its end.
@@ -60,6 +62,8 @@ class FakePolicy:
     length: Length = lambda prompt: 5 + prompt.admission % 7
     seconds: float | StepSeconds = 0.01
     pace: Callable[[Prompt], float] | None = None
+    reading: Callable[[int], float] | None = None
+    recomputes: bool = True
     cap: int = 1_000_000
     seed: int = 0
     given: Callable[[Prompt], range] = lambda prompt: range(0)
@@ -146,6 +150,7 @@ class FakePolicy:
         self.version = version
         for decode in self._live:
             decode.follow()
+            self._read(decode)
 
     def decoding(self, live: Sequence[Decode], cut: Cut) -> AbstractAsyncContextManager[Decoding]:
         """Decode while the context is open."""
@@ -210,8 +215,16 @@ class FakePolicy:
         if decode.lane is None:
             decode.settle_in(self._home() if self.pace is None else self._lane(self.pace(decode.prompt)))
         self._live[decode] = None
+        self._read(decode)
         decode.join()
         self._start(decode)
+
+    def _read(self, decode: FakeDecode) -> None:
+        """Read the context of a rollout if that is needed."""
+        before, decode.read_by = decode.read_by, self.version
+        stale = before is None or (self.recomputes and before != self.version)
+        if self.reading is not None and stale and decode.lane is not None:
+            decode.lane.pause(self.reading(len(decode.prompt.tokens) + decode.made))
 
     def _home(self) -> Lane[FakeDecode]:
         return min(self.lanes, key=lambda lane: lane.homes)

@@ -86,6 +86,7 @@ class Lane(Generic[R]):
         self._places = 0  # rows that had a place since decoding began
         self._ends: list[float] = []  # positions at which the next steps end
         self._active = 0  # rows of the first of them
+        self._paused = 0.0  # seconds before the next step that has no end yet
         self._planned = 0  # the step with the next event
         self._job: Job | None = None
         self._worked = 0.0  # seconds at work, before the present work
@@ -140,6 +141,12 @@ class Lane(Generic[R]):
         step = self._note(row, self._seats[row])
         if step < self._planned and self._job is not None:
             self._job.interrupt()
+
+    def pause(self, seconds: float) -> None:
+        """Let the next decode step begin so much later, for something else that the engine does first."""
+        self.settle()
+        self._paused += seconds
+        self._replan()
 
     def clear(self) -> None:
         """Forget the places of rows that have ended."""
@@ -198,7 +205,8 @@ class Lane(Generic[R]):
             if self._static:
                 rows, context = self._places, self._places * (self._longest + self._steps + ahead)
             begun = self._ends[-1] if ahead else job.position
-            self._ends.append(begun + self._seconds(rows, context))
+            self._ends.append(begun + self._paused + self._seconds(rows, context))
+            self._paused = 0.0
         return self._ends[step - self._steps - 1]
 
     def settle(self) -> None:

@@ -60,7 +60,7 @@ def test_seconds_are_told_apart_by_the_cut_and_by_what_was_waited_for() -> None:
         decode_steps=9,
         scoring=(
             Scoring("ref_logp", 0.0, 5.0, answered=2, answering=5.0),
-            Scoring("reward", 3.0, 2.0, 2, 48, late_calls=1, late_tokens=8, answered=2, answering=1.0),
+            Scoring("reward", 3.0, 2.0, spare=28.0, calls=3, tokens=147, answered=2, answering=1.0),
         ),
         rest_seconds=7.0,
         score=0.25,
