@@ -24,8 +24,8 @@ SPREAD: Final = 1e-3
 def fitted(work: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
     """Return the cost of each kind of work: ``seconds = sum over kinds of cost * amount``, no cost below 0.
 
-    Deviations are weighed by the square root of the seconds, as those of a sum of independent ones are, and disturbed
-    measurements count less.
+    A kind of which there was nothing costs nothing. Deviations are weighed by the square root of the seconds, as those
+    of a sum of independent ones are, and disturbed measurements count less.
 
     Args:
         work: of each measurement, the amount of each kind.
@@ -58,7 +58,7 @@ def _least_squares(inputs: FloatArray64, outputs: FloatArray64, weights: FloatAr
     kinds = inputs.shape[1]
     prior = 1 / kinds
     best, least = np.zeros(kinds), np.inf
-    for chosen in _choices(kinds):
+    for chosen in _choices(np.flatnonzero(inputs.any(0)).tolist()):
         columns = list(chosen)
         x = inputs[:, columns] * weights[:, None]
         y = outputs * weights
@@ -73,6 +73,6 @@ def _least_squares(inputs: FloatArray64, outputs: FloatArray64, weights: FloatAr
     return best
 
 
-def _choices(kinds: int) -> Iterator[tuple[int, ...]]:
-    for size in range(kinds, 0, -1):
-        yield from combinations(range(kinds), size)
+def _choices(kinds: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    for size in range(len(kinds), 0, -1):
+        yield from combinations(kinds, size)
