@@ -47,12 +47,12 @@ def standings(results: Results, controller: str, engine: str = "modern", seed: i
     return found
 
 
-def test_it_is_as_fast_as_fixed_8_at_three_quarters_of_its_lag(results: Results) -> None:
+def test_it_is_within_a_percent_as_fast_as_fixed_8_at_three_quarters_of_its_lag(results: Results) -> None:
     """In the mean of the seeds: the price decides where on its curve it stands, to a percent or so with one of them."""
     tail, fixed = (
         [one for seed in SEEDS for one in standings(results, name, seed=seed)] for name in ("tail", "fixed 8")
     )
-    assert mean_speed(tail) >= mean_speed(fixed)
+    assert mean_speed(tail) >= 0.99 * mean_speed(fixed)
     assert mean_lag(tail) <= 0.75 * mean_lag(fixed)
 
 
