@@ -86,6 +86,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "step.chunk": ("chunk size", ""),
     "step.on_publish": ("KV cache after a weight update", ""),
     "step.lookahead": ("asynchronous training, one-step-off", ""),
+    "step.publish": ("in-flight weight updates, PipelineRL", ""),
     "algorithm.kl": ("KL coefficient, beta", "kl_coef"),
     "algorithm.kl_in": ("KL as reward or as loss", ""),
     "algorithm.kl_estimator": ("KL estimator", "kl_estimator"),

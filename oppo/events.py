@@ -267,7 +267,7 @@ class Batch:
     Attributes:
         responses: N responses, in admission order.
         reasons: N finish reasons.
-        scores: float32 [N], the reward model's scalars.
+        scores: float32 [N], the reward model's scalars, or the sums of its rewards at tokens.
         offsets: int64 [N + 1].
         tokens, versions: int32 [T].
         sampled: bool [T], the loss mask.
@@ -282,6 +282,8 @@ class Batch:
         metrics: of the estimator (KL, entropy of the sampled tokens, means).
         dropped: the rollouts of this step that are not trained.
         deferred: the rollouts carried into the next step.
+        token_rewards: float32 [T], the part of the scores that the scorer placed at tokens, before it is shaped; 0 for
+            a response whose score is a plain number, and ``None`` if all are.
     """
 
     responses: tuple[Response, ...]
@@ -301,6 +303,7 @@ class Batch:
     metrics: Mapping[str, float] = field(default_factory=dict)
     dropped: tuple[Drop, ...] = ()
     deferred: tuple[Defer, ...] = ()
+    token_rewards: FloatArray | None = None
 
     def __len__(self) -> int:
         return len(self.responses)

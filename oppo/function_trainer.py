@@ -9,8 +9,9 @@ import anyio
 
 from oppo.errors import ModelError
 from oppo.events import Batch
+from oppo.follower_protocols import ServesByReference
 from oppo.hosted_trainer import publish
-from oppo.models import Follower, ServesByReference, Trained, Weights
+from oppo.models import Follower, Trained, Weights
 from oppo.placement import Thread
 
 TrainStep: TypeAlias = Callable[[Batch], Mapping[str, float] | None]

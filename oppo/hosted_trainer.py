@@ -20,7 +20,8 @@ import anyio
 
 from oppo.errors import ModelLost
 from oppo.events import Batch
-from oppo.models import Follower, ResumableTrainer, ServesByReference, Trained, Weights
+from oppo.follower_protocols import ServesByReference, name_of
+from oppo.models import Follower, ResumableTrainer, Trained, Weights
 from oppo.placement import Hosting
 from oppo.placement.block import Block
 
@@ -58,6 +59,12 @@ class TrainerCounts(Structure):
         counts = cls.from_buffer(block)
         counts.block = block
         return counts
+
+    def copy(self) -> TrainerCounts:
+        """Return the same counts in memory of their own."""
+        copied = TrainerCounts.new()
+        copied.block[:] = self.block[:]
+        return copied
 
     def __reduce__(self) -> tuple[Callable[[Block], TrainerCounts], tuple[Block]]:
         """Cross to another process as the memory in which they lie."""
@@ -184,7 +191,7 @@ async def publish(weights: Weights, followers: Sequence[Follower]) -> None:
         try:
             await follower.load(weights)
         except Exception as error:
-            held = ", ".join(f"{type(one).__name__} has version {one.version}" for one in followers)
+            held = ", ".join(f"{name_of(one)} has version {one.version}" for one in followers)
             error.add_note(f"while publishing version {weights.version}: {held}; do not go on from here")
             raise
 

@@ -151,14 +151,6 @@ class Follower(Protocol):
         """Serve these weights from the next call on; on failure, go on serving the old ones."""
 
 
-@runtime_checkable
-class ServesByReference(Protocol):
-    """A follower that may serve the very tensors that are trained, so that an update changes what it serves."""
-
-    def serves(self, weights: Weights) -> bool:
-        """Return whether a tensor of ``weights`` is one that it serves."""
-
-
 class Decode(Protocol):
     """One rollout being decoded; between steps it keeps its unread tokens, and no task owns it."""
 

@@ -97,6 +97,15 @@ class ScoreShaping:
         """Return this shaping with a batch's scores, float32 [n], in its moments."""
         return replace(self, moments=self.moments.after(scores)) if self.norm else self
 
+    @property
+    def slope(self) -> float:
+        """By how much the reward of a response grows with its score where nothing is clipped.
+
+        It multiplies rewards at single tokens (:class:`~oppo.token_rewards.TokenRewards`). Centring, clipping and
+        penalties act on the whole response; the last token has what they change.
+        """
+        return self.scale / self.moments.std if self.norm else self.scale
+
     def shaped(self, scores: FloatArray, stopped: BoolArray, lengths: NDArray[np.int64]) -> FloatArray:
         """Return the rewards of whole responses: float32 [n].
 

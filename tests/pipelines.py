@@ -29,7 +29,7 @@ from oppo.events import (
 )
 from oppo.graph import Graph, GraphBuilder
 from oppo.observe import Span
-from oppo.stages import GAE, Generate, Score, Update
+from oppo.stages import GAE, Generate, Score, Update, followers
 from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_per_token, fake_scalar, prompts
 
 
@@ -124,14 +124,15 @@ class Pipeline:
         rollout = g.add("generate", self.generate, g.prompts)
         ref = g.add("ref_logp", Score(self.reference), rollout)
         score = g.add("reward", Score(self.reward), rollout)
-        value = g.add("value", Score(self.critic), rollout)
+        values = Score(self.critic)
+        value = g.add("value", values, rollout)
         if self.proximal:
             recorded: FakeScorer[FloatArray] = FakeScorer(lambda event, tokens, version: event.response.logprobs)
             again = g.add("proximal", Score(recorded, after="update"), rollout)
             batch = g.add("advantage", GAE(), rollout, score, reference=ref, value=value, proximal=again)
         else:
             batch = g.add("advantage", GAE(), rollout, score, reference=ref, value=value)
-        update = Update(self.trainer, publish=[self.policy, self.critic], after=("generate", "value"))
+        update = Update(self.trainer, publish=followers(self.policy, values), after=("generate",))
         return g.build(g.add("update", update, batch))
 
     async def run(self) -> None:

@@ -17,7 +17,7 @@ BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
 
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "numeric", "declared"}),
-    frozenset({"events", "observe", "overlap", "scheduling", "support"}),
+    frozenset({"events", "observe", "overlap", "scheduling", "support", "token_rewards"}),
     frozenset(
         {
             "models",
@@ -25,6 +25,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "chunking",
             "decodes",
             "estimators",
+            "follower_protocols",
             "function_trainer",
             "hosted_trainer",
             "placement",

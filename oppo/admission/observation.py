@@ -85,6 +85,7 @@ class Observation:
             measured.
         effective_samples: effective sample size of the importance weights as a share, 0 to 1; ``None`` likewise.
         lookahead: number of later steps that may begin before this one has ended.
+        chunk: tokens in a chunk; 0 without decoding.
         stretches: what its decode steps were; some of them together.
 
     Example:
@@ -108,6 +109,7 @@ class Observation:
     mismatch_kl: float | None = None
     effective_samples: float | None = None
     lookahead: int = 0
+    chunk: int = 0
     stretches: tuple[Stretch, ...] = ()
 
     def as_json(self) -> dict[str, Json]:
@@ -119,7 +121,7 @@ class Observation:
     @classmethod
     def from_json(cls, value: Mapping[str, Json]) -> Observation:
         """Return the observation of which :meth:`as_json` returned ``value``."""
-        late = {"lookahead": 0, "stretches": ()}  # what older journals lack
+        late = {"lookahead": 0, "chunk": 0, "stretches": ()}  # what older journals lack
         given = {each.name: cast("Any", {**late, **value}[each.name]) for each in fields(cls)}
         tuples = {
             "finished": tuple(given["finished"]),

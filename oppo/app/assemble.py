@@ -37,7 +37,7 @@ from oppo.observe import Span, SpanListener
 from oppo.placement import Hosting
 from oppo.rewards import load_reward
 from oppo.scorer_protocols import ServesCalls
-from oppo.stages.update import followers
+from oppo.turns import Environment
 from oppo.user_code import load_function
 
 _TRAINING = "lower trainer.micro_batch_tokens"
@@ -60,7 +60,7 @@ class Assembly:
     reward: Scorer[float | Drop]
     critic: ValueModel | None
     proximal: RecomputedLogprobs | None
-    environment: FunctionEnvironment | None
+    environment: Environment | None
     trainer: ResumableTrainer
     saving: Saving
     text: Text
@@ -93,18 +93,12 @@ class Assembly:
         calls = [worker.at_work for worker in (*self.places, *self.serving.workers)]
         if isinstance(self.reward, ServesCalls):
             calls.append(self.reward.at_work)
-        if self.environment is not None:
-            calls.append(self.environment.at_work)
+        calls.append(getattr(self.environment, "at_work", ""))
         return tuple(filter(None, calls))
 
-    async def restore(self, path: Path) -> None:
-        """Load weights and optimizer from the checkpoint at ``path``, and publish the weights.
-
-        Raises:
-            CheckpointError: the checkpoint is of other models.
-        """
-        await self.trainer.restore(path)
-        await self.trainer.publish(*followers(self.policy, self.critic, self.proximal))
+    def wired(self, trainer: ResumableTrainer, environment: Environment | None) -> Assembly:
+        """Return these parts with the trainer and the environment of a run's graph: they are watched and saved."""
+        return replace(self, trainer=trainer, environment=environment, saving=self.saving.of(trainer))
 
     def abort(self) -> None:
         """Kill processes whose calls may hang, so that what was learned can be saved; safe to call from any thread."""

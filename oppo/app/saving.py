@@ -23,7 +23,7 @@ class Saving:
     for the trainer in an event loop of its own.
 
     Args:
-        models: the directories that the trainer writes, a model in each.
+        models: the directories that a trainer writes, a model in each; a tokenizer comes beside those that it does.
         thread: where files are written.
 
     Attributes:
@@ -36,6 +36,10 @@ class Saving:
         self._models = models
         self._thread = thread
         self.is_saving = False
+
+    def of(self, trainer: ResumableTrainer) -> Saving:
+        """Return what writes another trainer's models in the same way."""
+        return Saving(trainer, self._text, self._models, self._thread)
 
     async def checkpoint(self, checkpoints: Checkpoints, step: int, score: float, state: State) -> None:
         """Write a checkpoint: ``state``, the trainer's state, and each trained model with its tokenizer.
@@ -75,6 +79,6 @@ class Saving:
             self.is_saving = False
 
     def _write_tokenizers(self, directory: Path) -> None:
-        for name in self._models:
-            with writing(directory / name):
-                self._text.tokenizer.save_pretrained(directory / name)
+        for path in (directory / name for name in self._models if (directory / name).is_dir()):
+            with writing(path):
+                self._text.tokenizer.save_pretrained(path)

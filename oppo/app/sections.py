@@ -260,6 +260,12 @@ class StepSection:
         "steps that begin before the current one has ended: 0 decodes, scores and trains one step after the other; "
         "with 1 the next step is decoded while this one is trained (one-step-off), and tokens are one update older",
     )
+    publish: Literal["cut", "in-flight"] = setting(
+        "cut",
+        "when the policy gets new weights, with `lookahead`: `cut`, between two steps, so that what a step is decoded "
+        "with depends on no timing; `in-flight`, as soon as there are any, between two decode steps, so that tokens "
+        "are newer",
+    )
 
     def __post_init__(self) -> None:
         if self.extra is not None and self.admission == "tail-batched":

@@ -16,7 +16,7 @@ import anyio.to_thread
 from rich.console import Console
 
 from oppo.app.checkpoint import Checkpoint, Checkpoints
-from oppo.app.compose import MakeGraph, compose
+from oppo.app.compose import MakeGraph, compose, kind_of, require_trainer, trainer_of
 from oppo.app.empty_steps import EmptySteps
 from oppo.app.interrupt import Interrupt, Stopped, interruptible
 from oppo.app.provenance import Provenance, require_continued
@@ -36,6 +36,7 @@ from oppo.report.files import require_unused
 from oppo.report.journal import JOURNAL
 from oppo.report.lock import Lock
 from oppo.report.samples import Detokenize
+from oppo.stages import Generate, Update
 
 if TYPE_CHECKING:
     from oppo.app.assemble import Assembly
@@ -96,6 +97,7 @@ class PreparedRun:
         if self.checkpoint is None:
             return
         state = self.checkpoint.state()
+        require_trainer(state, self.assembly.trainer)
         try:
             running.load_state_dict(state["run"])
             self.prompts.load_state_dict(state["prompts"])
@@ -104,7 +106,8 @@ class PreparedRun:
                 f"the state in {self.checkpoint.path} does not fit this run ({type(error).__name__}: {error}): it is "
                 "of another version of oppo, or was edited; start a new run"
             ) from error
-        await self.assembly.restore(self.checkpoint.path)
+        await self.assembly.trainer.restore(self.checkpoint.path)
+        await self.assembly.trainer.publish(*self.graph.stage("update", Update).publish)
 
     async def keep(self, running: Run[StepReport], report: StepReport) -> None:
         """Write a checkpoint after a step.
@@ -115,6 +118,7 @@ class PreparedRun:
         state = {
             "run": running.state_dict(),
             "prompts": self.prompts.state_dict(),
+            "trainer": kind_of(self.assembly.trainer),
             **self.provenance.state(),
         }
         await self.assembly.saving.checkpoint(self.checkpoints, report.index + 1, report.score, state)
@@ -186,6 +190,7 @@ def prepare(
         require_room(prompts, assembly.sampling.max_new_tokens, assembly.positions)
         replay = observations(settings.run_directory / JOURNAL, done) if resume else {}
         composed = compose(settings, assembly, stream, replay, graph)
+        assembly = assembly.wired(trainer_of(composed), composed.stage("generate", Generate).environment)
         stack.pop_all()
     return PreparedRun(settings, assembly, composed, stream, provenance, checkpoints, tell, checkpoint, lock)
 

@@ -58,6 +58,18 @@ class Text:
             raise ConfigError(f"sampling.stop: {unknown[0]} is no token id; there are {len(self.tokenizer)} tokens")
         return tuple(ids)
 
+    def ending_with(self, endings: Sequence[str]) -> tuple[int, ...]:
+        """Return the ids of all tokens whose text ends with one of ``endings``, a line break for example.
+
+        Raises:
+            ConfigError: no token's does.
+        """
+        texts = self.tokenizer.batch_decode([[number] for number in range(len(self.tokenizer))])
+        found = tuple(number for number, text in enumerate(texts) if text.endswith(tuple(endings)))
+        if not found:
+            raise ConfigError(f"no token of the policy's tokenizer ends with any of {list(endings)}")
+        return found
+
     def stop_strings(self, wanted: Sequence[str]) -> tuple[str, ...]:
         """Return the texts that end a response, after checking that :meth:`decode` can produce them.
 

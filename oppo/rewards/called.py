@@ -11,15 +11,16 @@ from itertools import islice
 from typing import Final, SupportsFloat, TypeAlias, cast
 
 from oppo import user_code
-from oppo.errors import RewardError
+from oppo.errors import RewardError, one_line
 from oppo.models import RewardFunction
+from oppo.rewards.per_token import Placed, is_placed, placed
 from oppo.user_code import contained, shown
 
 RESERVED: Final = ("prompts", "completions")
 """The arguments of a reward function that are no columns."""
 
-Score: TypeAlias = float | None
-"""A finite number; ``None``: the reward does not apply."""
+Score: TypeAlias = float | Placed | None
+"""A finite number, or several at places of the response; ``None``: the reward does not apply."""
 
 
 class RewardFailure(RewardError):  # noqa: N818 - it says what happened
@@ -93,6 +94,8 @@ class CalledFunction:
     def _score(self, item: object, rollout: int) -> Score:
         if item is None and self.optional:
             return None
+        if is_placed(item):
+            return self._placed(item, rollout)
         score = math.nan
         complex_array = getattr(getattr(item, "dtype", None), "kind", "") == "c"
         if isinstance(item, SupportsFloat) and not isinstance(item, complex) and not complex_array:
@@ -104,6 +107,15 @@ class CalledFunction:
                 f"for rollout {rollout} it returned {shown(item)}"
             )
         return score
+
+    def _placed(self, item: object, rollout: int) -> Placed:
+        try:
+            return placed(item)
+        except Exception as error:  # any kind: the objects are the function's own
+            raise RewardFailure(
+                f"reward function {self.name!r} must return finite numbers, one for each token or by whole positions; "
+                f"for rollout {rollout} it returned {shown(item)}: {one_line(error)}"
+            ) from error
 
 
 def _items(result: object, count: int) -> tuple[Sequence[object], str]:

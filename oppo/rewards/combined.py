@@ -17,6 +17,7 @@ from oppo.rewards.function import DOES_NOT_APPLY, FunctionReward
 from oppo.scheduling import IN_ORDER, Priority
 from oppo.scorer_protocols import ConcurrentScorer, ServesCalls
 from oppo.stages.score import prioritised
+from oppo.token_rewards import weighted_sum
 
 Weighted: TypeAlias = tuple[float, "RewardFunction | Scorer[float | Drop] | str"]
 """A weight, and a reward: a function, its ``file.py:name``, or a scorer such as a reward model."""
@@ -122,7 +123,7 @@ class Rewards(Scorer["float | Drop"]):
         ]
 
     def _sum(self, rollout: int, scores: Mapping[str, float | Drop]) -> float | Drop:
-        total, applied = 0.0, False
+        terms: list[tuple[float, float]] = []
         for part in self._parts:
             score = scores[part.name]
             if isinstance(score, Drop) and score.reason != DOES_NOT_APPLY and self._on_drop == "drop":
@@ -132,8 +133,8 @@ class Rewards(Scorer["float | Drop"]):
             self._samples.setdefault(f"reward/{part.name}_share", []).append(float(not isinstance(score, Drop)))
             if not isinstance(score, Drop):
                 self._samples.setdefault(f"reward/{part.name}_mean", []).append(float(score))
-                total, applied = total + part.weight * float(score), True
-        return total if applied else Drop(rollout, NONE_APPLIES)
+                terms.append((part.weight, score))
+        return weighted_sum(terms) if terms else Drop(rollout, NONE_APPLIES)
 
     def close(self) -> None:
         """End the processes of functions; idempotent."""

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
-from typing import Literal, Self, TypeAlias
+from typing import Final, Literal, Self, TypeAlias, cast
 
 import anyio
 
@@ -25,6 +25,7 @@ from oppo.numeric import require_real, require_whole
 from oppo.observe import silent
 from oppo.placement.detached import DisposableProcess, run_detached
 from oppo.rewards.called import RESERVED, CalledFunction, RewardFailure, Score, parameters_of
+from oppo.rewards.per_token import Placed, is_placed, token_rewards
 
 OnFailure: TypeAlias = Literal["fail", "drop", "retry"]
 """The consequence of a failure: the run stops; the rollout is dropped; the function is called again, then it stops."""
@@ -34,6 +35,9 @@ PAUSES = (1.0, 5.0, 25.0)
 
 CONCURRENCY = 64
 """Calls of an async function that overlap, unless another number is given."""
+
+COMPLETION_IDS: Final = "completion_ids"
+"""The argument by which a function asks for the token ids of the completions, as rewards at tokens need them."""
 
 DOES_NOT_APPLY = "the reward does not apply"
 """Reason of a drop for a rollout for which an optional function returned ``None``."""
@@ -50,7 +54,9 @@ class FunctionReward(Scorer[float | Drop]):
         function: ``f(prompts, completions, **columns)``, sync or async, or its ``file.py:name``; every argument is a
             list with one item for each rollout. ``prompts`` holds the data's ``prompt`` column if there is one, else
             the prompt's text; ``columns`` are copies of the data's other columns: those that the function names, or all
-            if it takes ``**``. A sync function runs in a thread of its own, or inline on a loop of virtual time. One
+            if it takes ``**``; an argument ``completion_ids`` is given the token ids. For each rollout it returns a
+            number, or rewards at places in the response: one for each token, a mapping from positions of tokens, or a
+            :class:`ByCharacter`. A sync function runs in a thread of its own, or inline on a loop of virtual time. One
             that never returns keeps neither a cancelled run nor the process from ending. Calls of an async function
             overlap, so a step waits for the slowest and not for their sum.
         decode: token ids to text, without special tokens.
@@ -126,7 +132,8 @@ class FunctionReward(Scorer[float | Drop]):
         kinds = inspect.Parameter
         self._takes_all = any(p.kind is kinds.VAR_KEYWORD for p in parameters.values())
         named = [p for p in parameters.values() if p.kind in {kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY}]
-        self._named = tuple(p.name for p in named if p.name not in RESERVED)
+        self._named = tuple(p.name for p in named if p.name not in {*RESERVED, COMPLETION_IDS})
+        self._wants_ids = COMPLETION_IDS in parameters
         self._required = tuple(p.name for p in named if p.name in self._named and p.default is kinds.empty)
         self._processes = [self._in_process() for _ in range(self._concurrency)] if process else []
         self._idle = list(self._processes)
@@ -210,9 +217,20 @@ class FunctionReward(Scorer[float | Drop]):
         """Return the score of each rollout, or a ``Drop`` if the function does not apply."""
         scores = await self._attempt(finished)
         return [
-            Drop(each.rollout, DOES_NOT_APPLY) if score is None else score
+            Drop(each.rollout, DOES_NOT_APPLY) if score is None else self._at_tokens(score, each)
             for each, score in zip(finished, scores, strict=True)
         ]
+
+    def _at_tokens(self, score: float | Placed, finish: Finish) -> float:
+        """Return a score; one that was given at places as the rewards of the response's tokens."""
+        if not is_placed(score):
+            return cast("float", score)
+        try:
+            return token_rewards(cast("Placed", score), finish.response, self._decode)
+        except ValueError as error:
+            raise self._function.failure(
+                f"returned rewards that do not fit the completion: {error}", [finish.rollout]
+            ) from error
 
     async def _attempt(self, finished: Sequence[Finish]) -> list[Score]:
         """Return the score of each rollout; raise a ``RewardFailure`` if the function itself is at fault."""
@@ -254,7 +272,7 @@ class FunctionReward(Scorer[float | Drop]):
     def _arguments(self, finished: Sequence[Finish]) -> dict[str, object]:
         prompts = [each.response.prompt for each in finished]
         columns = sorted({name for prompt in prompts for name in prompt.columns} - {self._prompt_column})
-        if clash := [name for name in columns if name in RESERVED]:
+        if clash := [name for name in columns if name in {*RESERVED, *([COMPLETION_IDS] * self._wants_ids)}]:
             raise RewardError(
                 f"the data's column {clash[0]!r} bears the name of an argument of reward functions: rename it"
             )
@@ -270,6 +288,7 @@ class FunctionReward(Scorer[float | Drop]):
                 copy.deepcopy(p.columns.get(self._prompt_column)) or self._decode(p.tokens.tolist()) for p in prompts
             ],
             "completions": [self._decode(each.response.tokens.tolist()) for each in finished],
+            **({COMPLETION_IDS: [each.response.tokens.tolist() for each in finished]} if self._wants_ids else {}),
             **{name: [copy.deepcopy(prompt.columns.get(name)) for prompt in prompts] for name in wanted},
         }
 

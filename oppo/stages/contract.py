@@ -13,7 +13,9 @@ import numpy as np
 
 from oppo.errors import ConfigError, DataError, ProtocolError, shortened
 from oppo.events import Batch, Finish, Prompt
+from oppo.follower_protocols import name_of
 from oppo.models import Follower, Piece, Policy, Trained, Trainer
+from oppo.token_rewards import TokenRewards
 from oppo.turns import MultiTurnPolicy
 
 _HOW = "oppo.read_prompts makes prompts of a file, and oppo.PromptStream numbers them"
@@ -115,7 +117,10 @@ def require_piece(piece: Piece, rollout: int, oldest: int, newest: int, *, turns
 
 
 def require_score(score: object, finish: Finish) -> None:
-    """Raise ``ProtocolError`` unless ``score`` is one number, finite or not."""
+    """Raise ``ProtocolError`` unless ``score`` is one number, or one for each response token, finite or not."""
+    if isinstance(score, TokenRewards):
+        require_per_token(score.rewards, finish, "token reward")
+        return
     if not isinstance(score, SupportsFloat) or len(getattr(score, "shape", ())):
         raise ProtocolError(f"rollout {finish.rollout}: expected a number as its score, got {described(score)}")
 
@@ -151,5 +156,5 @@ def require_trained(trained: Trained, trainer: Trainer, before: int, batch: Batc
 def require_published(trainer: Trainer, followers: Sequence[Follower]) -> None:
     """Raise ``ProtocolError`` unless every follower has the trainer's version."""
     if any(follower.version != trainer.version for follower in followers):
-        versions = ", ".join(f"{type(follower).__name__} has version {follower.version}" for follower in followers)
+        versions = ", ".join(f"{name_of(follower)} has version {follower.version}" for follower in followers)
         raise ProtocolError(f"version {trainer.version} was published, but {versions}: the followers disagree")

@@ -21,8 +21,9 @@ class GAE(AdaptiveObjective):
     """Joins the results of the scorers and estimates advantages (Schulman et al. 2016, arXiv 1506.02438).
 
     The reward of a token is ``-kl * (estimate of its KL to the reference)``, plus the shaped score on the last sampled
-    token; the KL is that of the proximal policy if its log-probs are connected. A rollout with a result that is not
-    finite is dropped and does not affect the others.
+    token, or what each token earned of it if the scorer says so (:class:`~oppo.token_rewards.TokenRewards`); the KL is
+    that of the proximal policy if its log-probs are connected. A rollout with a result that is not finite is dropped
+    and does not affect the others.
 
     ``reference=``, ``value=`` and ``proximal=`` are inputs by name: log-probs of a reference, the values of a critic,
     and log-probs under the weights that are about to be updated, which corrections for stale tokens need. Without a

@@ -191,6 +191,8 @@ class Generate:
         await self._decode(out, step)
         if self.select is not None:
             await self._replace_rejected(self.select, prompts, out, step)
+        if late := [unit.age > 0 for unit in self._ledger.placed for _ in unit.prompts]:
+            step.record(StepMetrics({"deferral/trained_late": sum(late) / len(late)}))
         carried = self._ledger.end()
         if self._ledger.restarts and (discarded := [await self._discard(unit) for unit in carried]):
             step.record(StepMetrics({"deferral/discarded_tokens": float(sum(discarded))}))
@@ -237,7 +239,7 @@ class Generate:
         if not live or self._ledger.is_cut():
             return
         size = self.chunks.size()
-        meter = DecodeMeter(self._in_flight.values(), anyio.current_time())
+        meter = DecodeMeter(self._in_flight.values(), anyio.current_time(), size)
         decoding = self.policy.decoding([rollout.decode for rollout in live], self._ledger.finished)
         with step.working("decode"):
             async with decoding, anyio.create_task_group() as conversations:

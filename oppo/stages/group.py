@@ -26,8 +26,9 @@ class GroupRelative(AdaptiveObjective):
     """Joins the results of the scorers and compares the responses to each prompt with one another.
 
     The return of a response is its shaped score minus ``kl`` times its KL to the reference. Its advantage, the same for
-    each sampled token, follows from the returns of its group. The batch has no values and no critic's returns. A
-    response that is dropped, or has a result that is not finite, leaves its group; one left alone is dropped too.
+    each sampled token, follows from the returns of its group; rewards at tokens count by their sum. The batch has no
+    values and no critic's returns. A response that is dropped, or has a result that is not finite, leaves its group;
+    one left alone is dropped too.
 
     ``reference=`` and ``proximal=`` are inputs by name: log-probs of a reference, and those under the weights that are
     about to be updated, which corrections for stale tokens need.

@@ -20,7 +20,7 @@ class DecodePhase:
 
     Attributes:
         start, end: loop time, in seconds.
-        decode_steps, tokens, rows, finished, capped, parked, stretches: as of :class:`oppo.Observation`.
+        decode_steps, tokens, rows, finished, capped, parked, chunk, stretches: as of :class:`oppo.Observation`.
     """
 
     start: float
@@ -31,6 +31,7 @@ class DecodePhase:
     finished: tuple[int, ...] = ()
     capped: int = 0
     parked: tuple[int, ...] = ()
+    chunk: int = 0
     stretches: tuple[Stretch, ...] = ()
 
 
@@ -91,12 +92,13 @@ class DecodeMeter:
     Args:
         rollouts: every rollout in flight; complete ones count only as part of an incomplete unit.
         start: loop time, in seconds.
+        chunk: tokens in a chunk; 0: unknown.
     """
 
-    def __init__(self, rollouts: Iterable[InFlightRollout], start: float) -> None:
+    def __init__(self, rollouts: Iterable[InFlightRollout], start: float, chunk: int = 0) -> None:
         ordered = sorted(rollouts, key=lambda each: each.prompt.rollout)
         units = [list(unit) for _, unit in groupby(ordered, key=lambda each: each.prompt.admission)]
-        self._start = start
+        self._start, self._chunk = start, chunk
         self._units = [unit for unit in units if any(each.reason is None for each in unit)]
         self._rows = sum(each.reason is None for unit in self._units for each in unit)
         self._lengths = {each.prompt.rollout: each.length for unit in self._units for each in unit}
@@ -118,6 +120,7 @@ class DecodeMeter:
             finished=tuple(rollout.length for rollout, complete in longest if complete),
             capped=sum(rollout.reason == "length" for rollout, complete in longest if complete),
             parked=tuple(rollout.length for rollout, complete in longest if not complete),
+            chunk=self._chunk,
             stretches=stretches(self._decoded(), end - self._start),
         )
 
@@ -173,6 +176,7 @@ def observation(report: StepReport, step: Step) -> Observation:
         mismatch_kl=_finite(report, "mismatch/kl"),
         effective_samples=_finite(report, "mismatch/ess"),
         lookahead=step.lookahead,
+        chunk=phases[0].chunk,
     )
 
 

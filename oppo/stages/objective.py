@@ -29,17 +29,29 @@ class Objective:
         kl: float32 [T], an estimate of each token's KL to the reference, in nats: that of the proximal policy if its
             log-probs are known; 0 for a token that was not sampled, and without a reference.
         coefficient: of the KL penalty.
+        earned: float32 [T], the part of a shaped score that its tokens are known to have earned; ``None`` if that is
+            known of no response.
     """
 
     shaped: FloatArray
     kl: FloatArray
     coefficient: float
+    earned: FloatArray | None = None
 
     def rewards(self, batch: Batch) -> FloatArray:
-        """Return the reward of each token, float32 [T]: the KL penalty, and the score at the last sampled one."""
+        """Return the reward of each token, float32 [T]: what it earned, less the KL penalty.
+
+        The last sampled token of a response earns what is left of the score: all of it, unless the scorer said more.
+        """
         return flat(
             [
-                shaped_rewards(float(score), self.kl[row], self.coefficient, batch.sampled[row])
+                shaped_rewards(
+                    float(score),
+                    self.kl[row],
+                    self.coefficient,
+                    batch.sampled[row],
+                    None if self.earned is None else self.earned[row],
+                )
                 for score, row in zip(self.shaped, batch.rows(), strict=True)
             ]
         )
@@ -105,7 +117,10 @@ class AdaptiveObjective:
             current = batch.logprobs if batch.proximal is None else batch.proximal
             kl = np.where(batch.sampled, kl_estimate(current, batch.reference, self.kl_estimator), np.float32(0))
         objective = Objective(
-            self.shaping.shaped(batch.scores, stopped, np.diff(batch.offsets)), kl, self.control.coefficient
+            self.shaping.shaped(batch.scores, stopped, np.diff(batch.offsets)),
+            kl,
+            self.control.coefficient,
+            None if batch.token_rewards is None else np.float32(self.shaping.slope) * batch.token_rewards,
         )
         if len(batch):
             self.control = self.control.after(objective.mean_kl(batch), len(batch))

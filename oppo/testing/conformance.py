@@ -15,6 +15,7 @@ import numpy as np
 
 from oppo.errors import ProtocolError, as_itself
 from oppo.events import Batch, Finish, Prompt, Response
+from oppo.follower_protocols import name_of
 from oppo.models import Decode, Follower, Piece, Policy, Scorer, Trainer, Weights
 
 T = TypeVar("T")
@@ -230,7 +231,6 @@ async def _check_loading(make: Make[Policy], prompts: Sequence[Prompt]) -> None:
 
     with as_itself():
         async with anyio.create_task_group() as tasks, policy.decoding(trial.decodes, trial.cut):
-            trial.transcripts[0].pieces.append(await trial.decodes[0].read(1))
             tasks.start_soon(load)
             await anyio.lowlevel.checkpoint()
             async with anyio.create_task_group() as readers:
@@ -329,5 +329,5 @@ async def check_trainer(make: Make[Trainer], batch: Batch, followers: Sequence[F
         strangers = set(rollouts) - set(batch.rollouts)
         require(not strangers, f"{name} names rollouts that are not in the batch: {sorted(strangers)}")
     await trainer.publish(*followers)
-    behind = [type(follower).__name__ for follower in followers if follower.version != trainer.version]
+    behind = [name_of(follower) for follower in followers if follower.version != trainer.version]
     require(not behind, f"publish() left followers at another version than {trainer.version}: {behind}")

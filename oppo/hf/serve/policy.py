@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Literal
 
@@ -19,8 +19,8 @@ from oppo.hf.serve.decode_loop import DecodeLoop
 from oppo.hf.serve.decoding import Decoder, DecodeRow
 from oppo.hf.serve.mailbox import HfDecode
 from oppo.hf.serve.policy_core import PolicyCore
-from oppo.hf.weights import share_storage
-from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Sampling, Weights
+from oppo.hf.weights import addresses, share_storage
+from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Loads, Sampling, Weights
 from oppo.numeric import require_whole
 from oppo.placement import Hosting
 from oppo.stopping import StopCriteria, turn_ended
@@ -36,9 +36,9 @@ class HfPolicy:
         model: a causal LM; put into evaluation mode for good.
         sampling: how tokens are drawn.
         thread: where the model lives: a thread, or a process without ``restarts``, as rows are lost with it.
-        on_publish: what happens to the keys and values of parked rollouts when weights are loaded. ``recompute``: the
-            new weights read their tokens again before they continue. ``keep``: they continue with the old keys and
-            values, which is cheaper but mixes versions.
+        on_publish: what happens to the keys and values of rollouts, parked or live, when weights are loaded.
+            ``recompute``: the new weights read their tokens again before they continue. ``keep``: they continue with
+            the old keys and values, which is cheaper but mixes versions.
         exact: prefill row by row on a fixed grid; runs that decode the same rollouts together then agree bit for bit
             (float32 on a CPU).
         prefill_tokens: tokens, padding included, that are prefilled between two decode steps, so that live rows do not
@@ -96,8 +96,9 @@ class HfPolicy:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What it can do: weights that are loaded during decoding wait for the end of it."""
-        return Capabilities(loads_while_decoding="when decoding ends", turns=True)
+        """What it can do: in exact mode, weights that are loaded during decoding wait for the end of it."""
+        loads: Loads = "when decoding ends" if self._exact else "between decode steps"
+        return Capabilities(loads_while_decoding=loads, turns=True)
 
     @property
     def progress(self) -> int:
@@ -112,20 +113,27 @@ class HfPolicy:
         return await self._core.call("memory", PolicyCore.memory)
 
     async def load(self, weights: Weights) -> None:
-        """Serve ``weights.actor`` from the next decode on; tensors that are the model's own are not copied.
+        """Serve ``weights.actor`` from the next decode step on; tensors that are the model's own are not copied.
 
-        An empty ``weights.actor`` changes the version only: the actor was not trained. No tensor crosses to another
-        process: this process writes the memory that both share, while no other call is made there.
+        Live rollouts go on with the new weights, their keys and values computed again or kept as ``on_publish`` says.
+        In exact mode this waits for the end of decoding. An empty ``weights.actor`` changes the version only: the actor
+        was not trained. No tensor crosses to another process: this process writes the memory that both share, while no
+        other call is made there.
 
         Raises:
             ModelError: a tensor is missing, unknown or of another shape; the old weights are still served.
         """
-        await self._core.call_local("load", PolicyCore.load, weights)
-        await self._core.call("refresh", PolicyCore.refresh)
+        async with nullcontext() if self._loop is None else self._loop.between_steps():
+            await self._core.call_local("load", PolicyCore.load, weights)
+            await self._core.call("refresh", PolicyCore.refresh)
 
     def serves(self, weights: Weights) -> bool:
         """Return whether it decodes with the very tensors of ``weights``."""
         return share_storage(self._model, weights.actor)
+
+    def tensors(self) -> frozenset[int]:
+        """Return the addresses of the tensors that new weights change."""
+        return addresses(self._model)
 
     async def open(self, rollouts: Sequence[Prompt | Response]) -> list[HfDecode]:
         """Return a decode for each; decoding, and the use of memory, begins with :meth:`decoding`.

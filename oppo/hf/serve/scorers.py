@@ -16,7 +16,7 @@ from oppo.errors import ModelLost
 from oppo.events import Chunk, Finish, FloatArray, Given, Prompt
 from oppo.hf.serve.scorer_input import ReplayJournal, ScorerInput
 from oppo.hf.serve.scorer_workers import ReferenceWorker, RewardWorker, ScorerWorker, ValueWorker
-from oppo.hf.weights import share_storage
+from oppo.hf.weights import addresses, copies, share_storage
 from oppo.models import Sampling, Weights
 from oppo.placement import Hosting
 from oppo.scheduling import IN_ORDER, Priority, TimeSlice
@@ -34,7 +34,8 @@ class StreamedScorer(Generic[T]):
     """
 
     def __init__(self, worker: ScorerWorker[T], place: Hosting, *, supports: bool = False) -> None:
-        self._worker = place.host(worker, journal=ReplayJournal(ScorerWorker.extend))
+        self._kind = type(worker)
+        self._worker = place.host(worker, journal=ReplayJournal(self._kind.extend))
         self._supports = supports
         self._version = 0
 
@@ -51,17 +52,17 @@ class StreamedScorer(Generic[T]):
     async def extend(self, events: Sequence[Prompt | Chunk | Given], *, priority: Priority = IN_ORDER) -> None:
         """Read more of some rollouts."""
         feed = ScorerInput(events, supports=self._supports)
-        await self._worker.at(priority).call("extend", ScorerWorker.extend, feed)
+        await self._worker.at(priority).call("extend", self._kind.extend, feed)
 
     async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> Sequence[T]:
         """Return each rollout's result, and forget it."""
         lengths = {event.rollout: len(event.response) for event in finished}
-        return await self._worker.at(priority).call("finish", ScorerWorker[T].finish, lengths)
+        return await self._worker.at(priority).call("finish", self._kind.finish, lengths)
 
     async def forget(self, rollouts: Sequence[int], *, priority: Priority = IN_ORDER) -> None:
         """Drop sessions; unknown rollouts are ignored."""
         with suppress(ModelLost):  # sessions are lost with the place they were in
-            await self._worker.at(priority).call("forget", ScorerWorker.forget, list(rollouts))
+            await self._worker.at(priority).call("forget", self._kind.forget, list(rollouts))
 
 
 class ReferenceLogprobs(StreamedScorer[FloatArray]):
@@ -131,6 +132,14 @@ class ValueModel(StreamedScorer[FloatArray]):
         """Return whether it scores with the very tensors of ``weights``."""
         return share_storage(self._model, weights.critic)
 
+    def tensors(self) -> frozenset[int]:
+        """Return the addresses of the tensors that new weights change: a trunk that the policy has too, for example."""
+        return addresses(self._model)
+
+    async def copied(self, weights: Weights) -> Weights:
+        """Return the critic's part of ``weights`` in memory of its own, copied in this scorer's place."""
+        return await self._worker.call_local("copy", _copied, weights)
+
     async def load(self, weights: Weights) -> None:
         """Serve ``weights.critic`` from the next call on; tensors that are the model's own are not copied.
 
@@ -145,3 +154,8 @@ class ValueModel(StreamedScorer[FloatArray]):
     def _load(self, worker: ScorerWorker[FloatArray], weights: Weights) -> None:
         worker.load(weights.critic)
         self._version = weights.version
+
+
+def _copied(worker: ScorerWorker[FloatArray], weights: Weights) -> Weights:
+    del worker
+    return Weights(weights.version, critic=copies(weights.critic))
