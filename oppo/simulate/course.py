@@ -17,12 +17,12 @@ from oppo.admission import Restarting
 from oppo.algorithms.ppo import ppo
 from oppo.events import Batch, Finish, FloatArray, Prompt, StepReport
 from oppo.graph import Graph
-from oppo.models import Trained
+from oppo.models import Capabilities, Trained
 from oppo.observe import Observer, Span, SpanListener, silent
 from oppo.simulate.outcome import LAST, BatchFacts, Outcome
 from oppo.simulate.schedules import Schedule
 from oppo.simulate.system import Reader, Scoring, System, Workload
-from oppo.stages import Generate
+from oppo.stages import Generate, Update
 from oppo.stages.hold import held
 from oppo.testing import Device, FakeCritic, FakePolicy, FakeScorer, FakeTrainer, run_virtual
 from oppo.testing.fake_place import FakePlace, PlacedScorer, placed
@@ -129,6 +129,8 @@ class Course:
             chunks=self.schedule.chunks(self.grain),
         )
         graph = graph.replace(generate=replace(graph.stage("generate", Generate), samples=self.workload.samples))
+        if self.schedule.in_flight:
+            graph = graph.replace(update=replace(graph.stage("update", Update), after=()))
         waiting = [stage for name, stage in STAGES.items() if self.schedule.held or not self._reader(name).streams]
         return held(graph, waiting) if waiting else graph
 
@@ -178,6 +180,7 @@ class Course:
             replicas=decoder.replicas,
             static=decoder.static and self.schedule.held,
             device=self._device(decoder.device),
+            capabilities=Capabilities(loads_while_decoding="between decode steps"),
         )
 
     def _trainer(self) -> CostTrainer:

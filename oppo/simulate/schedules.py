@@ -29,6 +29,7 @@ class Schedule:
         chunk: tokens that travel at once; ``None``: whole responses.
         held: scoring waits until decoding has ended.
         lookahead: number of steps that begin before the current one has ended.
+        in_flight: the actor gets new weights between two decode steps, instead of at the cut.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Schedule:
     chunk: int | None = None
     held: bool = False
     lookahead: int = 0
+    in_flight: bool = False
 
     def __post_init__(self) -> None:
         require_declared(self)
@@ -73,6 +75,14 @@ def ladder(batch: int, *, extra: int, chunk: int, max_deferrals: int = 2, price:
         Schedule(name="lookahead 1, fixed", about=f"both, {carried}", admission=carrying, chunk=chunk, lookahead=1),
         Schedule(
             name="lookahead 2, fixed", about="the same, two steps ahead", admission=carrying, chunk=chunk, lookahead=2
+        ),
+        Schedule(
+            name="in flight",
+            about="the same, weights adopted while tokens are written",
+            admission=carrying,
+            chunk=chunk,
+            lookahead=2,
+            in_flight=True,
         ),
     )
     return {schedule.name: schedule for schedule in schedules}

@@ -147,6 +147,10 @@ class PlacedFollower(PlacedScorer[T]):
         """Follow the trainer."""
         await self._follower.load(weights)
 
+    async def copied(self, weights: Weights) -> Weights:
+        """Return the weights: a version, which no update changes."""
+        return weights
+
 
 def placed(scorer: Scorer[T], place: FakePlace, track: str = "") -> PlacedScorer[T]:
     """Return a scorer that takes its turns in a place; it follows the trainer if the given one does."""
