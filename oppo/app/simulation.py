@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Final, Literal
 
 from oppo.app.compose import admission_of
@@ -34,7 +35,7 @@ class Simulation:
 
     Attributes:
         baseline: name of the schedule that the others are compared with.
-        measured: seconds for each trained token of the baseline, where it has run.
+        measured: median seconds for each trained token of the baseline, where it has run.
     """
 
     system: System
@@ -140,7 +141,6 @@ def own_schedule(settings: Settings, cap: int) -> Schedule:
 
 
 def _measured(steps: Sequence[MeasuredStep]) -> float | None:
-    """Return the seconds for each trained token, without the first quarter of the steps."""
-    warm = [step for step in steps[len(steps) // 4 :] if step.tokens]
-    tokens = sum(step.tokens for step in warm)
-    return sum(step.seen.seconds for step in warm) / tokens if tokens else None
+    """Return the median seconds for each trained token, without the first quarter of the steps."""
+    warm = [step.seen.seconds / step.tokens for step in steps[len(steps) // 4 :] if step.tokens]
+    return median(warm) if warm else None

@@ -25,7 +25,7 @@ def fitted(work: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[fl
     """Return the cost of each kind of work: ``seconds = sum over kinds of cost * amount``, no cost below 0.
 
     A kind of which there was nothing costs nothing. Deviations are weighed by the square root of the seconds, as those
-    of a sum of independent ones are, and disturbed measurements count less.
+    of a sum of independent ones are; disturbed measurements count less; half of the time exceeds what the costs say.
 
     Args:
         work: of each measurement, the amount of each kind.
@@ -50,7 +50,16 @@ def fitted(work: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[fl
         off = np.abs(inputs @ shares - took / unit) / np.sqrt(took / unit)
         typical = max(float(np.median(off)), 1e-9)
         weights = np.minimum(1.0, FAR * typical / np.maximum(off, 1e-12)) ** 0.5 / np.sqrt(took / unit)
-    return [float(cost) for cost in shares * unit / scale]
+    costs = shares * unit / scale
+    costs *= _weighted_median(took / np.maximum(amounts @ costs, 1e-12), amounts @ costs)
+    return [float(cost) for cost in costs]
+
+
+def _weighted_median(values: FloatArray64, weights: FloatArray64) -> float:
+    """Return the value up to which half of the weights lie."""
+    order = np.argsort(values)
+    reached = np.cumsum(weights[order])
+    return float(values[order][np.searchsorted(reached, reached[-1] / 2)]) if reached[-1] > 0 else 1.0
 
 
 def _least_squares(inputs: FloatArray64, outputs: FloatArray64, weights: FloatArray64) -> FloatArray64:
