@@ -227,6 +227,16 @@ class Drop:
     reason: str
     nonfinite: bool = field(default=False, compare=False)
 
+    @classmethod
+    def because(cls, reason: str) -> Drop:
+        """Return a drop by a function that does not know the rollout's number; who calls the function fills it in.
+
+        Example:
+            >>> def score(prompts, completions):
+            ...     return [len(each) if each else Drop.because("nothing was written") for each in completions]
+        """
+        return cls(-1, reason)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scored(Generic[T_co]):
@@ -276,8 +286,8 @@ class Batch:
             tokens that those weights made; ``None`` unless they were computed.
         reference: float32 [T], reference log-probs, over the same supports; ``None`` without a reference.
         values: float32 [T], the critic's value of the state *before* each token; ``None`` without a critic.
-        rewards: float32 [T], per token, after the KL penalty.
-        advantages: float32 [T].
+        rewards: float32 [T], per token, after the KL penalty; ``None`` unless they were estimated.
+        advantages: float32 [T]; ``None`` unless they were estimated.
         returns: float32 [T], the critic's targets; ``None`` without a critic.
         metrics: of the estimator (KL, entropy of the sampled tokens, means).
         dropped: the rollouts of this step that are not trained.
@@ -294,12 +304,12 @@ class Batch:
     versions: IntArray
     sampled: BoolArray
     logprobs: FloatArray
-    proximal: FloatArray | None
-    reference: FloatArray | None
-    values: FloatArray | None
-    rewards: FloatArray
-    advantages: FloatArray
-    returns: FloatArray | None
+    proximal: FloatArray | None = None
+    reference: FloatArray | None = None
+    values: FloatArray | None = None
+    rewards: FloatArray | None = None
+    advantages: FloatArray | None = None
+    returns: FloatArray | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     dropped: tuple[Drop, ...] = ()
     deferred: tuple[Defer, ...] = ()
@@ -320,6 +330,13 @@ class Batch:
     def rows(self) -> Sequence[slice]:
         """Return the slice of the per-token arrays that belongs to each row."""
         return [slice(int(a), int(b)) for a, b in zip(self.offsets[:-1], self.offsets[1:], strict=True)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """Rows of a step's batch that are complete before the batch is, which follows and holds them too."""
+
+    batch: Batch
 
 
 @dataclass(frozen=True, slots=True, eq=False)

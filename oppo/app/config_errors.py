@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
@@ -11,8 +11,10 @@ from pydantic import ValidationError
 
 from oppo.algorithms.ppo import PPO
 from oppo.algorithms.registry import ALGORITHMS
-from oppo.app.sections import StepSection
-from oppo.app.settings import Settings, algorithm_of, keys_of
+from oppo.app.kinds import Kinds
+from oppo.app.sections import RewardPart, StepSection
+from oppo.app.settings import Settings, keys_of
+from oppo.app.tables import expectation
 from oppo.declared import Declared, declared
 from oppo.errors import ConfigError, shortened
 from oppo.redact import holds_secret, redacted
@@ -20,22 +22,11 @@ from oppo.redact import holds_secret, redacted
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
+REWARDS = ("models", "reward")
+"""The key that may be a table of tables."""
+
 SHOWN = 200
 """Characters of a wrong value in its message."""
-
-_WORDS = {
-    "string_pattern_mismatch": "letters, digits, '.', '_' and '-' only, beginning with a letter or a digit",
-    "string_too_short": "text that is not empty",
-    "string_type": "a string",
-    "int_type": "a whole number",
-    "int_parsing_size": "a whole number",
-    "float_type": "a number",
-    "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "tuple_type": "a list",
-    "dict_type": "a section",
-}
-"""What was expected, by the kind of fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +67,7 @@ class Faults:
         detail = details[0]
         if not place:  # a fault between sections, which its message names
             return detail["msg"].removeprefix("Value error, ")
-        where = f"[{place[0]}]" if len(place) == 1 else ".".join(place)
+        where = f"[{'.'.join(place)}]" if len(place) % 2 else ".".join(place)
         if detail["type"] in {"extra_forbidden", "unexpected_keyword_argument"}:
             return self._unknown(place)
         if detail["type"] == "missing":
@@ -85,6 +76,9 @@ class Faults:
             return f"{where}: {detail['msg'].removeprefix('Value error, ')}"
         if detail["type"] in {"model_type", "dataclass_type"}:
             return f"{where}: expected {self._wanted(place)}, got {shortened(repr(detail['input']), SHOWN)}"
+        if detail["loc"][-1:] == ("[key]",):
+            home = ".".join(place[:2])
+            return f"{home}: expected names of {expectation(detail)}, got {shortened(repr(detail['input']), SHOWN)}"
         item = next((f"item {part} to be " for part in detail["loc"][2:] if isinstance(part, int)), "")
         expected = " or ".join(dict.fromkeys(expectation(each) for each in details))
         return f"{where}: expected {item}{expected}, got {shortened(repr(detail['input']), SHOWN)}"
@@ -95,17 +89,19 @@ class Faults:
 
     def _unknown(self, place: tuple[str, ...]) -> str:
         if len(place) == 1:
-            kind, home, known = "section", "a configuration", list(self.sections)
-        else:
-            kind, home, known = "key", f"[{place[0]}]", list(self._declared(place[0]))
+            return self._unknown_name("section", "a configuration", self.sections, place)
+        return self._unknown_name("key", f"[{place[0]}]", self._declared(place[0]), place)
+
+    def _unknown_name(self, kind: str, home: str, known: Iterable[str], place: tuple[str, ...]) -> str:
+        known = list(known)
         near = difflib.get_close_matches(place[-1], known, n=1, cutoff=0.5)
         guess = self._elsewhere(place) or (f" (did you mean {near[0]!r}?)" if near else "")
         return f"unknown {kind} {'.'.join(place)!r}{guess}; the {kind}s of {home} are {', '.join(known)}"
 
     def _elsewhere(self, place: tuple[str, ...]) -> str:
         """Return the sections that have the same key."""
-        homes = [name for name, keys in self.keys.items() if len(place) > 1 and place[1] in keys]
-        return f" (it is a key of {', '.join(f'[{name}]' for name in homes)})" if homes else ""
+        homes = [f"[{name}]" for name, keys in self.keys.items() if len(place) == 2 and place[1] in keys]
+        return f" (it is a key of {', '.join(homes)})" if homes else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,17 +117,38 @@ class SettingsFaults(Faults):
     @classmethod
     def of(cls, document: Mapping[str, object]) -> Self:
         """Return the describer for a document and its algorithm."""
-        kind, step = algorithm_of(document), document.get("step")
-        named = step.get("algorithm") if kind is not None and isinstance(step, Mapping) else None
-        return cls(keys_of(kind or PPO), list(Settings.model_fields), algorithm=str(named or StepSection().algorithm))
+        kinds, step = Kinds.of(document), document.get("step")
+        named = step.get("algorithm") if kinds.algorithm is not None and isinstance(step, Mapping) else None
+        keys = keys_of(kinds.algorithm or PPO, kinds)
+        return cls(keys, list(Settings.model_fields), algorithm=str(named or StepSection().algorithm))
+
+    def _place(self, loc: Sequence[int | str]) -> tuple[str, ...]:
+        """Return the same, and of a reward among several its name and the key there."""
+        return tuple(str(part) for part in loc[: 4 if loc[:2] == REWARDS else 2])
+
+    def _wanted(self, place: tuple[str, ...]) -> str:
+        if len(place) == 3:
+            return f"a table with the keys {', '.join(declared(RewardPart))}"
+        if len(place) == 4:
+            return declared(RewardPart)[place[3]].description
+        return super(SettingsFaults, self)._wanted(place)
+
+    def _unknown(self, place: tuple[str, ...]) -> str:
+        if len(place) == 4:
+            return self._unknown_name("key", "[models.reward.NAME]", declared(RewardPart), place)
+        return super(SettingsFaults, self)._unknown(place)
 
     def _elsewhere(self, place: tuple[str, ...]) -> str:
         """Return the sections or algorithms that have the same key."""
-        homes = super(SettingsFaults, self)._elsewhere(place)
-        if homes or len(place) == 1:
-            return homes
+        if len(place) != 2:
+            return ""
         others = ", ".join(repr(name) for name, kind in ALGORITHMS.items() if place[1] in declared(kind))
-        return f" (it is a key of [algorithm] for {others}, not for {self.algorithm!r})" if others else ""
+        if place[0] == "algorithm" and others:
+            return f" (it is a key of [algorithm] for {others}, not for {self.algorithm!r})"
+        homes = super(SettingsFaults, self)._elsewhere(place)
+        if homes or not others:
+            return homes
+        return f" (it is a key of [algorithm] for {others}, not for {self.algorithm!r})"
 
 
 def require_public(tables: Mapping[str, Mapping[str, object]]) -> None:
@@ -156,11 +173,3 @@ def _texts(value: object) -> Iterator[str]:
     elif isinstance(value, list | tuple | dict):
         for each in value.values() if isinstance(value, dict) else value:
             yield from _texts(each)
-
-
-def expectation(detail: ErrorDetails) -> str:
-    """Return what a value should have been, in the terms of a settings file."""
-    if (words := _WORDS.get(detail["type"])) is not None:
-        return words
-    text = detail["msg"].removeprefix("Input should be ")
-    return f"a number {text}" if text.startswith(("greater", "less")) else text

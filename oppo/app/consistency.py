@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from oppo.declared import declared
+from oppo.app.sections import EvalSection
+from oppo.declared import changed, declared
 from oppo.training import OF_THE_CRITIC
 from oppo.user_code import is_of_a_file
 
@@ -20,7 +21,9 @@ def require_consistent(settings: Settings) -> None:
 
     Raises:
         ValueError: two contradict each other.
+        ConfigError: an admission of one's own cannot be made of them.
     """
+    settings.own_admission()  # which may refuse its settings
     if settings.run.exact:
         _require_exactness(settings)
     if settings.models.engine == "vllm":
@@ -37,17 +40,49 @@ def require_consistent(settings: Settings) -> None:
         )
     if settings.step.publish == "in-flight":
         _require_possible_in_flight(settings)
-    if settings.run.trainer == "process" and is_of_a_file(kind := type(settings.algorithm.loss())):
+    if settings.step.stream_updates:
+        _require_a_sum(settings)
+    if settings.run.trainer == "process" and is_of_a_file(kind := type(settings.trained_loss())):
         raise ValueError(
             f"run.trainer = 'process' takes the loss to another process, which cannot import {kind.__name__} from a "
             "file: leave run.trainer out, or keep the class in an installed package"
         )
+    if not settings.eval.prompts:
+        _require_no_evaluation(settings)
     if not settings.algorithm.has_critic:
         _require_no_critic(settings)
     if settings.algorithm.responses > 1 and settings.sampling.temperature == 0:
         raise ValueError(
             f"step.algorithm = {settings.step.algorithm!r} compares the responses to a prompt with one another, and "
             "sampling.temperature = 0 makes them all the same: give one above 0"
+        )
+
+
+def _require_a_sum(settings: Settings) -> None:
+    """Check that the gradient of a batch is the sum of its groups', each known once the group is scored."""
+    algorithm, trainer = settings.algorithm, settings.trainer
+    faults = {
+        "run.exact = true, and parts come in an order that depends on timing": settings.run.exact,
+        "models.share_weights = true, and gradients are computed while responses are decoded": (
+            settings.models.share_weights is True
+        ),
+        f"trainer.epochs = {trainer.epochs}": trainer.epochs > 1,
+        f"trainer.minibatches = {trainer.minibatches}": trainer.minibatches > 1,
+        f"step.algorithm = {settings.step.algorithm!r}, whose advantages are not those of a group alone": (
+            algorithm.has_critic or algorithm.responses < 2
+        ),
+        "algorithm.score_norm = true": getattr(algorithm, "score_norm", False),
+        "algorithm.kl_target": getattr(algorithm, "kl_target", None) is not None,
+        "algorithm.dynamic_sampling = true": getattr(algorithm, "dynamic_sampling", False),
+    }
+    found = [words for words, is_so in faults.items() if is_so]
+    loss = settings.trained_loss()
+    if not found and getattr(loss, "divisor", None) is None:
+        found = [f"a loss, {type(loss).__name__}, that divides by sizes of several kinds"]
+    if found:
+        raise ValueError(
+            f"step.stream_updates = true trains a group before the batch is complete, which does not go with "
+            f"{'; '.join(found)}: change that, or leave stream_updates out"
         )
 
 
@@ -62,6 +97,11 @@ def _require_exactness(settings: Settings) -> None:
         raise ValueError(
             "run.exact makes every bit independent of timing, and step.admission = 'adaptive' decides by time: choose "
             "another admission"
+        )
+    if settings.step.admission == "continuous":
+        raise ValueError(
+            "run.exact makes every bit independent of timing, and with step.admission = 'continuous' rollouts join "
+            "others when a place is free: choose another admission"
         )
     if settings.step.publish == "in-flight":
         raise ValueError(
@@ -101,19 +141,19 @@ def _require_possible_on_vllm(settings: Settings) -> None:
         )
 
 
+def _require_no_evaluation(settings: Settings) -> None:
+    if given := changed(settings.eval, declared(EvalSection).keys() - {"prompts", "seed"}):
+        raise ValueError(
+            f"[eval] has {', '.join(given)}, and nothing is evaluated without held-out prompts: give eval.prompts, or "
+            "leave that out"
+        )
+
+
 def _require_no_critic(settings: Settings) -> None:
-    sections: list[tuple[str, object, frozenset[str]]] = [
-        ("models", settings.models, OF_THE_CRITIC_MODEL),
-        ("trainer", settings.trainer, OF_THE_CRITIC),
-    ]
-    given = [
-        f"{name}.{key} = {getattr(section, key)!r}"
-        for name, section, of_a_critic in sections
-        for key, each in declared(type(section)).items()
-        if key in of_a_critic and getattr(section, key) != each.default
-    ]
+    given = {f"models.{key}": value for key, value in changed(settings.models, OF_THE_CRITIC_MODEL).items()}
+    given |= {f"trainer.{key}": value for key, value in changed(settings.trainer, OF_THE_CRITIC).items()}
     if given:
         raise ValueError(
-            f"step.algorithm = {settings.step.algorithm!r} has no critic and cannot use {', '.join(given)}: leave that "
-            "out"
+            f"step.algorithm = {settings.step.algorithm!r} has no critic and cannot use "
+            f"{', '.join(f'{name} = {value!r}' for name, value in given.items())}: leave that out"
         )

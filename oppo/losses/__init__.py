@@ -6,12 +6,14 @@
 from oppo.losses.distribution import SupportIndex, entropies, token_logprobs
 from oppo.losses.pairs import PairwiseLoss
 from oppo.losses.ppo import ClippedLoss, PPOLoss, default_loss, importance_weights
-from oppo.losses.protocol import Evaluated, Input, Inputs, Loss, Unit, Whole, means
+from oppo.losses.protocol import Divided, Divisor, Evaluated, Input, Inputs, Loss, Unit, Whole, means
 from oppo.losses.sequence import SequenceLoss
-from oppo.losses.terms import clipped_tokens, kl_loss, masked_mean, policy_loss, value_loss
+from oppo.losses.terms import kl_loss, kl_losses, masked_mean, policy_loss, policy_losses, value_loss
 
 __all__ = [
     "ClippedLoss",
+    "Divided",
+    "Divisor",
     "Evaluated",
     "Input",
     "Inputs",
@@ -22,14 +24,15 @@ __all__ = [
     "SupportIndex",
     "Unit",
     "Whole",
-    "clipped_tokens",
     "default_loss",
     "entropies",
     "importance_weights",
     "kl_loss",
+    "kl_losses",
     "masked_mean",
     "means",
     "policy_loss",
+    "policy_losses",
     "token_logprobs",
     "value_loss",
 ]

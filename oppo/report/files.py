@@ -13,6 +13,9 @@ from oppo.report.records import read
 
 METRICS, SAMPLES, WORK, REPORT = "metrics.jsonl", "samples.jsonl", "work.jsonl", "report.html"
 
+EVALUATIONS = "eval.jsonl"
+"""One object an evaluation, the first with step -1; only where a run is evaluated."""
+
 SUMMARY = "summary.json"
 """Written last, however the run ends."""
 
@@ -22,6 +25,7 @@ STEPLESS = frozenset(
         METRICS,
         SAMPLES,
         WORK,
+        EVALUATIONS,
         "journal.jsonl",
         "trace.json",
         SUMMARY,

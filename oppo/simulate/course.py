@@ -21,7 +21,7 @@ from oppo.models import Capabilities, Trained
 from oppo.observe import Observer, Span, SpanListener, silent
 from oppo.simulate.outcome import LAST, BatchFacts, Outcome
 from oppo.simulate.schedules import Schedule
-from oppo.simulate.system import Reader, Scoring, System, Workload
+from oppo.simulate.system import Passes, Reader, Scoring, System, Workload
 from oppo.stages import Generate, Update
 from oppo.stages.hold import held
 from oppo.testing import Device, FakeCritic, FakePolicy, FakeScorer, FakeTrainer, run_virtual
@@ -174,8 +174,8 @@ class Course:
         return FakePolicy(
             lambda prompt_: int(self._lengths[prompt_.admission, prompt_.sample]),
             seconds,
-            reading=lambda tokens: decoder.prefill.reading(0, grain * tokens),
-            recomputes=decoder.recomputes,
+            reading=partial(self._reading, decoder.prefill),
+            on_publish="recompute" if decoder.recomputes else "keep",
             cap=max(1, self.workload.cap // grain),
             replicas=decoder.replicas,
             static=decoder.static and self.schedule.held,
@@ -196,7 +196,7 @@ class Course:
         reader = self._reader(name)
         fake.device = self._device(reader.device)
         if reader.streams and not (self.schedule.held and reader.padded):
-            fake.per_token, fake.per_call = partial(self._reading, reader), reader.call
+            fake.per_token, fake.per_call = partial(self._reading, reader.passes), reader.call
             fake.answering = lambda finished: reader.answer * len(finished)
         else:
             fake.answering = partial(self._whole, reader)
@@ -206,10 +206,10 @@ class Course:
     def _reader(self, name: Scoring) -> Reader:
         return self.system.readers.get(name, Reader(place=name, device=name))
 
-    def _reading(self, reader: Reader, start: int, stop: int) -> float:
+    def _reading(self, passes: Passes, start: int, stop: int) -> float:
         """Return the seconds for positions of a response, those of the prompt below 0."""
         prompt = self.workload.prompt
-        return reader.passes.reading(0 if start < 0 else prompt + self.grain * start, prompt + self.grain * stop)
+        return passes.reading(0 if start < 0 else prompt + self.grain * start, prompt + self.grain * stop)
 
     def _whole(self, reader: Reader, finished: Sequence[Finish]) -> float:
         """Return the seconds for whole rows."""

@@ -24,12 +24,16 @@ class Publishing:
         trainer: owns the weights.
         followers: get them, in this order.
         after: names of the stages that must have returned in the later steps before they do; none: in flight.
+        held: names of the stages that must have returned in the step before.
     """
 
-    def __init__(self, trainer: Trainer, followers: Sequence[Follower], after: Sequence[str]) -> None:
+    def __init__(
+        self, trainer: Trainer, followers: Sequence[Follower], after: Sequence[str], held: Sequence[str] = ()
+    ) -> None:
         self._trainer = trainer
         self._followers = followers
         self._after = tuple(after)
+        self._held = tuple(held)
         self._followings = [each for each in followers if isinstance(each, Following)]
         self._checked = False
 
@@ -41,7 +45,7 @@ class Publishing:
         """
         if self._checked or not step.lookahead:
             return
-        self._require_own_weights()
+        self.require_own_weights("with lookahead", "choose a lookahead of 0")
         for each in self._followings:
             each.pair(self._followers)
         if not self._after:
@@ -49,14 +53,19 @@ class Publishing:
                 _require_in_flight(follower)
         self._checked = True
 
-    def _require_own_weights(self) -> None:
+    def require_own_weights(self, when: str, otherwise: str) -> None:
+        """Check that the trainer trains no tensor that a follower serves.
+
+        Raises:
+            ConfigError: it does; the words say when that matters, and what else helps.
+        """
         trainer = self._trainer
         if not isinstance(trainer, TrainsByReference):
             return
         if shared := [name_of(each) for each in self._followers if trainer.shares_weights(each)]:
             raise ConfigError(
-                f"with lookahead {', '.join(shared)} works while {type(trainer).__name__} trains, and they have "
-                "tensors in common: give the trainer copies of the models, or choose a lookahead of 0"
+                f"{when} {', '.join(shared)} works while {type(trainer).__name__} trains, and they have tensors in "
+                f"common: give the trainer copies of the models, or {otherwise}"
             )
 
     async def settled(self) -> None:
@@ -70,10 +79,11 @@ class Publishing:
         Raises:
             ProtocolError: a follower did not take them.
         """
+        await step.previous(*self._held)
         await step.later(*self._after, *filter(None, (each.awaited(step) for each in self._followings)))
         start = anyio.current_time()
         given = [each.given_in(step) if isinstance(each, Following) else each for each in self._followers]
-        with step.working("publish"):
+        with step.working("update", "publish"):
             await self._trainer.publish(*given)
         require_published(self._trainer, given)
         return anyio.current_time() - start

@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Final, Generic, Self, TypeVar, cast
 
@@ -22,7 +22,7 @@ from oppo.scorer_protocols import ConcurrentScorer, ReportsSamples
 from oppo.stages.backlog import Backlog, Growth
 from oppo.stages.contract import require_count, require_model
 from oppo.stages.following import Following
-from oppo.stages.measure import Samples, ScorerCall
+from oppo.stages.measure import Averaged, ScorerAnswer, ScorerReading
 
 T = TypeVar("T")
 
@@ -98,18 +98,23 @@ class Score(Generic[T]):
         return self._following
 
     async def __aenter__(self) -> Self:
+        if isinstance(self.scorer, AbstractAsyncContextManager):
+            await self.scorer.__aenter__()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
-        """Forget every session; a scorer that follows the trainer has the newest weights then."""
+        """Forget every session, and leave the scorer; one that follows the trainer has the newest weights then."""
         self._carried.clear()
-        try:
-            if self._following is not None:
-                await self._following.close(failed=error is not None)
-        finally:
-            await self._forget(list(self._sessions), IN_ORDER)
+        async with AsyncExitStack() as closing:
+            if isinstance(self.scorer, AbstractAsyncContextManager):
+                closing.push_async_exit(self.scorer)
+            try:
+                if self._following is not None:
+                    await self._following.close(failed=error is not None)
+            finally:
+                await self._forget(list(self._sessions), IN_ORDER)
 
     async def run(self, rollout: Receiver[RolloutEvent], /, *, out: Sender[Scored[T] | Drop], step: Step) -> None:
         """Score one step's finished rollouts."""
@@ -181,15 +186,17 @@ class Score(Generic[T]):
         """Return the scorer's value of each."""
         if not finished:
             return []
-        with _recorded(finished, step, answered=True):
+        start = anyio.current_time()
+        with _working(finished, step, "finish"):
             values = await self._prioritised.finish(finished, priority=priority)
             require_count(values, len(finished), "finish() of the scorer")
+        step.record(ScorerAnswer(start, anyio.current_time(), len(finished)))
         if isinstance(self.scorer, ReportsSamples):
-            step.record(Samples(self.scorer.samples()))
+            step.record(Averaged(self.scorer.samples()))
         for event in finished:
             del self._sessions[event.rollout]
         return [
-            Drop(event.rollout, value.reason)
+            replace(value, rollout=event.rollout)
             if isinstance(value, Drop)
             else Scored(event.rollout, value, self.scorer.version)
             for event, value in zip(finished, values, strict=True)
@@ -206,8 +213,9 @@ class Score(Generic[T]):
 
     async def _extend(self, accepted: Sequence[Growth], step: Step, priority: Priority) -> None:
         start = anyio.current_time()
-        with _recorded(accepted, step, answered=False):
+        with _working(accepted, step, "extend"):
             await self._prioritised.extend(accepted, priority=priority)
+        step.record(ScorerReading(sum(len(event.tokens) for event in accepted)))
         measured = (anyio.current_time() - start) / max(1, sum(len(event.tokens) for event in accepted))
         known = self._seconds_per_token
         self._seconds_per_token = min(measured, self._slice.rise * known) if known else measured
@@ -240,15 +248,11 @@ class Score(Generic[T]):
 
 
 @contextmanager
-def _recorded(events: Sequence[Growth | Finish], step: Step, *, answered: bool) -> Iterator[None]:
+def _working(events: Sequence[Growth | Finish], step: Step, label: str) -> Iterator[None]:
     """Record a call of the scorer; name the rollouts in an error."""
-    start = anyio.current_time()
     rollouts = list(dict.fromkeys(event.rollout for event in events))
-    tokens = sum(len(event.tokens) for event in events if not isinstance(event, Finish))
-    label, counts = ("finish", {"rollouts": len(rollouts)}) if answered else ("extend", {"tokens": tokens})
-    with noted(f"while scoring rollouts {rollouts}"), step.working(label, **counts):
+    with noted(f"while scoring rollouts {rollouts}"), step.working("score", label):
         yield
-    step.record(ScorerCall(start, anyio.current_time(), len(rollouts) if answered else 0, tokens))
 
 
 def prioritised(scorer: Scorer[T]) -> PrioritisedScorer[T]:

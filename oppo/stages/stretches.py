@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,53 +14,64 @@ MOST: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Decoded:
+class Grown:
     """What was decoded of a rollout in a phase.
 
     Attributes:
         prompt: tokens of its prompt.
         start, stop: tokens of its response at the beginning and at the end.
-        ended: seconds from the beginning to its last piece; NaN if it did not end.
+        ended: loop time of its last piece, in seconds; NaN if it did not end.
+        joined: decode steps of the phase before it was decoded.
     """
 
     prompt: int
     start: int
     stop: int
     ended: float
+    joined: int = 0
 
     @property
-    def gain(self) -> int:
-        """Tokens that it gained: one in each decode step while it was live."""
-        return self.stop - self.start
+    def last(self) -> int:
+        """The decode steps of the phase up to its last token: it gained one in each while it was live."""
+        return self.joined + self.stop - self.start
+
+    @property
+    def context(self) -> int:
+        """Tokens that were read before it was decoded on."""
+        return self.prompt + self.start
 
     def within(self, first: int, last: int) -> tuple[int, int]:
         """Return the tokens that it gained in the decode steps ``first .. last``, and the sum of its context there."""
-        begin, end = min(first, self.gain), min(last, self.gain)
-        known = self.prompt + self.start
-        return end - begin, (end - begin) * known + (end * (end - 1) - begin * (begin - 1)) // 2
+        gain = self.stop - self.start
+        begin, end = (min(max(step - self.joined, 0), gain) for step in (first, last))
+        return end - begin, (end - begin) * self.context + (end * (end - 1) - begin * (begin - 1)) // 2
 
 
-def stretches(rollouts: Sequence[Decoded], seconds: float) -> tuple[Stretch, ...]:
-    """Return the stretches of a phase of so many seconds: none if nothing was decoded.
+def stretches(rollouts: Sequence[Grown], begin: float, end: float) -> tuple[Stretch, ...]:
+    """Return the stretches of a phase between two loop times: none if nothing was decoded.
 
-    Each ends with a decode step in which a rollout ended, the last one with the phase. All rollouts are live from the
-    first decode step on.
+    Each ends with a decode step in which a rollout ended, the last one with the phase.
     """
-    steps = max((each.gain for each in rollouts), default=0)
+    steps = max((each.last for each in rollouts if each.stop > each.start), default=0)
     if not steps:
         return ()
-    borders = [(0, 0.0)]
-    for each in sorted(rollouts, key=lambda each: (each.gain, each.ended)):
-        far = each.gain - borders[-1][0] >= steps / MOST
-        if far and each.gain < steps and borders[-1][1] < each.ended < seconds:
-            borders.append((each.gain, each.ended))
-    borders.append((steps, seconds))
-    found = []
-    for (first, begin), (last, end) in pairwise(borders):
-        gained, context = zip(*(each.within(first, last) for each in rollouts), strict=True)
-        found.append(Stretch(end - begin, last - first, sum(gained), sum(context)))
-    opened = sum(each.prompt for each in rollouts if not each.start)
-    resumed = sum(each.prompt + each.start for each in rollouts if each.start)
-    first_one = found[0]
-    found[0] = Stretch(first_one.seconds, first_one.steps, first_one.tokens, first_one.context, opened, resumed)
-    return tuple(each for each in found if math.isfinite(each.seconds))
+    borders = [(0, begin)]
+    for each in sorted(rollouts, key=lambda each: (each.last, each.ended)):
+        far = each.last - borders[-1][0] >= steps / MOST
+        if far and each.last < steps and borders[-1][1] < each.ended < end:
+            borders.append((each.last, each.ended))
+    borders.append((steps, end))
+    return tuple(_stretch(rollouts, *first, *last) for first, last in pairwise(borders))
+
+
+def _stretch(rollouts: Sequence[Grown], first: int, begin: float, last: int, end: float) -> Stretch:
+    gained, context = zip(*(each.within(first, last) for each in rollouts), strict=True)
+    began = [each for each in rollouts if first <= each.joined < last]
+    return Stretch(
+        end - begin,
+        last - first,
+        sum(gained),
+        sum(context),
+        opened=sum(each.context for each in began if not each.start),
+        resumed=sum(each.context for each in began if each.start),
+    )

@@ -1,11 +1,15 @@
-"""Update: a batch in, the step's report out; every follower has the new weights by then.
+"""Update: a batch in, the step's report out; every follower has been given the new weights by then.
 
 A token trained in step ``t`` is at most ``max_deferrals + lookahead`` updates older than the weights that are updated.
 Proof: step ``j`` begins when step ``j - 1 - lookahead`` has ended, and a step ends after its update is published, so a
-token written in step ``j`` has version ``j - lookahead`` or a newer one. Its rollout is deferred at most
-``max_deferrals`` times, once for each step between its admission and its training, so ``t <= j + max_deferrals``.
-Step ``t`` updates version ``t``, and the lag is at most ``t - (j - lookahead) <= max_deferrals + lookahead``. Weights
-that are published earlier only make it smaller.
+token written in step ``j`` has version ``j - lookahead`` or a newer one. Its rollout enters step ``i``, at the start or
+while others are decoded, and is deferred once for each step from then to its training, so ``i <= j <= t``, and
+``t <= i + max_deferrals`` where each rollout of that age has a place in the batch. It has: the cut waits for it, and at
+most ``extra <= batch`` units are carried into a step. For a step owns at most ``batch + extra`` units, and those that
+join it while it is decoded are counted: when ``batch`` of them are placed, at most ``extra`` are not. Rejected units
+leave their step, and others take their places by the same count. Step ``t`` updates version ``t``, and the lag is at
+most ``t - (j - lookahead) <= max_deferrals + lookahead``. Weights that are published earlier, in flight, only make it
+smaller.
 """
 
 from __future__ import annotations
@@ -22,13 +26,13 @@ from numpy.typing import NDArray
 
 from oppo.admission import bottleneck
 from oppo.errors import ConfigError, ModelDiverged
-from oppo.events import Batch, Drop, StepReport
+from oppo.events import Batch, Drop, Part, StepReport
 from oppo.graph import Receiver, Sender, Step
-from oppo.models import Follower, Trained, Trainer
+from oppo.models import Follower, StreamingTrainer, Trained, Trainer
 from oppo.numeric import require_whole
 from oppo.stages.contract import require_model, require_trained
 from oppo.stages.lengths import LengthBias
-from oppo.stages.measure import TrainingPhase, observation, step_metrics
+from oppo.stages.measure import observation, step_metrics
 from oppo.stages.publishing import Publishing
 from oppo.stages.run_metrics import run_metrics
 from oppo.stages.scored_rollouts import NONFINITE
@@ -50,6 +54,8 @@ class Update:
             returned in the later steps that are alive: the weights that a step uses then depend on its index and the
             lookahead alone. When empty, they are published in flight: as soon as there are new ones, between two decode
             steps of the policy.
+        held: names of stages that use these models when the update is over, as an evaluation does: the weights are
+            published when these have returned in the step before.
         max_nonfinite: number of consecutive updates with a number that is not finite that ends the run; 0: never.
         dump: writes the last batch of such a run.
     """
@@ -57,8 +63,10 @@ class Update:
     trainer: Trainer
     publish: Sequence[Follower] = ()
     after: Sequence[str] = ()
+    held: Sequence[str] = ()
     max_nonfinite: int = 3
     dump: Dump | None = None
+    _parts: int = field(default=0, init=False, repr=False)
     _nonfinite: int = field(default=0, init=False, repr=False)
     _ended: float = field(default=-math.inf, init=False, repr=False)
     _lengths: LengthBias = field(default_factory=LengthBias, init=False, repr=False)
@@ -69,7 +77,7 @@ class Update:
         require_model(self.trainer, "Trainer", ("version", "update", "publish"))
         for follower in self.publish:
             require_model(follower, "Follower", ("version", "load"))
-        self._publishing = Publishing(self.trainer, self.publish, self.after)
+        self._publishing = Publishing(self.trainer, self.publish, self.after, self.held)
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the number of consecutive nonfinite updates, and the lengths of the last responses."""
@@ -80,8 +88,8 @@ class Update:
         self._nonfinite = int(state["nonfinite"])
         self._lengths.load_state_dict(state["lengths"])
 
-    async def run(self, batches: Receiver[Batch], /, *, out: Sender[StepReport], step: Step) -> None:
-        """Train, publish, report.
+    async def run(self, batches: Receiver[Batch | Part], /, *, out: Sender[StepReport], step: Step) -> None:
+        """Train, publish, report; a trainer that can accumulates the parts of the batch that come before it.
 
         Raises:
             ConfigError: the run looks ahead, and the followers cannot be given weights meanwhile: the trainer trains
@@ -91,18 +99,20 @@ class Update:
         """
         self._publishing.require_possible(step)
         async for batch in batches:
+            if isinstance(batch, Part):
+                await self._accumulate(batch, step)
+                continue
             version = self.trainer.version
             scored = anyio.current_time()
             await self._publishing.settled()
             begun = anyio.current_time()
             with step.working("update"):
-                trained = await self.trainer.update(batch)
+                trained = await self._train(batch)
             updated = anyio.current_time()
             require_trained(trained, self.trainer, version, batch)
             self._require_finite(batch, trained)
             publishing = await self._publishing.publish(step)
             end = anyio.current_time()
-            step.record(TrainingPhase(updated - begun + publishing))
             rollouts = batch.rollouts
             rows = [row for row, rollout in enumerate(rollouts) if rollout not in trained.nonfinite]
             bias = self._lengths.after(batch)
@@ -133,6 +143,23 @@ class Update:
                 report = replace(report, metrics={**report.metrics, **found.as_metrics()})
             self._ended = end
             await out.send(report)
+
+    async def _accumulate(self, part: Part, step: Step) -> None:
+        if not isinstance(self.trainer, StreamingTrainer):
+            raise ConfigError(
+                f"the batch comes in parts, and {type(self.trainer).__name__} takes it whole: leave InParts out, or "
+                "give a trainer with accumulate() and commit() (oppo.models.StreamingTrainer)"
+            )
+        self._publishing.require_own_weights("with a batch in parts", "leave InParts out")
+        with step.working("other", "accumulate"):
+            await self.trainer.accumulate(part.batch)
+        self._parts += 1
+
+    async def _train(self, batch: Batch) -> Trained:
+        parts, self._parts = self._parts, 0
+        if parts and isinstance(self.trainer, StreamingTrainer):
+            return await self.trainer.commit(batch)
+        return await self.trainer.update(batch)
 
     def _require_finite(self, batch: Batch, trained: Trained) -> None:
         """Raise ``ModelDiverged`` after too many consecutive nonfinite updates."""

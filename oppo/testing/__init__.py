@@ -8,10 +8,18 @@ from oppo.testing.device import Device, time_shared
 from oppo.testing.fake_batch import fake_batch
 from oppo.testing.fake_policy import FakePolicy
 from oppo.testing.fakes import FakeCritic, FakeScorer, FakeTrainer, fake_per_token, fake_scalar, noise, prompts
-from oppo.testing.faulty import FaultyCritic, FaultyPolicy, FaultyScorer, FaultyTrainer, faulty_reward
+from oppo.testing.faulty import (
+    FaultyCritic,
+    FaultyEnvironment,
+    FaultyPolicy,
+    FaultyScorer,
+    FaultyTrainer,
+    faulty_reward,
+)
 from oppo.testing.loop import VirtualTimeLoop, run_virtual
 from oppo.testing.recorder import Happening, Recorder
 from oppo.testing.script import Fault, Flap, Garbage, HalfPublished, Hang, LoseSessions, Raise, Script, Slow
+from oppo.testing.serial import respond_serially, score_serially
 
 __all__ = [
     "Device",
@@ -21,6 +29,7 @@ __all__ = [
     "FakeTrainer",
     "Fault",
     "FaultyCritic",
+    "FaultyEnvironment",
     "FaultyPolicy",
     "FaultyScorer",
     "FaultyTrainer",
@@ -44,6 +53,8 @@ __all__ = [
     "faulty_reward",
     "noise",
     "prompts",
+    "respond_serially",
     "run_virtual",
+    "score_serially",
     "time_shared",
 ]

@@ -38,7 +38,8 @@ class FakeDecode:
         answers: what was given after turns, by its position.
         waiting: a turn has ended, and nothing has come of it yet.
         closed: it was given up.
-        read_by: version of the weights that have read its context; ``None``: none has.
+        filled: the position up to which there are keys and values; the prompt's positions are below 0.
+        loads: the load of the policy's weights that computed these; -1 before.
     """
 
     def __init__(
@@ -53,7 +54,8 @@ class FakeDecode:
         self.answers: dict[int, IntArray] = {}
         self.waiting = False
         self.closed = False
-        self.read_by: int | None = None
+        self.filled = 0
+        self.loads = -1
         self._runs: list[tuple[int, int]] = []  # from this token on, this version
         self._at_home = False
         self._full = False
@@ -94,7 +96,7 @@ class FakeDecode:
 
     def join(self) -> None:
         """Be decoded, with the policy's present weights."""
-        self.follow()
+        self.follow(self.policy.version)
         if self.lane is not None:
             self.lane.join(self)
 
@@ -102,10 +104,26 @@ class FakeDecode:
         """Be decoded no longer; idempotent."""
         if self.lane is not None and self in self.lane:
             self.lane.leave(self)
+            self.filled = max(self.filled, self.parked - 1)
 
-    def follow(self) -> None:
-        """Make the next tokens with the policy's present weights."""
-        self._made_by(self.policy.version, self.made)
+    def unread(self, load: int, *, again: bool) -> tuple[int, int]:
+        """Return the positions to read before it is decoded on, and note them as read.
+
+        Args:
+            load: number of the weights that read them.
+            again: what other weights have read is read again.
+        """
+        if self.loads < 0 or (again and self.loads != load):
+            self.filled = -len(self.prompt.tokens)
+        elif self.lane is not None and self in self.lane:
+            self.filled = max(self.filled, self.made - 1)
+        start, stop = self.filled, max(self.made - 1, 0)
+        self.loads, self.filled = load, self.made
+        return start, stop
+
+    def follow(self, version: int) -> None:
+        """Make the next tokens with weights of this version."""
+        self._made_by(version, self.made)
 
     def _made_by(self, version: int, position: int) -> None:
         if self._runs and self._runs[-1][0] == position:

@@ -1,5 +1,8 @@
 """A fake actor with a cost model: it decodes all rollouts together, or each at its own pace.
 
+It reads what it has no keys and values of before it goes on with a rollout: the prompt, a tool's answer, and everything
+once more when other weights were loaded, unless ``on_publish`` keeps the old ones.
+
 A fake token is a hash of (seed, admission, sample, position); a fake log-prob also depends on the version of the
 weights. Code that mixes up rollouts, positions or versions gets other numbers.
 """
@@ -9,7 +12,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from functools import partial
+from typing import Literal, TypeAlias
 
 import anyio
 import numpy as np
@@ -22,8 +26,10 @@ from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Weig
 from oppo.support import Support
 from oppo.testing.device import Device
 from oppo.testing.fake_decode import FakeDecode
-from oppo.testing.fakes import require_seconds
+from oppo.testing.fakes import ReadSeconds, require_seconds
 from oppo.testing.lane import Lane
+
+__all__ = ["FakeDecode", "FakePolicy", "Length", "StepSeconds"]
 
 Length: TypeAlias = Callable[[Prompt], int]
 
@@ -32,24 +38,36 @@ StepSeconds: TypeAlias = Callable[[int, int], float]
 
 
 @dataclass(eq=False)
+class _Load:
+    """New weights on their way: the ``number``-th, which these lanes have not adopted yet."""
+
+    version: int
+    number: int
+    lanes: dict[Lane[FakeDecode], None] = field(default_factory=dict)
+    adopted: anyio.Event = field(default_factory=anyio.Event)
+
+
+@dataclass(eq=False)
 class FakePolicy:
     """An actor whose decode step serves every live rollout, or that decodes each at its own pace.
 
-    While its context is open, it also is the :class:`~oppo.models.Decoding` that rollouts join and leave.
+    While its context is open, it also is the :class:`~oppo.models.Decoding` that rollouts join.
 
     Attributes:
         length: tokens in the response to a prompt, before the cap.
         seconds: of one decode step; with a pace, of one token of a rollout.
         pace: factor of ``seconds`` for a rollout, which is then decoded on its own, as by an engine of requests.
             ``None``: every decode step makes one token of each rollout.
-        reading: seconds to read so many tokens of context before a rollout is decoded. Decode steps wait meanwhile.
-        recomputes: the context of a rollout is read again with new weights, whether it was carried or is being decoded.
         cap: a response of this many tokens ends with reason ``length``.
         given: the positions of a response that are not sampled but a tool's answer.
         turns: the lengths at which turns of a response end, answers not counted, and which are not its end.
         holds: decoding waits while a turn is unanswered, as that of an exact engine does.
         kept: the number of ids in each token's support; 0: all.
         capabilities: those it claims; it implements all of them.
+        reading: seconds for each token that is read before its rollout goes on, or a function of the positions read.
+            Decode steps wait meanwhile.
+        on_publish: whether keys and values of other weights are computed again or kept.
+        prefilled: tokens read so far before their rollouts went on.
         replicas: engines, each with rollouts and decode steps of its own; a rollout stays with the one that has the
             fewest when it is first decoded.
         static: a rollout that has ended keeps its place in the decode step, padded to the longest, until the cut.
@@ -62,8 +80,6 @@ class FakePolicy:
     length: Length = lambda prompt: 5 + prompt.admission % 7
     seconds: float | StepSeconds = 0.01
     pace: Callable[[Prompt], float] | None = None
-    reading: Callable[[int], float] | None = None
-    recomputes: bool = True
     cap: int = 1_000_000
     seed: int = 0
     given: Callable[[Prompt], range] = lambda prompt: range(0)
@@ -75,10 +91,14 @@ class FakePolicy:
     static: bool = False
     device: Device | None = None
     capabilities: Capabilities = field(default_factory=lambda: Capabilities(turns=True))
+    reading: float | ReadSeconds = 0.0
+    on_publish: Literal["recompute", "keep"] = "recompute"
+    prefilled: int = 0
 
     def __post_init__(self) -> None:
         require_declared(self)
         require_seconds("seconds of FakePolicy", self.seconds)
+        require_seconds("reading of FakePolicy", self.reading)
         self._live: dict[FakeDecode, None] = {}  # an ordered set
         self._waiting: dict[FakeDecode, None] = {}
         self._cut: Cut | None = None
@@ -86,6 +106,7 @@ class FakePolicy:
         self._loops: TaskGroup | None = None
         self.lanes = [self._lane() for _ in range(self.replicas)]
         self._tokens = 0
+        self._loads = self._adopted = 0
 
     @property
     def tokens(self) -> int:
@@ -134,7 +155,7 @@ class FakePolicy:
         return decodes
 
     async def load(self, weights: Weights) -> None:
-        """Follow the trainer, at once or when decoding ends.
+        """Follow the trainer: between two decode steps, or when decoding ends.
 
         Raises:
             ProtocolError: the policy is decoding, and its capabilities exclude loading meanwhile.
@@ -143,14 +164,23 @@ class FakePolicy:
             raise ProtocolError("weights were published while the policy was decoding")
         if self._over is not None and self.capabilities.loads_while_decoding == "when decoding ends":
             await self._over.wait()
-        self.serve(weights.version)
+        self._loads += 1
+        load = _Load(weights.version, self._loads)
+        load.lanes |= dict.fromkeys([*self.lanes, *(decode.lane for decode in self._live if decode.lane is not None)])
+        for lane in list(load.lanes):
+            lane.between_steps(partial(self._adopt, load, lane))
+        await load.adopted.wait()
 
-    def serve(self, version: int) -> None:
-        """Make the next tokens with weights of this version."""
-        self.version = version
+    def _adopt(self, load: _Load, lane: Lane[FakeDecode]) -> None:
+        """Serve new weights from the next decode step of a lane on, and altogether once every lane does."""
+        del load.lanes[lane]
+        if not load.lanes:
+            self.version, self._adopted = load.version, load.number
+            load.adopted.set()
         for decode in self._live:
-            decode.follow()
-            self._read(decode)
+            if decode.lane is lane or not load.lanes:
+                decode.follow(load.version)
+                self._read(decode, load.number)
 
     def decoding(self, live: Sequence[Decode], cut: Cut) -> AbstractAsyncContextManager[Decoding]:
         """Decode while the context is open."""
@@ -187,12 +217,15 @@ class FakePolicy:
     async def add(self, decodes: Sequence[Decode]) -> None:
         """Decode these as well, from the next decode step on.
 
+        Those that come after the cut stay parked.
+
         Raises:
-            ProtocolError: the step has been cut.
+            ProtocolError: the policy is not decoding.
         """
-        for decode in self.mine(decodes):
-            if self._cut is None or self._loops is None:
-                raise ProtocolError(f"rollout {decode.prompt.rollout} was added to a decoding that has been cut")
+        mine = self.mine(decodes)
+        if self._loops is None:
+            raise ProtocolError(f"{len(decodes)} rollouts were added to a decoding that has ended")
+        for decode in mine if self._cut is not None else ():
             if decode.waiting:
                 self._waiting[decode] = None
             elif not decode.done:
@@ -215,16 +248,18 @@ class FakePolicy:
         if decode.lane is None:
             decode.settle_in(self._home() if self.pace is None else self._lane(self.pace(decode.prompt)))
         self._live[decode] = None
-        self._read(decode)
+        self._read(decode, self._adopted)
         decode.join()
         self._start(decode)
 
-    def _read(self, decode: FakeDecode) -> None:
-        """Read the context of a rollout if that is needed."""
-        before, decode.read_by = decode.read_by, self.version
-        stale = before is None or (self.recomputes and before != self.version)
-        if self.reading is not None and stale and decode.lane is not None:
-            decode.lane.pause(self.reading(len(decode.prompt.tokens) + decode.made))
+    def _read(self, decode: FakeDecode, load: int) -> None:
+        """Read the context of a rollout up to its last token, which the next decode step reads."""
+        start, stop = decode.unread(load, again=self.on_publish == "recompute")
+        if start >= stop or decode.lane is None:
+            return
+        self.prefilled += stop - start
+        seconds = self.reading(start, stop) if callable(self.reading) else self.reading * (stop - start)
+        decode.lane.pause(seconds if self.pace is None else self.pace(decode.prompt) * seconds)
 
     def _home(self) -> Lane[FakeDecode]:
         return min(self.lanes, key=lambda lane: lane.homes)
@@ -234,10 +269,6 @@ class FakePolicy:
         for lane in self.lanes if self.holds and self.pace is None else [decode.lane]:
             if self._loops is not None and lane is not None:
                 self._loops.start_soon(lane.run)
-
-    async def park(self, decodes: Sequence[Decode]) -> None:
-        """Stop decoding these."""
-        self.stop(self.mine(decodes))
 
     def stop(self, decodes: Sequence[FakeDecode]) -> None:
         """Decode these no longer, and wake their readers."""

@@ -88,6 +88,7 @@ class Lane(Generic[R]):
         self._active = 0  # rows of the first of them
         self._paused = 0.0  # seconds before the next step that has no end yet
         self._planned = 0  # the step with the next event
+        self._changes: list[Callable[[], None]] = []  # between this decode step and the next
         self._job: Job | None = None
         self._worked = 0.0  # seconds at work, before the present work
         self._begun = 0.0
@@ -148,6 +149,15 @@ class Lane(Generic[R]):
         self._paused += seconds
         self._replan()
 
+    def between_steps(self, change: Callable[[], None]) -> None:
+        """Call ``change`` after the decode step in progress, or now."""
+        if self._job is None:
+            change()
+            return
+        self.settle()
+        self._changes.append(change)
+        self._replan()
+
     def clear(self) -> None:
         """Forget the places of rows that have ended."""
         self._places = len(self._seats)
@@ -165,12 +175,14 @@ class Lane(Generic[R]):
                 self.settle()
                 self._worked = self.busy
                 self._job, self._ends = None, []
+                self._change()
 
     async def _advance(self, job: Job) -> None:
         """Pass the time until the next event, or until the rows or what they are waited for have changed."""
         while self._agenda[0][-1] not in self._seats:
             heappop(self._agenda)
-        self._planned = self._agenda[0][0]
+        self.settle()
+        self._planned = self._steps + 1 if self._changes else self._agenda[0][0]
         if not await job.reach(self._end(self._planned, job)):
             return
         self._count(self._planned - self._steps)
@@ -183,6 +195,12 @@ class Lane(Generic[R]):
         for row in due:
             if row in self._seats:
                 self._note(row, self._seats[row])
+        self._change()
+
+    def _change(self) -> None:
+        changes, self._changes = self._changes, []
+        for change in changes:
+            change()
 
     def _note(self, row: R, seat: Seat) -> int:
         step = seat.since + row.due() - seat.made

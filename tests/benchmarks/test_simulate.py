@@ -58,7 +58,7 @@ class Kept(Observer):
                 "update": result.metrics["timing_s/update"],
                 "publish": result.metrics["timing_s/publish"],
                 "observed": self.seen.as_json(),
-                "work": {track: labels for track, labels in work_of(spans).items()},
+                "work": work_of(spans),
             }
         )
 

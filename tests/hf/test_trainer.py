@@ -32,8 +32,7 @@ from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import ValueModel
 from oppo.hf.train.packing import MicroBatch, pack
 from oppo.hf.train.trainer import HfTrainer
-from oppo.hf.train.update_metrics import StalenessMetrics
-from oppo.losses import ClippedLoss, Evaluated, PPOLoss, Whole
+from oppo.losses import ClippedLoss, Evaluated, Input, PPOLoss, Whole
 from oppo.models import Sampling, Weights
 from oppo.placement import Thread
 from oppo.testing import check_trainer
@@ -150,9 +149,13 @@ def make(thread: Thread, *, name: str = "llama", **options: object) -> HfTrainer
 
 def backward(trainer: HfTrainer, batch: Batch, groups: Iterable[Sequence[int]]) -> None:
     """Add the gradients of a batch that is one minibatch, read in ``groups`` of rows."""
-    asked, whole = trainer.core.loss.reads | trainer.core.loss.measures, Whole.of(batch, range(len(batch)))
+    asked, whole = (
+        trainer.core.loss.reads | trainer.core.loss.measures,
+        Whole.of(batch, range(len(batch)), SAMPLING.max_new_tokens),
+    )
     for group in groups:
-        tiny.apart(trainer.core._backward)(pack(batch, group, torch.device("cpu"), asked), whole, StalenessMetrics(0))
+        part = pack(batch, group, torch.device("cpu"), asked)
+        tiny.apart(lambda part: trainer.core.backward(part, trainer.core.outputs(part), whole))(part)
 
 
 def critic_of(trainer: HfTrainer) -> PreTrainedModel:
@@ -275,7 +278,7 @@ async def test_tokens_that_were_not_sampled_do_not_train(thread: Thread) -> None
     async def trained(noise: float) -> str:
         trainer = make(thread)
         batch = rollouts(trainer.core.actor, critic_of(trainer), given=True)
-        for array in (batch.logprobs, known(batch.values), batch.advantages, known(batch.returns)):
+        for array in (batch.logprobs, known(batch.values), known(batch.advantages), known(batch.returns)):
             array[~batch.sampled] += np.float32(noise)
         trained = await trainer.update(batch)
         assert trained.metrics["train/tokens"] == batch.sampled.sum() < len(batch.tokens)
@@ -299,13 +302,13 @@ async def test_every_trainable_parameter_moves_and_the_reward_direction_is_learn
     moved = np.concatenate(
         [one_row(trainer.core.actor, critic_of(trainer), row.prompt.tokens, row.tokens)[0] for row in batch.responses]
     )
-    assert float(((moved - batch.logprobs) * batch.advantages).mean()) > 0
+    assert float(((moved - batch.logprobs) * known(batch.advantages)).mean()) > 0
 
 
 async def test_a_minibatch_that_is_not_finite_is_skipped_and_its_rollouts_are_reported(thread: Thread) -> None:
     trainer = make(thread, epochs=2, minibatches=len(LENGTHS))
     batch = rollouts(trainer.core.actor, critic_of(trainer))
-    batch.advantages[batch.rows()[3]] = np.nan
+    known(batch.advantages)[batch.rows()[3]] = np.nan
     trained = await trainer.update(batch)
     assert trained.nonfinite == trained.skipped == (13,)
     assert trained.metrics["train/minibatches"] == 2 * (len(LENGTHS) - 1)
@@ -317,7 +320,7 @@ async def test_a_minibatch_that_is_not_finite_is_skipped_and_its_rollouts_are_re
 async def test_a_rollout_that_another_minibatch_trained_is_not_reported_as_not_finite(thread: Thread) -> None:
     trainer = make(thread, epochs=4, minibatches=3)
     batch = rollouts(trainer.core.actor, critic_of(trainer))
-    batch.advantages[batch.rows()[3]] = np.nan
+    known(batch.advantages)[batch.rows()[3]] = np.nan
     trained = await trainer.update(batch)
     assert trained.nonfinite == (13,)
     assert {13} < set(trained.skipped) <= set(batch.rollouts)
@@ -376,15 +379,15 @@ async def test_an_update_that_failed_half_way_leaves_no_gradient_for_the_next(
         trainer = make(thread, micro_batch_tokens=20)
         batch = rollouts(trainer.core.actor, critic_of(trainer))
         if failing:
-            backward, parts = trainer.core._backward, iter(range(9))
+            backward, parts = trainer.core.backward, iter(range(9))
 
-            def half_an_update(part: MicroBatch, whole: Whole, staleness: StalenessMetrics) -> Evaluated:
+            def half_an_update(part: MicroBatch, outputs: Mapping[Input, Tensor], whole: Whole) -> Evaluated:
                 if next(parts) == 2:
                     raise MemoryError("out of memory")
-                return backward(part, whole, staleness)
+                return backward(part, outputs, whole)
 
             with monkeypatch.context() as patch:
-                patch.setattr(trainer.core, "_backward", half_an_update)
+                patch.setattr(trainer.core, "backward", half_an_update)
                 with pytest.raises(MemoryError):
                     await trainer.update(batch)
         await trainer.update(batch)

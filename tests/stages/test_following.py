@@ -16,8 +16,8 @@ from oppo.errors import ConfigError
 from oppo.events import Batch, Chunk, Finish, FloatArray, Given, Prompt, Scored
 from oppo.follower_protocols import ServesByReference
 from oppo.graph import Graph
-from oppo.hosted_trainer import publish
 from oppo.models import Capabilities, Follower, Loads, Trained, Weights
+from oppo.publishing import publish
 from oppo.stages import Score, Update, followers
 from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_per_token, fake_scalar, run_virtual
 from tests.pipelines import Pipeline, Setting, settings

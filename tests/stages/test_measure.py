@@ -14,9 +14,10 @@ from oppo.admission import AdmitView, CutView, Observation, Overcommit, Scoring,
 from oppo.events import FinishReason, Prompt, StepReport
 from oppo.graph import Step
 from oppo.models import Decode
+from oppo.observe import Span
 from oppo.stages.in_flight import InFlightRollout
-from oppo.stages.measure import DecodeMeter, DecodePhase, ScorerCall, observation
-from oppo.stages.stretches import Decoded, stretches
+from oppo.stages.measure import Decoded, DecodeMeter, ScorerAnswer, ScorerReading, observation
+from oppo.stages.stretches import Grown, stretches
 from oppo.testing import FakePolicy, run_virtual
 from tests.pipelines import Pipeline, Setting
 
@@ -34,24 +35,27 @@ def report(seconds: float, **metrics: float) -> StepReport:
 def test_lengths_are_those_of_units_and_gains_those_of_rollouts() -> None:
     rollouts = [in_flight(0, 0, 30), in_flight(1, 0, 90, "eos"), in_flight(2, 1), in_flight(3, 1)]
     rollouts.append(in_flight(4, 2, 7, "eos"))
-    meter = DecodeMeter(rollouts, 1.0)
+    meter = DecodeMeter(rollouts)
     for number, length, reason in ((0, 50, "stop"), (2, 20, "length"), (3, 15, None)):
         rollouts[number].length, rollouts[number].reason = length, reason  # type: ignore[assignment]  # a FinishReason
-    whole = Stretch(3.0, 20, 55, 20 * 31 + 190 + 20 * 1 + 190 + 15 * 1 + 105, opened=2, resumed=31)
-    assert meter.phase(4.0) == DecodePhase(
-        1.0, 4.0, decode_steps=20, tokens=55, rows=3, finished=(90,), capped=0, parked=(20,), stretches=(whole,)
-    )
+    grown = meter.decoded().grown
+    assert [(each.start, each.stop) for each in grown] == [(30, 50), (0, 20), (0, 15)]
+    assert replace(meter.decoded(), grown=()) == Decoded(20, 55, rows=3, finished=(90,), capped=0, parked=(20,))
 
 
 def test_seconds_are_told_apart_by_the_cut_and_by_what_was_waited_for() -> None:
     step = Step(4, 1, 0.0)
-    step.of("generate").record(DecodePhase(2.0, 10.0, decode_steps=9))
-    reward, reference = step.of("reward"), step.of("ref_logp")
-    reward.record(ScorerCall(1.0, 3.0, answered=0, tokens=40))
-    reward.record(ScorerCall(9.0, 11.0, answered=0, tokens=8))
-    reward.record(ScorerCall(11.0, 12.0, answered=2))
-    reward.record(ScorerCall(12.0, 40.0, answered=0, tokens=99))  # parked rollouts: nobody waits for it
-    reference.record(ScorerCall(10.0, 15.0, answered=2))
+    step.of("generate").record(Decoded(decode_steps=9))
+    step.record(Span("generate", "decode", 2.0, 10.0, role="decode"))
+    for start, end in ((1.0, 3.0), (9.0, 11.0), (11.0, 12.0)):
+        step.record(Span("reward", "extend", start, end, role="score"))
+    for tokens in (40, 8):
+        step.of("reward").record(ScorerReading(tokens))
+    step.of("reward").record(ScorerAnswer(11.0, 12.0, 2))
+    step.record(Span("reward", "extend", 12.0, 40.0, role="score"))  # parked rollouts, meanwhile: nobody waits for it
+    step.of("reward").record(ScorerReading(99))
+    step.record(Span("ref_logp", "finish", 10.0, 15.0, role="score"))
+    step.of("ref_logp").record(ScorerAnswer(10.0, 15.0, 2))
     seen = observation(report(20.0, mismatch_per_kl=0.5), step)
     assert seen == Observation(
         step=4,
@@ -168,12 +172,12 @@ def test_what_was_seen_survives_as_json() -> None:
 def test_stretches_say_what_was_decoded_between_the_ends_of_rollouts() -> None:
     """Lengths 4, 2, 6 and 9 of prompts of 10 tokens, a second for each decode step and row; the last one is parked."""
     rollouts = [
-        Decoded(10, 0, 4, 4 + 4 + 3 + 3),
-        Decoded(10, 3, 5, 8.0),
-        Decoded(10, 0, 6, 14 + 4),
-        Decoded(10, 0, 9, math.nan),
+        Grown(10, 0, 4, 5 + 4 + 4 + 3 + 3),
+        Grown(10, 3, 5, 5 + 8.0),
+        Grown(10, 0, 6, 5 + 14 + 4),
+        Grown(10, 0, 9, math.nan),
     ]
-    assert stretches(rollouts, 21.0) == (
+    assert stretches(rollouts, 5.0, 26.0) == (
         Stretch(8.0, 2, 8, 3 * (10 + 11) + (13 + 14), opened=30, resumed=13),
         Stretch(6.0, 2, 6, 3 * (12 + 13)),
         Stretch(4.0, 2, 4, 2 * (14 + 15)),
@@ -181,15 +185,24 @@ def test_stretches_say_what_was_decoded_between_the_ends_of_rollouts() -> None:
     )
 
 
+def test_what_joins_a_phase_counts_from_the_decode_step_in_which_it_did() -> None:
+    rollouts = [Grown(10, 0, 2, 4.0), Grown(10, 0, 6, 12.0), Grown(20, 0, 3, 10.0, joined=2)]
+    assert stretches(rollouts, 0.0, 12.0) == (
+        Stretch(4.0, 2, 4, 2 * (10 + 11), opened=20),
+        Stretch(6.0, 3, 6, (12 + 13 + 14) + (20 + 21 + 22), opened=20),
+        Stretch(2.0, 1, 1, 15),
+    )
+
+
 def test_stretches_are_few_and_never_run_backwards() -> None:
-    many = [Decoded(1, 0, length, 0.01 * length) for length in range(1, 101)]
-    found = stretches(many, 1.0)
+    many = [Grown(1, 0, length, 0.01 * length) for length in range(1, 101)]
+    found = stretches(many, 0.0, 1.0)
     assert 4 <= len(found) <= 8
     assert (sum(each.steps for each in found), sum(each.tokens for each in found)) == (100, 5050)
     assert sum(each.context for each in found) == sum(range(1, 101)) + sum(n * (n - 1) // 2 for n in range(1, 101))
-    late = [Decoded(1, 0, 5, 9.0), Decoded(1, 0, 8, 3.0), Decoded(1, 0, 9, 10.0)]
-    assert [each.seconds for each in stretches(late, 10.0)] == [9.0, 1.0]
-    assert stretches([], 1.0) == stretches([Decoded(1, 3, 3, 0.0)], 1.0) == ()
+    late = [Grown(1, 0, 5, 9.0), Grown(1, 0, 8, 3.0), Grown(1, 0, 9, 10.0)]
+    assert [each.seconds for each in stretches(late, 0.0, 10.0)] == [9.0, 1.0]
+    assert stretches([], 0.0, 1.0) == stretches([Grown(1, 3, 3, 0.0)], 0.0, 1.0) == ()
 
 
 def test_the_stretches_of_a_run_are_what_its_decode_steps_cost() -> None:

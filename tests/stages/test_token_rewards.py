@@ -17,6 +17,7 @@ from oppo.stages import GAE, GroupRelative, ScoredRollout
 from oppo.stages.scored_rollouts import scored_rollout
 from oppo.testing import FakeScorer, fake_scalar, run_virtual
 from oppo.token_rewards import TokenRewards, weighted_sum
+from tests.known import known
 from tests.pipelines import Pipeline, Setting, same_batches
 
 FINITE = st.floats(-8, 8, width=32).map(lambda number: number + 0.0)  # a sum of zeros has no sign
@@ -59,7 +60,7 @@ def test_a_score_made_of_rewards_is_their_sum_and_survives_a_process() -> None:
 
 def test_what_each_token_earned_stands_where_it_was_earned_and_the_kl_penalty_is_added() -> None:
     batch = GAE(kl=0.1, whiten_advantages=False).batch([row(0, TokenRewards([0, 1, 0, 2]))])
-    assert batch.rewards.tolist() == floats(-0.025, 0.975, -0.025, 1.975).tolist()
+    assert known(batch.rewards).tolist() == floats(-0.025, 0.975, -0.025, 1.975).tolist()
     assert batch.scores.tolist() == [3.0]
     assert batch.token_rewards is not None
     assert batch.token_rewards.tolist() == [0, 1, 0, 2]
@@ -70,8 +71,8 @@ def test_an_advantage_knows_the_token_that_earned_the_reward() -> None:
         GAE(kl=0.0, whiten_advantages=False).batch([replace(row(0, TokenRewards.at(4, {at: 1})), values=None)])
         for at in (1, 3)
     )
-    assert early.advantages.tolist() == [1, 1, 0, 0]
-    assert late.advantages.tolist() == [1, 1, 1, 1]
+    assert known(early.advantages).tolist() == [1, 1, 0, 0]
+    assert known(late.advantages).tolist() == [1, 1, 1, 1]
 
 
 @given(st.lists(st.tuples(FINITE, st.integers(1, 6), st.integers(0, 2)), min_size=1, max_size=5), st.booleans())
@@ -125,15 +126,15 @@ def test_however_rewards_are_placed_and_shaped_those_of_a_response_sum_to_its_sh
     stage = GAE(kl=0.0, shaping=shaping)
     batch = stage.batch(rows)
     shaped = stage.shaping.shaped(batch.scores, np.ones(len(rows), np.bool_), np.diff(batch.offsets))
-    sums = [batch.rewards[each].sum(dtype=np.float64) for each in batch.rows()]
+    sums = [known(batch.rewards)[each].sum(dtype=np.float64) for each in batch.rows()]
     assert np.allclose(sums, shaped, atol=1e-4)
-    assert not batch.rewards[~batch.sampled].any()
+    assert not known(batch.rewards)[~batch.sampled].any()
 
 
 def test_shaping_scales_the_rewards_of_tokens_and_settles_the_rest_at_the_last() -> None:
     rows = [row(k, TokenRewards([k, 0, 0, k])) for k in (1, 2, 3)]
     batch = GAE(kl=0.0, shaping=ScoreShaping(norm=True)).batch(rows)  # scores 2, 4, 6: mean 4, deviation 2
-    assert batch.rewards.reshape(3, 4).tolist() == [[0.5, 0, 0, -1.5], [1, 0, 0, -1], [1.5, 0, 0, -0.5]]
+    assert known(batch.rewards).reshape(3, 4).tolist() == [[0.5, 0, 0, -1.5], [1, 0, 0, -1], [1.5, 0, 0, -0.5]]
 
 
 def test_what_a_tool_answer_earned_goes_to_the_sampled_token_before_it() -> None:
@@ -148,12 +149,12 @@ def test_a_group_is_compared_by_the_sums() -> None:
 
     placed = GroupRelative("centred").batch(group(TokenRewards([1, 1, 0, 1]), TokenRewards.at(4, {0: 1})))
     plain = GroupRelative("centred").batch(group(3.0, 1.0))
-    assert placed.advantages.tolist() == plain.advantages.tolist() == [1] * 4 + [-1] * 4
+    assert known(placed.advantages).tolist() == known(plain.advantages).tolist() == [1] * 4 + [-1] * 4
 
 
 def test_responses_with_and_without_rewards_at_tokens_may_share_a_batch() -> None:
     batch = GAE(kl=0.0).batch([row(0, 2.0), row(1, TokenRewards([1, 0, 0, 0]))])
-    assert batch.rewards.tolist() == [0, 0, 0, 2, 1, 0, 0, 0]
+    assert known(batch.rewards).tolist() == [0, 0, 0, 2, 1, 0, 0, 0]
     assert GAE().batch([row(0, 2.0)]).token_rewards is None
 
 

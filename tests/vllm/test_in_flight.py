@@ -12,8 +12,8 @@ from oppo.admission import Overcommit
 from oppo.algorithms.ppo import ppo
 from oppo.chunking import Fixed
 from oppo.events import Prompt, StepReport
-from oppo.hosted_trainer import publish
 from oppo.models import Follower, Sampling, Weights
+from oppo.publishing import publish
 from oppo.stages import GAE, Update
 from oppo.testing import FakeCritic, FakeScorer, FakeTrainer, fake_scalar, run_virtual
 from oppo.vllm import VllmPolicy

@@ -1,12 +1,13 @@
-"""The calls of the decode loop: another one whenever a turn was answered, until all have ended or the step is cut.
+"""The calls of the decode loop: another one whenever a turn was answered, until the step is cut or its context is left.
 
 ::
 
     decode what is ready -> a turn ends: its row is parked -> the answer comes: the call returns, the next has the row
+    decode what is ready -> a rollout joins: the call returns with its rows parked -> the next call has its row too
     decode what is ready -> weights come: the call returns with its rows parked -> they are loaded -> the next call
 
-Without turns and new weights there is one call. Where every rollout waits for an answer there is none, so the model's
-place is free. In exact mode decoding waits with each turn, and weights wait for its end.
+Without turns, joins and new weights there is one call. Where every rollout waits for an answer there is none, so the
+model's place is free. In exact mode decoding waits with each turn, weights wait for its end, and no rollout joins.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from oppo.placement import Callback, Hosted
 
 
 class DecodeLoop:
-    """Decodes rollouts until each has ended, the cut returns true, or :meth:`stop` is called.
+    """Decodes rollouts until the cut returns true or :meth:`stop` is called; in exact mode, until each has ended.
 
     Args:
         core: where the model lives.
@@ -33,7 +34,7 @@ class DecodeLoop:
     """
 
     def __init__(self, core: Hosted[PolicyCore], decodes: Sequence[HfDecode], cut: Cut, *, exact: bool) -> None:
-        self.decodes = decodes
+        self.decodes = list(decodes)
         self._core = core
         self._cut = cut
         self._exact = exact
@@ -52,10 +53,18 @@ class DecodeLoop:
         self._news.set()
 
     def note_answer(self) -> None:
-        """Have a rollout that was answered, or given up, join or leave at the next decode step."""
+        """Have a rollout that was added, answered or given up join or leave at the next decode step."""
         if not self._exact:
             self._interrupt()
         self._news.set()
+
+    def add(self, decodes: Sequence[HfDecode]) -> None:
+        """Decode these as well, from the next call on; once decoding is over they stay parked."""
+        if not self._over:
+            for decode in decodes:
+                decode.join(self)
+            self.decodes += decodes
+            self.note_answer()
 
     def _interrupt(self) -> None:
         """Have the call in progress return after its decode step; the rows that have not ended are parked."""
@@ -80,6 +89,7 @@ class DecodeLoop:
         try:
             await self._run()
         finally:
+            self._over = True
             self._ended.set()
 
     async def _run(self) -> None:
@@ -87,7 +97,7 @@ class DecodeLoop:
             await self._end_finished()
             async with self._call:
                 open_ = [decode for decode in self.decodes if decode.live and not decode.given_up]
-                if self._over or not open_:
+                if self._over or (self._exact and not open_):
                     return
                 if any(decode.ending for decode in open_):  # an answer that came meanwhile
                     continue

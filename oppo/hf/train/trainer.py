@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
+from oppo.events import Batch
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.train.core import HfTrainerCore
 from oppo.hosted_trainer import HostedTrainer, TrainerCounts
 from oppo.losses import Loss, default_loss
-from oppo.models import Sampling
+from oppo.models import Sampling, Trained
 from oppo.placement import Hosting
 from oppo.training import TrainerSettings
 
@@ -72,3 +73,16 @@ class HfTrainer(HostedTrainer[HfTrainerCore]):
             shard=shard,
         )
         super().__init__(core, thread)
+
+    async def accumulate(self, part: Batch) -> None:
+        """Add the gradient of some rows of the coming batch; see :class:`oppo.models.StreamingTrainer`.
+
+        Raises:
+            ConfigError: the gradient of a batch is not a sum over its units: there are several epochs or minibatches,
+                or the loss names no size that it divides by.
+        """
+        await self.given("accumulate", HfTrainerCore.accumulate, part)
+
+    async def commit(self, batch: Batch) -> Trained:
+        """Train on a batch, some rows of which were accumulated."""
+        return await self.given("commit", HfTrainerCore.commit, batch)
