@@ -14,7 +14,7 @@ whole life: they may be serving rollouts at any time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -27,6 +27,7 @@ from torch import Tensor
 from oppo.durable import writing
 from oppo.errors import ConfigError
 from oppo.events import Batch
+from oppo.hf.device import use_stream
 from oppo.hf.loading.models import quiet
 from oppo.hf.lora import has_adapters, merged
 from oppo.hf.shared_memory import SharedModel
@@ -54,7 +55,7 @@ class HfTrainerCore:
 
     Args:
         models: what is trained.
-        sampling, settings, loss, shard: see :class:`oppo.hf.HfTrainer`.
+        sampling, settings, loss, shard, devices: see :class:`oppo.hf.HfTrainer`.
         counts: of updates and their work.
 
     Raises:
@@ -70,6 +71,7 @@ class HfTrainerCore:
         counts: TrainerCounts,
         *,
         shard: bool = True,
+        devices: Sequence[torch.device] = (),
     ) -> None:
         self.actor, self.critic = models.actor, models.critic
         self.settings, self.loss, self.counts = settings, loss, counts
@@ -84,12 +86,12 @@ class HfTrainerCore:
         self._whole = self._models = models
         self._sampling = sampling
         self._inputs = loss.reads | loss.measures
-        self._shard = shard
+        self._shard, self._devices = shard, devices
         self._team: Team = Alone()
         self._partial: PartialGradient | None = None
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        made = partial(type(self), shard=self._shard)
+        made = partial(type(self), shard=self._shard, devices=self._devices)
         return made, (SharedModel(self._whole), self._sampling, self.settings, self.loss, self.counts)
 
     def join(self, rank: int, size: int, meeting: str) -> None:
@@ -97,12 +99,17 @@ class HfTrainerCore:
 
         Raises:
             ModelRefused: a model cannot be sharded.
+            ConfigError: there are not as many devices as ranks.
         """
-        team = Ranked(rank, size, meeting, self.actor.device)
+        if self._devices and len(self._devices) != size:
+            raise ConfigError(f"expected a device for each of {size} ranks, got {len(self._devices)}")
+        device = self._devices[rank] if self._devices else self.actor.device
+        use_stream(device)
+        team = Ranked(rank, size, meeting, device)
         if rank:
             self.counts = self.counts.copy()
-        if rank or self._shard:
-            self._models = self._whole.with_own_weights()
+        if rank or self._shard or device != self.actor.device:
+            self._models = self._whole.copied(device)
         if self._shard:
             shard(self._models, team.mesh)
         self._team = team

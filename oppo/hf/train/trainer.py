@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from transformers import PreTrainedModel
 
 from oppo.events import Batch
@@ -45,6 +48,8 @@ class HfTrainer(HostedTrainer[HfTrainerCore]):
         loss: PPO's by default, :class:`oppo.losses.PPOLoss` with a critic, else :class:`oppo.losses.ClippedLoss`.
         shard: where there are several ranks, each has a shard of weights, gradients and optimizer states (FSDP2, see
             :mod:`oppo.hf.train.sharding`); otherwise each has all of them.
+        devices: of the ranks; those of the models when empty. Ranks on GPUs are given models on the CPU, which then
+            hold the weights that are published and saved.
 
     Raises:
         ConfigError: settings or loss need a critic and there is none, or there is a critic and the loss ignores it.
@@ -63,6 +68,7 @@ class HfTrainer(HostedTrainer[HfTrainerCore]):
         settings: TrainerSettings | None = None,
         loss: Loss | None = None,
         shard: bool = True,
+        devices: Sequence[torch.device] = (),
     ) -> None:
         core = HfTrainerCore(
             ActorCritic(actor, critic),
@@ -71,6 +77,7 @@ class HfTrainer(HostedTrainer[HfTrainerCore]):
             default_loss(critic=critic is not None) if loss is None else loss,
             TrainerCounts.new(),
             shard=shard,
+            devices=devices,
         )
         super().__init__(core, thread)
 
