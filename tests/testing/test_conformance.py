@@ -30,7 +30,7 @@ from oppo.testing import (
     respond_serially,
     run_virtual,
 )
-from oppo.testing.fake_policy import FakeDecode
+from oppo.testing.fake_decode import FakeDecode
 
 
 def finished(count: int = 3) -> list[Finish]:
@@ -86,6 +86,8 @@ class Shy(FakePolicy):
 
     async def load(self, weights: Weights) -> None:
         self.version = weights.version
+        for decode in self._live:
+            decode.follow(self.version)
 
 
 @pytest.mark.parametrize(
@@ -171,15 +173,15 @@ class Deaf(FakePolicy):
 
     def _end(self, ended: list[FakeDecode]) -> None:
         for decode in ended:
-            del self._live[decode]
+            self._remove(decode)
 
 
 class Restless(FakePolicy):
     """Makes other tokens at each reading: its noise is keyed by time."""
 
-    def advance(self, rows: Sequence[FakeDecode]) -> None:
+    def attend(self, rows: Sequence[FakeDecode]) -> None:
         self.seed += 1
-        super().advance(rows)
+        super().attend(rows)
 
 
 class Elsewhere(FakePolicy):
