@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from oppo.decodes import BufferedDecode
 from oppo.errors import ProtocolError
 from oppo.events import FinishReason, IntArray, Response
+from oppo.models import PieceState
 from oppo.support import Support
 from oppo.vllm.requests import drawn
 from oppo.vllm.surface import Collector, Output
@@ -21,6 +22,7 @@ class VllmDecode(BufferedDecode):
     Attributes:
         request: id of its request in the engine; empty when there is none.
         collector: receives the engine's outputs for the request.
+        error: what the engine made of it that cannot be used, which ends its decoding.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class VllmDecode(BufferedDecode):
         super().__init__(response, limit, turns=turns, ended=ended)
         self.request = ""
         self.collector: Collector | None = None
+        self.error: Exception | None = None
         self._policy = policy
         self._tokens = response.tokens.tolist()
         self._versions: list[int] = []
@@ -74,6 +77,8 @@ class VllmDecode(BufferedDecode):
     def take(self, output: Output, version: int) -> None:
         """Take what is new of the request; of a response that ends, all of it is withheld until :meth:`release`.
 
+        It may come late, when the rollout is parked already.
+
         Raises:
             ModelError: a log-prob is not finite, or the engine ended the request for a reason of its own.
             ProtocolError: the engine says that other weights made a token.
@@ -101,8 +106,9 @@ class VllmDecode(BufferedDecode):
         elif self.finished:
             self._last = fresh
             return
+        going: PieceState = "live" if self.live else "cut"
         for at, (token, logprob, support) in enumerate(fresh, 1):
-            self.put(token, logprob, version, support, turn if turn and at == len(fresh) else "live")
+            self.put(token, logprob, version, support, turn if turn and at == len(fresh) else going)
 
     def release(self) -> None:
         """Let the reader have the end of the response."""
@@ -134,6 +140,7 @@ class VllmDecode(BufferedDecode):
             return
         self.given_up = True
         self.wake()
+        self._policy.notice()
         await self._policy.abort([self])
 
     def usable_by(self, policy: VllmPolicy) -> bool:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import os
 import threading
+from asyncio import AbstractEventLoop
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from oppo.errors import ConfigError, one_line
+from oppo.errors import ConfigError, OppoError, ProtocolError, one_line, running_loop
 from oppo.observe import now, silent
 from oppo.vllm.arguments import engine_arguments, require_installed
 from oppo.vllm.device_publish import DeviceSender
 from oppo.vllm.heeded import heeded
 from oppo.vllm.plugin import TRANSFER, register
-from oppo.vllm.processes import Children, cores_of, environment, logging_to
+from oppo.vllm.processes import Children, EngineLog, cores_of, environment, logging_to
 from oppo.vllm.publish import FileSender, WeightSender
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class VllmEngine:
     The processes take no signal from the terminal, write to a log, and end with this process however that ends.
 
     Attributes:
-        llm: the engine; used on one event loop.
+        llm: the engine.
         sender: gives it the weights of an update.
         name: of its model.
         vocabulary: upper bound of token ids.
@@ -48,7 +49,7 @@ class VllmEngine:
         ...     policy = VllmPolicy(engine, sampling=Sampling(max_new_tokens=128))
     """
 
-    def __init__(self, llm: Any, sender: WeightSender, children: Children, stack: ExitStack) -> None:
+    def __init__(self, llm: Any, sender: WeightSender, children: Children, stack: ExitStack, log: EngineLog) -> None:
         self.llm = llm
         self.sender = sender
         self.config: VllmConfig = llm.vllm_config
@@ -58,6 +59,11 @@ class VllmEngine:
         self.requests: set[str] = set()
         self._children = children
         self._stack = stack
+        self._log = log
+        self._closed = False
+        self._loop: AbstractEventLoop | None = None
+        with suppress(OppoError):  # vLLM takes the loop that runs now, or else the one of the first call
+            self._loop = running_loop()
 
     @classmethod
     def start(
@@ -77,7 +83,7 @@ class VllmEngine:
             model: a directory or hub name, as transformers loads it.
             arguments: of vLLM's engine, by the names of its ``AsyncEngineArgs``.
             cores: CPU cores that it computes on, the first ones of this process; ``None``: as vLLM chooses.
-            log: the file for everything that it writes; ``None``: nowhere.
+            log: the file for everything that it writes; ``None``: a temporary one, which stays if the engine fails.
             tell: receives a sentence about what it is doing, now and every ten seconds.
 
         Raises:
@@ -88,19 +94,21 @@ class VllmEngine:
         tell(f"starting vLLM with {Path(model).name}")
         children = Children()
         with ExitStack() as stack:
+            file = stack.enter_context(EngineLog(log))
             stack.callback(children.join, 0.0)
-            stack.enter_context(logging_to(log))
-            with _telling(began, log, tell), environment(log, cores_of(cores)):
+            stack.enter_context(logging_to(file.path))
+            with _telling(began, file.path, tell), environment(file.path, cores_of(cores)):
                 try:
                     with heeded():
                         llm, sender = _async_llm(str(model), arguments or {})
                 except (KeyboardInterrupt, SystemExit):
                     raise
                 except BaseException as error:
-                    raise ConfigError(_failure(model, error, log)) from error
+                    file.keep()
+                    raise ConfigError(_failure(model, error, file.path)) from error
             children.keep()
             tell(f"vLLM is ready after {now() - began:.0f} s")
-            return cls(llm, sender, children, stack.pop_all())
+            return cls(llm, sender, children, stack.pop_all(), file)
 
     @staticmethod
     def params(keywords: Mapping[str, object]) -> object:
@@ -119,14 +127,42 @@ class VllmEngine:
         """Kill the engine; safe to call from any thread."""
         self._children.kill()
 
+    @property
+    def log(self) -> Path:
+        """The file that its processes write to."""
+        return self._log.path
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was ended by :meth:`close`."""
+        return self._closed
+
+    def require_usable(self) -> None:
+        """Check that calls of the engine may be made here and now.
+
+        Raises:
+            ProtocolError: it is closed, or works on another event loop.
+        """
+        if self._closed:
+            raise ProtocolError(f"the engine of {self.name} was closed, so nothing can use it: start another one")
+        loop = running_loop()
+        self._loop = self._loop or loop
+        if self._loop is not loop:
+            raise ProtocolError(
+                f"the engine of {self.name} works on the event loop that used it first, and this is another one: make "
+                "all its calls within one anyio.run, or start an engine for each"
+            )
+
     def close(self) -> None:
         """End the engine and all its processes; idempotent."""
-        stack, self._stack = self._stack, ExitStack()
-        llm, self.llm = self.llm, None
-        with stack:
-            if llm is not None:
-                llm.shutdown(timeout=PATIENCE)
-                llm.shutdown = _nothing  # called again when it is collected, maybe while the interpreter ends
+        if self._closed:
+            return
+        self._closed = True
+        with self._stack:
+            if not self.pids:  # it has died
+                self._log.keep()
+            self.llm.shutdown(timeout=PATIENCE)
+            self.llm.shutdown = _nothing  # called again when it is collected, maybe while the interpreter ends
 
     def __enter__(self) -> Self:
         return self
@@ -157,7 +193,7 @@ def _async_llm(model: str, given: Mapping[str, object]) -> tuple[Any, WeightSend
 
 
 @contextmanager
-def _telling(began: float, log: Path | None, tell: Callable[[str], None]) -> Iterator[None]:
+def _telling(began: float, log: Path, tell: Callable[[str], None]) -> Iterator[None]:
     """Tell, now and then, for how long the engine has been starting and what it logged last."""
     over = threading.Event()
 
@@ -175,17 +211,16 @@ def _telling(began: float, log: Path | None, tell: Callable[[str], None]) -> Ite
         thread.join()
 
 
-def last_line(log: Path | None, containing: str = "") -> str:
+def last_line(log: Path, containing: str = "") -> str:
     """Return the message of the last line of a log that contains some text; empty without one."""
     try:
-        lines = [] if log is None else log.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         lines = []
     found = next((line for line in reversed(lines) if line.strip() and containing in line), "")
     return found.rpartition("] ")[2].strip()
 
 
-def _failure(model: str | Path, error: BaseException, log: Path | None) -> str:
+def _failure(model: str | Path, error: BaseException, log: Path) -> str:
     cause = last_line(log, "Error: ") or one_line(error)
-    where = "" if log is None else f"; everything that it wrote is in {log}"
-    return f"vLLM could not be started with {model}: {cause}{where}"
+    return f"vLLM could not be started with {model}: {cause}; everything that it wrote is in {log}"
