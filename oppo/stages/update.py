@@ -26,7 +26,7 @@ from oppo.events import Batch, Drop, StepReport
 from oppo.graph import Receiver, Sender, Step
 from oppo.models import Follower, Trained, Trainer, TrainsByReference
 from oppo.numeric import require_whole
-from oppo.stages.contract import require_model, require_published, require_trained
+from oppo.stages.contract import require_model, require_published, require_supports, require_trained
 from oppo.stages.lengths import LengthBias
 from oppo.stages.measure import TrainingPhase, observation, step_metrics
 from oppo.stages.run_metrics import run_metrics
@@ -65,6 +65,7 @@ class Update:
         require_model(self.trainer, "Trainer", ("version", "update", "publish"))
         for follower in self.publish:
             require_model(follower, "Follower", ("version", "load"))
+        require_supports(self.publish)
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the number of consecutive nonfinite updates, and the lengths of the last responses."""

@@ -11,14 +11,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
+import torch
+
 from oppo.errors import ConfigError, OppoError, ProtocolError, one_line, running_loop
 from oppo.observe import now, silent
-from oppo.vllm.arguments import engine_arguments, require_installed
+from oppo.vllm.arguments import engine_arguments, require_arguments
 from oppo.vllm.device_publish import DeviceSender
 from oppo.vllm.heeded import heeded
 from oppo.vllm.plugin import TRANSFER, register
 from oppo.vllm.processes import Children, EngineLog, cores_of, environment, logging_to
 from oppo.vllm.publish import FileSender, WeightSender
+from oppo.vllm.route import route_of
+from oppo.vllm.served_weights import ServedWeights
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -43,13 +47,23 @@ class VllmEngine:
         longest: the longest sequence, prompt and response, in tokens.
         requests: ids of the requests that policies have open.
         config: vLLM's own.
+        weights: those of its model; ``None`` for one that transformers cannot train, or that pools.
 
     Example:
         >>> with VllmEngine.start("models/actor", arguments={"max_num_seqs": 64}) as engine:  # doctest: +SKIP
         ...     policy = VllmPolicy(engine, sampling=Sampling(max_new_tokens=128))
     """
 
-    def __init__(self, llm: Any, sender: WeightSender, children: Children, stack: ExitStack, log: EngineLog) -> None:
+    def __init__(
+        self,
+        llm: Any,
+        sender: WeightSender,
+        children: Children,
+        stack: ExitStack,
+        *,
+        log: EngineLog,
+        weights: ServedWeights | None = None,
+    ) -> None:
         self.llm = llm
         self.sender = sender
         self.config: VllmConfig = llm.vllm_config
@@ -57,6 +71,7 @@ class VllmEngine:
         self.vocabulary = int(self.config.model_config.get_vocab_size())
         self.longest = int(self.config.model_config.max_model_len)
         self.requests: set[str] = set()
+        self.weights = weights
         self._children = children
         self._stack = stack
         self._log = log
@@ -71,6 +86,7 @@ class VllmEngine:
         model: str | Path,
         *,
         arguments: Mapping[str, object] | None = None,
+        trainer: torch.device | str = "cuda",
         cores: int | None = None,
         log: Path | None = None,
         tell: Callable[[str], None] = silent,
@@ -82,14 +98,16 @@ class VllmEngine:
         Args:
             model: a directory or hub name, as transformers loads it.
             arguments: of vLLM's engine, by the names of its ``AsyncEngineArgs``.
+            trainer: the device of the weights that will be published; for an engine on a CPU it does not matter.
             cores: CPU cores that it computes on, the first ones of this process; ``None``: as vLLM chooses.
             log: the file for everything that it writes; ``None``: a temporary one, which stays if the engine fails.
             tell: receives a sentence about what it is doing, now and every ten seconds.
 
         Raises:
-            ConfigError: vLLM is not installed, or the engine could not be started.
+            ConfigError: vLLM is not installed, an argument is unknown or refused, weights cannot go from the trainer to
+                the engine, or it could not be started.
         """
-        require_installed()
+        require_arguments(arguments or {})
         began = now()
         tell(f"starting vLLM with {Path(model).name}")
         children = Children()
@@ -100,15 +118,15 @@ class VllmEngine:
             with _telling(began, file.path, tell), environment(file.path, cores_of(cores)):
                 try:
                     with heeded():
-                        llm, sender = _async_llm(str(model), arguments or {})
-                except (KeyboardInterrupt, SystemExit):
+                        llm, sender = _async_llm(str(model), arguments or {}, trainer)
+                except (KeyboardInterrupt, SystemExit, ConfigError):
                     raise
                 except BaseException as error:
                     file.keep()
                     raise ConfigError(_failure(model, error, file.path)) from error
             children.keep()
             tell(f"vLLM is ready after {now() - began:.0f} s")
-            return cls(llm, sender, children, stack.pop_all(), file)
+            return cls(llm, sender, children, stack.pop_all(), log=file, weights=served_by(llm.vllm_config))
 
     @staticmethod
     def params(keywords: Mapping[str, object]) -> object:
@@ -175,7 +193,7 @@ def _nothing(timeout: float | None = None) -> None:
     del timeout
 
 
-def _async_llm(model: str, given: Mapping[str, object]) -> tuple[Any, WeightSender]:
+def _async_llm(model: str, given: Mapping[str, object], trainer: torch.device | str) -> tuple[Any, WeightSender]:
     """Return the ``AsyncLLM``, ready, and what sends weights to it."""
     from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415 - takes seconds to import
     from vllm.platforms import current_platform  # noqa: PLC0415
@@ -183,13 +201,23 @@ def _async_llm(model: str, given: Mapping[str, object]) -> tuple[Any, WeightSend
 
     register()
     on_cpu = bool(current_platform.is_cpu())
-    workers = int(str(given.get("tensor_parallel_size", 1))) * int(str(given.get("pipeline_parallel_size", 1)))
-    backend = TRANSFER if on_cpu else "ipc" if workers == 1 else "nccl"
-    if backend == "ipc":  # handles of a GPU's memory are pickled, and both sides must agree on that for good
+    route = route_of(given, torch.device(trainer), on_cpu=on_cpu)
+    if route.backend == "ipc":  # handles of a GPU's memory are pickled, and both sides must agree on that for good
         os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
-    sender: WeightSender = FileSender() if on_cpu else DeviceSender("ipc" if workers == 1 else "nccl", workers)
-    arguments = engine_arguments(model, given, on_cpu=on_cpu, backend=backend)
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)), sender
+    by_file = route.backend == "file"
+    arguments = engine_arguments(model, given, on_cpu=on_cpu, backend=TRANSFER if by_file else route.backend)
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)), FileSender() if by_file else DeviceSender(route)
+
+
+def served_by(config: VllmConfig) -> ServedWeights | None:
+    """Return the weights of an engine's model, if it generates and transformers can train it."""
+    model = config.model_config
+    if model.runner_type != "generate":
+        return None
+    try:
+        return ServedWeights.of(Path(model.model).name, model.hf_config, trust_remote_code=model.trust_remote_code)
+    except ValueError:
+        return None
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from oppo.vllm.decoding import DecodingLoop
 from oppo.vllm.engine import VllmEngine
 from oppo.vllm.lost import advice, answered, engine_calls
 from oppo.vllm.publish import GRACE, cancelled_after
-from oppo.vllm.requests import params_of, prompt_of, require_reported
+from oppo.vllm.requests import params_of, prompt_of, reports_supports
 from oppo.vllm.surface import Output
 
 
@@ -44,7 +44,8 @@ class VllmPolicy:
 
     Args:
         engine: is started, and used by one policy at a time; requests of an earlier policy are discarded.
-        sampling: how tokens are drawn; ``top_p`` must be 1.
+        sampling: how tokens are drawn; ``top_p`` alone leaves it without :attr:`~oppo.models.Capabilities.supports`, so
+            that nothing can be trained on them.
         on_publish: what happens to the keys and values of parked rollouts when weights are loaded. ``recompute``: the
             new weights read their tokens again before they continue. ``keep``: they continue with the old keys and
             values, which is cheaper but mixes versions.
@@ -56,9 +57,6 @@ class VllmPolicy:
         version: of the weights in use.
         tokens: received so far.
         reporter: tells of its work.
-
-    Raises:
-        ConfigError: ``sampling`` needs what vLLM does not report.
     """
 
     def __init__(
@@ -70,7 +68,6 @@ class VllmPolicy:
         decode: Detokenize | None = None,
         limit: Callable[[Prompt], int] | None = None,
     ) -> None:
-        require_reported(sampling)
         self.engine = engine
         self.sampling = sampling
         self.stopping = StopCriteria(sampling, decode)
@@ -89,8 +86,13 @@ class VllmPolicy:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What it can do."""
-        return Capabilities(resumes="with other tokens", loads_while_decoding="between decode steps", turns=True)
+        """What it can do, under its sampling."""
+        return Capabilities(
+            supports=reports_supports(self.sampling),
+            resumes="with other tokens",
+            loads_while_decoding="between decode steps",
+            turns=True,
+        )
 
     @property
     def progress(self) -> int:
@@ -303,12 +305,15 @@ class VllmPolicy:
             ProtocolError: the engine is closed, or works on another event loop.
         """
         with self.reporter.reported("load"):
-            tensors = await anyio.to_thread.run_sync(weights.standalone) if weights.merge else weights.actor
+            actor = await anyio.to_thread.run_sync(weights.standalone) if weights.merge else weights.actor
+            tensors = cast("Mapping[str, Tensor]", actor)
+            if tensors and self.engine.weights is not None:
+                self.engine.weights.require(tensors)
             async with self._gate:
                 try:
                     await self._prepare()
                     async with cancelled_after(GRACE):
-                        await self._send(cast("Mapping[str, Tensor]", tensors), weights.version)
+                        await self._send(tensors, weights.version)
                 finally:
                     await self._resume()
 

@@ -38,7 +38,7 @@ class WeightSender(Protocol):
 
 
 class FileSender:
-    """Sends weights through a file in memory, which vLLM's workers map: for workers on this machine, on a CPU.
+    """Sends weights through a file in memory, which vLLM's workers map: for workers on this machine.
 
     Args:
         deadline: seconds that the engine has.

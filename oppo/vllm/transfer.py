@@ -1,4 +1,4 @@
-"""The worker's side of publishing on a CPU: weights are read from a file that the trainer's process has written.
+"""The worker's side of publishing from a CPU: weights are read from a file that the trainer's process has written.
 
 vLLM imports this in its workers; :mod:`oppo.vllm.publish` is the other side.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from safetensors.torch import load_file
 from vllm.distributed.weight_transfer import WeightTransferEngine
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
@@ -46,8 +47,10 @@ class FileTransfer(WeightTransferEngine[FileInit, FileUpdate]):
         """Do nothing: the file has not been read."""
 
     def update_weights(self, update_info: dict[str, object]) -> None:
-        """Load the weights of a file; the base class would also synchronise an accelerator."""
+        """Load the weights of a file, and wait until a GPU has them; on a CPU the base class would fail at that."""
         self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: FileUpdate) -> None:
         """Load the weights of a file."""

@@ -324,7 +324,7 @@ class FakeSender:
 
 def engine_of(llm: FakeAsyncLLM, sender: FakeSender | None = None) -> VllmEngine:
     """Return an engine around a fake."""
-    engine = VllmEngine(llm, sender or FakeSender(), Children(), ExitStack(), EngineLog(LOG))
+    engine = VllmEngine(llm, sender or FakeSender(), Children(), ExitStack(), log=EngineLog(LOG))
     engine.params = lambda keywords: SimpleNamespace(**keywords)  # type: ignore[method-assign]  # vLLM is not installed
     return engine
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import anyio
 import numpy as np
 import pytest
+import torch
 
 from oppo.errors import ModelError, ModelLost, ProtocolError
 from oppo.events import Prompt
 from oppo.models import Weights
 from oppo.vllm.publish import GRACE
+from oppo.vllm.served_weights import ServedWeights
 from tests.vllm.bench import WEIGHTS, Bench, varied
 from tests.vllm.fake_engine import FakeAsyncLLM, FakeSender
 
@@ -171,6 +173,27 @@ def test_a_cancelled_publish_that_does_not_end_leaves_the_engine_lost() -> None:
             await bench.step(await bench.policy.open(varied(1)))
 
     bench.run(main)
+
+
+def test_weights_of_another_model_are_refused_while_the_engine_decodes_on() -> None:
+    bench = Bench()
+    bench.engine.weights = ServedWeights("fake", {"weight": (1,)}, (frozenset({"weight"}),))
+
+    async def main() -> None:
+        async def publish() -> None:
+            await anyio.sleep(0.015)
+            with pytest.raises(ModelError, match=r"not the weights of fake, which vLLM serves: 1 missing \(weight\)"):
+                await bench.policy.load(Weights(1, {"bias": torch.zeros(1)}))
+            await bench.policy.load(Weights(2, WEIGHTS))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(publish)
+            await bench.step(await bench.policy.open(varied(2)))
+
+    bench.run(main)
+    assert bench.reported == [[0], [1]]
+    assert set(bench.versions(0)) == {0, 2}
+    assert len(bench.llm.updates) == 1
 
 
 def test_adapters_that_cannot_be_merged_leave_the_engine_decoding() -> None:

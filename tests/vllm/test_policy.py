@@ -6,10 +6,11 @@ import anyio
 import numpy as np
 import pytest
 
-from oppo.errors import ModelError, ModelLost, ProtocolError
+from oppo.errors import ConfigError, ModelError, ModelLost, ProtocolError
 from oppo.events import Prompt
 from oppo.models import Sampling, Weights
-from oppo.testing import check_policy, run_virtual
+from oppo.stages import Update
+from oppo.testing import FakeTrainer, check_policy, run_virtual
 from oppo.vllm import VllmPolicy
 from tests.vllm.bench import SAMPLING, WEIGHTS, Bench, varied
 from tests.vllm.fake_engine import FakeAsyncLLM, engine_of, running
@@ -30,7 +31,7 @@ def test_it_keeps_the_contract_of_a_policy() -> None:
 
 
 def test_requests_say_all_that_sampling_says() -> None:
-    sampling = Sampling(max_new_tokens=20, temperature=0.7, top_k=3, min_new_tokens=4, stop=(2, 3), seed=5)
+    sampling = Sampling(max_new_tokens=20, temperature=0.7, top_k=3, top_p=0.9, min_new_tokens=4, stop=(2, 3), seed=5)
     bench = Bench(sampling=sampling)
 
     async def main() -> None:
@@ -42,6 +43,7 @@ def test_requests_say_all_that_sampling_says() -> None:
     assert vars(first.params) == {
         "temperature": 0.7,
         "top_k": 3,
+        "top_p": 0.9,
         "seed": first.params.seed,
         "max_tokens": 20,
         "min_tokens": 4,
@@ -59,6 +61,18 @@ def test_requests_say_all_that_sampling_says() -> None:
             assert set(np.abs(piece.support.counts).tolist()) <= {3, 4}
 
 
+def test_greedy_decoding_excludes_nothing() -> None:
+    bench = Bench(sampling=Sampling(max_new_tokens=5, temperature=0.0, top_k=3, top_p=0.5))
+
+    async def main() -> None:
+        await bench.step(await bench.policy.open(varied(1)), limit=100)
+
+    bench.run(main)
+    (request,) = bench.llm.done
+    assert (request.params.top_k, request.params.top_p, request.params.logprobs) == (0, 1.0, 0)
+    assert bench.pieces[0][0].support.counts.tolist() == [0] * 5
+
+
 def test_a_token_before_the_least_length_lists_the_stop_tokens_as_excluded() -> None:
     bench = Bench(sampling=Sampling(max_new_tokens=9, min_new_tokens=5, stop=(2, 3)))
 
@@ -69,6 +83,26 @@ def test_a_token_before_the_least_length_lists_the_stop_tokens_as_excluded() -> 
     (piece,) = bench.pieces[0]
     assert piece.support.counts.tolist()[:6] == [-2] * 5 + [0]
     assert piece.support.ids.tolist() == [2, 3] * 5
+
+
+@pytest.mark.parametrize(
+    ("sampling", "supports"),
+    [
+        (Sampling(), True),
+        (Sampling(top_k=5), True),
+        (Sampling(top_k=5, top_p=0.9), True),
+        (Sampling(top_p=0.9), False),
+        (Sampling(top_p=0.9, temperature=0.0), True),
+    ],
+)
+def test_tokens_whose_support_vllm_does_not_report_are_not_trained_on(sampling: Sampling, supports: bool) -> None:
+    policy = Bench(sampling=sampling).policy
+    assert policy.capabilities.supports is supports
+    if supports:
+        Update(FakeTrainer(), publish=[policy])
+    else:
+        with pytest.raises(ConfigError, match="VllmPolicy does not report from which ids it draws each token"):
+            Update(FakeTrainer(), publish=[policy])
 
 
 def test_responses_that_end_together_are_reported_together_in_admission_order() -> None:
