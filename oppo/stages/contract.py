@@ -77,8 +77,8 @@ def require_supports(followers: Sequence[Follower]) -> None:
         if isinstance(capabilities, Capabilities) and not capabilities.supports:
             raise ConfigError(
                 f"{type(policy).__name__} does not report from which ids it draws each token (capabilities.supports), "
-                "and a trainer's log-probs are over these: let it draw from all ids (top_p = 1), or bound them in a way "
-                "that it reports (top_k)"
+                "and a trainer's log-probs are over these: let it draw from all ids (top_p = 1), or bound them in a "
+                "way that it reports (top_k)"
             )
 
 

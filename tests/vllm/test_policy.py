@@ -70,7 +70,7 @@ def test_greedy_decoding_excludes_nothing() -> None:
     bench.run(main)
     (request,) = bench.llm.done
     assert (request.params.top_k, request.params.top_p, request.params.logprobs) == (0, 1.0, 0)
-    assert bench.pieces[0][0].support.counts.tolist() == [0] * 5
+    assert not len(bench.pieces[0][0].support.ids), "drawn from the whole vocabulary"
 
 
 def test_a_token_before_the_least_length_lists_the_stop_tokens_as_excluded() -> None:
