@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeAlias, cast
 
 from oppo.events import RolloutEvent, StepReport, merge_chunks
-from oppo.graph import Graph, Receiver, Sender
+from oppo.graph import AnyStage, Graph, Receiver, Sender
+
+Wiring: TypeAlias = tuple[AnyStage, *tuple[str | Mapping[str, str], ...]]
+"""A stage and what it reads, as :meth:`Graph.rebuild` takes them."""
 
 
 @dataclass(eq=False)
@@ -29,12 +34,14 @@ class Hold:
 
 
 def held(graph: Graph[StepReport]) -> Graph[StepReport]:
-    """Return the graph with a :class:`Hold` between ``generate`` and its readers."""
-    stages = {name: node.stage for name, node in graph.nodes.items()}
-    return graph.rebuild(
-        held=(Hold(), "generate"),
-        ref_logp=(stages["ref_logp"], "held"),
-        reward=(stages["reward"], "held"),
-        value=(stages["value"], "held"),
-        advantage=(stages["advantage"], "held", "reward", {"reference": "ref_logp", "value": "value"}),
-    )
+    """Return the graph with a :class:`Hold` between ``generate`` and all its readers."""
+
+    def wired(name: str) -> str:
+        return "held" if name == "generate" else name
+
+    readers: dict[str, Wiring] = {}
+    for node in graph.nodes.values():
+        if "generate" in node.reads:
+            named = {keyword: wired(name) for keyword, name in node.named.items()}
+            readers[node.name] = cast("Wiring", (node.stage, named, *map(wired, node.inputs)))
+    return graph.rebuild(without=(), held=(Hold(), "generate"), **readers)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from oppo.events import Chunk, Defer, Finish, Prompt, Response, RolloutEvent
 from oppo.graph import Receiver
 from oppo.graph.channel import Channel
-from oppo.stages.hold import Hold
+from oppo.stages.hold import Hold, held
+from tests.pipelines import Pipeline, Setting
 
 
 class Kept:
@@ -46,3 +48,16 @@ async def test_events_are_kept_until_the_input_ends_and_chunks_of_a_rollout_are_
     whole = out.items[2]
     assert isinstance(whole, Chunk)
     assert whole.tokens.tolist() == [5, 6, 8]
+
+
+@pytest.mark.parametrize("proximal", [False, True])
+def test_every_reader_of_rollouts_waits_and_the_other_wires_stay(proximal: bool) -> None:
+    before = Pipeline(Setting(), proximal=proximal).graph()
+    after = held(before)
+    assert after.nodes["held"].reads == ("generate",)
+    assert after.nodes.keys() - {"held"} == before.nodes.keys()
+    assert after.nodes["advantage"].named == before.nodes["advantage"].named
+    for name, node in before.nodes.items():
+        waits = tuple("held" if read == "generate" else read for read in node.reads)
+        assert after.nodes[name].reads == waits
+        assert after.nodes[name].stage is node.stage

@@ -268,7 +268,8 @@ class FakeAsyncLLM:
         params = request.params
         if not request.tokens:
             request.cached = self._hit(request)
-        token = 10 + int(noise(params.seed, len(request.tokens)) * (VOCABULARY - 10))
+        others = [token for token in range(10, VOCABULARY) if token not in params.stop_token_ids]
+        token = others[int(noise(params.seed, len(request.tokens)) * len(others))]
         ends = bool(params.stop_token_ids) and len(request.tokens) + 1 >= max(
             self.length(request.prompt), params.min_tokens
         )
