@@ -13,8 +13,8 @@ import pytest
 from oppo.vllm.reward import PoolingEngine
 from oppo.vllm.surface import AsyncEngine, Collector, Completion, Output
 
-MADE = 40
-"""Tokens of a long request."""
+MADE = 200
+"""Tokens of a long request: so many that an engine is still at it when a busy machine comes to pause it."""
 
 
 def differences(real: type, protocol: type) -> list[str]:
@@ -174,7 +174,7 @@ async def generating(engine: Engine) -> None:
     await llm.finish_weight_update()
     assert not await llm.reset_prefix_cache(), "requests hold their keys and values"
     assert await llm.reset_prefix_cache(reset_running_requests=True)
-    gone = await engine.add("gone", prompt, 4 * MADE)
+    gone = await engine.add("gone", prompt, 2 * MADE)
     await llm.resume_generation()
     await gone.until(3)
     await long.until(MADE)

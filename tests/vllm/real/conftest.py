@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,7 +32,7 @@ def tiny_actor(seed: int = 0, *, tied: bool = False) -> LlamaForCausalLM:
                 intermediate_size=256,
                 num_hidden_layers=12,
                 num_attention_heads=2,
-                max_position_embeddings=512,
+                max_position_embeddings=1024,
                 initializer_range=0.1,
                 tie_word_embeddings=tied,
                 bos_token_id=1,
@@ -41,6 +42,19 @@ def tiny_actor(seed: int = 0, *, tied: bool = False) -> LlamaForCausalLM:
         )
     actor.eval()
     return actor
+
+
+def engine_processes() -> set[int]:
+    """Return the ids of the processes below this one that belong to an engine."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        try:
+            status = (entry / "status").read_text() if entry.name.isdecimal() else ""
+        except OSError:  # it has ended meanwhile
+            continue
+        if "VLLM" in status.partition("\n")[0] and f"PPid:\t{os.getpid()}\n" in status:
+            found.add(int(entry.name))
+    return found
 
 
 @pytest.fixture(scope="session")
