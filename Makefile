@@ -37,7 +37,7 @@ test-lowest: $(LOWEST)/.installed
 
 LOWEST_TESTS ?= tests/examples tests/graph tests/hf/test_cache.py tests/hf/test_load.py tests/hf/test_lora.py \
 	tests/hf/test_probe.py tests/hf/test_trainer.py tests/report tests/app/test_checkpoint.py tests/app/test_config.py \
-	tests/app/test_train.py tests/app/test_train_models.py tests/test_cli.py tests/test_data.py tests/test_readme.py
+	tests/app/test_train.py tests/app/test_train_models.py tests/test_cli.py tests/data tests/test_readme.py
 
 # But for torch: versions below the constraints' come as CUDA builds of several GB.
 $(LOWEST)/.installed: pyproject.toml constraints.txt
@@ -45,7 +45,7 @@ $(LOWEST)/.installed: pyproject.toml constraints.txt
 	grep '^torch==' constraints.txt > $(LOWEST)/constraints.txt
 	$(LOWEST)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch uv
 	$(LOWEST)/bin/uv pip install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct \
-		-c $(LOWEST)/constraints.txt -e '.[test]'
+		-c $(LOWEST)/constraints.txt -e '.[examples,test]'
 	@touch $@
 
 # The real vLLM on a CPU, in an environment of its own; its modules warn of their own doings.

@@ -60,7 +60,7 @@ async def score(reward: RewardModel, finished: Sequence[Finish]) -> Tensor:
     """Return the scores of whole responses."""
     await reward.extend([event.response.prompt for event in finished])
     await reward.extend([event.response.chunk() for event in finished])
-    return torch.tensor([float(str(each)) for each in await reward.finish(finished)])
+    return torch.tensor(await reward.finish(finished))
 
 
 def tokens_of(responses: Sequence[Response]) -> tuple[list[Tensor], list[Tensor]]:

@@ -10,14 +10,13 @@ learns to add: what it learns is to ask.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import anyio
 import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from oppo import FunctionReward, Generate, Overcommit, Prompt, Sampling, StepReport, Thread, TrainerSettings, grpo
+from oppo import FunctionReward, Overcommit, Prompt, Sampling, StepReport, Thread, TrainerSettings, grpo
 from oppo.environments import FunctionEnvironment, TextTurn
 from oppo.hf import HfPolicy, HfTrainer
 from oppo.losses import ClippedLoss
@@ -51,7 +50,7 @@ def right(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
     return [float(result(prompt) in completion) for prompt, completion in zip(prompts, completions, strict=True)]
 
 
-async def train(steps: int = 16) -> list[StepReport]:
+async def train(steps: int = 12) -> list[StepReport]:
     """Train for some steps, and return what each of them did."""
     torch.manual_seed(0)
     actor = LlamaForCausalLM(
@@ -71,14 +70,13 @@ async def train(steps: int = 16) -> list[StepReport]:
                 actor,
                 sampling=sampling,
                 thread=training,
-                settings=TrainerSettings(learning_rate=1e-2, epochs=2),
+                settings=TrainerSettings(learning_rate=2e-2, epochs=2),
                 loss=ClippedLoss(),
             ),
             admission=Overcommit(batch=8, extra=2),
-            samples=8,
+            samples=4,
+            environment=FunctionEnvironment(calculator, decode, encode, timeout=5),
         )
-        tool = FunctionEnvironment(calculator, decode, encode, timeout=5)
-        graph = graph.replace(generate=replace(graph.stage("generate", Generate), environment=tool))
         async with graph.open(prompts) as run:
             return [step async for step in run.steps(steps)]
 

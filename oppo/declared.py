@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import types
 from collections import abc
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from itertools import product
@@ -42,9 +42,18 @@ MOST = 2**31
 SEEDS = range(2**63)
 """The seeds that are accepted."""
 
+
+@dataclass(frozen=True, slots=True)
+class MayBeInfinite:
+    """Marks a number that may be infinite."""
+
+
 Fraction: TypeAlias = Annotated[float, Ge(0), Le(1)]
 NonNegative: TypeAlias = Annotated[float, Ge(0)]
 Positive: TypeAlias = Annotated[float, Gt(0)]
+AtLeastOne: TypeAlias = Annotated[float, Ge(1)]
+Limit: TypeAlias = Annotated[float, Gt(0), MayBeInfinite()]
+"""More than 0; ``inf`` for no limit."""
 Seconds: TypeAlias = Annotated[float, Ge(0), Lt(MOST)]
 Count: TypeAlias = Annotated[int, Ge(0), Lt(MOST)]
 PositiveCount: TypeAlias = Annotated[int, Gt(0), Lt(MOST)]
@@ -120,9 +129,14 @@ def _description(record: type, name: str) -> str:
     return next((each.metadata["description"] for each in declarations if each and "description" in each.metadata), "")
 
 
-def require_declared(
-    record: DataclassInstance, *, infinite: Collection[str] = (), error: type[Exception] = ValueError
-) -> None:
+def changed(record: DataclassInstance, names: Collection[str]) -> dict[str, object]:
+    """Return those of the arguments ``names`` of a dataclass that differ from their defaults."""
+    declarations = declared(type(record))
+    given = {name: getattr(record, name) for name in declarations if name in names}
+    return {name: value for name, value in given.items() if value != declarations[name].default}
+
+
+def require_declared(record: DataclassInstance, *, error: type[Exception] = ValueError) -> None:
     """Require that a dataclass's numbers lie within their bounds and its literals among their choices.
 
     This checks arguments of type ``int``, ``float`` and ``Literal``, annotated or not, also in unions with ``None`` and
@@ -130,7 +144,6 @@ def require_declared(
 
     Args:
         record: its module must import the names in its annotations at run time.
-        infinite: the names of numbers that may be infinite.
         error: raised otherwise.
 
     Example:
@@ -141,10 +154,10 @@ def require_declared(
         ValueError: temperature of Sampling must be a finite number, not nan
     """
     for name, each in declared(type(record)).items():
-        _require(name, getattr(record, name), each.kind, type(record).__name__, infinite=name in infinite, error=error)
+        _require(name, getattr(record, name), each.kind, type(record).__name__, error=error)
 
 
-def _require(name: str, given: object, kind: object, owner: str, *, infinite: bool, error: type[Exception]) -> None:
+def _require(name: str, given: object, kind: object, owner: str, *, error: type[Exception]) -> None:
     inner, _ = _parts(kind)
     union = get_args(inner) if get_origin(inner) in (Union, types.UnionType) else (kind,)
     members = [_parts(each) for each in union]
@@ -155,14 +168,14 @@ def _require(name: str, given: object, kind: object, owner: str, *, infinite: bo
         return
     numbers = [(each, rules) for each, rules in members if each in (int, float)]
     if numbers:
-        _require_number(name, given, *numbers[0], owner, infinite=infinite, error=error)
+        _require_number(name, given, *numbers[0], owner, error=error)
     elif literals:
         raise error(f"{name} must be one of {', '.join(map(str, literals))}, not {given!r}")
     elif get_origin(inner) is tuple and (item := _parts(get_args(inner)[0]))[0] in (int, float):
         if not isinstance(given, tuple):
             raise error(f"{name} of {owner} must be a tuple of numbers, not {given!r}")
         for each in given:
-            _require_number(name, each, *item, owner, infinite=infinite, error=error)
+            _require_number(name, each, *item, owner, error=error)
 
 
 def _parts(kind: object) -> tuple[Any, Sequence[object]]:
@@ -174,16 +187,15 @@ def _require_number(
     name: str,
     given: Any,
     kind: type,
-    rules: Iterable[object],
+    rules: Collection[object],
     owner: str,
     *,
-    infinite: bool,
     error: type[Exception],
 ) -> None:
     if kind is int:
         require_whole(f"{name} of {owner}", given, error=error)
     else:
-        require_real(f"{name} of {owner}", given, infinite=infinite, error=error)
+        require_real(f"{name} of {owner}", given, infinite=MayBeInfinite() in rules, error=error)
     for rule, (attribute, (holds, words)) in product(rules, _BOUNDS.items()):
         bound = getattr(rule, attribute, None)
         if bound is not None and not holds(given, bound):

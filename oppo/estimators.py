@@ -92,29 +92,50 @@ def kl_estimate(logprobs: FloatArray, reference: FloatArray, estimator: KLEstima
     raise ValueError(f"the KL estimator must be 'k1', 'k2' or 'k3', not {estimator!r}")
 
 
-def shaped_rewards(score: float, kl: FloatArray, coefficient: float, sampled: BoolArray | None = None) -> FloatArray:
+def shaped_rewards(
+    score: float,
+    kl: FloatArray,
+    coefficient: float,
+    sampled: BoolArray | None = None,
+    earned: FloatArray | None = None,
+) -> FloatArray:
     """Return the reward of each token: the KL penalty everywhere, and the score at the last sampled token.
 
     The action that ends a response, EOS, earns the score, and the value of what comes after it is 0. TRL puts the score
     of a response that ended early one position later, at a slot that has a value but no token, and trains that value
     too; the two agree where every response reaches the cap.
 
+    If it is known which tokens earned the score, these have what they earned, and the last sampled token has the rest,
+    so that the rewards of a response still sum to its score, less the KL penalty.
+
     Args:
         score: the reward model's scalar.
         kl: float32 [T], nats per token.
         coefficient: weight of the penalty.
         sampled: bool [T]; all true by default. Other tokens get reward 0.
+        earned: float32 [T], in the unit of the score; 0 everywhere by default. What a token earned that was not sampled
+            (a tool's answer) goes to the sampled token before it, or to the first one.
 
     Raises:
         ValueError: no token was sampled, so none can carry the score.
     """
     mask = np.ones(len(kl), np.bool_) if sampled is None else sampled
-    _require_aligned(kl=kl, sampled=mask)
+    _require_aligned(kl=kl, sampled=mask, **({} if earned is None else {"earned": earned}))
     positions = np.flatnonzero(mask)
     if not len(positions):
         raise ValueError(f"none of the {len(kl)} tokens of the response was sampled, so there is none to reward")
     rewards = np.where(mask, np.float32(-coefficient) * kl, np.float32(0)).astype(np.float32)
-    rewards[positions[-1]] += np.float32(score)
+    rest = float(score)
+    if earned is not None:
+        at = np.flatnonzero(earned)
+        earners = positions[np.maximum(np.searchsorted(positions, at, side="right") - 1, 0)]
+        totals = np.zeros(len(kl), np.float64)
+        np.add.at(totals, earners, earned[at])
+        totals[positions[-1]] = 0
+        (rewarded,) = np.nonzero(totals)
+        rewards[rewarded] += totals[rewarded].astype(np.float32)
+        rest -= float(totals.sum())
+    rewards[positions[-1]] += np.float32(rest)
     return rewards
 
 

@@ -227,6 +227,16 @@ class Drop:
     reason: str
     nonfinite: bool = field(default=False, compare=False)
 
+    @classmethod
+    def because(cls, reason: str) -> Drop:
+        """Return a drop by a function that does not know the rollout's number; who calls the function fills it in.
+
+        Example:
+            >>> def score(prompts, completions):
+            ...     return [len(each) if each else Drop.because("nothing was written") for each in completions]
+        """
+        return cls(-1, reason)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scored(Generic[T_co]):
@@ -267,7 +277,7 @@ class Batch:
     Attributes:
         responses: N responses, in admission order.
         reasons: N finish reasons.
-        scores: float32 [N], the reward model's scalars.
+        scores: float32 [N], the reward model's scalars, or the sums of its rewards at tokens.
         offsets: int64 [N + 1].
         tokens, versions: int32 [T].
         sampled: bool [T], the loss mask.
@@ -276,12 +286,14 @@ class Batch:
             tokens that those weights made; ``None`` unless they were computed.
         reference: float32 [T], reference log-probs, over the same supports; ``None`` without a reference.
         values: float32 [T], the critic's value of the state *before* each token; ``None`` without a critic.
-        rewards: float32 [T], per token, after the KL penalty.
-        advantages: float32 [T].
+        rewards: float32 [T], per token, after the KL penalty; ``None`` unless they were estimated.
+        advantages: float32 [T]; ``None`` unless they were estimated.
         returns: float32 [T], the critic's targets; ``None`` without a critic.
         metrics: of the estimator (KL, entropy of the sampled tokens, means).
         dropped: the rollouts of this step that are not trained.
         deferred: the rollouts carried into the next step.
+        token_rewards: float32 [T], the part of the scores that the scorer placed at tokens, before it is shaped; 0 for
+            a response whose score is a plain number, and ``None`` if all are.
     """
 
     responses: tuple[Response, ...]
@@ -292,15 +304,16 @@ class Batch:
     versions: IntArray
     sampled: BoolArray
     logprobs: FloatArray
-    proximal: FloatArray | None
-    reference: FloatArray | None
-    values: FloatArray | None
-    rewards: FloatArray
-    advantages: FloatArray
-    returns: FloatArray | None
+    proximal: FloatArray | None = None
+    reference: FloatArray | None = None
+    values: FloatArray | None = None
+    rewards: FloatArray | None = None
+    advantages: FloatArray | None = None
+    returns: FloatArray | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     dropped: tuple[Drop, ...] = ()
     deferred: tuple[Defer, ...] = ()
+    token_rewards: FloatArray | None = None
 
     def __len__(self) -> int:
         return len(self.responses)

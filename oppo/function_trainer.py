@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol, TypeAlias
 
-import anyio
-
 from oppo.errors import ModelError
 from oppo.events import Batch
-from oppo.hosted_trainer import publish
-from oppo.models import Follower, ServesByReference, Trained, Weights
+from oppo.models import Trained, Weights
 from oppo.placement import Thread
+from oppo.publishing import Publisher
 
 TrainStep: TypeAlias = Callable[[Batch], Mapping[str, float] | None]
 """Trains on a batch, in place; returns metrics by name, or nothing."""
@@ -24,7 +22,7 @@ class Module(Protocol):
         """Return the tensors by name; they lie in the module's own memory."""
 
 
-class FunctionTrainer:
+class FunctionTrainer(Publisher):
     """A training step as a :class:`oppo.models.Trainer`.
 
     Optimizer and schedule stay the function's own; so do checkpoints of them.
@@ -76,16 +74,7 @@ class FunctionTrainer:
     async def _trained(self, thread: Thread, batch: Batch) -> Mapping[str, float] | None:
         return await thread.call("update", self._step, batch)
 
-    async def publish(self, *followers: Follower) -> None:
-        """Give the current weights to each follower, by reference; never half cancelled."""
-        with anyio.CancelScope(shield=True):
-            await publish(self._weights(), followers)
-        await anyio.lowlevel.checkpoint_if_cancelled()
-
-    def shares_weights(self, follower: Follower) -> bool:
-        """Return whether ``follower`` serves the very tensors that are trained."""
-        return isinstance(follower, ServesByReference) and follower.serves(self._weights())
-
-    def _weights(self) -> Weights:
+    def weights(self) -> Weights:
+        """Return the current weights by reference."""
         critic = {} if self._critic is None else self._critic.state_dict()
         return Weights(self.version, self._actor.state_dict(), critic)

@@ -9,20 +9,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ctypes import Structure, c_int64, sizeof
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, Generic, Protocol, TypeVar
 
-import anyio
-
 from oppo.errors import ModelLost
 from oppo.events import Batch
-from oppo.models import Follower, ResumableTrainer, ServesByReference, Trained, Weights
+from oppo.models import ResumableTrainer, Trained, Weights
 from oppo.placement import Hosting
 from oppo.placement.block import Block
+from oppo.publishing import Publisher
 
 
 class TrainerCounts(Structure):
@@ -59,6 +58,12 @@ class TrainerCounts(Structure):
         counts.block = block
         return counts
 
+    def copy(self) -> TrainerCounts:
+        """Return the same counts in memory of their own."""
+        copied = TrainerCounts.new()
+        copied.block[:] = self.block[:]
+        return copied
+
     def __reduce__(self) -> tuple[Callable[[Block], TrainerCounts], tuple[Block]]:
         """Cross to another process as the memory in which they lie."""
         return TrainerCounts.over, (self.block,)
@@ -93,7 +98,7 @@ class TrainerCore(Protocol):
 C = TypeVar("C", bound=TrainerCore)
 
 
-class HostedTrainer(ResumableTrainer, Generic[C]):
+class HostedTrainer(Publisher, ResumableTrainer, Generic[C]):
     """The trainer whose core works in ``place``; its methods raise ``ModelLost`` when the place is gone.
 
     A place that is lost is not replaced: the optimizer's state is lost with it.
@@ -133,15 +138,9 @@ class HostedTrainer(ResumableTrainer, Generic[C]):
         with _lost_for_good():
             return await self._hosted.call("update", type(self.core).update, _training_part(batch))
 
-    async def publish(self, *followers: Follower) -> None:
-        """Give the current weights to each follower, by reference, with :func:`publish`; never half cancelled."""
-        with anyio.CancelScope(shield=True):
-            await publish(self.core.weights(), followers)
-        await anyio.lowlevel.checkpoint_if_cancelled()
-
-    def shares_weights(self, follower: Follower) -> bool:
-        """Return whether ``follower`` serves the very tensors that are trained."""
-        return isinstance(follower, ServesByReference) and follower.serves(self.core.weights())
+    def weights(self) -> Weights:
+        """Return the current weights by reference."""
+        return self.core.weights()
 
     async def write(self, directory: Path) -> None:
         """Write all that :meth:`restore` needs, and what :meth:`save` writes.
@@ -169,24 +168,6 @@ class HostedTrainer(ResumableTrainer, Generic[C]):
         """
         with _lost_for_good():
             await self._hosted.call("restore", type(self.core).restore, directory)
-
-
-async def publish(weights: Weights, followers: Sequence[Follower]) -> None:
-    """Give ``weights`` to each follower, one after the other.
-
-    A failure is final: the old weights no longer exist, and a follower may share the storage of the new ones. Its note
-    holds each follower's version; the run ends, and resumes from a checkpoint.
-
-    Raises:
-        Exception: whatever a follower raised.
-    """
-    for follower in followers:
-        try:
-            await follower.load(weights)
-        except Exception as error:
-            held = ", ".join(f"{type(one).__name__} has version {one.version}" for one in followers)
-            error.add_note(f"while publishing version {weights.version}: {held}; do not go on from here")
-            raise
 
 
 def _training_part(batch: Batch) -> Batch:

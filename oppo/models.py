@@ -257,6 +257,17 @@ class Policy(Follower, Protocol):
 
 
 @runtime_checkable
+class VariesSampling(Protocol):
+    """A policy whose engine can draw in several ways."""
+
+    def with_sampling(self, sampling: Sampling) -> Policy:
+        """Return a policy with the same engine and the same weights, those of later publishing too, that draws so.
+
+        One of the two decodes at a time. Rollouts of this one that are parked meanwhile stay parked.
+        """
+
+
+@runtime_checkable
 class ReportsProgress(Protocol):
     """A model with a number that shows that it works, which a watchdog reads."""
 
@@ -270,7 +281,7 @@ class Scorer(Protocol[T_co]):
 
     A scorer that shares a place may also be a :class:`PrioritisedScorer`, and one that bounds the length of its calls a
     :class:`TimeSliced`. One that waits for something else than its place, a service for example, may be a
-    :class:`~oppo.scorer_protocols.ConcurrentScorer`.
+    :class:`~oppo.scorer_protocols.ConcurrentScorer`. One that is an async context manager is open as long as the run.
     """
 
     @property

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from oppo.declared import require_declared
+from oppo.declared import Count, Limit, NonNegative, Positive, require_declared
 from oppo.events import BoolArray, FloatArray
 
 
@@ -70,24 +70,17 @@ class ScoreShaping:
     """
 
     norm: bool = False
-    clip: float = math.inf
-    scale: float = 1.0
-    missing_eos_penalty: float = 0.0
-    long_from: int = 0
-    long_to: int = 0
-    long_penalty: float = 1.0
+    clip: Limit = math.inf
+    scale: Positive = 1.0
+    missing_eos_penalty: NonNegative = 0.0
+    long_from: Count = 0
+    long_to: Count = 0
+    long_penalty: NonNegative = 1.0
     moments: RunningMoments = field(default_factory=RunningMoments)
 
     def __post_init__(self) -> None:
-        require_declared(self, infinite=["clip"])
-        if not self.clip > 0:
-            raise ValueError(f"the score's clip must be more than 0, not {self.clip}")
-        if not 0 < self.scale < math.inf:
-            raise ValueError(f"the scale of the reward must be more than 0 and finite, not {self.scale}")
-        if not 0 <= self.missing_eos_penalty < math.inf:
-            raise ValueError(f"the missing-EOS penalty must be 0 or more and finite, not {self.missing_eos_penalty}")
-
-        if not 0 <= self.long_from <= self.long_to:
+        require_declared(self)
+        if self.long_from > self.long_to:
             raise ValueError(
                 f"the penalty on long responses grows between two lengths, long_from = {self.long_from} and long_to = "
                 f"{self.long_to}: expected 0 <= long_from <= long_to"
@@ -96,6 +89,15 @@ class ScoreShaping:
     def after(self, scores: FloatArray) -> ScoreShaping:
         """Return this shaping with a batch's scores, float32 [n], in its moments."""
         return replace(self, moments=self.moments.after(scores)) if self.norm else self
+
+    @property
+    def slope(self) -> float:
+        """By how much the reward of a response grows with its score where nothing is clipped.
+
+        It multiplies rewards at single tokens (:class:`~oppo.token_rewards.TokenRewards`). Centring, clipping and
+        penalties act on the whole response; the last token has what they change.
+        """
+        return self.scale / self.moments.std if self.norm else self.scale
 
     def shaped(self, scores: FloatArray, stopped: BoolArray, lengths: NDArray[np.int64]) -> FloatArray:
         """Return the rewards of whole responses: float32 [n].

@@ -30,11 +30,10 @@ between the two as well.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from oppo.declared import require_declared
+from oppo.declared import AtLeastOne, Fraction, require_declared
 from oppo.errors import ConfigError
 
 RatioBase: TypeAlias = Literal["behaviour", "proximal"]
@@ -80,21 +79,12 @@ class Correction:
     ratio_base: RatioBase = "behaviour"
     weight: TokenWeight = "none"
     level: Level = "token"
-    cap: float = CAP
-    low: float | None = None
-    high: float | None = None
+    cap: AtLeastOne = CAP
+    low: Fraction | None = None
+    high: AtLeastOne | None = None
 
     def __post_init__(self) -> None:
-        require_declared(self, infinite=["cap", "low", "high"], error=ConfigError)
-        low, high = self.band
-        if not 1 <= self.cap < math.inf:
-            raise ConfigError(
-                f"the cap of a weight must be finite and at least 1, not {self.cap}: current tokens weigh 1"
-            )
-        if not 0 <= low <= 1 <= high < math.inf:
-            raise ConfigError(
-                f"the band of a mask must be finite and hold 1, the mismatch of current tokens; got {low} .. {high}"
-            )
+        require_declared(self, error=ConfigError)
 
     @property
     def needs_proximal(self) -> bool:

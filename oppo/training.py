@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated, Literal, TypeAlias
 
 from annotated_types import Ge, Lt
 
-from oppo.declared import Count, FromList, NonNegative, Positive, PositiveCount, Seed, require_declared, setting
+from oppo.declared import (
+    Count,
+    FromList,
+    Limit,
+    NonNegative,
+    Positive,
+    PositiveCount,
+    Seed,
+    changed,
+    require_declared,
+    setting,
+)
 from oppo.errors import ConfigError
 
 Schedule: TypeAlias = Literal["constant", "constant_with_warmup", "linear", "cosine"]
+Aggregation: TypeAlias = Literal["tokens", "responses", "constant"]
+"""How the losses of tokens become the loss of a minibatch; see :meth:`oppo.losses.Inputs.mean`."""
 Beta: TypeAlias = Annotated[float, Ge(0), Lt(1)]
 
 OF_THE_CRITIC = frozenset({"critic_learning_rate", "critic_warmup"})
@@ -42,7 +55,7 @@ class TrainerSettings:
     )
     epochs: PositiveCount = setting(4, "passes over each batch")
     minibatches: PositiveCount = setting(1, "optimizer steps in each pass")
-    max_grad_norm: Positive = setting(1.0, "each model's gradient is scaled down to this norm")
+    max_grad_norm: Limit = setting(1.0, "each model's gradient is scaled down to this norm")
     weight_decay: NonNegative = setting(0.0, "of AdamW, for matrices only")
     betas: Annotated[tuple[Beta, Beta], FromList()] = setting((0.9, 0.999), "of AdamW")
     eps: Positive = setting(1e-5, "of AdamW")
@@ -61,7 +74,7 @@ class TrainerSettings:
     seed: Seed = setting(0, "keys, with the number of the update, how rows are shuffled into minibatches")
 
     def __post_init__(self) -> None:
-        require_declared(self, infinite=["max_grad_norm"], error=ConfigError)
+        require_declared(self, error=ConfigError)
         self._require_schedule()
 
     def require_no_critic(self) -> None:
@@ -70,13 +83,10 @@ class TrainerSettings:
         Raises:
             ConfigError: one of them differs.
         """
-        for each in fields(self):
-            chosen = getattr(self, each.name)
-            if each.name in OF_THE_CRITIC and chosen != each.default:
-                raise ConfigError(
-                    f"{each.name} = {chosen} is about a critic, and there is none: leave it out, or give the trainer a "
-                    "critic"
-                )
+        for name, value in changed(self, OF_THE_CRITIC).items():
+            raise ConfigError(
+                f"{name} = {value} is about a critic, and there is none: leave it out, or give the trainer a critic"
+            )
 
     def _require_schedule(self) -> None:
         if self.schedule == "constant" and self.warmup_steps:

@@ -28,6 +28,7 @@ from oppo.events import (
     rollout_of,
 )
 from oppo.graph import Graph, GraphBuilder
+from oppo.models import Scorer
 from oppo.observe import Span
 from oppo.stages import GAE, Generate, Score, Update
 from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_per_token, fake_scalar, prompts
@@ -99,7 +100,7 @@ class Pipeline:
     """A PPO graph of fakes."""
 
     setting: Setting
-    reward: FakeScorer[float] | None = None
+    reward: Scorer[float | Drop] | None = None
     proximal: bool = False
     admission: Admission | None = None
     replay: Mapping[int, Observation] = field(default_factory=dict)

@@ -20,6 +20,7 @@ from oppo.estimators import (
     gae,
     group_advantages,
     kl_estimate,
+    returns_to_go,
     shaped_rewards,
     whiten,
 )
@@ -98,6 +99,16 @@ def test_gae_with_lambda_one_is_the_discounted_sum_of_rewards(rewards: FloatArra
     _, returns = gae(rewards, values, gamma, 1.0)
     expected = [sum(gamma**k * float(reward) for k, reward in enumerate(rewards[t:])) for t in range(len(rewards))]
     np.testing.assert_allclose(returns, floats(expected), rtol=1e-4, atol=1e-4)
+
+
+@given(hnp.arrays(np.float32, st.integers(0, 30), elements=st.floats(-5, 5, width=32)), st.floats(0, 1))
+def test_the_return_of_a_token_is_the_discounted_sum_of_the_rewards_from_it_on(
+    rewards: FloatArray, gamma: float
+) -> None:
+    expected = [sum(gamma**k * float(reward) for k, reward in enumerate(rewards[t:])) for t in range(len(rewards))]
+    returns = returns_to_go(rewards, gamma)
+    np.testing.assert_allclose(returns, floats(expected), rtol=1e-4, atol=1e-4)
+    assert returns.dtype == np.float32
 
 
 @given(hnp.arrays(np.float32, 8, elements=st.floats(-20, 0, width=32)), st.floats(-3, 3))

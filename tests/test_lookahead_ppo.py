@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 import pytest
@@ -10,7 +10,11 @@ from hypothesis import assume, example, given, strategies as st
 
 from oppo.admission import AdmitView, CutView, Observation, Overcommit
 from oppo.admission.pace import Pace
-from oppo.testing import run_virtual
+from oppo.events import Chunk, Scored, StepReport
+from oppo.graph import Graph
+from oppo.models import Follower
+from oppo.stages import Score, Update
+from oppo.testing import FakeCritic, run_virtual
 from tests.known import known
 from tests.pipelines import Pipeline, Setting, same_batches, settings
 
@@ -47,19 +51,101 @@ def test_a_step_is_decoded_with_the_weights_of_the_step_as_far_back_as_the_looka
     assert written <= {(step, max(0, step - setting.lookahead)) for step in range(setting.steps)}
 
 
+@dataclass
+class Speeds:
+    """Seconds of every stage: of a decode step, of a token that a scorer reads, of a call, an update, a publish."""
+
+    decode: float = 0.01
+    reference: float = 0.0
+    reward: float = 0.0
+    critic: float = 0.0
+    proximal: float = 0.0
+    per_call: float = 0.0
+    update: float = 0.0
+    publish: float = 0.0
+
+
 @st.composite
-def speeds(draw: st.DrawFn) -> dict[str, float]:
-    """Seconds of every stage but decoding, whose pace decides which rollouts are the first."""
-    seconds = {name: draw(st.sampled_from([0.0, 0.004, 0.3])) for name in ("reference", "reward", "critic", "per_call")}
-    return {**seconds, "update": draw(st.sampled_from([0.0, 0.02, 5.0]))}
+def speeds(draw: st.DrawFn) -> Speeds:
+    seconds = {each.name: draw(st.sampled_from([0.0, 0.004, 0.3, 5.0])) for each in fields(Speeds)}
+    return Speeds(**seconds)
 
 
-@given(settings(lookaheads=AHEAD), speeds())
-@example(Setting(extra=2, lookahead=2, steps=5), {"reward": 0.3, "update": 5.0})
-def test_how_fast_the_stages_are_changes_no_bit(setting: Setting, seconds: dict[str, float]) -> None:
-    setting = replace(setting, paces=())
-    other = replace(setting, capacity=16, **seconds)  # type: ignore[arg-type]  # all of these are float
-    assert same_batches(played(setting).batches, played(other).batches)
+@dataclass
+class Timed(Pipeline):
+    """A graph whose proximal log-probs depend on the version that recomputes them, as its values do on theirs."""
+
+    speeds: Speeds = field(default_factory=Speeds)
+    proximal: bool = True
+
+    def __post_init__(self) -> None:
+        seconds = self.speeds
+        names = ("reference", "reward", "critic", "per_call", "update")
+        self.setting = replace(self.setting, **{name: getattr(seconds, name) for name in names})
+        super().__post_init__()
+        self.policy.seconds, self.trainer.publishing = seconds.decode, seconds.publish
+        self.again = FakeCritic(per_token=seconds.proximal, per_call=seconds.per_call)
+
+    def graph(self) -> Graph[StepReport]:
+        followers: list[Follower] = [self.policy, self.critic, self.again]
+        return (
+            super()
+            .graph()
+            .replace(
+                proximal=Score(self.again, after="update"),
+                update=Update(self.trainer, publish=followers, after=("generate", "value")),
+            )
+        )
+
+    def versions(self) -> dict[str, set[tuple[int, int]]]:
+        """Return the versions with which a stage has worked in each step."""
+        found: dict[str, set[tuple[int, int]]] = {"generate": set(), "value": set(), "proximal": set()}
+        for step, stage, item in self.tap.items:
+            if isinstance(item, Chunk):
+                found[stage].update((step, int(version)) for version in item.versions)
+            elif isinstance(item, Scored) and stage in found:
+                found[stage].add((step, item.version))
+        return found
+
+
+@given(settings(lookaheads=(0, *AHEAD)), speeds())
+@example(Setting(extra=2, lookahead=2, steps=5), Speeds(reward=0.3, update=5.0))
+@example(Setting(extra=2, lookahead=1, steps=5), Speeds(decode=5.0, proximal=0.3, publish=5.0))
+def test_how_fast_the_stages_are_changes_no_bit_and_no_version(setting: Setting, seconds: Speeds) -> None:
+    setting = replace(setting, paces=())  # which decide, of the rollouts that are decoded, which are the first
+    one, other = Timed(setting), Timed(replace(setting, capacity=16), speeds=seconds)
+    for pipeline in (one, other):
+        run_virtual(pipeline.run)
+        before = {(step, max(0, step - setting.lookahead)) for step in range(setting.steps)}
+        assert pipeline.versions()["generate"] | pipeline.versions()["value"] <= before
+        assert pipeline.versions()["proximal"] <= {(step, step) for step in range(setting.steps)}
+    assert same_batches(one.batches, other.batches)
+    assert all(
+        np.array_equal(known(a.proximal), known(b.proximal)) for a, b in zip(one.batches, other.batches, strict=True)
+    )
+
+
+@given(settings(prompts=(7, 1_000), lookaheads=AHEAD), st.integers(0, 3))
+@example(Setting(steps=6, lookahead=1), 2)
+def test_a_drain_that_nobody_planned_makes_the_run_that_was_told_to_drain_there(setting: Setting, after: int) -> None:
+    setting = replace(setting, steps=6)
+
+    async def drained(pipeline: Pipeline, told: int | None) -> int | None:
+        source, last = pipeline.prompts(), None
+        async with pipeline.graph().open(source, observers=[pipeline.tap], lookahead=setting.lookahead) as run:
+            async for report in run.steps(setting.steps, drain_after=lambda index: index == told):
+                if told is None and report.index == after and run.alive:
+                    last = run.alive[-1]
+                    run.drain()
+        return last
+
+    asked, told, plain = (Pipeline(setting) for _ in range(3))
+    last = run_virtual(drained, asked, None)
+    run_virtual(drained, told, last)
+    assert same_batches(asked.batches, told.batches)
+    if last is not None and last + 1 < len(told.batches):
+        run_virtual(drained, plain, -1)
+        assert not same_batches(asked.batches, plain.batches), "the step after it begins with newer weights"
 
 
 @given(settings(lookaheads=AHEAD))
@@ -70,8 +156,8 @@ def test_proximal_log_probs_wait_for_the_weights_that_are_about_to_be_updated(se
     pipeline = played(setting, proximal=True)
     ends: dict[str, dict[int, float]] = {"update": {}, "proximal": {}}
     for span in pipeline.tap.spans:
-        if span.track in ends:
-            ends[span.track][int(span.details["step"])] = span.end
+        if span.track in ends and span.step is not None:
+            ends[span.track][span.step] = span.end
     updated, proximal = ends["update"], ends["proximal"]
     for step in range(1, setting.steps):
         if step in proximal and step - 1 in updated:

@@ -14,11 +14,11 @@ from torch import Tensor
 from oppo.estimators import KLEstimator, kl_estimate
 from oppo.losses import (
     SupportIndex,
-    clipped_tokens,
     entropies,
     kl_loss,
     masked_mean,
     policy_loss,
+    policy_losses,
     token_logprobs,
     value_loss,
 )
@@ -217,6 +217,6 @@ def test_a_token_of_weight_zero_leaves_the_others_gradients_as_they_are() -> Non
 
 def test_clipped_tokens_are_those_of_the_clipped_fraction() -> None:
     new, old, advantages = golden("logprobs"), golden("old_logprobs"), golden("advantages")
-    beyond = clipped_tokens(new, old, advantages, MASK, CLIP)
+    beyond = policy_losses(new, old, advantages, MASK, CLIP).clipped
     close(beyond[MASK].float().mean(), policy_loss(new, old, advantages, MASK, CLIP).clipfrac)
     assert not beyond[~MASK].any()

@@ -33,7 +33,7 @@ def grpo(**numbers: object) -> object:
 
 KINDS = {
     "Count": "int", "PositiveCount": "int", "Seed": "int",
-    "Fraction": "float", "NonNegative": "float", "Positive": "float",
+    "Fraction": "float", "NonNegative": "float", "Positive": "float", "AtLeastOne": "float", "Limit": "float",
 }  # fmt: skip
 """What the types of :mod:`oppo.declared` are without their bounds."""
 
@@ -86,7 +86,7 @@ def test_the_constructors_have_numbers() -> None:
 @pytest.mark.parametrize(("name", "argument", "kind"), numbers())
 def test_what_is_no_number_is_refused_by_name_where_it_comes_in(name: str, argument: str, kind: str) -> None:
     for value in BAD[kind]:
-        with pytest.raises((ValueError, oppo.OppoError), match=f"{argument}|band of a mask") as caught:
+        with pytest.raises((ValueError, oppo.OppoError), match=argument) as caught:
             MADE[name](**{argument: value})
         assert repr(value) in str(caught.value) or str(value) in str(caught.value)
 

@@ -124,7 +124,7 @@ def test_a_step_leaves_no_task_behind(setting: Setting) -> None:
 def test_frozen_scorers_read_every_token_once_and_the_critic_replays_at_most_once(setting: Setting) -> None:
     pipeline = played(setting)
     read = sum(len(r.prompt.tokens) + len(r) for batch in pipeline.batches for r in batch.responses)
-    assert pipeline.reward is not None
+    assert isinstance(pipeline.reward, FakeScorer)
     assert pipeline.reward.tokens == pipeline.reference.tokens == read
     assert pipeline.critic.tokens <= 2 * read
     assert not pipeline.reward.sessions
@@ -138,7 +138,7 @@ class Broken(FakeScorer[float]):
         super().__init__(fake_scalar)
         self.at = at
 
-    async def finish(self, finished: list[Finish]) -> list[float]:  # type: ignore[override]  # narrower on purpose
+    async def finish(self, finished: Sequence[Finish]) -> list[float]:
         self.at -= 1
         if self.at < 0:
             raise ZeroDivisionError("no score")

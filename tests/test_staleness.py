@@ -41,7 +41,7 @@ def weighed(
     """Return the weights of the tokens of rollouts end to end."""
     rows = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     given: dict[Input, Tensor] = {"behaviour": torch.from_numpy(behaviour), "proximal": torch.from_numpy(proximal)}
-    inputs = Inputs(torch.from_numpy(sampled), rows, torch.arange(len(lengths)), Whole(4, len(lengths), 1), given)
+    inputs = Inputs(torch.from_numpy(sampled), rows, torch.arange(len(lengths)), Whole(4, len(lengths), 1, 4), given)
     return importance_weights(correction, inputs).numpy()
 
 
@@ -111,10 +111,10 @@ def test_a_mismatch_too_large_for_a_float_is_truncated_and_masked_all_the_same()
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"cap": 0.9}, "the cap of a weight must be finite and at least 1, not 0.9"),
-        ({"cap": math.inf}, "finite and at least 1, not inf"),
-        ({"low": 1.1}, r"must be finite and hold 1, the mismatch of current tokens; got 1.1 .. 5.0"),
-        ({"high": 0.9}, r"got 0.5 .. 0.9"),
+        ({"cap": 0.9}, "cap must be 1 or more, not 0.9"),
+        ({"cap": math.inf}, "cap of Correction must be a finite number, not inf"),
+        ({"low": 1.1}, "low must be 1 or less, not 1.1"),
+        ({"high": 0.9}, "high must be 1 or more, not 0.9"),
         ({"weight": "some"}, "weight must be one of none, truncated, mask, not 'some'"),
     ],
 )

@@ -79,7 +79,7 @@ def test_the_step_is_given_what_was_scored_while_it_was_written() -> None:
         assert len(batch) == 4
         assert batch.reference is not None
         assert batch.values is not None
-        assert not batch.advantages.any()
+        assert (batch.rewards, batch.advantages, batch.returns) == (None, None, None)
     order = [(stage, type(item)) for _, stage, item in tap.items]
     assert order.index(("reward", Scored)) < max(at for at, each in enumerate(order) if each == ("generate", Chunk))
     assert {type(item) for _, stage, item in tap.items if stage == "generate"} >= {Prompt, Chunk, Finish}

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.controllers.course import Course, Outcome, Restarts
 from benchmarks.controllers.regimes import ENGINES, REGIMES, Costs
 from oppo.admission import Admission, Overcommit, SlopeAdaptive, TailAdaptive, TailBatched
+from oppo.simulate.course import Course, Outcome, Restarts
 
 RESULTS = Path(__file__).with_name("results.json")
 

@@ -20,11 +20,12 @@ class Roles:
     """The models of a run and the schedule of its steps, from which an algorithm makes a graph.
 
     The fields are the arguments of :func:`oppo.ppo`. ``critic`` is ``None`` for an algorithm without one, ``proximal``
-    for one that corrects nothing. ``max_new_tokens`` is the cap of a response.
+    for one that corrects nothing, and ``reference`` for one that refers to none, unless settings name a model for it,
+    to measure the KL. ``max_new_tokens`` is the cap of a response.
     """
 
     policy: Policy
-    reference: Scorer[FloatArray]
+    reference: Scorer[FloatArray] | None
     reward: Scorer[float | Drop]
     critic: Scorer[FloatArray] | None
     proximal: Scorer[FloatArray] | None
@@ -43,6 +44,10 @@ class Algorithm(Protocol):
     @property
     def responses(self) -> int:
         """Responses to each prompt; several are compared with one another."""
+
+    @property
+    def refers(self) -> bool:
+        """Whether log-probs of a reference are needed, for a KL penalty or by the loss; otherwise none is loaded."""
 
     @property
     def corrects(self) -> bool:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
-from annotated_types import Ge
-
-from oppo.declared import Fraction, NonNegative, Positive, PositiveCount, require_declared, setting
+from oppo.declared import AtLeastOne, Fraction, NonNegative, Positive, PositiveCount, require_declared, setting
 from oppo.errors import ConfigError
 from oppo.estimators import AdaptiveKL, KLEstimator
 from oppo.shaping import ScoreShaping
 from oppo.staleness import CAP, Correction, RatioBase
+from oppo.training import Aggregation
 
 if TYPE_CHECKING:
     from oppo.losses import Loss
@@ -47,6 +46,11 @@ class ClippedAlgorithm:
     clip: Positive = setting(0.2, "how far the probability ratio may move from 1, or fall below it")
     clip_high: Positive | None = setting(None, "how far the ratio may rise above 1; as `clip` when absent")
     entropy_coefficient: NonNegative = setting(0.0, "weight of the entropy bonus")
+    aggregation: Aggregation = setting(
+        "tokens",
+        "mean of the loss: over all `tokens` of a minibatch; over `responses`, each the mean of its tokens; or "
+        "`constant`: over responses, each the sum of its tokens divided by `sampling.max_new_tokens`",
+    )
     ratio_base: RatioBase = setting(
         "behaviour",
         "denominator of a stale token's probability ratio: the policy that sampled it, or the one before the update",
@@ -57,11 +61,11 @@ class ClippedAlgorithm:
         "`is_low` .. `is_high`, by token or by rollout (geometric mean); `truncated` when absent and another engine "
         "than the trainer's decodes (`models.engine`)",
     )
-    is_cap: Annotated[float, Ge(1)] = setting(CAP, "an importance weight is at most this")
+    is_cap: AtLeastOne = setting(CAP, "an importance weight is at most this")
     is_low: Fraction | None = setting(
         None, "smaller weights are masked; 0.5 for a token, 0.9 for a rollout, when absent"
     )
-    is_high: Annotated[float, Ge(1)] | None = setting(
+    is_high: AtLeastOne | None = setting(
         None, "larger weights are masked; 5 for a token, 1.1 for a rollout, when absent"
     )
 
@@ -77,6 +81,11 @@ class ClippedAlgorithm:
             raise ConfigError(
                 "the gradient of k1 is zero in expectation, so kl_in = 'loss' needs kl_estimator = 'k2' or 'k3'"
             )
+
+    @property
+    def refers(self) -> bool:
+        """Whether there is a KL penalty."""
+        return self.kl > 0
 
     @property
     def corrects(self) -> bool:
@@ -120,6 +129,7 @@ class ClippedAlgorithm:
             clip=self.clip,
             clip_high=self.clip_high,
             entropy_coefficient=self.entropy_coefficient,
+            aggregation=self.aggregation,
             correction=self.correction,
         )
         return replace(loss, kl=self.kl, kl_estimator=self.kl_estimator) if self.kl_in == "loss" else loss

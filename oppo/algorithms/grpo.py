@@ -21,6 +21,8 @@ from oppo.numeric import require_whole
 from oppo.shaping import ScoreShaping
 from oppo.stages import Generate, GroupRelative, Score, Selection, Update
 from oppo.stages.update import followers
+from oppo.training import Aggregation
+from oppo.turns import Environment
 
 
 def grpo(
@@ -35,14 +37,15 @@ def grpo(
     proximal: Scorer[FloatArray] | None = None,
     select: Selection | None = None,
     chunks: ChunkSize | None = None,
+    environment: Environment | None = None,
 ) -> Graph[StepReport]:
     """Return training without a critic, streamed: the responses to one prompt are compared with one another.
 
     GRPO (Shao et al. 2024) by default; RLOO (Ahmadian et al. 2024) with
     ``advantage=GroupRelative("leave_one_out", kl=0.05)``; Dr. GRPO (Liu et al. 2025) with
     ``advantage=GroupRelative("centred")``. GRPO's KL is in its trainer's loss,
-    ``ClippedLoss(kl=0.04, kl_estimator="k3")``, a mean over all tokens of a minibatch, as with DAPO (Yu et al. 2025,
-    arXiv 2503.14476), and not over those of each response first, as with GRPO.
+    ``ClippedLoss(kl=0.04, kl_estimator="k3", aggregation="responses")``, and RLOO's and Dr. GRPO's loss is
+    ``ClippedLoss(aggregation="constant")``.
 
     Other arguments are as for :func:`oppo.ppo`.
 
@@ -67,7 +70,8 @@ def grpo(
         raise ConfigError(f"the KL penalty, kl = {estimator.kl}, needs a reference: give one, or leave kl at 0")
     capacity = max(16, 4 * admission.batch * samples)
     g: GraphBuilder[Prompt] = GraphBuilder("grpo", capacity=capacity, merge=merge_chunks, key=rollout_of)
-    rollout = g.add("generate", Generate(policy, admission, chunks or Fixed(), samples, select=select), g.prompts)
+    generate = Generate(policy, admission, chunks or Fixed(), samples, select=select, environment=environment)
+    rollout = g.add("generate", generate, g.prompts)
     score = g.add("reward", Score(reward), rollout)
     score = score if select is None else g.add("select", select, score)
     ref = None if reference is None else g.add("ref_logp", Score(reference), rollout)
@@ -120,12 +124,13 @@ class GroupAlgorithm(ClippedAlgorithm):
 
 @dataclass(frozen=True, kw_only=True)
 class GRPO(GroupAlgorithm):
-    """GRPO: scores are standardised within the group, and the KL penalty is in the loss."""
+    """GRPO: scores are standardised within the group; the loss, KL included, is a mean over responses."""
 
     compared: ClassVar[GroupAdvantage] = "standardised"
 
     kl_in: KLPlace = "loss"
     kl_estimator: KLEstimator = "k3"
+    aggregation: Aggregation = "responses"
 
     def __post_init__(self) -> None:
         super().__post_init__()

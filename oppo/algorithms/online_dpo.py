@@ -34,6 +34,11 @@ class OnlineDPO:
         return 2
 
     @property
+    def refers(self) -> bool:
+        """The loss compares the policy with the reference."""
+        return True
+
+    @property
     def corrects(self) -> bool:
         """Stale tokens need no correction: DPO does not ask who wrote a response."""
         return False

@@ -11,6 +11,7 @@ from oppo.models import Policy, Scorer
 from oppo.placement import Thread
 from oppo.stages import Gather, Generate, Score, Update
 from oppo.stages.update import followers
+from oppo.turns import Environment
 
 
 def wrap(
@@ -25,13 +26,14 @@ def wrap(
     critic_module: Module | None = None,
     samples: int = 1,
     chunks: ChunkSize | None = None,
+    environment: Environment | None = None,
     thread: Thread | None = None,
 ) -> Graph[StepReport]:
     """Return a loop that exists already as a graph: responses are scored while they are written, and carried over.
 
     What stays is the training step. It is given a :class:`oppo.Batch` with tokens, behaviour log-probs, scores and the
-    results of the other scorers; rewards and advantages in it are 0. What goes is the call that generates, since a call
-    that returns when all responses have ended cannot be streamed: the policy takes its place.
+    results of the other scorers, and without rewards, advantages and returns. What goes is the call that generates,
+    since a call that returns when all responses have ended cannot be streamed: the policy takes its place.
 
     Args:
         step: trains ``actor`` on a batch, in place, and returns metrics or nothing.
@@ -44,12 +46,14 @@ def wrap(
         critic_module: the module behind ``critic``, if the step trains it too.
         samples: responses to each prompt; ``admission`` then counts prompts.
         chunks: tokens per chunk; 32 by default.
+        environment: answers the turns of a response, so that it goes on after a stop token with a tool's result.
         thread: where the step is called; ``None``: on the event loop, where everything else waits for it.
     """
     trainer = FunctionTrainer(step, actor, critic_module, thread=thread)
     capacity = max(16, 4 * admission.batch * samples)
     g: GraphBuilder[Prompt] = GraphBuilder("wrapped", capacity=capacity, merge=merge_chunks, key=rollout_of)
-    rollout = g.add("generate", Generate(policy, admission, chunks or Fixed(), samples), g.prompts)
+    generate = Generate(policy, admission, chunks or Fixed(), samples, environment=environment)
+    rollout = g.add("generate", generate, g.prompts)
     score = g.add("reward", Score(reward), rollout)
     ref = None if reference is None else g.add("ref_logp", Score(reference), rollout)
     value = None if critic is None else g.add("value", Score(critic), rollout)

@@ -5,23 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
 from oppo.admission import Admission, Observation, Overcommit, SlopeAdaptive, TailAdaptive, TailBatched
 from oppo.admission.slope import SlopeRule
 from oppo.algorithms.algorithm import Roles
+from oppo.app.checkpoint import State
 from oppo.app.sections import StepSection
 from oppo.app.settings import Settings
+from oppo.app.supply import Supply
 from oppo.chunking import ChunkSize, Fixed, Tuned, WholeRollout
-from oppo.data import PromptStream
+from oppo.errors import CheckpointError, ConfigError
 from oppo.events import StepReport
 from oppo.graph import Graph
+from oppo.hosted_trainer import HostedTrainer
+from oppo.models import ResumableTrainer
 from oppo.report.dump import dump_batch
 from oppo.stages import Generate, Update
 
 if TYPE_CHECKING:
     from oppo.app.assemble import Assembly
 
+
+CHECKPOINTED: Final = ("has_learned", "progress", "write", "save", "restore")
+"""What a :class:`ResumableTrainer` has besides what every trainer has."""
 
 MakeGraph: TypeAlias = Callable[[Roles], Graph[StepReport]]
 """Makes the graph of a step of the models and the schedule of a run."""
@@ -30,7 +37,7 @@ MakeGraph: TypeAlias = Callable[[Roles], Graph[StepReport]]
 def compose(
     settings: Settings,
     assembly: Assembly,
-    prompts: PromptStream,
+    prompts: Supply,
     replay: Mapping[int, Observation],
     make: MakeGraph | None = None,
 ) -> Graph[StepReport]:
@@ -38,22 +45,64 @@ def compose(
 
     Args:
         make: makes another graph than that of ``step.algorithm``. Its stages ``generate`` and ``update`` are a
-            :class:`Generate` and an :class:`Update`.
+            :class:`Generate` and an :class:`Update`, whose environment and trainer may be its own.
 
     Raises:
         GraphError: it has no such stages.
+        ConfigError: it has an environment, and so has ``models.environment``.
     """
     graph = (make or settings.algorithm.graph)(roles_of(settings, assembly))
     dump = partial(dump_batch, folder=settings.run_directory / "nonfinite")
+    generate = graph.stage("generate", Generate)
+    if generate.environment is not None and assembly.environment is not None:
+        raise ConfigError(
+            f"the graph's stage 'generate' has an environment of its own, {type(generate.environment).__name__}, and "
+            f"models.environment = {settings.models.environment!r} names another: leave one of them out"
+        )
     return graph.replace(
         generate=replace(
-            graph.stage("generate", Generate),
+            generate,
             replay=replay,
             columns=prompts.columns,
-            environment=assembly.environment,
+            environment=generate.environment or assembly.environment,
         ),
         update=replace(graph.stage("update", Update), max_nonfinite=settings.run.max_nonfinite, dump=dump),
     )
+
+
+def trainer_of(graph: Graph[StepReport]) -> ResumableTrainer:
+    """Return the trainer of a graph, which a run checkpoints, saves and watches.
+
+    Raises:
+        ConfigError: it cannot be checkpointed.
+    """
+    trainer = graph.stage("update", Update).trainer
+    if lacking := [name for name in CHECKPOINTED if not hasattr(trainer, name)]:
+        raise ConfigError(
+            f"the trainer of the graph's stage 'update', {type(trainer).__name__}, has no {', '.join(lacking)}, so a "
+            "run could neither be saved nor resumed: write what oppo.models.ResumableTrainer lists, or derive it from "
+            "oppo.hosted_trainer.HostedTrainer; a program without a run directory opens the graph itself"
+        )
+    return cast("ResumableTrainer", trainer)
+
+
+def kind_of(trainer: ResumableTrainer) -> str:
+    """Return the name of a trainer's class, or of what it hosts, which checkpoints record."""
+    return type(trainer.core if type(trainer) is HostedTrainer else trainer).__name__
+
+
+def require_trainer(state: State, trainer: ResumableTrainer) -> None:
+    """Check that a checkpoint is of a trainer of this kind.
+
+    Raises:
+        CheckpointError: it is of another.
+    """
+    was = state.get("trainer", kind_of(trainer))
+    if was != kind_of(trainer):
+        raise CheckpointError(
+            f"the run was trained by {was}, and would go on with {kind_of(trainer)}: a run with a graph of its own is "
+            "resumed by the program that began it, with oppo.train(directory, graph=...)"
+        )
 
 
 def roles_of(settings: Settings, assembly: Assembly) -> Roles:
@@ -65,14 +114,14 @@ def roles_of(settings: Settings, assembly: Assembly) -> Roles:
         critic=assembly.critic,
         proximal=assembly.proximal,
         trainer=assembly.trainer,
-        admission=admission_of(settings.step),
+        admission=settings.own_admission() or admission_of(settings.step),
         chunks=chunks_of(settings.step, settings.sampling.max_new_tokens),
         max_new_tokens=settings.sampling.max_new_tokens,
     )
 
 
 def admission_of(step: StepSection) -> Admission:
-    """Return the policy that ``step.admission`` names."""
+    """Return the policy of ours that ``step.admission`` names."""
     if step.admission == "overcommit":
         return Overcommit(step.batch, step.extra or 0, step.max_deferrals)
     if step.admission == "tail-batched":

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from oppo.declared import declared
+from oppo.app.sections import EvalSection
+from oppo.declared import changed, declared
 from oppo.training import OF_THE_CRITIC
 from oppo.user_code import is_of_a_file
 
@@ -20,7 +21,9 @@ def require_consistent(settings: Settings) -> None:
 
     Raises:
         ValueError: two contradict each other.
+        ConfigError: an admission of one's own cannot be made of them.
     """
+    settings.own_admission()  # which may refuse its settings
     if settings.run.exact:
         _require_exactness(settings)
     if settings.models.engine == "vllm":
@@ -35,11 +38,13 @@ def require_consistent(settings: Settings) -> None:
             f"step.lookahead = {settings.step.lookahead} trains while the next step is decoded, and "
             "models.share_weights = true would change the weights meanwhile: leave share_weights out"
         )
-    if settings.run.trainer == "process" and is_of_a_file(kind := type(settings.algorithm.loss())):
+    if settings.run.trainer == "process" and is_of_a_file(kind := type(settings.trained_loss())):
         raise ValueError(
             f"run.trainer = 'process' takes the loss to another process, which cannot import {kind.__name__} from a "
             "file: leave run.trainer out, or keep the class in an installed package"
         )
+    if not settings.eval.prompts:
+        _require_no_evaluation(settings)
     if not settings.algorithm.has_critic:
         _require_no_critic(settings)
     if settings.algorithm.responses > 1 and settings.sampling.temperature == 0:
@@ -81,19 +86,19 @@ def _require_possible_on_vllm(settings: Settings) -> None:
         )
 
 
+def _require_no_evaluation(settings: Settings) -> None:
+    if given := changed(settings.eval, declared(EvalSection).keys() - {"prompts", "seed"}):
+        raise ValueError(
+            f"[eval] has {', '.join(given)}, and nothing is evaluated without held-out prompts: give eval.prompts, or "
+            "leave that out"
+        )
+
+
 def _require_no_critic(settings: Settings) -> None:
-    sections: list[tuple[str, object, frozenset[str]]] = [
-        ("models", settings.models, OF_THE_CRITIC_MODEL),
-        ("trainer", settings.trainer, OF_THE_CRITIC),
-    ]
-    given = [
-        f"{name}.{key} = {getattr(section, key)!r}"
-        for name, section, of_a_critic in sections
-        for key, each in declared(type(section)).items()
-        if key in of_a_critic and getattr(section, key) != each.default
-    ]
+    given = {f"models.{key}": value for key, value in changed(settings.models, OF_THE_CRITIC_MODEL).items()}
+    given |= {f"trainer.{key}": value for key, value in changed(settings.trainer, OF_THE_CRITIC).items()}
     if given:
         raise ValueError(
-            f"step.algorithm = {settings.step.algorithm!r} has no critic and cannot use {', '.join(given)}: leave that "
-            "out"
+            f"step.algorithm = {settings.step.algorithm!r} has no critic and cannot use "
+            f"{', '.join(f'{name} = {value!r}' for name, value in given.items())}: leave that out"
         )

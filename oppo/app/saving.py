@@ -23,7 +23,7 @@ class Saving:
     for the trainer in an event loop of its own.
 
     Args:
-        models: the directories that the trainer writes, a model in each.
+        models: the directories that a trainer writes, a model in each; a tokenizer comes beside those that it does.
         thread: where files are written.
 
     Attributes:
@@ -37,15 +37,21 @@ class Saving:
         self._thread = thread
         self.is_saving = False
 
-    async def checkpoint(self, checkpoints: Checkpoints, step: int, score: float, state: State) -> None:
+    def of(self, trainer: ResumableTrainer) -> Saving:
+        """Return what writes another trainer's models in the same way."""
+        return Saving(trainer, self._text, self._models, self._thread)
+
+    async def checkpoint(self, checkpoints: Checkpoints, step: int, score: tuple[float, str], state: State) -> None:
         """Write a checkpoint: ``state``, the trainer's state, and each trained model with its tokenizer.
+
+        ``score`` is one by which the best is chosen, and what it is a score of.
 
         Raises:
             CheckpointError: it could not be written; nothing half-written stays.
         """
 
         def write() -> None:
-            with checkpoints.writing(step, score) as path, quiet():
+            with checkpoints.writing(step, *score) as path, quiet():
                 write_state(path, state)
                 anyio.run(self._trainer.write, path)
                 self._write_tokenizers(path)
@@ -75,6 +81,6 @@ class Saving:
             self.is_saving = False
 
     def _write_tokenizers(self, directory: Path) -> None:
-        for name in self._models:
-            with writing(directory / name):
-                self._text.tokenizer.save_pretrained(directory / name)
+        for path in (directory / name for name in self._models if (directory / name).is_dir()):
+            with writing(path):
+                self._text.tokenizer.save_pretrained(path)

@@ -12,7 +12,7 @@ from graphlib import CycleError, TopologicalSorter
 from oppo.errors import GraphError
 from oppo.graph.channel import Key, Merge
 from oppo.graph.ports import Ports, fits, in_words
-from oppo.graph.stage import AnyStage, Observing, Stateful
+from oppo.graph.stage import AnyStage, Demanding, Observing, Stateful
 
 SOURCE = "prompts"
 """The name of a graph's input."""
@@ -96,7 +96,7 @@ class Topology:
             faults += self._wiring(node)
             if node.name in ports:
                 faults += _typing(node, ports)
-        return [*faults, *self._sharing(), *self._cycles(), *self._ends()]
+        return [*faults, *self._sharing(), *self._demands(), *self._cycles(), *self._ends()]
 
     def _naming(self, node: Node) -> Sequence[str]:
         if node.name in RESERVED:
@@ -131,6 +131,15 @@ class Topology:
             if other != node.name and isinstance(node.stage, Observing | Stateful | AbstractAsyncContextManager):
                 faults.append(f"{other!r} and {node.name!r} are the same object, which keeps state: make two")
         return faults
+
+    def _demands(self) -> Sequence[str]:
+        stages = [node.stage for node in self.nodes]
+        return [
+            f"{node.name!r} {fault}"
+            for node in self.nodes
+            if isinstance(node.stage, Demanding)
+            for fault in node.stage.faults(stages)
+        ]
 
     def _cycles(self) -> Sequence[str]:
         try:

@@ -1,9 +1,10 @@
 """The transformers backend: a slab cache, the policy, the scorers and the trainer. Importing it loads torch."""
 
 from oppo.hf.introspection import end_ids
-from oppo.hf.loading.models import load_causal, load_scalar, load_tokenizer
+from oppo.hf.loading.models import load_causal, load_process, load_scalar, load_tokenizer
 from oppo.hf.probe import probe
 from oppo.hf.serve.policy import HfPolicy
+from oppo.hf.serve.process_reward import ProcessRewardModel
 from oppo.hf.serve.proximal import ProximalLogprobs, RecomputedLogprobs
 from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
 from oppo.hf.text import Text
@@ -13,6 +14,7 @@ from oppo.hf.trunk import value_model_on
 __all__ = [
     "HfPolicy",
     "HfTrainer",
+    "ProcessRewardModel",
     "ProximalLogprobs",
     "RecomputedLogprobs",
     "ReferenceLogprobs",
@@ -21,6 +23,7 @@ __all__ = [
     "ValueModel",
     "end_ids",
     "load_causal",
+    "load_process",
     "load_scalar",
     "load_tokenizer",
     "probe",

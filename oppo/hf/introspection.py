@@ -95,3 +95,19 @@ def score_head(model: PreTrainedModel) -> nn.Module:
             "AutoModelForSequenceClassification, of a decoder architecture"
         )
     return head
+
+
+def token_head(model: PreTrainedModel) -> nn.Module:
+    """Return the layer of a token-classification model that maps a hidden state to a number for each label.
+
+    Raises:
+        ModelRefused: the model has no such layer.
+    """
+    heads = (getattr(model, name, None) for name in ("score", "classifier"))
+    head = next((head for head in heads if isinstance(head, nn.Linear)), None)
+    if head is None:
+        raise ModelRefused(
+            f"{type(model).__name__} has no linear layer on its last hidden state: expected a model loaded with "
+            "AutoModelForTokenClassification, of a decoder architecture"
+        )
+    return head

@@ -37,6 +37,14 @@ class Text:
         """Return the text of token ids, without special tokens."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
+    def decode_whole(self, tokens: Sequence[int]) -> str:
+        """Return the text of token ids, special tokens included: what a model reads."""
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+    def name_of(self, token: int) -> str:
+        """Return a token as the vocabulary spells it; empty for an id outside of it."""
+        return str(self.tokenizer.convert_ids_to_tokens(token) or "")
+
     def stop(self, wanted: Sequence[int | str], generation_stop: Sequence[int]) -> tuple[int, ...]:
         """Return the ids that end a response.
 
@@ -57,6 +65,18 @@ class Text:
         if unknown := [each for each in ids if not 0 <= each < len(self.tokenizer)]:
             raise ConfigError(f"sampling.stop: {unknown[0]} is no token id; there are {len(self.tokenizer)} tokens")
         return tuple(ids)
+
+    def ending_with(self, endings: Sequence[str]) -> tuple[int, ...]:
+        """Return the ids of all tokens whose text ends with one of ``endings``, a line break for example.
+
+        Raises:
+            ConfigError: no token's does.
+        """
+        texts = self.tokenizer.batch_decode([[number] for number in range(len(self.tokenizer))])
+        found = tuple(number for number, text in enumerate(texts) if text.endswith(tuple(endings)))
+        if not found:
+            raise ConfigError(f"no token of the policy's tokenizer ends with any of {list(endings)}")
+        return found
 
     def stop_strings(self, wanted: Sequence[str]) -> tuple[str, ...]:
         """Return the texts that end a response, after checking that :meth:`decode` can produce them.

@@ -8,7 +8,7 @@ from oppo.losses.pairs import PairwiseLoss
 from oppo.losses.ppo import ClippedLoss, PPOLoss, default_loss, importance_weights
 from oppo.losses.protocol import Evaluated, Input, Inputs, Loss, Unit, Whole, means
 from oppo.losses.sequence import SequenceLoss
-from oppo.losses.terms import clipped_tokens, kl_loss, masked_mean, policy_loss, value_loss
+from oppo.losses.terms import kl_loss, kl_losses, masked_mean, policy_loss, policy_losses, value_loss
 
 __all__ = [
     "ClippedLoss",
@@ -22,14 +22,15 @@ __all__ = [
     "SupportIndex",
     "Unit",
     "Whole",
-    "clipped_tokens",
     "default_loss",
     "entropies",
     "importance_weights",
     "kl_loss",
+    "kl_losses",
     "masked_mean",
     "means",
     "policy_loss",
+    "policy_losses",
     "token_logprobs",
     "value_loss",
 ]

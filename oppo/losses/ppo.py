@@ -10,19 +10,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from oppo.declared import NonNegative, Positive, require_declared
+from oppo.declared import Limit, NonNegative, Positive, require_declared
 from oppo.errors import ConfigError
 from oppo.estimators import KLEstimator
 from oppo.losses.protocol import OF_A_CRITIC, Evaluated, Input, Inputs, Loss, Unit, means
-from oppo.losses.terms import PolicyTerm, clipped_tokens, kl_loss, masked_mean, policy_loss, value_loss
+from oppo.losses.terms import PolicyTerm, kl_losses, policy_losses, value_loss
 from oppo.staleness import Correction
+from oppo.training import Aggregation
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClippedLoss:
     """PPO's clipped surrogate loss, an entropy bonus and a KL to the reference: the loss of GRPO and RLOO.
 
-    Each term and each metric is a mean over the sampled tokens of a minibatch. Names and defaults are TRL 1.12's.
+    The entropy bonus and each metric are means over the sampled tokens of a minibatch, and so is the rest of the loss
+    unless ``aggregation`` says otherwise. Names and defaults are TRL 1.12's.
 
     Attributes:
         clip: the probability ratio has no gradient outside of ``1 - clip .. 1 + clip_high``.
@@ -30,7 +32,9 @@ class ClippedLoss:
             2503.14476, section 3.1).
         entropy_coefficient: weight of the entropy bonus.
         kl: weight of the KL to the reference in the loss; 0 if it is in the reward.
-        kl_estimator: estimator of that KL; ``k2`` has the right gradient, see :func:`oppo.losses.kl_loss`.
+        kl_estimator: estimator of that KL; ``k2`` has the right gradient, see :func:`oppo.losses.kl_losses`.
+        aggregation: how surrogate and KL of the tokens become one number, see :meth:`Inputs.mean`: GRPO's paper takes
+            the mean of ``responses``, Dr. GRPO's the ``constant``, DAPO's that of ``tokens``.
         correction: of stale tokens.
 
     Raises:
@@ -42,15 +46,17 @@ class ClippedLoss:
     entropy_coefficient: NonNegative = 0.0
     kl: NonNegative = 0.0
     kl_estimator: KLEstimator = "k2"
+    aggregation: Aggregation = "tokens"
     correction: Correction = field(default_factory=Correction)
 
     def __post_init__(self) -> None:
-        require_declared(self, infinite=["value_clip"], error=ConfigError)  # of PPOLoss
+        require_declared(self, error=ConfigError)
 
     @property
     def unit(self) -> Unit:
-        """A token; a row if a token's weight is that of its sequence."""
-        return "row" if self.correction.weight != "none" and self.correction.level == "sequence" else "token"
+        """A token; a row if a token's weight is that of its sequence, or responses are averaged first."""
+        by_row = self.correction.weight != "none" and self.correction.level == "sequence"
+        return "row" if by_row or self.aggregation == "responses" else "token"
 
     @property
     def reads(self) -> frozenset[Input]:
@@ -71,10 +77,9 @@ class ClippedLoss:
 
     def __call__(self, inputs: Inputs) -> Evaluated:
         """Return the policy loss, with TRL's metrics."""
-        mask, total = inputs.mask, inputs.whole.tokens
         weights = None if self.correction.weight == "none" else importance_weights(self.correction, inputs)
         policy, clipped = self.policy_term(inputs, weights)
-        entropy = masked_mean(inputs["entropies"], mask, total)
+        entropy = inputs.mean(inputs["entropies"])
         measured = {
             "loss/policy_avg": policy.loss,
             "policy/approxkl_avg": policy.approxkl,
@@ -86,10 +91,10 @@ class ClippedLoss:
         if self.entropy_coefficient:
             loss = loss - self.entropy_coefficient * entropy
         if "reference" in inputs:
-            kl = kl_loss(inputs["logprobs"], inputs["reference"], mask, self.kl_estimator, total=total)
-            measured["policy/kl_avg"] = kl
+            kl = kl_losses(inputs["logprobs"], inputs["reference"], inputs.mask, self.kl_estimator)
+            measured["policy/kl_avg"] = inputs.mean(kl)
             if self.kl:
-                loss = loss + self.kl * kl
+                loss = loss + self.kl * inputs.mean(kl, self.aggregation)
         return Evaluated(loss, measured, clipped, weights)
 
     def policy_term(self, inputs: Inputs, weights: Tensor | None) -> tuple[PolicyTerm, Tensor]:
@@ -97,10 +102,17 @@ class ClippedLoss:
 
         ``weights`` are those of stale tokens, float32 [T].
         """
-        mask, total, high = inputs.mask, inputs.whole.tokens, self.clip_high
-        logprobs, old, advantages = inputs["logprobs"], inputs[self.correction.ratio_base], inputs["advantages"]
-        term = policy_loss(logprobs, old, advantages, mask, self.clip, clip_high=high, weights=weights, total=total)
-        return term, clipped_tokens(logprobs, old, advantages, mask, self.clip, clip_high=high)
+        each = policy_losses(
+            inputs["logprobs"],
+            inputs[self.correction.ratio_base],
+            inputs["advantages"],
+            inputs.mask,
+            self.clip,
+            clip_high=self.clip_high,
+            weights=weights,
+        )
+        loss = inputs.mean(each.loss, self.aggregation)
+        return each.term(loss, inputs.mask, inputs.whole.tokens), each.clipped
 
     def metrics(self, minibatches: Sequence[Mapping[str, float]]) -> dict[str, float]:
         """Return the means over minibatches, and the variance of their mean ratios: 0 for one minibatch."""
@@ -120,7 +132,7 @@ class PPOLoss(ClippedLoss):
         ConfigError: a value is out of range.
     """
 
-    value_clip: Positive = 0.2
+    value_clip: Limit = 0.2
     value_coefficient: NonNegative = 0.1
 
     @property
@@ -158,7 +170,7 @@ def importance_weights(correction: Correction, inputs: Inputs) -> Tensor:
         ...     mask=torch.tensor([True, True]),
         ...     rows=torch.tensor([0, 0]),
         ...     groups=torch.tensor([0]),
-        ...     whole=Whole(tokens=2, rows=1, groups=1),
+        ...     whole=Whole(tokens=2, rows=1, groups=1, cap=2),
         ...     given={"behaviour": torch.zeros(2), "proximal": torch.tensor([1.0, 2.0]).log()},
         ... )
         >>> importance_weights(Correction(weight="truncated", cap=1.5), tokens).tolist()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import Final, Literal, NamedTuple, Protocol, TypeAlias, get_args
+from typing import Final, Literal, NamedTuple, Protocol, TypeAlias, assert_never, get_args
 
 import numpy as np
 import torch
@@ -17,6 +17,8 @@ from torch import Tensor
 
 from oppo.errors import ConfigError, shortened
 from oppo.events import Batch
+from oppo.losses.terms import masked_mean
+from oppo.training import Aggregation
 
 Unit: TypeAlias = Literal["token", "row", "group"]
 """What a loss needs at once: a token; a row, which is one response; or a group, the rows of one prompt."""
@@ -51,19 +53,21 @@ class Whole(NamedTuple):
         tokens: trained tokens.
         rows: rows with such a token.
         groups: groups with such a row.
+        cap: tokens of the longest response that sampling allows, ``Sampling.max_new_tokens``.
     """
 
     tokens: float
     rows: float
     groups: float
+    cap: float
 
     @classmethod
-    def of(cls, batch: Batch, rows: Sequence[int]) -> Whole:
-        """Return the size of these rows of ``batch``."""
+    def of(cls, batch: Batch, rows: Sequence[int], cap: int) -> Whole:
+        """Return the size of these rows of ``batch``, of responses of at most ``cap`` tokens."""
         spans = batch.rows()
         tokens = sum(int(batch.sampled[spans[row]].sum()) for row in rows)
         groups = {batch.responses[row].prompt.group for row in rows}
-        return cls(float(tokens), float(len(rows)), float(len(groups)))
+        return cls(float(tokens), float(len(rows)), float(len(groups)), float(cap))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,7 +86,7 @@ class Inputs:
 
     Example:
         >>> mask, rows, groups = torch.tensor([True, False, True]), torch.tensor([0, 0, 1]), torch.tensor([5, 5])
-        >>> Inputs(mask, rows, groups, Whole(tokens=2, rows=2, groups=1)).row_sums(torch.ones(3)).tolist()
+        >>> Inputs(mask, rows, groups, Whole(tokens=2, rows=2, groups=1, cap=4)).row_sums(torch.ones(3)).tolist()
         [1.0, 1.0]
     """
 
@@ -107,6 +111,25 @@ class Inputs:
 
     def __contains__(self, name: object) -> bool:
         return name in self.given
+
+    def mean(self, x: Tensor, aggregation: Aggregation = "tokens") -> Tensor:
+        """Return this micro-batch's part of a mean of ``x``, float [T], over the minibatch: a scalar.
+
+        ``tokens``: over its trained tokens (DAPO: Yu et al. 2025, arXiv 2503.14476, equation 12), so that a response
+        counts by its length. ``responses``: over the means of its responses (GRPO: Shao et al. 2024, arXiv 2402.03300,
+        equation 3), so that a token of a long response counts less. ``constant``: the sums of its responses, divided by
+        the length cap and averaged (Dr. GRPO: Liu et al. 2025, arXiv 2503.20783, section 3.2), so that a token counts
+        the same in every minibatch.
+        """
+        match aggregation:
+            case "tokens":
+                return masked_mean(x, self.mask, self.whole.tokens)
+            case "responses":
+                return self.row_means(x).sum() / self.whole.rows
+            case "constant":
+                return masked_mean(x, self.mask, self.whole.rows * self.whole.cap)
+            case _:
+                assert_never(aggregation)
 
     def row_sums(self, x: Tensor) -> Tensor:
         """Return the sum of ``x``, float [T], over the trained tokens of each row: float [R]."""
@@ -162,7 +185,7 @@ class Loss(Protocol):
 
             def __call__(self, inputs: Inputs) -> Evaluated:
                 each = -inputs["advantages"] * inputs["logprobs"]
-                loss = masked_mean(each, inputs.mask, total=inputs.whole.rows)
+                loss = inputs.row_sums(each).sum() / inputs.whole.rows
                 return Evaluated(loss, {"loss/policy_avg": loss})
 
             def metrics(self, minibatches: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -228,6 +251,7 @@ def require_loss(loss: Loss, *, critic: bool) -> None:
 def require_inputs(loss: Loss, batch: Batch) -> None:
     """Raise ``ConfigError`` if the batch lacks an input that the loss reads; nothing stands in for it."""
     optional: dict[Input, tuple[object, str, str]] = {
+        "advantages": (batch.advantages, "advantages", "an advantage stage, for example oppo.GAE"),
         "reference": (batch.reference, "reference log-probs", "reference=, for example oppo.hf.ReferenceLogprobs"),
         "proximal": (batch.proximal, "proximal log-probs", "proximal=, for example oppo.hf.ProximalLogprobs"),
         "old_values": (batch.values, "values of a critic", "critic=, for example oppo.hf.ValueModel"),

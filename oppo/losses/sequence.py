@@ -13,6 +13,7 @@ from oppo.losses.ppo import ClippedLoss
 from oppo.losses.protocol import Inputs, Unit
 from oppo.losses.terms import PolicyTerm, surrogates
 from oppo.staleness import Correction
+from oppo.training import Aggregation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +21,8 @@ class SequenceLoss(ClippedLoss):
     """GSPO's clipped surrogate (Zheng et al. 2025, arXiv 2507.18071, equations 5 and 7); otherwise a ``ClippedLoss``.
 
     The ratio of a response is the geometric mean of its tokens', ``exp(mean(log pi - log pi_old))``, and its advantage
-    the mean of theirs; the loss is a mean over responses. The ratio moves much less than a token's, hence the clip.
+    the mean of theirs. The loss is a mean over responses, and so is a KL. The ratio moves much less than a token's,
+    hence the clip.
 
     Raises:
         ConfigError: a value is out of range, or stale tokens are corrected for one by one.
@@ -28,6 +30,7 @@ class SequenceLoss(ClippedLoss):
 
     clip: Positive = 3e-4
     clip_high: Positive | None = 4e-4
+    aggregation: Aggregation = "responses"
     correction: Correction = field(default_factory=lambda: Correction(level="sequence"))
 
     def __post_init__(self) -> None:
@@ -51,7 +54,8 @@ class SequenceLoss(ClippedLoss):
         difference = torch.where(weight > 0, difference, torch.zeros_like(difference))
         ratio = difference.exp()
         plain, clipped = surrogates(ratio, inputs.row_means(inputs["advantages"]), self.clip, self.clip_high)
-        loss = (weight * torch.maximum(plain, clipped)).sum() / rows
+        losses = weight * torch.maximum(plain, clipped)
+        loss = inputs.mean(losses[inputs.rows], self.aggregation)
         with torch.no_grad():
             beyond = clipped > plain
             term = PolicyTerm(

@@ -30,6 +30,28 @@ class PolicyTerm(NamedTuple):
     ratio: Tensor
 
 
+class PolicyLosses(NamedTuple):
+    """The clipped policy loss of T tokens; only the loss has a gradient.
+
+    Attributes:
+        loss: float32 [T], to be minimised.
+        approxkl: float32 [T], ``(log ratio)**2 / 2``.
+        clipped: bool [T], the tokens whose clipped loss is the larger one, so that they have no gradient.
+        ratio: float32 [T], current over old probability; 1 outside of the mask.
+    """
+
+    loss: Tensor
+    approxkl: Tensor
+    clipped: Tensor
+    ratio: Tensor
+
+    def term(self, loss: Tensor, mask: Tensor, total: float | None = None) -> PolicyTerm:
+        """Return ``loss``, a scalar that was made of the tokens' losses, with the means of their metrics."""
+        clipped = self.clipped.to(self.ratio.dtype)
+        metrics = [masked_mean(each, mask, total) for each in (self.approxkl, clipped, self.ratio)]
+        return PolicyTerm(loss, *metrics)
+
+
 class ValueTerm(NamedTuple):
     """The clipped value loss; scalars.
 
@@ -61,6 +83,42 @@ def masked_mean(x: Tensor, mask: Tensor, total: float | None = None) -> Tensor:
     return torch.where(mask, x, torch.zeros_like(x)).sum() / count
 
 
+def policy_losses(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip: float,
+    *,
+    clip_high: float | None = None,
+    weights: Tensor | None = None,
+) -> PolicyLosses:
+    """Return PPO's clipped surrogate (Schulman et al. 2017, arXiv 1707.06347, equation 7), negated, of each token.
+
+    ``w * max(-A * ratio, -A * clamp(ratio, 1 - clip, 1 + clip_high))``, with ``ratio = exp(logprobs - old_logprobs)``.
+
+    Args:
+        logprobs: float32 [T], current, with gradient.
+        old_logprobs: float32 [T], of the policy that sampled the tokens, or of the one before the update.
+        advantages: float32 [T].
+        mask: bool [T], the tokens that count.
+        clip: how far below 1 the band of the ratio reaches, and above it unless ``clip_high`` is given.
+        clip_high: how far above 1 it reaches (DAPO: Yu et al. 2025, arXiv 2503.14476, section 3.1).
+        weights: float32 [T], see :mod:`oppo.staleness`; 1 by default. A token of weight 0 has loss 0 and ratio 1.
+    """
+    weighted = mask if weights is None else mask & (weights > 0)
+    difference = torch.where(weighted, logprobs - old_logprobs, torch.zeros_like(logprobs))
+    ratio = difference.exp()
+    plain, clipped = surrogates(ratio, advantages, clip, clip_high)
+    losses = torch.maximum(plain, clipped)
+    return PolicyLosses(
+        losses if weights is None else weights * losses,
+        approxkl=0.5 * difference.detach().square(),
+        clipped=mask & (clipped > plain),
+        ratio=ratio.detach(),
+    )
+
+
 def policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -72,48 +130,14 @@ def policy_loss(
     weights: Tensor | None = None,
     total: float | None = None,
 ) -> PolicyTerm:
-    """Return PPO's clipped surrogate loss (Schulman et al. 2017, arXiv 1707.06347, equation 7), negated.
-
-    ``mean(w * max(-A * ratio, -A * clamp(ratio, 1 - clip, 1 + clip_high)))``, ``ratio = exp(logprobs - old_logprobs)``.
+    """Return the mean of :func:`policy_losses` over the tokens, with TRL's metrics.
 
     Args:
-        logprobs: float32 [T], current, with gradient.
-        old_logprobs: float32 [T], of the policy that sampled the tokens, or of the one before the update.
-        advantages: float32 [T].
-        mask: bool [T], the tokens that count.
-        clip: how far below 1 the band of the ratio reaches, and above it unless ``clip_high`` is given.
-        clip_high: how far above 1 it reaches (DAPO: Yu et al. 2025, arXiv 2503.14476, section 3.1).
-        weights: float32 [T], see :mod:`oppo.staleness`; 1 by default. A token of weight 0 has loss 0 and ratio 1.
+        logprobs, old_logprobs, advantages, mask, clip, clip_high, weights: of the tokens.
         total: see :func:`masked_mean`.
     """
-    weighted = mask if weights is None else mask & (weights > 0)
-    difference = torch.where(weighted, logprobs - old_logprobs, torch.zeros_like(logprobs))
-    ratio = difference.exp()
-    plain, clipped = surrogates(ratio, advantages, clip, clip_high)
-    losses = torch.maximum(plain, clipped)
-    loss = masked_mean(losses if weights is None else weights * losses, mask, total)
-    with torch.no_grad():
-        return PolicyTerm(
-            loss,
-            approxkl=masked_mean(0.5 * difference.square(), mask, total),
-            clipfrac=masked_mean((clipped > plain).to(ratio.dtype), mask, total),
-            ratio=masked_mean(ratio, mask, total),
-        )
-
-
-@torch.no_grad()
-def clipped_tokens(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    clip: float,
-    *,
-    clip_high: float | None = None,
-) -> Tensor:
-    """Return the tokens whose clipped loss is the larger one, so that they have no gradient: bool [T]."""
-    plain, clipped = surrogates((logprobs - old_logprobs).exp(), advantages, clip, clip_high)
-    return mask & (clipped > plain)
+    each = policy_losses(logprobs, old_logprobs, advantages, mask, clip, clip_high=clip_high, weights=weights)
+    return each.term(masked_mean(each.loss, mask, total), mask, total)
 
 
 def surrogates(ratio: Tensor, advantages: Tensor, clip: float, clip_high: float | None = None) -> tuple[Tensor, Tensor]:
@@ -151,10 +175,8 @@ def value_loss(
         return ValueTerm(loss, clipfrac=masked_mean((clipped > plain).to(values.dtype), mask, total))
 
 
-def kl_loss(
-    logprobs: Tensor, reference: Tensor, mask: Tensor, estimator: KLEstimator, *, total: float | None = None
-) -> Tensor:
-    """Return the mean estimate of KL(policy || reference) as a loss: a float32 scalar, nats per token.
+def kl_losses(logprobs: Tensor, reference: Tensor, mask: Tensor, estimator: KLEstimator) -> Tensor:
+    """Return an estimate of KL(policy || reference) for each token, as a loss: float32 [T], nats; 0 outside the mask.
 
     The estimators are those of :func:`oppo.estimators.kl_estimate`. In expectation over tokens of the current policy,
     the gradient of ``k2`` is that of the KL, that of ``k3`` is close to it near the reference, and that of ``k1`` is
@@ -165,16 +187,26 @@ def kl_loss(
         reference: float32 [T], of the reference model.
         mask: bool [T], the tokens that count.
         estimator: ``k1``, ``k2`` or ``k3``.
-        total: see :func:`masked_mean`.
     """
     difference = torch.where(mask, reference - logprobs, torch.zeros_like(logprobs))
     match estimator:
         case "k1":
-            estimate = -difference
+            return -difference
         case "k2":
-            estimate = 0.5 * difference.square()
+            return 0.5 * difference.square()
         case "k3":
-            estimate = torch.expm1(difference) - difference
+            return torch.expm1(difference) - difference
         case _:
             assert_never(estimator)
-    return masked_mean(estimate, mask, total)
+
+
+def kl_loss(
+    logprobs: Tensor, reference: Tensor, mask: Tensor, estimator: KLEstimator, *, total: float | None = None
+) -> Tensor:
+    """Return the mean of :func:`kl_losses` over the tokens: a float32 scalar, nats per token.
+
+    Args:
+        logprobs, reference, mask, estimator: of the tokens.
+        total: see :func:`masked_mean`.
+    """
+    return masked_mean(kl_losses(logprobs, reference, mask, estimator), mask, total)

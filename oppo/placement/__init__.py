@@ -5,6 +5,7 @@
     Inline    on the caller             for virtual time and short work
     Thread    in one thread for life    shares this process's interpreter lock
     Process   in a child process        has its own interpreter; arguments and results cross a socket
+    Ranks     in several of them        each has a copy, and they make every call together
 
 An *instance* is a synchronous object that lives in one place for good; :meth:`Hosting.host` puts it there and returns
 the asynchronous handle to its methods. A place makes its calls one at a time, in the order of their priorities
@@ -16,6 +17,8 @@ from oppo.placement.callback import Callback
 from oppo.placement.inline import Inline
 from oppo.placement.place import Hosted, Hosting, Journal, Place
 from oppo.placement.process import Process
+from oppo.placement.rank_group import Member
+from oppo.placement.ranks import Ranks
 from oppo.placement.thread import Thread
 
-__all__ = ["Callback", "Hosted", "Hosting", "Inline", "Journal", "Place", "Process", "Thread"]
+__all__ = ["Callback", "Hosted", "Hosting", "Inline", "Journal", "Member", "Place", "Process", "Ranks", "Thread"]

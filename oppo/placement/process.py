@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Concatenate, Generic, ParamSpec, TypeVar, cast
 
 from oppo import observe
+from oppo.placement.answered_place import AnsweredPlace
 from oppo.placement.callback import Callbacks
-from oppo.placement.place import Hosted, Journal, LocalInstance, Place
+from oppo.placement.place import Hosted, Journal, LocalInstance
 from oppo.placement.supervised_process import HostedInstance, SupervisedProcess
-from oppo.placement.thread import Thread
 from oppo.placement.wire import Call, pack, pack_with_blocks
 from oppo.scheduling import DEFAULT_TIME_SLICE, Priority, TimeSlice
 
@@ -19,7 +19,7 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 
-class Process(Place):
+class Process(AnsweredPlace):
     """One child process, owned by one model or shared by several that should take turns on the same cores.
 
     An instance is pickled when it is hosted, and unpickled in the child at its first call. Its methods are called in
@@ -49,6 +49,8 @@ class Process(Place):
         3
     """
 
+    what = "process"
+
     def __init__(
         self,
         name: str,
@@ -61,7 +63,6 @@ class Process(Place):
     ) -> None:
         super().__init__(name, listener=listener, time_slice=time_slice)
         self._child = SupervisedProcess(name, setup=setup, restarts=restarts, tell=tell)
-        self._thread = Thread(name)  # waits for answers
 
     @property
     def pid(self) -> int:
@@ -83,12 +84,7 @@ class Process(Place):
         return _ChildInstance(instance, hosted.track, place=self, hosted=hosted)
 
     def wait_until_ready(self) -> None:
-        """Return when the child holds every instance; without this, each is unpickled at its first call.
-
-        Raises:
-            ModelLost: the child died once too often.
-            Exception: ``setup`` or the unpickling of an instance failed.
-        """
+        """Return when the child holds every instance; see :meth:`AnsweredPlace.wait_until_ready`."""
         self._child.wait_until_ready()
 
     async def call_in_child(self, priority: Priority, hosted: HostedInstance, label: str, call: Call) -> object:
@@ -100,44 +96,19 @@ class Process(Place):
             ProtocolError: the call has callbacks, and a restart would repeat it.
             Exception: whatever the call raised.
         """
-
-        def answer() -> object:
-            self.at_work = f"{hosted.track}: {label}"
-            try:
-                answer = self._child.call(hosted, label, stubbed, packet, callbacks)
-            finally:
-                self.at_work = ""
-            self.listener(observe.Span(hosted.track, label, answer.start, answer.end))
-            return answer.result(self.name)
-
         callbacks = Callbacks()
         stubbed = callbacks.extract(call)
         packet = pack_with_blocks(stubbed) if callbacks else pack(stubbed)
-        return await self._in_turn(priority, label, answer)
-
-    async def call_at(
-        self, priority: Priority, track: str, label: str, work: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
-    ) -> R:
-        """Run ``work`` in this process while the child is idle; see :meth:`Place.call_at`."""
-
-        def run() -> R:
-            with self._reported(track, label):
-                return work(*args, **kwargs)
-
-        return await self._in_turn(priority, label, run)
-
-    async def _in_turn(self, priority: Priority, label: str, work: Callable[[], R]) -> R:
-        self._require_open("process of", label)
-        return await self._thread.call_at(priority, self.name, label, work)
+        return await self.answered(
+            priority, hosted.track, label, lambda: self._child.call(hosted, label, stubbed, packet, callbacks)
+        )
 
     def abort(self) -> None:
         """Kill the child, whatever it is doing: the call in progress and every later one raise ``ModelLost``."""
         self._child.abort()
 
-    def close(self) -> None:
-        """End the child after the call in progress; idempotent."""
-        super().close()
-        self._thread.close()
+    def end(self) -> None:
+        """End the child; idempotent."""
         self._child.close()
 
 

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from pickle import HIGHEST_PROTOCOL, Pickler, PicklingError, Unpickler, dumps
 from types import FunctionType
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, TypeAlias
 
 from oppo.errors import ModelError, OppoError
 from oppo.placement.block import Block
@@ -76,6 +76,9 @@ class Failure:
         if self.report and not isinstance(self.error, OppoError):
             self.error.add_note(f"in the process of {process!r}:\n{self.report}".rstrip())
         raise self.error
+
+
+Outcome: TypeAlias = Answer | Failure
 
 
 class Packet(NamedTuple):

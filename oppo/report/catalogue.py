@@ -79,15 +79,19 @@ METRICS: Final[Mapping[str, tuple[Metric, ...]]] = MappingProxyType(
                 "objective/kl",
                 NATS_PER_RESPONSE,
                 "KL to the reference, by the estimator of the algorithm: the sum over a response's tokens, "
-                "mean over responses.",
+                "mean over responses; absent without a reference.",
             ),
-            Metric("objective/kl_coef", "1", "Coefficient of the KL penalty in this step."),
+            Metric("objective/kl_coef", "1", "Coefficient of the KL penalty in this step; absent without a reference."),
             Metric(
                 "objective/entropy",
                 NATS_PER_RESPONSE,
                 "Minus the behaviour log-prob of a response, mean over responses.",
             ),
-            Metric("objective/non_score_reward", SCORE, "Minus the mean KL penalty of a response."),
+            Metric(
+                "objective/non_score_reward",
+                SCORE,
+                "Minus the mean KL penalty of a response; absent without a reference.",
+            ),
             Metric("objective/rlhf_reward", SCORE, "Mean shaped score and KL penalty of a response together."),
             Metric("objective/scores", SCORE, "Mean score."),
             Metric("objective/scores_std", SCORE, "Standard deviation of the scores."),
@@ -239,8 +243,37 @@ METRICS: Final[Mapping[str, tuple[Metric, ...]]] = MappingProxyType(
             Metric(
                 "loop/worst_gap_s",
                 SECONDS,
-                "The longest that the event loop was blocked: a gauge of `oppo train`, by `oppo.liveness.Heartbeat`.",
+                "The longest that the event loop was blocked, by `oppo.liveness.Heartbeat`: in `oppo train`, and in a "
+                "program's run that is `watched`; not in virtual time, which what measures it would keep from jumping.",
             ),
+        ),
+        "Held-out prompts": (
+            Metric("eval/score", SCORE, "Mean score of the most likely responses, one to each prompt."),
+            Metric(
+                "eval/score_ci95",
+                SCORE,
+                "Half the width of its 95 % confidence interval, over prompts; absent with one prompt.",
+            ),
+            Metric("eval/passed", SHARE, "Of these responses, those that pass (`eval.pass_score`)."),
+            Metric("eval/response_length", TOKENS, "Their mean length."),
+            Metric("eval/capped", SHARE, "Those that ended at the length cap."),
+            Metric("eval/reward/{name}_mean", SCORE, "Of several rewards: the mean of this part."),
+            Metric("eval/reward/{name}_share", SHARE, "Of several rewards: responses that this part applies to."),
+            Metric("eval/turns/answer_seconds", SECONDS, "From the end of a turn to its answer, mean over turns."),
+            Metric("eval/sampled_score", SCORE, "With `eval.samples`: mean score of drawn responses, over prompts."),
+            Metric(
+                "eval/sampled_score_ci95",
+                SCORE,
+                "Half the width of its 95 % confidence interval, over the means of the prompts.",
+            ),
+            Metric(
+                "eval/pass_at_{k}",
+                SHARE,
+                "Probability that one of k drawn responses passes, mean over prompts: the unbiased estimate of Chen et "
+                "al. (2021).",
+            ),
+            Metric("eval/dropped", "responses", "Responses without a score."),
+            Metric("eval/seconds", SECONDS, "The evaluation."),
         ),
         "Bottleneck": (
             Metric("bottleneck/decode", SHARE, "Of the step's time: decoding with every place taken."),

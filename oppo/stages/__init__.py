@@ -1,5 +1,6 @@
 """The stages of a PPO step: generate, score, advantage, update. Each is a small object with one ``run``."""
 
+from oppo.stages.batch_stage import BatchStage
 from oppo.stages.gae import GAE
 from oppo.stages.gather import Gather
 from oppo.stages.generate import Generate
@@ -12,6 +13,7 @@ from oppo.stages.update import Update, followers
 
 __all__ = [
     "GAE",
+    "BatchStage",
     "Gather",
     "Generate",
     "GroupRelative",

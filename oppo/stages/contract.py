@@ -14,6 +14,7 @@ import numpy as np
 from oppo.errors import ConfigError, DataError, ProtocolError, shortened
 from oppo.events import Batch, Finish, Prompt
 from oppo.models import Capabilities, Follower, Piece, Policy, Trained, Trainer
+from oppo.token_rewards import TokenRewards
 from oppo.turns import MultiTurnPolicy
 
 _HOW = "oppo.read_prompts makes prompts of a file, and oppo.PromptStream numbers them"
@@ -127,7 +128,10 @@ def require_piece(piece: Piece, rollout: int, oldest: int, newest: int, *, turns
 
 
 def require_score(score: object, finish: Finish) -> None:
-    """Raise ``ProtocolError`` unless ``score`` is one number, finite or not."""
+    """Raise ``ProtocolError`` unless ``score`` is one number, or one for each response token, finite or not."""
+    if isinstance(score, TokenRewards):
+        require_per_token(score.rewards, finish, "token reward")
+        return
     if not isinstance(score, SupportsFloat) or len(getattr(score, "shape", ())):
         raise ProtocolError(f"rollout {finish.rollout}: expected a number as its score, got {described(score)}")
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import SupportsFloat
 
-from oppo.declared import require_declared
+from oppo.declared import Fraction, require_declared
 from oppo.errors import ConfigError
 from oppo.estimators import KLEstimator, gae, returns_to_go, whiten
-from oppo.events import Batch, Defer, Drop, FloatArray, RolloutEvent, Scored
-from oppo.graph import Receiver, Sender
+from oppo.events import Batch, FloatArray
 from oppo.shaping import ScoreShaping
 from oppo.stages.objective import AdaptiveObjective, KLControl, controlled
-from oppo.stages.scored_rollouts import ScoredRollout, ScoredRollouts, flat
+from oppo.stages.scored_rollouts import flat
 
 
 @dataclass(eq=False)
@@ -21,13 +19,12 @@ class GAE(AdaptiveObjective):
     """Joins the results of the scorers and estimates advantages (Schulman et al. 2016, arXiv 1506.02438).
 
     The reward of a token is ``-kl * (estimate of its KL to the reference)``, plus the shaped score on the last sampled
-    token; the KL is that of the proximal policy if its log-probs are connected. A rollout with a result that is not
-    finite is dropped and does not affect the others.
+    token, or what each token earned of it if the scorer says so (:class:`~oppo.token_rewards.TokenRewards`); the KL is
+    that of the proximal policy if its log-probs are connected. A rollout with a result that is not finite is dropped
+    and does not affect the others.
 
-    ``reference=``, ``value=`` and ``proximal=`` are inputs by name: log-probs of a reference, the values of a critic,
-    and log-probs under the weights that are about to be updated, which corrections for stale tokens need. Without a
-    critic the advantage of a token is the discounted sum of the rewards from it on, as in REINFORCE++ (Hu 2025, arXiv
-    2501.03262).
+    The inputs by name are those of :class:`BatchStage`. Without a critic, ``value=``, the advantage of a token is the
+    discounted sum of the rewards from it on, as in REINFORCE++ (Hu 2025, arXiv 2501.03262).
 
     Attributes:
         gamma: discount.
@@ -43,8 +40,8 @@ class GAE(AdaptiveObjective):
         ValueError: the coefficient of the KL penalty is negative or not finite.
     """
 
-    gamma: float = 1.0
-    lam: float = 0.95
+    gamma: Fraction = 1.0
+    lam: Fraction = 0.95
     kl: SupportsFloat | KLControl = 0.05
     kl_estimator: KLEstimator = "k1"
     shaping: ScoreShaping = field(default_factory=ScoreShaping)
@@ -54,37 +51,10 @@ class GAE(AdaptiveObjective):
 
     def __post_init__(self) -> None:
         require_declared(self, error=ConfigError)
-        for name, value in (("gamma", self.gamma), ("lam", self.lam)):
-            if not 0 <= value <= 1:
-                raise ConfigError(f"{name} must be a number from 0 to 1, not {value!r}")
-        self.control = controlled(self.kl, self.kl_estimator)
+        self.control = controlled(self.kl)
 
-    async def run(
-        self,
-        rollout: Receiver[RolloutEvent],
-        score: Receiver[Scored[float] | Drop],
-        /,
-        *,
-        out: Sender[Batch],
-        reference: Receiver[Scored[FloatArray] | Drop] | None = None,
-        value: Receiver[Scored[FloatArray] | Drop] | None = None,
-        proximal: Receiver[Scored[FloatArray] | Drop] | None = None,
-    ) -> None:
-        """Send the step's batch once every finished rollout is scored; send nothing without a rollout.
-
-        Raises:
-            ConfigError: a KL penalty has no reference.
-        """
-        self.require_reference(connected=reference is not None)
-        scored = await ScoredRollouts.of(rollout, score, reference=reference, values=value, proximal=proximal)
-        if scored:
-            await out.send(self.batch(scored.rollouts, scored.dropped, scored.deferred))
-
-    def batch(
-        self, rollouts: Sequence[ScoredRollout], dropped: Sequence[Drop] = (), deferred: Sequence[Defer] = ()
-    ) -> Batch:
-        """Return the training batch of these rollouts, in their order, and update the KL controller from it."""
-        batch = ScoredRollouts(rollouts, dropped, deferred).batch()
+    def estimated(self, batch: Batch) -> Batch:
+        """Return the batch with rewards, advantages and returns, and update the KL controller from it."""
         objective = self.objective(batch)
         rewards = objective.rewards(batch)
         if self.whiten_rewards:

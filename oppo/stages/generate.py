@@ -23,7 +23,7 @@ from oppo.stages.conversations import Conversations
 from oppo.stages.in_flight import InFlightRollout, RolloutSnapshot
 from oppo.stages.ledger import Ledger, Unit
 from oppo.stages.measure import DecodeMeter, StepMetrics, observation
-from oppo.stages.selection import Selection
+from oppo.stages.selection import Round, Selection
 from oppo.turns import Environment, MultiTurnPolicy
 
 
@@ -93,6 +93,14 @@ class Generate:
                 closing.push_async_exit(self._conversations)
             for rollout in in_flight.values():
                 closing.push_async_callback(rollout.aclose)
+
+    def faults(self, stages: Sequence[object], /) -> Sequence[str]:
+        """Return what is wrong if the selection is not a stage too."""
+        fault = (
+            'has a Selection that reads no scores: add the same one after the reward, g.add("select", selection, '
+            "score), and give its output to the advantage stage"
+        )
+        return [] if self.select is None or any(each is self.select for each in stages) else [fault]
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the carried units with all their tokens, and the state of the controllers."""
@@ -206,7 +214,7 @@ class Generate:
         """Decode on, round by round, until no group with a place is rejected, or no prompt is left to replace one."""
         rejected = judged = 0
         for number in count(1):
-            placed = self._ledger.placed
+            placed = list(self._ledger.placed)
             refused = [unit for unit in placed if await select.rejects(step.index, [p.rollout for p in unit.prompts])]
             rejected, judged = rejected + len(refused), len(placed) + rejected
             filled = self._ledger.replace(refused)
@@ -214,6 +222,14 @@ class Generate:
                 await self._finish(unit, out)
             groups = await self._take(prompts, len(refused) - len(filled))
             self._ledger.add(groups)
+            step.record(
+                Round(
+                    placed=tuple(unit.admission for unit in placed),
+                    rejected=tuple(unit.admission for unit in refused),
+                    filled=tuple(unit.admission for unit in filled),
+                    admitted=tuple(group[0].admission for group in groups),
+                )
+            )
             if not (refused and (filled or groups or self._live)):
                 break
             if number == select.max_rounds:
@@ -237,7 +253,7 @@ class Generate:
         if not live or self._ledger.is_cut():
             return
         size = self.chunks.size()
-        meter = DecodeMeter(self._in_flight.values(), anyio.current_time())
+        meter = DecodeMeter(self._in_flight.values())
         decoding = self.policy.decoding([rollout.decode for rollout in live], self._ledger.finished)
         with step.working("decode"):
             async with decoding, anyio.create_task_group() as conversations:
@@ -249,7 +265,7 @@ class Generate:
                             name = f"converse in rollout {number}"
                             conversations.start_soon(self._conversations.converse, rollout, step, name=name)
                 conversations.cancel_scope.cancel()
-        step.record(meter.phase(anyio.current_time()))
+        step.record(meter.decoded())
         unfinished = [rollout.prompt.rollout for rollout in live if rollout.reason is None]
         if unfinished and not self._ledger.is_cut():
             raise ProtocolError(f"the policy stopped decoding rollouts {unfinished} before the step was cut")

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import SupportsFloat, get_args
+from typing import SupportsFloat
 
 import numpy as np
 
+from oppo.declared import require_declared
 from oppo.errors import ConfigError
 from oppo.estimators import GroupAdvantage, KLEstimator, group_advantages
-from oppo.events import Batch, Defer, Drop, FloatArray, RolloutEvent, Scored
-from oppo.graph import Receiver, Sender
+from oppo.events import Batch, Defer, Drop, FloatArray
 from oppo.shaping import ScoreShaping
 from oppo.stages.objective import AdaptiveObjective, KLControl, controlled
-from oppo.stages.scored_rollouts import ScoredRollout, ScoredRollouts
+from oppo.stages.scored_rollouts import ScoredRollout
 
 ALONE = "left alone in its group"
 """Reason of a drop for a response whose siblings were all dropped: it cannot be compared."""
@@ -26,11 +26,9 @@ class GroupRelative(AdaptiveObjective):
     """Joins the results of the scorers and compares the responses to each prompt with one another.
 
     The return of a response is its shaped score minus ``kl`` times its KL to the reference. Its advantage, the same for
-    each sampled token, follows from the returns of its group. The batch has no values and no critic's returns. A
-    response that is dropped, or has a result that is not finite, leaves its group; one left alone is dropped too.
-
-    ``reference=`` and ``proximal=`` are inputs by name: log-probs of a reference, and those under the weights that are
-    about to be updated, which corrections for stale tokens need.
+    each sampled token, follows from the returns of its group; rewards at tokens count by their sum. The batch has no
+    critic's returns. A response that is dropped, or has a result that is not finite, leaves its group; one left alone
+    is dropped too. The inputs by name are those of :class:`BatchStage`.
 
     Attributes:
         advantage: ``leave_one_out`` (RLOO), ``standardised`` (GRPO) or ``centred`` (Dr. GRPO); see
@@ -53,9 +51,8 @@ class GroupRelative(AdaptiveObjective):
     control: KLControl = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.advantage not in get_args(GroupAdvantage):
-            raise ConfigError(f"advantage must be one of {', '.join(get_args(GroupAdvantage))}, not {self.advantage!r}")
-        self.control = controlled(self.kl, self.kl_estimator)
+        require_declared(self, error=ConfigError)
+        self.control = controlled(self.kl)
         if self.advantage == "standardised" and self.refers:
             raise ConfigError(
                 f"advantage = 'standardised' cannot have a KL in the reward, got kl = {self.kl}: where the scores of a "
@@ -64,39 +61,21 @@ class GroupRelative(AdaptiveObjective):
                 "'leave_one_out'"
             )
 
-    async def run(
-        self,
-        rollout: Receiver[RolloutEvent],
-        score: Receiver[Scored[float] | Drop],
-        /,
-        *,
-        out: Sender[Batch],
-        reference: Receiver[Scored[FloatArray] | Drop] | None = None,
-        proximal: Receiver[Scored[FloatArray] | Drop] | None = None,
-    ) -> None:
-        """Send the step's batch once every finished rollout is scored; send nothing without a rollout.
-
-        Raises:
-            ConfigError: a KL penalty has no reference.
-        """
-        self.require_reference(connected=reference is not None)
-        scored = await ScoredRollouts.of(rollout, score, reference=reference, proximal=proximal)
-        if scored:
-            await out.send(self.batch(scored.rollouts, scored.dropped, scored.deferred))
-
     def batch(
         self, rollouts: Sequence[ScoredRollout], dropped: Sequence[Drop] = (), deferred: Sequence[Defer] = ()
     ) -> Batch:
-        """Return the training batch of these rollouts, in their order, and update the KL controller from it."""
+        """Return the training batch of these rollouts, in their order, without those left alone in their group."""
         sizes = Counter(each.group for each in rollouts)
         compared = [each for each in rollouts if sizes[each.group] > 1]
         alone = [Drop(each.rollout, ALONE) for each in rollouts if sizes[each.group] == 1]
-        dropped = sorted([*dropped, *alone], key=lambda drop: drop.rollout)
-        batch = ScoredRollouts(compared, dropped, deferred).batch()
+        return super().batch(compared, sorted([*dropped, *alone], key=lambda drop: drop.rollout), deferred)
+
+    def estimated(self, batch: Batch) -> Batch:
+        """Return the batch with rewards and advantages, and update the KL controller from it."""
         objective = self.objective(batch)
         rewards = objective.rewards(batch)
         returns = np.array([rewards[row].sum(dtype=np.float64) for row in batch.rows()], np.float32)
-        group_of = np.array([each.group for each in compared], np.int64)
+        group_of = np.array([response.prompt.group for response in batch.responses], np.int64)
         groups = [np.flatnonzero(group_of == group) for group in np.unique(group_of)]
         relative = np.zeros(len(batch), np.float32)
         for members in groups:

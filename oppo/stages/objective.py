@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, SupportsFloat, TypeAlias, get_args
+from typing import Any, SupportsFloat, TypeAlias
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from oppo.errors import ConfigError
 from oppo.estimators import AdaptiveKL, FixedKL, KLEstimator, kl_estimate, shaped_rewards
 from oppo.events import Batch, FloatArray
 from oppo.shaping import RunningMoments, ScoreShaping
+from oppo.stages.batch_stage import BatchStage
 from oppo.stages.scored_rollouts import flat
 
 KLControl: TypeAlias = FixedKL | AdaptiveKL
@@ -29,17 +30,29 @@ class Objective:
         kl: float32 [T], an estimate of each token's KL to the reference, in nats: that of the proximal policy if its
             log-probs are known; 0 for a token that was not sampled, and without a reference.
         coefficient: of the KL penalty.
+        earned: float32 [T], the part of a shaped score that its tokens are known to have earned; ``None`` if that is
+            known of no response.
     """
 
     shaped: FloatArray
     kl: FloatArray
     coefficient: float
+    earned: FloatArray | None = None
 
     def rewards(self, batch: Batch) -> FloatArray:
-        """Return the reward of each token, float32 [T]: the KL penalty, and the score at the last sampled one."""
+        """Return the reward of each token, float32 [T]: what it earned, less the KL penalty.
+
+        The last sampled token of a response earns what is left of the score: all of it, unless the scorer said more.
+        """
         return flat(
             [
-                shaped_rewards(float(score), self.kl[row], self.coefficient, batch.sampled[row])
+                shaped_rewards(
+                    float(score),
+                    self.kl[row],
+                    self.coefficient,
+                    batch.sampled[row],
+                    None if self.earned is None else self.earned[row],
+                )
                 for score, row in zip(self.shaped, batch.rows(), strict=True)
             ]
         )
@@ -67,8 +80,8 @@ class Objective:
         return float(np.mean([float(self.kl[row].sum()) for row in batch.rows()]))
 
 
-class AdaptiveObjective:
-    """The part of an advantage stage that adapts to each batch: the shaping of scores and the KL coefficient.
+class AdaptiveObjective(BatchStage):
+    """An advantage stage whose shaping of scores and KL coefficient adapt to each batch.
 
     Attributes:
         kl_estimator: of each token's KL to the reference.
@@ -82,16 +95,8 @@ class AdaptiveObjective:
 
     @property
     def refers(self) -> bool:
-        """Whether a reference is needed."""
+        """Whether log-probs of a reference are needed: there is a KL penalty."""
         return self.control.coefficient > 0
-
-    def require_reference(self, *, connected: bool) -> None:
-        """Raise ``ConfigError`` if a KL penalty has no reference."""
-        if self.refers and not connected:
-            raise ConfigError(
-                f"the KL penalty, kl = {self.control.coefficient}, needs a reference: connect reference=stream, or set "
-                "kl to 0"
-            )
 
     def objective(self, batch: Batch) -> Objective:
         """Return the objective of a batch without advantages, and adapt to it.
@@ -105,7 +110,10 @@ class AdaptiveObjective:
             current = batch.logprobs if batch.proximal is None else batch.proximal
             kl = np.where(batch.sampled, kl_estimate(current, batch.reference, self.kl_estimator), np.float32(0))
         objective = Objective(
-            self.shaping.shaped(batch.scores, stopped, np.diff(batch.offsets)), kl, self.control.coefficient
+            self.shaping.shaped(batch.scores, stopped, np.diff(batch.offsets)),
+            kl,
+            self.control.coefficient,
+            None if batch.token_rewards is None else np.float32(self.shaping.slope) * batch.token_rewards,
         )
         if len(batch):
             self.control = self.control.after(objective.mean_kl(batch), len(batch))
@@ -122,15 +130,13 @@ class AdaptiveObjective:
         self.shaping = replace(self.shaping, moments=RunningMoments(**state["moments"]))
 
 
-def controlled(kl: SupportsFloat | KLControl, estimator: KLEstimator) -> KLControl:
+def controlled(kl: SupportsFloat | KLControl) -> KLControl:
     """Return the controller of a KL penalty: ``kl`` itself, or a fixed one for a number.
 
     Raises:
-        ConfigError: ``kl`` is neither, or there is no such estimator.
+        ConfigError: ``kl`` is neither.
         ValueError: the coefficient is negative or not finite.
     """
-    if estimator not in get_args(KLEstimator):
-        raise ConfigError(f"kl_estimator must be one of {', '.join(get_args(KLEstimator))}, not {estimator!r}")
     if not isinstance(kl, SupportsFloat | FixedKL | AdaptiveKL):
         raise ConfigError(f"kl must be a number, or a controller such as oppo.AdaptiveKL, not {kl!r}")
     return kl if isinstance(kl, FixedKL | AdaptiveKL) else FixedKL(float(kl))

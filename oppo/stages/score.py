@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Final, Generic, Self, TypeVar, cast
 
@@ -21,7 +21,7 @@ from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Preempted, Preemptible
 from oppo.scorer_protocols import ConcurrentScorer, ReportsSamples
 from oppo.stages.backlog import Backlog, Growth
 from oppo.stages.contract import require_count, require_model
-from oppo.stages.measure import Samples, ScorerCall
+from oppo.stages.measure import Averaged, ScorerAnswer
 
 T = TypeVar("T")
 
@@ -89,14 +89,19 @@ class Score(Generic[T]):
         self._concurrent = isinstance(self.scorer, ConcurrentScorer) and self.scorer.concurrent
 
     async def __aenter__(self) -> Self:
+        if isinstance(self.scorer, AbstractAsyncContextManager):
+            await self.scorer.__aenter__()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
-        """Forget every session."""
-        self._carried.clear()
-        await self._forget(list(self._sessions), IN_ORDER)
+        """Forget every session, and leave the scorer."""
+        async with AsyncExitStack() as closing:
+            if isinstance(self.scorer, AbstractAsyncContextManager):
+                closing.push_async_exit(self.scorer)
+            self._carried.clear()
+            await self._forget(list(self._sessions), IN_ORDER)
 
     async def run(self, rollout: Receiver[RolloutEvent], /, *, out: Sender[Scored[T] | Drop], step: Step) -> None:
         """Score one step's finished rollouts."""
@@ -153,16 +158,17 @@ class Score(Generic[T]):
         """Send the scorer's value of each."""
         if not finished:
             return
-        with _recorded(finished, step, answered=True):
+        with _working(finished, step, "finish"):
             values = await self._prioritised.finish(finished, priority=priority)
             require_count(values, len(finished), "finish() of the scorer")
+        step.record(ScorerAnswer(anyio.current_time()))
         if isinstance(self.scorer, ReportsSamples):
-            step.record(Samples(self.scorer.samples()))
+            step.record(Averaged(self.scorer.samples()))
         for event in finished:
             del self._sessions[event.rollout]
         for event, value in zip(finished, values, strict=True):
             if isinstance(value, Drop):
-                await out.send(Drop(event.rollout, value.reason))
+                await out.send(replace(value, rollout=event.rollout))
             else:
                 await out.send(Scored(event.rollout, value, self.scorer.version))
 
@@ -172,7 +178,7 @@ class Score(Generic[T]):
         if not accepted:
             return
         start = anyio.current_time()
-        with _recorded(accepted, step, answered=False):
+        with _working(accepted, step, "extend"):
             await self._prioritised.extend(accepted, priority=priority)
         measured = (anyio.current_time() - start) / max(1, sum(len(event.tokens) for event in accepted))
         known = self._seconds_per_token
@@ -209,13 +215,11 @@ class Score(Generic[T]):
 
 
 @contextmanager
-def _recorded(events: Sequence[Growth | Finish], step: Step, *, answered: bool) -> Iterator[None]:
+def _working(events: Sequence[Growth | Finish], step: Step, label: str) -> Iterator[None]:
     """Record a call of the scorer; name the rollouts in an error."""
-    start = anyio.current_time()
     rollouts = list(dict.fromkeys(event.rollout for event in events))
-    with noted(f"while scoring rollouts {rollouts}"), step.working("finish" if answered else "extend"):
+    with noted(f"while scoring rollouts {rollouts}"), step.working("score", label):
         yield
-    step.record(ScorerCall(start, anyio.current_time(), answered))
 
 
 def prioritised(scorer: Scorer[T]) -> PrioritisedScorer[T]:

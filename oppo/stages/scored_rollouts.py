@@ -11,6 +11,7 @@ import numpy as np
 from oppo.events import Batch, Defer, Drop, Finish, FloatArray, RolloutEvent, Scored
 from oppo.graph import Receiver, join, where
 from oppo.stages.contract import require_per_token, require_score
+from oppo.token_rewards import TokenRewards
 
 LARGEST = float(np.finfo(np.float32).max)
 NONFINITE = "nonfinite"
@@ -26,7 +27,8 @@ class ScoredRollout:
 
     Attributes:
         reference: log-probs of the reference model; ``None`` without one.
-        score: the reward model's scalar.
+        score: the reward model's scalar; :class:`~oppo.token_rewards.TokenRewards` if it is known which tokens earned
+            it.
         values: of the critic; ``None`` without one.
         proximal: log-probs under the weights that are about to be updated; ``None`` unless they were computed.
     """
@@ -47,6 +49,11 @@ class ScoredRollout:
         """The group of its prompt."""
         return self.finish.response.prompt.group
 
+    @property
+    def token_rewards(self) -> FloatArray | None:
+        """The rewards that the score is the sum of; ``None`` for a plain number."""
+        return self.score.rewards if isinstance(self.score, TokenRewards) else None
+
     def fault(self) -> Drop | None:
         """Return the ``Drop`` of a rollout that cannot be trained: nothing was sampled, or a number is not finite.
 
@@ -56,6 +63,7 @@ class ScoredRollout:
             return Drop(self.rollout, UNSAMPLED)
         results: Mapping[str, float | FloatArray | None] = {
             "score": self.score,
+            "token reward": self.token_rewards,
             "reference log-prob": self.reference,
             "value": self.values,
             "behaviour log-prob": self.finish.response.logprobs,
@@ -123,7 +131,7 @@ class ScoredRollouts:
         )
 
     def batch(self) -> Batch:
-        """Return the batch of these rollouts, in their order: rewards and advantages are 0, returns are ``None``.
+        """Return the batch of these rollouts, in their order; rewards, advantages and returns are yet to be estimated.
 
         A per-token result that some rollout lacks is ``None`` in the batch.
         """
@@ -141,12 +149,17 @@ class ScoredRollouts:
             proximal=_flat_if_complete([each.proximal for each in self.rollouts]),
             reference=_flat_if_complete([each.reference for each in self.rollouts]),
             values=_flat_if_complete([each.values for each in self.rollouts]),
-            rewards=np.zeros(sum(lengths), np.float32),
-            advantages=np.zeros(sum(lengths), np.float32),
-            returns=None,
             dropped=tuple(self.dropped),
             deferred=tuple(self.deferred),
+            token_rewards=self._token_rewards(),
         )
+
+    def _token_rewards(self) -> FloatArray | None:
+        rewards = [each.token_rewards for each in self.rollouts]
+        if all(each is None for each in rewards):
+            return None
+        lengths = [len(each.finish.response) for each in self.rollouts]
+        return flat([np.zeros(n, np.float32) if row is None else row for row, n in zip(rewards, lengths, strict=True)])
 
 
 def scored_rollout(

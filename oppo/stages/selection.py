@@ -8,7 +8,7 @@ the step decodes on. Nothing of this depends on timing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self, TypeAlias
@@ -17,7 +17,7 @@ import anyio
 import numpy as np
 
 from oppo.errors import ConfigError
-from oppo.events import Drop, FloatArray, Scored
+from oppo.events import Drop, FloatArray, Scored, StepReport
 from oppo.graph import Receiver, Sender, Step
 from oppo.numeric import require_whole
 
@@ -38,6 +38,33 @@ def differ(scores: FloatArray) -> bool:
     return bool(np.ptp(scores) > 0)
 
 
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A round of a step, recorded by the stage that generates; prompts are told by their admission numbers.
+
+    Attributes:
+        placed: those with a place in the batch, in the order in which they took it; all of them are judged.
+        rejected: those of them that lost it.
+        filled: those that were complete and took a place that had become free.
+        admitted: the new ones, for the places that were left.
+    """
+
+    placed: tuple[int, ...]
+    rejected: tuple[int, ...]
+    filled: tuple[int, ...]
+    admitted: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """The rounds of a step, in order: what its selection tells the observers of a run."""
+
+    rounds: tuple[Round, ...]
+
+    def __iter__(self) -> Iterator[Round]:
+        return iter(self.rounds)
+
+
 @dataclass(eq=False)
 class Selection:
     """Selects the groups that a step trains: a stage that reads the scores, and the judge whom ``Generate`` asks.
@@ -45,7 +72,7 @@ class Selection:
     It passes scores on when the step has been decoded; a response of a rejected group is a ``Drop`` instead. Responses
     that are dropped already, or whose score is not finite, do not count; a group without any other is rejected. It
     stands between a reward and the advantage stage, and ``Generate`` is given the same object, as by
-    ``grpo(select=...)``.
+    ``grpo(select=...)``: a graph in which they differ cannot be built.
 
     Attributes:
         accept: whether a group is trained.
@@ -58,69 +85,58 @@ class Selection:
     accept: Accept = differ
     max_rounds: int = 10
     _steps: dict[int, _Verdicts] = field(default_factory=dict, init=False, repr=False)
-    _entered: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
         require_whole("max_rounds", self.max_rounds, 1, error=ConfigError)
 
     async def __aenter__(self) -> Self:
-        self._entered = True
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
         """Forget the steps that did not end."""
-        self._entered = False
         self._steps.clear()
+
+    def faults(self, stages: Sequence[object], /) -> Sequence[str]:
+        """Return what is wrong if no stage asks which groups are selected."""
+        fault = (
+            "is a Selection that no stage asks: give the Generate of this graph the same one, Generate(..., "
+            "select=selection)"
+        )
+        return [] if any(getattr(each, "select", None) is self for each in stages) else [fault]
+
+    def observe(self, report: StepReport, step: Step, /) -> Rounds | None:
+        """Return the rounds of a step for the journal."""
+        del report
+        rounds = tuple(each for _, each in step.recorded(Round))
+        return Rounds(rounds) if rounds else None
 
     async def run(
         self, score: Receiver[Scored[float] | Drop], /, *, out: Sender[Scored[float] | Drop], step: Step
     ) -> None:
-        """Note one step's scores; send them when all groups are judged.
-
-        Raises:
-            ConfigError: ``Generate`` does not ask.
-        """
+        """Note one step's scores; send them when all groups are judged."""
         scores: list[Scored[float] | Drop] = []
         async for item in score:
             scores.append(item)
-            self._of(step.index).hear(item)
-        rejected = self._of(step.index).rejected if scores else set[int]()
-        self._steps.pop(step.index, None)
+            self._steps[step.index].hear(item)
+        verdicts = self._steps.pop(step.index, _Verdicts())
         for item in scores:
-            selected = isinstance(item, Drop) or item.rollout not in rejected
+            selected = isinstance(item, Drop) or item.rollout not in verdicts.rejected
             await out.send(item if selected else Drop(item.rollout, REJECTED))
 
     def begin(self, step: int) -> None:
-        """Judge the groups of a step that begins.
-
-        Raises:
-            ConfigError: this is no stage of the graph.
-        """
-        if not self._entered:
-            raise ConfigError(
-                "Generate has a Selection that reads no scores: add it to the graph after the reward, "
-                'g.add("select", selection, score), and give its output to the advantage stage'
-            )
+        """Judge the groups of a step that begins."""
         self._steps[step] = _Verdicts()
 
     async def rejects(self, step: int, rollouts: Sequence[int]) -> bool:
         """Return whether the group of these rollouts is rejected, once all of them are scored."""
-        verdicts = self._of(step)
+        verdicts = self._steps[step]
         scores = await verdicts.scores_of(rollouts)
         rejected = not len(scores) or not self.accept(scores)
         if rejected:
             verdicts.rejected.update(rollouts)
         return rejected
-
-    def _of(self, step: int) -> _Verdicts:
-        if step not in self._steps:
-            raise ConfigError(
-                "a Selection selects for a Generate that is given the same one, Generate(..., select=selection), and "
-                "that of this graph has none"
-            )
-        return self._steps[step]
 
 
 @dataclass(slots=True, eq=False)

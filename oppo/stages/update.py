@@ -28,7 +28,7 @@ from oppo.models import Follower, Trained, Trainer, TrainsByReference
 from oppo.numeric import require_whole
 from oppo.stages.contract import require_model, require_published, require_supports, require_trained
 from oppo.stages.lengths import LengthBias
-from oppo.stages.measure import TrainingPhase, observation, step_metrics
+from oppo.stages.measure import observation, step_metrics
 from oppo.stages.run_metrics import run_metrics
 from oppo.stages.scored_rollouts import NONFINITE
 
@@ -47,6 +47,8 @@ class Update:
             weights are published when these have returned in the later steps that are alive: the weights that a step
             uses then depend on its index and the lookahead alone. When empty, they are published as soon as there are
             new ones.
+        held: names of stages that use these models when the update is over, as an evaluation does: the weights are
+            published when these have returned in the step before.
         max_nonfinite: number of consecutive updates with a number that is not finite that ends the run; 0: never.
         dump: writes the last batch of such a run.
     """
@@ -54,6 +56,7 @@ class Update:
     trainer: Trainer
     publish: Sequence[Follower] = ()
     after: Sequence[str] = ()
+    held: Sequence[str] = ()
     max_nonfinite: int = 3
     dump: Dump | None = None
     _nonfinite: int = field(default=0, init=False, repr=False)
@@ -94,13 +97,13 @@ class Update:
             updated = anyio.current_time()
             require_trained(trained, self.trainer, version, batch)
             self._require_finite(batch, trained)
+            await step.previous(*self.held)
             await step.later(*self.after)
             unused = anyio.current_time()
-            with step.working("publish"):
+            with step.working("update", "publish"):
                 await self.trainer.publish(*self.publish)
             require_published(self.trainer, self.publish)
             end = anyio.current_time()
-            step.record(TrainingPhase(updated - scored + end - unused))
             rollouts = batch.rollouts
             rows = [row for row, rollout in enumerate(rollouts) if rollout not in trained.nonfinite]
             bias = self._lengths.after(batch)

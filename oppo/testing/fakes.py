@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from oppo.declared import require_declared
 from oppo.errors import ProtocolError
 from oppo.events import Batch, Chunk, Finish, FloatArray, Given, Prompt
-from oppo.hosted_trainer import publish
 from oppo.models import Follower, Trained, Weights
 from oppo.numeric import require_real
+from oppo.publishing import publish
 
 T = TypeVar("T")
 
@@ -168,7 +168,7 @@ class FakeTrainer:
         self.batches.append(batch)
         self.version += 1
         return Trained(
-            {"loss/fake": float(np.mean(batch.advantages)) if len(batch) else 0.0},
+            {"loss/fake": float(np.mean(batch.advantages)) if batch.advantages is not None and len(batch) else 0.0},
             tuple(rollout for rollout in batch.rollouts if self.nonfinite(rollout)),
         )
 

@@ -38,7 +38,7 @@ from typing import Generic, Protocol, TypeVar, cast
 import numpy as np
 
 from oppo.errors import ModelError, ProtocolError
-from oppo.events import Batch, Chunk, Finish, Given, Prompt, Response
+from oppo.events import Batch, Chunk, Drop, Finish, Given, IntArray, Prompt, Response
 from oppo.models import (
     Capabilities,
     Cut,
@@ -55,6 +55,7 @@ from oppo.models import (
     Weights,
 )
 from oppo.testing.script import Garbage, HalfPublished, LoseSessions, Player, Script, Spoilt
+from oppo.turns import Answer, Environment, MultiTurnPolicy, Turn, TurnDecode
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -103,6 +104,23 @@ class FaultyDecode:
         piece = await self.inner.read(limit)
         return spoilt_piece(piece, fault.what) if isinstance(fault, Garbage) and len(piece.tokens) else piece
 
+    async def turn(self) -> IntArray | None:
+        """Return the tokens of a turn; a fault changes nothing."""
+        await self.player.play("turn")
+        return await self._with_turns.turn()
+
+    def proceed(self, given: IntArray) -> bool:
+        """Go on after a turn."""
+        return self._with_turns.proceed(given)
+
+    def finish(self) -> bool:
+        """End the response with its turn."""
+        return self._with_turns.finish()
+
+    @property
+    def _with_turns(self) -> TurnDecode:
+        return cast("TurnDecode", self.inner)
+
     async def aclose(self) -> None:
         """Give the decode up."""
         await self.player.play("aclose")
@@ -127,8 +145,19 @@ class FaultyPolicy(_FaultyFollower):
 
     async def open(self, rollouts: Sequence[Prompt | Response]) -> Sequence[FaultyDecode]:
         """Make a decode for each."""
+        return await self._opened(self.inner.open, rollouts)
+
+    async def open_turns(self, rollouts: Sequence[Prompt | Response]) -> Sequence[FaultyDecode]:
+        """Make a decode with turns for each."""
+        return await self._opened(cast("MultiTurnPolicy", self.inner).open_turns, rollouts)
+
+    async def _opened(
+        self,
+        open_: Callable[[Sequence[Prompt | Response]], Awaitable[Sequence[Decode]]],
+        rollouts: Sequence[Prompt | Response],
+    ) -> Sequence[FaultyDecode]:
         fault = await self.player.play("open")
-        decodes = [FaultyDecode(decode, self.player) for decode in await self.inner.open(rollouts)]
+        decodes = [FaultyDecode(decode, self.player) for decode in await open_(rollouts)]
         return decodes[:-1] if fault == Garbage("count") else decodes
 
     def decoding(self, live: Sequence[Decode], cut: Cut) -> AbstractAsyncContextManager[Decoding]:
@@ -243,6 +272,26 @@ class FaultyTrainer:
         if not fault.silent:
             held = ", ".join(f"{type(one).__name__} has version {one.version}" for one in followers)
             raise ModelError(f"publish() of {self.name!r} fails half-way, as its script says: {held}")
+
+
+@dataclass(eq=False)
+class FaultyEnvironment:
+    """An environment with the faults of ``name`` in ``script``."""
+
+    name: str
+    inner: Environment
+    script: Script = ()
+
+    def __post_init__(self) -> None:
+        self.player = Player(self.name, self.script)
+
+    async def answer(self, turn: Turn) -> Answer | Drop | None:
+        """Answer a turn."""
+        fault = await self.player.play("answer")
+        answer = await self.inner.answer(turn)
+        if not isinstance(fault, Garbage) or not isinstance(answer, Answer):
+            return answer
+        return replace(answer, tokens=answer.tokens[:0] if fault.what == "empty" else -1 - answer.tokens)
 
 
 def faulty_reward(name: str, function: RewardFunction, script: Script) -> RewardFunction:

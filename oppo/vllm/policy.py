@@ -32,6 +32,7 @@ from oppo.vllm.engine import VllmEngine
 from oppo.vllm.lost import advice, answered, engine_calls
 from oppo.vllm.publish import GRACE, cancelled_after
 from oppo.vllm.requests import params_of, prompt_of, reports_supports
+from oppo.vllm.sampling import VllmSampling
 from oppo.vllm.surface import Output
 
 
@@ -70,11 +71,12 @@ class VllmPolicy:
     ) -> None:
         self.engine = engine
         self.sampling = sampling
-        self.stopping = StopCriteria(sampling, decode)
+        self._decode = decode
+        self._stopping = StopCriteria(sampling, decode)
         self.version = 0
         self.tokens = 0
         self.reporter = Reporter("policy")
-        self._limit = limit or (lambda prompt: sampling.max_new_tokens)
+        self._limit = limit or (lambda prompt: engine.longest)
         self._recompute = on_publish == "recompute"
         self._nonce = uuid4().hex[:12]
         self._numbers = itertools.count()
@@ -99,6 +101,14 @@ class VllmPolicy:
         """A number that grows while it decodes."""
         return self.tokens
 
+    def with_sampling(self, sampling: Sampling) -> VllmSampling:
+        """Return a policy on the same engine, with the same weights, that draws so.
+
+        While it decodes, the engine discards the requests of rollouts that are parked; they go on later with other
+        draws, as those of a resumed run do.
+        """
+        return VllmSampling(self, sampling, StopCriteria(sampling, self._decode))
+
     async def open(self, rollouts: Sequence[Prompt | Response]) -> list[VllmDecode]:
         """Return a decode for each; decoding, and the use of memory, begins with :meth:`decoding`.
 
@@ -107,22 +117,29 @@ class VllmPolicy:
         Raises:
             ModelError: a prompt is empty, leaves no room for a response, or holds an id outside of the vocabulary.
         """
-        return [self._opened(rollout) for rollout in rollouts]
+        return [self.opened(rollout, self.sampling, self._stopping) for rollout in rollouts]
 
     async def open_turns(self, rollouts: Sequence[Prompt | Response]) -> list[VllmDecode]:
         """Return a decode for each whose response has turns; otherwise as :meth:`open`.
 
         What follows an answer is a new request, which finds the keys and values of the turn in the prefix cache.
         """
-        return [self._opened(rollout, turns=True) for rollout in rollouts]
+        return [self.opened(rollout, self.sampling, self._stopping, turns=True) for rollout in rollouts]
 
-    def _opened(self, rollout: Prompt | Response, *, turns: bool = False) -> VllmDecode:
+    def opened(
+        self, rollout: Prompt | Response, sampling: Sampling, stopping: StopCriteria, *, turns: bool = False
+    ) -> VllmDecode:
+        """Return the decode of a rollout that is drawn so.
+
+        Raises:
+            ModelError: the model cannot read the prompt.
+        """
         engine = self.engine
         response = response_to(rollout, engine.name, vocabulary=engine.vocabulary, longest=engine.longest)
         room = engine.longest - len(response.prompt.tokens)
-        limit = min(self.sampling.max_new_tokens, room, self._limit(response.prompt))
-        ended = turn_ended(response, self.stopping, limit) if turns else None
-        return VllmDecode(self, response, limit, turns=turns, ended=ended)
+        limit = min(sampling.max_new_tokens, room, self._limit(response.prompt))
+        ended = turn_ended(response, stopping, limit) if turns else None
+        return VllmDecode(self, response, limit, sampling, stopping, turns=turns, ended=ended)
 
     @asynccontextmanager
     async def decoding(self, live: Sequence[Decode], cut: Cut) -> AsyncIterator[Decoding]:
@@ -178,7 +195,7 @@ class VllmPolicy:
         self._submitted[decode] = None
         self.engine.requests.add(decode.request)
         prompt = prompt_of(decode, self._label(self.version))
-        params = self.engine.params(params_of(self.sampling, decode))
+        params = self.engine.params(params_of(decode.sampling, decode))
         async with answered(self.engine, shield=True):
             decode.submitted(decode.request, await self.engine.llm.add_request(decode.request, prompt, params))
 

@@ -13,7 +13,7 @@ from oppo.admission import AdmitView, TailBatched
 from oppo.errors import AdmissionError
 from oppo.events import Chunk, Defer, Finish, Prompt
 from oppo.stages.ledger import Ledger
-from oppo.testing import prompts, run_virtual
+from oppo.testing import FakeScorer, prompts, run_virtual
 from tests.pipelines import Pipeline, Setting, same_batches, settings
 
 
@@ -82,7 +82,7 @@ def test_a_rollout_that_begins_anew_begins_with_its_prompt(setting: Setting) -> 
 
 def test_scorers_keep_nothing_of_what_was_given_up() -> None:
     pipeline = played(Setting(lengths=(5, 9, 3, 30, 21), steps=6))
-    assert pipeline.reward is not None
+    assert isinstance(pipeline.reward, FakeScorer)
     assert not pipeline.reward.sessions
     assert not pipeline.critic.sessions
 

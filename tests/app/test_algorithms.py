@@ -5,25 +5,34 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
-from typing import Final
+from typing import Any, Final
 
 import pytest
 import torch
 from safetensors.numpy import load_file
 
+from oppo.admission import Overcommit
+from oppo.algorithms.algorithm import Roles
+from oppo.algorithms.dapo import DAPO
 from oppo.algorithms.registry import ALGORITHMS
 from oppo.app.train import FINAL
+from oppo.chunking import Fixed
 from oppo.cli import DONE, UNUSABLE
+from oppo.stages.objective import OF_THE_REFERENCE
+from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, fake_scalar
 from tests.workplace import furnish, oppo, records
 
 OWN: Final[Mapping[str, Sequence[str]]] = {
-    "dapo": ["algorithm.samples=3", "algorithm.long_buffer=4", "algorithm.max_rounds=50"],
+    "dapo": ["algorithm.samples=3", "algorithm.max_rounds=50"],
     "gspo": ["algorithm.samples=3"],
     "grpo": ["algorithm.samples=3"],
     "rloo": ["algorithm.samples=3"],
     "dr_grpo": ["algorithm.samples=3"],
 }
 """The settings of an algorithm that are not at their defaults here."""
+
+REFERRING: Final = {"ppo", "grpo", "rloo", "reinforce_pp", "online_dpo"}
+"""The algorithms with a KL to the reference by default."""
 
 COMMON = ("run.panel=off", "models.reward=reward.py:short", "step.batch=3", "run.scorers=thread")
 
@@ -34,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return furnish(tmp_path_factory.mktemp("algorithms"))
 
 
-def trained(folder: Path, name: str, algorithm: str, *further: str) -> Sequence[Mapping[str, object]]:
+def trained(folder: Path, name: str, algorithm: str, *further: str) -> Sequence[Mapping[str, Any]]:
     """Run an algorithm; return the metrics of its steps."""
     chosen = (*COMMON, f"step.algorithm={algorithm}", *OWN.get(algorithm, ()), f"run.name={name}", *further)
     assert oppo(folder, "", *chosen) == DONE
@@ -56,6 +65,38 @@ def test_streaming_changes_no_bit(folder: Path, algorithm: str) -> None:
     assert weights != {key: tensor.tobytes() for key, tensor in load_file(folder / "actor/model.safetensors").items()}
     assert [step["objective/scores"] for step in streamed] == [step["objective/scores"] for step in whole]
     assert all("loss/policy_avg" in step for step in streamed)
+    assert all(("policy/kl_avg" in step) == (algorithm in REFERRING - {"online_dpo"}) for step in streamed)
+
+
+def test_a_reference_is_loaded_where_something_refers_to_it_or_where_it_is_named(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    once = ("run.steps=1", "algorithm.dynamic_sampling=false")
+    (plain,) = trained(folder, "without", "dapo", *once)
+    assert "loading the reference" not in capsys.readouterr().err
+    assert not OF_THE_REFERENCE & plain.keys()
+    (named,) = trained(folder, "measured", "dapo", *once, "models.reference=actor")
+    assert "loading the reference" in capsys.readouterr().err
+    assert named.keys() >= OF_THE_REFERENCE
+    assert named["objective/kl"] == pytest.approx(0, abs=1e-3)
+    assert actor(folder, "without") == actor(folder, "measured"), "what is measured teaches nothing"
+
+
+@pytest.mark.parametrize(("buffer", "begin"), [(None, 80), (30, 70), (0, 100)])
+def test_the_penalty_of_dapo_grows_over_the_last_fifth_of_a_response(buffer: int | None, begin: int) -> None:
+    roles = Roles(
+        policy=FakePolicy(),
+        reference=None,
+        reward=FakeScorer(fake_scalar),
+        critic=None,
+        proximal=None,
+        trainer=FakeTrainer(),
+        admission=Overcommit(4),
+        chunks=Fixed(8),
+        max_new_tokens=100,
+    )
+    shaping = DAPO(long_buffer=buffer).shaping_of(roles)
+    assert (shaping.long_from, shaping.long_to, shaping.long_penalty) == (begin, 100, 1.0)
 
 
 @pytest.mark.deep
@@ -63,16 +104,16 @@ def test_streaming_changes_no_bit(folder: Path, algorithm: str) -> None:
 def test_it_learns_to_be_short_with_responses_carried_over(folder: Path, algorithm: str) -> None:
     rate = "trainer.learning_rate=3e-3"
     steps = trained(folder, f"{algorithm}-learns", algorithm, "step.batch=8", "step.extra=2", "run.steps=25", rate)
-    scores = [float(str(step["objective/scores"])) for step in steps]
+    scores = [step["objective/scores"] for step in steps]
     assert mean(scores[-5:]) > mean(scores[:5]) + 0.1, scores
     assert any(step["deferral/carried"] for step in steps)
 
 
 def test_dapo_replaces_groups_and_punishes_long_responses(folder: Path) -> None:
     steps = trained(folder, "dapo", "dapo", "run.steps=3", "algorithm.long_buffer=12", "algorithm.long_penalty=5")
-    assert all(float(str(step["selection/rounds"])) >= 1 for step in steps)
+    assert all(step["selection/rounds"] >= 1 for step in steps)
     assert all(step["objective/frac_zero_std"] == 0 for step in steps), "groups without a difference are replaced"
-    assert all(float(str(step["objective/shaped_scores"])) < float(str(step["objective/scores"])) for step in steps)
+    assert all(step["objective/shaped_scores"] < step["objective/scores"] for step in steps)
     plain = trained(folder, "undynamic", "dapo", "run.steps=1", "algorithm.dynamic_sampling=false")
     assert "selection/rounds" not in plain[0]
 

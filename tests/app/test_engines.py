@@ -125,7 +125,7 @@ def test_a_run_serves_published_copies_and_corrects_every_token(workplace: Path,
     assert [line["trained"] for line in lines] == [4, 4, 4]
     for line in lines:
         assert all(math.isfinite(value) for value in line.values() if isinstance(value, float))
-        assert abs(float(str(line["mismatch/kl_current"]))) < 1e-9, "decoded with the weights that were trained"
+        assert abs(line["mismatch/kl_current"]) < 1e-9, "decoded with the weights that were trained"
     (engine,) = stand_in
     assert engine.loads == [1, 2, 3]
     assert engine.directory == workplace / "actor"
@@ -141,6 +141,13 @@ def test_a_run_serves_published_copies_and_corrects_every_token(workplace: Path,
     }, "as long as the model reads, which is less than the longest prompt and response"
     again = load(workplace / "runs" / "run" / "config.toml")
     assert (again.models.engine, again.vllm) == ("vllm", {"max_num_seqs": 8})
+
+
+def test_a_run_is_evaluated_with_the_weights_that_are_published(workplace: Path, stand_in: list[StandIn]) -> None:
+    chosen = ("eval.prompts=prompts.jsonl", "eval.count=3", "eval.every=1", "eval.samples=2", "run.steps=2")
+    assert on_vllm(workplace, "evaluated", *chosen) == 0
+    assert [each["version"] for each in records(workplace, "evaluated", "eval.jsonl")] == [0, 1, 2]
+    assert stand_in[0].loads == [1, 2]
 
 
 def test_a_sequence_is_no_longer_than_prompt_and_response(workplace: Path, stand_in: list[StandIn]) -> None:
@@ -168,7 +175,7 @@ def test_a_run_is_resumed_on_its_checkpoints_weights(workplace: Path, stand_in: 
     assert stand_in[1].loads == [2, 3, 4], "first those of the checkpoint"
     lines = records(workplace, "again", "metrics.jsonl")
     assert [line["step"] for line in lines] == [0, 1, 2, 3]
-    assert all(abs(float(str(line["mismatch/kl_current"]))) < 1e-9 for line in lines)
+    assert all(abs(line["mismatch/kl_current"]) < 1e-9 for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,10 @@ from benchmarks.controllers.compare import (
     mean_speed,
     mean_worth,
 )
-from benchmarks.controllers.course import Course
 from benchmarks.controllers.page import DOCS, page
 from benchmarks.controllers.regimes import ENGINES, REGIMES, Costs
 from oppo.admission import Admission, Overcommit, TailAdaptive
+from oppo.simulate.course import Course
 from tests.benchmarks.desk import Desk, desk_regime
 
 IN_VAIN = {"capped", "train-bound", "score-bound"}

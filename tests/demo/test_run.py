@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors import safe_open
 
 from oppo.app.config import load
-from oppo.app.evaluate import Comparison
 from oppo.cli import main
 from oppo.demo.exactness import Digests
 from oppo.demo.outcome import Outcome
 from oppo.demo.run import UNMEASURED, demo
+from oppo.evaluation import Comparison
 from oppo.hf import load_causal
 
 FACTS = {
@@ -23,16 +24,16 @@ FACTS = {
 }  # fmt: skip
 
 
-def learned(directory: Path) -> dict[str, object]:
+def learned(directory: Path) -> dict[str, Any]:
     """Check that a run's summary says that the policy learned, and return it."""
-    facts: dict[str, object] = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
+    facts: dict[str, Any] = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
     assert set(facts) >= FACTS
-    gain, half_width, kl = (float(str(facts[name])) for name in ("score_gain", "score_after_ci95", "kl"))
+    gain, half_width, kl = (facts[name] for name in ("score_gain", "score_after_ci95", "kl"))
     assert gain - half_width > 0, "the interval of the gain lies above 0"
     assert kl < 20
     assert facts["tokens_identical_to_serial"] is True
-    assert 0 < float(str(facts["hidden_fraction"])) <= 1
-    assert 0 <= float(str(facts["deferred_fraction"])) < 1, "how many, the machine decides"
+    assert 0 < facts["hidden_fraction"] <= 1
+    assert 0 <= facts["deferred_fraction"] < 1, "how many, the machine decides"
     return facts
 
 

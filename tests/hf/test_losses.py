@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
@@ -42,6 +42,9 @@ from tests.hf.test_trainer import SAMPLING, backward, critic_of, rollouts
 from tests.known import known
 
 LOW, HIGH = 0.05, 0.2
+KL, LEAST, MOST = 0.3, 0.99, 1.02
+TRUNCATED = Correction(weight="truncated", level="sequence", ratio_base="proximal", cap=MOST)
+MASKED = Correction(weight="mask", level="sequence", low=LEAST, high=MOST)
 GROUPS = (4, 7, 4, 9, 7, 9)
 
 
@@ -68,6 +71,7 @@ class Read(NamedTuple):
 
     logprobs: Tensor
     behaviour: Tensor
+    proximal: Tensor
     reference: Tensor
     advantages: Tensor
     score: float
@@ -91,6 +95,42 @@ def clipped_by_sequence(rows: Sequence[Read]) -> Tensor:
     return torch.stack(each).mean()
 
 
+def stale_by_sequence(rows: Sequence[Read]) -> Tensor:
+    """GSPO of stale responses: each one's loss is multiplied by its importance weight, which is truncated."""
+    each = []
+    for row in rows:
+        mismatch = float((row.proximal - row.behaviour).mean().exp())
+        ratio, advantage = (row.logprobs - row.proximal).mean().exp(), row.advantages.mean()
+        surrogate = torch.min(advantage * ratio, advantage * ratio.clamp(1 - LOW, 1 + HIGH))
+        each.append(-min(mismatch, MOST) * surrogate)
+    return torch.stack(each).mean()
+
+
+def masked_by_sequence(rows: Sequence[Read]) -> Tensor:
+    """GSPO of stale responses: those that the weights have moved away from have no loss."""
+    each = []
+    for row in rows:
+        mismatch = float((row.proximal - row.behaviour).mean().exp())
+        ratio, advantage = (row.logprobs - row.behaviour).mean().exp(), row.advantages.mean()
+        surrogate = torch.min(advantage * ratio, advantage * ratio.clamp(1 - LOW, 1 + HIGH))
+        each.append(-surrogate if LEAST <= mismatch <= MOST else 0 * ratio)
+    return torch.stack(each).mean()
+
+
+def averaged(rows: Sequence[Read], *, constant: float | None) -> Tensor:
+    """GRPO, a mean over responses of the means of their tokens; Dr. GRPO, of the sums divided by a constant."""
+    each = []
+    for row in rows:
+        total = torch.zeros(())
+        for token, advantage in enumerate(row.advantages):
+            ratio = (row.logprobs[token] - row.behaviour[token]).exp()
+            total -= torch.min(advantage * ratio, advantage * ratio.clamp(1 - LOW, 1 + HIGH))
+            away = row.reference[token] - row.logprobs[token]
+            total += KL * (away.exp() - 1 - away)
+        each.append(total / (constant or len(row.advantages)))
+    return torch.stack(each).mean()
+
+
 def pairs(rows: Sequence[Read]) -> Tensor:
     each = []
     for group in {row.group for row in rows}:
@@ -106,6 +146,14 @@ ORACLES: Mapping[Compared, Callable[[Sequence[Read]], Tensor]] = {
     Clipped(): clipped_by_token,
     ClippedLoss(clip=LOW, clip_high=HIGH): clipped_by_token,
     SequenceLoss(clip=LOW, clip_high=HIGH): clipped_by_sequence,
+    SequenceLoss(clip=LOW, clip_high=HIGH, correction=TRUNCATED): stale_by_sequence,
+    SequenceLoss(clip=LOW, clip_high=HIGH, correction=MASKED): masked_by_sequence,
+    ClippedLoss(clip=LOW, clip_high=HIGH, kl=KL, kl_estimator="k3", aggregation="responses"): partial(
+        averaged, constant=None
+    ),
+    ClippedLoss(clip=LOW, clip_high=HIGH, kl=KL, kl_estimator="k3", aggregation="constant"): partial(
+        averaged, constant=SAMPLING.max_new_tokens
+    ),
     PairwiseLoss(): pairs,
 }
 BY_SEQUENCE = Correction(weight="truncated", level="sequence", cap=1.05)
@@ -114,6 +162,12 @@ EVERY: Sequence[Compared] = (
     ClippedLoss(entropy_coefficient=0.1, kl=0.1, correction=BY_SEQUENCE),
     PPOLoss(entropy_coefficient=0.1, kl=0.1, correction=Correction(weight="truncated", ratio_base="proximal")),
 )
+
+
+def named(loss: Compared) -> str:
+    weight = loss.correction.weight if isinstance(loss, ClippedLoss) else "none"
+    aggregation = f"-{loss.aggregation}" if isinstance(loss, ClippedLoss) else ""
+    return type(loss).__name__ + aggregation + (f"-{weight}" if weight != "none" else "")
 
 
 @pytest.fixture
@@ -127,7 +181,8 @@ def thread() -> Iterator[Thread]:
 def batch() -> Batch:
     """Return three pairs of responses, given tokens among theirs, of weights that have changed since."""
     made, random = rollouts(tiny.causal(seed=1), tiny.scalar(seed=2), given=True), np.random.default_rng(3)
-    for column, width in ((made.logprobs, 0.2), (known(made.reference), 0.5)):
+    columns = ((made.logprobs, 0.2), (known(made.reference), 0.5), (known(made.proximal), 0.1))
+    for column, width in columns:
         column[:] += random.normal(0, width, len(column)).astype(np.float32)
     made.sampled[made.offsets[:-1]] = True
     responses = tuple(
@@ -174,17 +229,25 @@ def by_oracle(loss: Compared) -> tuple[float, dict[str, Tensor]]:
         said = actor(ids).logits[0, len(response.prompt.tokens) - 1 : -1].log_softmax(-1)
         chosen = said.gather(-1, ids[0, len(response.prompt.tokens) :, None])[:, 0]
         mask = made.sampled[span]
-        behaviour, reference, advantages = (
-            torch.tensor(each[span][mask]) for each in (made.logprobs, known(made.reference), made.advantages)
-        )
+        columns = (made.logprobs, known(made.proximal), known(made.reference), known(made.advantages))
+        behaviour, proximal, reference, advantages = (torch.tensor(each[span][mask]) for each in columns)
         logprobs = chosen[torch.tensor(mask)]
-        rows.append(Read(logprobs, behaviour, reference, advantages, float(score), response.prompt.group))
+        rows.append(Read(logprobs, behaviour, proximal, reference, advantages, float(score), response.prompt.group))
     found = ORACLES[loss](rows)
     found.backward()
     return found.item(), {f"actor.{name}": p.grad for name, p in actor.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("loss", ORACLES, ids=lambda loss: type(loss).__name__)
+def test_the_stale_responses_differ_by_more_and_by_less_than_is_corrected() -> None:
+    made = batch()
+    difference = known(made.proximal) - made.logprobs
+    means = np.exp([difference[span][made.sampled[span]].mean() for span in made.rows()])
+    assert sum(means > MOST) >= 2
+    assert sum(means < LEAST) >= 1
+    assert sum((means >= LEAST) & (means <= MOST)) >= 1, means
+
+
+@pytest.mark.parametrize("loss", ORACLES, ids=named)
 def test_a_loss_of_ones_own_has_the_gradient_that_plain_code_finds(loss: Compared, thread: Thread) -> None:
     whole = [row for unit in units(batch(), loss.unit) for row in unit]
     ours, (_, theirs) = gradients(trainer_on(loss, thread), [whole]), by_oracle(loss)
@@ -192,14 +255,14 @@ def test_a_loss_of_ones_own_has_the_gradient_that_plain_code_finds(loss: Compare
     close(ours, theirs)
 
 
-@pytest.mark.parametrize("loss", ORACLES, ids=lambda loss: type(loss).__name__)
+@pytest.mark.parametrize("loss", [loss for loss in ORACLES if not getattr(loss, "kl", 0)], ids=named)
 async def test_a_loss_of_ones_own_trains_and_tells_what_it_measures(loss: Compared, thread: Thread) -> None:
     found, _ = by_oracle(loss)
     trainer = trainer_on(loss, thread, epochs=1, micro_batch_tokens=30)
     before = weights_digest(trainer.core.actor)
     metrics = (await trainer.update(batch())).metrics
     assert metrics["train/micro_batches"] > 1
-    (name,) = (name for name in metrics if name.startswith("loss/"))
+    (name,) = (name for name in metrics if name.startswith("loss/"))  # without a KL, which is told apart
     assert metrics[name] == pytest.approx(found, rel=1e-4)
     assert metrics["mismatch/kl_current"] > 0
     assert ("policy/clipfrac_lag_0" in metrics) == (not isinstance(loss, PairwiseLoss))
@@ -215,7 +278,7 @@ def trainer_and_whole(loss: Compared) -> tuple[HfTrainer, dict[str, Tensor]]:
     return trainer, gradients(trainer, [[row for unit in units(batch(), loss.unit) for row in unit]])
 
 
-@pytest.mark.parametrize("loss", EVERY, ids=lambda loss: type(loss).__name__)
+@pytest.mark.parametrize("loss", EVERY, ids=named)
 @settings(max_examples=settings().max_examples // 2)
 @given(data=st.data())
 def test_how_units_are_grouped_changes_the_gradient_by_rounding_only(loss: Compared, data: st.DataObject) -> None:
@@ -297,6 +360,15 @@ async def test_a_loss_is_refused_the_batch_that_lacks_what_it_reads(thread: Thre
     with pytest.raises(ConfigError, match=r"PairwiseLoss\(.* reads reference log-probs, and the batch has none: give"):
         await trainer.update(replace(batch(), reference=None))
     assert (trainer.version, trainer.progress) == (0, 0)
+
+
+async def test_a_batch_whose_advantages_were_not_estimated_is_trained_by_a_loss_that_reads_none(thread: Thread) -> None:
+    gathered = replace(batch(), rewards=None, advantages=None, returns=None)
+    clipped = trainer_on(ClippedLoss(), thread)
+    with pytest.raises(ConfigError, match=r"ClippedLoss\(.* reads advantages, and the batch has none: give"):
+        await clipped.update(gathered)
+    assert (clipped.version, clipped.progress) == (0, 0)
+    assert (await trainer_on(PairwiseLoss(), thread).update(gathered)).metrics["loss/policy_avg"] > 0
 
 
 @pytest.mark.parametrize(

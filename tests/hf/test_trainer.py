@@ -150,7 +150,10 @@ def make(thread: Thread, *, name: str = "llama", **options: object) -> HfTrainer
 
 def backward(trainer: HfTrainer, batch: Batch, groups: Iterable[Sequence[int]]) -> None:
     """Add the gradients of a batch that is one minibatch, read in ``groups`` of rows."""
-    asked, whole = trainer.core.loss.reads | trainer.core.loss.measures, Whole.of(batch, range(len(batch)))
+    asked, whole = (
+        trainer.core.loss.reads | trainer.core.loss.measures,
+        Whole.of(batch, range(len(batch)), SAMPLING.max_new_tokens),
+    )
     for group in groups:
         tiny.apart(trainer.core._backward)(pack(batch, group, torch.device("cpu"), asked), whole, StalenessMetrics(0))
 
@@ -275,7 +278,7 @@ async def test_tokens_that_were_not_sampled_do_not_train(thread: Thread) -> None
     async def trained(noise: float) -> str:
         trainer = make(thread)
         batch = rollouts(trainer.core.actor, critic_of(trainer), given=True)
-        for array in (batch.logprobs, known(batch.values), batch.advantages, known(batch.returns)):
+        for array in (batch.logprobs, known(batch.values), known(batch.advantages), known(batch.returns)):
             array[~batch.sampled] += np.float32(noise)
         trained = await trainer.update(batch)
         assert trained.metrics["train/tokens"] == batch.sampled.sum() < len(batch.tokens)
@@ -299,13 +302,13 @@ async def test_every_trainable_parameter_moves_and_the_reward_direction_is_learn
     moved = np.concatenate(
         [one_row(trainer.core.actor, critic_of(trainer), row.prompt.tokens, row.tokens)[0] for row in batch.responses]
     )
-    assert float(((moved - batch.logprobs) * batch.advantages).mean()) > 0
+    assert float(((moved - batch.logprobs) * known(batch.advantages)).mean()) > 0
 
 
 async def test_a_minibatch_that_is_not_finite_is_skipped_and_its_rollouts_are_reported(thread: Thread) -> None:
     trainer = make(thread, epochs=2, minibatches=len(LENGTHS))
     batch = rollouts(trainer.core.actor, critic_of(trainer))
-    batch.advantages[batch.rows()[3]] = np.nan
+    known(batch.advantages)[batch.rows()[3]] = np.nan
     trained = await trainer.update(batch)
     assert trained.nonfinite == trained.skipped == (13,)
     assert trained.metrics["train/minibatches"] == 2 * (len(LENGTHS) - 1)
@@ -317,7 +320,7 @@ async def test_a_minibatch_that_is_not_finite_is_skipped_and_its_rollouts_are_re
 async def test_a_rollout_that_another_minibatch_trained_is_not_reported_as_not_finite(thread: Thread) -> None:
     trainer = make(thread, epochs=4, minibatches=3)
     batch = rollouts(trainer.core.actor, critic_of(trainer))
-    batch.advantages[batch.rows()[3]] = np.nan
+    known(batch.advantages)[batch.rows()[3]] = np.nan
     trained = await trainer.update(batch)
     assert trained.nonfinite == (13,)
     assert {13} < set(trained.skipped) <= set(batch.rollouts)

@@ -34,7 +34,7 @@ from oppo.hf.train.trainer import HfTrainer
 from oppo.hf.trunk import shares_trunk, value_model_on
 from oppo.losses import ClippedLoss, PPOLoss
 from oppo.models import Sampling
-from oppo.placement import Place, Process, Thread
+from oppo.placement import Hosting, Place, Process, Thread
 from oppo.training import TrainerSettings
 from tests.hf import tiny
 from tests.hf.pausing import Pausing, deadly
@@ -89,7 +89,7 @@ def one_trunk() -> Models:
 KINDS = {"ppo": plain, "grpo": without_critic, "lora": adapters, "trunk": one_trunk}
 
 
-def graph_of(models: Models, trainer: HfTrainer, acting: Thread, scoring: Place) -> Graph[StepReport]:
+def graph_of(models: Models, trainer: HfTrainer, acting: Hosting, scoring: Place) -> Graph[StepReport]:
     policy = HfPolicy(models.actor, sampling=SAMPLING, thread=acting, exact=True)
     reference = ReferenceLogprobs(models.reference, sampling=SAMPLING, thread=scoring, exact=True)
     reward = RewardModel(tiny.scalar(seed=2), thread=scoring, exact=True)
@@ -128,7 +128,7 @@ async def steps(graph: Graph[StepReport], count: int) -> None:
             pass
 
 
-async def trained(kind: str, training: Place, acting: Thread, scoring: Place, *, share: bool) -> Mapping[str, str]:
+async def trained(kind: str, training: Place, acting: Hosting, scoring: Place, *, share: bool) -> Mapping[str, str]:
     """Make two exact steps; return what the served models have become, which is what was trained."""
     models = tiny.apart(KINDS[kind])()
     trainer = trainer_of(models, training, share=share)
@@ -152,14 +152,16 @@ async def trained(kind: str, training: Place, acting: Thread, scoring: Place, *,
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_final_weights_are_the_same_to_the_bit_wherever_they_lie_and_are_trained(
-    kind: str, thread: Thread, process: Process
+    kind: str, thread: Thread, process: Process, actor_process: Process
 ) -> None:
     usual = await trained(kind, thread, thread, thread, share=True)
     assert usual["actor"] != weights_digest(tiny.apart(KINDS[kind])().actor)
     assert await trained(kind, thread, thread, thread, share=False) == usual
     for share in (True, False):
         assert await trained(kind, process, thread, thread, share=share) == usual, share
+        assert await trained(kind, thread, actor_process, thread, share=share) == usual, ("the policy elsewhere", share)
     assert await trained(kind, process, thread, process, share=True) == usual, "scorers there too"
+    assert await trained(kind, process, actor_process, thread, share=False) == usual, "a process for each"
 
 
 async def test_what_a_process_has_written_a_thread_goes_on_with_and_the_other_way_round(

@@ -139,7 +139,7 @@ def test_the_gradient_is_that_of_the_sum_of_the_two_losses(thread: Thread, name:
     actor, critic = one_trunk(name, lora=lora)
     part, total = packed(actor, critic), 31.0
     trainer = make(thread, actor, critic, value_coefficient=0.3)
-    trainer.core._backward(part, Whole(total, 1.0, 1.0), StalenessMetrics(0))
+    trainer.core._backward(part, Whole(total, 1.0, 1.0, 1.0), StalenessMetrics(0))
     learnt = {**dict(critic.named_parameters()), **dict(actor.named_parameters())}
     got = {name: p.grad.clone() for name, p in learnt.items() if p.grad is not None}
     for parameter in learnt.values():

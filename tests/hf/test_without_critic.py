@@ -29,6 +29,7 @@ from oppo.testing import check_trainer, prompts
 from oppo.training import TrainerSettings
 from tests.hf import tiny
 from tests.hf.test_trainer import LENGTHS, SAMPLING, Served, rollouts, trainer_of
+from tests.known import known
 
 
 @pytest.fixture
@@ -102,7 +103,7 @@ async def test_it_keeps_the_contract_of_a_trainer(thread: Thread) -> None:
 
 async def test_a_minibatch_that_is_not_finite_is_skipped(thread: Thread) -> None:
     trainer, batch = make(thread, minibatches=len(LENGTHS))
-    batch.advantages[batch.rows()[3]] = np.nan
+    known(batch.advantages)[batch.rows()[3]] = np.nan
     assert (await trainer.update(batch)).nonfinite == (13,)
     assert all(parameter.isfinite().all() for parameter in trainer.core.actor.parameters())
 

@@ -12,6 +12,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     CohereConfig,
     DeepseekV2Config,
     DeepseekV3Config,
@@ -208,4 +209,14 @@ def scalar_of(config: PreTrainedConfig, *, seed: int = 0) -> PreTrainedModel:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForSequenceClassification.from_config(config)
+    return model
+
+
+def steps(name: str = "llama", *, seed: int = 0, labels: int = 2) -> PreTrainedModel:
+    """Return a token-classification model in training mode with weights drawn from ``seed``."""
+    config = CONFIGS[name]()
+    config.num_labels = labels
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model: PreTrainedModel = AutoModelForTokenClassification.from_config(config)
     return model

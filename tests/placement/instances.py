@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -142,3 +142,58 @@ class Caller:
         while not block[0]:
             pass
         return "seen"
+
+
+class Crew:
+    """A member of ranks that knows where it is, and can end in every way but well."""
+
+    def __init__(self, start: int = 0, *, unmeetable: bool = False) -> None:
+        self.sum = start
+        self.place = (0, 0, "")
+        self.unmeetable = unmeetable
+
+    def join(self, rank: int, size: int, meeting: str) -> None:
+        if self.unmeetable:
+            raise ProtocolError(f"rank {rank} met nobody")
+        self.place = (rank, size, meeting)
+
+    def add(self, number: int) -> tuple[int, tuple[int, int, str], int]:
+        self.sum += number
+        return self.sum, self.place, os.getpid()
+
+    def wait_for(self, pipe: Path) -> int:
+        """Wait until the other ranks have opened the pipe for writing, which they never do."""
+        with pipe.open("rb") as end:
+            return len(end.read())
+
+    def die(self, rank: int, pipe: Path) -> int:
+        """Die in one rank; the others wait for it."""
+        if self.place[0] == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.wait_for(pipe)
+
+    def die_or_fail(self, rank: int) -> None:
+        """Die in one rank; the others fail, as those do that lose a connection to it."""
+        if self.place[0] == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ConnectionError("reset by peer")
+
+    def fail_alone(self, rank: int, pipe: Path) -> int:
+        """Fail in one rank; the others wait for it."""
+        if self.place[0] == rank:
+            raise ZeroDivisionError(f"in rank {rank}")
+        return self.wait_for(pipe)
+
+    def fail_after_others(self, rank: int) -> int:
+        """Fail in one rank; the others have answered."""
+        if self.place[0] == rank:
+            raise ZeroDivisionError(f"in rank {rank}")
+        return rank
+
+    def fail(self) -> NoReturn:
+        raise ZeroDivisionError(f"in rank {self.place[0]}")
+
+
+def gone(pids: Iterable[int]) -> bool:
+    """Return whether none of the processes is left."""
+    return not any(Path(f"/proc/{pid}").exists() for pid in pids)

@@ -9,6 +9,7 @@ from typing import Any, SupportsFloat
 
 import numpy as np
 import pytest
+from hypothesis import given, strategies as st
 
 from oppo.errors import ConfigError
 from oppo.estimators import FixedKL, whiten
@@ -69,10 +70,50 @@ def test_whoever_drops_a_rollout_the_batch_records_it_once_and_stands_in_admissi
 def test_advantages_are_whitened_over_the_batch_and_returns_are_not() -> None:
     rows = [ScoredRollout(finish(n), per_token(1).value, float(n), per_token(n).value) for n in (1, 2, 3)]
     plain, white = GAE(whiten_advantages=False).batch(rows), GAE().batch(rows)
-    assert np.array_equal(white.advantages, whiten(plain.advantages, plain.sampled))
-    assert not np.array_equal(white.advantages, plain.advantages)
+    assert np.array_equal(known(white.advantages), whiten(known(plain.advantages), plain.sampled))
+    assert not np.array_equal(known(white.advantages), known(plain.advantages))
     assert np.array_equal(known(white.returns), known(plain.returns))
-    assert np.allclose(known(plain.returns), plain.advantages + known(plain.values))
+    assert np.allclose(known(plain.returns), known(plain.advantages) + known(plain.values))
+
+
+def by_hand(rows: list[ScoredRollout], *, gamma: float, kl: float) -> list[float]:
+    """Return the advantages of REINFORCE++ (Hu 2025, arXiv 2501.03262), token after token, in plain Python."""
+    returns = []
+    for each in rows:
+        response, log_probs = each.finish.response, known(each.reference)
+        sampled = [t for t in range(len(response)) if response.sampled[t]]
+        reward = {t: -kl * (float(response.logprobs[t]) - float(log_probs[t])) for t in sampled}
+        reward[sampled[-1]] += each.score
+        returns.append([sum(gamma ** (k - t) * reward[k] for k in sampled if k >= t) for t in range(len(response))])
+    counted = [total for each, row in zip(rows, returns, strict=True) for total in masked(each, row)]
+    mean = sum(counted) / len(counted)
+    deviation = (sum((total - mean) ** 2 for total in counted) / (len(counted) - 1)) ** 0.5
+    return [
+        (total - mean) / deviation if response.sampled[t] else 0.0
+        for response, row in zip((each.finish.response for each in rows), returns, strict=True)
+        for t, total in enumerate(row)
+    ]
+
+
+def masked(each: ScoredRollout, row: list[float]) -> list[float]:
+    return [total for total, sampled in zip(row, each.finish.response.sampled, strict=True) if sampled]
+
+
+@given(st.floats(0, 1), st.floats(0, 1), st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(0, 2**32 - 1))
+def test_without_a_critic_the_advantages_are_the_whitened_returns_of_reinforce(
+    gamma: float, kl: float, lengths: list[int], seed: int
+) -> None:
+    dice, rows = np.random.default_rng(seed), []
+    for rollout, length in enumerate([3, *lengths]):  # of one token alone there is no deviation
+        sampled = dice.random(length) < 0.7
+        sampled[dice.integers(length)] = True
+        log, reference = -dice.random((2, length)).astype(np.float32) * 3
+        tokens, versions = np.arange(length, dtype=np.int32), np.zeros(length, np.int32)
+        response = Response(Prompt(rollout, rollout, tokens[:1]), tokens, log * sampled, versions, sampled)
+        rows.append(ScoredRollout(Finish(rollout, response, "eos"), reference, float(dice.normal())))
+    batch = GAE(gamma=gamma, kl=kl).batch(rows)
+    np.testing.assert_allclose(known(batch.advantages), by_hand(rows, gamma=gamma, kl=kl), rtol=1e-3, atol=1e-4)
+    assert (batch.values, batch.returns) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +160,7 @@ def test_a_number_that_is_not_finite_drops_its_rollout_alone(
     spoilt, without = run_virtual(main, 2), run_virtual(main, None)
     assert spoilt.rollouts == (1, 3)
     assert spoilt.dropped == (Drop(2, reason),)
-    assert np.array_equal(spoilt.advantages, without.advantages)
+    assert np.array_equal(known(spoilt.advantages), known(without.advantages))
     assert spoilt.metrics == without.metrics
 
 
@@ -140,7 +181,7 @@ def test_the_last_token_earns_the_shaped_score_and_the_batch_keeps_the_raw_one()
     rows = [ScoredRollout(finish(n), per_token(1).value, float(n), per_token(0).value) for n in (1, 2, 3)]
     stage = GAE(kl=0.0, shaping=ScoreShaping(norm=True, scale=2.0))
     batch = stage.batch(rows)
-    assert batch.rewards[[3, 7, 11]].tolist() == [-2.0, 0.0, 2.0]
+    assert known(batch.rewards)[[3, 7, 11]].tolist() == [-2.0, 0.0, 2.0]
     assert batch.scores.tolist() == [1.0, 2.0, 3.0]
     assert (batch.metrics["objective/scores"], batch.metrics["objective/shaped_scores"]) == (2.0, 0.0)
     assert stage.shaping.moments.count == 3
@@ -150,7 +191,7 @@ def test_a_response_that_was_cut_off_by_its_length_pays_the_missing_eos_penalty(
     ends = [finish(1), Finish(2, finish(2).response, "length"), Finish(3, finish(3).response, "stop")]
     rows = [ScoredRollout(end, per_token(1).value, 0.0, per_token(0).value) for end in ends]
     batch = GAE(kl=0.0, shaping=ScoreShaping(missing_eos_penalty=1.0)).batch(rows)
-    assert batch.rewards[[3, 7, 11]].tolist() == [0.0, -1.0, 0.0]
+    assert known(batch.rewards)[[3, 7, 11]].tolist() == [0.0, -1.0, 0.0]
 
 
 def test_the_kl_in_the_reward_is_that_of_the_proximal_policy() -> None:
@@ -160,8 +201,8 @@ def test_the_kl_in_the_reward_is_that_of_the_proximal_policy() -> None:
     assert plain.proximal is None
     assert corrected.logprobs.tolist() == [-1, -1, -1, -1]
     assert known(corrected.proximal).tolist() == [-1, -1, -3, -2]
-    assert plain.rewards.tolist() == [0, 0, 0, 0]
-    assert corrected.rewards.tolist() == [0, 0, 1, 0.5]
+    assert known(plain.rewards).tolist() == [0, 0, 0, 0]
+    assert known(corrected.rewards).tolist() == [0, 0, 1, 0.5]
 
 
 def test_the_stage_of_five_inputs_estimates_what_the_one_of_four_does_where_nothing_is_stale() -> None:
@@ -189,8 +230,8 @@ def test_a_rollout_whose_own_log_probs_are_not_finite_is_dropped_though_they_wer
 @pytest.mark.parametrize(
     ("choice", "sentence"),
     [
-        ({"gamma": 2.0}, "gamma must be a number from 0 to 1, not 2.0"),
-        ({"lam": -1.0}, "lam must be a number from 0 to 1, not -1.0"),
+        ({"gamma": 2.0}, "gamma must be 1 or less, not 2.0"),
+        ({"lam": -1.0}, "lam must be 0 or more, not -1.0"),
         ({"lam": float("nan")}, "lam of GAE must be a finite number, not nan"),
         ({"kl_estimator": "k9"}, "kl_estimator must be one of k1, k2, k3, not 'k9'"),
         ({"kl": "0.1"}, "kl must be a number, or a controller such as oppo.AdaptiveKL, not '0.1'"),

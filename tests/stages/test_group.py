@@ -29,6 +29,7 @@ from oppo.graph.channel import Channel
 from oppo.shaping import ScoreShaping
 from oppo.stages import GroupRelative, ScoredRollout
 from oppo.testing import run_virtual
+from tests.known import known
 
 SAMPLES = 3
 
@@ -48,7 +49,7 @@ def row(rollout: int, score: float, *, reference: float | None = None, length: i
 
 
 def firsts(batch: Batch) -> list[float]:
-    return [float(batch.advantages[tokens][0]) for tokens in batch.rows()]
+    return [float(known(batch.advantages)[tokens][0]) for tokens in batch.rows()]
 
 
 @pytest.mark.parametrize(
@@ -63,14 +64,14 @@ def test_responses_are_compared_within_their_group(advantage: GroupAdvantage, ex
     batch = GroupRelative(advantage).batch([row(k, score) for k, score in enumerate([1, 2, 3, 7, 1, 1])])
     np.testing.assert_allclose(firsts(batch), expected, rtol=1e-4, atol=1e-7)
     assert batch.scores.tolist() == [1, 2, 3, 7, 1, 1]
-    assert batch.advantages.dtype == np.float32
+    assert known(batch.advantages).dtype == np.float32
     assert (batch.values, batch.returns) == (None, None)
 
 
 def test_every_sampled_token_has_the_advantage_of_its_response_and_given_ones_have_none() -> None:
     rows = [ScoredRollout(finish(0, length=2, given=1), None, 0.0), ScoredRollout(finish(1, length=3), None, 2.0)]
     batch = GroupRelative("centred").batch(rows)
-    assert batch.advantages.tolist() == [-1, -1, 0, 1, 1, 1]
+    assert known(batch.advantages).tolist() == [-1, -1, 0, 1, 1, 1]
 
 
 def test_a_batch_says_which_log_probs_it_has() -> None:
@@ -207,9 +208,15 @@ def test_log_probs_of_a_reference_and_proximal_ones_are_inputs_by_name() -> None
     assert [batch.metrics.get("objective/kl") for batch in batches] == [None, 4, None, -4]
 
 
+def test_values_of_a_critic_are_in_the_batch_and_returns_for_it_are_not() -> None:
+    (batch,) = sent(GroupRelative(), ENDS, SCORES, value=per_token(0.5))
+    assert known(batch.values).tolist() == [0.5] * 12
+    assert batch.returns is None
+
+
 @pytest.mark.parametrize("kl", [0.1, AdaptiveKL(0.1)])
 def test_a_penalty_without_a_reference_is_refused(kl: float | AdaptiveKL) -> None:
-    with pytest.raises(ConfigError, match=r"kl = 0.1, needs a reference: connect reference=stream"):
+    with pytest.raises(ConfigError, match="GroupRelative has a KL penalty, which needs a reference: connect"):
         sent(GroupRelative("centred", kl=kl), ENDS, SCORES, proximal=per_token(-1))
 
 

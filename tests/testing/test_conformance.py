@@ -27,23 +27,27 @@ from oppo.testing import (
     fake_scalar,
     noise,
     prompts,
+    respond_serially,
     run_virtual,
 )
 from oppo.testing.fake_policy import FakeDecode
 
 
 def finished(count: int = 3) -> list[Finish]:
-    from oppo.app.evaluate import respond
-
-    return run_virtual(respond, FakePolicy(), prompts(count))
+    return run_virtual(respond_serially, FakePolicy(), prompts(count))
 
 
 @pytest.mark.parametrize("pace", [None, lambda prompt: 1 + noise(prompt.rollout)], ids=["together", "apart"])
 def test_the_fake_policy_keeps_the_contract_however_it_decodes(pace: Callable[[Prompt], float] | None) -> None:
     async def make() -> FakePolicy:
-        return FakePolicy(pace=pace)
+        return FakePolicy(pace=pace, turns=some_turns)
 
     run_virtual(check_policy, make, prompts(6))
+
+
+def some_turns(prompt: Prompt) -> Sequence[int]:
+    """Return where turns end: none, one or two of them."""
+    return (2, 4)[: prompt.admission % 3]
 
 
 @pytest.mark.parametrize("pace", [None, lambda prompt: 1.0], ids=["together", "apart"])
@@ -52,7 +56,8 @@ def test_a_policy_whose_tokens_are_partly_given_keeps_it_too(
     pace: Callable[[Prompt], float] | None, given: range
 ) -> None:
     async def make() -> FakePolicy:
-        return FakePolicy(length=lambda prompt: 8 + prompt.admission % 7, pace=pace, given=lambda prompt: given)
+        lengths, can = (lambda prompt: 8 + prompt.admission % 7), Capabilities()
+        return FakePolicy(length=lengths, pace=pace, given=lambda prompt: given, capabilities=can)
 
     run_virtual(check_policy, make, prompts(6))
 

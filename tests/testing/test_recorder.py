@@ -33,6 +33,7 @@ from oppo.testing import (
     prompts,
     run_virtual,
 )
+from tests.known import known
 from tests.pipelines import Pipeline, Setting, settings
 
 
@@ -267,8 +268,8 @@ def test_a_batch_is_made_without_a_run(*, critic: bool, reference: bool) -> None
     assert set(batch.versions.tolist()) == {2}
     assert 0 <= batch.tokens.min() <= batch.tokens.max() < 7
     assert (batch.logprobs <= 0).all()
-    assert np.isfinite(batch.advantages).all()
-    assert batch.advantages.std() > 0
+    assert np.isfinite(known(batch.advantages)).all()
+    assert known(batch.advantages).std() > 0
     assert fake_batch([3, 1, 4], vocabulary=7).tokens.tolist() == batch.tokens.tolist()
     assert fake_batch([3, 1, 4], vocabulary=7, seed=1).tokens.tolist() != batch.tokens.tolist()
 

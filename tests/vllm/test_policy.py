@@ -116,6 +116,29 @@ def test_responses_that_end_together_are_reported_together_in_admission_order() 
     assert bench.reported == [[0, 1, 2, 3]]
 
 
+def test_another_sampling_draws_in_its_own_way_and_what_is_parked_goes_on() -> None:
+    bench = Bench(FakeAsyncLLM(length=lambda prompt: {10: 2, 11: 3, 12: 9, 13: 4}[prompt[0]], overrun=3))
+    greedy = bench.policy.with_sampling(Sampling(max_new_tokens=20, stop=(2,), temperature=0, seed=8))
+    held_out = [Prompt(10**12, 10**12, np.array([13, 4], np.int32))]
+
+    async def main() -> None:
+        decodes = await bench.policy.open(varied(3))
+        await bench.step(decodes, cut_at=1, limit=100)
+        await bench.policy.load(Weights(1, WEIGHTS))
+        assert greedy.version == 1
+        await bench.step(await greedy.open(held_out), limit=100)
+        await bench.step(decodes[1:], limit=100)
+
+    bench.run(main)
+    assert bench.reported == [[0], [10**12], [1], [2]]
+    assert [bench.tokens(rollout)[-1] for rollout in (0, 10**12, 1, 2)] == [2, 2, 2, 2]
+    drawn = {tuple(request.prompt[:1]): request.params for request in bench.llm.done}
+    assert (drawn[13,].temperature, drawn[13,].stop_token_ids) == (0, [2])
+    assert {drawn[first,].temperature for first in (10, 12)} == {1}
+    assert greedy.capabilities.supports
+    assert not bench.policy.with_sampling(Sampling(top_p=0.5)).capabilities.supports
+
+
 def test_stop_strings_end_a_response_with_the_token_that_completes_them() -> None:
     sampling = Sampling(max_new_tokens=20, stop_strings=("b",), seed=5)
     texts = {3: "b"}

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TypeAlias, TypedDict
+from typing import TypedDict
 
 import torch
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, PreTrainedModel
 
 from oppo.errors import ConfigError, ModelRefused
-
-Kind: TypeAlias = type[AutoModelForCausalLM | AutoModelForSequenceClassification]
+from oppo.hf.loading.kinds import CAUSAL, Kind
 
 HEADS = ("lm_head.", "embed_out.")
 """Prefixes of the weights of a language model's head, which a critic made of it does not use."""
@@ -38,14 +30,10 @@ class Info(TypedDict):
 def require_kind(kind: Kind, directory: Path, tensors: Sequence[str], *, trusted: bool) -> None:
     """Check that the architecture has a model of this kind, and that the files hold enough tensors for its depth."""
     config = AutoConfig.from_pretrained(directory, trust_remote_code=trusted)
-    if kind is AutoModelForCausalLM:
-        mapping, wanted = MODEL_FOR_CAUSAL_LM_MAPPING, "causal language model"
-    else:
-        mapping, wanted = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, "sequence classification model"
-    if type(config) not in mapping and kind.__name__ not in getattr(config, "auto_map", ()):
+    if type(config) not in kind.mapping and kind.auto.__name__ not in getattr(config, "auto_map", ()):
         raise ModelRefused(
-            f"the model at {str(directory)!r} is of type {config.model_type!r}, of which transformers has no {wanted}: "
-            "take one of another architecture"
+            f"the model at {str(directory)!r} is of type {config.model_type!r}, of which transformers has no "
+            f"{kind.name}: take one of another architecture"
         )
     depth = getattr(config.get_text_config(), "num_hidden_layers", 0)
     if 0 < len(tensors) < depth:  # first: building so many layers may take hours, even without memory
@@ -56,6 +44,7 @@ def require_kind(kind: Kind, directory: Path, tensors: Sequence[str], *, trusted
 
 
 def require_fit(
+    kind: Kind,
     model: PreTrainedModel,
     info: Info,
     path: str | Path,
@@ -77,14 +66,14 @@ def require_fit(
     if info["mismatched_keys"]:
         wrong = [f"{name} is {list(found)}, not {list(wanted)}" for name, found, wanted in info["mismatched_keys"]]
         raise ConfigError(f"{checkpoint} does not fit {type(model).__name__}: {', '.join(sorted(wrong)[:3])}")
-    missing = sorted(set(info["missing_keys"]).difference(given))
+    missing = sorted({*info["missing_keys"]}.difference(given, _named(info["missing_keys"], kind.optional)))
     if backbone := [name for name in missing if name.startswith(f"{model.base_model_prefix}.")]:
         raise ConfigError(f"{checkpoint} has no {first_of(backbone)}: it is incomplete")
     if missing and not new_head:
-        expected = "sequence classification model with one label; a reward from an untrained head would be noise"
-        if has_logits:
-            expected = f"causal language model, not {', '.join(model.config.architectures or ['an unknown one'])}"
-        raise ConfigError(f"{checkpoint} has no {first_of(missing)}: expected a {expected}")
+        why = "; a reward from an untrained head would be noise"
+        if kind is CAUSAL:
+            why = f", not {', '.join(model.config.architectures or ['an unknown one'])}"
+        raise ConfigError(f"{checkpoint} has no {first_of(missing)}: expected a {kind.name}{why}")
     buffers = {name for name, _ in model.named_buffers()}
     unused = sorted(name for name in info["unexpected_keys"] if name not in buffers and not name.endswith(OBSOLETE))
     droppable = () if has_logits else HEADS
@@ -95,6 +84,10 @@ def require_fit(
             "models.ignore_unused_weights = true"
         )
     return missing, unused
+
+
+def _named(names: Collection[str], prefixes: tuple[str, ...]) -> list[str]:
+    return [name for name in names if prefixes and name.startswith(prefixes)]
 
 
 def first_of(names: Sequence[str]) -> str:

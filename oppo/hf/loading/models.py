@@ -16,26 +16,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal, TypedDict, Unpack, cast
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from oppo.errors import ConfigError, OppoError, one_line
 from oppo.hf.device import CPU
-from oppo.hf.introspection import score_head
 from oppo.hf.kv.attention import CHOICES, COSTS, Choice
 from oppo.hf.loading.directory import CONFIG, entries_of, require_adapter, require_data, require_json, require_no_code
-from oppo.hf.loading.fit import Info, Kind, first_of, require_finite, require_fit, require_kind
+from oppo.hf.loading.fit import Info, first_of, require_finite, require_fit, require_kind
 from oppo.hf.loading.hub import located
+from oppo.hf.loading.kinds import CAUSAL, PROCESS, SCALAR, Kind
 from oppo.hf.out_of_memory import ran_out
 from oppo.hf.probe import probe
 from oppo.hf.shared_memory import ALIGNMENT
@@ -47,6 +40,18 @@ _DTYPES: dict[str, torch.dtype | Literal["auto"]] = {
     "float16": torch.float16,
     "auto": "auto",
 }
+
+
+class LoadOptions(TypedDict, total=False):
+    """The arguments of :func:`load_causal`, for loaders that have the same."""
+
+    dtype: str
+    device: torch.device | str
+    trust_remote_code: bool
+    allow_pickle: bool
+    ignore_unused: bool
+    attention: Choice
+    tell: Callable[[str], None]
 
 
 @contextmanager
@@ -93,7 +98,7 @@ def load_causal(
         ModelRefused: the architecture has no such model, or it cannot be served exactly.
     """
     return _load(
-        AutoModelForCausalLM,
+        CAUSAL,
         path,
         dtype=dtype,
         device=device,
@@ -129,7 +134,7 @@ def load_scalar(
         ModelRefused: also if the model has no ``score`` layer.
     """
     return _load(
-        AutoModelForSequenceClassification,
+        SCALAR,
         path,
         dtype=dtype,
         device=device,
@@ -140,6 +145,17 @@ def load_scalar(
         tell=tell,
         new_head=new_head,
     )
+
+
+def load_process(path: str | Path, **options: Unpack[LoadOptions]) -> PreTrainedModel:
+    """Return the token-classification model at a directory or hub name, in evaluation mode, probed.
+
+    Arguments and errors are those of :func:`load_causal`.
+
+    Raises:
+        ModelRefused: also if the model has no linear head.
+    """
+    return _load(PROCESS, path, **options)
 
 
 @quiet()
@@ -197,13 +213,13 @@ def _load(
     kind: Kind,
     path: str | Path,
     *,
-    dtype: str,
-    device: torch.device | str,
-    trust_remote_code: bool,
-    allow_pickle: bool,
-    ignore_unused: bool,
-    attention: Choice,
-    tell: Callable[[str], None],
+    dtype: str = "float32",
+    device: torch.device | str = CPU,
+    trust_remote_code: bool = False,
+    allow_pickle: bool = False,
+    ignore_unused: bool = False,
+    attention: Choice = "auto",
+    tell: Callable[[str], None] = silent,
     new_head: bool = False,
 ) -> PreTrainedModel:
     if dtype not in _DTYPES:
@@ -223,28 +239,29 @@ def _load(
             "use_safetensors": None if allow_pickle else True,
             "weights_only": True,
             "ignore_mismatched_sizes": True,  # reported below, in one sentence
-            **({"num_labels": 1} if kind is AutoModelForSequenceClassification else {}),
+            **kind.options,
             **({"attn_implementation": "eager"} if attention == "eager" else {}),
         }
         trial, info = cast(
             "tuple[PreTrainedModel, Info]",
-            kind.from_pretrained(base, device_map="meta", output_loading_info=True, **options),
+            kind.auto.from_pretrained(base, device_map="meta", output_loading_info=True, **options),
         )
-        if kind is AutoModelForSequenceClassification:
-            score_head(trial)
+        kind.require(trial)
         given = () if adapter is None else adapter.tensors
-        missing, left_out = require_fit(trial, info, path, given=given, new_head=new_head, ignore_unused=ignore_unused)
-        model = cast("PreTrainedModel", kind.from_pretrained(base, **options))
+        missing, left_out = require_fit(
+            kind, trial, info, path, given=given, new_head=new_head, ignore_unused=ignore_unused
+        )
+        model = cast("PreTrainedModel", kind.auto.from_pretrained(base, **options))
         with torch.no_grad():
             for name in missing:
                 model.get_parameter(name).zero_()
         if adapter is not None:
-            left_out += _adapted(model, directory, path, ignore_unused=ignore_unused)
+            left_out += _adapted(kind, model, directory, path, ignore_unused=ignore_unused)
         model.name_or_path = model.config.name_or_path = str(path if adapter is None else adapter.base)
         require_finite(model, path)
         _align(model)
         torch.nn.Module.to(model, device=device)
-        served_by = probe(model, attention=attention)
+        served_by = probe(model, attention=attention) if kind.streamed else "segmented"
     if served_by != "segmented" and attention == "auto":
         tell(f"{path} is served with attention {served_by!r}: {COSTS[served_by]}")
     if left_out:
@@ -254,7 +271,9 @@ def _load(
     return model
 
 
-def _adapted(model: PreTrainedModel, directory: Path, path: str | Path, *, ignore_unused: bool) -> list[str]:
+def _adapted(
+    kind: Kind, model: PreTrainedModel, directory: Path, path: str | Path, *, ignore_unused: bool
+) -> list[str]:
     """Load a directory's adapter into a model, frozen; return the weights that the model does not use."""
     with _reading(directory, f"the adapter in {directory} cannot be used"):
         info = model.load_adapter(
@@ -264,7 +283,7 @@ def _adapted(model: PreTrainedModel, directory: Path, path: str | Path, *, ignor
             dtype=model.dtype,
             ignore_mismatched_sizes=True,
         ).to_dict()
-        return require_fit(model, info, path, ignore_unused=ignore_unused)[1]
+        return require_fit(kind, model, info, path, ignore_unused=ignore_unused)[1]
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import anyio
@@ -19,6 +20,7 @@ from oppo.hf.serve.decode_loop import DecodeLoop
 from oppo.hf.serve.decoding import Decoder, DecodeRow
 from oppo.hf.serve.mailbox import HfDecode
 from oppo.hf.serve.policy_core import PolicyCore
+from oppo.hf.serve.signals import Counters
 from oppo.hf.weights import share_storage
 from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Sampling, Weights
 from oppo.numeric import require_whole
@@ -47,6 +49,7 @@ class HfPolicy:
             process it must be picklable, as :meth:`oppo.hf.text.Text.decode` is.
         limit: returns the length in tokens at which the response to a prompt ends; ``sampling.max_new_tokens`` bounds
             it, and is the default.
+        counters: continued, of another policy over the same model; new ones unless given.
 
     Attributes:
         counters: decode steps, tokens sampled and tokens prefilled so far; current also while it decodes.
@@ -73,9 +76,20 @@ class HfPolicy:
         prefill_tokens: int = 2048,
         decode: Callable[[Sequence[int]], str] | None = None,
         limit: Callable[[Prompt], int] | None = None,
+        counters: Counters | None = None,
     ) -> None:
         require_whole("prefill_tokens", prefill_tokens, 1)
         self._model = model
+        self._with_sampling = partial(
+            HfPolicy,
+            model,
+            thread=thread,
+            on_publish=on_publish,
+            exact=exact,
+            prefill_tokens=prefill_tokens,
+            decode=decode,
+            limit=limit,
+        )
         self._name = type(model).__name__
         self._max_new_tokens = sampling.max_new_tokens
         self._limit = limit or (lambda prompt: sampling.max_new_tokens)
@@ -85,7 +99,9 @@ class HfPolicy:
         self._exact = exact
         self._loop: DecodeLoop | None = None
         self._stopping = StopCriteria(sampling, decode)
-        decoder = Decoder(model, sampling=sampling, exact=exact, prefill_tokens=prefill_tokens, decode=decode)
+        decoder = Decoder(
+            model, sampling=sampling, exact=exact, prefill_tokens=prefill_tokens, decode=decode, counters=counters
+        )
         self.counters = decoder.counters
         self._core = thread.host(PolicyCore(decoder, recompute=on_publish == "recompute"))
 
@@ -103,6 +119,10 @@ class HfPolicy:
     def progress(self) -> int:
         """The number of decode steps and of prefilled tokens so far, which grows while it decodes."""
         return self.counters.decode_steps + self.counters.prefilled
+
+    def with_sampling(self, sampling: Sampling) -> HfPolicy:
+        """Return a policy over the same model, in the same place, that draws so; it has keys and values of its own."""
+        return self._with_sampling(sampling=sampling, counters=self.counters)
 
     async def memory(self) -> tuple[int, int]:
         """Return the bytes allocated for keys and values, and the bytes that the tokens read so far need.

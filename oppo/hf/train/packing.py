@@ -67,17 +67,26 @@ def minibatches(units: Sequence[list[int]], count: int, key: Sequence[int]) -> I
     yield from ([units[each] for each in part] for part in np.array_split(shuffled, count) if len(part))
 
 
+def tokens_read(batch: Batch, rows: Sequence[int]) -> int:
+    """Return the tokens of a forward pass over rows, padding included."""
+    return len(rows) * max(_read(batch, row) for row in rows)
+
+
 def micro_batches(batch: Batch, units: Sequence[list[int]], device: torch.device, budget: int) -> Iterator[list[int]]:
     """Yield the rows of ``units`` in groups, each of them one forward pass on ``device``, the longest first.
 
     A pass has at most ``budget`` tokens, padding included; a longer unit gets a pass of its own.
     """
     units = sorted(units)  # of units of one length the earlier comes first
-    lengths = [len(response.prompt.tokens) + len(response) - 1 for response in batch.responses]
-    longest, counts = [max(lengths[row] for row in unit) for unit in units], [len(unit) for unit in units]
+    longest, counts = [max(_read(batch, row) for row in unit) for unit in units], [len(unit) for unit in units]
     overhead = overhead_on(device)
     for group in cheapest_groups(longest, range(len(units)), overhead=overhead, budget=budget, counts=counts):
         yield list(chain.from_iterable(units[each] for each in group))
+
+
+def _read(batch: Batch, row: int) -> int:
+    response = batch.responses[row]
+    return len(response.prompt.tokens) + len(response) - 1
 
 
 def pack(batch: Batch, rows: Sequence[int], device: torch.device, inputs: Collection[Input] = ()) -> MicroBatch:

@@ -28,6 +28,10 @@ class HfTrainer(HostedTrainer[HfTrainerCore]):
     :mod:`oppo.hf.shared_memory`: the models given here compute with the trained weights. The float32 copies and the
     optimizer's moments are in that process alone.
 
+    In :class:`~oppo.placement.Ranks` several processes make each update together, by ``torch.distributed``: they share
+    the micro-batches, sum the gradients, and all make the same optimizer step. A checkpoint is that of one process, and
+    opens in any number of them.
+
     Args:
         actor: a causal language model; the parameters that require a gradient are trained.
         critic: a sequence-classification model with one label: its head's output at the position before a response
@@ -38,6 +42,8 @@ class HfTrainer(HostedTrainer[HfTrainerCore]):
         thread: where updates are made: any place.
         settings: everything about the optimisation.
         loss: PPO's by default, :class:`oppo.losses.PPOLoss` with a critic, else :class:`oppo.losses.ClippedLoss`.
+        shard: where there are several ranks, each has a shard of weights, gradients and optimizer states (FSDP2, see
+            :mod:`oppo.hf.train.sharding`); otherwise each has all of them.
 
     Raises:
         ConfigError: settings or loss need a critic and there is none, or there is a critic and the loss ignores it.
@@ -55,6 +61,7 @@ class HfTrainer(HostedTrainer[HfTrainerCore]):
         thread: Hosting,
         settings: TrainerSettings | None = None,
         loss: Loss | None = None,
+        shard: bool = True,
     ) -> None:
         core = HfTrainerCore(
             ActorCritic(actor, critic),
@@ -62,5 +69,6 @@ class HfTrainer(HostedTrainer[HfTrainerCore]):
             settings or TrainerSettings(),
             default_loss(critic=critic is not None) if loss is None else loss,
             TrainerCounts.new(),
+            shard=shard,
         )
         super().__init__(core, thread)

@@ -13,24 +13,31 @@ from torch import Tensor
 from oppo.durable import writing
 from oppo.errors import CheckpointError
 from oppo.hf.train.optimisation import Optimisation
+from oppo.hf.train.sharding import alike, whole
 
 _FILE = "trainer.safetensors"
 _PARAMETER = "parameter"
+_STEP = "step"
+"""The one state of AdamW that has not the parameter's shape."""
 
 
-def write_training(directory: Path, optimisation: Optimisation, counts: Mapping[str, int]) -> None:
-    """Write every trained parameter, its state in the optimizer, and counts, of updates for example.
+def gather_training(optimisation: Optimisation) -> dict[str, Tensor]:
+    """Return every trained parameter and its state in the optimizer, whole; called by all ranks that share them."""
+    return {
+        f"{kind}/{name}": whole(tensor).contiguous()
+        for name, parameter in optimisation.named_weights().items()
+        for kind, tensor in {_PARAMETER: parameter, **optimisation.optimizer.state[parameter]}.items()
+    }
+
+
+def write_training(directory: Path, tensors: Mapping[str, Tensor], counts: Mapping[str, int]) -> None:
+    """Write what :func:`gather_training` returned, and counts, of updates for example.
 
     Raises:
         OSError: the file cannot be written.
     """
-    tensors = {
-        f"{kind}/{name}": tensor.detach().contiguous()
-        for name, parameter in optimisation.named_weights().items()
-        for kind, tensor in {_PARAMETER: parameter, **optimisation.optimizer.state[parameter]}.items()
-    }
     with writing(directory / _FILE):
-        save_file(tensors, directory / _FILE, metadata={name: str(count) for name, count in counts.items()})
+        save_file(dict(tensors), directory / _FILE, metadata={name: str(count) for name, count in counts.items()})
 
 
 @torch.no_grad()
@@ -49,9 +56,11 @@ def read_training(directory: Path, optimisation: Optimisation) -> dict[str, int]
     trained = optimisation.named_weights()
     _require_alike(directory / _FILE, trained, {name: kinds[_PARAMETER] for name, kinds in stored.items()})
     for name, parameter in trained.items():
-        parameter.copy_(stored[name].pop(_PARAMETER))
-        state = {kind: tensor.to(parameter.device) for kind, tensor in stored[name].items()}
-        optimisation.optimizer.state[parameter] = state
+        parameter.copy_(alike(stored[name].pop(_PARAMETER), parameter))
+        optimisation.optimizer.state[parameter] = {
+            kind: tensor.to(parameter.device) if kind == _STEP else alike(tensor, parameter)
+            for kind, tensor in stored[name].items()
+        }
     optimisation.masters.write_back()
     return {name: int(count) for name, count in counts.items() if count.isdecimal()}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from oppo.hf.train.packing import MicroBatch
+from oppo.hf.train.team import Team
 from oppo.losses import Evaluated, Loss
 
 LAGS = ("0", "1", "2plus")
@@ -61,6 +62,12 @@ class StalenessMetrics:
                 (part.mask & (weights == 0)).sum(),
             )
             self._mismatch.append(torch.stack([total.double() for total in sums]))
+
+    def sum_over(self, team: Team) -> None:
+        """Add what the other ranks have measured; a rank that was idle has measured nothing itself."""
+        self._by_lag = [team.sum(_sum(self._by_lag, torch.zeros(2, len(LAGS), dtype=torch.int64)))]
+        self._mismatch = [team.sum(_sum(self._mismatch, torch.zeros(8, dtype=torch.float64)))]
+        self._clips = bool(team.sum(torch.tensor(int(self._clips))))
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics, under the names of ``metrics.jsonl``.
@@ -128,6 +135,12 @@ class UpdateMetrics:
         self.padding += part.padding
         self.tokens += part.ids.numel()
 
+    def sum_over(self, team: Team) -> None:
+        """Add the work and the tokens of the other ranks; minibatches, norms and rollouts are the same in all."""
+        work = torch.tensor([self.micro_batches, self.padding, self.tokens])
+        self.micro_batches, self.padding, self.tokens = team.sum(work).tolist()
+        self.staleness.sum_over(team)
+
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the work done and, if an optimizer step was made, those of loss and gradients."""
         work = {
@@ -140,3 +153,7 @@ class UpdateMetrics:
             return work
         norms = zip(("train/grad_norm", "train/critic_grad_norm"), np.mean(self.norms, axis=0).tolist(), strict=False)
         return work | self.staleness.metrics() | dict(self.loss.metrics(self.measured)) | dict(norms)
+
+
+def _sum(tensors: Sequence[Tensor], none: Tensor) -> Tensor:
+    return torch.stack(list(tensors)).sum(0) if tensors else none

@@ -1,11 +1,11 @@
-"""Writes ``ppo.json`` and ``ppo_trained.safetensors``: what TRL and torchrl make of fixed inputs.
+"""Writes ``ppo.json`` and ``ppo_trained.safetensors``: what TRL's PPO and torchrl make of fixed inputs.
 
 Made with TRL 1.12.0 (the last release with ``trl.experimental.ppo``), torchrl 0.14.1, torch 2.13.0 (CPU),
 transformers 5.23.0, accelerate 1.15.0, datasets and numpy 2.4.6, in an environment of their own; none of TRL, torchrl
 and datasets is a dependency of this package, its tests included. To make them again::
 
     pip install torch==2.13.0 transformers==5.23.0 accelerate==1.15.0 datasets trl==1.12.0 torchrl==0.14.1 structlog
-    python -m tests.golden.make_golden
+    python -m tests.golden.make_ppo
 
 What is whose:
 
@@ -21,11 +21,9 @@ What is whose:
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import sys
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -35,15 +33,14 @@ os.environ.update(HF_HUB_OFFLINE="1", TRL_EXPERIMENTAL_SILENCE="1", ACCELERATE_U
 import numpy as np
 import torch
 import trl.experimental.ppo.ppo_trainer as peer
-from datasets import Dataset  # type: ignore[import-not-found] # not a dependency
+from datasets import Dataset
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, models
-from torchrl.objectives.value.functional import generalized_advantage_estimate  # type: ignore[import-not-found] # not a dependency
-from transformers import PreTrainedTokenizerFast
+from torchrl.objectives.value.functional import generalized_advantage_estimate
 from trl.experimental.ppo import PPOConfig, PPOTrainer
 
 from oppo.events import IntArray
 from tests.golden import fixed
+from tests.golden.recording import listed, source, tokenizer
 
 HERE = Path(__file__).parent
 MASKED_WHITEN = peer.masked_whiten
@@ -59,10 +56,6 @@ def main() -> None:
     del golden["update"]["padding_mask"], golden["early"]["metrics"], golden["early"]["grad_norms"]
     save_file(trained, HERE / "ppo_trained.safetensors")
     (HERE / "ppo.json").write_text(json.dumps(golden, indent=1) + "\n")
-
-
-def listed(x: Any) -> Any:
-    return x.detach().tolist() if isinstance(x, torch.Tensor) else np.asarray(x).tolist()
 
 
 def gae() -> list[dict[str, Any]]:
@@ -98,14 +91,6 @@ def whiten() -> list[dict[str, Any]]:
     ]
 
 
-def source(first: str, last: str) -> str:
-    """Return the lines of ``PPOTrainer.train`` from the one that starts with ``first`` to the one with ``last``."""
-    lines = inspect.getsource(PPOTrainer.train).splitlines()
-    start = next(i for i, line in enumerate(lines) if line.strip().startswith(first))
-    end = next(i for i, line in enumerate(lines) if i >= start and line.strip().startswith(last))
-    return textwrap.dedent("\n".join(lines[start : end + 1]))
-
-
 def loss() -> dict[str, Any]:
     rows, width, vocabulary = 6, 9, 12
     shape = (rows, width)
@@ -128,9 +113,9 @@ def loss() -> dict[str, Any]:
         "vpred": torch.masked_fill(values, padding, 0), "mb_values": torch.masked_fill(drawn["d"], padding, 0),
         "mb_advantage": torch.masked_fill(drawn["e"], padding, 0), "mb_return": drawn["f"],
     }  # fmt: skip
-    exec(source("vpredclipped =", "loss = pg_loss"), frame)  # the peer's own lines
+    exec(source(PPOTrainer.train, "vpredclipped =", "loss = pg_loss"), frame)  # the peer's own lines
     frame["loss"].backward()
-    exec(source("pg_clipfrac = masked_mean", "approxkl ="), frame)  # the peer's own lines
+    exec(source(PPOTrainer.train, "pg_clipfrac = masked_mean", "approxkl ="), frame)  # the peer's own lines
     names = ("pg_loss", "vf_loss", "loss", "pg_clipfrac", "vf_clipfrac", "approxkl")
     chosen = torch.from_numpy(np.abs(fixed.numbers(51, *shape) * 1e4).astype(np.int64) % vocabulary)
     return {
@@ -149,7 +134,7 @@ def kl() -> list[dict[str, Any]]:
     for estimator in ("k1", "k3"):
         args = PPOConfig(output_dir="unused", use_cpu=True, bf16=False, report_to="none", kl_estimator=estimator)
         frame = {"logprobs": logprobs, "ref_logprobs": reference, "args": args}
-        exec(source("logr =", "kl ="), frame)  # the peer's own lines
+        exec(source(PPOTrainer.train, "logr =", "kl ="), frame)  # the peer's own lines
         cases.append(
             {
                 "estimator": estimator,
@@ -159,12 +144,6 @@ def kl() -> list[dict[str, Any]]:
             }
         )
     return cases
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    words = {f"w{i}": i for i in range(fixed.EOS)} | {"<eos>": fixed.EOS, "<pad>": fixed.PAD}
-    backend = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>", padding_side="left")
 
 
 def update(

@@ -1,4 +1,4 @@
-"""One run of one controller in one regime: the real graph of stages, from prompts to updates."""
+"""One run of one schedule: the real graph of stages, from prompts to updates, with models of cost."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import anyio
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.controllers.regimes import Regime
 from oppo.admission import Admission, Restarting
 from oppo.chunking import Fixed
 from oppo.events import Finish, FloatArray, Prompt, StepReport, merge_chunks, rollout_of
@@ -21,11 +20,34 @@ from oppo.stages.hold import Hold
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, run_virtual
 
 
-class Work(Protocol):
-    """The costs of a regime in seconds; lengths are of responses, in tokens."""
+class Workload(Protocol):
+    """What is trained."""
 
     @property
-    def regime(self) -> Regime:
+    def batch(self) -> int:
+        """Rollouts in a batch."""
+
+    @property
+    def prompt(self) -> int:
+        """Tokens of a prompt."""
+
+    @property
+    def cap(self) -> int:
+        """Tokens of the longest response."""
+
+    @property
+    def reward(self) -> str | None:
+        """The reward model; ``None``: a rule that costs nothing."""
+
+    def lengths(self, count: int, seed: int) -> NDArray[np.int64]:
+        """Return the lengths of the responses to ``count`` prompts, in tokens."""
+
+
+class Work(Protocol):
+    """The costs of a workload in seconds; lengths are of responses, in tokens."""
+
+    @property
+    def regime(self) -> Workload:
         """The workload."""
 
     @property

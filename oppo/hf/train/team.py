@@ -1,0 +1,164 @@
+"""The processes that make an update together: what each of them does, and what they add up.
+
+::
+
+    micro-batches ── deal ──> rank 0, rank 1, ...   equally many each, some of them idle
+    gradients, measurements ── summed ──> equal in every rank, so that all step alike
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+T = TypeVar("T")
+
+_LAUNCHER = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
+"""Variables of a program that launched this one: accelerate would take them for a group of its own."""
+
+
+class Team(Protocol):
+    """The ranks of an update; every method is called by all of them, in the same order."""
+
+    @property
+    def rank(self) -> int:
+        """The number of this process, from 0 on."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+
+    def share(self, costs: Sequence[float]) -> Sequence[int | None]:
+        """Return this rank's parts of the work, in order; ``None``: it waits in that round, see :func:`deal`."""
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the sum of the ranks' tensors, which have one shape."""
+
+    def sum_gradients(self, weights: Iterable[nn.Parameter]) -> None:
+        """Replace the gradients of ``weights`` by their sums; a weight that no rank has a gradient of keeps none."""
+
+    def agreed(self, value: T) -> T:
+        """Return the value that rank 0 gave, which can be pickled."""
+
+    def once(self, work: Callable[[], None]) -> None:
+        """Let rank 0 do ``work``; its error is raised by all."""
+
+
+class Alone:
+    """One process that makes its updates alone; implements :class:`Team`."""
+
+    rank = 0
+    size = 1
+
+    def share(self, costs: Sequence[float]) -> Sequence[int | None]:
+        """Return all parts."""
+        return range(len(costs))
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the values."""
+        return values
+
+    def sum_gradients(self, weights: Iterable[nn.Parameter]) -> None:
+        """Leave the gradients alone."""
+
+    def agreed(self, value: T) -> T:
+        """Return the value."""
+        return value
+
+    def once(self, work: Callable[[], None]) -> None:
+        """Do it."""
+        work()
+
+
+class Ranked:
+    """Processes that have met by ``torch.distributed``; implements :class:`Team`.
+
+    Args:
+        rank: of this process.
+        size: number of processes.
+        meeting: where they meet, an ``init_method`` of ``torch.distributed.init_process_group``.
+        device: of the tensors that they exchange: gloo carries those of a CPU, NCCL those of GPUs.
+
+    Attributes:
+        mesh: all ranks, in one dimension.
+    """
+
+    def __init__(self, rank: int, size: int, meeting: str, device: torch.device) -> None:
+        for name in _LAUNCHER & os.environ.keys():
+            del os.environ[name]
+        self.rank, self.size, self._device = rank, size, device
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        if not dist.is_initialized():  # by another trainer of these processes
+            dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=size)
+        self.mesh: DeviceMesh = init_device_mesh(device.type, (size,))
+
+    def share(self, costs: Sequence[float]) -> Sequence[int | None]:
+        """Return this rank's parts."""
+        return deal(costs, self.rank, self.size)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the sum of the ranks' tensors."""
+        total = values.to(self._device, copy=True)
+        dist.all_reduce(total)
+        return total
+
+    def sum_gradients(self, weights: Iterable[nn.Parameter]) -> None:
+        """Replace gradients by their sums; those of sharded weights are summed as they are made."""
+        weights = [weight for weight in weights if not isinstance(weight, DTensor)]
+        have = torch.tensor([weight.grad is not None for weight in weights], dtype=torch.uint8, device=self._device)
+        dist.all_reduce(have, dist.ReduceOp.MAX)
+        for weight, has in zip(weights, have.tolist(), strict=True):
+            if has:
+                weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+                dist.all_reduce(weight.grad)
+
+    def agreed(self, value: T) -> T:
+        """Return the value that rank 0 gave."""
+        values: list[object] = [value]
+        dist.broadcast_object_list(values, device=self._device)
+        return cast("T", values[0])
+
+    def once(self, work: Callable[[], None]) -> None:
+        """Let rank 0 do ``work``; its error is raised by all."""
+        error: Exception | None = None
+        if not self.rank:
+            try:
+                work()
+            except Exception as raised:  # noqa: BLE001 - all ranks raise it
+                error = raised
+        if (error := self.agreed(error)) is not None:
+            raise error
+
+
+def deal(costs: Sequence[float], rank: int, size: int) -> list[int | None]:
+    """Return the parts of a rank, one for each round; ``None`` for a round in which there is none left for it.
+
+    A round has a part of similar cost for each rank, since sharded weights are gathered layer by layer in step. Within
+    a round the dearest part goes to the rank that has had the least.
+
+    Args:
+        costs: of each part, in any unit.
+        rank: of ``size`` ranks.
+        size: number of ranks.
+
+    Example:
+        >>> [deal([5, 9, 1], rank, 2) for rank in (0, 1)]
+        [[1, None], [0, 2]]
+    """
+    dearest = sorted(range(len(costs)), key=lambda part: -costs[part])
+    had = [0.0] * size
+    mine: list[int | None] = []
+    for start in range(0, len(dearest), size):
+        dealt: list[int | None] = [None] * size
+        for part, to in zip(dearest[start : start + size], sorted(range(size), key=had.__getitem__), strict=False):
+            dealt[to] = part
+            had[to] += costs[part]
+        mine.append(dealt[rank])
+    return mine

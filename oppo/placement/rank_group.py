@@ -1,0 +1,165 @@
+"""Child processes that execute every order together, under supervision; synchronous."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol, cast, runtime_checkable
+
+from oppo.errors import ModelError, ModelLost
+from oppo.placement.child import Child
+from oppo.placement.wire import Call, Create, Failure, Outcome, Packet, pack, pack_with_blocks
+
+_GRACE: Final = 2.0
+"""Seconds that the other ranks have after one has failed: one of them may report the cause, such as a death."""
+
+
+@runtime_checkable
+class Member(Protocol):
+    """An instance that works in ranks: every rank has a copy of its own, and they exchange what they compute."""
+
+    def join(self, rank: int, size: int, meeting: str) -> None:
+        """Meet the other ranks; called once in each, before any other call.
+
+        Args:
+            rank: of this copy, from 0 on.
+            size: number of ranks.
+            meeting: where they meet, as an ``init_method`` of ``torch.distributed.init_process_group``.
+        """
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _RankedInstance:
+    """An instance: the order that creates a copy in a rank, and the method by which its copies meet."""
+
+    create: Packet
+    join: Callable[..., None]
+
+
+class RankGroup:
+    """The children of a place with ranks.
+
+    An order that fails in every rank is a failure, and the ranks go on. A rank that dies, or fails alone, has left the
+    others waiting for it: they are killed, and every later order is ``ModelLost``.
+
+    Args:
+        name: of the place.
+        count: of ranks, at least 1.
+        setup: called once in each child before anything else.
+    """
+
+    def __init__(self, name: str, count: int, setup: Callable[[], object] | None) -> None:
+        self._name = name
+        self._folder = tempfile.TemporaryDirectory(prefix="oppo-ranks-")
+        self._children = [Child(f"{name} {rank}", setup) for rank in range(count)]
+        self._pool = ThreadPoolExecutor(count, thread_name_prefix=f"oppo-{name}-ranks")
+        self._instances: list[_RankedInstance] = []
+        self._created: set[int] = set()
+        self._lost = ""
+        self._turn = threading.RLock()
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The numbers of the child processes, by rank."""
+        return tuple(child.pid for child in self._children)
+
+    def host(self, instance: object) -> int:
+        """Pickle ``instance`` as it is now; return its number in orders.
+
+        Raises:
+            ModelError: it is no :class:`Member`, or cannot go to another process.
+        """
+        if not isinstance(instance, Member):
+            raise ModelError(
+                f"{type(instance).__name__} cannot work in the ranks of {self._name!r}: expected an instance with a "
+                "method join(rank, size, meeting), such as a trainer; host it in a Process or a Thread"
+            )
+        number = len(self._instances)
+        self._instances.append(_RankedInstance(pack_with_blocks(Create(number, instance)), type(instance).join))
+        return number
+
+    def create(self, number: int | None = None) -> Failure | None:
+        """Create an instance in every child, or all of them, and let its copies meet, unless that is done."""
+        wanted = range(len(self._instances)) if number is None else (number,)
+        with self._turn:
+            for each in wanted:
+                if each not in self._created:
+                    answer = self._create(each)
+                    if isinstance(answer, Failure):
+                        return answer
+                    self._created.add(each)
+        return None
+
+    def _create(self, number: int) -> Outcome:
+        instance, size = self._instances[number], len(self._children)
+        answer = self.ask([instance.create] * size, "'create'")
+        if isinstance(answer, Failure):
+            return answer
+        meeting = (Path(self._folder.name) / str(number)).as_uri()
+        joins = [pack(Call(number, instance.join, (rank, size, meeting))) for rank in range(size)]
+        return self.ask(joins, "'join'")
+
+    def ask(self, packets: Sequence[Packet], doing: str) -> Outcome:
+        """Give each rank its order; return the answer of rank 0 when all have answered.
+
+        Raises:
+            ModelLost: a rank is dead, or dies meanwhile.
+        """
+        with self._turn:
+            if self._lost:
+                raise ModelLost(f"{self._lost}, so it cannot do {doing}")
+            asked = [self._pool.submit(child.ask, each) for child, each in zip(self._children, packets, strict=True)]
+            _wait(asked)
+            return self._outcome(asked, doing)
+
+    def _outcome(self, asked: Sequence[Future[Outcome]], doing: str) -> Outcome:
+        """Return the answer of rank 0, or a failure; end the ranks if some could wait for others forever."""
+        for rank, each in enumerate(asked):
+            if each.done() and (gone := each.exception()) is not None:
+                self._end(asked, f"rank {rank} of {self._name!r} (pid {self.pids[rank]}) {gone}")
+                raise ModelLost(f"{self._lost} while it did {doing}; the other ranks were ended") from None
+        failures = {rank: each.result() for rank, each in enumerate(asked) if each.done() and _failed(each)}
+        if failures and len(failures) < len(asked):
+            rank, failure = next(iter(failures.items()))
+            self._end(asked, f"rank {rank} of {self._name!r} failed alone")
+            cast("Failure", failure).error.add_note(f"{self._lost} while it did {doing}; the other ranks were ended")
+            return failure
+        return asked[0].result()
+
+    def abort(self) -> None:
+        """Kill the children for good; an order in progress raises ``ModelLost``; safe to call from any thread."""
+        self._lost = self._lost or f"the ranks of {self._name!r} were killed"
+        for child in self._children:
+            child.kill()
+
+    def close(self) -> None:
+        """End the children; idempotent."""
+        for child in self._children:
+            child.end()
+        self._pool.shutdown()
+        self._folder.cleanup()
+
+    def _end(self, asked: Sequence[Future[Outcome]], why: str) -> None:
+        self._lost = self._lost or why
+        for child in self._children:
+            child.kill()
+        wait(asked)
+
+
+def _wait(asked: Sequence[Future[Outcome]]) -> None:
+    """Wait for all ranks, but no longer than :data:`_GRACE` for the others once one has died or failed."""
+    pending, patience = set(asked), None
+    while pending:
+        done, pending = wait(pending, patience, FIRST_COMPLETED)
+        if not done:
+            return
+        if any(each.exception() is not None or _failed(each) for each in done):
+            patience = _GRACE
+
+
+def _failed(asked: Future[Outcome]) -> bool:
+    return isinstance(asked.result(), Failure)

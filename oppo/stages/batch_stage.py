@@ -1,0 +1,60 @@
+"""BatchStage: the results of all scorers in, one batch out; what an advantage stage adds is what the batch holds."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from oppo.errors import ConfigError
+from oppo.events import Batch, Defer, Drop, FloatArray, RolloutEvent, Scored
+from oppo.graph import Receiver, Sender
+from oppo.stages.scored_rollouts import ScoredRollout, ScoredRollouts
+
+
+class BatchStage(ABC):
+    """Joins the results of the scorers, and sends the batch that it makes of them.
+
+    ``reference=``, ``value=`` and ``proximal=`` are inputs by name: log-probs of a reference, the values of a critic,
+    and log-probs under the weights that are about to be updated, which corrections for stale tokens need. The batch
+    holds those that are connected.
+    """
+
+    @property
+    def refers(self) -> bool:
+        """Whether log-probs of a reference are needed."""
+        return False
+
+    async def run(
+        self,
+        rollout: Receiver[RolloutEvent],
+        score: Receiver[Scored[float] | Drop],
+        /,
+        *,
+        out: Sender[Batch],
+        reference: Receiver[Scored[FloatArray] | Drop] | None = None,
+        value: Receiver[Scored[FloatArray] | Drop] | None = None,
+        proximal: Receiver[Scored[FloatArray] | Drop] | None = None,
+    ) -> None:
+        """Send the step's batch once every finished rollout is scored; send nothing without a rollout.
+
+        Raises:
+            ConfigError: log-probs of a reference are needed, and not connected.
+        """
+        if self.refers and reference is None:
+            raise ConfigError(
+                f"{type(self).__name__} has a KL penalty, which needs a reference: connect reference=stream, or set kl "
+                "to 0"
+            )
+        scored = await ScoredRollouts.of(rollout, score, reference=reference, values=value, proximal=proximal)
+        if scored:
+            await out.send(self.batch(scored.rollouts, scored.dropped, scored.deferred))
+
+    def batch(
+        self, rollouts: Sequence[ScoredRollout], dropped: Sequence[Drop] = (), deferred: Sequence[Defer] = ()
+    ) -> Batch:
+        """Return the training batch of these rollouts, in their order."""
+        return self.estimated(ScoredRollouts(rollouts, dropped, deferred).batch())
+
+    @abstractmethod
+    def estimated(self, batch: Batch) -> Batch:
+        """Return a batch of scored rollouts, any number of them, with what this stage estimates, and metrics."""

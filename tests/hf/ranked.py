@@ -1,0 +1,81 @@
+"""What tests ask of a trainer in every rank; importable by name."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch.distributed.tensor import DTensor
+
+from oppo.events import Batch
+from oppo.hf.train.core import HfTrainerCore
+from oppo.hf.train.optimisation import Optimisation
+from oppo.hf.train.packing import units
+from oppo.hf.train.sharding import whole
+from oppo.hf.train.update_metrics import StalenessMetrics, UpdateMetrics
+from oppo.losses import Evaluated, Inputs, PPOLoss, Whole
+
+
+def gradient(core: HfTrainerCore, batch: Batch) -> dict[str, NDArray[np.float32]]:
+    """Return the gradient of a batch as one minibatch, and leave none behind."""
+    rows = units(batch, core.loss.unit)
+    everyone = list(chain.from_iterable(rows))
+    size = Whole.of(batch, everyone, cap=100)
+    core._gradient(batch, rows, size, UpdateMetrics(core.loss, StalenessMetrics(0)))
+    found = {
+        name: whole(weight.grad).numpy().copy()
+        for name, weight in core.optimisation.named_weights().items()
+        if weight.grad is not None
+    }
+    core.optimisation.clear()
+    return found
+
+
+def local_bytes(core: HfTrainerCore) -> tuple[int, int, int, int]:
+    """Return the bytes of the trained module's parameters and optimizer states, in this rank and whole."""
+    parameters = list(core._models.parameters())
+    states = [each for state in core.optimisation.optimizer.state.values() for each in state.values()]
+    here = [sum(_local(each).nbytes for each in tensors) for tensors in (parameters, states)]
+    there = [sum(each.nbytes for each in tensors) for tensors in (parameters, states)]
+    return here[0], here[1], there[0], there[1]
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local
+
+
+@dataclass(frozen=True)
+class FailsOnce(PPOLoss):
+    """A loss that raises in every rank at its first call there, unless that has been done before."""
+
+    mark: Path = Path()
+
+    def __call__(self, inputs: Inputs) -> Evaluated:
+        mark = self.mark / str(torch.distributed.get_rank())
+        if not mark.exists():
+            mark.touch()
+            raise ValueError("no loss today")
+        return super().__call__(inputs)
+
+
+def deadly(folder: Path) -> None:
+    """Let rank 1 die in its second update, before the optimizer step; ``folder`` says that it has."""
+    torch.set_num_threads(1)
+    clip, clips = Optimisation.clip, []
+
+    def dying(optimisation: Optimisation) -> tuple[float, ...]:
+        clips.append(1)
+        if len(clips) == 2 and torch.distributed.get_rank() == 1:
+            (folder / "died").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return clip(optimisation)
+
+    pytest.MonkeyPatch().setattr(Optimisation, "clip", dying)

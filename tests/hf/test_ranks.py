@@ -1,0 +1,294 @@
+"""A trainer in two ranks, sharded and whole: what it learns is what one process learns, but for rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import anyio
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from safetensors.torch import load_file
+from torch import nn
+from transformers import PreTrainedModel
+
+from oppo.errors import ModelLost, ModelRefused
+from oppo.events import Batch
+from oppo.hf.cpu import use_cores
+from oppo.hf.digest import weights_digest
+from oppo.hf.serve.policy import HfPolicy
+from oppo.hf.train.team import deal
+from oppo.hf.train.trainer import HfTrainer
+from oppo.losses import ClippedLoss, PPOLoss
+from oppo.models import Trained
+from oppo.placement import Place, Ranks, Thread
+from oppo.testing import check_trainer
+from oppo.training import TrainerSettings
+from tests.hf import tiny
+from tests.hf.ranked import FailsOnce, deadly, gradient, local_bytes
+from tests.hf.test_trainer import rollouts
+from tests.hf.test_trainer_places import KINDS, SAMPLING, Models, plain
+from tests.placement.instances import gone
+
+SETTINGS = TrainerSettings(learning_rate=1e-3, epochs=1, micro_batch_tokens=40)
+
+SEVERAL_STEPS = replace(SETTINGS, minibatches=2, epochs=2)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks("trainer", 2, setup=partial(use_cores, 1)) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def thread() -> Iterator[Thread]:
+    with Thread("trainer", setup=partial(use_cores, 1)) as thread:
+        yield thread
+
+
+@pytest.fixture(scope="module")
+def batch() -> Batch:
+    return tiny.apart(rollouts)(tiny.causal(seed=1), tiny.scalar(seed=3))
+
+
+def trainer_of(models: Models, place: Place, *, shard: bool = True, settings: TrainerSettings = SETTINGS) -> HfTrainer:
+    loss = PPOLoss() if models.critic is not None else ClippedLoss()
+    return HfTrainer(
+        models.actor, models.critic, sampling=SAMPLING, thread=place, settings=settings, loss=loss, shard=shard
+    )
+
+
+def weights_of(models: Models) -> dict[str, torch.Tensor]:
+    named = dict[str, PreTrainedModel | None](actor=models.actor, critic=models.critic)
+    return {
+        f"{model}.{name}": parameter.detach().clone()
+        for model, module in named.items()
+        if module is not None
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def norm(tensors: Mapping[str, torch.Tensor]) -> float:
+    return float(torch.cat([tensor.double().flatten() for tensor in tensors.values()]).norm())
+
+
+def difference(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    assert one.keys() == other.keys()
+    return {name: tensor - other[name] for name, tensor in one.items()}
+
+
+async def trained(trainer: HfTrainer, batches: Sequence[Batch]) -> list[Trained]:
+    return [await trainer.update(batch) for batch in batches]
+
+
+def require_equal_metrics(ours: Sequence[Trained], theirs: Sequence[Trained], *, close: float) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one.nonfinite, one.skipped) == (other.nonfinite, other.skipped)
+        assert one.metrics == {
+            name: pytest.approx(value, rel=100 * close, abs=10 * close) for name, value in other.metrics.items()
+        }
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained: models, settings and a batch; ``close``: how far gradients may be apart, of their norm."""
+
+    models: Callable[[], Models] = plain
+    settings: TrainerSettings = SEVERAL_STEPS
+    change: Callable[[Batch], Batch] = lambda batch: batch
+    close: float = 1e-5
+
+
+def unlearnable(batch: Batch) -> Batch:
+    """Return the batch with an advantage that is not finite, in its first row."""
+    advantages = np.array(batch.advantages)
+    advantages[0] = np.nan
+    return replace(batch, advantages=advantages)
+
+
+def experts() -> Models:
+    return Models(tiny.causal("qwen2-moe", seed=1), tiny.causal("qwen2-moe", seed=1), tiny.scalar(seed=3))
+
+
+def short_floats() -> Models:
+    critic = tiny.scalar(seed=3)
+    nn.Module.to(critic, torch.bfloat16)
+    return replace(plain(), actor=tiny.causal(seed=1, dtype=torch.bfloat16), critic=critic)
+
+
+CASES = {
+    **{kind: Case(models) for kind, models in KINDS.items()},
+    "gradient checkpointing": Case(settings=replace(SETTINGS, gradient_checkpointing=1)),
+    "a critic's warm-up": Case(settings=replace(SETTINGS, critic_warmup=1)),
+    "a rank with nothing to do": Case(settings=replace(SETTINGS, micro_batch_tokens=10_000)),
+    "not finite": Case(settings=replace(SETTINGS, minibatches=3), change=unlearnable),
+    "experts": Case(experts),
+    "bfloat16": Case(short_floats, close=0.005),
+}
+
+
+@pytest.mark.parametrize("shard", [True, False], ids=["sharded", "whole"])
+@pytest.mark.parametrize("name", CASES)
+async def test_two_ranks_learn_what_one_process_learns(
+    name: str, shard: bool, ranks: Ranks, thread: Thread, batch: Batch
+) -> None:
+    case = CASES[name]
+    one, two = tiny.apart(case.models)(), tiny.apart(case.models)()
+    begun = weights_of(one)
+    alone = trainer_of(one, thread, settings=case.settings)
+    together = trainer_of(two, ranks, shard=shard, settings=case.settings)
+    expected = await alone._hosted.call("gradient", gradient, batch)
+    found = await together._hosted.call("gradient", gradient, batch)
+    assert found.keys() == expected.keys()
+    apart = np.sqrt(sum(float(np.square(found[name] - each).sum()) for name, each in expected.items()))
+    length = np.sqrt(sum(float(np.square(each).sum()) for each in expected.values()))
+    assert length > 0
+    assert apart < case.close * length
+    batches = [case.change(batch), batch, batch]
+    ours, theirs = await trained(together, batches), await trained(alone, batches)
+    assert bool(theirs[0].skipped) == (name == "not finite")
+    require_equal_metrics(ours, theirs, close=case.close)
+    assert together.version == alone.version == 3
+    assert together.progress > 0
+    moved = norm(difference(weights_of(one), begun))
+    assert moved > 0
+    assert norm(difference(weights_of(two), weights_of(one))) < 1000 * case.close * moved, "as the parent sees them"
+
+
+async def test_each_rank_holds_a_shard_of_weights_and_optimizer_states(ranks: Ranks, batch: Batch) -> None:
+    for shard, most in ((True, 0.55), (False, 1.0)):
+        trainer = trainer_of(tiny.apart(plain)(), ranks, shard=shard)
+        await trainer.update(batch)
+        weights, states, all_weights, all_states = await trainer._hosted.call("bytes", local_bytes)
+        assert weights <= most * all_weights
+        assert states <= most * all_states
+        assert all_states >= 2 * all_weights
+
+
+@pytest.mark.parametrize("shard", [True, False], ids=["sharded", "whole"])
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_checkpoint_opens_in_any_number_of_ranks(  # noqa: PLR0917 - fixtures, passed by name
+    kind: str, shard: bool, ranks: Ranks, thread: Thread, batch: Batch, tmp_path: Path
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        folder.mkdir()
+    models = [tiny.apart(KINDS[kind])() for _ in range(3)]
+    begun, resumed, undisturbed = (
+        trainer_of(models[0], ranks, shard=shard),
+        trainer_of(models[1], thread),
+        trainer_of(models[2], thread),
+    )
+    await begun.update(batch)
+    await begun.write(first)
+    await resumed.restore(first)
+    assert all(torch.equal(weight, weights_of(models[0])[name]) for name, weight in weights_of(models[1]).items())
+    await resumed.update(batch)
+    await resumed.write(second)
+    await begun.restore(second)
+    assert (begun.version, begun.has_learned) == (2, False)
+    assert all(torch.equal(weight, weights_of(models[1])[name]) for name, weight in weights_of(models[0]).items())
+    before = weights_of(models[2])
+    for trainer, count in ((begun, 1), (undisturbed, 3)):
+        await trained(trainer, [batch] * count)
+    moved = norm(difference(weights_of(models[2]), before))
+    assert norm(difference(weights_of(models[0]), weights_of(models[2]))) < 0.01 * moved
+
+
+async def test_the_models_that_ranks_save_are_those_that_the_parent_has(
+    ranks: Ranks, batch: Batch, tmp_path: Path
+) -> None:
+    models = tiny.apart(plain)()
+    trainer = trainer_of(models, ranks)
+    await trainer.update(batch)
+    await trainer.save(tmp_path)
+    for name, model in (("actor", models.actor), ("critic", models.critic)):
+        assert model is not None
+        stored = load_file(tmp_path / name / "model.safetensors")
+        kept = model.state_dict()
+        assert stored.keys() <= kept.keys()
+        assert all(torch.equal(tensor, kept[key]) for key, tensor in stored.items())
+
+
+async def test_a_disk_that_refuses_is_an_error_after_which_training_goes_on(
+    ranks: Ranks, batch: Batch, tmp_path: Path
+) -> None:
+    trainer = trainer_of(tiny.apart(plain)(), ranks)
+    await trainer.update(batch)
+    with pytest.raises(OSError, match="missing"):
+        await trainer.write(tmp_path / "missing" / "folder")
+    await trainer.update(batch)
+    assert trainer.version == 2
+
+
+async def test_an_update_that_fails_in_every_rank_can_be_made_again(
+    ranks: Ranks, thread: Thread, batch: Batch, tmp_path: Path
+) -> None:
+    models, usual = tiny.apart(plain)(), tiny.apart(plain)()
+    loss = FailsOnce(mark=tmp_path)
+    trainer = HfTrainer(
+        models.actor, models.critic, sampling=SAMPLING, thread=ranks, settings=SETTINGS, loss=loss, shard=True
+    )
+    with pytest.raises(ValueError, match="no loss today"):
+        await trainer.update(batch)
+    assert trainer.version == 0
+    await trainer.update(batch)
+    alone = trainer_of(usual, thread)
+    await alone.update(batch)
+    apart = norm(difference(weights_of(models), weights_of(usual)))
+    assert apart < 0.01 * norm(difference(weights_of(usual), weights_of(tiny.apart(plain)())))
+
+
+async def test_a_rank_that_is_killed_in_an_update_is_a_lost_model(batch: Batch, tmp_path: Path) -> None:
+    with Ranks("trainer", 2, setup=partial(deadly, tmp_path)) as ranks, anyio.fail_after(60):
+        trainer = trainer_of(tiny.apart(plain)(), ranks)
+        await trainer.update(batch)
+        pids = ranks.pids
+        death = r"rank 1 of 'trainer' .* was killed by SIGKILL .* while it did 'update'"
+        with pytest.raises(ModelLost, match=death) as lost:
+            await trainer.update(batch)
+        assert any("go on from there (oppo resume)" in note for note in lost.value.__notes__)
+        assert gone(pids)
+        assert trainer.version == 1
+
+
+async def test_it_keeps_the_contract_of_a_trainer(ranks: Ranks, batch: Batch) -> None:
+    models, followed = tiny.apart(plain)(), tiny.causal(seed=5)
+
+    async def made() -> HfTrainer:
+        return trainer_of(models, ranks)
+
+    with Thread("actor", setup=partial(use_cores, 1)) as thread:
+        await check_trainer(made, batch, [HfPolicy(followed, sampling=SAMPLING, thread=thread)])
+    assert weights_digest(followed) == weights_digest(models.actor)
+
+
+async def test_a_model_without_layers_that_transformers_marks_is_refused_by_name(ranks: Ranks, batch: Batch) -> None:
+    models = tiny.apart(plain)()
+    layers = models.actor.get_submodule("model.layers")
+    assert isinstance(layers, nn.ModuleList)
+    del layers[:]
+    with pytest.raises(ModelRefused, match=r"no layers that transformers marks .*shard = false"):
+        await trainer_of(models, ranks).update(batch)
+
+
+async def test_weights_of_several_dtypes_are_not_sharded(ranks: Ranks, batch: Batch) -> None:
+    trainer = trainer_of(replace(plain(), actor=tiny.causal(seed=1, dtype=torch.bfloat16)), ranks)
+    with pytest.raises(ModelRefused, match=r"bfloat16.*float32.*one dtype"):
+        await trainer.update(batch)
+
+
+@given(st.lists(st.integers(0, 50), max_size=12), st.integers(1, 4))
+def test_every_part_is_dealt_once_and_rounds_are_equally_many(costs: list[int], size: int) -> None:
+    dealt = [deal(costs, rank, size) for rank in range(size)]
+    assert sorted(part for mine in dealt for part in mine if part is not None) == list(range(len(costs)))
+    assert {len(mine) for mine in dealt} == {-(-len(costs) // size)}
+    assert not costs or dealt[0][0] is not None, "rank 0 works in the first round"
+    loads = [sum(costs[part] for part in mine if part is not None) for mine in dealt]
+    assert max(loads) - min(loads) <= max(costs, default=0)

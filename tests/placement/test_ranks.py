@@ -1,0 +1,162 @@
+"""Ranks as a place: all of them make every call, and none is left waiting for one that is gone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import anyio
+import pytest
+
+from oppo.errors import ModelError, ModelLost, ProtocolError
+from oppo.observe import Span
+from oppo.placement import Callback, Ranks, rank_group
+from tests.placement.instances import Crew, Total, fail_to_set_up, gone
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    """Ranks for tests that leave them alive."""
+    with Ranks("shared", 3) as ranks:
+        yield ranks
+
+
+@pytest.fixture
+def pipe(tmp_path: Path) -> Path:
+    """A named pipe that nobody writes to."""
+    os.mkfifo(tmp_path / "pipe")
+    return tmp_path / "pipe"
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_group, "_GRACE", 0.1)
+
+
+async def test_every_rank_has_a_copy_and_rank_0_answers(ranks: Ranks) -> None:
+    spans: list[Span] = []
+    ranks.listener = spans.append
+    one, two = ranks.host(Crew(1), track="one"), ranks.host(Crew(10))
+    (first, place, pid), (other, elsewhere, _) = [await each.call("add", Crew.add, 1) for each in (one, two)]
+    assert (first, other) == (2, 11)
+    assert place[:2] == elsewhere[:2] == (0, 3)
+    assert place[2] != elsewhere[2], "each instance has a meeting of its own"
+    assert pid == ranks.pids[0] != os.getpid()
+    assert (await one.call("add", Crew.add, 1))[0] == 3
+    assert await one.call_local("add", Crew.add, 5) == (6, (0, 0, ""), os.getpid())
+    assert [span.track for span in spans] == ["one", "shared", "one", "one"]
+
+
+async def test_an_error_of_all_ranks_leaves_them_as_they_are(ranks: Ranks) -> None:
+    crew = ranks.host(Crew())
+    with pytest.raises(ZeroDivisionError, match="in rank 0") as raised:
+        await crew.call("fail", Crew.fail)
+    assert "in the process of 'shared'" in raised.value.__notes__[0]
+    assert (await crew.call("add", Crew.add, 4))[0] == 4
+
+
+async def test_what_is_no_member_is_refused(ranks: Ranks) -> None:
+    with pytest.raises(
+        ModelError, match=r"Total cannot work in the ranks of 'shared': expected an instance with .* join"
+    ):
+        ranks.host(Total())
+
+
+async def test_a_call_with_callbacks_is_refused(ranks: Ranks) -> None:
+    crew = ranks.host(Crew())
+    with pytest.raises(ProtocolError, match="'add' for 'shared' calls back, and ranks cannot"):
+        await crew.call("add", Crew.add, Callback(int))  # type: ignore[arg-type]  # what is refused
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+async def test_a_rank_that_dies_ends_the_others(rank: int, pipe: Path, impatient: None) -> None:
+    with Ranks("crew", 3) as ranks, anyio.fail_after(60):
+        crew = ranks.host(Crew())
+        ranks.wait_until_ready()
+        pids = ranks.pids
+        with pytest.raises(
+            ModelLost, match=rf"rank {rank} of 'crew' \(pid {pids[rank]}\) was killed by SIGKILL.* while it did 'die'"
+        ):
+            await crew.call("die", Crew.die, rank, pipe)
+        assert gone(pids)
+        with pytest.raises(ModelLost, match=rf"rank {rank} of 'crew' .*, so it cannot do 'add' for 'crew'"):
+            await crew.call("add", Crew.add, 1)
+
+
+async def test_a_death_is_reported_rather_than_what_others_make_of_it() -> None:
+    with Ranks("crew", 3) as ranks, anyio.fail_after(60):
+        crew = ranks.host(Crew())
+        with pytest.raises(ModelLost, match=r"rank 1 of 'crew' .* was killed by SIGKILL"):
+            await crew.call("die", Crew.die_or_fail, 1)
+
+
+async def test_a_rank_that_fails_alone_ends_the_others_which_wait(pipe: Path, impatient: None) -> None:
+    with Ranks("crew", 3) as ranks, anyio.fail_after(60):
+        crew = ranks.host(Crew())
+        with pytest.raises(ZeroDivisionError, match="in rank 1") as raised:
+            await crew.call("fail", Crew.fail_alone, 1, pipe)
+        assert "rank 1 of 'crew' failed alone while it did 'fail' for 'crew'; the other ranks were ended" in (
+            raised.value.__notes__
+        )
+        assert gone(ranks.pids)
+        with pytest.raises(ModelLost, match="rank 1 of 'crew' failed alone, so it cannot do 'add'"):
+            await crew.call("add", Crew.add, 1)
+
+
+async def test_a_rank_that_fails_alone_is_lost_though_others_have_answered() -> None:
+    with Ranks("crew", 2) as ranks, anyio.fail_after(60):
+        crew = ranks.host(Crew())
+        with pytest.raises(ZeroDivisionError, match="in rank 1"):
+            await crew.call("fail", Crew.fail_after_others, 1)
+        assert gone(ranks.pids)
+
+
+async def test_an_instance_whose_copies_do_not_meet_says_why_and_hinders_no_other() -> None:
+    with Ranks("crew", 2) as ranks, anyio.fail_after(60):
+        crew, other = ranks.host(Crew(unmeetable=True)), ranks.host(Crew())
+        with pytest.raises(ProtocolError, match="rank 0 met nobody"):
+            await crew.call("add", Crew.add, 1)
+        assert (await other.call("add", Crew.add, 1))[0] == 1
+
+
+def test_a_setup_that_fails_is_the_error_of_the_first_call() -> None:
+    with Ranks("crew", 2, setup=fail_to_set_up) as ranks:
+        ranks.host(Crew())
+        with pytest.raises(OSError, match="no such core"):
+            ranks.wait_until_ready()
+
+
+async def test_aborting_ends_a_call_in_progress(pipe: Path) -> None:
+    with Ranks("crew", 2) as ranks, anyio.fail_after(60):
+        crew = ranks.host(Crew())
+        ranks.wait_until_ready()
+        async with anyio.create_task_group() as tasks:
+
+            async def wait() -> None:
+                with pytest.raises(ModelLost, match="while it did 'wait' for 'crew'"):
+                    await crew.call("wait", Crew.wait_for, pipe)
+
+            tasks.start_soon(wait)
+            while ranks.at_work != "crew: wait":  # noqa: ASYNC110 - nothing announces it
+                await anyio.sleep(0.01)
+            ranks.abort()
+        assert gone(ranks.pids)
+
+
+async def test_closed_ranks_leave_no_process_and_no_file() -> None:
+    with Ranks("crew", 2) as ranks:
+        crew = ranks.host(Crew())
+        meeting = (await crew.call("add", Crew.add, 1))[1][2]
+        folder = Path(meeting.removeprefix("file://")).parent
+        assert folder.exists()
+    assert gone(ranks.pids)
+    assert not folder.exists()
+    ranks.close()
+    with pytest.raises(ModelLost, match="the group of ranks of 'crew' is closed"):
+        await crew.call("add", Crew.add, 1)
+
+
+def test_there_is_at_least_one() -> None:
+    with pytest.raises(ValueError, match="ranks must be"):
+        Ranks("crew", 0)

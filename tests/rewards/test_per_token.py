@@ -1,0 +1,124 @@
+"""Reward functions that say which tokens they reward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from oppo.errors import RewardError
+from oppo.events import Chunk, Drop, Finish, Prompt, Response
+from oppo.rewards import ByCharacter, FunctionReward, OnFailure, Rewards, TokenRewards
+from oppo.rewards.per_token import token_rewards
+
+LETTERS = "abcdefgh é;"
+
+
+def decode(tokens: Sequence[int]) -> str:
+    return "".join(LETTERS[token] for token in tokens)
+
+
+def finish(rollout: int, text: str) -> Finish:
+    tokens = np.array([LETTERS.index(letter) for letter in text], np.int32)
+    n = len(tokens)
+    chunk = Chunk(rollout, 0, tokens, np.zeros(n, np.float32), np.zeros(n, np.int32))
+    return Finish(rollout, Response.empty(Prompt(rollout, rollout, tokens[:1])).then(chunk), "eos")
+
+
+async def said(returned: object, text: str = "ab;cd", on_failure: OnFailure = "fail") -> float | Drop:
+    def reward(prompts: list[str], completions: list[str]) -> list[object]:
+        return [returned]
+
+    (score,) = await FunctionReward(reward, decode, on_failure=on_failure).finish([finish(3, text)])
+    return score
+
+
+@pytest.mark.parametrize(
+    ("returned", "rewards"),
+    [
+        ([0, 0, 0.5, 0, 1], [0, 0, 0.5, 0, 1]),
+        (np.array([0, 0, 0.5, 0, 1], np.float64), [0, 0, 0.5, 0, 1]),
+        ((0, 0, np.float32(0.5), 0, True), [0, 0, 0.5, 0, 1]),
+        (TokenRewards([1, 2, 3, 4, 5]), [1, 2, 3, 4, 5]),
+        ({2: 0.5, -1: 1}, [0, 0, 0.5, 0, 1]),
+        ({np.int64(2): np.float64(0.5)}, [0, 0, 0.5, 0, 0]),
+        ({}, [0, 0, 0, 0, 0]),
+        (ByCharacter({2: 0.5, 4: 1.0, -1: 1.0}), [0, 0, 0.5, 0, 2]),
+    ],
+)
+async def test_rewards_are_placed_by_token_by_position_or_by_character(returned: object, rewards: list[float]) -> None:
+    score = await said(returned)
+    assert isinstance(score, TokenRewards)
+    assert score.rewards.tolist() == rewards
+    assert score == sum(rewards)
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        ([1.0, 2.0], r"2 rewards for a completion of 5 tokens \(rollouts 3\)"),
+        ({5: 1.0}, "no token 5 in a response of 5 tokens"),
+        ({0.5: 1.0}, "a position must be a whole number"),
+        ({"2": 1.0}, "a position must be a whole number"),
+        ({2: "1"}, "'1' .str. is no finite number"),
+        ([0, 0, 0, 0, float("nan")], "for rollout 3 it returned .*nan .float. is no finite number"),
+        ([[1], [2], [3], [4], [5]], "is no finite number"),
+        (ByCharacter({5: 1.0}), "no character 5 in a completion of 5 characters"),
+        (np.zeros(4), "4 rewards for a completion of 5 tokens"),
+    ],
+)
+async def test_rewards_at_places_that_are_not_there_are_failures_of_the_function(returned: object, words: str) -> None:
+    with pytest.raises(RewardError, match=words):
+        await said(returned)
+    assert isinstance(await said(returned, on_failure="drop"), Drop)
+
+
+@given(st.text(alphabet="abé\N{GRINNING FACE}", min_size=1, max_size=9), st.data())
+def test_the_token_that_completes_a_character_is_rewarded_whatever_the_tokens_are(
+    text: str, data: st.DataObject
+) -> None:
+    data_bytes = text.encode()
+    tokens = np.frombuffer(data_bytes, np.uint8).astype(np.int32)
+    chunk = Chunk(0, 0, tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32))
+    response = Response.empty(Prompt(0, 0, tokens[:1])).then(chunk)
+    at = data.draw(st.integers(0, len(text) - 1))
+    rewarded = token_rewards(ByCharacter({at: 1.0}), response, lambda ids: bytes(ids).decode("utf-8", errors="replace"))
+    first, last = len(text[:at].encode()), len(text[: at + 1].encode())
+    (position,) = np.flatnonzero(rewarded.rewards)
+    assert first <= position < last
+
+
+async def test_a_function_that_names_them_is_given_the_token_ids() -> None:
+    def reward(prompts: list[str], completions: list[str], completion_ids: list[list[int]]) -> list[dict[int, float]]:
+        return [{at: 1.0 for at, token in enumerate(ids) if token == LETTERS.index(";")} for ids in completion_ids]
+
+    (score,) = await FunctionReward(reward, decode).finish([finish(0, "a;b;")])
+    assert isinstance(score, TokenRewards)
+    assert score.rewards.tolist() == [0, 1, 0, 1]
+
+
+async def test_a_function_in_a_process_places_rewards_too() -> None:
+    with FunctionReward(stepwise, decode, process=True) as reward:
+        (score,) = await reward.finish([finish(0, "a;b")])
+    assert isinstance(score, TokenRewards)
+    assert score.rewards.tolist() == [0, 0.5, 0]
+
+
+def stepwise(prompts: list[str], completions: list[str]) -> list[ByCharacter]:
+    return [ByCharacter({text.index(";"): 0.5}) for text in completions]
+
+
+async def test_a_part_of_several_rewards_keeps_its_tokens() -> None:
+    def steps(prompts: list[str], completions: list[str]) -> list[dict[int, float]]:
+        return [{0: 1.0} for _ in completions]
+
+    def whole(prompts: list[str], completions: list[str]) -> list[float]:
+        return [2.0 for _ in completions]
+
+    reward = Rewards({"steps": (0.5, steps), "whole": (1.0, whole)}, decode)
+    (score,) = await reward.finish([finish(0, "abc")])
+    assert isinstance(score, TokenRewards)
+    assert score.rewards.tolist() == [0.5, 0, 2]
+    assert reward.samples()["reward/steps_mean"] == [1.0]

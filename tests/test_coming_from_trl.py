@@ -1,0 +1,61 @@
+"""``docs/coming-from-trl.md``: every field of TRL's configurations has a row, and what a row names is there."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from docs.make_settings import NAMES, tables
+from oppo.app.config import load
+
+PAGE = (Path(__file__).parents[1] / "docs" / "coming-from-trl.md").read_text(encoding="utf-8")
+FIELDS = json.loads((Path(__file__).parent / "golden" / "trl_fields.json").read_text(encoding="utf-8"))
+SETTINGS = {f"{section}.{key}" for section, keys in tables().items() for key in keys}
+OF_VLLM = {"vllm.model_impl", "vllm.gpu_memory_utilization", "vllm.max_model_len", "vllm.tensor_parallel_size"}
+"""Arguments of vLLM's engine, which ``[vllm]`` takes by their own names."""
+
+
+def rows(kind: str) -> list[tuple[str, str, str]]:
+    """Return field, settings and remark of each row of the table of ``kind``."""
+    _, _, after = PAGE.partition(f"\n## Every field of {kind}\n")
+    section = after.partition("\n## ")[0]
+    lines = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| `")]
+    return [(line[0].strip("`"), line[1], line[2].strip() if len(line) > 2 else "") for line in lines]
+
+
+@pytest.mark.parametrize("kind", FIELDS)
+def test_every_field_has_a_row_and_no_row_is_of_anything_else(kind: str) -> None:
+    assert [field for field, _, _ in rows(kind)] == FIELDS[kind]["fields"]
+    assert len(FIELDS[kind]["fields"]) > 30
+    version = FIELDS[kind].get("trl") or FIELDS[kind]["transformers"]
+    assert version in PAGE.partition(f"\n## Every field of {kind}\n")[2][:200]
+
+
+@pytest.mark.parametrize("kind", FIELDS)
+def test_a_row_names_settings_that_are_there_or_says_why_there_is_none(kind: str) -> None:
+    for field, settings, remark in rows(kind):
+        named = re.findall(r"`([^`]+)`", settings)
+        assert set(named) <= SETTINGS | OF_VLLM, field
+        assert (settings == "-") == (not named), field
+        assert named or remark, f"{field} has neither a setting nor a reason"
+        mentioned = set(re.findall(r"`((?:run|models|data|sampling|step|algorithm|trainer)\.\w+)`", remark))
+        assert mentioned <= SETTINGS, field
+
+
+def test_the_names_in_trl_of_the_settings_page_lead_back_to_the_same_setting() -> None:
+    mapped = {field: settings for kind in FIELDS for field, settings, _ in rows(kind)}
+    for setting, (_, theirs) in NAMES.items():
+        for field in re.findall(r"\w+", theirs) if " " not in theirs else []:
+            if field in mapped:
+                assert f"`{setting}`" in mapped[field] or setting.endswith(".seed"), (setting, field)
+
+
+def test_the_file_of_the_page_is_one_that_is_read(tmp_path: Path) -> None:
+    (shown,) = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
+    (tmp_path / "config.toml").write_text(shown)
+    settings = load(tmp_path / "config.toml")
+    assert (settings.run.steps * settings.step.batch, settings.trainer.schedule) == (6_400, "linear")
+    assert (settings.models.reference, settings.models.critic) == ("policy", "reward")

@@ -1,0 +1,137 @@
+"""The losses of algorithms that compare responses, against TRL's GRPO, RLOO and online DPO: values and gradients."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from oppo.estimators import GroupAdvantage, group_advantages, kl_estimate
+from oppo.losses import ClippedLoss, Evaluated, Inputs, Loss, PairwiseLoss, SequenceLoss, Whole
+from oppo.training import Aggregation
+
+GOLDEN = json.loads((Path(__file__).parent / "golden" / "groups.json").read_text(encoding="utf-8"))
+SAMPLES: int = GOLDEN["samples"]
+LENGTHS = torch.tensor(GOLDEN["lengths"])
+ROWS = len(LENGTHS)
+MASK = torch.arange(len(GOLDEN["logprobs"][0])) < LENGTHS[:, None]
+LOSS_TYPES: dict[str, Aggregation] = {
+    "grpo": "responses",
+    "dr_grpo": "constant",
+    "dapo": "tokens",
+    "luspo": "constant",
+}
+"""TRL's names of the aggregations; LUSPO's sums are not divided by the length cap."""
+
+
+def flat(name: str) -> Tensor:
+    """Return a column of the golden responses without its padding: float32 [T]."""
+    return torch.tensor(GOLDEN[name])[MASK]
+
+
+def close(ours: Tensor | float, theirs: Tensor | float) -> None:
+    torch.testing.assert_close(torch.as_tensor(ours), torch.as_tensor(theirs), rtol=1e-5, atol=1e-6)
+
+
+def evaluated(loss: Loss, *, rows: list[int], groups: list[int], **columns: Tensor) -> tuple[Evaluated, Tensor]:
+    """Return the loss of the golden responses, in the order of ``rows``, and its gradient, padded as theirs."""
+    order = torch.cat([torch.arange(ROWS).repeat_interleave(LENGTHS).eq(row).nonzero()[:, 0] for row in rows])
+    logprobs = flat("logprobs").requires_grad_()
+    tokens = {"logprobs": logprobs, "entropies": torch.zeros_like(logprobs), "reference": flat("reference"), **columns}
+    given: Any = {name: column if name == "scores" else column[order] for name, column in tokens.items()}
+    asked = loss.reads | loss.measures
+    inputs = Inputs(
+        mask=torch.ones(len(order), dtype=torch.bool),
+        rows=torch.arange(ROWS).repeat_interleave(LENGTHS[rows]),
+        groups=torch.tensor(groups),
+        whole=Whole(float(len(order)), float(ROWS), float(len(set(groups))), GOLDEN["cap"]),
+        given={name: column for name, column in given.items() if name in asked},
+    )
+    result = loss(inputs)
+    result.loss.backward()
+    gradient = torch.zeros(MASK.shape)
+    assert logprobs.grad is not None
+    gradient[MASK] = logprobs.grad
+    return result, gradient
+
+
+def by_group(loss: Loss, advantages: str, old: Tensor) -> tuple[Evaluated, Tensor]:
+    """Return the loss of the golden groups, and its gradient."""
+    each = torch.tensor(GOLDEN["advantages"][advantages]).repeat_interleave(LENGTHS)
+    groups = [row // SAMPLES for row in range(ROWS)]
+    return evaluated(loss, rows=list(range(ROWS)), groups=groups, behaviour=old, advantages=each)
+
+
+@pytest.mark.parametrize(
+    "case", GOLDEN["grpo"], ids=lambda case: f"{case['loss_type']}-of-a-{case['level']}-kl-{case['beta']}"
+)
+def test_value_gradient_and_metrics_equal_those_of_grpo(case: dict[str, Any]) -> None:
+    low, high = GOLDEN["clip"][case["level"]]
+    kind = SequenceLoss if case["level"] == "sequence" else ClippedLoss
+    loss = kind(clip=low, clip_high=high, kl=case["beta"], kl_estimator="k3", aggregation=LOSS_TYPES[case["loss_type"]])
+    ours, gradient = by_group(loss, "group", flat("old_logprobs"))
+    factor = GOLDEN["cap"] if case["loss_type"] == "luspo" else 1
+    close(factor * ours.loss, case["loss"])
+    close(factor * gradient, torch.tensor(case["gradient"]))
+    close(ours.measured["policy/clipfrac_avg"], case["clipped"])
+    if case["beta"]:
+        close(ours.measured["policy/kl_avg"], case["kl"])
+
+
+def test_the_defaults_of_the_losses_are_those_of_their_papers() -> None:
+    assert (ClippedLoss().aggregation, SequenceLoss().aggregation) == ("tokens", "responses")
+
+
+def test_the_gradient_of_rloo_on_responses_of_the_current_weights_is_that_of_trl_but_for_the_length_cap() -> None:
+    """TRL takes a response as one action, whose log-prob is the sum of its tokens'."""
+    current, _ = GOLDEN["rloo"]
+    assert current["written_by"] == "current"
+    _, gradient = by_group(ClippedLoss(aggregation="constant"), "leave_one_out", flat("logprobs").detach())
+    close(gradient * GOLDEN["cap"], torch.tensor(current["gradient"]))
+    assert gradient.abs().max() > 1e-3
+
+
+def test_the_clip_of_rloo_is_that_of_a_token_here_and_that_of_a_response_in_trl() -> None:
+    low, high = GOLDEN["clip"]["token"]
+    _, old = GOLDEN["rloo"]
+    ours, gradient = by_group(
+        ClippedLoss(clip=low, clip_high=high, aggregation="constant"), "leave_one_out", flat("old_logprobs")
+    )
+    assert ours.measured["policy/clipfrac_avg"] < old["clipped"], "a product of ratios leaves the band sooner"
+    assert not torch.allclose(gradient * GOLDEN["cap"], torch.tensor(old["gradient"]), rtol=1e-2)
+
+
+def test_the_loss_of_pairs_and_its_gradient_equal_online_dpo() -> None:
+    """Its first half holds a response to each prompt, its second half another to each."""
+    rows = [row for pair in range(ROWS // 2) for row in (pair, pair + ROWS // 2)]
+    groups = [pair for pair in range(ROWS // 2) for _ in range(2)]
+    scores = torch.tensor(GOLDEN["scores"])[rows]
+    ours, gradient = evaluated(PairwiseLoss(beta=GOLDEN["beta"]), rows=rows, groups=groups, scores=scores)
+    close(ours.loss, GOLDEN["dpo"]["loss"])
+    close(gradient, torch.tensor(GOLDEN["dpo"]["gradient"]))
+    close(ours.measured["policy/margin_avg"], float(np.mean(GOLDEN["dpo"]["margins"])))
+
+
+@pytest.mark.parametrize(
+    ("estimator", "theirs", "kl"),
+    [
+        ("standardised", "group", 0.0),
+        ("centred", "none", 0.0),
+        ("leave_one_out", "leave_one_out", 0.0),
+        ("leave_one_out", "leave_one_out_kl", GOLDEN["beta"]),
+    ],
+)
+def test_the_advantages_in_a_group_equal_those_of_grpo_and_rloo(
+    estimator: GroupAdvantage, theirs: str, kl: float
+) -> None:
+    lengths = np.split(np.arange(int(LENGTHS.sum())), np.cumsum(GOLDEN["lengths"])[:-1])
+    each = kl_estimate(flat("old_logprobs").numpy(), flat("reference").numpy(), "k1")
+    divergence = np.array([each[row].sum() for row in lengths], np.float32)
+    worth = np.array(GOLDEN["scores"], np.float32) - np.float32(kl) * divergence
+    ours = [group_advantages(group, estimator) for group in worth.reshape(-1, SAMPLES)]
+    close(torch.tensor(np.concatenate(ours)), torch.tensor(GOLDEN["advantages"][theirs]))
