@@ -98,6 +98,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "step.on_publish": ("KV cache after a weight update", ""),
     "step.lookahead": ("asynchronous training, one-step-off", ""),
     "step.loss": ("custom loss function", ""),
+    "step.publish": ("in-flight weight updates, PipelineRL", ""),
     "algorithm.kl": ("KL coefficient, beta", "kl_coef"),
     "algorithm.kl_in": ("KL as reward or as loss", ""),
     "algorithm.kl_estimator": ("KL estimator", "kl_estimator"),

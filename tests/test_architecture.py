@@ -25,6 +25,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "chunking",
             "decodes",
             "estimators",
+            "follower_protocols",
             "function_trainer",
             "hosted_trainer",
             "publishing",

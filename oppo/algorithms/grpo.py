@@ -20,7 +20,7 @@ from oppo.models import Policy, Scorer, Trainer
 from oppo.numeric import require_whole
 from oppo.shaping import ScoreShaping
 from oppo.stages import Generate, GroupRelative, Score, Selection, Update
-from oppo.stages.update import followers
+from oppo.stages.publishing import followers
 from oppo.training import Aggregation
 from oppo.turns import Environment
 
@@ -75,9 +75,10 @@ def grpo(
     score = g.add("reward", Score(reward), rollout)
     score = score if select is None else g.add("select", select, score)
     ref = None if reference is None else g.add("ref_logp", Score(reference), rollout)
-    again = None if proximal is None else g.add("proximal", Score(proximal, after="update"), rollout)
+    recomputed = None if proximal is None else Score(proximal, after="update")
+    again = None if recomputed is None else g.add("proximal", recomputed, rollout)
     batch = g.add("advantage", estimator, rollout, score, reference=ref, proximal=again)
-    update = Update(trainer, publish=followers(policy, proximal), after=("generate",))
+    update = Update(trainer, publish=followers(policy, recomputed), after=("generate",))
     return g.build(g.add("update", update, batch))
 
 

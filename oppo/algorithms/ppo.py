@@ -16,7 +16,7 @@ from oppo.events import Drop, FloatArray, Prompt, StepReport, merge_chunks, roll
 from oppo.graph import Graph, GraphBuilder
 from oppo.models import Policy, Scorer, Trainer
 from oppo.stages import GAE, Generate, Score, Update
-from oppo.stages.update import followers
+from oppo.stages.publishing import followers
 from oppo.turns import Environment
 
 if TYPE_CHECKING:
@@ -59,11 +59,12 @@ def ppo(
     rollout = g.add("generate", Generate(policy, admission, chunks or Fixed(), environment=environment), g.prompts)
     ref = None if reference is None else g.add("ref_logp", Score(reference), rollout)
     score = g.add("reward", Score(reward), rollout)
-    value = None if critic is None else g.add("value", Score(critic), rollout)
-    again = None if proximal is None else g.add("proximal", Score(proximal, after="update"), rollout)
+    values = None if critic is None else Score(critic)
+    value = None if values is None else g.add("value", values, rollout)
+    recomputed = None if proximal is None else Score(proximal, after="update")
+    again = None if recomputed is None else g.add("proximal", recomputed, rollout)
     batch = g.add("advantage", advantage or GAE(), rollout, score, reference=ref, value=value, proximal=again)
-    used = ("generate",) if critic is None else ("generate", "value")
-    update = Update(trainer, publish=followers(policy, critic, proximal), after=used)
+    update = Update(trainer, publish=followers(policy, values, recomputed), after=("generate",))
     return g.build(g.add("update", update, batch))
 
 

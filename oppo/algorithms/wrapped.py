@@ -10,7 +10,7 @@ from oppo.graph import Graph, GraphBuilder
 from oppo.models import Policy, Scorer
 from oppo.placement import Thread
 from oppo.stages import Gather, Generate, Score, Update
-from oppo.stages.update import followers
+from oppo.stages.publishing import followers
 from oppo.turns import Environment
 
 
@@ -56,8 +56,8 @@ def wrap(
     rollout = g.add("generate", generate, g.prompts)
     score = g.add("reward", Score(reward), rollout)
     ref = None if reference is None else g.add("ref_logp", Score(reference), rollout)
-    value = None if critic is None else g.add("value", Score(critic), rollout)
+    values = None if critic is None else Score(critic)
+    value = None if values is None else g.add("value", values, rollout)
     batch = g.add("gather", Gather(), rollout, score, reference=ref, value=value)
-    served = followers(policy, critic) if critic_module is not None else followers(policy)
-    used = ("generate",) if critic is None else ("generate", "value")
-    return g.build(g.add("update", Update(trainer, publish=served, after=used), batch))
+    served = followers(policy, values) if critic_module is not None else followers(policy)
+    return g.build(g.add("update", Update(trainer, publish=served, after=("generate",)), batch))

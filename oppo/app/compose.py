@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
-from oppo.admission import Admission, Observation, Overcommit, SlopeAdaptive, TailAdaptive, TailBatched
+from oppo.admission import Admission, Continuous, Observation, Overcommit, SlopeAdaptive, TailAdaptive, TailBatched
 from oppo.admission.slope import SlopeRule
 from oppo.algorithms.algorithm import Roles
 from oppo.app.checkpoint import State
@@ -52,6 +52,7 @@ def compose(
         ConfigError: it has an environment, and so has ``models.environment``.
     """
     graph = (make or settings.algorithm.graph)(roles_of(settings, assembly))
+    update = graph.stage("update", Update)
     dump = partial(dump_batch, folder=settings.run_directory / "nonfinite")
     generate = graph.stage("generate", Generate)
     if generate.environment is not None and assembly.environment is not None:
@@ -66,8 +67,19 @@ def compose(
             columns=prompts.columns,
             environment=generate.environment or assembly.environment,
         ),
-        update=replace(graph.stage("update", Update), max_nonfinite=settings.run.max_nonfinite, dump=dump),
+        update=replace(
+            update,
+            after=awaited(settings.step, update.after),
+            max_nonfinite=settings.run.max_nonfinite,
+            dump=dump,
+        ),
     )
+
+
+def awaited(step: StepSection, after: Sequence[str]) -> tuple[str, ...]:
+    """Return the stages that an update waits for before it publishes: the one that decodes unless in flight."""
+    others = [name for name in after if name != "generate"]
+    return tuple(others if step.publish == "in-flight" else ("generate", *others))
 
 
 def trainer_of(graph: Graph[StepReport]) -> ResumableTrainer:
@@ -124,6 +136,8 @@ def admission_of(step: StepSection) -> Admission:
     """Return the policy of ours that ``step.admission`` names."""
     if step.admission == "overcommit":
         return Overcommit(step.batch, step.extra or 0, step.max_deferrals)
+    if step.admission == "continuous":
+        return Continuous(step.batch, step.batch if step.extra is None else step.extra, step.max_deferrals)
     if step.admission == "tail-batched":
         return TailBatched(step.batch)
     most = step.batch // 4 if step.extra is None else step.extra

@@ -38,6 +38,8 @@ def require_consistent(settings: Settings) -> None:
             f"step.lookahead = {settings.step.lookahead} trains while the next step is decoded, and "
             "models.share_weights = true would change the weights meanwhile: leave share_weights out"
         )
+    if settings.step.publish == "in-flight":
+        _require_possible_in_flight(settings)
     if settings.run.trainer == "process" and is_of_a_file(kind := type(settings.trained_loss())):
         raise ValueError(
             f"run.trainer = 'process' takes the loss to another process, which cannot import {kind.__name__} from a "
@@ -66,10 +68,33 @@ def _require_exactness(settings: Settings) -> None:
             "run.exact makes every bit independent of timing, and step.admission = 'adaptive' decides by time: choose "
             "another admission"
         )
+    if settings.step.admission == "continuous":
+        raise ValueError(
+            "run.exact makes every bit independent of timing, and with step.admission = 'continuous' rollouts join "
+            "others when a place is free: choose another admission"
+        )
+    if settings.step.publish == "in-flight":
+        raise ValueError(
+            "run.exact makes every bit independent of timing, and step.publish = 'in-flight' publishes weights when "
+            "they are ready: leave one of the two out"
+        )
     if models.dtype != "float32":
         raise ValueError(f"run.exact needs models.dtype = 'float32', got {models.dtype!r}")
     if models.device.startswith("cuda"):
         raise ValueError(f"run.exact needs models.device = 'cpu' (or 'auto'), got {models.device!r}")
+
+
+def _require_possible_in_flight(settings: Settings) -> None:
+    if not settings.step.lookahead:
+        raise ValueError(
+            "step.publish = 'in-flight' publishes weights while the next step is decoded, and with step.lookahead = 0 "
+            "nothing is decoded then: set step.lookahead to 1 or more, or leave publish out"
+        )
+    if settings.models.shared_trunk:
+        raise ValueError(
+            "step.publish = 'in-flight' changes the policy while the critic reads, and models.shared_trunk = true "
+            "makes them one model: leave one of the two out"
+        )
 
 
 def _require_possible_on_vllm(settings: Settings) -> None:

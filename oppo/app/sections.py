@@ -31,7 +31,7 @@ from oppo.user_code import SPEC
 Engine: TypeAlias = Literal["transformers", "vllm"]
 Tracker: TypeAlias = Literal["tensorboard", "wandb"]
 
-ADMISSIONS: Final = ("overcommit", "adaptive", "slope", "slope-algorithm1", "tail-batched")
+ADMISSIONS: Final = ("overcommit", "continuous", "adaptive", "slope", "slope-algorithm1", "tail-batched")
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
@@ -283,12 +283,14 @@ class StepSection:
     extra: Count | None = setting(
         None,
         "rollouts kept in flight beyond the batch, or the most of them where `admission` adapts their "
-        "number; when absent 0 (no rollout is ever carried over), or a quarter of the batch",
+        "number, or those decoded at a time where it is `continuous`; when absent 0 (no rollout is ever carried over), "
+        "or a quarter of the batch, or as many as the batch",
     )
     max_deferrals: PositiveCount = setting(2, "a rollout carried over this often is waited for")
     admission: Annotated[str, OneOf(ADMISSIONS, "file.py:name", SPEC)] = setting(
         "overcommit",
-        "how many are kept in flight: `overcommit` always `extra`; `adaptive` as many as save time at the "
+        "how many are kept in flight: `overcommit` always `extra`; `continuous` replaces each that has ended at once, "
+        "so that `extra` are decoded until the batch is full; `adaptive` as many as save time at the "
         "price of their lag; `slope` and `slope-algorithm1` more while the score rises (the paper's two rules); "
         "`tail-batched` a quarter of the batch, and those that are late begin anew together in a later step, so that "
         "nothing is ever stale; `file.py:name` as your own class or function decides, with the settings of "
@@ -317,10 +319,21 @@ class StepSection:
         "`file.py:name` of a loss of your own in place of the algorithm's: a class or a function, with the settings "
         "of `[loss]`",
     )
+    publish: Literal["cut", "in-flight"] = setting(
+        "cut",
+        "when the policy gets new weights, with `lookahead`: `cut`, between two steps, so that what a step is decoded "
+        "with depends on no timing; `in-flight`, as soon as there are any, between two decode steps, so that tokens "
+        "are newer",
+    )
 
     def __post_init__(self) -> None:
         if self.extra is not None and self.admission == "tail-batched":
             raise ValueError("admission = 'tail-batched' launches a quarter of the batch more: leave extra out")
+        if self.extra == 0 and self.admission == "continuous":
+            raise ValueError(
+                "admission = 'continuous' decodes so many at a time, so extra must be at least 1; as many as the batch "
+                "when absent"
+            )
         if self.extra is not None and self.extra > self.batch:
             raise ValueError(
                 f"extra must be at most batch ({self.batch}), so that overdue rollouts fit; got {self.extra}"

@@ -167,7 +167,7 @@ METRICS: Final[Mapping[str, tuple[Metric, ...]]] = MappingProxyType(
             Metric("deferral/carried", "rollouts", "Rollouts that are carried into the next step."),
             Metric("deferral/oldest_age", "steps", "Age of the oldest of them; 0 without one."),
             Metric("deferral/dropped", "rollouts", "Rollouts that were dropped before the update."),
-            Metric("deferral/trained_late", SHARE, "Trained responses that began with older weights."),
+            Metric("deferral/trained_late", SHARE, "Responses of the batch that were carried into this step."),
             Metric(
                 "deferral/length_bias",
                 RATIO,

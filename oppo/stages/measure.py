@@ -19,7 +19,7 @@ class Decoded:
     """What a step's rollouts gained; recorded by the stage that decodes, once for each round of the step.
 
     Attributes:
-        decode_steps, tokens, rows, finished, capped, parked: as of :class:`oppo.Observation`.
+        decode_steps, tokens, rows, finished, capped, parked, chunk: as of :class:`oppo.Observation`.
     """
 
     decode_steps: int = 0
@@ -28,6 +28,7 @@ class Decoded:
     finished: tuple[int, ...] = ()
     capped: int = 0
     parked: tuple[int, ...] = ()
+    chunk: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,29 +71,51 @@ class DecodeMeter:
 
     Args:
         rollouts: every rollout in flight; complete ones count only as part of an incomplete unit.
+        chunk: tokens in a chunk; 0: unknown.
     """
 
-    def __init__(self, rollouts: Iterable[InFlightRollout]) -> None:
+    def __init__(self, rollouts: Iterable[InFlightRollout], chunk: int = 0) -> None:
+        self._chunk = chunk
+        self._units: list[list[InFlightRollout]] = []
+        self._lengths: dict[int, int] = {}
+        self._joined: dict[int, int] = {}
+        self._made = 0
+        self.add(rollouts)
+        self._rows = sum(each.reason is None for unit in self._units for each in unit)
+
+    def add(self, rollouts: Iterable[InFlightRollout]) -> None:
+        """Measure these too: they have joined after as many decode steps as are noted by now."""
         ordered = sorted(rollouts, key=lambda each: each.prompt.rollout)
         units = [list(unit) for _, unit in groupby(ordered, key=lambda each: each.prompt.admission)]
-        self._units = [unit for unit in units if any(each.reason is None for each in unit)]
-        self._rows = sum(each.reason is None for unit in self._units for each in unit)
-        self._lengths = {each.prompt.rollout: each.length for unit in self._units for each in unit}
+        units = [unit for unit in units if any(each.reason is None for each in unit)]
+        self._units += units
+        self._lengths |= {each.prompt.rollout: each.length for unit in units for each in unit}
+        self._joined |= {each.prompt.rollout: self._made for unit in units for each in unit}
+
+    def note_end(self, rollout: InFlightRollout) -> None:
+        """Note the decode steps that were made by the end of a rollout, or by the cut."""
+        self._made = max(self._made, self._joined[rollout.prompt.rollout] + self._gain(rollout))
+
+    def _gain(self, each: InFlightRollout) -> int:
+        return each.length - self._lengths[each.prompt.rollout]
 
     def decoded(self) -> Decoded:
         """Return what they have gained so far."""
-        gains = [each.length - self._lengths[each.prompt.rollout] for unit in self._units for each in unit]
+        for unit in self._units:
+            for each in unit:
+                self.note_end(each)
         longest = [
             (max(unit, key=lambda each: each.length), all(each.reason is not None for each in unit))
             for unit in self._units
         ]
         return Decoded(
-            decode_steps=max(gains, default=0),
-            tokens=sum(gains),
+            decode_steps=self._made,
+            tokens=sum(self._gain(each) for unit in self._units for each in unit),
             rows=self._rows,
             finished=tuple(rollout.length for rollout, complete in longest if complete),
             capped=sum(rollout.reason == "length" for rollout, complete in longest if complete),
             parked=tuple(rollout.length for rollout, complete in longest if not complete),
+            chunk=self._chunk,
         )
 
 
@@ -133,6 +156,7 @@ def observation(report: StepReport, step: Step) -> Observation:
         mismatch_kl=_finite(report, "mismatch/kl"),
         effective_samples=_finite(report, "mismatch/ess"),
         lookahead=step.lookahead,
+        chunk=rounds[0].chunk,
     )
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from oppo.errors import ProtocolError, as_itself
 from oppo.events import Batch, Finish, Prompt
+from oppo.follower_protocols import name_of
 from oppo.models import Follower, Policy, Scorer, Trainer, Weights
 from oppo.testing.check_turns import check_turns
 from oppo.testing.trial import Make, Trial, require
@@ -131,17 +132,32 @@ async def _check_joining(make: Make[Policy], prompts: Sequence[Prompt], expected
         async with trial.policy.decoding([first], trial.cut) as decoding:
             try:
                 await decoding.add(others)
-                await decoding.park(others[:1])
             except ProtocolError:
                 refused = True
             async with anyio.create_task_group() as readers:
                 for k in range(1 if refused else len(prompts)):
                     readers.start_soon(trial.read, k, 3)
-    require(refused is not adds, f"adds_while_decoding is {adds}, but add() and park() did {'not ' * refused}work")
+    require(refused is not adds, f"adds_while_decoding is {adds}, but add() did {'not ' * refused}work")
     if adds:
-        require(trial.transcripts[1].state == "cut", "a rollout that was parked was decoded on")
-        await trial.decode(limit=3)
-        require(trial.tokens == expected, "rollouts that joined or left have other tokens")
+        require(trial.tokens == expected, "rollouts that joined others have other tokens")
+        await _check_joining_late(make, prompts, expected)
+
+
+async def _check_joining_late(
+    make: Make[Policy], prompts: Sequence[Prompt], expected: list[list[tuple[int, bool]]]
+) -> None:
+    trial = await _trial(make, prompts)
+    trial.cut_at = 1
+    with as_itself():
+        async with trial.policy.decoding(trial.decodes[:1], trial.cut) as decoding:
+            await trial.read(0, 3)
+            await decoding.add(trial.decodes[1:])
+            await trial.read(1, 3)
+    late = trial.transcripts[1]
+    require(late.state == "cut" and not late.tokens, "a rollout that joined after the cut was decoded")
+    trial.cut_at = 1_000_000
+    await trial.decode(limit=3)
+    require(trial.tokens == expected, "rollouts that joined after the cut have other tokens")
 
 
 async def _check_loading(make: Make[Policy], prompts: Sequence[Prompt]) -> None:
@@ -157,7 +173,6 @@ async def _check_loading(make: Make[Policy], prompts: Sequence[Prompt]) -> None:
 
     with as_itself():
         async with anyio.create_task_group() as tasks, policy.decoding(trial.decodes, trial.cut):
-            trial.transcripts[0].pieces.append(await trial.decodes[0].read(1))
             tasks.start_soon(load)
             await anyio.lowlevel.checkpoint()
             async with anyio.create_task_group() as readers:
@@ -256,5 +271,5 @@ async def check_trainer(make: Make[Trainer], batch: Batch, followers: Sequence[F
         strangers = set(rollouts) - set(batch.rollouts)
         require(not strangers, f"{name} names rollouts that are not in the batch: {sorted(strangers)}")
     await trainer.publish(*followers)
-    behind = [type(follower).__name__ for follower in followers if follower.version != trainer.version]
+    behind = [name_of(follower) for follower in followers if follower.version != trainer.version]
     require(not behind, f"publish() left followers at another version than {trainer.version}: {behind}")

@@ -141,6 +141,10 @@ class FakeCritic(FakeScorer[FloatArray]):
         """Follow the trainer."""
         self.version = weights.version
 
+    async def copied(self, weights: Weights) -> Weights:
+        """Return the weights: a version, which no update changes."""
+        return weights
+
 
 @dataclass(eq=False)
 class FakeTrainer:

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Generic, Protocol, TypeVar, cast
@@ -39,6 +40,7 @@ import numpy as np
 
 from oppo.errors import ModelError, ProtocolError
 from oppo.events import Batch, Chunk, Drop, Finish, Given, IntArray, Prompt, Response
+from oppo.follower_protocols import CopiesWeights, name_of
 from oppo.models import (
     Capabilities,
     Cut,
@@ -140,7 +142,7 @@ class FaultyPolicy(_FaultyFollower):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Those of its model, except that rollouts cannot join or leave."""
+        """Those of its model, except that rollouts cannot join."""
         return replace(self.inner.capabilities, adds_while_decoding=False)
 
     async def open(self, rollouts: Sequence[Prompt | Response]) -> Sequence[FaultyDecode]:
@@ -230,6 +232,10 @@ class FaultyCritic(_FaultyFollower, FaultyScorer[T]):
 
     inner: FollowingScorer[T]
 
+    async def copied(self, weights: Weights) -> Weights:
+        """Return a copy of weights, its model's where that can make one."""
+        return await self.inner.copied(weights) if isinstance(self.inner, CopiesWeights) else deepcopy(weights)
+
 
 @dataclass(eq=False)
 class FaultyTrainer:
@@ -270,7 +276,7 @@ class FaultyTrainer:
             return
         await self.inner.publish(*followers[: len(followers) // 2])
         if not fault.silent:
-            held = ", ".join(f"{type(one).__name__} has version {one.version}" for one in followers)
+            held = ", ".join(f"{name_of(one)} has version {one.version}" for one in followers)
             raise ModelError(f"publish() of {self.name!r} fails half-way, as its script says: {held}")
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from oppo.decodes import response_to
 from oppo.errors import ModelError, ModelLost, ProtocolError
 from oppo.events import Prompt, Response
-from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Sampling, Weights
+from oppo.models import Capabilities, Cut, Decode, Decoding, Sampling, Weights
 from oppo.observe import Reporter
 from oppo.stopping import Detokenize, StopCriteria, turn_ended
 from oppo.vllm.decode import VllmDecode
@@ -92,6 +92,7 @@ class VllmPolicy:
         return Capabilities(
             supports=reports_supports(self.sampling),
             resumes="with other tokens",
+            adds_while_decoding=True,
             loads_while_decoding="between decode steps",
             turns=True,
         )
@@ -143,29 +144,30 @@ class VllmPolicy:
 
     @asynccontextmanager
     async def decoding(self, live: Sequence[Decode], cut: Cut) -> AsyncIterator[Decoding]:
-        """Decode ``live`` while the context is open, until each has ended or ``cut`` returns true.
+        """Decode ``live``, and what joins, while the context is open, until ``cut`` returns true.
 
         Raises:
             ProtocolError: a decode is of another policy, was given up or has failed; or the policy decodes already.
             ModelLost: the engine died.
             Exception: whatever else ended decoding, with a note that names the rollouts.
         """
-        decodes = self._decodable(live)
-        if not decodes:
-            yield FixedDecoding("vLLM")
-            return
+        if self._loop is not None:
+            raise ProtocolError("the policy is decoding already: leave that context before opening another")
+        decodes = self.unfinished(live)
         with self.reporter.reported("decode"):
             loop = self._loop = DecodingLoop(self, decodes, cut)
             try:
                 async with loop.running():
-                    yield FixedDecoding("vLLM")
+                    yield loop
             finally:
                 self._loop = None
 
-    def _decodable(self, live: Sequence[Decode]) -> list[VllmDecode]:
-        """Return the decodes that have not ended."""
-        if self._loop is not None:
-            raise ProtocolError("the policy is decoding already: leave that context before opening another")
+    def unfinished(self, live: Sequence[Decode]) -> list[VllmDecode]:
+        """Return the decodes that have not ended.
+
+        Raises:
+            ProtocolError: a decode is of another policy, was given up or has failed.
+        """
         for decode in live:
             if not isinstance(decode, VllmDecode) or not decode.usable_by(self):
                 raise ProtocolError(

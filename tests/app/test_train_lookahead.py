@@ -117,6 +117,72 @@ def test_more_steps_in_flight_with_a_trainer_of_its_own_process(folder: Path) ->
     assert one == other
 
 
+@pytest.mark.parametrize("scorers", ["thread", "process"])
+def test_a_critic_on_the_policys_trunk_is_exact_with_steps_in_flight(folder: Path, scorers: str) -> None:
+    chosen = ("models.shared_trunk=true", "step.lookahead=2", "run.checkpoint_every=0", "run.steps=4")
+    one = train(folder, f"trunk-{scorers}", *chosen, f"run.scorers={scorers}")
+    assert one == train(folder, f"trunk-{scorers}-again", *chosen, "run.scorers=thread", "step.chunk=3")
+
+
+@pytest.mark.parametrize(("policy", "on_publish"), [("thread", "keep"), ("process", "recompute")])
+def test_weights_that_are_published_in_flight_are_adopted_within_a_step(
+    folder: Path, policy: str, on_publish: str
+) -> None:
+    name = f"flight-{policy}-{on_publish}"
+    overrides = (
+        *("run.panel=off", "step.batch=4", "step.extra=2", "step.lookahead=1", "step.publish=in-flight"),
+        *("algorithm.is_correction=truncated", "sampling.max_new_tokens=60", "run.steps=6", "run.checkpoint_every=3"),
+    )
+    assert (
+        oppo(folder, "", *overrides, f"run.name={name}", f"run.policy={policy}", f"step.on_publish={on_publish}")
+        == DONE
+    )
+    lines = records(folder, name, "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(6))
+    assert max(float(str(line["staleness/lag_max"])) for line in lines) <= 2 + 1
+    assert main(["resume", str(folder / "runs" / name), "--set", "step.publish=cut"]) != DONE
+
+
+@pytest.mark.parametrize("policy", ["thread", "process"])
+def test_rollouts_join_while_others_are_decoded(folder: Path, policy: str) -> None:
+    name = f"continuous-{policy}"
+    overrides = (
+        *("run.panel=off", "step.batch=4", "step.admission=continuous", "step.extra=3", "step.lookahead=1"),
+        *("step.publish=in-flight", "algorithm.is_correction=truncated", "run.steps=6", "run.checkpoint_every=3"),
+    )
+    assert oppo(folder, "", *overrides, f"run.name={name}", f"run.policy={policy}") == DONE
+    lines = records(folder, name, "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(6))
+    assert max(float(str(line["staleness/lag_max"])) for line in lines) <= 2 + 1
+    assert max(float(str(line["deferral/carried"])) for line in lines) <= 3
+    story = records(folder, name, "journal.jsonl")
+    ended = [str(line["rollout"]) for line in story if line.get("event") == "finished"]
+    assert len(ended) == len(set(ended)) == 6 * 4
+
+
+def test_an_exact_run_lets_nothing_join(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert oppo(folder, "", "run.exact=true", "step.admission=continuous", "run.name=joined") not in {DONE, FAILED}
+    assert "with step.admission = 'continuous' rollouts join others when a place is free" in capsys.readouterr().err
+    assert oppo(folder, "", "step.extra=0", "step.admission=continuous", "run.name=joined") not in {DONE, FAILED}
+    assert "extra must be at least 1; as many as the batch when absent" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("step.lookahead=0",), "with step.lookahead = 0 nothing is decoded then"),
+        (("run.exact=true",), "run.exact makes every bit independent of timing, and step.publish = 'in-flight'"),
+        (("models.shared_trunk=true",), "models.shared_trunk = true makes them one model"),
+    ],
+)
+def test_what_cannot_be_published_in_flight_is_refused_before_anything_is_loaded(
+    folder: Path, overrides: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flight = ("run.name=refused", "step.lookahead=1", "step.publish=in-flight")
+    assert oppo(folder, "", *flight, *overrides, "models.policy=nowhere") not in {DONE, FAILED}
+    assert said in capsys.readouterr().err
+
+
 def test_a_run_that_a_signal_has_ended_is_the_same_from_any_of_its_checkpoints(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

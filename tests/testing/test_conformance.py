@@ -94,7 +94,7 @@ class Shy(FakePolicy):
         (
             Vain,
             Capabilities(adds_while_decoding=True),
-            "adds_while_decoding is True, but add() and park() did not work",
+            "adds_while_decoding is True, but add() did not work",
         ),
         (Shy, Capabilities(), "loads_while_decoding is 'refused', but load() returned"),
         (
@@ -115,14 +115,14 @@ def test_a_policy_that_can_other_things_than_it_says_is_found_out(
     assert sentence in str(caught.value)
 
 
-def test_what_joins_after_the_cut_is_refused_and_what_was_read_by_then_stays() -> None:
+def test_nothing_joins_a_decoding_that_has_ended() -> None:
     async def main() -> None:
         policy = FakePolicy(lambda prompt: 3, capabilities=Capabilities(adds_while_decoding=True))
         first, late = await policy.open(prompts(2))
         async with policy.decoding([first], lambda ended: True) as decoding:
             assert len((await first.read(9)).tokens) == 3
-            with pytest.raises(ProtocolError, match="rollout 1 was added to a decoding that has been cut"):
-                await decoding.add([late])
+        with pytest.raises(ProtocolError, match="1 rollouts were added to a decoding that has ended"):
+            await decoding.add([late])
 
     run_virtual(main)
 

@@ -16,7 +16,7 @@ from oppo.errors import ModelLost
 from oppo.events import Chunk, Finish, FloatArray, Given, Prompt
 from oppo.hf.serve.scorer_input import ReplayJournal, ScorerInput
 from oppo.hf.serve.scorer_workers import ReferenceWorker, RewardWorker, ScorerWorker, ValueWorker
-from oppo.hf.weights import share_storage
+from oppo.hf.weights import addresses, copies, share_storage
 from oppo.models import Sampling, Weights
 from oppo.placement import Hosting
 from oppo.scheduling import IN_ORDER, Priority, TimeSlice
@@ -132,6 +132,14 @@ class ValueModel(StreamedScorer[FloatArray]):
         """Return whether it scores with the very tensors of ``weights``."""
         return share_storage(self._model, weights.critic)
 
+    def tensors(self) -> frozenset[int]:
+        """Return the addresses of the tensors that new weights change: a trunk that the policy has too, for example."""
+        return addresses(self._model)
+
+    async def copied(self, weights: Weights) -> Weights:
+        """Return the critic's part of ``weights`` in memory of its own, copied in this scorer's place."""
+        return await self._worker.call_local("copy", _copied, weights)
+
     async def load(self, weights: Weights) -> None:
         """Serve ``weights.critic`` from the next call on; tensors that are the model's own are not copied.
 
@@ -146,3 +154,8 @@ class ValueModel(StreamedScorer[FloatArray]):
     def _load(self, worker: ScorerWorker[FloatArray], weights: Weights) -> None:
         worker.load(weights.critic)
         self._version = weights.version
+
+
+def _copied(worker: ScorerWorker[FloatArray], weights: Weights) -> Weights:
+    del worker
+    return Weights(weights.version, critic=copies(weights.critic))
