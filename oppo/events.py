@@ -333,6 +333,13 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """Rows of a step's batch that are complete before the batch is, which follows and holds them too."""
+
+    batch: Batch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StepReport:
     """The outcome of one step.
 

@@ -96,6 +96,7 @@ class TrainerCore(Protocol):
 
 
 C = TypeVar("C", bound=TrainerCore)
+R = TypeVar("R")
 
 
 class HostedTrainer(Publisher, ResumableTrainer, Generic[C]):
@@ -135,8 +136,12 @@ class HostedTrainer(Publisher, ResumableTrainer, Generic[C]):
 
     async def update(self, batch: Batch) -> Trained:
         """Train on one batch; this adds one to the version, even if every minibatch was skipped."""
+        return await self.given("update", type(self.core).update, batch)
+
+    async def given(self, label: str, work: Callable[[C, Batch], R], batch: Batch) -> R:
+        """Return what a method of the core returns for a batch."""
         with _lost_for_good():
-            return await self._hosted.call("update", type(self.core).update, _training_part(batch))
+            return await self._hosted.call(label, work, _training_part(batch))
 
     def weights(self) -> Weights:
         """Return the current weights by reference."""

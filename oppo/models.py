@@ -341,6 +341,24 @@ class Trainer(Protocol):
 
 
 @runtime_checkable
+class StreamingTrainer(Protocol):
+    """A trainer that can take a batch in parts, while the rest of it is being written.
+
+    Its weights are its own: what serves is never trained meanwhile.
+    """
+
+    async def accumulate(self, part: Batch) -> None:
+        """Add the gradient of some rows of the coming batch; weights and version stay as they are."""
+
+    async def commit(self, batch: Batch) -> Trained:
+        """Train on the batch, as :meth:`Trainer.update` does, with what was accumulated of it.
+
+        What is not of its rows as they are, or not finite, is discarded, and the batch is trained whole. The next
+        :meth:`Trainer.update` discards what was accumulated too.
+        """
+
+
+@runtime_checkable
 class TrainsByReference(Protocol):
     """A trainer that may train the very tensors that a follower serves."""
 

@@ -21,7 +21,7 @@ from oppo.graph import Graph
 from oppo.hosted_trainer import HostedTrainer
 from oppo.models import ResumableTrainer
 from oppo.report.dump import dump_batch
-from oppo.stages import Generate, Update
+from oppo.stages import Generate, GroupRelative, InParts, Update
 
 if TYPE_CHECKING:
     from oppo.app.assemble import Assembly
@@ -60,6 +60,9 @@ def compose(
             f"the graph's stage 'generate' has an environment of its own, {type(generate.environment).__name__}, and "
             f"models.environment = {settings.models.environment!r} names another: leave one of them out"
         )
+    if settings.step.stream_updates:
+        estimator = graph.stage("advantage", GroupRelative)
+        graph = graph.replace(advantage=InParts(estimator, settings.algorithm.responses))
     return graph.replace(
         generate=replace(
             generate,

@@ -38,12 +38,17 @@ def require_consistent(settings: Settings) -> None:
             f"step.lookahead = {settings.step.lookahead} trains while the next step is decoded, and "
             "models.share_weights = true would change the weights meanwhile: leave share_weights out"
         )
+    _require_possible_placement(settings)
     if settings.step.publish == "in-flight":
         _require_possible_in_flight(settings)
-    if settings.run.trainer == "process" and is_of_a_file(kind := type(settings.trained_loss())):
+    if settings.step.stream_updates:
+        _require_a_sum(settings)
+    elsewhere = settings.run.trainer == "process" or len(settings.devices["trainer"]) > 1
+    if elsewhere and is_of_a_file(kind := type(settings.trained_loss())):
+        key = "run.trainer = 'process'" if settings.run.trainer == "process" else "placement.trainer, with ranks,"
         raise ValueError(
-            f"run.trainer = 'process' takes the loss to another process, which cannot import {kind.__name__} from a "
-            "file: leave run.trainer out, or keep the class in an installed package"
+            f"{key} takes the loss to another process, which cannot import {kind.__name__} from a "
+            "file: leave that out, or keep the class in an installed package"
         )
     if not settings.eval.prompts:
         _require_no_evaluation(settings)
@@ -53,6 +58,34 @@ def require_consistent(settings: Settings) -> None:
         raise ValueError(
             f"step.algorithm = {settings.step.algorithm!r} compares the responses to a prompt with one another, and "
             "sampling.temperature = 0 makes them all the same: give one above 0"
+        )
+
+
+def _require_a_sum(settings: Settings) -> None:
+    """Check that the gradient of a batch is the sum of its groups', each known once the group is scored."""
+    algorithm, trainer = settings.algorithm, settings.trainer
+    faults = {
+        "run.exact = true, and parts come in an order that depends on timing": settings.run.exact,
+        "models.share_weights = true, and gradients are computed while responses are decoded": (
+            settings.models.share_weights is True
+        ),
+        f"trainer.epochs = {trainer.epochs}": trainer.epochs > 1,
+        f"trainer.minibatches = {trainer.minibatches}": trainer.minibatches > 1,
+        f"step.algorithm = {settings.step.algorithm!r}, whose advantages are not those of a group alone": (
+            algorithm.has_critic or algorithm.responses < 2
+        ),
+        "algorithm.score_norm = true": getattr(algorithm, "score_norm", False),
+        "algorithm.kl_target": getattr(algorithm, "kl_target", None) is not None,
+        "algorithm.dynamic_sampling = true": getattr(algorithm, "dynamic_sampling", False),
+    }
+    found = [words for words, is_so in faults.items() if is_so]
+    loss = settings.trained_loss()
+    if not found and getattr(loss, "divisor", None) is None:
+        found = [f"a loss, {type(loss).__name__}, that divides by sizes of several kinds"]
+    if found:
+        raise ValueError(
+            f"step.stream_updates = true trains a group before the batch is complete, which does not go with "
+            f"{'; '.join(found)}: change that, or leave stream_updates out"
         )
 
 
@@ -80,8 +113,46 @@ def _require_exactness(settings: Settings) -> None:
         )
     if models.dtype != "float32":
         raise ValueError(f"run.exact needs models.dtype = 'float32', got {models.dtype!r}")
-    if models.device.startswith("cuda"):
-        raise ValueError(f"run.exact needs models.device = 'cpu' (or 'auto'), got {models.device!r}")
+    for model, devices in settings.devices.items():
+        for device in devices:
+            if device.startswith("cuda"):
+                key = settings.placement.key_of(model)
+                raise ValueError(f"run.exact needs {key} = 'cpu' (or 'auto'), got {device!r}")
+
+
+def _require_possible_placement(settings: Settings) -> None:
+    models, devices = settings.models, settings.devices
+    if models.share_weights and not settings.trains_where_it_serves:
+        raise ValueError(
+            f"models.share_weights = true trains the weights that are served, and placement.trainer = "
+            f"{list(devices['trainer'])} is not where they are served: leave one of the two out"
+        )
+    if models.shared_trunk and devices["critic"] != devices["policy"]:
+        raise ValueError(
+            f"models.shared_trunk = true makes the critic a head on the policy's trunk, which is on "
+            f"{devices['policy'][0]!r}, and {settings.placement.key_of('critic')} = {devices['critic'][0]!r}: set "
+            "placement.critic to the policy's device"
+        )
+    ranks = devices["trainer"]
+    if len({device.partition(":")[0] for device in ranks}) > 1:
+        raise ValueError(
+            f"placement.trainer = {list(ranks)} has devices of several kinds, and ranks exchange tensors of one: name "
+            "GPUs only, or 'cpu' only"
+        )
+    if ranks[0] != "cpu" and len(set(ranks)) < len(ranks):
+        raise ValueError(
+            f"placement.trainer = {list(ranks)} names a device twice: expected one of its own for each rank"
+        )
+    if len(ranks) > 1 and settings.run.trainer == "process":
+        raise ValueError(
+            f"run.trainer = 'process' is one process, and placement.trainer has {len(ranks)} ranks, each a process: "
+            "leave run.trainer out"
+        )
+    if not settings.algorithm.has_critic and settings.placement.critic:
+        raise ValueError(
+            f"step.algorithm = {settings.step.algorithm!r} has no critic and cannot use placement.critic = "
+            f"{settings.placement.critic!r}: leave that out"
+        )
 
 
 def _require_possible_in_flight(settings: Settings) -> None:

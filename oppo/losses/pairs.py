@@ -10,7 +10,7 @@ from torch.nn.functional import logsigmoid
 
 from oppo.declared import Positive, require_declared
 from oppo.errors import ConfigError
-from oppo.losses.protocol import Evaluated, Input, Inputs, Unit, means
+from oppo.losses.protocol import Divisor, Evaluated, Input, Inputs, Unit, means
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,11 @@ class PairwiseLoss:
     def unit(self) -> Unit:
         """A group."""
         return "group"
+
+    @property
+    def divisor(self) -> Divisor:
+        """The number of pairs."""
+        return "groups"
 
     @property
     def reads(self) -> frozenset[Input]:

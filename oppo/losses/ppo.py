@@ -13,7 +13,7 @@ from torch import Tensor
 from oppo.declared import Limit, NonNegative, Positive, require_declared
 from oppo.errors import ConfigError
 from oppo.estimators import KLEstimator
-from oppo.losses.protocol import OF_A_CRITIC, Evaluated, Input, Inputs, Loss, Unit, means
+from oppo.losses.protocol import OF_A_CRITIC, Divisor, Evaluated, Input, Inputs, Loss, Unit, means
 from oppo.losses.terms import PolicyTerm, kl_losses, policy_losses, value_loss
 from oppo.staleness import Correction
 from oppo.training import Aggregation
@@ -57,6 +57,13 @@ class ClippedLoss:
         """A token; a row if a token's weight is that of its sequence, or responses are averaged first."""
         by_row = self.correction.weight != "none" and self.correction.level == "sequence"
         return "row" if by_row or self.aggregation == "responses" else "token"
+
+    @property
+    def divisor(self) -> Divisor | None:
+        """That of the aggregation, unless there is an entropy bonus, which is a mean over tokens."""
+        if self.aggregation == "tokens":
+            return "tokens"
+        return None if self.entropy_coefficient else "rows"
 
     @property
     def reads(self) -> frozenset[Input]:
@@ -134,6 +141,11 @@ class PPOLoss(ClippedLoss):
 
     value_clip: Limit = 0.2
     value_coefficient: NonNegative = 0.1
+
+    @property
+    def divisor(self) -> Divisor | None:
+        """The number of tokens, by which the value loss is divided, if the policy loss is too."""
+        return "tokens" if self.aggregation == "tokens" else None
 
     @property
     def reads(self) -> frozenset[Input]:

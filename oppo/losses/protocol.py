@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import Final, Literal, NamedTuple, Protocol, TypeAlias, assert_never, get_args
+from typing import Final, Literal, NamedTuple, Protocol, TypeAlias, assert_never, get_args, runtime_checkable
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from oppo.errors import ConfigError, shortened
 from oppo.events import Batch
 from oppo.losses.terms import masked_mean
 from oppo.training import Aggregation
+
+Divisor: TypeAlias = Literal["tokens", "rows", "groups"]
+"""What a loss divides a sum by: a size of the whole minibatch."""
 
 Unit: TypeAlias = Literal["token", "row", "group"]
 """What a loss needs at once: a token; a row, which is one response; or a group, the rows of one prompt."""
@@ -176,6 +179,9 @@ class Loss(Protocol):
     A call is a pure function of its inputs. It divides by a size of the whole minibatch, ``inputs.whole``, so that the
     parts add up: the grouping of rows into micro-batches changes gradients by rounding only.
 
+    A loss that divides all that it learns from by the same size may name it, as ``divisor`` (:class:`Divided`). Its
+    gradient can then be summed before the size of the batch is known.
+
     Example: REINFORCE, the mean over rows of ``-A log p`` summed over a row's tokens::
 
         class Reinforce:
@@ -215,6 +221,15 @@ class Loss(Protocol):
 
         :func:`means` suits most losses.
         """
+
+
+@runtime_checkable
+class Divided(Protocol):
+    """A loss that divides all that it learns from by one size of the minibatch."""
+
+    @property
+    def divisor(self) -> Divisor | None:
+        """That size; ``None`` if there are several."""
 
 
 def means(minibatches: Sequence[Mapping[str, float]]) -> dict[str, float]:

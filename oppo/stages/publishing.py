@@ -45,7 +45,7 @@ class Publishing:
         """
         if self._checked or not step.lookahead:
             return
-        self._require_own_weights()
+        self.require_own_weights("with lookahead", "choose a lookahead of 0")
         for each in self._followings:
             each.pair(self._followers)
         if not self._after:
@@ -53,14 +53,19 @@ class Publishing:
                 _require_in_flight(follower)
         self._checked = True
 
-    def _require_own_weights(self) -> None:
+    def require_own_weights(self, when: str, otherwise: str) -> None:
+        """Check that the trainer trains no tensor that a follower serves.
+
+        Raises:
+            ConfigError: it does; the words say when that matters, and what else helps.
+        """
         trainer = self._trainer
         if not isinstance(trainer, TrainsByReference):
             return
         if shared := [name_of(each) for each in self._followers if trainer.shares_weights(each)]:
             raise ConfigError(
-                f"with lookahead {', '.join(shared)} works while {type(trainer).__name__} trains, and they have "
-                "tensors in common: give the trainer copies of the models, or choose a lookahead of 0"
+                f"{when} {', '.join(shared)} works while {type(trainer).__name__} trains, and they have tensors in "
+                f"common: give the trainer copies of the models, or {otherwise}"
             )
 
     async def settled(self) -> None:

@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 
 from oppo.admission import bottleneck
 from oppo.errors import ConfigError, ModelDiverged
-from oppo.events import Batch, Drop, StepReport
+from oppo.events import Batch, Drop, Part, StepReport
 from oppo.graph import Receiver, Sender, Step
-from oppo.models import Follower, Trained, Trainer
+from oppo.models import Follower, StreamingTrainer, Trained, Trainer
 from oppo.numeric import require_whole
 from oppo.stages.contract import require_model, require_supports, require_trained
 from oppo.stages.lengths import LengthBias
@@ -66,6 +66,7 @@ class Update:
     held: Sequence[str] = ()
     max_nonfinite: int = 3
     dump: Dump | None = None
+    _parts: int = field(default=0, init=False, repr=False)
     _nonfinite: int = field(default=0, init=False, repr=False)
     _ended: float = field(default=-math.inf, init=False, repr=False)
     _lengths: LengthBias = field(default_factory=LengthBias, init=False, repr=False)
@@ -88,8 +89,8 @@ class Update:
         self._nonfinite = int(state["nonfinite"])
         self._lengths.load_state_dict(state["lengths"])
 
-    async def run(self, batches: Receiver[Batch], /, *, out: Sender[StepReport], step: Step) -> None:
-        """Train, publish, report.
+    async def run(self, batches: Receiver[Batch | Part], /, *, out: Sender[StepReport], step: Step) -> None:
+        """Train, publish, report; a trainer that can accumulates the parts of the batch that come before it.
 
         Raises:
             ConfigError: the run looks ahead, and the followers cannot be given weights meanwhile: the trainer trains
@@ -99,12 +100,15 @@ class Update:
         """
         self._publishing.require_possible(step)
         async for batch in batches:
+            if isinstance(batch, Part):
+                await self._accumulate(batch, step)
+                continue
             version = self.trainer.version
             scored = anyio.current_time()
             await self._publishing.settled()
             begun = anyio.current_time()
             with step.working("update"):
-                trained = await self.trainer.update(batch)
+                trained = await self._train(batch)
             updated = anyio.current_time()
             require_trained(trained, self.trainer, version, batch)
             self._require_finite(batch, trained)
@@ -140,6 +144,23 @@ class Update:
                 report = replace(report, metrics={**report.metrics, **found.as_metrics()})
             self._ended = end
             await out.send(report)
+
+    async def _accumulate(self, part: Part, step: Step) -> None:
+        if not isinstance(self.trainer, StreamingTrainer):
+            raise ConfigError(
+                f"the batch comes in parts, and {type(self.trainer).__name__} takes it whole: leave InParts out, or "
+                "give a trainer with accumulate() and commit() (oppo.models.StreamingTrainer)"
+            )
+        self._publishing.require_own_weights("with a batch in parts", "leave InParts out")
+        with step.working("other", "accumulate"):
+            await self.trainer.accumulate(part.batch)
+        self._parts += 1
+
+    async def _train(self, batch: Batch) -> Trained:
+        parts, self._parts = self._parts, 0
+        if parts and isinstance(self.trainer, StreamingTrainer):
+            return await self.trainer.commit(batch)
+        return await self.trainer.update(batch)
 
     def _require_finite(self, batch: Batch, trained: Trained) -> None:
         """Raise ``ModelDiverged`` after too many consecutive nonfinite updates."""

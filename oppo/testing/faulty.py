@@ -52,6 +52,7 @@ from oppo.models import (
     Policy,
     RewardFunction,
     Scorer,
+    StreamingTrainer,
     Trained,
     Trainer,
     Weights,
@@ -257,7 +258,24 @@ class FaultyTrainer:
     async def update(self, batch: Batch) -> Trained:
         """Train on one batch."""
         fault = await self.player.play("update")
-        trained = await self.inner.update(batch)
+        return self._with(fault, await self.inner.update(batch))
+
+    async def accumulate(self, part: Batch) -> None:
+        """Add a part of the coming batch."""
+        await self.player.play("accumulate")
+        await self._streaming().accumulate(part)
+
+    async def commit(self, batch: Batch) -> Trained:
+        """Train on one batch, parts of which were added."""
+        fault = await self.player.play("commit")
+        return self._with(fault, await self._streaming().commit(batch))
+
+    def _streaming(self) -> StreamingTrainer:
+        if not isinstance(self.inner, StreamingTrainer):
+            raise ProtocolError(f"{type(self.inner).__name__} takes batches whole")
+        return self.inner
+
+    def _with(self, fault: object, trained: Trained) -> Trained:
         if fault == Garbage("version"):
             self._behind += 1
         if fault == Garbage("stranger"):

@@ -28,13 +28,15 @@ Method: TypeAlias = Literal[
     "finish",
     "forget",
     "update",
+    "accumulate",
+    "commit",
     "publish",
     "call",
     "answer",
 ]
 """Of a policy and its decodes: ``open``, ``decoding``, ``read``, ``turn``, ``aclose``, ``load``. Of a scorer:
-``extend``, ``finish``, ``forget``, and ``load`` if it follows the trainer. Of a trainer: ``update``, ``publish``. Of a
-reward function: ``call``. Of an environment: ``answer``."""
+``extend``, ``finish``, ``forget``, and ``load`` if it follows the trainer. Of a trainer: ``update``, ``publish``, and
+``accumulate`` and ``commit`` of a batch in parts. Of a reward function: ``call``. Of an environment: ``answer``."""
 
 Spoilt: TypeAlias = Literal["nan", "count", "shape", "none", "empty", "version", "order", "token", "stranger"]
 """How an answer is wrong; :data:`SPOILT` lists what applies to each method."""
@@ -114,6 +116,7 @@ SPOILT: Mapping[Method, tuple[Spoilt, ...]] = {
     "load": ("version",),
     "finish": ("nan", "count", "shape", "none"),
     "update": ("version", "stranger"),
+    "commit": ("version", "stranger"),
     "call": ("nan", "count", "none"),
     "answer": ("empty", "token"),
 }

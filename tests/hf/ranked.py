@@ -19,7 +19,6 @@ from oppo.hf.train.core import HfTrainerCore
 from oppo.hf.train.optimisation import Optimisation
 from oppo.hf.train.packing import units
 from oppo.hf.train.sharding import whole
-from oppo.hf.train.update_metrics import StalenessMetrics, UpdateMetrics
 from oppo.losses import Evaluated, Inputs, PPOLoss, Whole
 
 
@@ -28,7 +27,9 @@ def gradient(core: HfTrainerCore, batch: Batch) -> dict[str, NDArray[np.float32]
     rows = units(batch, core.loss.unit)
     everyone = list(chain.from_iterable(rows))
     size = Whole.of(batch, everyone, cap=100)
-    core._gradient(batch, rows, size, UpdateMetrics(core.loss, StalenessMetrics(0)))
+    for part in core._shared(batch, rows):
+        core.backward(part, core.outputs(part), size)
+    core._team.sum_gradients(chain.from_iterable(core.optimisation.weights))
     found = {
         name: whole(weight.grad).numpy().copy()
         for name, weight in core.optimisation.named_weights().items()

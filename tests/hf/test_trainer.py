@@ -32,8 +32,7 @@ from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import ValueModel
 from oppo.hf.train.packing import MicroBatch, pack
 from oppo.hf.train.trainer import HfTrainer
-from oppo.hf.train.update_metrics import StalenessMetrics
-from oppo.losses import ClippedLoss, Evaluated, PPOLoss, Whole
+from oppo.losses import ClippedLoss, Evaluated, Input, PPOLoss, Whole
 from oppo.models import Sampling, Weights
 from oppo.placement import Thread
 from oppo.testing import check_trainer
@@ -155,7 +154,8 @@ def backward(trainer: HfTrainer, batch: Batch, groups: Iterable[Sequence[int]]) 
         Whole.of(batch, range(len(batch)), SAMPLING.max_new_tokens),
     )
     for group in groups:
-        tiny.apart(trainer.core._backward)(pack(batch, group, torch.device("cpu"), asked), whole, StalenessMetrics(0))
+        part = pack(batch, group, torch.device("cpu"), asked)
+        tiny.apart(lambda part: trainer.core.backward(part, trainer.core.outputs(part), whole))(part)
 
 
 def critic_of(trainer: HfTrainer) -> PreTrainedModel:
@@ -379,15 +379,15 @@ async def test_an_update_that_failed_half_way_leaves_no_gradient_for_the_next(
         trainer = make(thread, micro_batch_tokens=20)
         batch = rollouts(trainer.core.actor, critic_of(trainer))
         if failing:
-            backward, parts = trainer.core._backward, iter(range(9))
+            backward, parts = trainer.core.backward, iter(range(9))
 
-            def half_an_update(part: MicroBatch, whole: Whole, staleness: StalenessMetrics) -> Evaluated:
+            def half_an_update(part: MicroBatch, outputs: Mapping[Input, Tensor], whole: Whole) -> Evaluated:
                 if next(parts) == 2:
                     raise MemoryError("out of memory")
-                return backward(part, whole, staleness)
+                return backward(part, outputs, whole)
 
             with monkeypatch.context() as patch:
-                patch.setattr(trainer.core, "_backward", half_an_update)
+                patch.setattr(trainer.core, "backward", half_an_update)
                 with pytest.raises(MemoryError):
                     await trainer.update(batch)
         await trainer.update(batch)

@@ -28,7 +28,6 @@ from oppo.hf.serve.scorers import ValueModel
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.train.packing import MicroBatch, pack
 from oppo.hf.train.trainer import HfTrainer
-from oppo.hf.train.update_metrics import StalenessMetrics
 from oppo.hf.trunk import OwnHead, require_own_head, shares_trunk, value_model_on
 from oppo.losses import PPOLoss, Whole, policy_loss, token_logprobs, value_loss
 from oppo.placement import Thread
@@ -139,7 +138,7 @@ def test_the_gradient_is_that_of_the_sum_of_the_two_losses(thread: Thread, name:
     actor, critic = one_trunk(name, lora=lora)
     part, total = packed(actor, critic), 31.0
     trainer = make(thread, actor, critic, value_coefficient=0.3)
-    trainer.core._backward(part, Whole(total, 1.0, 1.0, 1.0), StalenessMetrics(0))
+    trainer.core.backward(part, trainer.core.outputs(part), Whole(total, 1.0, 1.0, 1.0))
     learnt = {**dict(critic.named_parameters()), **dict(actor.named_parameters())}
     got = {name: p.grad.clone() for name, p in learnt.items() if p.grad is not None}
     for parameter in learnt.values():

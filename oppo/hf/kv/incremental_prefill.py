@@ -148,6 +148,10 @@ class IncrementalPrefill:
             self._states.pop(rollout, None)
         self._incremental.forget(rollouts)
 
+    def memory(self) -> tuple[int, int]:
+        """Return the bytes allocated for keys and values, and the bytes that the tokens read so far need."""
+        return self._incremental.memory()
+
     def _opened(self, rollout: int) -> ReadState:
         state = self._states.get(rollout)
         if state is None:

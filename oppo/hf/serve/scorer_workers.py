@@ -66,6 +66,10 @@ class ScorerWorker(ABC, Generic[T]):
         """Drop sessions; unknown rollouts are ignored."""
         self._reader.forget(rollouts)
 
+    def memory(self) -> tuple[int, int]:
+        """Return the bytes allocated for keys and values, and the bytes that the tokens read so far need."""
+        return self._reader.memory()
+
     def load(self, weights: Mapping[str, object]) -> None:
         """Compute with ``weights`` from now on, here and in every worker over the same memory."""
         adopt(self._model, weights)

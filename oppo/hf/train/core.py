@@ -14,29 +14,34 @@ whole life: they may be serving rollouts at any time.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from oppo.durable import writing
+from oppo.errors import ConfigError
 from oppo.events import Batch
+from oppo.hf.device import use_stream
 from oppo.hf.loading.models import quiet
 from oppo.hf.lora import has_adapters, merged
 from oppo.hf.shared_memory import SharedModel
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.train.optimisation import Optimisation
 from oppo.hf.train.packing import MicroBatch, micro_batches, minibatches, pack, tokens_read, units
+from oppo.hf.train.partial_gradient import PartialGradient
 from oppo.hf.train.recompute import recompute
 from oppo.hf.train.sharding import reset, shard, whole
 from oppo.hf.train.team import Alone, Ranked, Team
 from oppo.hf.train.training_state import gather_training, read_training, write_training
-from oppo.hf.train.update_metrics import StalenessMetrics, UpdateMetrics
+from oppo.hf.train.update_metrics import StalenessMetrics, Sums, UpdateMetrics
 from oppo.hosted_trainer import TrainerCounts
-from oppo.losses import Evaluated, Input, Inputs, Loss, Whole, entropies, token_logprobs
+from oppo.losses import Divided, Evaluated, Input, Inputs, Loss, Whole, entropies, token_logprobs
 from oppo.losses.protocol import require_inputs, require_loss
 from oppo.models import Sampling, Trained, Weights
 from oppo.training import TrainerSettings
@@ -50,7 +55,7 @@ class HfTrainerCore:
 
     Args:
         models: what is trained.
-        sampling, settings, loss, shard: see :class:`oppo.hf.HfTrainer`.
+        sampling, settings, loss, shard, devices: see :class:`oppo.hf.HfTrainer`.
         counts: of updates and their work.
 
     Raises:
@@ -66,6 +71,7 @@ class HfTrainerCore:
         counts: TrainerCounts,
         *,
         shard: bool = True,
+        devices: Sequence[torch.device] = (),
     ) -> None:
         self.actor, self.critic = models.actor, models.critic
         self.settings, self.loss, self.counts = settings, loss, counts
@@ -80,11 +86,12 @@ class HfTrainerCore:
         self._whole = self._models = models
         self._sampling = sampling
         self._inputs = loss.reads | loss.measures
-        self._shard = shard
+        self._shard, self._devices = shard, devices
         self._team: Team = Alone()
+        self._partial: PartialGradient | None = None
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        made = partial(type(self), shard=self._shard)
+        made = partial(type(self), shard=self._shard, devices=self._devices)
         return made, (SharedModel(self._whole), self._sampling, self.settings, self.loss, self.counts)
 
     def join(self, rank: int, size: int, meeting: str) -> None:
@@ -92,12 +99,17 @@ class HfTrainerCore:
 
         Raises:
             ModelRefused: a model cannot be sharded.
+            ConfigError: there are not as many devices as ranks.
         """
-        team = Ranked(rank, size, meeting, self.actor.device)
+        if self._devices and len(self._devices) != size:
+            raise ConfigError(f"expected a device for each of {size} ranks, got {len(self._devices)}")
+        device = self._devices[rank] if self._devices else self.actor.device
+        use_stream(device)
+        team = Ranked(rank, size, meeting, device)
         if rank:
             self.counts = self.counts.copy()
-        if rank or self._shard:
-            self._models = self._whole.with_own_weights()
+        if rank or self._shard or device != self.actor.device:
+            self._models = self._whole.copied(device)
         if self._shard:
             shard(self._models, team.mesh)
         self._team = team
@@ -145,6 +157,7 @@ class HfTrainerCore:
         Raises:
             CheckpointError: it was written of other models.
         """
+        self._discard()
         counts = read_training(directory, self.optimisation)
         self._keep_whole()
         self.counts.version = self.counts.restored = counts["version"]
@@ -154,22 +167,115 @@ class HfTrainerCore:
         """Train on one batch; the version increases by one, even if every minibatch was skipped.
 
         A minibatch whose loss or gradient is not finite makes no optimizer step: its rollouts are in ``skipped``, each
-        once, and in ``nonfinite`` if no other minibatch trained them.
+        once, and in ``nonfinite`` if no other minibatch trained them. What was accumulated is discarded.
 
         Raises:
             ConfigError: the loss reads log-probs that the batch lacks, or another ``Accelerator`` of the process
                 accumulates gradients.
         """
-        require_inputs(self.loss, batch)
-        factor = self.settings.learning_rate_factor(self.counts.version)
-        self.optimisation.scale(factor)
-        update = UpdateMetrics(self.loss, StalenessMetrics(self.counts.version))
-        rows = units(batch, self.loss.unit)
-        try:
+        self._discard()
+
+        def learn(update: UpdateMetrics) -> None:
+            rows = units(batch, self.loss.unit)
             for epoch in range(self.settings.epochs):
                 key = self.settings.seed, self.counts.version, epoch
                 for minibatch in minibatches(rows, self.settings.minibatches, key):
                     self._step(batch, minibatch, update)
+
+        return self._learned(batch, learn)
+
+    def accumulate(self, part: Batch) -> None:
+        """Add the gradient of some rows of the coming batch, whole units, to what was accumulated.
+
+        Raises:
+            ConfigError: the gradient of a batch is not a sum over its units: there are several epochs or minibatches,
+                the loss divides by sizes of several kinds, or it reads log-probs that the part lacks.
+        """
+        self._require_a_sum()
+        require_inputs(self.loss, part)
+        if self._partial is None or self._partial.version != self.counts.version:
+            self._discard()
+            self._partial = PartialGradient(self.counts.version)
+        try:
+            self._accumulate(part, units(part, self.loss.unit), self._partial)
+        except BaseException:
+            reset(self._models)
+            self._discard()
+            raise
+        self._partial.note(part)
+
+    def commit(self, batch: Batch) -> Trained:
+        """Train on one batch, some rows of which were accumulated: the same as :meth:`update`, but for rounding.
+
+        If a number of them was not finite, or they are not rows of this batch as it is, it is an update.
+
+        Raises:
+            ConfigError: as :meth:`update` and :meth:`accumulate` do.
+        """
+        partial, self._partial = self._partial, None
+        if partial is None or not partial.is_of(batch, self.counts.version):
+            return self.update(batch)
+        rest = [unit for unit in units(batch, self.loss.unit) if not partial.holds(batch.rollouts[unit[0]])]
+        if rest:
+            self._accumulate(batch, rest, partial)
+        if not partial.finite:
+            return self.update(batch)
+        return self._learned(batch, lambda update: self._commit(batch, partial, update))
+
+    def _require_a_sum(self) -> None:
+        if self.settings.epochs > 1 or self.settings.minibatches > 1:
+            raise ConfigError(
+                f"a batch of {self.settings.epochs} epoch(s) and {self.settings.minibatches} minibatch(es) cannot be "
+                "trained in parts, since weights change within it: set both to 1, or do not stream updates"
+            )
+        if not isinstance(self.loss, Divided) or self.loss.divisor is None:
+            raise ConfigError(
+                f"{type(self.loss).__name__} does not name one size that it divides by, so its gradient cannot be "
+                "summed before the batch is complete: give it a divisor (oppo.losses.Divided), or do not stream updates"
+            )
+
+    def _accumulate(self, batch: Batch, rows: list[list[int]], partial: PartialGradient) -> None:
+        """Hold the gradient of the sum of these units' losses, if it is finite."""
+        self.optimisation.require_every_step()
+        one = Whole(1.0, 1.0, 1.0, float(self._sampling.max_new_tokens))
+        losses = [torch.zeros(())]
+        for part in self._shared(batch, rows):
+            outputs = self.outputs(part)
+            losses.append(self.backward(part, outputs, one).loss.detach())
+            partial.parts.append((part, {name: tensor.detach() for name, tensor in outputs.items()}))
+            self.counts.micro_batches += 1
+        finite = torch.tensor([float(torch.stack(losses).isfinite().all() and self.optimisation.is_finite())])
+        if self._team.sum(finite) == self._team.size:
+            self.optimisation.hold()
+        else:
+            partial.finite = False
+        self.optimisation.clear()
+
+    def _commit(self, batch: Batch, partial: PartialGradient, update: UpdateMetrics) -> None:
+        """Make the optimizer step of a batch whose gradient is held."""
+        rows = list(chain.from_iterable(units(batch, self.loss.unit)))
+        size, loss = Whole.of(batch, rows, self._sampling.max_new_tokens), cast("Divided", self.loss)
+        self.optimisation.release(1 / getattr(size, str(loss.divisor)))
+        found = Sums()
+        with torch.no_grad():
+            for part, outputs in partial.parts:
+                evaluated = self._evaluated(part, outputs, size)
+                update.add(part, outputs["logprobs"], evaluated)
+                found.add(evaluated)
+        self._apply(batch, rows, found, update)
+
+    def _discard(self) -> None:
+        self._partial = None
+        self.optimisation.forget()
+
+    def _learned(self, batch: Batch, learn: Callable[[UpdateMetrics], None]) -> Trained:
+        """Return the outcome of an update whose optimizer steps ``learn`` makes."""
+        require_inputs(self.loss, batch)
+        factor = self.settings.learning_rate_factor(self.counts.version)
+        self.optimisation.scale(factor)
+        update = UpdateMetrics(self.loss, StalenessMetrics(self.counts.version))
+        try:
+            learn(update)
             update.sum_over(self._team)
             self._keep_whole()
         except BaseException:
@@ -195,8 +301,20 @@ class HfTrainerCore:
     def _step(self, batch: Batch, minibatch: list[list[int]], update: UpdateMetrics) -> None:
         self.optimisation.require_every_step()
         rows = list(chain.from_iterable(minibatch))
-        size = Whole.of(batch, rows, self._sampling.max_new_tokens)
-        names, sums = self._gradient(batch, minibatch, size, update)
+        size, found = Whole.of(batch, rows, self._sampling.max_new_tokens), Sums()
+        for part in self._shared(batch, minibatch):
+            outputs = self.outputs(part)
+            evaluated = self.backward(part, outputs, size)
+            update.add(part, outputs["logprobs"], evaluated)
+            found.add(evaluated)
+            self.counts.micro_batches += 1
+        self._apply(batch, rows, found, update)
+
+    def _apply(self, batch: Batch, rows: list[int], found: Sums, update: UpdateMetrics) -> None:
+        """Make the optimizer step of a minibatch whose gradient was added, if all its numbers are finite."""
+        update.staleness.first_minibatch = False
+        self._team.sum_gradients(chain.from_iterable(self.optimisation.weights))
+        names, sums = found.over(self._team)
         *measured, loss = sums.tolist()
         norms = self.optimisation.clip()
         rollouts = {batch.responses[r].prompt.rollout for r in rows}
@@ -210,44 +328,33 @@ class HfTrainerCore:
             update.skipped |= rollouts
         self.optimisation.clear()
 
-    def _gradient(
-        self, batch: Batch, minibatch: list[list[int]], size: Whole, update: UpdateMetrics
-    ) -> tuple[tuple[str, ...], Tensor]:
-        """Add the gradient of a minibatch; return the names of what its loss measures, and their sums and the loss."""
+    def _shared(self, batch: Batch, minibatch: list[list[int]]) -> Iterator[MicroBatch]:
+        """Yield this rank's micro-batches of some units."""
         device, budget = self._models.actor.device, self.settings.micro_batch_tokens
         groups = list(micro_batches(batch, minibatch, device, budget))
-        names, parts = tuple[str, ...](), list[Tensor]()
         for mine in self._team.share([tokens_read(batch, group) for group in groups]):
             if mine is None:
                 self._idle(batch, groups[-1][:1])
-                continue
-            part = pack(batch, groups[mine], device, self._inputs)
-            evaluated = self._backward(part, size, update.staleness)
-            names = tuple(evaluated.measured)
-            parts.append(torch.stack((*evaluated.measured.values(), evaluated.loss)).detach())
-            update.count(part)
-            self.counts.micro_batches += 1
-        update.staleness.first_minibatch = False
-        names = self._team.agreed(names)
-        self._team.sum_gradients(chain.from_iterable(self.optimisation.weights))
-        return names, self._team.sum(torch.stack(parts).sum(0) if parts else torch.zeros(len(names) + 1))
+            else:
+                yield pack(batch, groups[mine], device, self._inputs)
 
     def _idle(self, batch: Batch, rows: list[int]) -> None:
         """Make the passes of a micro-batch without a gradient: those of other ranks need this one's shards."""
         part = pack(batch, rows, self._models.actor.device, self._inputs)
-        outputs = self._outputs(part).values()
+        outputs = self.outputs(part).values()
         self.optimisation.backward(torch.stack([output.sum() for output in outputs]).sum() * 0.0)
 
-    def _backward(self, part: MicroBatch, size: Whole, staleness: StalenessMetrics) -> Evaluated:
+    def backward(self, part: MicroBatch, outputs: Mapping[Input, Tensor], size: Whole) -> Evaluated:
         """Add the gradient of a micro-batch of a minibatch of this size; return the loss's result."""
-        outputs = self._outputs(part)
-        inputs = {name: tensor if name in self.loss.reads else tensor.detach() for name, tensor in outputs.items()}
-        evaluated = self.loss(Inputs(part.mask, part.row, part.groups, size, {**part.given, **inputs}))
-        staleness.add(part, outputs["logprobs"], evaluated)
+        evaluated = self._evaluated(part, outputs, size)
         self.optimisation.backward(evaluated.loss)
         return evaluated
 
-    def _outputs(self, part: MicroBatch) -> dict[Input, Tensor]:
+    def _evaluated(self, part: MicroBatch, outputs: Mapping[Input, Tensor], size: Whole) -> Evaluated:
+        inputs = {name: tensor if name in self.loss.reads else tensor.detach() for name, tensor in outputs.items()}
+        return self.loss(Inputs(part.mask, part.row, part.groups, size, {**part.given, **inputs}))
+
+    def outputs(self, part: MicroBatch) -> dict[Input, Tensor]:
         """Return log-probs, values if there is a critic, and entropies if the loss has them as input: float32 [T]."""
         logits, values = self.optimisation.models(part, actor_learns=self.counts.version >= self.settings.critic_warmup)
         temperature = self._sampling.temperature

@@ -8,6 +8,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from oppo.errors import ConfigError
 from oppo.hf.train.actor_critic import ActorCritic
@@ -41,6 +42,7 @@ class Optimisation:
         trained = models.trained()
         self.masters = MasterWeights(parameter for part in trained for parameter in part)
         self.weights = [[self.masters.of(parameter) for parameter in part] for part in trained]
+        self._held: dict[nn.Parameter, Tensor] = {}
         self.models, self.optimizer = self._accelerator.prepare(models, _adamw(settings, self.weights))
 
     def scale(self, factor: float) -> None:
@@ -67,6 +69,30 @@ class Optimisation:
         self._accelerator.backward(loss)
         self.masters.collect()
 
+    def is_finite(self) -> bool:
+        """Return whether all gradients are."""
+        return all(bool(_local(grad).isfinite().all()) for grad in self._gradients().values())
+
+    def hold(self) -> None:
+        """Add the gradients to those held aside, and clear them."""
+        for weight, grad in self._gradients().items():
+            held = self._held.get(weight)
+            self._held[weight] = grad if held is None else held.add_(grad)
+            weight.grad = None
+
+    def release(self, factor: float) -> None:
+        """Make ``factor`` times the gradients held aside the gradients."""
+        for weight, grad in self._held.items():
+            weight.grad = grad.mul_(factor)
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the gradients held aside."""
+        self._held = {}
+
+    def _gradients(self) -> dict[nn.Parameter, Tensor]:
+        return {weight: weight.grad for part in self.weights for weight in part if weight.grad is not None}
+
     def clip(self) -> tuple[float, ...]:
         """Scale each model's gradient down to the largest norm allowed; return the norms before."""
         return tuple(float(self._accelerator.clip_grad_norm_(part, self._max_grad_norm)) for part in self.weights)
@@ -85,6 +111,11 @@ class Optimisation:
         """Return the weights on which it steps, by the names of the models' parameters."""
         named = self.models.named_parameters()
         return {name: self.masters.of(parameter) for name, parameter in named if parameter.requires_grad}
+
+
+def _local(tensor: Tensor) -> Tensor:
+    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local
 
 
 def _adamw(settings: TrainerSettings, weights: Sequence[Sequence[nn.Parameter]]) -> torch.optim.AdamW:

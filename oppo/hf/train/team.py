@@ -44,8 +44,8 @@ class Team(Protocol):
     def sum_gradients(self, weights: Iterable[nn.Parameter]) -> None:
         """Replace the gradients of ``weights`` by their sums; a weight that no rank has a gradient of keeps none."""
 
-    def agreed(self, value: T) -> T:
-        """Return the value that rank 0 gave, which can be pickled."""
+    def first(self, value: T) -> T:
+        """Return the value of the first rank that gave a true one, which can be pickled; that of rank 0 without one."""
 
     def once(self, work: Callable[[], None]) -> None:
         """Let rank 0 do ``work``; its error is raised by all."""
@@ -68,7 +68,7 @@ class Alone:
     def sum_gradients(self, weights: Iterable[nn.Parameter]) -> None:
         """Leave the gradients alone."""
 
-    def agreed(self, value: T) -> T:
+    def first(self, value: T) -> T:
         """Return the value."""
         return value
 
@@ -94,6 +94,7 @@ class Ranked:
         for name in _LAUNCHER & os.environ.keys():
             del os.environ[name]
         self.rank, self.size, self._device = rank, size, device
+        self._had = [0.0] * size
         backend = "nccl" if device.type == "cuda" else "gloo"
         if not dist.is_initialized():  # by another trainer of these processes
             dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=size)
@@ -101,7 +102,7 @@ class Ranked:
 
     def share(self, costs: Sequence[float]) -> Sequence[int | None]:
         """Return this rank's parts."""
-        return deal(costs, self.rank, self.size)
+        return deal(costs, self._had, self.rank)
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum of the ranks' tensors."""
@@ -119,11 +120,11 @@ class Ranked:
                 weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
                 dist.all_reduce(weight.grad)
 
-    def agreed(self, value: T) -> T:
-        """Return the value that rank 0 gave."""
-        values: list[object] = [value]
-        dist.broadcast_object_list(values, device=self._device)
-        return cast("T", values[0])
+    def first(self, value: T) -> T:
+        """Return the value of the first rank that gave a true one."""
+        values: list[object] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return cast("T", next(filter(None, values), values[0]))
 
     def once(self, work: Callable[[], None]) -> None:
         """Let rank 0 do ``work``; its error is raised by all."""
@@ -133,11 +134,11 @@ class Ranked:
                 work()
             except Exception as raised:  # noqa: BLE001 - all ranks raise it
                 error = raised
-        if (error := self.agreed(error)) is not None:
+        if (error := self.first(error)) is not None:
             raise error
 
 
-def deal(costs: Sequence[float], rank: int, size: int) -> list[int | None]:
+def deal(costs: Sequence[float], had: list[float], rank: int) -> list[int | None]:
     """Return the parts of a rank, one for each round; ``None`` for a round in which there is none left for it.
 
     A round has a part of similar cost for each rank, since sharded weights are gathered layer by layer in step. Within
@@ -145,15 +146,14 @@ def deal(costs: Sequence[float], rank: int, size: int) -> list[int | None]:
 
     Args:
         costs: of each part, in any unit.
-        rank: of ``size`` ranks.
-        size: number of ranks.
+        had: what each rank has had so far; the costs of its parts are added.
+        rank: whose parts are returned.
 
     Example:
-        >>> [deal([5, 9, 1], rank, 2) for rank in (0, 1)]
+        >>> [deal([5, 9, 1], [0, 0], rank) for rank in (0, 1)]
         [[1, None], [0, 2]]
     """
-    dearest = sorted(range(len(costs)), key=lambda part: -costs[part])
-    had = [0.0] * size
+    dearest, size = sorted(range(len(costs)), key=lambda part: -costs[part]), len(had)
     mine: list[int | None] = []
     for start in range(0, len(dearest), size):
         dealt: list[int | None] = [None] * size

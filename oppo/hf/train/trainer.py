@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from transformers import PreTrainedModel
 
+from oppo.events import Batch
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.train.core import HfTrainerCore
 from oppo.hosted_trainer import HostedTrainer, TrainerCounts
 from oppo.losses import Loss, default_loss
-from oppo.models import Sampling
+from oppo.models import Sampling, Trained
 from oppo.placement import Hosting
 from oppo.training import TrainerSettings
 
@@ -44,6 +48,8 @@ class HfTrainer(HostedTrainer[HfTrainerCore]):
         loss: PPO's by default, :class:`oppo.losses.PPOLoss` with a critic, else :class:`oppo.losses.ClippedLoss`.
         shard: where there are several ranks, each has a shard of weights, gradients and optimizer states (FSDP2, see
             :mod:`oppo.hf.train.sharding`); otherwise each has all of them.
+        devices: of the ranks; those of the models when empty. Ranks on GPUs are given models on the CPU, which then
+            hold the weights that are published and saved.
 
     Raises:
         ConfigError: settings or loss need a critic and there is none, or there is a critic and the loss ignores it.
@@ -62,6 +68,7 @@ class HfTrainer(HostedTrainer[HfTrainerCore]):
         settings: TrainerSettings | None = None,
         loss: Loss | None = None,
         shard: bool = True,
+        devices: Sequence[torch.device] = (),
     ) -> None:
         core = HfTrainerCore(
             ActorCritic(actor, critic),
@@ -70,5 +77,19 @@ class HfTrainer(HostedTrainer[HfTrainerCore]):
             default_loss(critic=critic is not None) if loss is None else loss,
             TrainerCounts.new(),
             shard=shard,
+            devices=devices,
         )
         super().__init__(core, thread)
+
+    async def accumulate(self, part: Batch) -> None:
+        """Add the gradient of some rows of the coming batch; see :class:`oppo.models.StreamingTrainer`.
+
+        Raises:
+            ConfigError: the gradient of a batch is not a sum over its units: there are several epochs or minibatches,
+                or the loss names no size that it divides by.
+        """
+        await self.given("accumulate", HfTrainerCore.accumulate, part)
+
+    async def commit(self, batch: Batch) -> Trained:
+        """Train on a batch, some rows of which were accumulated."""
+        return await self.given("commit", HfTrainerCore.commit, batch)

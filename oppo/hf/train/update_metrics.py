@@ -102,6 +102,24 @@ class StalenessMetrics:
         }
 
 
+class Sums:
+    """The loss of a minibatch and what it measures, added up over micro-batches, here and in other ranks."""
+
+    def __init__(self) -> None:
+        self._names: tuple[str, ...] = ()
+        self._parts: list[Tensor] = []
+
+    def add(self, evaluated: Evaluated) -> None:
+        """Add the loss's result for a micro-batch."""
+        self._names = tuple(evaluated.measured)
+        self._parts.append(torch.stack((*evaluated.measured.values(), evaluated.loss)).detach())
+
+    def over(self, team: Team) -> tuple[tuple[str, ...], Tensor]:
+        """Return the names of the measurements, and the sums over all ranks of them and the loss, float32 [n + 1]."""
+        names = team.first(self._names)
+        return names, team.sum(_sum(self._parts, torch.zeros(len(names) + 1)))
+
+
 @dataclass(slots=True)
 class UpdateMetrics:
     """What the minibatches of one update add up to.
@@ -129,8 +147,9 @@ class UpdateMetrics:
     padding: int = 0
     tokens: int = 0
 
-    def count(self, part: MicroBatch) -> None:
-        """Count a micro-batch that was trained on."""
+    def add(self, part: MicroBatch, logprobs: Tensor, evaluated: Evaluated) -> None:
+        """Add a micro-batch that is trained on: its current log-probs, float32 [T], and the loss's result."""
+        self.staleness.add(part, logprobs, evaluated)
         self.micro_batches += 1
         self.padding += part.padding
         self.tokens += part.ids.numel()

@@ -1,0 +1,157 @@
+"""Estimates beside the same work with data: the bytes of live tensors, and of whole processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from oppo.errors import ModelRefused
+from oppo.hf.lora import add_lora
+from oppo.hf.memory.estimate import (
+    Bytes,
+    Load,
+    longest_batch,
+    of_critic,
+    of_policy,
+    of_reference,
+    of_reward,
+    of_trainer,
+)
+from oppo.hf.memory.live_bytes import LiveBytes, without_data
+from oppo.hf.train.actor_critic import ActorCritic
+from oppo.hf.train.core import HfTrainerCore
+from oppo.hosted_trainer import TrainerCounts
+from oppo.losses import ClippedLoss, PPOLoss
+from oppo.models import Sampling
+from oppo.training import TrainerSettings
+from tests.hf import tiny
+
+LOAD = Load(rollouts=6, prompt=20, response=40, chunk=16)
+SAMPLING = Sampling(max_new_tokens=40)
+
+
+def weights_of(*models: torch.nn.Module) -> int:
+    return sum(each.nbytes for each in {each for model in models for each in [*model.parameters(), *model.buffers()]})
+
+
+def test_bytes_are_counted_while_they_are_alive() -> None:
+    for counted in (LiveBytes(), without_data()):
+        with counted as live:
+            one = torch.zeros(100, 10)
+            view = one.view(1000)[10:]
+            other = one + 1
+            assert live.now == 8000
+            del one, other
+            assert live.now == 4000, "the view keeps the memory alive"
+            del view
+            assert (live.now, live.peak) == (0, 8000)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2-sliding", "gpt2", "gemma3", "olmo2"])
+def test_a_served_model_is_estimated_without_its_weights(name: str) -> None:
+    policy = of_policy(lambda: tiny.causal(name), LOAD, SAMPLING, prefill_tokens=64)
+    reference = of_reference(lambda: tiny.causal(name), LOAD)
+    real = tiny.causal(name)
+    assert policy.weights == reference.weights
+    assert policy.weights == pytest.approx(weights_of(real), rel=0.01)
+    for each in (policy, reference):
+        assert each.keys_values >= LOAD.rollouts * (LOAD.sequence - 1) * 4
+        assert each.activations > 0
+        assert each.total == each.weights + each.keys_values + each.activations
+
+
+def test_more_rollouts_longer_ones_and_more_logits_need_more() -> None:
+    def total(load: Load, sampling: Sampling = SAMPLING) -> int:
+        return of_policy(tiny.causal, load, sampling, prefill_tokens=64).total
+
+    usual = total(LOAD)
+    assert total(replace(LOAD, rollouts=12)) > usual
+    assert total(replace(LOAD, response=80)) > usual
+    assert total(LOAD, replace(SAMPLING, temperature=0.0)) < usual
+    assert of_reward(tiny.scalar, LOAD).total < of_reference(tiny.causal, LOAD).total
+    assert of_critic(tiny.scalar, LOAD).weights == of_reward(tiny.scalar, LOAD).weights
+
+
+@pytest.mark.parametrize("checkpointing", [0, 1])
+@pytest.mark.parametrize("critic", [True, False])
+def test_training_without_data_is_counted_like_training_with_data(critic: bool, checkpointing: int) -> None:
+    settings = TrainerSettings(gradient_checkpointing=checkpointing, micro_batch_tokens=120)
+    loss = PPOLoss() if critic else ClippedLoss()
+
+    def made() -> ActorCritic:
+        return ActorCritic(tiny.causal(), tiny.scalar() if critic else None)
+
+    expected = of_trainer(made, LOAD, SAMPLING, settings, loss)
+    core = HfTrainerCore(made(), SAMPLING, replace(settings, epochs=1), loss, TrainerCounts.new())
+
+    def updated(load: Load) -> int:
+        batch = longest_batch(120 // (load.sequence - 1), load, critic=critic)
+        core.update(batch)  # this allocates the optimizer's state
+        live = LiveBytes()
+        with live:
+            core.update(batch)
+        return live.peak
+
+    peak = max(map(tiny.apart(updated), (LOAD, replace(LOAD, prompt=1))))
+    assert expected.weights == pytest.approx(weights_of(core.actor, *([core.critic] if core.critic else [])), rel=0.01)
+    assert expected.optimizer == 2 * expected.gradients
+    assert expected.total == pytest.approx(expected.weights + expected.optimizer + peak, rel=0.1)
+
+
+def test_adapters_need_little_but_activations_and_short_weights_need_copies() -> None:
+    def adapted() -> ActorCritic:
+        actor = tiny.causal()
+        add_lora(actor, 4, 8)
+        return ActorCritic(actor)
+
+    def short() -> ActorCritic:
+        return ActorCritic(tiny.causal(dtype=torch.bfloat16))
+
+    def of(make: Callable[[], ActorCritic]) -> Bytes:
+        return of_trainer(make, LOAD, SAMPLING, TrainerSettings(), ClippedLoss())
+
+    whole, lora, bfloat16 = of(lambda: ActorCritic(tiny.causal())), of(adapted), of(short)
+    assert lora.optimizer < 0.5 * whole.optimizer
+    assert lora.weights > whole.weights
+    assert bfloat16.weights == pytest.approx(0.5 * whole.weights, rel=0.01)
+    assert bfloat16.optimizer == pytest.approx(1.5 * whole.optimizer, rel=0.01), "moments and copies are float32"
+
+
+def test_nothing_is_allocated() -> None:
+    """A model of 70 billion numbers is estimated like any other."""
+    config = tiny.CONFIGS["llama"]()
+    config.update({"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 2, "vocab_size": 128_256})
+    config.update({"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128})
+    estimated = of_reference(lambda: tiny.of(config), LOAD)
+    assert estimated.weights > 12e9
+    assert np.isfinite(estimated.total)
+
+
+def test_what_cannot_be_trained_is_refused_as_in_a_run() -> None:
+    def half() -> ActorCritic:
+        return ActorCritic(tiny.causal(dtype=torch.float16))
+
+    with pytest.raises(ModelRefused, match="float16"):
+        of_trainer(half, LOAD, SAMPLING, TrainerSettings(), ClippedLoss())
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("role", ["policy", "reference", "reward", "trainer", "checkpointing", "adapters", "grpo"])
+def test_estimates_are_within_a_fifth_of_a_process_s_peak(role: str) -> None:
+    """Measured by the system: what a process of that model alone has in memory at most, above what it had before."""
+    found = subprocess.run(
+        [sys.executable, "-m", "tests.hf.memory.measured", role],
+        check=True,
+        capture_output=True,
+        text=True,
+        env={"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "PATH": ""},
+    )
+    measured, expected = map(float, found.stdout.split())
+    assert 0.8 < expected / measured < 1.2, (expected, measured)

@@ -1,0 +1,232 @@
+"""Updates in parts: the gradient of rows that are known early, the rest at the end, and what makes an update whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TypeAlias
+
+import anyio
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from oppo.errors import ConfigError
+from oppo.events import Batch
+from oppo.hf.cpu import use_cores
+from oppo.hf.digest import weights_digest
+from oppo.hf.train.trainer import HfTrainer
+from oppo.losses import ClippedLoss, Loss, PairwiseLoss, SequenceLoss
+from oppo.models import StreamingTrainer, Trained
+from oppo.placement import Place, Ranks, Thread
+from oppo.training import TrainerSettings
+from tests.hf import tiny
+from tests.hf.test_trainer import rollouts
+from tests.hf.test_trainer_places import SAMPLING
+
+Column: TypeAlias = NDArray[np.float32]
+SETTINGS = TrainerSettings(learning_rate=1e-3, epochs=1, micro_batch_tokens=60)
+LOSSES: dict[str, Loss] = {
+    "tokens": ClippedLoss(kl=0.05),
+    "responses": ClippedLoss(kl=0.05, kl_estimator="k3", aggregation="responses"),
+    "constant": ClippedLoss(aggregation="constant"),
+    "an entropy bonus": ClippedLoss(entropy_coefficient=0.01),
+    "sequences": SequenceLoss(),
+    "pairs": PairwiseLoss(),
+}
+
+
+@pytest.fixture(scope="module")
+def thread() -> Iterator[Thread]:
+    with Thread("trainer", setup=partial(use_cores, 1)) as thread:
+        yield thread
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks("trainer", 2, setup=partial(use_cores, 1)) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def batch() -> Batch:
+    """A batch of pairs without a critic; advantages and scores differ between rows."""
+    made = tiny.apart(rollouts)(tiny.causal(seed=1), tiny.scalar(seed=3))
+    made = rows_of(made, range(len(made) - len(made) % 2))
+    responses = tuple(
+        replace(response, prompt=replace(response.prompt, group=row // 2))
+        for row, response in enumerate(made.responses)
+    )
+    noise = np.random.default_rng(3).normal(size=len(made)).astype(np.float32)
+    reference = (made.logprobs - 0.1).astype(np.float32)
+    return replace(made, responses=responses, scores=noise, reference=reference, values=None, returns=None)
+
+
+def rows_of(batch: Batch, rows: Sequence[int]) -> Batch:
+    """Return some rows of a batch, in this order."""
+    spans = batch.rows()
+    tokens = np.concatenate([np.arange(spans[row].start, spans[row].stop) for row in rows])
+
+    def of(column: Column | None) -> Column | None:
+        return None if column is None else column[tokens]
+
+    return replace(
+        batch,
+        responses=tuple(batch.responses[row] for row in rows),
+        reasons=tuple(batch.reasons[row] for row in rows),
+        scores=batch.scores[list(rows)],
+        offsets=np.concatenate(([0], np.cumsum([spans[row].stop - spans[row].start for row in rows]))),
+        tokens=batch.tokens[tokens],
+        versions=batch.versions[tokens],
+        sampled=batch.sampled[tokens],
+        logprobs=batch.logprobs[tokens],
+        proximal=of(batch.proximal),
+        reference=of(batch.reference),
+        values=of(batch.values),
+        rewards=of(batch.rewards),
+        advantages=of(batch.advantages),
+        returns=of(batch.returns),
+    )
+
+
+def groups_of(batch: Batch) -> list[Batch]:
+    return [rows_of(batch, (first, first + 1)) for first in range(0, len(batch), 2)]
+
+
+def trainer_of(place: Place, loss: Loss, given: TrainerSettings = SETTINGS, *, shard: bool = True) -> HfTrainer:
+    actor: PreTrainedModel = tiny.causal(seed=1)
+    return HfTrainer(actor, sampling=SAMPLING, thread=place, settings=given, loss=loss, shard=shard)
+
+
+def weights(actor: PreTrainedModel) -> torch.Tensor:
+    return torch.cat([parameter.detach().double().flatten() for parameter in actor.parameters()])
+
+
+def require_close(ours: HfTrainer, theirs: HfTrainer) -> None:
+    moved = (weights(theirs.core.actor) - weights(tiny.causal(seed=1))).norm()
+    assert (weights(ours.core.actor) - weights(theirs.core.actor)).norm() < 1e-2 * moved
+
+
+def require_equal_metrics(ours: Trained, theirs: Trained) -> None:
+    assert ours.skipped == theirs.skipped
+    left_out = {"train/micro_batches", "train/padding_fraction"}
+    assert {name: value for name, value in ours.metrics.items() if name not in left_out} == {
+        name: pytest.approx(value, rel=1e-4, abs=1e-6) for name, value in theirs.metrics.items() if name not in left_out
+    }
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+async def test_parts_and_the_rest_are_the_batch_but_for_rounding(kind: str, thread: Thread, batch: Batch) -> None:
+    streamed, usual = (trainer_of(thread, LOSSES[kind]) for _ in range(2))
+    assert isinstance(streamed, StreamingTrainer)
+    for _ in range(3):
+        first, second, *_ = groups_of(batch)
+        await streamed.accumulate(second)
+        await streamed.accumulate(first)
+        require_equal_metrics(await streamed.commit(batch), await usual.update(batch))
+    assert streamed.version == 3
+    require_close(streamed, usual)
+
+
+@settings(max_examples=20)
+@given(data=st.data())
+def test_neither_order_nor_number_of_the_parts_matters(data: st.DataObject, thread: Thread, batch: Batch) -> None:
+    groups = groups_of(batch)
+    early = data.draw(st.permutations(range(len(groups))))[: data.draw(st.integers(0, len(groups)))]
+
+    async def compare() -> None:
+        streamed, usual = (trainer_of(thread, LOSSES["responses"]) for _ in range(2))
+        for number in early:
+            await streamed.accumulate(groups[number])
+        require_equal_metrics(await streamed.commit(batch), await usual.update(batch))
+        require_close(streamed, usual)
+
+    anyio.run(compare)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda batch: replace(batch, advantages=batch.advantages + np.float32(0.5)),
+        lambda batch: rows_of(batch, range(2, len(batch))),
+        lambda batch: replace(batch, scores=batch.scores[::-1].copy()),
+        lambda batch: replace(batch, reference=None),
+    ],
+    ids=["other advantages", "a row was dropped", "other scores", "no reference"],
+)
+async def test_what_is_not_of_the_batch_is_discarded_and_the_update_is_whole(
+    change: object, thread: Thread, batch: Batch
+) -> None:
+    assert callable(change)
+    streamed, usual = (trainer_of(thread, LOSSES["constant"]) for _ in range(2))
+    await streamed.accumulate(groups_of(batch)[0])
+    changed: Batch = change(batch)
+    ours, theirs = await streamed.commit(changed), await usual.update(changed)
+    assert ours.metrics == theirs.metrics
+    assert weights_digest(streamed.core.actor) == weights_digest(usual.core.actor), "to the last bit"
+
+
+async def test_an_update_discards_what_was_accumulated(thread: Thread, batch: Batch) -> None:
+    streamed, usual = (trainer_of(thread, LOSSES["tokens"]) for _ in range(2))
+    await streamed.accumulate(groups_of(batch)[0])
+    for trainer in (streamed, usual):
+        await trainer.update(batch)
+        await trainer.commit(batch)
+    assert weights_digest(streamed.core.actor) == weights_digest(usual.core.actor)
+
+
+@pytest.mark.parametrize("at", ["in a part", "in the rest"])
+async def test_a_number_that_is_not_finite_skips_the_batch_as_in_an_update(
+    at: str, thread: Thread, batch: Batch
+) -> None:
+    advantages = np.array(batch.advantages)
+    advantages[0 if at == "in a part" else -1] = np.nan
+    broken = replace(batch, advantages=advantages)
+    streamed, usual = (trainer_of(thread, LOSSES["tokens"]) for _ in range(2))
+    await streamed.accumulate(groups_of(broken)[0])
+    ours, theirs = await streamed.commit(broken), await usual.update(broken)
+    assert ours.skipped == theirs.skipped == batch.rollouts
+    for trainer in (streamed, usual):
+        await trainer.update(batch)
+    assert weights_digest(streamed.core.actor) == weights_digest(usual.core.actor)
+
+
+async def test_a_part_of_older_weights_is_discarded(thread: Thread, batch: Batch) -> None:
+    streamed, usual = (trainer_of(thread, LOSSES["tokens"]) for _ in range(2))
+    first, second, *_ = groups_of(batch)
+    await streamed.accumulate(first)
+    await streamed.update(batch)
+    await streamed.accumulate(second)
+    await streamed.commit(batch)
+    for _ in range(2):
+        await usual.update(batch)
+    require_close(streamed, usual)
+
+
+@pytest.mark.parametrize("shard", [True, False], ids=["sharded", "whole"])
+async def test_ranks_share_every_part(shard: bool, ranks: Ranks, thread: Thread, batch: Batch) -> None:
+    streamed, usual = trainer_of(ranks, LOSSES["responses"], shard=shard), trainer_of(thread, LOSSES["responses"])
+    for _ in range(2):
+        for part in groups_of(batch)[:-1]:
+            await streamed.accumulate(part)
+        require_equal_metrics(await streamed.commit(batch), await usual.update(batch))
+    require_close(streamed, usual)
+
+
+@pytest.mark.parametrize(
+    ("given", "loss", "words"),
+    [
+        (replace(SETTINGS, epochs=2), ClippedLoss(), r"2 epoch\(s\) and 1 minibatch\(es\)"),
+        (replace(SETTINGS, minibatches=2), ClippedLoss(), r"1 epoch\(s\) and 2 minibatch\(es\)"),
+        (SETTINGS, ClippedLoss(entropy_coefficient=0.1, aggregation="responses"), "ClippedLoss does not name one size"),
+    ],
+)
+async def test_what_is_no_sum_is_refused(
+    given: TrainerSettings, loss: Loss, words: str, thread: Thread, batch: Batch
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        await trainer_of(thread, loss, given).accumulate(groups_of(batch)[0])
