@@ -22,7 +22,8 @@ from typing import Final, Self
 from oppo.vllm.plugin import LOG, PARENT
 
 DEFAULTS: Final = {
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # each publish packs the weights anew, into new memory
+    # Each publish packs the weights anew: in huge pages, and in the memory that the packed ones before have left.
+    "GLIBC_TUNABLES": f"glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold={1 << 40}",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would inherit threads' locks, and torch's thread pool
     "VLLM_LOGGING_COLOR": "0",

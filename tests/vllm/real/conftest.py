@@ -17,7 +17,7 @@ from oppo.vllm import VllmEngine, VllmPolicy
 VOCABULARY = 512
 
 
-def tiny_actor(seed: int = 0, *, tied: bool = False) -> LlamaForCausalLM:
+def tiny_actor(seed: int = 0) -> LlamaForCausalLM:
     """Return an actor with heads that vLLM's kernels take, and distributions that are far from uniform.
 
     It has so many layers that a decode step takes longer than this process takes to read it: a publish in the midst of
@@ -34,7 +34,6 @@ def tiny_actor(seed: int = 0, *, tied: bool = False) -> LlamaForCausalLM:
                 num_attention_heads=2,
                 max_position_embeddings=1024,
                 initializer_range=0.1,
-                tie_word_embeddings=tied,
                 bos_token_id=1,
                 eos_token_id=2,
                 pad_token_id=0,
