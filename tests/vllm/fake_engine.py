@@ -119,6 +119,7 @@ class FakeAsyncLLM:
         mislabelled: it names other weights than made the tokens.
         logprob: of a token, by the length of the sequence before it.
         cached: heads of sequences whose keys and values it has, by salt.
+        rows: the requests of each decode step.
     """
 
     length: Callable[[Sequence[int]], int] = lambda prompt: 4 + prompt[0] % 7
@@ -137,6 +138,7 @@ class FakeAsyncLLM:
     updates: list[str] = field(default_factory=list)
     recomputed: int = 0
     cached: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
+    rows: list[int] = field(default_factory=list)
     _updating: bool = False
     _open: dict[str, Request] = field(default_factory=dict)
     _sent: list[tuple[float, Request, Output]] = field(default_factory=list)
@@ -242,6 +244,7 @@ class FakeAsyncLLM:
                     continue
                 await anyio.sleep(self.seconds)
                 if not self.errored and not self.paused:
+                    self.rows.append(len(self.requests))
                     for request in list(self.requests.values()):
                         self._advance(request)
             tasks.cancel_scope.cancel()
