@@ -82,10 +82,10 @@ async def expected(model: LlamaForCausalLM, prompt: Prompt, tokens: Sequence[int
 
 
 async def test_it_keeps_the_contract_of_a_policy(engine: VllmEngine) -> None:
+    sampling = Sampling(max_new_tokens=400, seed=11, stop=tuple(range(2, 8)))
+
     async def make() -> VllmPolicy:
-        return VllmPolicy(
-            engine, sampling=Sampling(max_new_tokens=400, seed=11), limit=lambda prompt: 6 + 120 * prompt.rollout
-        )
+        return VllmPolicy(engine, sampling=sampling, limit=lambda prompt: 6 + 120 * prompt.rollout)
 
     await check_policy(make, some(4))
 
