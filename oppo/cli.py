@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""The command line: ``oppo train``, ``oppo resume``, ``oppo doctor``, ``oppo demo``, ``oppo --version``.
-=======
-"""The command line: ``oppo train``, ``oppo resume``, ``oppo simulate``, ``oppo demo``, ``oppo --version``.
->>>>>>> simulate
+"""The command line: ``oppo train``, ``resume``, ``doctor``, ``simulate``, ``demo``, and ``oppo --version``.
 
 Exit codes: 0, done; 1, a run failed; 2, settings, data or models cannot be used; 3, a run trained nothing; 128 plus its
 number, ended by a signal: 130 by Ctrl-C, 143 by SIGTERM.
@@ -43,11 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     app = program("oppo", "PPO-style RLHF as a streaming graph of async stages.")
     app.command(train)
     app.command(resume)
-<<<<<<< HEAD
     app.command(doctor)
-=======
     app.command(simulate)
->>>>>>> simulate
     app.command(demo)
     return call(app, arguments)
 
@@ -170,7 +163,6 @@ def carry_out(
     return DONE
 
 
-<<<<<<< HEAD
 def doctor(
     config: Path,
     /,
@@ -202,7 +194,9 @@ def doctor(
         return UNUSABLE
     if trial:
         console.out("", *map(harmless, attempt(settings, note)), sep="\n", highlight=False)
-=======
+    return DONE
+
+
 def simulate(
     profile: Path | None = None,
     /,
@@ -257,7 +251,6 @@ def simulate(
     console.print(f"\n{legend(found)}\n\n{advice(found, lag)}", highlight=False)
     if json is not None:
         put(json, [as_json(found, lag)])
->>>>>>> simulate
     return DONE
 
 

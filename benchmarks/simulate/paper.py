@@ -1,4 +1,4 @@
-"""The OPPO paper's four settings in simulation: what each schedule takes, on an engine like TRL's and on one that serves.
+"""The OPPO paper's four settings in simulation: what each schedule takes, on TRL's engine and on one that serves.
 
 The engine like TRL's is that of the profiles. The serving engine decodes as vLLM does on an H200, pads nothing, and
 reaches 40 to 45 % of the FLOP/s. Schedules that decode while they train have devices of their own for each: k decode,
