@@ -88,9 +88,10 @@ def learn(options: argparse.Namespace) -> list[dict[str, float]]:
         print(f"after {point['updates']:3} updates {point['right']:.3f} are right, {score}")
     document = {
         "task": {"name": TASK, **CONFIG, "held_out": len(rows)},
+        "settings": tomllib.loads((HERE / "config.toml").read_text(encoding="utf-8")),
+        "set": options.set,
         "versions": {name: version(name) for name in ("reasoning-gym", "torch", "transformers")},
         "processor": processor(),
-        "settings": tomllib.loads((run.path / "config.toml").read_text(encoding="utf-8")),
         "curve": measured,
     }
     options.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -50,10 +51,22 @@ def test_without_the_library_it_says_what_to_install(
     assert "pip install 'oppo[reasoning-gym]'" in capsys.readouterr().err
 
 
+def test_the_committed_curve_is_of_the_committed_settings_and_rises() -> None:
+    committed = json.loads((EXAMPLE / "results.json").read_text(encoding="utf-8"))
+    settings = tomllib.loads((EXAMPLE / "config.toml").read_text(encoding="utf-8"))
+    assert (committed["settings"], committed["set"]) == (settings, [])
+    assert committed["task"] == {"name": make_model.TASK, **make_model.CONFIG, "held_out": 256}
+    curve = committed["curve"]
+    assert [point["updates"] for point in curve] == [*range(0, settings["run"]["steps"] + 1, settings["eval"]["every"])]
+    assert curve[-1]["score"] - curve[-1]["score_ci95"] > curve[0]["score"] + curve[0]["score_ci95"]
+    shown = [f"{100 * point['right']:.0f} %" for point in curve]
+    assert f"| {' | '.join(shown)} |" in (EXAMPLE / "README.md").read_text(encoding="utf-8")
+
+
 @pytest.mark.deep
 def test_the_policy_learns_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gym_stand_in.install(monkeypatch)
-    curve = learned(tmp_path, "--set", "run.panel=off")
+    curve = learned(tmp_path, "--set", "run.steps=60", "--set", "run.panel=off")
     first, last = curve[0], curve[-1]
     assert last["right"] > first["right"] + 0.1
     assert last["score"] - last["score_ci95"] > first["score"] + first["score_ci95"]
