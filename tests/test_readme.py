@@ -205,7 +205,7 @@ def test_the_reward_models_of_the_page_are_made(tmp_path: Path, monkeypatch: pyt
     sentence_encoder(tmp_path / "sentence-encoder", {"pooling_mode": "mean"})
     tiny.steps().save_pretrained(tmp_path / "process-reward-model")
     config = tiny.CONFIGS["llama"]()
-    config.vocab_size = 420
+    config.vocab_size, config.num_labels = 420, 1
     tiny.scalar_of(config).save_pretrained(tmp_path / "reward-model")
     spot("byte-level").tokenizer.save_pretrained(tmp_path / "reward-model")
     blocks = [block for block in fenced(ROOT / "docs" / "rewards.md", "python") if "oppo.hf.load_" in block]
