@@ -39,7 +39,14 @@ DEVICES: Final = 7
 
 STEPS: Final = 36
 SKIPPED: Final = 8
-SEEDS: Final = (0, 1)
+SEEDS: Final[Mapping[str, tuple[int, ...]]] = MappingProxyType(
+    {"se-7b": (0, 1), "se-3b": (0,), "gsm8k-7b": (0,), "code-3b": (0,)}
+)
+"""Of the lengths, by setting."""
+
+FIRST: Final = 0
+"""The seed with which the devices are split."""
+
 CHUNK: Final = 256
 
 Engine: TypeAlias = Literal["like TRL's", "serving"]
@@ -162,7 +169,7 @@ def bound(setting: str, engine: Engine, decode: int = 0) -> float:
     """Return the work bound in seconds a step (:meth:`oppo.simulate.profile.Profile.bound`)."""
     profile = profile_of(setting, engine, decode)
     batches = 200
-    lengths = profile.work().lengths(batches * profile.workload.batch, 1, SEEDS[0])
+    lengths = profile.work().lengths(batches * profile.workload.batch, 1, FIRST)
     return profile.bound(lengths.reshape(batches, profile.workload.batch))
 
 
@@ -200,7 +207,7 @@ class Results:
         """Return the outcomes of a row, by seed."""
         if decode is None:
             decode = self.decoding(setting, engine, row)
-        return [self[Cell(setting, engine, row.name, decode, max_deferrals, seed)] for seed in SEEDS]
+        return [self[Cell(setting, engine, row.name, decode, max_deferrals, seed)] for seed in SEEDS[setting]]
 
     def decoding(self, setting: str, engine: Engine, row: Row) -> int:
         """Return the number of decoding devices with which a row is fastest, with the first seed; 0 without a split."""
@@ -214,7 +221,7 @@ class Results:
 
 def splits(setting: str, engine: Engine, row: Row) -> list[Cell]:
     """Return the runs of a row with the first seed, one for each split of the devices."""
-    return [Cell(setting, engine, row.name, decode, FORESEEN, SEEDS[0]) for decode in (SPLITS if row.split else (0,))]
+    return [Cell(setting, engine, row.name, decode, FORESEEN, FIRST) for decode in (SPLITS if row.split else (0,))]
 
 
 def simulate(results: Results, tell: Callable[[str], None]) -> None:
@@ -228,7 +235,7 @@ def simulate(results: Results, tell: Callable[[str], None]) -> None:
                 for each in tables
                 for row in shown(*each)
                 for cell in splits(*each, row)[:1]
-                for seed in SEEDS
+                for seed in SEEDS[each[0]]
             ),
             *(cell for each in SPLIT_CELLS for cell in each),
         ],
@@ -244,6 +251,23 @@ def shown(setting: str, engine: Engine) -> list[Row]:
 
 def _outcome(record: Mapping[str, object]) -> Outcome:
     return Outcome(**{**record, "extras": tuple(record["extras"])})  # type: ignore[arg-type]  # written by asdict
+
+
+BEGIN: Final = "<!-- tables of benchmarks/simulate/paper.py -->\n"
+END: Final = "<!-- end of tables -->"
+
+
+def in_page(text: str, tables: str) -> str:
+    """Return the text of a page with these tables between its marks.
+
+    Raises:
+        ValueError: it lacks the marks.
+    """
+    before, _, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise ValueError(f"the page lacks the marks {BEGIN.strip()} and {END}")
+    return f"{before}{BEGIN}\n{tables.strip()}\n\n{END}{after}"
 
 
 def page(results: Results) -> str:
@@ -287,7 +311,7 @@ def settings_table(results: Results, setting: str, engine: Engine) -> Iterator[s
 DEFERRALS: Final = ((FORESEEN, "unbounded"), (2, "at most 2"))
 SPLIT_ROWS: Final = ((ONE_STEP_OFF, (1, 2, 6)), (HALF_LIVE, (1, 2)), (ALL_LIVE, (1, 2)), (KEPT.name, (1,)))
 SPLIT_CELLS: Final = tuple(
-    tuple(Cell("se-7b", "serving", name, decode, most, seed) for seed in SEEDS)
+    tuple(Cell("se-7b", "serving", name, decode, most, seed) for seed in SEEDS["se-7b"])
     for name, decoding in SPLIT_ROWS
     for decode in decoding
     for most, _ in DEFERRALS
@@ -328,4 +352,7 @@ def speeds(base: Sequence[Outcome], found: Sequence[Outcome]) -> Spread:
 
 
 def ranged(spread: Spread) -> str:
+    """Return a mean with its range over seeds, where there are several."""
+    if spread.low == spread.high:
+        return f"{spread.mean:.2f}"
     return f"{spread.mean:.2f} ({spread.low:.2f} - {spread.high:.2f})"
