@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
 
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "numeric", "declared"}),
+    frozenset({"errors", "numeric", "declared", "signals"}),
     frozenset({"events", "observe", "overlap", "scheduling", "support", "token_rewards"}),
     frozenset(
         {
@@ -52,6 +52,7 @@ LEAVES = frozenset(
         "demo",
         "durable",
         "environments",
+        "gym",
         "hf",
         "liveness",
         "redact",
@@ -73,6 +74,7 @@ TORCH = (
     PACKAGE / "demo",
     PACKAGE / "app" / "assemble.py",
     PACKAGE / "app" / "engines.py",
+    PACKAGE / "app" / "expected.py",
     PACKAGE / "app" / "roles.py",
 )
 """The only places that know torch."""

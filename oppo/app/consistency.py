@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from oppo.app.sections import EvalSection
+from oppo.app.reward_settings import OF_MODELS
+from oppo.app.sections import EvalSection, ModelsSection
 from oppo.declared import changed, declared
 from oppo.training import OF_THE_CRITIC
 from oppo.user_code import is_of_a_file
@@ -33,6 +34,7 @@ def require_consistent(settings: Settings) -> None:
             f"[vllm] holds {', '.join(settings.vllm)}, which only vLLM reads, and models.engine = "
             f"{settings.models.engine!r}: set models.engine = 'vllm', or leave [vllm] out"
         )
+    _require_models_that_read(settings.models)
     if settings.step.lookahead and settings.models.share_weights:
         raise ValueError(
             f"step.lookahead = {settings.step.lookahead} trains while the next step is decoded, and "
@@ -59,6 +61,20 @@ def require_consistent(settings: Settings) -> None:
             f"step.algorithm = {settings.step.algorithm!r} compares the responses to a prompt with one another, and "
             "sampling.temperature = 0 makes them all the same: give one above 0"
         )
+
+
+def _require_models_that_read(models: ModelsSection) -> None:
+    """Check that what says how a reward model reads is not said of a function."""
+    for key, part in models.rewards.items():
+        if isinstance(models.reward, str):
+            given = [f"models.{name}" for name in changed(models, [f"reward_{name}" for name in OF_MODELS])]
+        else:
+            given = [f"models.{key}.{name}" for name in OF_MODELS if getattr(part, name) is not None]
+        if part.is_function and given:
+            raise ValueError(
+                f"{', '.join(given)} says how a reward model reads, and the reward {part.source!r} is Python code: "
+                "leave that out"
+            )
 
 
 def _require_a_sum(settings: Settings) -> None:
@@ -174,11 +190,11 @@ def _require_possible_on_vllm(settings: Settings) -> None:
             "run.policy = 'process' places an actor of transformers, and vLLM has processes of its own: leave it out, "
             "or set models.engine = 'transformers'"
         )
-    if settings.sampling.top_p < 1:
+    if settings.sampling.top_p < 1 and not settings.sampling.top_k:
         raise ValueError(
             f"sampling.top_p = {settings.sampling.top_p} draws from the most likely tokens, and vLLM does not say "
-            "which those were, though log-probs are among them: bound them by sampling.top_k, or set models.engine = "
-            "'transformers'"
+            "which those were, though log-probs are among them: bound them by sampling.top_k too, or set "
+            "models.engine = 'transformers'"
         )
 
 

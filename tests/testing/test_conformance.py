@@ -218,9 +218,38 @@ class Wrapping(FakePolicy):
         return self.wrapped(live, cut)
 
 
+class ClosesAllDecode(FakeDecode):
+    """Ends the decoding of all when it is given up."""
+
+    async def aclose(self) -> None:
+        self.closed = True
+        if self.policy.is_decoding(self):
+            for decode in list(self.policy._live):
+                decode.length = decode.made + 1
+
+
+class ClosesAll(FakePolicy):
+    def _decode(self, response: Response) -> FakeDecode:
+        return ClosesAllDecode(**vars(super()._decode(response)))
+
+
+class ReadableDecode(FakeDecode):
+    """Is never given up."""
+
+    async def aclose(self) -> None:
+        return
+
+
+class Undying(FakePolicy):
+    def _decode(self, response: Response) -> FakeDecode:
+        return ReadableDecode(**vars(super()._decode(response)))
+
+
 @pytest.mark.parametrize(
     ("policy", "sentence"),
     [
+        (ClosesAll, "giving a rollout up changed the tokens of the others"),
+        (Undying, "a rollout that was given up can be read"),
         (Wrapping, "decoding wraps an error of its body in ExceptionGroup"),
         (Unsure, "did not go on as they were written"),
         (Elsewhere, "outside of its own support"),

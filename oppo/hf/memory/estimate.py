@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from oppo.events import Batch, Chunk, IntArray, Prompt, Response
@@ -19,6 +19,7 @@ from oppo.hf.kv.incremental import Incremental
 from oppo.hf.memory.live_bytes import LiveBytes, ModuleT, strip, without_data
 from oppo.hf.serve.chunked_prefill import ChunkedPrefill
 from oppo.hf.serve.noise import Noise
+from oppo.hf.serve.process_reward import ProcessRewardWorker
 from oppo.hf.serve.sampling import draw
 from oppo.hf.serve.scorer_input import ScorerInput
 from oppo.hf.serve.scorer_workers import ReferenceWorker, RewardWorker, ScorerWorker, ValueWorker
@@ -80,6 +81,15 @@ class Load:
         return self.prompt + self.response
 
 
+def at_rest(make: Callable[[], nn.Module]) -> Bytes:
+    """Return what a model needs that does nothing: its weights, and what their training keeps if some are trained."""
+    tensors = {id(each): each for model in [_bare(make)] for each in (*model.parameters(), *model.buffers())}.values()
+    trained = [each for each in tensors if each.requires_grad]
+    steps_on = sum(each.numel() * max(4, each.element_size()) for each in trained)
+    copies = sum(each.numel() * 4 for each in trained if each.element_size() < 4)
+    return Bytes(sum(each.nbytes for each in tensors), copies + 2 * steps_on, steps_on)
+
+
 def of_policy(make: Callable[[], PreTrainedModel], load: Load, sampling: Sampling, *, prefill_tokens: int) -> Bytes:
     """Return what a served policy needs when all rollouts are at their longest and have just been read again.
 
@@ -115,6 +125,11 @@ def of_reference(make: Callable[[], PreTrainedModel], load: Load) -> Bytes:
 def of_reward(make: Callable[[], PreTrainedModel], load: Load) -> Bytes:
     """Return what a served reward model needs."""
     return _of_scorer(make, lambda model: RewardWorker(_scoring(model), False), load)
+
+
+def of_process(make: Callable[[], PreTrainedModel], load: Load) -> Bytes:
+    """Return what a served process reward model needs."""
+    return _of_scorer(make, lambda model: ProcessRewardWorker(_scoring(model), False, (), 0, 0.0), load)
 
 
 def of_critic(make: Callable[[], PreTrainedModel], load: Load) -> Bytes:
