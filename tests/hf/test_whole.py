@@ -179,7 +179,7 @@ async def test_of_several_labels_the_one_that_is_named_scores(thread: Thread, tm
         values = await stream(scorer, made, seed=0)
         assert close(values[1], logits(encoder.model, encoder.text, said(made[1]))[at])
     for wrong in (None, "GOOD", 3):
-        with pytest.raises(ConfigError, match=r"labels NEGATIVE, NEUTRAL, POSITIVE: expected one .*reward_label"):
+        with pytest.raises(ConfigError, match=r"labels NEGATIVE, NEUTRAL, POSITIVE: expected one of them as the label"):
             ClassifierReward(encoder, POLICY, thread=thread, label=wrong)
 
 
