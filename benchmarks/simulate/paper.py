@@ -166,11 +166,11 @@ def profile_of(setting: str, engine: Engine, decode: int = 0) -> Profile:
 
 
 def bound(setting: str, engine: Engine, decode: int = 0) -> float:
-    """Return the work bound in seconds a step (:meth:`oppo.simulate.profile.Profile.bound`)."""
+    """Return the work bound in seconds for each trained token (:meth:`oppo.simulate.profile.Profile.bound`)."""
     profile = profile_of(setting, engine, decode)
     batches = 200
     lengths = profile.work().lengths(batches * profile.workload.batch, 1, FIRST)
-    return profile.bound(lengths.reshape(batches, profile.workload.batch))
+    return profile.bound(lengths.reshape(batches, profile.workload.batch)) * batches / float(lengths.sum())
 
 
 class Results:
@@ -337,7 +337,9 @@ def line(name: str, devices: str, base: Sequence[Outcome], found: Sequence[Outco
     """Return a line of a table."""
     speed, lag = speeds(base, found), np.mean([each.lag for each in found])
     longest, idle = max(each.longest_lag for each in found), np.mean([each.idle for each in found])
-    figures = f"{mean(found):.1f} | {ranged(speed)} | {lag:.2f} | {longest} | {idle:.0%} | {least / mean(found):.0%}"
+    figures = (
+        f"{mean(found):.1f} | {ranged(speed)} | {lag:.2f} | {longest} | {idle:.0%} | {least / per_token(found):.0%}"
+    )
     return f"| {name} | {devices} | {figures} |".replace("%", " %")
 
 
@@ -346,9 +348,14 @@ def mean(outcomes: Sequence[Outcome]) -> float:
     return float(np.mean([each.seconds for each in outcomes]))
 
 
+def per_token(outcomes: Sequence[Outcome]) -> float:
+    """Return the mean seconds for each trained token."""
+    return float(np.mean([each.per_token for each in outcomes]))
+
+
 def speeds(base: Sequence[Outcome], found: Sequence[Outcome]) -> Spread:
-    """Return the speed over the baseline's, paired by seed."""
-    return Spread.of(one.seconds / other.seconds for one, other in zip(base, found, strict=True))
+    """Return the speed over the baseline's, trained tokens a second, paired by seed."""
+    return Spread.of(one.per_token / other.per_token for one, other in zip(base, found, strict=True))
 
 
 def ranged(spread: Spread) -> str:

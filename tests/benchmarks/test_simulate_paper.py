@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 
 from benchmarks.simulate import paper
 from benchmarks.simulate.paper import ALL_LIVE, BY_NAME, HALF_LIVE, ONE_STEP_OFF, PAPER, Cell, Results
+from oppo.simulate.outcome import Outcome
 from oppo.simulate.schedules import FORESEEN
 
 RESULTS = Results()
@@ -22,6 +25,11 @@ def speed(row: paper.Row, engine: paper.Engine = TRL) -> float:
     return paper.speeds(RESULTS.outcomes("se-7b", engine, BASE), RESULTS.outcomes("se-7b", engine, row)).mean
 
 
+def written(outcome: Outcome) -> str:
+    """Return an outcome as text, in which what was not predicted is alike."""
+    return json.dumps(asdict(outcome))
+
+
 def test_the_page_has_the_tables_of_the_committed_outcomes() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert paper.in_page(text, paper.page(RESULTS)) == text
@@ -31,12 +39,12 @@ def test_the_7b_ablation_comes_out_of_constants_that_are_not_fitted_to_it() -> N
     """The physical model of the paper's system says 1.21 and 2.05 where a step is cut between two tokens."""
     assert speed(INTRA) == pytest.approx(1.21, rel=0.05)
     assert speed(BOTH) == pytest.approx(2.05, rel=0.05)
-    assert speed(INTER) == pytest.approx(PAPER[INTER.name], rel=0.1)
+    assert speed(INTER) == pytest.approx(float(PAPER[INTER.name]), rel=0.1)
 
 
 def test_committed_outcomes_are_those_of_this_code() -> None:
     cell = Cell("se-7b", TRL, INTRA.name, 0, FORESEEN, paper.FIRST)
-    assert cell.run() == RESULTS[cell]
+    assert written(cell.run()) == written(RESULTS[cell])
 
 
 @pytest.mark.deep
@@ -44,7 +52,7 @@ def test_one_step_off_and_continuous_outcomes_are_too() -> None:
     for name in (ONE_STEP_OFF, HALF_LIVE):
         decode = RESULTS.decoding("se-7b", "serving", BY_NAME[name])
         cell = Cell("se-7b", "serving", name, decode, FORESEEN, paper.FIRST)
-        assert cell.run() == RESULTS[cell]
+        assert written(cell.run()) == written(RESULTS[cell])
 
 
 def test_steps_in_flight_pay_where_training_has_devices_of_its_own() -> None:
@@ -61,7 +69,7 @@ def test_no_schedule_is_faster_than_the_work_on_its_devices() -> None:
         for engine in paper.ENGINES:
             for row in paper.shown(setting, engine):
                 least = paper.bound(setting, engine, RESULTS.decoding(setting, engine, row))
-                assert least <= 1.05 * paper.mean(RESULTS.outcomes(setting, engine, row)), row.name
+                assert least <= 1.02 * paper.per_token(RESULTS.outcomes(setting, engine, row)), row.name
 
 
 def test_a_page_without_marks_is_refused() -> None:
