@@ -23,14 +23,19 @@ async def test_a_place_says_what_it_is_at_work_on(place: Inline | Thread) -> Non
 
 
 async def test_work_is_done_on_the_caller_in_order_and_reported() -> None:
-    spans: list[Span] = []
+    spans, heard = list[Span](), list[str]()
     with Inline("total", listener=spans.append) as place:
         total = place.host(Total(1), track="sum")
         assert await total.call("add", Total.add, 2, times=3) == 7
-        assert await total.call_local("add", Total.add, 1) == 8
+        await total.load(Total.add, 1, lambda: heard.append(place.at_work))
+        assert await total.call("look", lambda here: here.sum) == 8
         thread = place.host(None)
         assert await thread.call("look", lambda _: threading.get_ident()) == threading.get_ident()
-    assert [(span.track, span.label) for span in spans] == [("sum", "add"), ("sum", "add"), ("total", "look")]
+    assert [(span.track, span.label) for span in spans] == [
+        *(("sum", label) for label in ("add", "load", "look")),
+        ("total", "look"),
+    ]
+    assert heard == ["sum: load"], "in the same turn"
 
 
 def test_virtual_time_goes_on_around_it() -> None:

@@ -120,7 +120,7 @@ class HfPolicy:
         Raises:
             ModelError: a tensor is missing, unknown or of another shape; the old weights are still served.
         """
-        await self._core.call_local("load", PolicyCore.load, weights)
+        await self._core.load(PolicyCore.load, weights)
         await self._core.call("refresh", PolicyCore.refresh)
 
     def serves(self, weights: Weights) -> bool:
