@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 
 from oppo import observe
 from oppo.errors import ProtocolError
 from oppo.placement.answered_place import AnsweredPlace
 from oppo.placement.callback import Callbacks
 from oppo.placement.rank_group import RankGroup
-from oppo.placement.wire import Call, pack
+from oppo.placement.wire import Answer, Call, Outcome, pack
 from oppo.scheduling import DEFAULT_TIME_SLICE, Priority, TimeSlice
 
 
@@ -42,8 +42,10 @@ class RankedPlace(AnsweredPlace):
         if (failure := self._group.create()) is not None:
             failure.result(self.name)
 
-    async def call_in_ranks(self, priority: Priority, track: str, label: str, call: Call) -> object:
-        """Return what a call returns in rank 0, made by every rank.
+    async def call_in_ranks(
+        self, priority: Priority, track: str, label: str, call: Call, then: Callable[[], object] | None = None
+    ) -> object:
+        """Return what a call returns in rank 0, made by every rank; ``then`` is called before the next one is made.
 
         Raises:
             ModelLost: the place is closed, or a rank died or failed alone.
@@ -55,8 +57,15 @@ class RankedPlace(AnsweredPlace):
         packet = pack(callbacks.extract(call))
         if callbacks:
             raise ProtocolError(f"{label!r} for {track!r} calls back, and ranks cannot: expected a Process or a Thread")
-        ask = partial(self._group.ask, [packet] * len(self.pids), f"{label!r} for {track!r}")
-        return await self.answered(priority, track, label, lambda: self._group.create(call.instance) or ask())
+
+        def ask() -> Outcome:
+            packets = [packet] * len(self.pids)
+            outcome = self._group.create(call.instance) or self._group.ask(packets, f"{label!r} for {track!r}")
+            if then is not None and isinstance(outcome, Answer):
+                then()
+            return outcome
+
+        return await self.answered(priority, track, label, ask)
 
     def abort(self) -> None:
         """Kill the ranks, whatever they are doing: the call in progress and every later one raise ``ModelLost``."""

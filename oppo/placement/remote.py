@@ -86,7 +86,7 @@ def require_portable(instance: object, place: str) -> None:
     """
     if pack_with_blocks(instance).blocks:
         raise ModelError(
-            f"{kind_of(instance).__name__} holds weights, and memory is not shared between machines: host it in {place!r} "
-            "by a recipe, as a scorer is that is given a ModelRecipe; the policy stays with the driver, in a Thread or a "
-            "Process"
+            f"{kind_of(instance).__name__} holds weights, and memory is not shared between machines: {place!r} hosts "
+            "what crosses as a recipe, such as a scorer that is given a ModelRecipe; the policy stays with the driver, "
+            "in a Thread or a Process"
         )
