@@ -70,7 +70,7 @@ class RayChild(Child):
         self._actor = cast("ActorHandle[Any]", servant.remote())
         self._coming: ray.ObjectRef[Arrival] = self._actor.arrive.remote()
         self._arrival: Arrival | None = None
-        self._setup = None if setup is None else pack(Call(None, setup))
+        self._setup: Packet | None = None if setup is None else pack(Call(None, setup))
 
     @property
     def pid(self) -> int:

@@ -29,6 +29,7 @@ class RayPlace(RemotePlace):
         cluster: must stay open as long as this place.
         room: what the actor takes of its machine.
         setup: called once in each actor before anything else; importable by name.
+        strategy: where Ray puts an actor: one of its scheduling strategies.
         restarts: how many dead actors are replaced in an hour.
         tell: called with a sentence about each restart, from another thread.
         patience: seconds that an actor may wait for room on some machine.
@@ -51,12 +52,13 @@ class RayPlace(RemotePlace):
         room: Room = ONE_CORE,
         listener: observe.SpanListener = observe.silent,
         setup: Setup = None,
+        strategy: object = "SPREAD",
         restarts: int = 3,
         tell: Callable[[str], None] = observe.silent,
         time_slice: TimeSlice = DEFAULT_TIME_SLICE,
         patience: float = PATIENCE,
     ) -> None:
-        start = ActorStart(cluster=cluster, room=room, patience=patience)
+        start = ActorStart(cluster=cluster, room=room, strategy=strategy, patience=patience)
         child = SupervisedProcess(name, setup=setup, restarts=restarts, tell=tell, start=start)
         super().__init__(name, child, listener=listener, time_slice=time_slice)
         self._cluster = cluster

@@ -1,6 +1,6 @@
-"""Two machines of a Ray cluster, played by two raylets of this one in a process of their own; and what is left of it.
+"""Machines of a Ray cluster, played by raylets of this one in a process of their own; and what is left of them.
 
-The processes of a cluster, and those of programs that use it, have a mark in their environment, by which they are found.
+The processes of a cluster, and those of programs that use it, are found by a mark in their environment.
 """
 
 from __future__ import annotations
@@ -37,6 +37,14 @@ SECONDS = 120.0
 """Within which everything happens, on however slow a machine."""
 
 
+@dataclass(frozen=True)
+class Machine:
+    """A machine: the process of its raylet, and its name in the cluster."""
+
+    raylet: int
+    node: str
+
+
 @dataclass
 class Machines:
     """A cluster with a head, where the driver is, and other machines.
@@ -44,24 +52,25 @@ class Machines:
     Attributes:
         address: of its head.
         mark: in the environment of all its processes.
-        raylets: their process ids, the head's first.
+        all: the machines, the head first.
     """
 
     address: str
     mark: str
     process: subprocess.Popen[str]
-    raylets: list[int] = field(default_factory=list)
+    all: list[Machine] = field(default_factory=list)
 
-    def add(self) -> int:
-        """Add a machine; return the process id of its raylet."""
+    def add(self) -> Machine:
+        """Add a machine."""
         print("add", file=cast("IO[str]", self.process.stdin), flush=True)
-        self.raylets.append(_told(self.process)["raylet"])
-        return self.raylets[-1]
+        said = _told(self.process)
+        self.all.append(Machine(said["raylet"], said["node"]))
+        return self.all[-1]
 
-    def lose(self, raylet: int) -> None:
+    def lose(self, machine: Machine) -> None:
         """Let a machine die: its raylet is killed, and its other processes end."""
-        self.raylets.remove(raylet)
-        os.kill(raylet, signal.SIGKILL)
+        self.all.remove(machine)
+        os.kill(machine.raylet, signal.SIGKILL)
 
     def pids(self) -> set[int]:
         """Return the processes of the cluster, and of what was started with its mark."""
@@ -97,7 +106,7 @@ def machines(count: int = 2, *, cpus: int = 4) -> Iterator[Machines]:
     )
     try:
         head = _told(process)
-        cluster = Machines(head["address"], mark, process, [head["raylet"]])
+        cluster = Machines(head["address"], mark, process, [Machine(head["raylet"], head["node"])])
         for _ in range(count - 1):
             cluster.add()
         yield cluster
@@ -125,18 +134,18 @@ def _serve(folder: str, cpus: int) -> None:
     """Run a cluster until the standard input is closed."""
     from ray.cluster_utils import Cluster
 
-    room = {"num_cpus": cpus, "object_store_memory": STORE, "include_dashboard": False}
+    room: dict[str, Any] = {"num_cpus": cpus, "object_store_memory": STORE, "include_dashboard": False}
     head = {**room, "_system_config": HEALTH, "temp_dir": folder}
     cluster = Cluster(initialize_head=True, head_node_args=head)
-    print(json.dumps({"address": cluster.address, "raylet": _raylet(cluster.head_node)}), flush=True)
+    _tell(cluster.head_node, address=cluster.address)
     for _ in sys.stdin:
-        print(json.dumps({"raylet": _raylet(cluster.add_node(**room))}), flush=True)
+        _tell(cluster.add_node(**room))
     cluster.shutdown()
 
 
-def _raylet(node: Any) -> int:
-    pid: int = node.all_processes["raylet"][0].process.pid
-    return pid
+def _tell(node: Any, **more: str) -> None:
+    raylet = node.all_processes["raylet"][0].process.pid
+    print(json.dumps({"raylet": raylet, "node": node.node_id, **more}), flush=True)  # noqa: T201 - to its parent
 
 
 if __name__ == "__main__":

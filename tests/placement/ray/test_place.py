@@ -11,7 +11,7 @@ import pytest
 
 from oppo.errors import ModelError, ModelLost, ProtocolError
 from oppo.observe import Span, now
-from oppo.placement import Callback, Recipe
+from oppo.placement import Callback, Hosted, Recipe
 from oppo.placement.block import Block
 from oppo.placement.ray import Cluster, RayPlace, Room
 from tests.placement.instances import Additions, Caller, Slate, Total, fail_to_set_up
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 async def test_calls_are_made_in_an_actor_and_timed_on_this_clock(cluster: Cluster) -> None:
     spans: list[Span] = []
     with RayPlace("total", cluster, listener=spans.append) as place:
-        total = place.host(Recipe(Total, Total, (1,)), track="sum")
+        total: Hosted[Total] = place.host(Recipe(Total, Total, (1,)), track="sum")
         begun = now()
         assert await total.call("add", Total.add, 2, times=3) == 7
         ended = now()
@@ -43,9 +43,7 @@ async def test_calls_are_made_in_an_actor_and_timed_on_this_clock(cluster: Clust
 async def test_what_holds_memory_of_this_machine_is_refused(cluster: Cluster) -> None:
     with (
         RayPlace("slate", cluster) as place,
-        pytest.raises(
-            ModelError, match="Slate holds weights, and memory is not shared between machines: 'slate' hosts"
-        ),
+        pytest.raises(ModelError, match=r"Slate holds weights, and memory is not shared between .* 'slate' hosts"),
     ):
         place.host(Slate(Block.new(8)))
 
