@@ -37,7 +37,7 @@ test-lowest: $(LOWEST)/.installed
 
 LOWEST_TESTS ?= tests/examples tests/graph tests/hf/test_cache.py tests/hf/test_load.py tests/hf/test_lora.py \
 	tests/hf/test_probe.py tests/hf/test_trainer.py tests/report tests/app/test_checkpoint.py tests/app/test_config.py \
-	tests/app/test_train.py tests/app/test_train_models.py tests/test_cli.py tests/test_data.py tests/test_readme.py
+	tests/app/test_train.py tests/app/test_train_models.py tests/test_cli.py tests/data tests/test_readme.py
 
 # But for torch: versions below the constraints' come as CUDA builds of several GB.
 $(LOWEST)/.installed: pyproject.toml constraints.txt

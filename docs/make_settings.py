@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import MISSING
+from dataclasses import MISSING, is_dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Union, get_args, get_origin
 
@@ -12,9 +12,10 @@ from pydantic.fields import FieldInfo
 
 from oppo.algorithms.registry import ALGORITHMS
 from oppo.app.overrides import SEEDED
+from oppo.app.sections import RewardPart
 from oppo.app.settings import keys_of
 from oppo.app.tables import OneOf
-from oppo.declared import MOST, SEEDS, Declared
+from oppo.declared import MOST, SEEDS, Declared, declared as declared_of
 
 PAGE = Path(__file__).with_name("settings.md")
 
@@ -56,13 +57,23 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "models.allow_pickle": ("pickled weights, `pytorch_model.bin`", ""),
     "models.ignore_unused_weights": ("strict loading, unexpected keys", ""),
     "models.reward_failure": ("reward error policy", ""),
+    "models.reward_drop": ("rewards that do not apply", ""),
     "models.reward_process": ("reward function in a subprocess", ""),
     "models.reward_concurrency": ("concurrent reward calls", ""),
     "models.reward_timeout": ("reward timeout", ""),
     "models.reward_each": ("reward calls per response", ""),
     "models.environment": ("environment, tool calls, multi-turn rollouts", ""),
     "models.environment_failure": ("tool error policy", ""),
+    "models.environment_process": ("tool in a subprocess", ""),
+    "models.environment_concurrency": ("concurrent tool calls", ""),
     "models.environment_timeout": ("tool timeout", ""),
+    "models.reward.NAME.source": ("reward functions, `reward_funcs`", "`reward_funcs` of GRPO"),
+    "models.reward.NAME.weight": ("reward weights", "`reward_weights` of GRPO"),
+    "models.reward.NAME.failure": ("see `models.reward_failure`", ""),
+    "models.reward.NAME.process": ("see `models.reward_process`", ""),
+    "models.reward.NAME.concurrency": ("see `models.reward_concurrency`", ""),
+    "models.reward.NAME.timeout": ("see `models.reward_timeout`", ""),
+    "models.reward.NAME.each": ("see `models.reward_each`", ""),
     "data.prompts": ("prompt dataset", "train_dataset"),
     "data.column": ("prompt field", ""),
     "data.max_prompt_tokens": ("maximum prompt length", ""),
@@ -86,6 +97,9 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "step.chunk": ("chunk size", ""),
     "step.on_publish": ("KV cache after a weight update", ""),
     "step.lookahead": ("asynchronous training, one-step-off", ""),
+    "step.loss": ("custom loss function", ""),
+    "step.stream_updates": ("gradient accumulation during generation", ""),
+    "step.publish": ("in-flight weight updates, PipelineRL", ""),
     "algorithm.kl": ("KL coefficient, beta", "kl_coef"),
     "algorithm.kl_in": ("KL as reward or as loss", ""),
     "algorithm.kl_estimator": ("KL estimator", "kl_estimator"),
@@ -115,6 +129,13 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "algorithm.long_buffer": ("soft over-long punishment, L_cache", ""),
     "algorithm.long_penalty": ("over-long penalty", ""),
     "algorithm.beta": ("beta", "`beta` of DPO"),
+    "eval.prompts": ("evaluation set, held-out set", "eval_dataset"),
+    "eval.every": ("evaluation interval", "`eval_steps`"),
+    "eval.samples": ("avg@n, pass@k", ""),
+    "eval.count": ("evaluation set size", ""),
+    "eval.pass_score": ("success threshold", ""),
+    "eval.batch": ("evaluation batch size", "`per_device_eval_batch_size`"),
+    "eval.seed": ("evaluation seed", "seed"),
     "trainer.learning_rate": ("learning rate", "learning_rate"),
     "trainer.critic_learning_rate": ("critic learning rate", ""),
     "trainer.critic_warmup": ("critic warm-up", ""),
@@ -149,10 +170,12 @@ DEMO: Mapping[str, str] = {
 ABOUT: Mapping[str, str] = {
     "run": "What is run, for how long, and what is written about it.",
     "models": "Directories or hub names; the reward may be a function as `file.py:function`.",
+    "models.reward.NAME": "One of several rewards, by a name of your own; their weighted sum is the score.",
     "data": "The prompts and how they are served.",
     "sampling": "How the policy draws tokens.",
     "step": "The algorithm, and the schedule of a step.",
     "algorithm": "The settings of the algorithm that `step.algorithm` names; not all of them have every key.",
+    "eval": "How the policy answers held-out prompts while it is trained: [runs.md](runs.md#held-out-score).",
     "trainer": "How actor and critic are optimised.",
 }
 """What each section is about."""
@@ -176,6 +199,12 @@ Arguments of vLLM's engine where `models.engine = "vllm"`, by the names that vLL
 installed before anything is loaded; those that the run sets itself are refused. [vllm.md](vllm.md) says more.
 """
 
+OWN = """## `[admission]` and `[loss]`
+
+The settings of an admission or a loss of your own, where `step.admission` or `step.loss` names a file: its parameters,
+with the types and defaults that it declares. [extending.md](extending.md#parts-of-your-own-by-their-file) says more.
+"""
+
 POSTFACE = """## Where the demo differs
 
 `make demo` names its models and prompts, and leaves every other key at its default but these:
@@ -192,13 +221,18 @@ def tables() -> dict[str, dict[str, dict[str, Declared]]]:
         for section, keys in keys_of(kind).items():
             for key, declared in keys.items():
                 every.setdefault(section, {}).setdefault(key, {})[algorithm] = declared
+            if section == "models":
+                for key, declared in declared_of(RewardPart).items():
+                    every.setdefault("models.reward.NAME", {}).setdefault(key, {})[algorithm] = declared
     return every
 
 
 def page() -> str:
     """Return the page."""
     sections = [line for name, keys in tables().items() for line in _section(name, keys)]
-    return "\n".join([PREFACE, *sections, VLLM, POSTFACE + "".join(_because(key, why) for key, why in DEMO.items())])
+    return "\n".join(
+        [PREFACE, *sections, OWN, VLLM, POSTFACE + "".join(_because(key, why) for key, why in DEMO.items())]
+    )
 
 
 def _section(name: str, keys: Mapping[str, Mapping[str, Declared]]) -> Iterator[str]:
@@ -261,14 +295,16 @@ def _kinds(annotation: object) -> list[str]:
         inner, *rules = arguments
         named = [f'`"{choice}"`' for rule in rules if isinstance(rule, OneOf) for choice in rule.choices]
         every = [rule for each in rules for rule in (each.metadata if isinstance(each, FieldInfo) else [each])]
-        return named or [" ".join([*_kinds(inner), *_limits(every)])]
+        return named or [" ".join([" or ".join(_kinds(inner)), *_limits(every)])]
     if origin is Literal:
         return [f'`"{choice}"`' for choice in arguments]
     if origin in (Union, types.UnionType):
         return [kind for argument in arguments for kind in _kinds(argument)]
+    if origin is Mapping:
+        return ["tables `[models.reward.NAME]`"]
     if origin is tuple:
         return [f"list of {' or '.join(_kinds(arguments[0]))}"]
-    return [WORDS[annotation]] if annotation in WORDS else []
+    return ["table"] if is_dataclass(annotation) else [WORDS[annotation]] if annotation in WORDS else []
 
 
 def _limits(rules: Iterable[object]) -> list[str]:

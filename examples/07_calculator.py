@@ -10,14 +10,13 @@ learns to add: what it learns is to ask.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import anyio
 import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from oppo import FunctionReward, Generate, Overcommit, Prompt, Sampling, StepReport, Thread, TrainerSettings, grpo
+from oppo import FunctionReward, Overcommit, Prompt, Sampling, StepReport, Thread, TrainerSettings, grpo
 from oppo.environments import FunctionEnvironment, TextTurn
 from oppo.hf import HfPolicy, HfTrainer
 from oppo.losses import ClippedLoss
@@ -76,9 +75,8 @@ async def train(steps: int = 12) -> list[StepReport]:
             ),
             admission=Overcommit(batch=8, extra=2),
             samples=4,
+            environment=FunctionEnvironment(calculator, decode, encode, timeout=5),
         )
-        tool = FunctionEnvironment(calculator, decode, encode, timeout=5)
-        graph = graph.replace(generate=replace(graph.stage("generate", Generate), environment=tool))
         async with graph.open(prompts) as run:
             return [step async for step in run.steps(steps)]
 

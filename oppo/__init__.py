@@ -5,6 +5,10 @@ are estimated, the weights are updated. Stragglers are carried into later steps,
 imported without torch; the models are in :mod:`oppo.hf`, fakes for tests in :mod:`oppo.testing`.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from oppo.admission import (
     Admission,
     AdmitView,
@@ -63,6 +67,9 @@ from oppo.stages import (
 from oppo.staleness import Correction
 from oppo.support import Support
 from oppo.training import TrainerSettings
+
+if TYPE_CHECKING:
+    from oppo.app.program import train
 
 __all__ = [
     "GAE",
@@ -138,7 +145,17 @@ __all__ = [
     "ppo",
     "read_prompts",
     "rollout_of",
+    "train",
     "watched",
     "where",
     "wrap",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Return :func:`train`, which is loaded when it is asked for: the application takes a while to import."""
+    if name != "train":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from oppo.app.program import train  # noqa: PLC0415 - see above
+
+    return train

@@ -56,7 +56,8 @@ class Tuned(ChunkSize):
 
     In every probe each candidate gets ``trials`` steps, interleaved with those of the others. The criterion is seconds
     per generated token over all of a candidate's steps, since the seconds of a step follow the lengths of its
-    responses. Candidates are fractions of the length cap, as the cost of a chunk depends on its share of a response.
+    responses. With lookahead these are observed some steps later, and a probe is decided when all of them are.
+    Candidates are fractions of the length cap, as the cost of a chunk depends on its share of a response.
     They differ where scoring is slow or each chunk is expensive; with a cheap reward model they hardly do.
 
     Attributes:
@@ -108,12 +109,14 @@ class Tuned(ChunkSize):
         """Record a step, unless it decoded nothing."""
         if not seen.tokens:
             return
-        if self._trial is not None:
-            size = self.size()
+        asked = self._step - seen.lookahead
+        at = asked % self.every
+        if asked >= 0 and at < self._trials:
+            size = seen.chunk or self.size()
             self._seconds[size] = self._seconds.get(size, 0.0) + seen.seconds
             self._tokens[size] = self._tokens.get(size, 0) + seen.tokens
         self._step += 1
-        if self._trial is None and self._tokens:
+        if at + 1 == self._trials and self._tokens:
             self._size = min(self._tokens, key=lambda size: self._seconds[size] / self._tokens[size])
             self._seconds, self._tokens = {}, {}
 
@@ -137,4 +140,9 @@ class Tuned(ChunkSize):
     def _trial(self) -> int | None:
         """Ordinal of the step in the current probe, if there is one."""
         at = self._step % self.every
-        return at if self._step >= 0 and at < self.trials * len(self.candidates) else None
+        return at if self._step >= 0 and at < self._trials else None
+
+    @property
+    def _trials(self) -> int:
+        """Steps of a probe."""
+        return self.trials * len(self.candidates)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import anyio
 from cyclopts import App, CycloptsError, Parameter
@@ -90,7 +90,8 @@ def train(
     override
         Change one setting: section.key=value, the value as in TOML. Can be repeated.
     dry_run
-        Load and check everything, print the resolved settings and the graph, train nothing.
+        Load and check everything, print the resolved settings, the graph, a prompt as the policy reads it, and what the
+        reward says of a short response to it; train nothing.
     """
     from oppo.app.config import load  # noqa: PLC0415 - `oppo --help` should be quick
 
@@ -124,7 +125,8 @@ def carry_out(
     settings: Settings, *, resume: bool = False, dry_run: bool = False, accept_changed_code: bool = False
 ) -> int:
     """Prepare and run what the settings say; return the command's exit code."""
-    from oppo.app.train import FINAL, prepare, run  # noqa: PLC0415 - `oppo --help` should be quick
+    from oppo.app.rehearsal import rehearse  # noqa: PLC0415 - `oppo --help` should be quick
+    from oppo.app.train import FINAL, prepare, run  # noqa: PLC0415 - likewise
 
     try:
         session = prepare(settings, note, resume=resume, dry_run=dry_run, accept_changed_code=accept_changed_code)
@@ -135,9 +137,10 @@ def carry_out(
         with session:
             if dry_run:
                 console.out(settings.toml(), session.graph.table(), sep="\n", highlight=False)
+                console.out("", *anyio.run(rehearse, session), sep="\n", highlight=False)
                 return DONE
             try:
-                anyio.run(partial(run, session, console, last_resort=leave))
+                directory = anyio.run(partial(run, session, console, last_resort=leave))
             except HangError as error:
                 leave(error)
             except Exception as error:
@@ -151,7 +154,7 @@ def carry_out(
         advice = f"go on with `oppo resume {settings.run_directory}`" if session.checkpoints.sealed else ""
         summary = "; ".join(filter(None, (ended, saved, advice)))
         return complain("\n".join([summary, *getattr(error, "__notes__", ())]), code_of(error))
-    made, planned = session.steps, settings.run.steps
+    made, planned = directory.made, settings.run.steps
     ended = f" after {made} of {planned} steps, with the end of the data" if made < planned else ""
     console.out(f"done{ended}: {settings.run_directory / 'report.html'}", highlight=False)
     return DONE
@@ -205,7 +208,7 @@ def note(sentence: str) -> None:
     Console(stderr=True).out(harmless(sentence), style="dim", highlight=False)
 
 
-def leave(error: HangError) -> None:
+def leave(error: HangError) -> NoReturn:
     """End the process at once: a thread that hangs is never waited for, as an orderly exit would."""
     complain(paragraph(error), FAILED)
     sys.stdout.flush()

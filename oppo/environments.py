@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import inspect
-import math
+import copy
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, TypeAlias
+from types import TracebackType
+from typing import Literal, Self, TypeAlias
 
-import anyio
 import numpy as np
 
-from oppo.errors import ConfigError, OppoError, running_loop
-from oppo.events import Drop
-from oppo.numeric import require_real, require_whole
-from oppo.placement.detached import run_detached
+from oppo.errors import ModelError, OppoError
+from oppo.events import Drop, IntArray
+from oppo.observe import Telling, silent
 from oppo.turns import Answer, State, Turn
-from oppo.user_code import contained, shown
+from oppo.user_calls import CONCURRENCY, UserCalls
+from oppo.user_code import UserFunction, contained, shown
 
-CONCURRENCY = 64
-"""Calls that overlap, unless another number is given."""
+PROCESSES = 4
+"""Processes of a sync function, unless another number of calls is given."""
 
 
 class EnvironmentFailure(OppoError):  # noqa: N818 - it says what happened
@@ -47,28 +46,82 @@ class TextTurn:
 
 
 EnvironmentFunction: TypeAlias = Callable[[TextTurn], object]
-"""``f(turn)``, sync or async: returns the answer as text, ``(text, state)``, or ``None`` to end the response."""
+"""``f(turn)``, sync or async: returns the answer as text or ``(text, state)``, ``None`` to end the response, or a
+``Drop``."""
+
+Said: TypeAlias = tuple[str, State] | Drop | None
+"""What a function answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """An environment's function as it is called, and its answer, checked."""
+
+    user: UserFunction
+
+    @property
+    def name(self) -> str:
+        return self.user.name
+
+    @property
+    def function(self) -> object:
+        return self.user.function
+
+    @property
+    def is_async(self) -> bool:
+        return self.user.is_async
+
+    def call(self, turn: TextTurn, where: str) -> Said:
+        """Call the function; return the answer.
+
+        Raises:
+            EnvironmentFailure: it raised, or returned something else.
+        """
+        with contained(lambda words: self.failure(f"raised {words}", where)):
+            result = self.user.function(turn)
+        return self._said(result, where)
+
+    async def answer(self, turn: TextTurn, where: str) -> Said:
+        """Do the same with an async function."""
+        with contained(lambda words: self.failure(f"raised {words}", where)):
+            result = self.user.function(turn)
+            result = await result if isinstance(result, Awaitable) else result
+        return self._said(result, where)
+
+    def failure(self, what: str, where: str) -> EnvironmentFailure:
+        """Return an error that names the function and the turn."""
+        return EnvironmentFailure(f"environment {self.name!r} {what} ({where})")
+
+    def _said(self, result: object, where: str) -> Said:
+        if result is None or isinstance(result, Drop):
+            return result
+        text, state = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+        if not isinstance(text, str) or not text:
+            raise self.failure(f"must return a text, a pair of text and state, or None; got {shown(result)}", where)
+        return text, state
 
 
 class FunctionEnvironment:
     """A function that answers turns, as an :class:`oppo.turns.Environment`.
 
     Args:
-        function: ``f(turn)``, sync or async, with a :class:`TextTurn`: returns the answer as text, or a pair of text
-            and state, or ``None`` to end the response. A sync function runs in a thread, or inline on a loop of
-            virtual time.
+        function: ``f(turn)``, sync or async, or its ``file.py:name``. It is given a :class:`TextTurn`, whose columns
+            are copies, and returns the answer as text, or a pair of text and state, or ``None`` to end the response, or
+            :meth:`oppo.Drop.because` of a reason. A sync function runs in a thread of its own for each call, or inline
+            on a loop of virtual time.
         decode: token ids to text, without special tokens.
         encode: text to token ids, without special tokens that the text does not contain.
         on_failure: ``fail`` raises; ``drop`` drops the rollout.
-        timeout: seconds after which a call has failed; ``None``: never. A thread is then left to itself.
-        concurrency: how many calls may overlap.
+        timeout: seconds after which a call has failed; ``None``: never. A process is killed then, and a thread, which
+            nothing can end, is left to itself. The same goes for a call whose rollout is given up.
+        concurrency: how many calls may overlap; by default 64, or 4 in processes.
+        process: call a sync function in processes of its own: it may then hold the interpreter lock or crash.
         prompt_column: the column that is given as ``prompt``.
-
-    Attributes:
-        at_work: names the function while a call is unanswered; empty otherwise.
+        tell: called with the news of a function that is :class:`~oppo.observe.Telling`.
 
     Raises:
         ConfigError: ``timeout`` or ``concurrency`` is out of range.
+        EnvironmentFailure: there is no such file or function, or it cannot be called in a process.
 
     Example:
         >>> async def main() -> list[int]:
@@ -83,35 +136,41 @@ class FunctionEnvironment:
 
     def __init__(
         self,
-        function: EnvironmentFunction,
+        function: EnvironmentFunction | str,
         decode: Callable[[Sequence[int]], str],
         encode: Callable[[str], Sequence[int]],
         *,
         on_failure: Literal["fail", "drop"] = "fail",
         timeout: float | None = None,
-        concurrency: int = CONCURRENCY,
+        concurrency: int | None = None,
+        process: bool = False,
         prompt_column: str = "prompt",
+        tell: Callable[[str], None] = silent,
     ) -> None:
-        if timeout is not None:
-            require_real("timeout", timeout, 0, error=ConfigError)
-        require_whole("concurrency", concurrency, 1, error=ConfigError)
-        self.name = str(getattr(function, "__name__", type(function).__name__))
-        self._function = function
-        call = getattr(function, "__call__", None)  # noqa: B004 - the method that a call runs
-        self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+        self._call = _Call(UserFunction.of(function, None, EnvironmentFailure))
+        self.name = self._call.name
+        default = PROCESSES if process else CONCURRENCY
+        try:
+            self._calls = UserCalls(
+                "environment",
+                self._call,
+                concurrency=default if concurrency is None else concurrency,
+                timeout=timeout,
+                process=process,
+            )
+        except ModelError as error:
+            raise EnvironmentFailure(f"environment {self.name!r}: {error}") from error
+        if tell is not silent and isinstance(self._call.function, Telling):
+            self._call.function.tell = tell
         self._decode = decode
         self._encode = encode
         self._drops = on_failure == "drop"
-        self._timeout = math.inf if timeout is None else timeout
-        self._concurrency = concurrency
-        self._limiter: anyio.CapacityLimiter | None = None
         self._prompt_column = prompt_column
-        self._calls = 0
 
     @property
     def at_work(self) -> str:
-        """Name of the function during a call, for a watchdog; empty otherwise."""
-        return f"environment {self.name!r}" if self._calls else ""
+        """The function's name while a call is unanswered; empty otherwise."""
+        return self._calls.at_work
 
     async def answer(self, turn: Turn) -> Answer | Drop | None:
         """Return the function's answer as tokens, ``None`` where it ends the response, or a ``Drop``.
@@ -120,50 +179,44 @@ class FunctionEnvironment:
             EnvironmentFailure: the function raised, took too long or returned something else, and failures are not
                 dropped.
         """
-        self._limiter = self._limiter or anyio.CapacityLimiter(self._concurrency)
-        async with self._limiter:
-            self._calls += 1
-            try:
-                return await self._answer(turn)
-            except EnvironmentFailure as failure:
-                if self._drops:
-                    return Drop(turn.prompt.rollout, str(failure))
-                raise
-            finally:
-                self._calls -= 1
+        where = f"turn {turn.number} of rollout {turn.prompt.rollout}"
+        try:
+            said = await self._calls.make(partial(self._failure, where), self._as_text(turn), where)
+            if said is None:
+                return None
+            if isinstance(said, Drop):
+                return replace(said, rollout=turn.prompt.rollout)
+            return Answer(self._tokens(said[0], where), said[1])
+        except EnvironmentFailure as failure:
+            if self._drops:
+                return Drop(turn.prompt.rollout, str(failure))
+            raise
 
-    async def _answer(self, turn: Turn) -> Answer | None:
-        with anyio.move_on_after(self._timeout):
-            with contained(lambda words: self._failure(f"raised {words}", turn)):
-                result = await self._called(self._as_text(turn))
-            return self._tokens(result, turn)
-        raise self._failure(f"took longer than {self._timeout:g} s", turn)
-
-    async def _called(self, turn: TextTurn) -> object:
-        if self._is_async or getattr(running_loop(), "virtual", False):
-            result = self._function(turn)
-            return await result if isinstance(result, Awaitable) else result
-        return await run_detached(f"oppo-{self.name}", partial(self._function, turn))
+    def _failure(self, where: str, what: str) -> EnvironmentFailure:
+        return self._call.failure(what, where)
 
     def _as_text(self, turn: Turn) -> TextTurn:
         prompt = turn.prompt
-        columns = {name: value for name, value in prompt.columns.items() if name != self._prompt_column}
-        asked = prompt.columns.get(self._prompt_column) or self._decode(prompt.tokens.tolist())
+        # Copies, since rollouts of a group, and later epochs, are given the same columns again.
+        columns = copy.deepcopy({**prompt.columns})
+        asked = columns.pop(self._prompt_column, None) or self._decode(prompt.tokens.tolist())
         return TextTurn(asked, self._decode(turn.tokens.tolist()), turn.number, turn.state, columns)
 
-    def _tokens(self, result: object, turn: Turn) -> Answer | None:
-        if result is None:
-            return None
-        pair = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
-        text, state = pair
-        if not isinstance(text, str) or not text:
-            raise self._failure(f"must return a text, a pair of text and state, or None; got {shown(result)}", turn)
+    def _tokens(self, text: str, where: str) -> IntArray:
         tokens = np.array(self._encode(text), np.int32)
         if not len(tokens):
-            raise self._failure(f"returned {text!r}, which is no token", turn)
-        return Answer(tokens, state)
+            raise self._call.failure(f"returned {text!r}, which is no token", where)
+        return tokens
 
-    def _failure(self, what: str, turn: Turn) -> EnvironmentFailure:
-        return EnvironmentFailure(
-            f"environment {self.name!r} {what} (turn {turn.number} of rollout {turn.prompt.rollout})"
-        )
+    async def __aenter__(self) -> Self:
+        await self._calls.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self._calls.__aexit__(kind, error, tb)
+
+    def close(self) -> None:
+        """Kill the function's processes, if it has some; idempotent."""
+        self._calls.close()

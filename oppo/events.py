@@ -227,6 +227,16 @@ class Drop:
     reason: str
     nonfinite: bool = field(default=False, compare=False)
 
+    @classmethod
+    def because(cls, reason: str) -> Drop:
+        """Return a drop by a function that does not know the rollout's number; who calls the function fills it in.
+
+        Example:
+            >>> def score(prompts, completions):
+            ...     return [len(each) if each else Drop.because("nothing was written") for each in completions]
+        """
+        return cls(-1, reason)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scored(Generic[T_co]):
@@ -320,6 +330,13 @@ class Batch:
     def rows(self) -> Sequence[slice]:
         """Return the slice of the per-token arrays that belongs to each row."""
         return [slice(int(a), int(b)) for a, b in zip(self.offsets[:-1], self.offsets[1:], strict=True)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """Rows of a step's batch that are complete before the batch is, which follows and holds them too."""
+
+    batch: Batch
 
 
 @dataclass(frozen=True, slots=True, eq=False)

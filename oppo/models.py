@@ -151,14 +151,6 @@ class Follower(Protocol):
         """Serve these weights from the next call on; on failure, go on serving the old ones."""
 
 
-@runtime_checkable
-class ServesByReference(Protocol):
-    """A follower that may serve the very tensors that are trained, so that an update changes what it serves."""
-
-    def serves(self, weights: Weights) -> bool:
-        """Return whether a tensor of ``weights`` is one that it serves."""
-
-
 class Decode(Protocol):
     """One rollout being decoded; between steps it keeps its unread tokens, and no task owns it."""
 
@@ -187,7 +179,7 @@ class Capabilities:
     Attributes:
         supports: truncated sampling reports the ids that each token was drawn from.
         resumes: how responses go on that are opened half-written, as those of a resumed run are.
-        adds_while_decoding: rollouts can join and leave while others are decoded (:class:`Decoding`).
+        adds_while_decoding: rollouts can join while others are decoded (:class:`Decoding`).
         loads_while_decoding: when weights that are loaded during decoding take effect.
         turns: a response can go on after a token that would end it (:class:`oppo.turns.MultiTurnPolicy`).
     """
@@ -203,15 +195,12 @@ class Decoding(Protocol):
     """Rollouts that are being decoded; an engine without the capability raises ``ProtocolError``."""
 
     async def add(self, decodes: Sequence[Decode]) -> None:
-        """Decode these as well, from the next decode step on."""
-
-    async def park(self, decodes: Sequence[Decode]) -> None:
-        """Stop decoding these: their unread tokens end with a piece whose state is ``cut``."""
+        """Decode these as well, from the next decode step on; those that come after the cut stay parked."""
 
 
 @dataclass(frozen=True, slots=True)
 class FixedDecoding:
-    """A :class:`Decoding` of an engine without ``adds_while_decoding``: both methods raise ``ProtocolError``.
+    """A :class:`Decoding` of an engine without ``adds_while_decoding``: it raises ``ProtocolError``.
 
     Attributes:
         engine: its name, for the error.
@@ -221,16 +210,9 @@ class FixedDecoding:
 
     async def add(self, decodes: Sequence[Decode]) -> None:
         """Refuse."""
-        raise self._refusal("joins", len(decodes))
-
-    async def park(self, decodes: Sequence[Decode]) -> None:
-        """Refuse."""
-        raise self._refusal("leaves", len(decodes))
-
-    def _refusal(self, does: str, count: int) -> ProtocolError:
-        return ProtocolError(
-            f"{self.engine} decodes what it was given until that ends or is cut, so none of {count} rollouts {does} "
-            "meanwhile: ask for its capabilities.adds_while_decoding first"
+        raise ProtocolError(
+            f"{self.engine} decodes what it was given until that ends or is cut, so none of {len(decodes)} rollouts "
+            "joins meanwhile: ask for its capabilities.adds_while_decoding first"
         )
 
 
@@ -248,10 +230,21 @@ class Policy(Follower, Protocol):
         """
 
     def decoding(self, live: Sequence[Decode], cut: Cut) -> AbstractAsyncContextManager[Decoding]:
-        """Decode ``live`` while the context is open, until each has ended or ``cut`` answers true.
+        """Decode ``live``, and what joins, while the context is open, until each has ended or ``cut`` answers true.
 
         On exit, decoding has stopped between two decode steps and all its tasks and jobs are over. No token is made
         outside of the context, so weights may change there.
+        """
+
+
+@runtime_checkable
+class VariesSampling(Protocol):
+    """A policy whose engine can draw in several ways."""
+
+    def with_sampling(self, sampling: Sampling) -> Policy:
+        """Return a policy with the same engine and the same weights, those of later publishing too, that draws so.
+
+        One of the two decodes at a time. Rollouts of this one that are parked meanwhile stay parked.
         """
 
 
@@ -269,7 +262,7 @@ class Scorer(Protocol[T_co]):
 
     A scorer that shares a place may also be a :class:`PrioritisedScorer`, and one that bounds the length of its calls a
     :class:`TimeSliced`. One that waits for something else than its place, a service for example, may be a
-    :class:`~oppo.scorer_protocols.ConcurrentScorer`.
+    :class:`~oppo.scorer_protocols.ConcurrentScorer`. One that is an async context manager is open as long as the run.
     """
 
     @property

@@ -5,29 +5,76 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Final, Literal, Protocol, TypeAlias, runtime_checkable
 
 now: Callable[[], float] = time.monotonic
 """Seconds on the clock used off the event loop: monotonic, shared by all processes of a machine."""
 
 
+Role: TypeAlias = Literal["decode", "score", "update", "other"]
+"""What work contributes to a step: tokens, scores, new weights (publishing included), or something else."""
+
+SpanKind: TypeAlias = Literal["work", "execution", "step"]
+"""What a span covers: a piece of work, one execution of a stage with its waits, or a whole step."""
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An interval of work on one track.
+    """An interval on one track.
 
     Attributes:
         track: the stage or model at work, for example ``reward``.
         label: of the work, for example ``extend``.
         start, end: seconds on the clock :data:`now`; virtual seconds for stages under a virtual-time loop.
-        details: counts worth showing, for example ``{"tokens": 96}``.
+        step: that the work was done for; ``None`` outside of a step.
+        role: of the work in that step; ``None`` if no stage noted it as work.
+        kind: what the span covers.
     """
 
     track: str
     label: str
     start: float
     end: float
-    details: Mapping[str, float] = field(default_factory=dict)
+    step: int | None = None
+    role: Role | None = None
+    kind: SpanKind = "work"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkContext:
+    """What a call is made for: a step, and a role in it. The calls of a model do not say; a task's context does.
+
+    Attributes:
+        step, role: as of :class:`Span`.
+    """
+
+    step: int | None = None
+    role: Role | None = None
+
+    def span(self, track: str, label: str, start: float, end: float) -> Span:
+        """Return the span of work that is done for it."""
+        return Span(track, label, start, end, self.step, self.role)
+
+
+_NO_WORK: Final = WorkContext()
+_CONTEXT: Final[ContextVar[WorkContext]] = ContextVar("oppo.work_context", default=_NO_WORK)
+
+
+def work_context() -> WorkContext:
+    """Return what the current task works for. Threads do not inherit it: who hands work to one asks before."""
+    return _CONTEXT.get()
+
+
+@contextmanager
+def working_for(context: WorkContext) -> Iterator[None]:
+    """Let the body, and the tasks that it starts, work for ``context``."""
+    token = _CONTEXT.set(context)
+    try:
+        yield
+    finally:
+        _CONTEXT.reset(token)
 
 
 SpanListener: TypeAlias = Callable[[Span], None]
@@ -79,7 +126,7 @@ class Reporter:
             yield
         finally:
             self._labels.remove(label)
-            self.listener(Span(self._track, label, start, now()))
+            self.listener(work_context().span(self._track, label, start, now()))
 
 
 class Notices:
@@ -97,15 +144,35 @@ class Notices:
         for listener in self.listeners:
             listener(sentence)
 
+    @contextmanager
+    def passed_to(self, *listeners: Callable[[str], None]) -> Iterator[None]:
+        """Let these be the listeners while the context is open."""
+        before, self.listeners = self.listeners, list(listeners)
+        try:
+            yield
+        finally:
+            self.listeners = before
+
+
+@runtime_checkable
+class Telling(Protocol):
+    """Something with news of itself, such as a service that is left alone for a while.
+
+    Attributes:
+        tell: called with each sentence; whoever uses it may put another function there.
+    """
+
+    tell: Callable[[str], None]
+
 
 class Observer(Protocol):
     """Receives the events of a run, on its event loop; must not block and must not raise."""
 
     def on_item(self, step: int, stage: str, item: object, at: float) -> None:
-        """``stage`` sent ``item`` into its output, or returned it from ``observe``, at loop time ``at``."""
+        """``stage`` sent ``item`` into its output, noted it, or returned it from ``observe``, at loop time ``at``."""
 
     def on_span(self, span: Span) -> None:
-        """A stage's execution (label ``run``), a piece of its work, or a whole step (track ``step``) ended."""
+        """A stage's execution, a piece of its work, or a whole step ended: ``span.kind`` says which."""
 
     def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
         """A step ended; ``channels`` holds each channel's counters by ``source->target``."""

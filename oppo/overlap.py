@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
-from oppo.observe import Span
+from oppo.observe import Role, Span
 
-Role: TypeAlias = Literal["decode", "score", "update"]
 Interval: TypeAlias = tuple[float, float]
-
-WORK: Mapping[str, Role] = {
-    "decode": "decode",
-    "extend": "score",
-    "finish": "score",
-    "update": "update",
-    "publish": "update",
-}
-"""The roles of the work that stages note (:meth:`oppo.Step.working`), by its label."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,42 +32,28 @@ class Occupation:
         return 1 - self.exposed / self.score if self.score else math.nan
 
 
-def occupation(spans: Iterable[Span], roles: Mapping[str, Role]) -> Occupation:
-    """Return the busy seconds of each role; spans of tracks without a role are left out.
+def occupation(work: Iterable[Span], beside: Iterable[Span] = ()) -> Occupation:
+    """Return the busy seconds of each role in the work of stages, or of models.
 
     Args:
-        spans: of models, or the work of stages.
-        roles: by track.
+        work: that counts; spans of other roles and of none are left out.
+        beside: other work, of which decoding and training hide scoring, and which counts for nothing else.
 
     Example:
-        >>> spans = [Span("actor", "decode", 0, 3), Span("reward", "extend", 2, 4)]
-        >>> occupation(spans, {"actor": "decode", "reward": "score"}).hidden
+        >>> spans = [Span("actor", "decode", 0, 3, role="decode"), Span("reward", "extend", 2, 4, role="score")]
+        >>> occupation(spans).hidden
         0.5
     """
-    return _occupation((roles.get(span.track), span) for span in spans)
-
-
-def work_occupation(work: Iterable[Span], beside: Iterable[Span] = ()) -> Occupation:
-    """Return the busy seconds of each role in the work of stages; work without a role is left out.
-
-    Args:
-        work: that counts, its roles by label (:data:`WORK`).
-        beside: other decoding and training that hides scoring, and counts for nothing else.
-    """
     work = list(work)
-    hiding = [span for span in beside if WORK.get(span.label) in {"decode", "update"}]
-    exposed = _occupation((WORK.get(span.label), span) for span in [*work, *hiding]).exposed
-    return replace(_occupation((WORK.get(span.label), span) for span in work), exposed=exposed)
-
-
-def _occupation(spans: Iterable[tuple[Role | None, Span]]) -> Occupation:
-    intervals: dict[Role, list[Interval]] = {"decode": [], "score": [], "update": []}
-    for role, span in spans:
-        if role is not None:
-            intervals[role].append((span.start, span.end))
-    decode, score, update = (union(intervals[role]) for role in ("decode", "score", "update"))
-    exposed = seconds(union([*score, *decode, *update])) - seconds(union([*decode, *update]))
+    decode, score, update = busy(work, "decode"), busy(work, "score"), busy(work, "update")
+    hiding = union([*decode, *update, *busy(beside, "decode", "update")])
+    exposed = seconds(union([*score, *hiding])) - seconds(hiding)
     return Occupation(seconds(decode), seconds(score), seconds(update), max(0.0, exposed))
+
+
+def busy(work: Iterable[Span], *roles: Role) -> list[Interval]:
+    """Return the disjoint intervals in which something of these roles worked, in order."""
+    return union((span.start, span.end) for span in work if span.role in roles)
 
 
 def union(intervals: Iterable[Interval], *, gap: float = 0.0) -> list[Interval]:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import anyio
 
-from oppo.models import Follower, ServesByReference, Weights
+from oppo.follower_protocols import ServesByReference, name_of
+from oppo.models import Follower, Weights
 
 
 class Publisher(ABC):
@@ -41,6 +42,6 @@ async def publish(weights: Weights, followers: Sequence[Follower]) -> None:
         try:
             await follower.load(weights)
         except Exception as error:
-            held = ", ".join(f"{type(one).__name__} has version {one.version}" for one in followers)
+            held = ", ".join(f"{name_of(one)} has version {one.version}" for one in followers)
             error.add_note(f"while publishing version {weights.version}: {held}; do not go on from here")
             raise

@@ -49,8 +49,27 @@ class Answer:
     state: State = None
 
 
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """What came of a turn, for the observers of a run.
+
+    Attributes:
+        rollout: whose turn it was.
+        turn: how many turns of it were answered before.
+        tokens: of the answer; 0 where the response ended with the turn.
+        seconds: that the environment took.
+        error: why there was no answer; empty if there was one, or none by choice.
+    """
+
+    rollout: int
+    turn: int
+    tokens: int
+    seconds: float
+    error: str = ""
+
+
 class Environment(Protocol):
-    """Answers turns."""
+    """Answers turns; one that is an async context manager is open as long as the run."""
 
     async def answer(self, turn: Turn) -> Answer | Drop | None:
         """Return what the policy reads next, ``None`` to end the response, or a ``Drop`` with the reason.

@@ -106,6 +106,15 @@ class Program:
         self._process.join()
 
 
+def is_alive(pid: int) -> bool:
+    """Return whether there is a process of this number."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 class _Fd:
     """A descriptor that goes to the process that is started, open there under another number."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from hypothesis import strategies as st
 
-from oppo.admission import Admission, Observation, Overcommit
+from oppo.admission import Admission, Continuous, Observation, Overcommit
 from oppo.app.checkpoint import read_state, write_state
 from oppo.chunking import ChunkSize, Fixed, WholeRollout
 from oppo.data import PromptStream
@@ -28,9 +28,9 @@ from oppo.events import (
     rollout_of,
 )
 from oppo.graph import Graph, GraphBuilder
-from oppo.models import Scorer
+from oppo.models import Capabilities, Loads, Scorer
 from oppo.observe import Span
-from oppo.stages import GAE, Generate, Score, Update
+from oppo.stages import GAE, Generate, Score, Update, followers
 from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_per_token, fake_scalar, prompts
 
 
@@ -56,6 +56,8 @@ class Setting:
     kept: int = 2
     lookahead: int = 0
     checkpoint_every: int = 1
+    refill: bool = False
+    in_flight: bool = False
 
     def is_checkpointed(self, index: int) -> bool:
         """Whether the state of a run may be taken after this step."""
@@ -63,6 +65,29 @@ class Setting:
 
     def length(self, prompt: Prompt) -> int:
         return self.lengths[prompt.rollout % len(self.lengths)]
+
+    @property
+    def admission(self) -> Admission:
+        """Overcommit, or continuous batching."""
+        if self.refill:
+            return Continuous(self.batch, max(1, self.extra), self.max_deferrals)
+        return Overcommit(self.batch, self.extra, self.max_deferrals)
+
+    @property
+    def most_carried(self) -> int:
+        """How many rollouts may be carried."""
+        return max(self.extra, self.refill) * self.samples
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the policy must be able to do."""
+        loads: Loads = "between decode steps" if self.in_flight else "refused"
+        return Capabilities(turns=True, adds_while_decoding=self.refill, loads_while_decoding=loads)
+
+    @property
+    def after(self) -> tuple[str, ...]:
+        """What an update waits for before it publishes."""
+        return () if self.in_flight else ("generate",)
 
     @property
     def pace(self) -> Callable[[Prompt], float] | None:
@@ -110,13 +135,12 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         s = self.setting
-        self.policy = FakePolicy(s.length, 0.01, s.pace, kept=s.kept)
+        self.policy = FakePolicy(s.length, 0.01, s.pace, kept=s.kept, capabilities=s.capabilities)
         self.critic = FakeCritic(per_token=s.critic, per_call=s.per_call)
         self.trainer = FakeTrainer(s.update)
         self.reward = self.reward or FakeScorer(fake_scalar, s.reward, s.per_call)
         self.reference: FakeScorer[FloatArray] = FakeScorer(fake_per_token, s.reference, s.per_call)
-        admission = self.admission or Overcommit(s.batch, s.extra, s.max_deferrals)
-        self.generate = Generate(self.policy, admission, s.chunks, s.samples, self.replay)
+        self.generate = Generate(self.policy, self.admission or s.admission, s.chunks, s.samples, self.replay)
 
     def graph(self) -> Graph[StepReport]:
         assert self.reward is not None
@@ -125,14 +149,15 @@ class Pipeline:
         rollout = g.add("generate", self.generate, g.prompts)
         ref = g.add("ref_logp", Score(self.reference), rollout)
         score = g.add("reward", Score(self.reward), rollout)
-        value = g.add("value", Score(self.critic), rollout)
+        values = Score(self.critic)
+        value = g.add("value", values, rollout)
         if self.proximal:
             recorded: FakeScorer[FloatArray] = FakeScorer(lambda event, tokens, version: event.response.logprobs)
             again = g.add("proximal", Score(recorded, after="update"), rollout)
             batch = g.add("advantage", GAE(), rollout, score, reference=ref, value=value, proximal=again)
         else:
             batch = g.add("advantage", GAE(), rollout, score, reference=ref, value=value)
-        update = Update(self.trainer, publish=[self.policy, self.critic], after=("generate", "value"))
+        update = Update(self.trainer, publish=followers(self.policy, values), after=self.setting.after)
         return g.build(g.add("update", update, batch))
 
     async def run(self) -> None:
@@ -198,6 +223,13 @@ def settings(
         lookahead=draw(st.sampled_from(lookaheads)),
         checkpoint_every=draw(st.integers(1, 3)),
     )
+
+
+@st.composite
+def motions(draw: st.DrawFn, lookaheads: tuple[int, ...] = (0, 1, 2, 3)) -> Setting:
+    """Any run, with units that join while others are decoded, weights that come meanwhile, or both, or neither."""
+    setting = draw(settings(lookaheads=lookaheads))
+    return replace(setting, refill=draw(st.booleans()), in_flight=draw(st.booleans()))
 
 
 def on_policy(setting: Setting) -> Setting:

@@ -29,6 +29,33 @@ def test_each_candidate_is_tried_in_turns_and_the_fastest_is_kept() -> None:
     assert sizes[22:] == [50, 100], "the next probe"
 
 
+def sizes_in_flight(chunks: Tuned, steps: int, seconds: Callable[[int], float], lookahead: int) -> list[int]:
+    """Return the size in each step; a step is observed before the one begins that is ``lookahead + 1`` steps later."""
+    sizes: list[int] = []
+    for step in range(steps):
+        if (over := step - lookahead - 1) >= 0:
+            took = seconds(sizes[over])
+            chunks.observe(Observation(over, seconds=took, tokens=1_000, lookahead=lookahead, chunk=sizes[over]))
+        sizes.append(chunks.size())
+    return sizes
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 2, 3])
+@pytest.mark.parametrize("fastest", [50, 100, 200])
+@pytest.mark.parametrize("every", [6, 9, 20])
+def test_with_steps_in_flight_seconds_count_for_the_size_that_took_them(
+    lookahead: int, fastest: int, every: int
+) -> None:
+    chunks = Tuned(cap=800, every=every, trials=2)
+    steps = 2 + 6 + 2 * lookahead + max(0, every - 6 - lookahead)
+    sizes = sizes_in_flight(chunks, steps + 1, lambda size: 1.0 if size == fastest else 1.1, lookahead)
+    tried = sizes[2 + lookahead : 8 + lookahead]
+    assert tried == [50, 100, 200, 50, 100, 200]
+    assert chunks.state_dict()["size"] == fastest
+    kept = sizes[8 + 2 * lookahead : 2 + lookahead + every]
+    assert set(kept) <= {fastest}
+
+
 def test_growing_lengths_are_not_mistaken_for_a_slow_size() -> None:
     """Seconds grow with the tokens, whatever the size: by raw seconds the size that is tried first would win."""
     sizes = sizes_of(Tuned(cap=800, every=20, trials=1), 12, lambda size, tokens: tokens * (1.0 - size / 10_000))

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
 
 import anyio
 import numpy as np
@@ -14,6 +18,7 @@ from oppo.errors import ConfigError
 from oppo.events import Drop, Prompt
 from oppo.testing import run_virtual
 from oppo.turns import Answer, Turn
+from tests.forked import is_alive
 
 
 def decode(tokens: Sequence[int]) -> str:
@@ -29,7 +34,7 @@ def turn(text: str = "2+3=", number: int = 0, state: object = None, rollout: int
     return Turn(prompt, number, np.array(encode(text), np.int32), state)
 
 
-def environment(function: Callable[[TextTurn], object], **options: object) -> FunctionEnvironment:
+def environment(function: Callable[[TextTurn], object] | str, **options: object) -> FunctionEnvironment:
     return FunctionEnvironment(function, decode, encode, **options)  # type: ignore[arg-type] # keywords of the test
 
 
@@ -60,6 +65,10 @@ def test_it_may_return_a_state_end_the_response_or_be_async() -> None:
     assert isinstance(answer, Answer)
     assert answer.state == {"calls": 1}
     assert answered(lambda turn: None) is None
+
+
+def test_it_may_drop_the_rollout_by_choice() -> None:
+    assert answered(lambda turn: Drop.because("the tool is on fire")) == Drop(4, "the tool is on fire")
 
 
 def test_a_prompt_column_is_given_instead_of_the_prompts_text() -> None:
@@ -128,6 +137,83 @@ def test_calls_overlap(concurrency: int, seconds: float) -> None:
         return anyio.current_time(), at_work
 
     assert run_virtual(main) == (seconds, "environment 'slow'")
+
+
+def test_what_a_function_does_to_the_columns_stays_with_it() -> None:
+    prompt = Prompt(4, 4, np.array(encode("add"), np.int32), columns={"left": [1, 2], "prompt": ["a"]})
+    seen = list[object]()
+
+    def pops(turn: TextTurn) -> None:
+        left, asked = turn.columns["left"], turn.prompt
+        assert isinstance(left, list)
+        assert isinstance(asked, list)
+        seen.append((left.pop(), asked.pop()))
+
+    for _ in range(2):
+        run_virtual(environment(pops).answer, Turn(prompt, 0, np.array([65], np.int32)))
+    assert seen == [(2, "a"), (2, "a")]
+    assert prompt.columns == {"left": [1, 2], "prompt": ["a"]}
+
+
+async def test_as_many_sync_calls_overlap_as_were_asked_for() -> None:
+    together = threading.Barrier(64, timeout=30)
+
+    def meets(turn: TextTurn) -> str:
+        together.wait()
+        return "a"
+
+    asking = environment(meets)
+    async with anyio.create_task_group() as tasks:
+        for rollout in range(64):
+            tasks.start_soon(asking.answer, turn(rollout=rollout))
+
+
+APART = """
+import os, time
+def pid(turn):
+    if turn.text == "hang":
+        time.sleep(3600)
+    return str(os.getpid())
+async def waiting(turn): ...
+"""
+
+
+async def test_processes_go_on_from_call_to_call_until_one_hangs_and_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "tools.py").write_text(APART)
+    asking = environment(f"{tmp_path / 'tools.py'}:pid", process=True)
+
+    async def pid() -> int:
+        answer = await asking.answer(turn())
+        assert isinstance(answer, Answer)
+        return int(decode(answer.tokens.tolist()))
+
+    with closing(asking):
+        first = await pid()
+        assert first == await pid() != os.getpid()
+        asking._calls._timeout = 0.3  # the start of a process would take longer
+        with pytest.raises(EnvironmentFailure, match=r"environment 'pid' took longer than 0.3 s"):
+            await asking.answer(turn("hang"))
+        assert not is_alive(first)
+        asking._calls._timeout = 60
+        second = await pid()
+        assert is_alive(second)
+    assert not is_alive(second)
+
+
+@pytest.mark.parametrize(
+    ("function", "sentence"),
+    [
+        ("waiting", "environment 'waiting': 'waiting' is async, and a process of its own is for sync ones"),
+        (lambda turn: None, "environment '<lambda>': this cannot go to another process"),
+    ],
+)
+def test_what_cannot_be_called_in_a_process_is_refused(
+    function: str | Callable[[TextTurn], object], sentence: str, tmp_path: Path
+) -> None:
+    (tmp_path / "tools.py").write_text(APART)
+    named = f"{tmp_path / 'tools.py'}:{function}" if isinstance(function, str) else function
+    with pytest.raises(EnvironmentFailure, match=sentence):
+        environment(named, process=True)
 
 
 @pytest.mark.parametrize("options", [{"timeout": -1}, {"concurrency": 0}])

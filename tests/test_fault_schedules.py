@@ -41,13 +41,16 @@ from tests.pipelines import Setting, paces, same_batches
 pytestmark = pytest.mark.schedules
 
 SCHEDULES = int(os.environ.get("OPPO_SCHEDULES", "200"))
-"""As many as are asked for, not a share of them: six parts with anything in the script, three slow, one of a reward
-server that flaps."""
+"""As many as are asked for, not a share of them, of all lookaheads together: six parts with anything in the script,
+three slow, one of a reward server that flaps."""
+
+each_lookahead = pytest.mark.parametrize("lookahead", [0, 1, 2])
+"""Every test is made without and with steps in flight, each with a third of its schedules."""
 
 
 def share(tenths: int) -> int:
-    """Return how many schedules so many parts of ten are."""
-    return max(1, SCHEDULES * tenths // 10)
+    """Return how many schedules of each lookahead so many parts of ten are."""
+    return max(1, SCHEDULES * tenths // 30)
 
 
 METHODS: Mapping[str, tuple[Method, ...]] = {
@@ -115,12 +118,16 @@ def cases(draw: st.DrawFn, fault: st.SearchStrategy[Fault]) -> Case:
         per_call=draw(SECONDS),
         update=draw(st.sampled_from([0.0, 0.5])),
         kept=draw(st.sampled_from([0, 2])),
-        lookahead=draw(st.sampled_from([0, 0, 1, 2])),
         checkpoint_every=draw(st.integers(1, 3)),
     )
     kinds: list[Kind] = ["overcommit", "adaptive", "batched"]
     script = tuple(draw(st.lists(fault, min_size=1, max_size=3)))
     return Case(setting, script, draw(st.sampled_from(kinds)))
+
+
+def in_flight(case: Case, lookahead: int) -> Case:
+    """Return the same run with as many steps in flight."""
+    return replace(case, setting=replace(case.setting, lookahead=lookahead))
 
 
 def results_are_fixed(run: Case) -> bool:
@@ -171,12 +178,14 @@ def explains(fault: Fault, error: BaseException) -> bool:
     return right and (f"in stage {stage!r} of graph 'ppo', step " in told or closing)
 
 
+@each_lookahead
 @settings(max_examples=share(6))
-@given(cases(faults()))
-@example(Case(Setting(extra=4), (Fault("critic", "load", Raise()),), "batched"))
-@example(Case(Setting(extra=2), (Fault("reward", "finish", Garbage("nan"), 2),)))
-@example(Case(Setting(extra=2, paces=(1.0,)), (Fault("actor", "read", Hang(), 9),), "adaptive"))
-def test_whatever_goes_wrong_nothing_is_lost_doubled_or_hidden(case: Case) -> None:
+@given(case=cases(faults()))
+@example(case=Case(Setting(extra=4), (Fault("critic", "load", Raise()),), "batched"))
+@example(case=Case(Setting(extra=2), (Fault("reward", "finish", Garbage("nan"), 2),)))
+@example(case=Case(Setting(extra=2, paces=(1.0,)), (Fault("actor", "read", Hang(), 9),), "adaptive"))
+def test_whatever_goes_wrong_nothing_is_lost_doubled_or_hidden(lookahead: int, case: Case) -> None:
+    case = in_flight(case, lookahead)
     run = case.play()
     check_ending(run)
     check_accounts(run)
@@ -322,9 +331,11 @@ def check_going_on(case: Case, run: FaultyPipeline) -> None:
         assert same_batches(batches, clean)
 
 
+@each_lookahead
 @settings(max_examples=share(3))
-@given(cases(slow_faults()))
-def test_slowness_takes_time_and_changes_nothing(case: Case) -> None:
+@given(case=cases(slow_faults()))
+def test_slowness_takes_time_and_changes_nothing(lookahead: int, case: Case) -> None:
+    case = in_flight(case, lookahead)
     if not results_are_fixed(case):
         case = replace(case, setting=replace(case.setting, extra=0), kind="overcommit")
     slow, plain = case.play(), case.without_faults()
@@ -338,10 +349,13 @@ def flaps(draw: st.DrawFn) -> Fault:
     return Fault("judge", "call", Flap(draw(st.integers(1, 3)), draw(st.integers(0, 2))), draw(st.integers(0, 6)))
 
 
+@each_lookahead
 @settings(max_examples=share(1))
-@given(cases(flaps()), st.sampled_from(["fail", "drop", "retry"]))
-def test_a_reward_server_that_flaps_costs_what_was_asked_for_and_no_more(case: Case, judge: OnFailure) -> None:
-    case = replace(case, script=case.script[:1], judge=judge)
+@given(case=cases(flaps()), judge=st.sampled_from(["fail", "drop", "retry"]))
+def test_a_reward_server_that_flaps_costs_what_was_asked_for_and_no_more(
+    lookahead: int, case: Case, judge: OnFailure
+) -> None:
+    case = replace(in_flight(case, lookahead), script=case.script[:1], judge=judge)
     run = case.play()
     check_accounts(run)
     check_stories(run)

@@ -6,10 +6,14 @@ import math
 import pytest
 from hypothesis import given, strategies as st
 
-from oppo.observe import Span
-from oppo.overlap import Interval, Role, occupation, seconds, union, work_occupation
+from oppo.observe import Role, Span
+from oppo.overlap import Interval, occupation, seconds, union
 
 ROLES: dict[str, Role] = {"actor": "decode", "reward": "score", "critic": "score", "trainer": "update"}
+
+
+def span(track: str, start: float, end: float) -> Span:
+    return Span(track, "", start, end, role=ROLES.get(track))
 
 
 @pytest.mark.parametrize(
@@ -26,11 +30,11 @@ ROLES: dict[str, Role] = {"actor": "decode", "reward": "score", "critic": "score
 def test_scoring_is_hidden_where_something_decodes_or_trains(
     spans: list[tuple[str, float, float]], hidden: float
 ) -> None:
-    assert occupation([Span(track, "", start, end) for track, start, end in spans], ROLES).hidden == hidden
+    assert occupation([span(*each) for each in spans]).hidden == hidden
 
 
 def test_without_scoring_nothing_is_hidden_or_exposed() -> None:
-    assert math.isnan(occupation([Span("actor", "", 0, 1)], ROLES).hidden)
+    assert math.isnan(occupation([span("actor", 0, 1)]).hidden)
 
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(lambda p: (float(min(p)), float(max(p)))))
@@ -48,13 +52,13 @@ def test_a_union_covers_the_same_points_once(intervals: list[Interval]) -> None:
 def test_exposed_time_is_scoring_and_nothing_else(
     score: list[Interval], decode: list[Interval], update: list[Interval]
 ) -> None:
-    spans = [Span("reward", "", *each) for each in score]
-    spans += [Span("actor", "", *each) for each in decode] + [Span("trainer", "", *each) for each in update]
+    spans = [span("reward", *each) for each in score]
+    spans += [span("actor", *each) for each in decode] + [span("trainer", *each) for each in update]
 
     def points(intervals: list[Interval]) -> set[int]:
         return {second for start, end in intervals for second in range(int(start), int(end))}
 
-    busy = occupation(spans, ROLES)
+    busy = occupation(spans)
     assert busy.exposed == len(points(score) - points(decode) - points(update))
     assert busy.score == len(points(score))
 
@@ -63,12 +67,10 @@ def test_exposed_time_is_scoring_and_nothing_else(
 def test_work_beside_a_step_hides_its_scoring_and_counts_for_nothing_else(
     score: list[Interval], decode: list[Interval], beside: list[Interval], elsewhere: list[Interval]
 ) -> None:
-    own = [Span("reward", "extend", *each) for each in score] + [Span("generate", "decode", *each) for each in decode]
-    later = [Span("update", "publish", *each) for each in beside] + [
-        Span("reward", "finish", *each) for each in elsewhere
-    ]
-    unknown = [Span("generate", "run", 0.0, 99.0)]
-    busy = work_occupation([*own, *unknown], beside=[*own, *later, *unknown])
+    own = [span("reward", *each) for each in score] + [span("actor", *each) for each in decode]
+    later = [span("trainer", *each) for each in beside] + [span("critic", *each) for each in elsewhere]
+    without_role = [Span("generate", "run", 0.0, 99.0, kind="execution"), Span("search", "", 0.0, 99.0, role="other")]
+    busy = occupation([*own, *without_role], beside=[*own, *later, *without_role])
     everything = [*decode, *beside]
     assert (busy.score, busy.decode, busy.update) == (seconds(union(score)), seconds(union(decode)), 0.0)
     assert busy.exposed == seconds(union([*score, *everything])) - seconds(union(everything))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import subprocess
@@ -30,7 +31,7 @@ from oppo.testing import (
 )
 from tests.forked import Program
 from tests.hf import tiny
-from tests.workplace import furnish, records, tokenizer
+from tests.workplace import furnish, oppo as oppo_train, records, tokenizer
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -41,7 +42,8 @@ SHOWN = re.compile(r"`((?:tests|oppo|examples|benchmarks|docs)/[\w./]+)`")
 
 def fenced(page: Path, language: str) -> list[str]:
     """Return the blocks of a language, in the order of the page."""
-    return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    blocks = re.findall(r"^```([^\n]*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    return [block for label, block in blocks if label == language]
 
 
 def anchors(page: Path) -> set[str]:
@@ -158,6 +160,20 @@ def test_the_settings_of_the_readme_are_settings(tmp_path: Path) -> None:
     assert load(tmp_path / "config.toml").step.extra == 2
 
 
+def test_the_settings_of_the_page_on_rewards_are_settings(tmp_path: Path) -> None:
+    base = '[models]\npolicy = "actor"\n[data]\nprompts = "prompts.jsonl"\n'
+    (text,) = fenced(ROOT / "docs" / "rewards.md", "toml")
+    (tmp_path / "config.toml").write_text(base + text)
+    assert set(load(tmp_path / "config.toml").models.rewards) == {"reward.helpful", "reward.short", "reward.judge"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_python_on_a_page_is_labelled_so_that_it_is_run(page: Path) -> None:
+    for block in fenced(page, ""):
+        with pytest.raises(SyntaxError):
+            ast.parse(block)
+
+
 def test_python_m_oppo_is_oppo_and_its_help_says_where_the_settings_are() -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "oppo", "train", "--help"], capture_output=True, text=True, check=False, cwd=ROOT
@@ -210,6 +226,19 @@ def test_the_algorithm_that_the_page_adds_trains_by_its_file(algorithm: Path) ->
     assert all(step["loss/policy_avg"] for step in steps)
 
 
+def test_the_parts_that_the_page_shows_train_by_their_files(tmp_path: Path) -> None:
+    furnish(tmp_path)
+    blocks = fenced(ROOT / "docs" / "extending.md", "python")
+    (recipe,) = [block for block in blocks if "def discounted" in block]
+    (admission,) = [block for block in blocks if "class CarryTails" in block]
+    (tmp_path / "recipes.py").write_text(recipe)
+    (tmp_path / "carry.py").write_text(admission)
+    chosen = ("step.algorithm=recipes.py:discounted", "algorithm.gamma=0.9", "step.admission=carry.py:CarryTails")
+    assert oppo_train(tmp_path, "", *chosen) == 0
+    assert [step["trained"] for step in records(tmp_path, "first", "metrics.jsonl")] == [4, 4]
+    assert "gamma = 0.9" in (tmp_path / "runs" / "first" / "config.toml").read_text()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_what_a_page_names_and_links_to_is_there(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
@@ -241,6 +270,7 @@ def test_every_page_is_on_the_site_and_in_the_table_of_contents() -> None:
 def test_everything_public_is_in_the_reference() -> None:
     pages = (page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
     modules = (name for text in pages for name in re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE))
+    assert all(hasattr(oppo, name) for name in oppo.__all__)  # which loads them
     loaded = [vars(sys.modules[name]) for name in modules if name in sys.modules]
     assert set(oppo.__all__) <= {name for module in loaded for name in module.get("__all__", module)}
 

@@ -161,9 +161,10 @@ def test_nothing_in_the_package_unpickles_or_imports_by_name() -> None:
             names += [ast.unparse(node.func)] if isinstance(node, ast.Call) else []
             faults += [f"{path.relative_to(ROOT)}: {name}" for name in names if FORBIDDEN.search(name)]
     allowed = (
-        "oppo/user_code.py: importlib.util",  # the one place that runs a file, which the user has named
+        "oppo/user_code.py: importlib",  # the one place that runs a file, which the user has named
         "oppo/vllm/arguments.py: importlib.util",  # asks whether vLLM is installed
         "oppo/app/trackers.py: importlib.util",  # asks whether a tracker is installed
+        "oppo/data/datasets_library.py: importlib.util",  # asks whether datasets is installed
         "oppo/placement/child.py: subprocess",  # the one place that starts a process: this package's own worker
         "oppo/placement/wire.py: pickle",  # over the socket to that process, never from a file
     )

@@ -74,6 +74,7 @@ NAMES = [
     "TailAdaptive",
     "TailBatched",
     "Thread",
+    "train",
     "Trained",
     "Trainer",
     "TrainerSettings",

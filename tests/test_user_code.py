@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -14,11 +15,11 @@ import anyio.to_thread
 import numpy as np
 import pytest
 
-from oppo.errors import RewardError
+from oppo.errors import ConfigError, RewardError
 from oppo.events import Drop, Finish
-from oppo.rewards import FunctionReward, load_function
+from oppo.rewards import FunctionReward, load_function as load_reward_function
 from oppo.testing.loop import run_virtual
-from oppo.user_code import worded
+from oppo.user_code import load_function, load_object, spec_of, worded
 from tests.rewards.test_function import TWO, decode, finish, module
 
 
@@ -135,12 +136,49 @@ async def test_the_place_of_an_error_is_a_line_of_the_users_file(tmp_path: Path)
         await FunctionReward(spec, decode).finish(TWO)
 
 
-@pytest.mark.parametrize("source", ["import sys\nsys.exit(0)\n", "raise __import__('asyncio').CancelledError\n"])
-def test_a_file_that_ends_the_program_when_it_is_loaded_is_refused(tmp_path: Path, source: str) -> None:
+@pytest.mark.parametrize("text", ["import sys\nsys.exit(0)\n", "raise __import__('asyncio').CancelledError\n"])
+def test_a_file_that_ends_the_program_when_it_is_loaded_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(
         RewardError, match=r"mine.py cannot be run: (SystemExit: 0|CancelledError) at .*mine.py:\d in <m"
     ):
-        load_function(f"{module(tmp_path, source)}:f")
+        load_reward_function(f"{module(tmp_path, text)}:f")
+
+
+def source(folder: Path, text: str, name: str = "mine.py") -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(text)
+    return folder / name
+
+
+def test_files_of_one_name_in_two_folders_are_two_modules(tmp_path: Path) -> None:
+    text = "from dataclasses import dataclass\n@dataclass\nclass Kind:\n    of: str = {!r}\n"
+    one, other = (source(tmp_path / name, text.format(name)) for name in ("a", "b"))
+    first, second = (load_function(f"{file}:Kind", ConfigError) for file in (one, other))
+    assert (vars(first())["of"], vars(second())["of"]) == ("a", "b")
+    assert pickle.loads(pickle.dumps(first())) == first()
+    assert pickle.loads(pickle.dumps(second())) == second()
+
+
+def test_a_file_is_run_once_however_many_of_its_names_are_loaded(tmp_path: Path) -> None:
+    file = source(tmp_path, "seen = []\ndef note(what): seen.append(what)\ndef notes(): return list(seen)\n")
+    (tmp_path / "link.py").symlink_to(file)
+    load_function(f"{file}:note", ConfigError)("heard")
+    assert load_function(f"{tmp_path / 'link.py'}:notes", ConfigError)() == ["heard"]
+    assert list(tmp_path.glob("__pycache__")) == []
+
+
+def test_a_file_that_has_changed_is_run_again(tmp_path: Path) -> None:
+    for number in range(3):
+        file = source(tmp_path, f"def number(): return {number}\n")
+        assert load_function(f"{file}:number", ConfigError)() == number
+
+
+def test_a_function_of_a_file_has_a_name_that_finds_it_again(tmp_path: Path) -> None:
+    file = source(tmp_path, "def f(): ...\ng = lambda: 0\nparts = {'f': f, 'g': g}\n")
+    parts = load_object(f"{file}:parts", ConfigError)
+    assert isinstance(parts, dict)
+    assert load_object(spec_of(parts["f"]), ConfigError) is parts["f"]
+    assert [spec_of(each) for each in (parts["g"], print, 7)] == ["", "", ""]
 
 
 async def test_what_a_function_does_to_its_columns_stays_with_it() -> None:

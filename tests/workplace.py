@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from tokenizers import Tokenizer as Words, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from oppo.cli import main
+from oppo.report.records import read
 from tests.forked import Program
 from tests.hf import tiny
 
@@ -58,6 +61,16 @@ def pressing(prompts, completions):
         os.kill(os.getpid(), signal.SIGINT)
     seen.extend(completions)
     return [0.0 for _ in completions]
+
+counted = []
+
+def late(prompts, completions):
+    if "ENDED_AT" in os.environ:
+        before = len(counted)
+        counted.extend(completions)
+        if before < int(os.environ["ENDED_AT"]) <= len(counted):
+            os.kill(os.getpid(), signal.SIGTERM)
+    return [-len(c.split()) / 10 for c in completions]
 
 def picky(prompts, completions, goal):
     return [float("nan") if g % 3 == 0 else 1.0 for g in goal]
@@ -111,10 +124,33 @@ def furnish(folder: Path) -> Path:
 
 def oppo(folder: Path, command: str = "", *overrides: str) -> int:
     """Run ``oppo train`` in this process and return its exit code."""
-    return main(["train", str(folder / "config.toml"), *command.split(), *_set(overrides)])
+    code = main(["train", str(folder / "config.toml"), *command.split(), *_set(overrides)])
+    require_bounded_lag(_directory(folder, overrides))
+    return code
 
 
-def start(folder: Path, *overrides: str, before: str = "", **environment: str) -> Program:
+def resume(folder: Path, name: str, *overrides: str) -> int:
+    """Run ``oppo resume`` in this process and return its exit code."""
+    code = main(["resume", str(folder / "runs" / name), *_set(overrides)])
+    require_bounded_lag(folder / "runs" / name)
+    return code
+
+
+class Training(Program):
+    """``oppo train`` in a process of its own."""
+
+    def __init__(self, folder: Path, overrides: tuple[str, ...], before: str, environment: dict[str, str]) -> None:
+        program = f"import sys\n{before}\nfrom oppo.cli import main\nsys.exit(main())"
+        super().__init__(program, ["train", str(folder / "config.toml"), *_set(overrides)], environment)
+        self._directory = _directory(folder, overrides)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        super().__exit__(kind, error, tb)
+        if error is None:
+            require_bounded_lag(self._directory)
+
+
+def start(folder: Path, *overrides: str, before: str = "", **environment: str) -> Training:
     """Start ``oppo train`` in a process of its own.
 
     Args:
@@ -123,8 +159,24 @@ def start(folder: Path, *overrides: str, before: str = "", **environment: str) -
         before: Python that the process runs first.
         environment: further variables.
     """
-    program = f"import sys\n{before}\nfrom oppo.cli import main\nsys.exit(main())"
-    return Program(program, ["train", str(folder / "config.toml"), *_set(overrides)], environment)
+    return Training(folder, overrides, before, environment)
+
+
+def require_bounded_lag(run: Path) -> None:
+    """Check that no step of a run trained a token that is older than deferral and lookahead allow."""
+    if not (run / "metrics.jsonl").exists():
+        return
+    step = tomllib.loads((run / "config.toml").read_text(encoding="utf-8"))["step"]
+    deferrals = 0 if step["admission"] == "tail-batched" else step["max_deferrals"]
+    for line in read(run / "metrics.jsonl"):
+        lag = line.get("staleness/lag_max", 0.0)
+        assert isinstance(lag, float | int)
+        assert lag <= deferrals + step["lookahead"], f"{run.name}, step {line['step']}: a token lags by {lag} updates"
+
+
+def _directory(folder: Path, overrides: tuple[str, ...]) -> Path:
+    names = [value for key, _, value in (override.partition("=") for override in overrides) if key == "run.name"]
+    return folder / "runs" / (names or ["first"])[-1]
 
 
 def run(folder: Path, *overrides: str, before: str = "", **environment: str) -> tuple[int, str, str]:

@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 from benchmarks.ladder.countdown import EOS, FILLERS, PAD, Countdown, lessons
 from benchmarks.ladder.workloads import Shape
-from oppo.app.evaluate import respond
 from oppo.demo.pretrain import IGNORED, Progress, Schedule, descend, rate
+from oppo.evaluation import Answering, respond
 from oppo.events import Prompt
 from oppo.hf.cpu import use_cores
 from oppo.hf.serve.policy import HfPolicy
@@ -100,5 +100,6 @@ def lengths_written(actor: PreTrainedModel, prompts: Sequence[Prompt], *, cap: i
     sampling = Sampling(max_new_tokens=cap, stop=(EOS,), seed=seed)
 
     with Thread("teacher", setup=lambda: use_cores(1)) as thread:
-        finished = anyio.run(respond, HfPolicy(actor, sampling=sampling, thread=thread), prompts)
+        policy = HfPolicy(actor, sampling=sampling, thread=thread)
+        finished = anyio.run(respond, policy, prompts, Answering(batch=len(prompts)))
     return [len(event.response) for event in finished]

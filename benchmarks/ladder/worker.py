@@ -19,7 +19,7 @@ import platform
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TextIO
 
@@ -44,7 +44,7 @@ from oppo.errors import DataError
 from oppo.events import Batch, Prompt, StepReport
 from oppo.graph import Run
 from oppo.observe import Observer, Span
-from oppo.overlap import Role, occupation, seconds, union
+from oppo.overlap import occupation, seconds, union
 
 
 @dataclass(eq=False)
@@ -69,8 +69,9 @@ class Watch(Observer):
 
     def on_work(self, span: Span) -> None:
         """Keep a model's span of a phase; called in the models' threads."""
-        if (span.track, span.label) in WORK:
-            self.spans.append(span)
+        phase = WORK.get((span.track, span.label))
+        if phase is not None:
+            self.spans.append(replace(span, role=phase))
 
     def record(self, report: StepReport, took: float, decode_steps: int, decoded: int) -> StepRecord:
         """Return the record of the step that is over, and reset.
@@ -84,9 +85,9 @@ class Watch(Observer):
             raise DataError("a step trained nothing, so there is nothing to measure")
         lengths = np.diff(batch.offsets)
         wanted = np.array([response.prompt.columns["length"] for response in batch.responses])
-        roles: dict[str, Role] = {track: phase for (track, _), phase in WORK.items()}
-        busy = {track: seconds(union([(s.start, s.end) for s in spans if s.track == track])) for track in roles}
-        total = occupation(spans, roles)
+        tracks = dict.fromkeys(track for track, _ in WORK)
+        busy = {track: seconds(union([(s.start, s.end) for s in spans if s.track == track])) for track in tracks}
+        total = occupation(spans)
         return StepRecord(
             seconds=took,
             tokens=int(lengths.sum()),

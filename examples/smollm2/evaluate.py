@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from examples.smollm2.reward import HIGHEST, LOWEST, WEIGHTS, Parts, judge
-from oppo.app.evaluate import Comparison, compare, respond
 from oppo.data import read_prompts
 from oppo.errors import OppoError
+from oppo.evaluation import Answering, Comparison, compare, respond
 from oppo.events import Finish, FloatArray, Prompt
 from oppo.hf.loading.models import load_causal, load_tokenizer
 from oppo.hf.serve.policy import HfPolicy
@@ -72,15 +72,16 @@ async def answers(directory: str, options: argparse.Namespace) -> list[Answer]:
         stop=text.stop((), ()),
         seed=options.seed,
     )
-    found: list[Answer] = []
+
+    def told(done: int, total: int) -> None:
+        if done and (done % options.batch == 0 or done == total):
+            print(f"{directory}: {done} of {total} answered", flush=True, file=sys.stderr)
+
     with Thread("policy", setup=lambda: torch.set_num_threads(options.threads)) as thread:
         model = await thread.call("load", load_causal, directory)
         policy = HfPolicy(model, sampling=sampling, thread=thread)
-        for first in range(0, len(prompts), options.batch):
-            finished = await respond(policy, prompts[first : first + options.batch])
-            found += [_answer(each, text) for each in finished]
-            print(f"{directory}: {len(found)} of {len(prompts)} answered", flush=True, file=sys.stderr)
-    return found
+        finished = await respond(policy, prompts, Answering(batch=options.batch, progress=told))
+    return [_answer(each, text) for each in finished]
 
 
 def _answer(finished: Finish, text: Text) -> Answer:

@@ -30,7 +30,7 @@ import torch
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from oppo.app.evaluate import respond
+from oppo.evaluation import respond
 from oppo.events import Prompt
 from oppo.hf.loading.models import load_causal, load_tokenizer
 from oppo.hf.serve.policy import HfPolicy

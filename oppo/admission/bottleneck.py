@@ -20,6 +20,12 @@ then shortened nothing. The largest part is the bottleneck. With full overlap an
 is the speed-up at most. The bound is generous: it takes a decode step of fewer rows to cost as much as one of all, as
 it nearly does on a GPU. It assumes the same models, no overlap of steps, and no more rows at a time: carrying more than
 about half a batch adds so many rows that decoding can take less.
+
+With lookahead the three phases of neighbouring steps overlap. The longest of D, S and R sets the pace, and its part is
+all of its seconds, those of decoding divided by ``full`` as above. In what is left of T it waited for the two others:
+theirs by their seconds, R and the scorer's after decoding, or D. Then
+
+    least   = max(D * full, S, R)
 """
 
 from __future__ import annotations
@@ -29,7 +35,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, cast, get_args
 
-from oppo.admission.observation import Observation
+from oppo.admission.observation import Observation, Scoring
 
 Part: TypeAlias = Literal["decode", "tail", "cap", "score", "train"]
 """A part of a step's time."""
@@ -136,35 +142,68 @@ class Bottleneck:
 
 
 def bottleneck(seen: Observation) -> Bottleneck | None:
-    """Return the bottleneck of a step; ``None`` if nothing was decoded, in no time, or while other steps were alive."""
-    decode, rest = seen.decode_seconds, seen.rest_seconds
-    if not (decode > 0 and seen.decode_steps) or seen.lookahead:
+    """Return the bottleneck of a step; ``None`` if nothing was decoded, or in no time."""
+    if not (seen.decode_seconds > 0 and seen.decode_steps):
         return None
-    waited = max(0.0, seen.seconds - decode - rest)
-    slowest = max(seen.scoring, key=lambda scoring: scoring.busy, default=None)
-    busy = min(slowest.busy, decode + waited) if slowest else 0.0
-    paced = min(slowest.before, decode) if slowest and busy >= decode else 0.0
     slots = (seen.rows or len(seen.finished) + len(seen.parked)) * seen.decode_steps
     full = min(1.0, seen.tokens / slots) if slots else 1.0
-    lost = (decode - paced) * (1 - full)
+    phases = _overlapping(seen) if seen.lookahead else _in_turn(seen)
+    lost = phases.decode * (1 - full)
     at_cap = seen.capped > 0 and seen.decode_steps >= max(seen.finished, default=0)
-    total = decode + waited + rest
     parts: dict[Part, float] = {
-        "decode": decode - paced - lost,
+        "decode": phases.decode - lost,
         "tail": 0.0 if at_cap else lost,
         "cap": lost if at_cap else 0.0,
-        "score": waited + paced,
-        "train": rest,
+        "score": phases.score,
+        "train": phases.train,
     }
-    least = max(decode * full, busy) + rest
+    total = phases.decode + phases.score + phases.train
+    decode, busy, rest = seen.decode_seconds * full, phases.busy, seen.rest_seconds
+    least = max(decode, busy, rest) if seen.lookahead else max(decode, busy) + rest
     return Bottleneck(
         total,
         {part: seconds / total for part, seconds in parts.items()},
         limit=max(1.0, total / least) if least > 0 else 1.0,
-        scoring=slowest.busy / decode if slowest else 0.0,
+        scoring=_slowest(seen).busy / seen.decode_seconds,
         capped=float(seen.capped),
         finished=float(len(seen.finished)),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Phases:
+    """A step's seconds by phase; ``busy``: of the slowest scorer."""
+
+    decode: float
+    score: float
+    train: float
+    busy: float
+
+
+def _slowest(seen: Observation) -> Scoring:
+    return max(seen.scoring, key=lambda scoring: scoring.busy, default=Scoring("", 0.0, 0.0))
+
+
+def _in_turn(seen: Observation) -> _Phases:
+    """Divide the time of a step beside which no other is alive."""
+    decode, rest, slowest = seen.decode_seconds, seen.rest_seconds, _slowest(seen)
+    waited = max(0.0, seen.seconds - decode - rest)
+    busy = min(slowest.busy, decode + waited)
+    paced = min(slowest.before, decode) if busy >= decode else 0.0
+    return _Phases(decode - paced, waited + paced, rest, busy)
+
+
+def _overlapping(seen: Observation) -> _Phases:
+    """Divide the time between the ends of two steps that are alive together."""
+    slowest = _slowest(seen)
+    whole: dict[str, float] = {"decode": seen.decode_seconds, "score": slowest.busy, "train": seen.rest_seconds}
+    longest = max(whole, key=lambda phase: whole[phase])
+    left = max(0.0, seen.seconds - whole[longest])
+    others = {**whole, "score": slowest.after, longest: 0.0}
+    waited = math.fsum(others.values())
+    parts = {phase: left * others[phase] / waited if waited else 0.0 for phase in whole}
+    parts[longest] = whole[longest] + (0.0 if waited else left)
+    return _Phases(parts["decode"], parts["score"], parts["train"], slowest.busy)
 
 
 def together(steps: Sequence[Bottleneck]) -> Bottleneck | None:

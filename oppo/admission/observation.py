@@ -55,6 +55,7 @@ class Observation:
             measured.
         effective_samples: effective sample size of the importance weights as a share, 0 to 1; ``None`` likewise.
         lookahead: number of later steps that may begin before this one has ended.
+        chunk: tokens in a chunk; 0 without decoding.
 
     Example:
         >>> seen = Observation(step=3, seconds=9.5, finished=(12, 40), scoring=(Scoring("reward", 2.0, 0.5),))
@@ -77,6 +78,7 @@ class Observation:
     mismatch_kl: float | None = None
     effective_samples: float | None = None
     lookahead: int = 0
+    chunk: int = 0
 
     def as_json(self) -> dict[str, Json]:
         """Return this as JSON values, for a journal or a checkpoint; a score that is not finite becomes ``None``."""

@@ -35,31 +35,38 @@ class ScorerPace:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Predicts the seconds of a step: ``max(decode + tail, busy) + rest`` with the slowest scorer's tail and busy.
+    """Predicts the seconds of a step from those of its phases.
 
-    With lookahead the rest is done while the next step is decoded, and the larger of the two counts.
+    Without lookahead they are ``max(decode + tail, busy) + rest``, with the slowest scorer's tail and busy. With a
+    lookahead of n, n + 1 steps are alive and each phase has one of them at a time, so a step takes::
+
+        max(decode, busy, rest, (decode + tail + rest) / (n + 1))
+
+    Deferral shortens decoding alone, so it gains nothing below the other two.
 
     Attributes:
         step: seconds per decode step.
         token: seconds per token of a unit, for a whole batch.
         scorers: of each scorer.
         rest: seconds of everything else: advantages, update, publishing.
-        overlaps: whether steps overlap.
+        lookahead: number of steps that begin before the current one has ended.
     """
 
     step: float
     token: float
     scorers: tuple[ScorerPace, ...]
     rest: float
-    overlaps: bool = False
+    lookahead: int = 0
 
     def seconds(self, decode_steps: FloatVector, mean_length: float) -> FloatVector:
         """Return the predicted seconds for each number of decode steps, in their shape."""
         decode = self.step * decode_steps + self.token * mean_length
-        ready = decode
-        for scorer in self.scorers:
-            ready = np.maximum(ready, np.maximum(decode + scorer.tail, scorer.busy))
-        return np.maximum(ready, self.rest) if self.overlaps else ready + self.rest
+        busy = max((scorer.busy for scorer in self.scorers), default=0.0)
+        tail = max((scorer.tail for scorer in self.scorers), default=0.0)
+        if not self.lookahead:
+            return np.maximum(decode + tail, busy) + self.rest
+        chain = (decode + tail + self.rest) / (self.lookahead + 1)
+        return np.maximum(np.maximum(decode, chain), max(busy, self.rest))
 
 
 def pace(window: Sequence[Observation], batch: int) -> Pace:
@@ -71,7 +78,7 @@ def pace(window: Sequence[Observation], batch: int) -> Pace:
     """
     step, token = decode_costs(window, batch)
     rest = float(np.mean([seen.rest_seconds for seen in window]))
-    return Pace(step, token, scorer_paces(window), rest, overlaps=any(seen.lookahead for seen in window))
+    return Pace(step, token, scorer_paces(window), rest, max((seen.lookahead for seen in window), default=0))
 
 
 def decode_costs(window: Sequence[Observation], batch: int) -> tuple[float, float]:

@@ -17,11 +17,13 @@ class AdmitView:
         carried: units carried into this step, unfinished or finished.
         oldest: age of the oldest of them, in steps; 0 without any.
         remaining: steps left to train in, this one included.
+        complete: how many of them are finished.
     """
 
     carried: int
     oldest: int
     remaining: int
+    complete: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,21 @@ class CutView:
     placed: int
     decoding: int
     overdue: int
+
+
+@dataclass(frozen=True, slots=True)
+class RefillView:
+    """The state between two decode steps, when new units may join.
+
+    Attributes:
+        placed: complete units with a place in this step's batch.
+        decoding: units being decoded.
+        unplaced: units without a place, those included and complete ones.
+    """
+
+    placed: int
+    decoding: int
+    unplaced: int
 
 
 class Admission(Protocol):
@@ -58,6 +75,18 @@ class Admission(Protocol):
 
     def observe(self, seen: Observation) -> None:
         """Learn from a finished step."""
+
+
+@runtime_checkable
+class Refilling(Protocol):
+    """An admission that lets new units join a step while it is decoded."""
+
+    def refill(self, view: RefillView) -> int:
+        """Return how many new units join now; called at the start of decoding and whenever units were completed.
+
+        At most the batch and as many units as may be carried belong to a step: then no more are without a place at the
+        cut, and those that may not be deferred again fit in one batch.
+        """
 
 
 @runtime_checkable

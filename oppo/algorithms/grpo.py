@@ -20,8 +20,9 @@ from oppo.models import Policy, Scorer, Trainer
 from oppo.numeric import require_whole
 from oppo.shaping import ScoreShaping
 from oppo.stages import Generate, GroupRelative, Score, Selection, Update
-from oppo.stages.update import followers
+from oppo.stages.publishing import followers
 from oppo.training import Aggregation
+from oppo.turns import Environment
 
 
 def grpo(
@@ -36,6 +37,7 @@ def grpo(
     proximal: Scorer[FloatArray] | None = None,
     select: Selection | None = None,
     chunks: ChunkSize | None = None,
+    environment: Environment | None = None,
 ) -> Graph[StepReport]:
     """Return training without a critic, streamed: the responses to one prompt are compared with one another.
 
@@ -68,13 +70,15 @@ def grpo(
         raise ConfigError(f"the KL penalty, kl = {estimator.kl}, needs a reference: give one, or leave kl at 0")
     capacity = max(16, 4 * admission.batch * samples)
     g: GraphBuilder[Prompt] = GraphBuilder("grpo", capacity=capacity, merge=merge_chunks, key=rollout_of)
-    rollout = g.add("generate", Generate(policy, admission, chunks or Fixed(), samples, select=select), g.prompts)
+    generate = Generate(policy, admission, chunks or Fixed(), samples, select=select, environment=environment)
+    rollout = g.add("generate", generate, g.prompts)
     score = g.add("reward", Score(reward), rollout)
     score = score if select is None else g.add("select", select, score)
     ref = None if reference is None else g.add("ref_logp", Score(reference), rollout)
-    again = None if proximal is None else g.add("proximal", Score(proximal, after="update"), rollout)
+    recomputed = None if proximal is None else Score(proximal, after="update")
+    again = None if recomputed is None else g.add("proximal", recomputed, rollout)
     batch = g.add("advantage", estimator, rollout, score, reference=ref, proximal=again)
-    update = Update(trainer, publish=followers(policy, proximal), after=("generate",))
+    update = Update(trainer, publish=followers(policy, recomputed), after=("generate",))
     return g.build(g.add("update", update, batch))
 
 

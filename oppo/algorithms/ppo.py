@@ -16,7 +16,8 @@ from oppo.events import Drop, FloatArray, Prompt, StepReport, merge_chunks, roll
 from oppo.graph import Graph, GraphBuilder
 from oppo.models import Policy, Scorer, Trainer
 from oppo.stages import GAE, Generate, Score, Update
-from oppo.stages.update import followers
+from oppo.stages.publishing import followers
+from oppo.turns import Environment
 
 if TYPE_CHECKING:
     from oppo.losses import PPOLoss
@@ -33,6 +34,7 @@ def ppo(
     advantage: GAE | None = None,
     proximal: Scorer[FloatArray] | None = None,
     chunks: ChunkSize | None = None,
+    environment: Environment | None = None,
 ) -> Graph[StepReport]:
     """Return PPO with a learned or rule-based reward and a critic (Ziegler et al. 2019), streamed.
 
@@ -50,17 +52,19 @@ def ppo(
         proximal: log-probs under the weights that are about to be updated, float32 [n], which the trainer's corrections
             for stale tokens need; ``None``: the behaviour log-probs stand for them.
         chunks: tokens per chunk; 32 by default.
+        environment: answers the turns of a response, so that it goes on after a stop token with a tool's result.
     """
     capacity = max(16, 4 * admission.batch)  # a busy scorer wakes to the events of all rollouts in flight
     g: GraphBuilder[Prompt] = GraphBuilder("ppo", capacity=capacity, merge=merge_chunks, key=rollout_of)
-    rollout = g.add("generate", Generate(policy, admission, chunks or Fixed()), g.prompts)
+    rollout = g.add("generate", Generate(policy, admission, chunks or Fixed(), environment=environment), g.prompts)
     ref = None if reference is None else g.add("ref_logp", Score(reference), rollout)
     score = g.add("reward", Score(reward), rollout)
-    value = None if critic is None else g.add("value", Score(critic), rollout)
-    again = None if proximal is None else g.add("proximal", Score(proximal, after="update"), rollout)
+    values = None if critic is None else Score(critic)
+    value = None if values is None else g.add("value", values, rollout)
+    recomputed = None if proximal is None else Score(proximal, after="update")
+    again = None if recomputed is None else g.add("proximal", recomputed, rollout)
     batch = g.add("advantage", advantage or GAE(), rollout, score, reference=ref, value=value, proximal=again)
-    used = ("generate",) if critic is None else ("generate", "value")
-    update = Update(trainer, publish=followers(policy, critic, proximal), after=used)
+    update = Update(trainer, publish=followers(policy, values, recomputed), after=("generate",))
     return g.build(g.add("update", update, batch))
 
 

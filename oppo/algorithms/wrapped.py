@@ -10,7 +10,8 @@ from oppo.graph import Graph, GraphBuilder
 from oppo.models import Policy, Scorer
 from oppo.placement import Thread
 from oppo.stages import Gather, Generate, Score, Update
-from oppo.stages.update import followers
+from oppo.stages.publishing import followers
+from oppo.turns import Environment
 
 
 def wrap(
@@ -25,6 +26,7 @@ def wrap(
     critic_module: Module | None = None,
     samples: int = 1,
     chunks: ChunkSize | None = None,
+    environment: Environment | None = None,
     thread: Thread | None = None,
 ) -> Graph[StepReport]:
     """Return a loop that exists already as a graph: responses are scored while they are written, and carried over.
@@ -44,16 +46,18 @@ def wrap(
         critic_module: the module behind ``critic``, if the step trains it too.
         samples: responses to each prompt; ``admission`` then counts prompts.
         chunks: tokens per chunk; 32 by default.
+        environment: answers the turns of a response, so that it goes on after a stop token with a tool's result.
         thread: where the step is called; ``None``: on the event loop, where everything else waits for it.
     """
     trainer = FunctionTrainer(step, actor, critic_module, thread=thread)
     capacity = max(16, 4 * admission.batch * samples)
     g: GraphBuilder[Prompt] = GraphBuilder("wrapped", capacity=capacity, merge=merge_chunks, key=rollout_of)
-    rollout = g.add("generate", Generate(policy, admission, chunks or Fixed(), samples), g.prompts)
+    generate = Generate(policy, admission, chunks or Fixed(), samples, environment=environment)
+    rollout = g.add("generate", generate, g.prompts)
     score = g.add("reward", Score(reward), rollout)
     ref = None if reference is None else g.add("ref_logp", Score(reference), rollout)
-    value = None if critic is None else g.add("value", Score(critic), rollout)
+    values = None if critic is None else Score(critic)
+    value = None if values is None else g.add("value", values, rollout)
     batch = g.add("gather", Gather(), rollout, score, reference=ref, value=value)
-    served = followers(policy, critic) if critic_module is not None else followers(policy)
-    used = ("generate",) if critic is None else ("generate", "value")
-    return g.build(g.add("update", Update(trainer, publish=served, after=used), batch))
+    served = followers(policy, values) if critic_module is not None else followers(policy)
+    return g.build(g.add("update", Update(trainer, publish=served, after=("generate",)), batch))

@@ -11,12 +11,12 @@ import torch
 from transformers import PreTrainedModel
 
 from oppo.app.engines import SERVING, Order, Serve, Serving, serve
+from oppo.app.rewards import UserCode
 from oppo.app.roles import RoleLoader
 from oppo.app.saving import Saving
-from oppo.app.sections import DataSection, ModelsSection, SamplingSection
+from oppo.app.sections import ModelsSection, SamplingSection
 from oppo.app.settings import Settings
 from oppo.declared import declared
-from oppo.environments import EnvironmentFailure, FunctionEnvironment
 from oppo.errors import ConfigError
 from oppo.events import Drop, FloatArray
 from oppo.hf.cpu import available_cores
@@ -35,10 +35,8 @@ from oppo.hf.trunk import value_model_on
 from oppo.models import Policy, ReportsProgress, ResumableTrainer, Sampling, SamplingSettings, Scorer
 from oppo.observe import Span, SpanListener
 from oppo.placement import Hosting
-from oppo.rewards import load_reward
 from oppo.scorer_protocols import ServesCalls
 from oppo.turns import Environment
-from oppo.user_code import load_function
 
 _TRAINING = "lower trainer.micro_batch_tokens"
 
@@ -113,6 +111,8 @@ class Assembly:
             stack.callback(self.places.close)
             if isinstance(self.reward, ServesCalls):
                 stack.callback(self.reward.close)
+            if isinstance(self.environment, ServesCalls):
+                stack.callback(self.environment.close)
 
 
 def load_text(models: ModelsSection, tell: Callable[[str], None]) -> Text:
@@ -147,7 +147,6 @@ def assemble(
         ModelRefused: a model cannot be served exactly.
     """
     run = settings.run
-    reward = _function(settings.models, settings.data, text, tell)
     device = _device(settings.models, exact=run.exact)
     available = available_cores()
     if (cores := run.cores or available) > available:
@@ -166,6 +165,7 @@ def assemble(
     )
     with ExitStack() as stack:
         stack.callback(places.close)
+        code = UserCode.of(settings.models, settings.data, text, tell, ModelPlace(places.scoring, "reward", SERVING))
 
         def started(order: Order) -> Serving:
             serving = serve(replace(order, log=engine_log, tell=tell))
@@ -173,7 +173,7 @@ def assemble(
             return serving
 
         load = RoleLoader(settings.models, text, device, tell)
-        assembly = _assembled(settings, text, places, reward, load=load, serve=started)
+        assembly = _assembled(settings, text, places, code, load=load, serve=started)
         synchronised(device)
         places.wait_until_ready()
         stack.pop_all()
@@ -184,18 +184,21 @@ def _assembled(
     settings: Settings,
     text: Text,
     places: DeviceLayout,
-    reward: Scorer[float | Drop] | None,
+    code: UserCode,
     *,
     load: RoleLoader,
     serve: Serve,
 ) -> Assembly:
     exact = settings.run.exact
     actor, reference = _actor_and_reference(settings.models, load, seed=settings.trainer.seed)
-    served = [actor] if reference is None else [actor, reference]
-    if reward is None:
-        judge = load.scalar("reward")
-        served.append(judge)
-        reward = RewardModel(judge, thread=ModelPlace(places.scoring, "reward model", SERVING), exact=exact)
+
+    def judge(key: str, source: str) -> tuple[PreTrainedModel, RewardModel]:
+        model = load.scalar(key, path=source)
+        name = "reward model" if key == "reward" else f"reward model {key.partition('.')[2]!r}"
+        return model, RewardModel(model, thread=ModelPlace(places.scoring, name, SERVING), exact=exact)
+
+    reward, judges = code.reward(judge)
+    served = [actor, *judges] if reference is None else [actor, reference, *judges]
     critic = None
     if settings.algorithm.has_critic:
         critic = value_model_on(actor) if settings.models.shared_trunk else load.scalar("critic", new_head=True)
@@ -215,7 +218,7 @@ def _assembled(
         if critic is None
         else ValueModel(critic, thread=ModelPlace(places.scoring, "critic", SERVING), exact=exact),
         proximal=_proximal(settings, actor, sampling, places.scoring) if settings.algorithm.corrects else None,
-        environment=_environment(settings.models, settings.data, text),
+        environment=code.environment,
         trainer=trainer,
         saving=Saving(trainer, text, ("actor",) if critic is None else ("actor", "critic"), places.saving),
         text=text,
@@ -258,7 +261,7 @@ def _trainer(
         sampling=sampling,
         thread=ModelPlace(place, "trainer", _TRAINING),
         settings=settings.trainer,
-        loss=settings.algorithm.loss(),
+        loss=settings.trained_loss(),
     )
 
 
@@ -268,37 +271,6 @@ def _proximal(settings: Settings, actor: PreTrainedModel, sampling: Sampling, pl
     if settings.models.engine != "transformers":
         return RecomputedLogprobs(actor, sampling=sampling, thread=thread, exact=exact)
     return ProximalLogprobs(actor, sampling=sampling, thread=thread, exact=exact, on_publish=settings.step.on_publish)
-
-
-def _function(
-    models: ModelsSection, data: DataSection, text: Text, tell: Callable[[str], None]
-) -> Scorer[float | Drop] | None:
-    if not models.reward_is_function:
-        return None
-    return load_reward(
-        models.reward,
-        text.decode,
-        prompt_column=data.column,
-        on_failure=models.reward_failure,
-        process=models.reward_process,
-        concurrency=models.reward_concurrency,
-        timeout=models.reward_timeout,
-        each=models.reward_each,
-        tell=tell,
-    )
-
-
-def _environment(models: ModelsSection, data: DataSection, text: Text) -> FunctionEnvironment | None:
-    if not models.environment:
-        return None
-    return FunctionEnvironment(
-        load_function(models.environment, EnvironmentFailure),
-        text.decode,
-        text.encode_exactly,
-        on_failure=models.environment_failure,
-        timeout=models.environment_timeout,
-        prompt_column=data.column,
-    )
 
 
 def _sampling(section: SamplingSection, text: Text, actor: PreTrainedModel) -> Sampling:

@@ -55,11 +55,13 @@ class Checkpoint:
     Attributes:
         step: steps that the run had made.
         score: of the last of them; NaN without one.
+        measure: what that is a score of; only scores of the same are compared.
     """
 
     path: Path
     step: int
     score: float
+    measure: str = "score"
 
     def state(self) -> State:
         """Return the run's state.
@@ -76,7 +78,7 @@ class Checkpoints:
     Args:
         directory: holds them; made with the first.
         keep_last: how many of the newest are kept; older ones are deleted once a new one is whole.
-        keep_best: keep the one of the highest score too.
+        keep_best: keep the one of the highest score too, among those of what the newest is a score of.
         tell: called with a sentence about each checkpoint that cannot be used.
 
     Raises:
@@ -100,7 +102,7 @@ class Checkpoints:
         self._unusable: set[Path] = set()
 
     @contextmanager
-    def writing(self, step: int, score: float = math.nan) -> Iterator[Path]:
+    def writing(self, step: int, score: float = math.nan, measure: str = "score") -> Iterator[Path]:
         """Yield a directory to write into; it becomes the checkpoint of ``step`` if no error ends the context.
 
         Older checkpoints than are kept are deleted then, and so are those of later steps, which a resumed run gave up.
@@ -114,7 +116,7 @@ class Checkpoints:
         try:
             with whole(path) as aside:
                 yield aside
-                _seal(aside, step, score)
+                _seal(aside, step, score, measure)
         except OppoError:
             raise
         except Exception as error:  # the body's libraries raise errors of their own
@@ -162,11 +164,17 @@ class Checkpoints:
         past = [path for path in paths[: paths.index(newest) + 1] if path not in self._unusable or path == newest]
         kept = set(past[-self._keep_last :])
         if self._keep_best:
-            scored = [sealed for sealed in map(_sealed, past) if sealed is not None and not math.isnan(sealed.score)]
-            kept |= {max(scored, key=lambda sealed: sealed.score).path} if scored else set()
+            kept |= {best.path} if (best := self._best(past, newest)) is not None else set()
         for path in paths:
             if path not in kept:
                 shutil.rmtree(path, ignore_errors=True)
+
+    def _best(self, past: Sequence[Path], newest: Path) -> Checkpoint | None:
+        """Return the checkpoint of the highest score among those of what the newest is a score of."""
+        sealed = [found for found in map(_sealed, past) if found is not None]
+        measure = next((each.measure for each in sealed if each.path == newest), "")
+        scored = [each for each in sealed if each.measure == measure and not math.isnan(each.score)]
+        return max(scored, key=lambda each: each.score, default=None)
 
 
 def write_state(directory: Path, state: State) -> None:
@@ -228,7 +236,8 @@ def _sealed(path: Path) -> Checkpoint | None:
         _digests(seal)
         score = math.nan if seal["score"] is None else float(seal["score"])
         step = int(seal["step"])
-        return Checkpoint(path, step, score) if path.name == _named(step) else None
+        measure = str(seal.get("measure", "score"))
+        return Checkpoint(path, step, score, measure) if path.name == _named(step) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -241,11 +250,12 @@ def _digests(seal: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
     return dict(seal["sha256"])
 
 
-def _seal(directory: Path, step: int, score: float) -> None:
+def _seal(directory: Path, step: int, score: float, measure: str = "score") -> None:
     files = sorted(file for file in directory.rglob("*") if file.is_file())
     seal = {
         "step": step,
         "score": score if math.isfinite(score) else None,
+        "measure": measure,
         "sha256": {file.relative_to(directory).as_posix(): _digest(file) for file in files},
     }
     (directory / COMPLETE).write_text(json.dumps(seal, indent=1) + "\n", encoding="utf-8")

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
-from oppo.admission import Admission, Observation, Overcommit, SlopeAdaptive, TailAdaptive, TailBatched
+from oppo.admission import Admission, Continuous, Observation, Overcommit, SlopeAdaptive, TailAdaptive, TailBatched
 from oppo.admission.slope import SlopeRule
 from oppo.algorithms.algorithm import Roles
 from oppo.app.checkpoint import State
 from oppo.app.sections import StepSection
 from oppo.app.settings import Settings
+from oppo.app.supply import Supply
 from oppo.chunking import ChunkSize, Fixed, Tuned, WholeRollout
-from oppo.data import PromptStream
 from oppo.errors import CheckpointError, ConfigError
 from oppo.events import StepReport
 from oppo.graph import Graph
 from oppo.hosted_trainer import HostedTrainer
 from oppo.models import ResumableTrainer
 from oppo.report.dump import dump_batch
-from oppo.stages import Generate, Update
+from oppo.stages import Generate, GroupRelative, InParts, Update
 
 if TYPE_CHECKING:
     from oppo.app.assemble import Assembly
@@ -37,7 +37,7 @@ MakeGraph: TypeAlias = Callable[[Roles], Graph[StepReport]]
 def compose(
     settings: Settings,
     assembly: Assembly,
-    prompts: PromptStream,
+    prompts: Supply,
     replay: Mapping[int, Observation],
     make: MakeGraph | None = None,
 ) -> Graph[StepReport]:
@@ -52,6 +52,7 @@ def compose(
         ConfigError: it has an environment, and so has ``models.environment``.
     """
     graph = (make or settings.algorithm.graph)(roles_of(settings, assembly))
+    update = graph.stage("update", Update)
     dump = partial(dump_batch, folder=settings.run_directory / "nonfinite")
     generate = graph.stage("generate", Generate)
     if generate.environment is not None and assembly.environment is not None:
@@ -59,6 +60,9 @@ def compose(
             f"the graph's stage 'generate' has an environment of its own, {type(generate.environment).__name__}, and "
             f"models.environment = {settings.models.environment!r} names another: leave one of them out"
         )
+    if settings.step.stream_updates:
+        estimator = graph.stage("advantage", GroupRelative)
+        graph = graph.replace(advantage=InParts(estimator, settings.algorithm.responses))
     return graph.replace(
         generate=replace(
             generate,
@@ -66,8 +70,19 @@ def compose(
             columns=prompts.columns,
             environment=generate.environment or assembly.environment,
         ),
-        update=replace(graph.stage("update", Update), max_nonfinite=settings.run.max_nonfinite, dump=dump),
+        update=replace(
+            update,
+            after=awaited(settings.step, update.after),
+            max_nonfinite=settings.run.max_nonfinite,
+            dump=dump,
+        ),
     )
+
+
+def awaited(step: StepSection, after: Sequence[str]) -> tuple[str, ...]:
+    """Return the stages that an update waits for before it publishes: the one that decodes unless in flight."""
+    others = [name for name in after if name != "generate"]
+    return tuple(others if step.publish == "in-flight" else ("generate", *others))
 
 
 def trainer_of(graph: Graph[StepReport]) -> ResumableTrainer:
@@ -101,7 +116,7 @@ def require_trainer(state: State, trainer: ResumableTrainer) -> None:
     if was != kind_of(trainer):
         raise CheckpointError(
             f"the run was trained by {was}, and would go on with {kind_of(trainer)}: a run with a graph of its own is "
-            "resumed by the program that began it, with oppo.app.program.train(directory, graph=...)"
+            "resumed by the program that began it, with oppo.train(directory, graph=...)"
         )
 
 
@@ -114,16 +129,18 @@ def roles_of(settings: Settings, assembly: Assembly) -> Roles:
         critic=assembly.critic,
         proximal=assembly.proximal,
         trainer=assembly.trainer,
-        admission=admission_of(settings.step),
+        admission=settings.own_admission() or admission_of(settings.step),
         chunks=chunks_of(settings.step, settings.sampling.max_new_tokens),
         max_new_tokens=settings.sampling.max_new_tokens,
     )
 
 
 def admission_of(step: StepSection) -> Admission:
-    """Return the policy that ``step.admission`` names."""
+    """Return the policy of ours that ``step.admission`` names."""
     if step.admission == "overcommit":
         return Overcommit(step.batch, step.extra or 0, step.max_deferrals)
+    if step.admission == "continuous":
+        return Continuous(step.batch, step.batch if step.extra is None else step.extra, step.max_deferrals)
     if step.admission == "tail-batched":
         return TailBatched(step.batch)
     most = step.batch // 4 if step.extra is None else step.extra

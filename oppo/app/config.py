@@ -15,8 +15,12 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from oppo.app.config_errors import Faults, require_public
+from oppo.app.kinds import NAMED
 from oppo.app.overrides import overridden, seeded, with_correction
+from oppo.app.paths import resolved
+from oppo.app.sections import RewardPart
 from oppo.app.settings import Settings
+from oppo.app.sources import within
 from oppo.errors import ConfigError
 from oppo.user_code import SPEC
 
@@ -42,29 +46,29 @@ def resolve(document: Mapping[str, object], folder: Path) -> Settings:
     Raises:
         ConfigError: a setting is unknown, missing or out of range.
     """
-    document = _with_file(document, folder)
+    document = _with_files(document, folder)
     try:
         settings = Settings.of(with_correction(seeded(document)))
     except ValidationError as error:
         raise ConfigError(Faults.of(document).describe(error)) from error
     models = settings.models
-    reward = _model(models.reward, folder)
+    models = replace(models, reward=_reward(models.reward, folder))
     policy = _model(models.policy, folder)
-    own_critic = policy if models.reward_is_function else reward
+    own_critic = next(iter(models.reward_models), policy)
     if models.shared_trunk or not settings.algorithm.has_critic:
         own_critic = ""
     found = settings.model_copy(
         update={
-            "run": replace(settings.run, directory=_path(settings.run.directory, folder)),
+            "run": replace(settings.run, directory=resolved(settings.run.directory, folder)),
             "models": replace(
                 models,
                 policy=policy,
-                reward=reward,
                 reference=_model(models.reference, folder) or (policy if settings.algorithm.refers else ""),
                 critic=_model(models.critic, folder) or own_critic,
                 environment=_model(models.environment, folder),
             ),
-            "data": replace(settings.data, prompts=_path(settings.data.prompts, folder)),
+            "data": replace(settings.data, prompts=within(settings.data.prompts, folder)),
+            "eval": replace(settings.eval, prompts=within(settings.eval.prompts, folder)),
         }
     )
     require_public(found.tables())
@@ -78,26 +82,27 @@ def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def _path(text: str, folder: Path) -> str:
-    try:
-        return str((folder / Path(text).expanduser()).resolve())
-    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, an unknown ~user, a NUL
-        raise ConfigError(f"{text!r} is no path that can be followed: {error}") from error
-
-
 def _spec(text: str, folder: Path) -> str:
     """Return ``file.py:name`` with the file's path."""
     file, _, name = text.rpartition(":")
-    return f"{_path(file, folder)}:{name}"
+    return f"{resolved(file, folder)}:{name}"
 
 
-def _with_file(document: Mapping[str, object], folder: Path) -> Mapping[str, object]:
-    """Return the document with the path of an algorithm's file: its class declares ``[algorithm]``."""
+def _with_files(document: Mapping[str, object], folder: Path) -> Mapping[str, object]:
+    """Return the document with the paths of an algorithm's file and of others whose code declares a table."""
     step = document.get("step")
-    name = step.get("algorithm") if isinstance(step, Mapping) else None
-    if not (isinstance(step, Mapping) and isinstance(name, str) and SPEC.match(name)):
+    if not isinstance(step, Mapping):
         return document
-    return {**document, "step": {**step, "algorithm": _spec(name, folder)}}
+    named = {name: step.get(name) for name in NAMED}
+    found = {name: _spec(spec, folder) for name, spec in named.items() if isinstance(spec, str) and SPEC.match(spec)}
+    return {**document, "step": {**step, **found}} if found else document
+
+
+def _reward(reward: str | Mapping[str, RewardPart], folder: Path) -> str | Mapping[str, RewardPart]:
+    """Return a reward, or each of several, as :func:`_model` does."""
+    if isinstance(reward, str):
+        return _model(reward, folder)
+    return {name: replace(part, source=_model(part.source, folder)) for name, part in reward.items()}
 
 
 def _model(text: str, folder: Path) -> str:
@@ -105,4 +110,4 @@ def _model(text: str, folder: Path) -> str:
     if SPEC.match(text):
         return _spec(text, folder)
     spelt_as_path = text.startswith((".", "/", "~"))
-    return _path(text, folder) if text and (spelt_as_path or os.path.lexists(folder / text)) else text
+    return resolved(text, folder) if text and (spelt_as_path or os.path.lexists(folder / text)) else text

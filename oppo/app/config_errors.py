@@ -11,8 +11,10 @@ from pydantic import ValidationError
 
 from oppo.algorithms.ppo import PPO
 from oppo.algorithms.registry import ALGORITHMS
-from oppo.app.sections import StepSection
-from oppo.app.settings import Settings, algorithm_of, keys_of
+from oppo.app.kinds import Kinds
+from oppo.app.sections import RewardPart, StepSection
+from oppo.app.settings import Settings, keys_of
+from oppo.app.tables import expectation
 from oppo.declared import Declared, declared
 from oppo.errors import ConfigError, shortened
 from oppo.redact import holds_secret, redacted
@@ -20,22 +22,11 @@ from oppo.redact import holds_secret, redacted
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
+REWARDS = ("models", "reward")
+"""The key that may be a table of tables."""
+
 SHOWN = 200
 """Characters of a wrong value in its message."""
-
-_WORDS = {
-    "string_pattern_mismatch": "letters, digits, '.', '_' and '-' only, beginning with a letter or a digit",
-    "string_too_short": "text that is not empty",
-    "string_type": "a string",
-    "int_type": "a whole number",
-    "int_parsing_size": "a whole number",
-    "float_type": "a number",
-    "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "tuple_type": "a list",
-    "dict_type": "a section",
-}
-"""What was expected, by the kind of fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +44,16 @@ class Faults:
     @classmethod
     def of(cls, document: Mapping[str, object]) -> Self:
         """Return the describer for a document and its algorithm."""
-        kind, step = algorithm_of(document), document.get("step")
-        named = step.get("algorithm") if kind is not None and isinstance(step, Mapping) else None
-        return cls(keys_of(kind or PPO), str(named or StepSection().algorithm))
+        kinds, step = Kinds.of(document), document.get("step")
+        named = step.get("algorithm") if kinds.algorithm is not None and isinstance(step, Mapping) else None
+        return cls(keys_of(kinds.algorithm or PPO, kinds), str(named or StepSection().algorithm))
 
     def describe(self, error: ValidationError) -> str:
         """Return one line for each wrong setting."""
         grouped: dict[tuple[str, ...], list[ErrorDetails]] = {}
         for detail in error.errors(include_url=False):
-            grouped.setdefault(tuple(str(part) for part in detail["loc"][:2]), []).append(detail)
+            depth = 4 if detail["loc"][:2] == REWARDS else 2
+            grouped.setdefault(tuple(str(part) for part in detail["loc"][:depth]), []).append(detail)
         lines = [self._sentence(place, details) for place, details in grouped.items()]
         if len(lines) == 1:
             return lines[0]
@@ -71,7 +63,7 @@ class Faults:
         detail = details[0]
         if not place:  # a fault between sections, which its message names
             return detail["msg"].removeprefix("Value error, ")
-        where = f"[{place[0]}]" if len(place) == 1 else ".".join(place)
+        where = f"[{'.'.join(place)}]" if len(place) % 2 else ".".join(place)
         if detail["type"] in {"extra_forbidden", "unexpected_keyword_argument"}:
             return self._unknown(place)
         if detail["type"] == "missing":
@@ -80,6 +72,9 @@ class Faults:
             return f"{where}: {detail['msg'].removeprefix('Value error, ')}"
         if detail["type"] in {"model_type", "dataclass_type"}:
             return f"{where}: expected {self._wanted(place)}, got {shortened(repr(detail['input']), SHOWN)}"
+        if detail["loc"][-1:] == ("[key]",):
+            home = ".".join(place[:2])
+            return f"{home}: expected names of {expectation(detail)}, got {shortened(repr(detail['input']), SHOWN)}"
         item = next((f"item {part} to be " for part in detail["loc"][2:] if isinstance(part, int)), "")
         expected = " or ".join(dict.fromkeys(expectation(each) for each in details))
         return f"{where}: expected {item}{expected}, got {shortened(repr(detail['input']), SHOWN)}"
@@ -87,11 +82,15 @@ class Faults:
     def _wanted(self, place: tuple[str, ...]) -> str:
         if len(place) == 1:
             return f"a section with the keys {', '.join(self.keys.get(place[0], ()))}"
-        return self.keys[place[0]][place[1]].description
+        if len(place) == 3:
+            return f"a table with the keys {', '.join(declared(RewardPart))}"
+        return (declared(RewardPart)[place[3]] if len(place) == 4 else self.keys[place[0]][place[1]]).description
 
     def _unknown(self, place: tuple[str, ...]) -> str:
         if len(place) == 1:
             kind, home, known = "section", "a configuration", list(Settings.model_fields)
+        elif len(place) == 4:
+            kind, home, known = "key", "[models.reward.NAME]", list(declared(RewardPart))
         else:
             kind, home, known = "key", f"[{place[0]}]", list(self.keys[place[0]])
         near = difflib.get_close_matches(place[-1], known, n=1, cutoff=0.5)
@@ -100,12 +99,14 @@ class Faults:
 
     def _elsewhere(self, place: tuple[str, ...]) -> str:
         """Return the sections or algorithms that have the same key."""
-        if len(place) == 1:
+        if len(place) != 2:
             return ""
-        if homes := [name for name, keys in self.keys.items() if place[1] in keys]:
-            return f" (it is a key of {', '.join(f'[{name}]' for name in homes)})"
         others = ", ".join(repr(name) for name, kind in ALGORITHMS.items() if place[1] in declared(kind))
-        return f" (it is a key of [algorithm] for {others}, not for {self.algorithm!r})" if others else ""
+        if place[0] == "algorithm" and others:
+            return f" (it is a key of [algorithm] for {others}, not for {self.algorithm!r})"
+        homes = [f"[{name}]" for name, keys in self.keys.items() if place[1] in keys]
+        homes += [f"[algorithm] for {others}, not for {self.algorithm!r}"] if others and not homes else []
+        return f" (it is a key of {', '.join(homes)})" if homes else ""
 
 
 def require_public(tables: Mapping[str, Mapping[str, object]]) -> None:
@@ -130,11 +131,3 @@ def _texts(value: object) -> Iterator[str]:
     elif isinstance(value, list | tuple | dict):
         for each in value.values() if isinstance(value, dict) else value:
             yield from _texts(each)
-
-
-def expectation(detail: ErrorDetails) -> str:
-    """Return what a value should have been, in the terms of a settings file."""
-    if (words := _WORDS.get(detail["type"])) is not None:
-        return words
-    text = detail["msg"].removeprefix("Input should be ")
-    return f"a number {text}" if text.startswith(("greater", "less")) else text

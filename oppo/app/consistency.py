@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from oppo.declared import changed
+from oppo.app.sections import EvalSection
+from oppo.declared import changed, declared
 from oppo.training import OF_THE_CRITIC
 from oppo.user_code import is_of_a_file
 
@@ -20,7 +21,9 @@ def require_consistent(settings: Settings) -> None:
 
     Raises:
         ValueError: two contradict each other.
+        ConfigError: an admission of one's own cannot be made of them.
     """
+    settings.own_admission()  # which may refuse its settings
     if settings.run.exact:
         _require_exactness(settings)
     if settings.models.engine == "vllm":
@@ -35,17 +38,51 @@ def require_consistent(settings: Settings) -> None:
             f"step.lookahead = {settings.step.lookahead} trains while the next step is decoded, and "
             "models.share_weights = true would change the weights meanwhile: leave share_weights out"
         )
-    if settings.run.trainer == "process" and is_of_a_file(kind := type(settings.algorithm.loss())):
+    if settings.step.publish == "in-flight":
+        _require_possible_in_flight(settings)
+    if settings.step.stream_updates:
+        _require_a_sum(settings)
+    if settings.run.trainer == "process" and is_of_a_file(kind := type(settings.trained_loss())):
         raise ValueError(
             f"run.trainer = 'process' takes the loss to another process, which cannot import {kind.__name__} from a "
             "file: leave run.trainer out, or keep the class in an installed package"
         )
+    if not settings.eval.prompts:
+        _require_no_evaluation(settings)
     if not settings.algorithm.has_critic:
         _require_no_critic(settings)
     if settings.algorithm.responses > 1 and settings.sampling.temperature == 0:
         raise ValueError(
             f"step.algorithm = {settings.step.algorithm!r} compares the responses to a prompt with one another, and "
             "sampling.temperature = 0 makes them all the same: give one above 0"
+        )
+
+
+def _require_a_sum(settings: Settings) -> None:
+    """Check that the gradient of a batch is the sum of its groups', each known once the group is scored."""
+    algorithm, trainer = settings.algorithm, settings.trainer
+    faults = {
+        "run.exact = true, and parts come in an order that depends on timing": settings.run.exact,
+        "models.share_weights = true, and gradients are computed while responses are decoded": (
+            settings.models.share_weights is True
+        ),
+        f"trainer.epochs = {trainer.epochs}": trainer.epochs > 1,
+        f"trainer.minibatches = {trainer.minibatches}": trainer.minibatches > 1,
+        f"step.algorithm = {settings.step.algorithm!r}, whose advantages are not those of a group alone": (
+            algorithm.has_critic or algorithm.responses < 2
+        ),
+        "algorithm.score_norm = true": getattr(algorithm, "score_norm", False),
+        "algorithm.kl_target": getattr(algorithm, "kl_target", None) is not None,
+        "algorithm.dynamic_sampling = true": getattr(algorithm, "dynamic_sampling", False),
+    }
+    found = [words for words, is_so in faults.items() if is_so]
+    loss = settings.trained_loss()
+    if not found and getattr(loss, "divisor", None) is None:
+        found = [f"a loss, {type(loss).__name__}, that divides by sizes of several kinds"]
+    if found:
+        raise ValueError(
+            f"step.stream_updates = true trains a group before the batch is complete, which does not go with "
+            f"{'; '.join(found)}: change that, or leave stream_updates out"
         )
 
 
@@ -61,10 +98,33 @@ def _require_exactness(settings: Settings) -> None:
             "run.exact makes every bit independent of timing, and step.admission = 'adaptive' decides by time: choose "
             "another admission"
         )
+    if settings.step.admission == "continuous":
+        raise ValueError(
+            "run.exact makes every bit independent of timing, and with step.admission = 'continuous' rollouts join "
+            "others when a place is free: choose another admission"
+        )
+    if settings.step.publish == "in-flight":
+        raise ValueError(
+            "run.exact makes every bit independent of timing, and step.publish = 'in-flight' publishes weights when "
+            "they are ready: leave one of the two out"
+        )
     if models.dtype != "float32":
         raise ValueError(f"run.exact needs models.dtype = 'float32', got {models.dtype!r}")
     if models.device.startswith("cuda"):
         raise ValueError(f"run.exact needs models.device = 'cpu' (or 'auto'), got {models.device!r}")
+
+
+def _require_possible_in_flight(settings: Settings) -> None:
+    if not settings.step.lookahead:
+        raise ValueError(
+            "step.publish = 'in-flight' publishes weights while the next step is decoded, and with step.lookahead = 0 "
+            "nothing is decoded then: set step.lookahead to 1 or more, or leave publish out"
+        )
+    if settings.models.shared_trunk:
+        raise ValueError(
+            "step.publish = 'in-flight' changes the policy while the critic reads, and models.shared_trunk = true "
+            "makes them one model: leave one of the two out"
+        )
 
 
 def _require_possible_on_vllm(settings: Settings) -> None:
@@ -78,6 +138,14 @@ def _require_possible_on_vllm(settings: Settings) -> None:
             f"sampling.top_p = {settings.sampling.top_p} draws from the most likely tokens, and vLLM does not say "
             "which those were, though log-probs are among them: bound them by sampling.top_k, or set models.engine = "
             "'transformers'"
+        )
+
+
+def _require_no_evaluation(settings: Settings) -> None:
+    if given := changed(settings.eval, declared(EvalSection).keys() - {"prompts", "seed"}):
+        raise ValueError(
+            f"[eval] has {', '.join(given)}, and nothing is evaluated without held-out prompts: give eval.prompts, or "
+            "leave that out"
         )
 
 

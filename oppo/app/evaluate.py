@@ -1,84 +1,124 @@
-"""Evaluation on held-out prompts: a policy's responses, their scores, and paired differences."""
+"""Evaluations of a run: what ``[eval]`` asks for, as a stage at the end of the run's graph."""
 
 from __future__ import annotations
 
-import math
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
 
-import anyio
-import numpy as np
+from oppo.app.provenance import HELD_OUT, Provenance
+from oppo.app.settings import Settings
+from oppo.errors import ConfigError, noted
+from oppo.evaluation import Evaluate, Evaluation
+from oppo.evaluation.evaluate import BEFORE
+from oppo.evaluation.examine import Progress
+from oppo.events import Prompt, StepReport
+from oppo.graph import Graph, Run
+from oppo.models import VariesSampling
+from oppo.stages import Generate, Score, Update
 
-from oppo.errors import ProtocolError
-from oppo.events import Finish, FloatArray, Prompt, Response
-from oppo.models import Decode, Policy, Scorer
+if TYPE_CHECKING:
+    from oppo.app.assemble import Assembly
 
-T = TypeVar("T")
+STAGE: Final = "evaluate"
+"""The name of the stage."""
 
-
-async def respond(policy: Policy, prompts: Sequence[Prompt]) -> list[Finish]:
-    """Return the finished rollouts of ``prompts``, in order, decoded as one batch."""
-    decodes = await policy.open(prompts)
-    finished: list[Finish | None] = [None] * len(prompts)
-
-    async def read(k: int, prompt: Prompt, decode: Decode) -> None:
-        piece = await decode.read(sys.maxsize)
-        chunk = piece.chunk(prompt.rollout, 0)
-        match piece.state:
-            case "eos" | "stop" | "length" as reason:
-                finished[k] = Finish(prompt.rollout, Response.empty(prompt).then(chunk), reason)
-            case state:
-                raise ProtocolError(f"rollout {prompt.rollout}: reading it whole ended with state {state!r}")
-        await decode.aclose()
-
-    async with policy.decoding(decodes, lambda _ended: False), anyio.create_task_group() as readers:
-        for k, (prompt, decode) in enumerate(zip(prompts, decodes, strict=True)):
-            readers.start_soon(read, k, prompt, decode)
-    return [event for event in finished if event is not None]
+SCORE: Final = "eval/score"
+"""The metric by which the best checkpoint is chosen."""
 
 
-async def score_all(scorer: Scorer[T], finished: Sequence[Finish]) -> Sequence[T]:
-    """Return the scorer's result for each finished rollout, each read as one piece."""
-    await scorer.extend([part for event in finished for part in (event.response.prompt, event.response.chunk())])
-    return await scorer.finish(finished)
+def is_due(index: int, every: int, steps: int) -> bool:
+    """Return whether what is done after ``every`` so many steps, and after the last, is done after this; 0: never."""
+    return every > 0 and ((index + 1) % every == 0 or index + 1 == steps)
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """Scores of the same prompts before and after.
-
-    Attributes:
-        before, after: mean scores.
-        spread: standard deviation of the scores before.
-        gain: mean of the paired differences, after minus before.
-        half_width: of the 95 % confidence interval of the gain (normal approximation).
-    """
-
-    before: float
-    after: float
-    spread: float
-    gain: float
-    half_width: float
+def evaluates(settings: Settings, steps: int, index: int) -> bool:
+    """Return whether a run of so many steps is evaluated after this one."""
+    run = settings.run
+    return is_due(index, settings.eval.every, steps) or (run.keep_best and is_due(index, run.checkpoint_every, steps))
 
 
-def compare(before: FloatArray, after: FloatArray) -> Comparison:
-    """Return the change of scores that are paired by prompt.
+def with_evaluations(
+    graph: Graph[StepReport],
+    settings: Settings,
+    assembly: Assembly,
+    held_out: Sequence[Prompt],
+    due: Callable[[int], bool],
+) -> Graph[StepReport]:
+    """Return the graph of a run with evaluations on held-out prompts; without any as it is.
 
     Args:
-        before, after: float32 [N], N >= 2.
+        due: whether there is one after the step with an index.
 
     Raises:
-        ValueError: the arrays differ in length or hold fewer than two scores.
+        ConfigError: the policy of the graph cannot draw in other ways.
+        GraphError: a stage of the graph has the name of this one.
     """
-    if before.shape != after.shape or before.ndim != 1 or len(before) < 2:
-        raise ValueError(f"expected two score arrays of one length >= 2, got shapes {before.shape} and {after.shape}")
-    difference = after.astype(np.float64) - before
-    return Comparison(
-        before=float(before.mean(dtype=np.float64)),
-        after=float(after.mean(dtype=np.float64)),
-        spread=float(before.std(ddof=1, dtype=np.float64)),
-        gain=float(difference.mean()),
-        half_width=1.96 * float(difference.std(ddof=1)) / math.sqrt(len(difference)),
+    if not held_out:
+        return graph
+    generate = graph.stage("generate", Generate)
+    scoring = [
+        name for name, node in graph.nodes.items()
+        if isinstance(node.stage, Score) and node.stage.scorer is assembly.reward
+    ]  # fmt: skip
+    evaluate = Evaluate(_evaluation(settings, assembly, generate, held_out), due, after=("generate", *scoring))
+    update = replace(graph.stage("update", Update), held=(STAGE,))
+    return graph.replace(update=update).then(STAGE, evaluate)
+
+
+def _evaluation(settings: Settings, assembly: Assembly, generate: Generate, held_out: Sequence[Prompt]) -> Evaluation:
+    chosen, policy, sampling = settings.eval, generate.policy, assembly.sampling
+    if not isinstance(policy, VariesSampling):
+        raise ConfigError(
+            f"[eval] needs a policy that can draw in another way, and {type(policy).__name__} has no with_sampling(): "
+            "see oppo.models.VariesSampling, or leave eval.prompts out"
+        )
+    models = settings.models
+    passes = 1.0 if len(models.rewards) == 1 and not models.reward_models else None
+    return Evaluation(
+        prompts=held_out,
+        reward=assembly.reward,
+        greedy=policy.with_sampling(replace(sampling, temperature=0.0, seed=chosen.seed)),
+        sampled=policy.with_sampling(replace(sampling, seed=chosen.seed)) if chosen.samples > 1 else None,
+        samples=chosen.samples,
+        batch=chosen.batch or settings.step.batch * settings.algorithm.responses,
+        pass_score=passes if chosen.pass_score is None else chosen.pass_score,
+        environment=generate.environment,
     )
+
+
+def show_progress(graph: Graph[StepReport], progress: Progress) -> None:
+    """Tell ``progress`` of each held-out response from now on."""
+    if (stage := _stage(graph)) is not None:
+        stage.progress = progress
+
+
+def _stage(graph: Graph[StepReport]) -> Evaluate | None:
+    return graph.stage(STAGE, Evaluate) if STAGE in graph.nodes else None
+
+
+async def evaluate_first(graph: Graph[StepReport], running: Run[StepReport]) -> None:
+    """Evaluate before the first step, and tell the observers of the run; nothing without evaluations.
+
+    Raises:
+        Exception: what a model or the reward raised.
+    """
+    stage = _stage(graph)
+    if stage is not None:
+        with noted("in the evaluation before the first step"):
+            found = await stage.evaluation.measure(BEFORE, stage.progress)
+        running.tell(STAGE, found)
+
+
+def judged(settings: Settings, provenance: Provenance, report: StepReport) -> tuple[float, str]:
+    """Return the score of a step by which the best checkpoint is chosen, and what it is a score of.
+
+    Scores of other held-out prompts are of something else; a step without an evaluation has NaN.
+    """
+    if not settings.eval.prompts:
+        return report.score, "score"
+    digests = {name: digest for name, digest in provenance.files.items() if name.startswith(HELD_OUT)}
+    of = hashlib.sha256(json.dumps([digests, settings.eval.count], sort_keys=True).encode()).hexdigest()
+    return report.metrics.get(SCORE, float("nan")), f"{SCORE} of {of[:16]}"

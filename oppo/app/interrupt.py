@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP: the first signal ends a run after the step in progress, the second ends it at once."""
+"""Ctrl-C, SIGTERM and SIGHUP: the first signal ends a run after the steps in flight, the second ends it at once."""
 
 from __future__ import annotations
 

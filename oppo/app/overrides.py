@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tomllib
 from collections.abc import Mapping, Sequence
 
@@ -9,7 +10,7 @@ from oppo.app.own_algorithm import find
 from oppo.declared import SEEDS, declared
 from oppo.errors import ConfigError
 
-SEEDED = ("data", "sampling", "trainer")
+SEEDED = ("data", "sampling", "trainer", "eval")
 """The sections with a seed of their own; the default is the run's."""
 
 CORRECTION = "truncated"
@@ -21,24 +22,26 @@ for stale tokens with it.
 
 
 def overridden(document: Mapping[str, object], overrides: Sequence[str]) -> dict[str, object]:
-    """Return a parsed file with ``section.key=value`` overrides.
+    """Return a parsed file with ``section.key=value`` overrides; a key may be a table, ``section.key.name.key=value``.
 
     A new ``run.seed`` replaces the old one in every section that names it: in a resolved file all of them do.
 
     Raises:
         ConfigError: an override is malformed, or its section is a value in this file.
     """
-    changed: dict[str, object] = {
-        key: dict(value) if isinstance(value, dict) else value for key, value in document.items()
-    }
+    changed: dict[str, object] = copy.deepcopy(dict(document))
     parsed = [_parsed(override) for override in overrides]
-    if any(place == ("run", "seed") for place, _, _ in parsed):
+    if any(place == ["run", "seed"] for place, _, _ in parsed):
         _drop_equal_seeds(changed)
-    for (name, key), value, override in parsed:
-        section = changed.setdefault(name, {})
-        if not isinstance(section, dict):
-            raise ConfigError(f"--set {override}: {name!r} is not a section of this file but the value {section!r}")
-        section[key] = value
+    for (*tables, key), value, override in parsed:
+        table = changed
+        for depth, name in enumerate(tables, 1):
+            inner = table.setdefault(name, {})
+            if not isinstance(inner, dict):
+                what, where = "section" if depth == 1 else "table", ".".join(tables[:depth])
+                raise ConfigError(f"--set {override}: {where!r} is not a {what} of this file but the value {inner!r}")
+            table = inner
+        table[key] = value
     return changed
 
 
@@ -83,13 +86,13 @@ def _seed(section: object) -> int | None:
     return seed if type(seed) is int and seed in SEEDS else None
 
 
-def _parsed(override: str) -> tuple[tuple[str, str], object, str]:
-    """Return an override's section and key, its value, and its text."""
+def _parsed(override: str) -> tuple[list[str], object, str]:
+    """Return an override's section, tables and key, its value, and its text."""
     place, equals, text = override.partition("=")
     names = [name.strip() for name in place.split(".")]
-    if not equals or len(names) != 2 or not all(names):
+    if not equals or len(names) < 2 or not all(names):
         raise ConfigError(f"--set expects section.key=value, such as step.batch=16; got {override!r}")
-    return (names[0], names[1]), _value(text.strip()), override
+    return names, _value(text.strip()), override
 
 
 def _value(text: str) -> object:

@@ -1,26 +1,37 @@
-"""The algorithm that ``step.algorithm`` names: one of :mod:`oppo.algorithms`, or a class of a file."""
+"""The algorithm that ``step.algorithm`` names: one of :mod:`oppo.algorithms`, or a class or a function of a file."""
 
 from __future__ import annotations
 
 import inspect
-from dataclasses import is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, make_dataclass
 from functools import cache
-from typing import Final, cast
+from typing import TYPE_CHECKING, ClassVar, Final, cast
 
 from oppo import user_code
-from oppo.algorithms.algorithm import Algorithm
+from oppo.algorithms.algorithm import Algorithm, Roles
 from oppo.algorithms.registry import ALGORITHMS
+from oppo.app.own import Part, part_of
 from oppo.errors import ConfigError
+from oppo.events import StepReport
+from oppo.graph import Graph
+
+if TYPE_CHECKING:
+    from oppo.losses import Loss
+
+KEY: Final = "step.algorithm"
 
 MEMBERS: Final = ("has_critic", "responses", "refers", "corrects", "graph", "loss")
 """What a class of a file must have: the members of :class:`Algorithm`."""
+
+ROLES: Final = frozenset(each.name for each in fields(Roles))
+"""The parameters of a function that are models, or the schedule, of a run."""
 
 
 def find(name: object) -> type[Algorithm] | None:
     """Return the algorithm of a name; ``None`` for an unknown one.
 
     Raises:
-        ConfigError: the name is ``file.py:Class``, and the class cannot be loaded or is no algorithm.
+        ConfigError: the name is ``file.py:name``, and what it names cannot be loaded or is no algorithm.
     """
     if not isinstance(name, str):
         return None
@@ -29,20 +40,77 @@ def find(name: object) -> type[Algorithm] | None:
 
 @cache
 def _loaded(spec: str) -> type[Algorithm]:
-    """Return the class that ``file.py:Class`` names; a file is run once in a process."""
-
-    def refuse(words: str) -> ConfigError:
-        return ConfigError(f"step.algorithm: {words}")
-
-    found: object = user_code.load_function(spec, refuse)
+    """Return the algorithm that ``file.py:name`` names; a file is run once in a process."""
+    found: object = user_code.load_function(spec, _refuse)
+    if inspect.isroutine(found):
+        return of_function(spec, part_of(found, KEY, spec, ROLES, takes_whole=True))
     if not (inspect.isclass(found) and is_dataclass(found)):
-        raise refuse(
+        raise _refuse(
             f"{spec} must be a dataclass, whose fields are the settings of [algorithm], derived from GroupAlgorithm or "
-            f"ClippedAlgorithm for example; got {user_code.shown(found)}"
+            f"ClippedAlgorithm for example, or a function that returns a graph; got {user_code.shown(found)}"
         )
     if lacking := [each for each in MEMBERS if not hasattr(found, each)]:
-        raise refuse(
+        raise _refuse(
             f"{spec} is no algorithm, since it lacks {', '.join(lacking)}: derive it from GroupAlgorithm or "
             "ClippedAlgorithm, or write what oppo.algorithms.algorithm.Algorithm lists"
         )
     return cast("type[Algorithm]", found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionAlgorithm:
+    """A function that returns the graph of a step, as an algorithm; derived classes have its settings as fields.
+
+    It trains a critic if it has a parameter ``critic``, and corrects for stale tokens if it has one ``proximal``. A
+    reference is loaded if it has one ``reference``, or one for all roles. Its loss is that of PPO, with or without a
+    critic. Its setting ``samples``, if there is one, is the number of responses to each prompt.
+    """
+
+    has_critic: ClassVar[bool]
+    part: ClassVar[Part]
+
+    @property
+    def responses(self) -> int:
+        """Responses to each prompt."""
+        return int(getattr(self, "samples", 1))
+
+    @property
+    def refers(self) -> bool:
+        """Whether log-probs of a reference may be needed: it is named, or all roles are given as one object."""
+        return "reference" in self.part.given or self.part.whole is not None
+
+    @property
+    def corrects(self) -> bool:
+        """Whether stale tokens are corrected for."""
+        return "proximal" in self.part.given
+
+    def graph(self, roles: Roles) -> Graph[StepReport]:
+        """Return the graph of a step.
+
+        Raises:
+            ConfigError: the function raised, or returned something else.
+        """
+        has = {name: getattr(roles, name) for name in ROLES}
+        graph = self.part(self, has, roles)
+        if not isinstance(graph, Graph):
+            raise _refuse(f"{self.part.spec} must return the graph of a step; got {user_code.shown(graph)}")
+        return graph
+
+    def loss(self) -> Loss:
+        """Return PPO's loss."""
+        from oppo.losses import default_loss  # noqa: PLC0415 - torch takes seconds to import
+
+        return default_loss(critic=self.has_critic)
+
+
+def of_function(spec: str, part: Part) -> type[Algorithm]:
+    """Return the algorithm of a function."""
+    members = {"has_critic": "critic" in part.given, "part": part, "__doc__": part.make.__doc__}
+    kind = make_dataclass(
+        spec.rpartition(":")[2], [], bases=(part.settings, FunctionAlgorithm), namespace=members, frozen=True
+    )
+    return cast("type[Algorithm]", kind)
+
+
+def _refuse(words: str) -> ConfigError:
+    return ConfigError(f"{KEY}: {words}")

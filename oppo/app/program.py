@@ -2,38 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import anyio
 from rich.console import Console
 
 from oppo.app.compose import MakeGraph
-from oppo.app.config import load
+from oppo.app.config import load, resolve
+from oppo.app.overrides import overridden
 from oppo.app.resume import settings_of
+from oppo.app.settings import Settings
+from oppo.app.sources import ROWS
+from oppo.app.supply import Given, Rows
 from oppo.app.train import prepare, run
 from oppo.observe import Observer, silent
 from oppo.report import RunDirectory
 
 
 def train(
-    config: str | Path,
+    config: str | Path | Mapping[str, object] | Settings,
     overrides: Sequence[str] = (),
     *,
+    prompts: Rows | None = None,
+    eval_prompts: Iterable[Mapping[str, object]] | None = None,
     graph: MakeGraph | None = None,
     observers: Sequence[Observer] = (),
     tell: Callable[[str], None] = silent,
 ) -> RunDirectory:
-    """Train as a TOML file says, with run directory, checkpoints, panel and watchdog; return the run directory.
+    """Train as settings say, with run directory, checkpoints, panel and watchdog; return the run directory.
 
-    Blocks; call it in the main thread, where Ctrl-C ends the run after the step in progress.
+    Blocks; call it in the main thread, where Ctrl-C ends the run after the steps in flight.
 
     Args:
-        config: the file, or the directory of a run, which is then resumed.
+        config: a TOML file; or the directory of a run, which is then resumed; or what a file would hold, as a mapping
+            of sections, whose paths are relative to the working directory; or settings that were checked already.
         overrides: ``section.key=value`` each.
+        prompts: rows, each a mapping of columns, in place of what ``data.prompts`` names: a sequence, which is read at
+            once and served like a file; or any iterable or async iterable, served as it comes until it ends, in its
+            own order (:class:`oppo.data.RowStream`). A resumed run is given the same rows again.
+        eval_prompts: held-out rows, in place of what ``eval.prompts`` names.
         graph: makes the graph of a step of the run's models and schedule, in place of that of ``step.algorithm``, whose
             loss and settings stay. Its stages ``generate`` and ``update`` are a ``Generate`` and an ``Update``. A
-            resumed run is given the same function again: unlike files, it is not compared.
+            trainer of its own is a :class:`oppo.models.ResumableTrainer`; the run saves and restores it. A resumed run
+            is given the same function again: unlike files, it is not compared.
         observers: see every item and step, beside those of the run.
         tell: receives a sentence about each thing that is done.
 
@@ -42,11 +54,24 @@ def train(
         KeyboardInterrupt: a signal ended it.
 
     Example:
-        >>> def dense(roles):  # doctest: +SKIP
-        ...     return ppo(**vars(roles)).replace(advantage=MyAdvantage())
-        >>> train("config.toml", ["run.steps=20"], graph=dense)  # doctest: +SKIP
+        >>> directory = train("config.toml", ["run.steps=20"])  # doctest: +SKIP
+        >>> directory = train(directory.path, ["run.steps=40"])  # goes on  # doctest: +SKIP
     """
-    resume = Path(config).is_dir()
-    settings = settings_of(Path(config), overrides) if resume else load(Path(config), overrides)
-    with prepare(settings, tell, resume=resume, graph=graph) as session:
+    resume = isinstance(config, str | Path) and Path(config).is_dir()
+    held_out = None if eval_prompts is None else list(eval_prompts)
+    given = {"data.prompts": prompts, "eval.prompts": held_out}
+    named = [f"{key}={ROWS}" for key, rows in given.items() if rows is not None]
+    settings, rows = _settings(config, [*overrides, *named]), Given(prompts, held_out)
+    with prepare(settings, tell, resume=resume, graph=graph, rows=rows) as session:
         return anyio.run(run, session, Console(), observers)
+
+
+def _settings(config: str | Path | Mapping[str, object] | Settings, overrides: Sequence[str]) -> Settings:
+    if isinstance(config, str | Path):
+        path = Path(config)
+        return settings_of(path, overrides) if path.is_dir() else load(path, overrides)
+    if isinstance(config, Settings):
+        if not overrides:
+            return config
+        config = config.document()
+    return resolve(overridden(config, overrides), Path.cwd())

@@ -1,14 +1,15 @@
 """What a run is made of besides its models: settings, files by their content, libraries. Checkpoints record it.
 
-The files are the prompts, and those of a reward function, an environment and an algorithm of one's own. The modules
-that these import are left out, and so are model directories, which are too large to be read for this.
+The files are the prompts, and those of a reward function, an environment, an algorithm and other parts of one's own.
+The modules that these import are left out, and so are model directories, which are too large to be read for this.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -17,8 +18,11 @@ from oppo.app.settings import Settings
 from oppo.errors import CheckpointError, DataError
 from oppo.report.log import installed
 
-CODE = frozenset({"models.reward", "models.environment", "step.algorithm"})
-"""The settings that name a file of code."""
+CODE = ("models.reward", "models.environment", "step.algorithm", "step.admission", "step.loss")
+"""How the settings begin that name a file of code."""
+
+HELD_OUT = "eval.prompts"
+"""The setting of prompts that nothing is trained on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +31,7 @@ class Provenance:
 
     Attributes:
         settings: a digest of each, under ``section.key``.
-        files: SHA-256 of each file under the setting that names it.
+        files: SHA-256 of each file, directory, or other source of prompts, under the setting that names it.
         libraries: their versions.
     """
 
@@ -39,6 +43,10 @@ class Provenance:
     def of(cls, settings: Settings) -> Self:
         """Return what a run with these settings is made of now."""
         return cls(fingerprints(settings), {name: digest(file) for name, file in settings.files.items()}, installed())
+
+    def with_digests(self, digests: Mapping[str, str]) -> Provenance:
+        """Return this with the digests of sources that are no files."""
+        return replace(self, files={**self.files, **digests})
 
     @classmethod
     def restored(cls, state: State) -> Self:
@@ -78,11 +86,15 @@ def require_continued(
     Raises:
         DataError: a file has changed.
     """
-    for name, file in settings.files.items():
-        if before.files.get(name) == now.files.get(name):
+    for name, digest_now in now.files.items():
+        if before.files.get(name) == digest_now:
             continue
-        if name not in CODE or not accept_changed_code:
-            advice = ", or go on with it as it is now (--accept-changed-code)" if name in CODE else ""
+        file: object = settings.files.get(name, f"what {name} names")
+        if name.startswith(HELD_OUT):
+            tell(f"{file} is not what it was when the run began: held-out scores from now on are of other prompts")
+            continue
+        if not name.startswith(CODE) or not accept_changed_code:
+            advice = ", or go on with it as it is now (--accept-changed-code)" if name.startswith(CODE) else ""
             raise DataError(
                 f"{file} is not what it was when the run began, and a run goes on with the prompts and the code "
                 f"that it had: put it back as it was{advice}, or start a new run"
@@ -94,17 +106,28 @@ def require_continued(
 
 
 def fingerprints(settings: Settings) -> dict[str, str]:
-    """Return a digest of every setting, under ``section.key``: a value may hold a secret, in a URL for example."""
-    return {
-        f"{section}.{key}": hashlib.sha256(repr(value).encode()).hexdigest()[:16]
-        for section, values in settings.tables().items()
-        for key, value in values.items()
-    }
+    """Return a digest of every setting, under ``section.key``: a value may hold a secret, in a URL for example.
+
+    Those of several rewards are under ``models.reward.NAME.key``.
+    """
+    rewards = settings.models.reward
+    flat = {f"{name}.{key}": value for name, values in settings.tables().items() for key, value in values.items()}
+    if not isinstance(rewards, str):
+        parts = {f"models.reward.{name}": asdict(part) for name, part in rewards.items()}
+        flat["models.reward"] = sorted(rewards)
+        flat |= {f"{part}.{key}": value for part, values in parts.items() for key, value in values.items()}
+    return {name: hashlib.sha256(repr(value).encode()).hexdigest()[:16] for name, value in flat.items()}
 
 
 def digest(path: Path) -> str:
-    """Return the SHA-256 of a file, or why it cannot be read; a pipe, which may never end, is not opened."""
+    """Return the SHA-256 of a file, or why it cannot be read; a pipe, which may never end, is not opened.
+
+    That of a directory is the SHA-256 of its files' names and digests.
+    """
     try:
+        if path.is_dir():
+            found = {file.relative_to(path).as_posix(): digest(file) for file in path.rglob("*") if file.is_file()}
+            return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
         if not path.is_file():
             return "no regular file"
         with path.open("rb") as file:

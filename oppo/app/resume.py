@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from oppo.app.checkpoint import Checkpoint, Checkpoints
 from oppo.app.config import load
-from oppo.app.provenance import fingerprints
+from oppo.app.provenance import Provenance, fingerprints, require_continued
+from oppo.app.sections import EvalSection
 from oppo.app.settings import Settings
+from oppo.declared import declared
 from oppo.errors import CheckpointError, ConfigError
 from oppo.report.files import METRICS, ended
 from oppo.report.lock import Lock
@@ -33,11 +35,14 @@ MAY_CHANGE = frozenset(
         "run.checkpoint_every",
         "run.keep_last",
         "run.keep_best",
+        "models.environment_concurrency",
+        "models.environment_process",
         "models.environment_timeout",
         "models.reward_concurrency",
         "models.reward_process",
         "models.reward_timeout",
         "models.share_weights",
+        *(f"eval.{key}" for key in declared(EvalSection)),
     }
 )
 """Settings that may change when a run is resumed: none of them changes what a step computes.
@@ -92,7 +97,7 @@ def require_same(before: Mapping[str, str], settings: Settings, *, of: str = "")
     exact, schedule = settings.run.exact, settings.trainer.schedule
     free = MAY_CHANGE - DRAINING if settings.step.lookahead else MAY_CHANGE
     where = f", and {of} was written with other values than config.toml has" if of else ""
-    if refused := sorted(changed - free - ROUNDING):
+    if refused := sorted(key for key in changed if of_one_reward(key) not in free | ROUNDING):
         raise ConfigError(
             f"{', '.join(refused)} cannot change when a run is resumed{where}: put it back as it was, or start a new "
             f"run; what may change is {', '.join(sorted(free if exact else free | ROUNDING))}"
@@ -109,6 +114,37 @@ def require_same(before: Mapping[str, str], settings: Settings, *, of: str = "")
             f"run.steps cannot change{where}: the {schedule} schedule of the learning rate is laid out over the steps "
             "of the run"
         )
+
+
+def of_one_reward(key: str) -> str:
+    """Return the setting of one reward that is one of several: ``models.reward_each`` for ``models.reward.NAME.each``.
+
+    Example:
+        >>> of_one_reward("models.reward.helpful.timeout"), of_one_reward("run.steps")
+        ('models.reward_timeout', 'run.steps')
+    """
+    of_several = key.startswith("models.reward.")
+    return f"models.reward_{key.rpartition('.')[2]}" if of_several else key
+
+
+def require_same_run(
+    checkpoint: Checkpoint,
+    settings: Settings,
+    now: Provenance,
+    tell: Callable[[str], None],
+    *,
+    accept_changed_code: bool,
+) -> None:
+    """Check that a run goes on with the settings and the files that it had at a checkpoint.
+
+    Raises:
+        ConfigError: a setting has changed that may not.
+        DataError: a file has changed.
+        CheckpointError: the checkpoint does not say what its run was made of.
+    """
+    before = Provenance.restored(checkpoint.state())
+    require_same(before.settings, settings, of="its checkpoint")
+    require_continued(before, now, settings, tell, accept_changed_code=accept_changed_code)
 
 
 def locked(settings: Settings) -> Lock:

@@ -41,13 +41,19 @@ class RoleLoader:
         """Return the causal language model of ``models.<name>``; the first is the policy."""
         return self._loaded(name, load_causal)
 
-    def scalar(self, name: str, *, new_head: bool = False) -> PreTrainedModel:
-        """Return the sequence-classification model of ``models.<name>``, with one label."""
-        return self._loaded(name, partial(load_scalar, new_head=new_head))
+    def scalar(self, name: str, *, path: str = "", new_head: bool = False) -> PreTrainedModel:
+        """Return the sequence-classification model of ``models.<name>``, with one label.
 
-    def _loaded(self, name: str, load: Callable[..., PreTrainedModel]) -> PreTrainedModel:
+        Args:
+            name: the key, in errors and notices.
+            path: directory or hub name, unless the key's value is it.
+            new_head: make a head for a model without one.
+        """
+        return self._loaded(name, partial(load_scalar, new_head=new_head), path)
+
+    def _loaded(self, name: str, load: Callable[..., PreTrainedModel], path: str = "") -> PreTrainedModel:
         models = self._models
-        path = str(getattr(models, name))
+        path = path or str(getattr(models, name))
         self._tell(f"loading the {name} {path}")
         try:
             with attributed(name, "it was loaded", _LOADING):
@@ -64,7 +70,7 @@ class RoleLoader:
                 require_supported(model.dtype, model.device)
                 self._require_same_tokens(path, model)
         except (ConfigError, ModelRefused) as error:
-            advice = [_AS_FUNCTION] if name == "reward" else []
+            advice = [_AS_FUNCTION] if name.startswith("reward") else []
             raise type(error)("\n".join([f"models.{name}: {error}", *advice])) from error
         return model
 

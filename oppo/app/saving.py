@@ -41,15 +41,17 @@ class Saving:
         """Return what writes another trainer's models in the same way."""
         return Saving(trainer, self._text, self._models, self._thread)
 
-    async def checkpoint(self, checkpoints: Checkpoints, step: int, score: float, state: State) -> None:
+    async def checkpoint(self, checkpoints: Checkpoints, step: int, score: tuple[float, str], state: State) -> None:
         """Write a checkpoint: ``state``, the trainer's state, and each trained model with its tokenizer.
+
+        ``score`` is one by which the best is chosen, and what it is a score of.
 
         Raises:
             CheckpointError: it could not be written; nothing half-written stays.
         """
 
         def write() -> None:
-            with checkpoints.writing(step, score) as path, quiet():
+            with checkpoints.writing(step, *score) as path, quiet():
                 write_state(path, state)
                 anyio.run(self._trainer.write, path)
                 self._write_tokenizers(path)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Final, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field
 
 from oppo.algorithms.registry import ALGORITHMS
-from oppo.app.tables import OneOf
+from oppo.app.sources import HeldOut, Prompts
+from oppo.app.tables import Name, OneOf, TextOrTables
 from oppo.declared import (
     Count,
     Filled,
@@ -26,10 +28,10 @@ from oppo.declared import (
 from oppo.models import SamplingSettings
 from oppo.user_code import SPEC
 
-Name: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 Engine: TypeAlias = Literal["transformers", "vllm"]
 Tracker: TypeAlias = Literal["tensorboard", "wandb"]
-AdmissionName: TypeAlias = Literal["overcommit", "adaptive", "slope", "slope-algorithm1", "tail-batched"]
+
+ADMISSIONS: Final = ("overcommit", "continuous", "adaptive", "slope", "slope-algorithm1", "tail-batched")
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
@@ -99,7 +101,31 @@ class RunSection:
         "steps between checkpoints, from which `oppo resume` goes on; the last step writes one too; 0: none",
     )
     keep_last: PositiveCount = setting(2, "how many of the newest checkpoints are kept")
-    keep_best: bool = setting(default=False, description="keep the checkpoint of the best mean score too")
+    keep_best: bool = setting(
+        default=False,
+        description="keep the checkpoint of the best score too: the held-out score with `eval.prompts`, else the mean "
+        "score of the step",
+    )
+
+
+OnFailure: TypeAlias = Literal["fail", "drop", "retry"]
+_REWARD: Final = (
+    "directory or hub name of a reward model, or `file.py:name` of a function, of a scorer, of a function that makes "
+    "one in a `place`, or of several rewards `{name: (weight, function or scorer)}`"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardPart:
+    """``[models.reward.NAME]``: one of several rewards, whose weighted sum is the score."""
+
+    source: Filled = required(_REWARD)
+    weight: float = setting(1.0, "its factor in the sum")
+    failure: OnFailure | None = setting(None, "in place of `models.reward_failure`")
+    process: bool | None = setting(None, "in place of `models.reward_process`")
+    concurrency: PositiveCount | None = setting(None, "in place of `models.reward_concurrency`")
+    timeout: Positive | None = setting(None, "in place of `models.reward_timeout`")
+    each: bool | None = setting(None, "in place of `models.reward_each`")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,16 +133,17 @@ class ModelsSection:
     """``[models]``: directories or hub names; the reward may be a function as ``file.py:function``."""
 
     policy: Filled = required("directory or hub name of the causal language model to train")
-    reward: Filled = required(
-        "directory or hub name of a reward model, or `file.py:name` of a function, of several rewards "
-        "`{name: (weight, function)}`, or of a scorer"
+    reward: Annotated[str | Mapping[str, RewardPart], TextOrTables(RewardPart)] = required(
+        f"{_REWARD}; or several by name, in tables `[models.reward.NAME]`"
     )
     reference: str = setting(
         "",
         "directory or hub name; when empty, the policy as it is at the start, and none where the algorithm needs none, "
         "without a KL penalty; named, it is loaded and the KL to it measured all the same",
     )
-    critic: str = setting("", "directory or hub name; the reward model, or the policy, when empty; none without PPO")
+    critic: str = setting(
+        "", "directory or hub name; the (first) reward model, or the policy, when empty; none without PPO"
+    )
     shared_trunk: bool = setting(
         default=False,
         description="make the critic a value head on the policy's own trunk, read and trained once for both",
@@ -156,14 +183,17 @@ class ModelsSection:
     ignore_unused_weights: bool = setting(
         default=False, description="leave out weights that a model does not use, and say which, instead of refusing it"
     )
-    reward_failure: Literal["fail", "drop", "retry"] = setting(
+    reward_failure: OnFailure = setting(
         "fail",
         "when a reward function fails: stop the run, drop the rollout, or call again, then stop",
+    )
+    reward_drop: Literal["drop", "skip"] = setting(
+        "drop", "when one of several rewards drops a rollout: drop it, or leave it to the others"
     )
     reward_process: bool = setting(
         default=False,
         description="call a sync reward function in processes of its own: it may then hold the interpreter lock for "
-        "long, or crash, which is a failure like others",
+        "long, or crash, which is a failure like others; of several rewards those that are sync functions",
     )
     reward_concurrency: PositiveCount | None = setting(
         None, "calls of a reward function that may overlap; when absent 64 of an async one, 1 of a sync one"
@@ -180,8 +210,16 @@ class ModelsSection:
     environment_failure: Literal["fail", "drop"] = setting(
         "fail", "when the environment's function fails: stop the run, or drop the rollout"
     )
+    environment_process: bool = setting(
+        default=False,
+        description="call a sync function of the environment in processes of its own: it may then hold the interpreter "
+        "lock for long, or crash, which is a failure like others",
+    )
+    environment_concurrency: PositiveCount | None = setting(
+        None, "calls of the environment's function that may overlap; when absent 64, or 4 in processes"
+    )
     environment_timeout: Positive | None = setting(
-        None, "seconds after which a call of the environment's function has failed"
+        None, "seconds after which a call of the environment's function has failed; a process is killed then"
     )
 
     def __post_init__(self) -> None:
@@ -192,25 +230,34 @@ class ModelsSection:
             )
 
     @property
-    def reward_is_function(self) -> bool:
-        """Whether the reward is a Python function."""
-        return self.reward_file is not None
+    def rewards(self) -> Mapping[str, RewardPart]:
+        """The rewards by the keys of their sources: one, ``reward``, or each as ``reward.NAME``."""
+        if isinstance(self.reward, str):
+            return {"reward": RewardPart(source=self.reward)}
+        return {f"reward.{name}": part for name, part in self.reward.items()}
 
     @property
-    def reward_file(self) -> Path | None:
-        """The file of the reward function; ``None`` for a reward model."""
-        return file_of(self.reward)
+    def reward_models(self) -> Sequence[str]:
+        """Directories or hub names of the rewards that are models."""
+        return [part.source for part in self.rewards.values() if file_of(part.source) is None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSection:
     """``[data]``: the prompts and how they are served."""
 
-    prompts: Filled = required("a .jsonl or .parquet file")
+    prompts: Prompts = required(
+        "a .jsonl, .csv or .parquet file, a directory that `datasets` wrote (`save_to_disk`), or a dataset's name at a "
+        "hub; or a list of such, mixed: each a text, or a table with `path`, `weight`, `column`, `split`, `subset`"
+    )
     column: Filled = setting("prompt", "the column that holds the prompt: text, or chat messages")
     max_prompt_tokens: PositiveCount = setting(512, "a longer prompt is over-long")
     over_long: Literal["filter", "truncate", "error"] = setting("filter", "what to do with over-long prompts")
-    epochs: Count = setting(0, "passes over the file; 0: as many as the steps need")
+    epochs: Count = setting(
+        0,
+        "passes over the prompts; with weights the data ends where a source would begin another pass; 0: as many as "
+        "the steps need",
+    )
     seed: Seed = setting(0, "keys the order of the prompts")
 
 
@@ -227,24 +274,27 @@ class SamplingSection(SamplingSettings):
 class StepSection:
     """``[step]``: the algorithm, and the schedule of a step."""
 
-    algorithm: Annotated[str, OneOf(tuple(ALGORITHMS), "file.py:Class", SPEC)] = setting(
+    algorithm: Annotated[str, OneOf(tuple(ALGORITHMS), "file.py:name", SPEC)] = setting(
         "ppo",
         "; ".join(f"`{name}`: {about(kind)}" for name, kind in ALGORITHMS.items())
-        + "; `file.py:Class`: your own, a dataclass with the settings of `[algorithm]`",
+        + "; `file.py:name`: your own, a dataclass or a function with the settings of `[algorithm]`",
     )
     batch: PositiveCount = setting(32, "rollouts trained in a step")
     extra: Count | None = setting(
         None,
         "rollouts kept in flight beyond the batch, or the most of them where `admission` adapts their "
-        "number; when absent 0 (no rollout is ever carried over), or a quarter of the batch",
+        "number, or those decoded at a time where it is `continuous`; when absent 0 (no rollout is ever carried over), "
+        "or a quarter of the batch, or as many as the batch",
     )
     max_deferrals: PositiveCount = setting(2, "a rollout carried over this often is waited for")
-    admission: AdmissionName = setting(
+    admission: Annotated[str, OneOf(ADMISSIONS, "file.py:name", SPEC)] = setting(
         "overcommit",
-        "how many are kept in flight: `overcommit` always `extra`; `adaptive` as many as save time at the "
+        "how many are kept in flight: `overcommit` always `extra`; `continuous` replaces each that has ended at once, "
+        "so that `extra` are decoded until the batch is full; `adaptive` as many as save time at the "
         "price of their lag; `slope` and `slope-algorithm1` more while the score rises (the paper's two rules); "
         "`tail-batched` a quarter of the batch, and those that are late begin anew together in a later step, so that "
-        "nothing is ever stale",
+        "nothing is ever stale; `file.py:name` as your own class or function decides, with the settings of "
+        "`[admission]`",
     )
     lag_price: NonNegative = setting(
         1.0, "price of a mean lag of one step for `adaptive`, as a fraction of a step's time"
@@ -264,14 +314,65 @@ class StepSection:
         "steps that begin before the current one has ended: 0 decodes, scores and trains one step after the other; "
         "with 1 the next step is decoded while this one is trained (one-step-off), and tokens are one update older",
     )
+    loss: Annotated[str, OneOf(("",), "file.py:name", SPEC)] = setting(
+        "",
+        "`file.py:name` of a loss of your own in place of the algorithm's: a class or a function, with the settings "
+        "of `[loss]`",
+    )
+    stream_updates: bool = setting(
+        default=False,
+        description="add the gradient of each group once it is scored, while others are still being written; the step "
+        "is the same but for rounding; for algorithms that compare the responses of a group, with one epoch and one "
+        "minibatch",
+    )
+    publish: Literal["cut", "in-flight"] = setting(
+        "cut",
+        "when the policy gets new weights, with `lookahead`: `cut`, between two steps, so that what a step is decoded "
+        "with depends on no timing; `in-flight`, as soon as there are any, between two decode steps, so that tokens "
+        "are newer",
+    )
 
     def __post_init__(self) -> None:
         if self.extra is not None and self.admission == "tail-batched":
             raise ValueError("admission = 'tail-batched' launches a quarter of the batch more: leave extra out")
+        if self.extra == 0 and self.admission == "continuous":
+            raise ValueError(
+                "admission = 'continuous' decodes so many at a time, so extra must be at least 1; as many as the batch "
+                "when absent"
+            )
         if self.extra is not None and self.extra > self.batch:
             raise ValueError(
                 f"extra must be at most batch ({self.batch}), so that overdue rollouts fit; got {self.extra}"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalSection:
+    """``[eval]``: how the policy answers held-out prompts while it is trained."""
+
+    prompts: HeldOut = setting(
+        "", "held-out prompts, as `data.prompts`, without weights; when empty nothing is evaluated"
+    )
+    every: PositiveCount = setting(
+        10,
+        "steps between evaluations; there is one before the first step and one after the last too, and, with "
+        "`run.keep_best`, one before each checkpoint",
+    )
+    samples: PositiveCount = setting(
+        1,
+        "the most likely response to each prompt is scored; with more than one, so many are drawn besides, as in "
+        "training, for their mean score and pass@k",
+    )
+    count: Count = setting(0, "answer only the first so many of the prompts; 0: all")
+    pass_score: float | None = setting(
+        None,
+        "a response of at least this score passes, for pass@k; when absent 1 for one reward function, and with a "
+        "reward model or several rewards none does",
+    )
+    batch: PositiveCount | None = setting(
+        None, "responses that are written at a time; when absent as many as are trained in a step"
+    )
+    seed: Seed = setting(0, "keys the noise of drawn responses, the same in every evaluation")
 
 
 def file_of(spec: str) -> Path | None:

@@ -1,15 +1,16 @@
 """The settings of a training run: :class:`Settings` checks the sections of :mod:`oppo.app.sections` together.
 
 ``[trainer]`` is :class:`oppo.TrainerSettings`; ``[algorithm]`` is the class that ``step.algorithm`` names
-(:mod:`oppo.algorithms`); ``[vllm]`` holds arguments of vLLM's engine, by its own names.
+(:mod:`oppo.algorithms`); ``[admission]`` and ``[loss]`` hold the settings of parts of one's own (:mod:`oppo.app.own`);
+``[vllm]`` holds arguments of vLLM's engine, by its own names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import is_dataclass
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import tomli_w
 from pydantic import (
@@ -22,11 +23,21 @@ from pydantic import (
     model_validator,
 )
 
+from oppo.admission import Admission
 from oppo.algorithms.algorithm import Algorithm
 from oppo.algorithms.ppo import PPO
 from oppo.app.consistency import require_consistent
-from oppo.app.own_algorithm import find
-from oppo.app.sections import DataSection, ModelsSection, RunSection, SamplingSection, StepSection, file_of
+from oppo.app.kinds import NAMED, OWN, Kinds
+from oppo.app.sections import (
+    DataSection,
+    EvalSection,
+    ModelsSection,
+    RunSection,
+    SamplingSection,
+    StepSection,
+    file_of,
+)
+from oppo.app.sources import Source, named
 from oppo.app.tables import STRICT, Table, adapter
 from oppo.declared import (
     MOST,
@@ -35,21 +46,23 @@ from oppo.declared import (
 )
 from oppo.training import TrainerSettings
 
-
-def algorithm_of(document: Mapping[str, object]) -> type[Algorithm] | None:
-    """Return the algorithm that a document names; ``None`` for an unknown name.
-
-    Raises:
-        ConfigError: it is in a file, and cannot be loaded.
-    """
-    step = document.get("step")
-    default = StepSection().algorithm
-    return find(step.get("algorithm", default) if isinstance(step, Mapping) else default)
+if TYPE_CHECKING:
+    from oppo.losses import Loss
 
 
-def _chosen(table: object, info: ValidationInfo) -> Algorithm:
-    chosen: Algorithm = PPO() if info.context is None else adapter(info.context).validate_python(table)
+def _algorithm(table: object, info: ValidationInfo) -> Algorithm:
+    kind = None if info.context is None else info.context.algorithm
+    chosen: Algorithm = PPO() if kind is None else adapter(kind).validate_python(table)
     return chosen
+
+
+def _own(table: object, info: ValidationInfo) -> object:
+    kinds, name = info.context or Kinds(), str(info.field_name)
+    if table and name not in kinds.own:
+        raise ValueError(
+            f"it holds the settings of a part of your own: name that in step.{name} as file.py:name, or leave it out"
+        )
+    return adapter(kinds.table(name)).validate_python(table)
 
 
 def _spanning(table: object, info: ValidationInfo) -> object:
@@ -71,7 +84,10 @@ class Settings(BaseModel):
     data: Annotated[DataSection, Table()]
     sampling: Annotated[SamplingSection, Table()] = SamplingSection()
     step: Annotated[StepSection, Table()] = StepSection()
-    algorithm: Annotated[SkipValidation[Algorithm], PlainValidator(_chosen)] = Field({}, validate_default=True)
+    algorithm: Annotated[SkipValidation[Algorithm], PlainValidator(_algorithm)] = Field({}, validate_default=True)
+    admission: Annotated[SkipValidation[object], PlainValidator(_own)] = Field({}, validate_default=True)
+    loss: Annotated[SkipValidation[object], PlainValidator(_own)] = Field({}, validate_default=True)
+    eval: Annotated[EvalSection, Table()] = EvalSection()
     trainer: Annotated[TrainerSettings, Table(), BeforeValidator(_spanning)] = Field({}, validate_default=True)
     vllm: dict[str, object] = Field({})
     """Arguments of vLLM's engine, by its own names; :mod:`oppo.app.engines` checks them before anything is loaded."""
@@ -88,13 +104,34 @@ class Settings(BaseModel):
         Raises:
             ValidationError: a setting is unknown, missing or out of range.
         """
-        return cls.model_validate(document, context=algorithm_of(document))
+        return cls.model_validate(document, context=Kinds.of(document))
+
+    @property
+    def kinds(self) -> Kinds:
+        """The classes of the tables whose keys depend on what ``[step]`` names."""
+        return Kinds.of({"step": {name: getattr(self.step, name) for name in NAMED}})
+
+    def own_admission(self) -> Admission | None:
+        """Return a new admission of one's own; ``None`` where ``step.admission`` names one of ours.
+
+        Raises:
+            ConfigError: it cannot be made.
+        """
+        return cast("Admission | None", self.kinds.make("admission", self.admission, self.step))
+
+    def trained_loss(self) -> Loss:
+        """Return the loss that is trained: the algorithm's, or one's own; this loads torch.
+
+        Raises:
+            ConfigError: it cannot be made.
+        """
+        return cast("Loss | None", self.kinds.make("loss", self.loss, self.step)) or self.algorithm.loss()
 
     @property
     def shares_weights(self) -> bool:
         """Whether the weights that are trained are those that are served."""
-        shares = self.models.share_weights
-        return self.step.lookahead == 0 if shares is None else shares
+        shares, alone = self.models.share_weights, not self.step.lookahead and not self.step.stream_updates
+        return alone if shares is None else shares
 
     @property
     def run_directory(self) -> Path:
@@ -103,20 +140,19 @@ class Settings(BaseModel):
 
     @property
     def files(self) -> dict[str, Path]:
-        """The files that the run reads besides its models, each under the setting that names it."""
-        code = {
-            "models.reward": self.models.reward,
-            "models.environment": self.models.environment,
-            "step.algorithm": self.step.algorithm,
-        }
+        """The files and directories that the run reads besides its models, each under the setting that names it."""
+        rewards = {f"models.{key}": part.source for key, part in self.models.rewards.items()}
+        steps = {f"step.{name}": getattr(self.step, name) for name in NAMED}
+        code = {**rewards, "models.environment": self.models.environment, **steps}
         found = {name: file for name, spec in code.items() if (file := file_of(spec)) is not None}
-        return {"data.prompts": Path(self.data.prompts), **found}
+        prompts = {**named("data.prompts", self.data.prompts), **named("eval.prompts", self.eval.prompts)}
+        return {name: each.file for name, each in prompts.items() if each.file is not None} | found
 
     def tables(self) -> dict[str, dict[str, object]]:
         """Return every setting as in a file, by section and key; ``None`` for an absent key."""
         declared = {
-            name: {key: getattr(getattr(self, name), key) for key in keys}
-            for name, keys in keys_of(type(self.algorithm)).items()
+            name: {key: _spelt(getattr(getattr(self, name), key)) for key in keys}
+            for name, keys in keys_of(type(self.algorithm), self.kinds).items()
         }
         return {**declared, "vllm": dict(self.vllm)} if self.vllm else declared
 
@@ -125,22 +161,36 @@ class Settings(BaseModel):
         tables = self.tables()
         return Settings.of({name: {**tables.get(name, {}), **changes.get(name, {})} for name in {**tables, **changes}})
 
-    def toml(self) -> str:
-        """Return the resolved file: loading it from any folder gives these settings again."""
-        tables = {
+    def document(self) -> dict[str, dict[str, object]]:
+        """Return the resolved file, parsed: resolving it in any folder gives these settings again."""
+        return {
             name: {key: value for key, value in keys.items() if value is not None}
             for name, keys in self.tables().items()
         }
-        return tomli_w.dumps(tables)
+
+    def toml(self) -> str:
+        """Return the resolved file: loading it from any folder gives these settings again."""
+        return tomli_w.dumps(self.document())
 
 
-def keys_of(algorithm: type[Algorithm]) -> dict[str, dict[str, Declared]]:
-    """Return the declaration of every key for an algorithm, by section and key."""
-    kinds = {
-        name: algorithm if name == "algorithm" else each.annotation for name, each in Settings.model_fields.items()
+def _spelt(value: object) -> object:
+    """Return a value as in a file: a table of tables, or a list of them, where it is one, without absent keys."""
+    if isinstance(value, tuple) and any(isinstance(each, Source) for each in value):
+        return [each.table() for each in cast("tuple[Source, ...]", value)]
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        name: {key: each for key, each in asdict(table).items() if each is not None} for name, table in value.items()
     }
+
+
+def keys_of(algorithm: type[Algorithm], kinds: Kinds | None = None) -> dict[str, dict[str, Declared]]:
+    """Return the declaration of every key for an algorithm, and for parts of one's own, by section and key."""
+    named = kinds or Kinds()
+    tables: dict[str, Any] = {name: each.annotation for name, each in Settings.model_fields.items()}
+    tables |= {"algorithm": algorithm, **{name: named.table(name) for name in OWN if name in named.own}}
     return {
         name: {key: each for key, each in declared(kind).items() if key != "total_steps"}
-        for name, kind in kinds.items()
+        for name, kind in tables.items()
         if isinstance(kind, type) and is_dataclass(kind)
     }

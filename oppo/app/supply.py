@@ -2,47 +2,156 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sequence, Sized
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Final, Literal, TypeAlias, cast
 
 from oppo.app.provenance import Provenance
 from oppo.app.sections import DataSection
 from oppo.app.settings import Settings
-from oppo.data import PromptStream, read_prompts
+from oppo.app.sources import ROWS, Source, named, sources
+from oppo.data import PromptStream, RowStream, Tokenizer, read_prompts
 from oppo.errors import ConfigError, DataError
 from oppo.events import Prompt
 from oppo.report.files import ended
 from oppo.training import Schedule
 
-if TYPE_CHECKING:
-    from oppo.hf.text import Text
+Rows: TypeAlias = Iterable[Mapping[str, object]] | AsyncIterable[Mapping[str, object]]
+"""Rows of a program, a mapping of columns each. Those of a length are read at once; others as they come."""
+
+Supply: TypeAlias = PromptStream | RowStream
+"""The prompts of a run."""
 
 
-def resolved_prompts(
-    settings: Settings, text: Text, tell: Callable[[str], None], provenance: Provenance
-) -> list[Prompt]:
-    """Return the prompts of ``settings.data``, tokenized; ``tell`` receives a sentence about what is left out.
+@dataclass(frozen=True, slots=True, eq=False)
+class Given:
+    """Rows that a program gives in place of what settings name.
 
-    ``provenance`` is from before any file was read.
+    Attributes:
+        prompts: in place of ``data.prompts``.
+        held_out: in place of ``eval.prompts``.
+    """
+
+    prompts: Rows | None = None
+    held_out: Iterable[Mapping[str, object]] | None = None
+
+
+NOTHING: Final = Given()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Supplied:
+    """The prompts of a run.
+
+    Attributes:
+        stream: those that are trained on.
+        held_out: those of evaluations.
+        steps: of the run: ``run.steps``, or as many as the prompts last for.
+        provenance: of the run, with digests of what no file holds.
+    """
+
+    stream: Supply
+    held_out: Sequence[Prompt]
+    steps: int
+    provenance: Provenance
+
+    @property
+    def longest(self) -> int:
+        """Tokens in the longest prompt."""
+        return max(self.stream.longest, *(len(prompt.tokens) for prompt in self.held_out), 0)
+
+
+def supplied(
+    settings: Settings,
+    text: Tokenizer,
+    tell: Callable[[str], None],
+    provenance: Provenance,
+    rows: Given = NOTHING,
+) -> Supplied:
+    """Return the prompts of a run, tokenized; ``tell`` receives a sentence about what is left out, and their end.
+
+    Args:
+        provenance: from before any file was read.
 
     Raises:
-        DataError: the file cannot be used, or changed while it was read.
+        DataError: a source cannot be used, or changed while it was read.
+        ConfigError: prompts are a program's rows, and there are none.
     """
-    data = settings.data
-    tell(f"reading {data.prompts}")
-    prompts = read_prompts(
-        Path(data.prompts),
-        text,
-        column=data.column,
-        max_prompt_tokens=data.max_prompt_tokens,
-        over_long=data.over_long,
-        tell=tell,
-    )
+    data, prompts, held_out = settings.data, rows.prompts, rows.held_out
+    named_by = {"prompts": (prompts, data.prompts), "eval_prompts": (held_out, settings.eval.prompts)}
+    for argument, (given, chosen) in named_by.items():
+        if given is None and ROWS in [each.path for each in sources(chosen)]:
+            raise ConfigError(
+                f"prompts of the run are rows of a program: go on with it there, oppo.train(directory, {argument}=rows)"
+            )
+    as_they_come = prompts is not None and not isinstance(prompts, Sized)
+    trained = {} if as_they_come else _pools("data.prompts", settings, text, tell, prompts)
+    apart = _pools("eval.prompts", settings, text, tell, held_out)
     for file in provenance.changed(settings):
         raise DataError(f"{file} changed while it was read: start again when its writer is done")
-    return prompts
+    pools = trained | apart
+    unfiled = {name: content_digest(pool) for name, pool in pools.items() if name not in settings.files}
+    stream = (
+        RowStream(cast("Rows", prompts), text, tell=tell, **_encoding(data))
+        if as_they_come
+        else _stream(data, list(trained.values()))
+    )
+    every = [prompt for pool in apart.values() for prompt in pool]
+    wanted = settings.run.steps
+    if (steps := steps_of(wanted, data, settings.step.batch, stream)) < wanted:
+        tell(short_of(wanted, steps, data, settings.trainer.schedule))
+    return Supplied(stream, every[: settings.eval.count or len(every)], steps, provenance.with_digests(unfiled))
+
+
+def _pools(
+    key: Literal["data.prompts", "eval.prompts"],
+    settings: Settings,
+    text: Tokenizer,
+    tell: Callable[[str], None],
+    rows: Rows | None,
+) -> dict[str, list[Prompt]]:
+    """Return the prompts of each source of a setting, by its name."""
+    found = named(key, settings.data.prompts if key == "data.prompts" else settings.eval.prompts)
+    return {name: read(each, settings.data, text, tell, rows) for name, each in found.items()}
+
+
+def _stream(data: DataSection, pools: Sequence[Sequence[Prompt]]) -> PromptStream:
+    weights = [each.weight for each in sources(data.prompts) if each.weight is not None]
+    if weights:
+        return PromptStream.mixed(list(zip(weights, pools, strict=True)), seed=data.seed, epochs=data.epochs)
+    return PromptStream([prompt for pool in pools for prompt in pool], seed=data.seed, epochs=data.epochs)
+
+
+def read(
+    source: Source, data: DataSection, text: Tokenizer, tell: Callable[[str], None], rows: Rows | None = None
+) -> list[Prompt]:
+    """Return the prompts of a source, or of a program's rows.
+
+    Raises:
+        DataError: it cannot be used.
+    """
+    if rows is None:
+        tell(f"reading {source.path}")
+    found = source.file or source.path if rows is None else cast("Iterable[Mapping[str, object]]", rows)
+    encoding = _encoding(data) | ({} if source.column is None else {"column": source.column})
+    return read_prompts(found, text, split=source.split, subset=source.subset, tell=tell, **encoding)
+
+
+def _encoding(data: DataSection) -> dict[str, Any]:
+    return {name: getattr(data, name) for name in ("column", "max_prompt_tokens", "over_long")}
+
+
+def content_digest(prompts: Sequence[Prompt]) -> str:
+    """Return the SHA-256 of prompts, and of what their columns hold besides."""
+    found = hashlib.sha256()
+    for prompt in prompts:
+        columns = json.dumps(prompt.columns, sort_keys=True, default=lambda value: type(value).__name__)
+        found.update(f"{prompt.tokens.tolist()} {columns}\n".encode())
+    return found.hexdigest()
 
 
 def require_unfinished(directory: Path, lasts: int) -> None:
@@ -56,9 +165,13 @@ def require_unfinished(directory: Path, lasts: int) -> None:
         raise DataError(f"the run has made all of the {made} steps that its data lasts for: there is nothing to resume")
 
 
-def steps_of(steps: int, data: DataSection, batch: int, prompts: PromptStream) -> int:
-    """Return the steps of a run: ``steps``, or as many as its prompts last for, the last one smaller."""
-    return min(steps, math.ceil(len(prompts) / batch)) if data.epochs else steps
+def steps_of(steps: int, data: DataSection, batch: int, prompts: Supply) -> int:
+    """Return the steps of a run: ``steps``, or as many as its prompts last for, the last one smaller.
+
+    How many rows will come is not known.
+    """
+    known = data.epochs and isinstance(prompts, PromptStream)
+    return min(steps, math.ceil(len(prompts) / batch)) if known and isinstance(prompts, Sized) else steps
 
 
 def short_of(steps: int, lasts: int, data: DataSection, schedule: Schedule) -> str:
@@ -70,13 +183,12 @@ def short_of(steps: int, lasts: int, data: DataSection, schedule: Schedule) -> s
     )
 
 
-def require_room(prompts: Sequence[Prompt], max_new_tokens: int, positions: int) -> None:
+def require_room(longest: int, max_new_tokens: int, positions: int) -> None:
     """Check that the longest prompt and the longest response fit together into every model.
 
     Raises:
         ConfigError: a model has too few positions.
     """
-    longest = max(len(prompt.tokens) for prompt in prompts)
     if longest + max_new_tokens > positions:
         raise ConfigError(
             f"a prompt of {longest} tokens and a response of sampling.max_new_tokens = {max_new_tokens} do not fit "

@@ -3,14 +3,35 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, Final, cast
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias, cast
 
-from pydantic import ConfigDict, GetCoreSchemaHandler, TypeAdapter
+from pydantic import ConfigDict, Field, GetCoreSchemaHandler, TypeAdapter
 from pydantic_core import CoreSchema, core_schema
 
+from oppo.declared import Filled
 from oppo.errors import OppoError
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+Name: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+
+_WORDS: Final = {
+    "string_pattern_mismatch": "letters, digits, '.', '_' and '-' only, beginning with a letter or a digit",
+    "string_too_short": "text that is not empty",
+    "string_type": "a string",
+    "int_type": "a whole number",
+    "int_parsing_size": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "tuple_type": "a list",
+    "dict_type": "a section",
+}
+"""What was expected, by the kind of fault."""
 
 STRICT: Final = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 """No unknown key, no coercion, no NaN or infinity."""
@@ -57,8 +78,42 @@ class OneOf:
         return text
 
 
+@dataclass(frozen=True, slots=True)
+class TextOrTables:
+    """Marks a text in whose place a table of named tables may stand, each a dataclass.
+
+    Attributes:
+        kind: the dataclass.
+    """
+
+    kind: type[Any]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Return the schema of either."""
+        del source, handler
+        table: Any = Annotated[self.kind, Table()]
+        text, tables = TypeAdapter[str](Filled), TypeAdapter[Any](dict[Name, table], config=STRICT)
+
+        def validated(given: object) -> object:
+            if not isinstance(given, Mapping):
+                return text.validate_python(given, strict=True)
+            if not given:
+                raise ValueError("expected a text, or at least one named table; got none")
+            return tables.validate_python(given)
+
+        return core_schema.no_info_plain_validator_function(validated)
+
+
 @cache
 def adapter(kind: type[Any]) -> TypeAdapter[Any]:
     """Return the validator of a table whose dataclass is chosen while the file is read."""
     table: Any = Annotated[kind, Table()]
     return TypeAdapter(table | None, config=STRICT)  # that of a dataclass alone takes no config
+
+
+def expectation(detail: ErrorDetails) -> str:
+    """Return what a value should have been, in the terms of a settings file."""
+    if (words := _WORDS.get(detail["type"])) is not None:
+        return words
+    text = detail["msg"].removeprefix("Input should be ")
+    return f"a number {text}" if text.startswith(("greater", "less")) else text

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -18,24 +17,24 @@ from rich.console import Console
 from oppo.app.checkpoint import Checkpoint, Checkpoints
 from oppo.app.compose import MakeGraph, compose, kind_of, require_trainer, trainer_of
 from oppo.app.empty_steps import EmptySteps
+from oppo.app.evaluate import evaluate_first, evaluates, is_due, judged, show_progress, with_evaluations
 from oppo.app.interrupt import Interrupt, Stopped, interruptible
-from oppo.app.provenance import Provenance, require_continued
-from oppo.app.resume import CHECKPOINTS, locked, newest, require_same
-from oppo.app.sections import RunSection
+from oppo.app.provenance import Provenance
+from oppo.app.resume import CHECKPOINTS, locked, newest, require_same_run
 from oppo.app.settings import Settings
-from oppo.app.supply import require_room, require_unfinished, resolved_prompts, short_of, steps_of
-from oppo.app.trackers import require_trackers, tracking
-from oppo.data import PromptStream
+from oppo.app.supply import NOTHING, Given, Supply, require_room, require_unfinished, steps_of, supplied
+from oppo.app.trackers import require_trackers
+from oppo.app.watching import watching
 from oppo.errors import CheckpointError, HangError, behind
 from oppo.events import StepReport
 from oppo.graph import Graph, Run
-from oppo.liveness import Heartbeat, Stall, Watchdog
-from oppo.observe import Expendable, Notices, Observer, silent
-from oppo.report import Panel, RunDirectory, RunLog, observations
+from oppo.liveness import Heartbeat
+from oppo.liveness.heartbeat import GAP
+from oppo.observe import Notices, Observer, silent
+from oppo.report import RunDirectory, RunLog
 from oppo.report.files import require_unused
-from oppo.report.journal import JOURNAL
+from oppo.report.journal import JOURNAL, Course, course
 from oppo.report.lock import Lock
-from oppo.report.samples import Detokenize
 from oppo.stages import Generate, Update
 
 if TYPE_CHECKING:
@@ -47,9 +46,6 @@ ENGINE_LOG = "vllm.log"
 FINAL = Path(CHECKPOINTS, "final")
 """The trained models in a run directory: ``actor`` and, with one, ``critic``, each with its tokenizer."""
 
-HANG_REPORT = "hang-report.json"
-"""The report in the directory of a run that was ended because nothing moved."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedRun:
@@ -60,17 +56,19 @@ class PreparedRun:
         notices: receives every sentence about the run, while it is prepared too.
         checkpoint: where the run is resumed; ``None`` for a new run.
         lock: of the run directory of a resumed run.
+        course: what the journal of a resumed run says of steps that it repeats.
     """
 
     settings: Settings
     assembly: Assembly
     graph: Graph[StepReport]
-    prompts: PromptStream
+    prompts: Supply
     provenance: Provenance
     checkpoints: Checkpoints
     notices: Notices
     checkpoint: Checkpoint | None = None
     lock: Lock | None = None
+    course: Course = field(default_factory=Course)
 
     @property
     def steps(self) -> int:
@@ -84,9 +82,8 @@ class PreparedRun:
         return 0 if self.checkpoint is None else self.checkpoint.step
 
     def is_checkpointed(self, index: int) -> bool:
-        """Return whether the run writes a checkpoint after this step."""
-        every, made = self.settings.run.checkpoint_every, index + 1
-        return every > 0 and (made % every == 0 or made == self.steps)
+        """Return whether the run drains after this step and writes a checkpoint."""
+        return is_due(index, self.settings.run.checkpoint_every, self.steps) or index in self.course.drains
 
     async def restore(self, running: Run[StepReport]) -> None:
         """Load the state of run, prompts and models from the checkpoint.
@@ -121,7 +118,8 @@ class PreparedRun:
             "trainer": kind_of(self.assembly.trainer),
             **self.provenance.state(),
         }
-        await self.assembly.saving.checkpoint(self.checkpoints, report.index + 1, report.score, state)
+        score = judged(self.settings, self.provenance, report)
+        await self.assembly.saving.checkpoint(self.checkpoints, report.index + 1, score, state)
 
     def __enter__(self) -> Self:
         return self
@@ -141,6 +139,7 @@ def prepare(
     dry_run: bool = False,
     accept_changed_code: bool = False,
     graph: MakeGraph | None = None,
+    rows: Given = NOTHING,
 ) -> PreparedRun:
     """Return a run with everything loaded and checked; writes nothing but the log of an engine with one.
 
@@ -151,6 +150,7 @@ def prepare(
         dry_run: prepare only, so the run directory may be in use.
         accept_changed_code: resume with another content of a file of code than the run began with.
         graph: makes the graph of a step, in place of that of ``step.algorithm``.
+        rows: of a program, in place of what settings name.
 
     Raises:
         OppoError: a setting, the data, the reward or a model cannot be used, or another run writes the run directory.
@@ -174,25 +174,22 @@ def prepare(
 
         require_installed(settings)
         text = load_text(settings.models, tell)
-        data, provenance = settings.data, Provenance.of(settings)
-        prompts = resolved_prompts(settings, text, tell, provenance)
-        stream = PromptStream(prompts, seed=data.seed, epochs=data.epochs)
-        if (lasts := steps_of(chosen.steps, data, settings.step.batch, stream)) < chosen.steps:
-            tell(short_of(chosen.steps, lasts, data, settings.trainer.schedule))
+        supply = supplied(settings, text, tell, Provenance.of(settings), rows)
+        stream, provenance = supply.stream, supply.provenance
         if checkpoint is not None:
-            before = Provenance.restored(checkpoint.state())
-            require_same(before.settings, settings, of="its checkpoint")
-            require_continued(before, provenance, settings, tell, accept_changed_code=accept_changed_code)
-            require_unfinished(settings.run_directory, lasts)
+            require_same_run(checkpoint, settings, provenance, tell, accept_changed_code=accept_changed_code)
+            require_unfinished(settings.run_directory, supply.steps)
         done = 0 if checkpoint is None else checkpoint.step
         assembly = assemble(settings, text, tell, engine_log=None if dry_run else settings.run_directory / ENGINE_LOG)
         stack.callback(assembly.close)
-        require_room(prompts, assembly.sampling.max_new_tokens, assembly.positions)
-        replay = observations(settings.run_directory / JOURNAL, done) if resume else {}
-        composed = compose(settings, assembly, stream, replay, graph)
+        require_room(supply.longest, assembly.sampling.max_new_tokens, assembly.positions)
+        told = course(settings.run_directory / JOURNAL, done) if resume else Course()
+        composed = compose(settings, assembly, stream, told.observations, graph)
         assembly = assembly.wired(trainer_of(composed), composed.stage("generate", Generate).environment)
+        due = partial(evaluates, settings, supply.steps)
+        composed = with_evaluations(composed, settings, assembly, supply.held_out, due)
         stack.pop_all()
-    return PreparedRun(settings, assembly, composed, stream, provenance, checkpoints, tell, checkpoint, lock)
+    return PreparedRun(settings, assembly, composed, stream, provenance, checkpoints, tell, checkpoint, lock, told)
 
 
 def require_installed(settings: Settings) -> None:
@@ -217,7 +214,7 @@ async def run(
     """Run every step, write the run directory, and save the trained models under ``checkpoints/final``.
 
     They are saved however the run ends, once it has made an update. Ctrl-C, SIGTERM and SIGHUP end the run after the
-    step in progress, with a checkpoint. A second signal ends it at once, after an update in progress.
+    steps in flight, with a checkpoint. A second signal ends it at once, after an update in progress.
 
     ``console`` shows the panel and the effect of Ctrl-C; ``last_resort`` is that of :class:`oppo.liveness.Watchdog`.
 
@@ -230,80 +227,39 @@ async def run(
         Stopped: a signal ended the run.
     """
     settings, assembly = session.settings, session.assembly
-    chosen, decode = settings.run, assembly.text.decode
     heartbeat = Heartbeat()
     directory = directory_of(session)
-    with ExitStack() as stack:
-        stack.enter_context(directory)
-        log = stack.enter_context(RunLog(directory.path / "log.jsonl", chosen.name))
-        session.notices.listeners.append(log.notice)
-        stack.callback(session.notices.listeners.remove, log.notice)
-        trackers = stack.enter_context(tracking(settings, session.done, session.notices))
-        for fault in directory.faults:
-            session.notices(fault)
-        panel = stack.enter_context(panel_of(chosen, console, decode))
-        listeners = [log.on_stall, panel.on_stall]
-        watchdog = stack.enter_context(watchdog_of(session, directory, listeners, last_resort))
-        assembly.listen(directory.model_span, watchdog.on_span)
-        watching = [directory, log, Expendable(panel, session.notices), watchdog, *trackers, *observers]
+    with (
+        directory,
+        watching(
+            settings, assembly, directory, session.notices, console, first=session.done, last_resort=last_resort
+        ) as watch,
+    ):
+        show_progress(session.graph, watch.panel.on_evaluation)
         async with (
             saving(assembly, directory.path / FINAL),
             heartbeat.beating(),
-            watchdog.guarding(),
+            watch.watchdog.guarding(),
             session.graph.open(
                 session.prompts,
-                observers=watching,
+                observers=[*watch.observers, *observers],
                 lookahead=settings.step.lookahead,
-                gauges={"loop/worst_gap_s": heartbeat.take},
+                gauges={GAP: heartbeat.take},
             ) as running,
-            interruptible(log.on_interrupt, partial(announce_end, console)) as interrupt,
+            interruptible(lambda by: watch.on_signal(by, running.alive)) as interrupt,
         ):
-            watchdog.watch(running)
-            panel.watch(running.snapshot)
+            watch.look_at(running)
             await make_steps(session, running, interrupt, directory)
-        note_data(session, log)
+        note_data(session, watch.log, directory.made)
         directory.conclude()
     return directory
 
 
-def watchdog_of(
-    session: PreparedRun,
-    directory: RunDirectory,
-    listeners: Sequence[Callable[[Stall], None]],
-    last_resort: Callable[[HangError], None] | None,
-) -> Watchdog:
-    """Return the watchdog with the limits of the settings."""
-    chosen, assembly = session.settings.run, session.assembly
-
-    def leave(error: HangError) -> None:
-        directory.abandon()
-        if last_resort is not None:
-            last_resort(error)
-
-    return Watchdog(
-        chosen.watchdog_seconds,
-        report=directory.path / HANG_REPORT,
-        listeners=listeners,
-        progress=assembly.progress,
-        calls=assembly.at_work,
-        call_timeout=chosen.call_timeout,
-        saving=lambda: assembly.saving.is_saving,
-        free=assembly.abort,
-        last_resort=None if last_resort is None else leave,
-    )
-
-
-def announce_end(console: Console, by: signal.Signals) -> None:
-    """Show what a signal does."""
-    name = "Ctrl-C" if by is signal.SIGINT else by.name
-    console.out(f"{name}: ending after this step, then saving; once more ends the run at once", highlight=False)
-
-
-def note_data(session: PreparedRun, log: RunLog) -> None:
+def note_data(session: PreparedRun, log: RunLog, made: int) -> None:
     """Log that the data ended early, and which files changed meanwhile."""
     chosen = session.settings
-    if session.steps < chosen.run.steps:
-        log.note("data ended", steps=session.steps, wanted=chosen.run.steps)
+    if made < chosen.run.steps:
+        log.note("data ended", steps=made, wanted=chosen.run.steps)
     for file in session.provenance.changed(chosen):
         log.note("file changed", file=str(file), used="as it was when the run began")
 
@@ -331,36 +287,40 @@ async def make_steps(
 ) -> None:
     """Make the remaining steps; write a checkpoint every ``run.checkpoint_every``, after the last and after a signal.
 
-    No step is in flight at a checkpoint. The records of all steps are on the disk before their checkpoint is, so a
-    resumed run has them.
+    No step is in flight at a checkpoint. A signal lets those end that are, and the journal says which is the last: the
+    next step begins from another state than it would have. The records of all steps are on the disk before their
+    checkpoint is, so a resumed run has them.
 
     Raises:
         NothingTrained: no rollout was trained in ``run.max_empty`` steps in a row, or in the whole run.
         Stopped: a signal came.
     """
     chosen = session.settings.run
-    empty = EmptySteps(chosen.max_empty)
+    empty, last, draining = EmptySteps(chosen.max_empty), None, False
     await session.restore(running)
+    if not session.done and not directory.evaluated:
+        await evaluate_first(session.graph, running)
     if session.done >= session.steps:  # it was killed between its last step and its end
         await session.assembly.saving.save(directory.path / FINAL)
     async for report in running.steps(chosen.steps - session.done, drain_after=session.is_checkpointed):
-        early = interrupt.by if report.index + 1 < session.steps else None
-        if early:
+        goes_on = report.index + 1 < session.steps
+        ends = interrupt.by if goes_on else None
+        if ends and running.alive and not draining:
+            draining = True
+            directory.drained(running.alive[-1])
             running.drain()
-        if not running.alive and (early or session.is_checkpointed(report.index)):
+        if not running.alive and (ends or session.is_checkpointed(report.index)):
             await anyio.to_thread.run_sync(directory.flush)
             await session.keep(running, report)
-        if early and not running.alive:
-            raise Stopped(early)
+            ends = interrupt.by if goes_on else None  # it may have come meanwhile
+        if ends and not running.alive:
+            raise Stopped(ends)
         empty.after(report)
+        last = report
+    if last is not None and chosen.checkpoint_every and not session.is_checkpointed(last.index):
+        await anyio.to_thread.run_sync(directory.flush)  # the prompts ended earlier than could be known
+        await session.keep(running, last)
     empty.require_trained(directory.trained, session.steps)
-
-
-def panel_of(chosen: RunSection, console: Console, decode: Detokenize) -> Panel:
-    """Return the panel in the form that ``run.panel`` names."""
-    shown = Console(quiet=True) if chosen.panel == "off" else console
-    live = chosen.panel == "live" or (chosen.panel == "auto" and console.is_terminal)
-    return Panel(shown, chosen.steps, live=live, decode=decode)
 
 
 @asynccontextmanager

@@ -5,17 +5,19 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import anyio
 
 from oppo.algorithms.ppo import PPO
-from oppo.app.evaluate import respond, score_all
 from oppo.app.settings import Settings
 from oppo.app.train import PreparedRun, prepare
+from oppo.data import PromptStream
 from oppo.errors import ConfigError
 from oppo.events import Batch, Drop
 from oppo.observe import Span
 from oppo.stages.scored_rollouts import ScoredRollout
+from oppo.testing import respond_serially, score_serially
 
 STEPS = 2
 """The tokens of the second step depend on the weights after the first."""
@@ -55,18 +57,18 @@ def compare_schedules(settings: Settings) -> Digests:
 async def serially(session: PreparedRun) -> list[Batch]:
     """Return the batches of a run that generates, scores and trains one after the other."""
     models, step, algorithm = session.assembly, session.settings.step, session.settings.algorithm
-    critic = models.critic
+    critic, prompts = models.critic, cast("PromptStream", session.prompts)  # of a file
     if critic is None or not isinstance(algorithm, PPO):
         raise ConfigError(f"the serial run is one of PPO, and step.algorithm = {step.algorithm!r}: choose 'ppo'")
     estimator = algorithm.advantage()
     batches = []
     for _ in range(STEPS):
-        finished = await respond(models.policy, [next(session.prompts) for _ in range(step.batch)])
+        finished = await respond_serially(models.policy, [next(prompts) for _ in range(step.batch)])
         unread = [None] * len(finished)
-        reference = unread if models.reference is None else await score_all(models.reference, finished)
-        rewards = await score_all(models.reward, finished)
+        reference = unread if models.reference is None else await score_serially(models.reference, finished)
+        rewards = await score_serially(models.reward, finished)
         scores = [score for score in rewards if not isinstance(score, Drop)]
-        values = await score_all(critic, finished)
+        values = await score_serially(critic, finished)
         rows = [ScoredRollout(*results) for results in zip(finished, reference, scores, values, strict=True)]
         batches.append(estimator.batch(rows))
         await models.trainer.update(batches[-1])

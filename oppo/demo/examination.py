@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import anyio
 import numpy as np
 
-from oppo.app.evaluate import respond, score_all
 from oppo.data import read_prompts
-from oppo.events import FloatArray, Prompt
+from oppo.evaluation import Answering, examine as answers_of
+from oppo.events import FloatArray
 from oppo.hf.cpu import available_cores, use_cores
 from oppo.hf.loading.models import load_causal, load_scalar, load_tokenizer
 from oppo.hf.serve.policy import HfPolicy
@@ -19,6 +20,7 @@ from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel
 from oppo.hf.text import Text
 from oppo.models import Sampling
 from oppo.placement import Thread
+from oppo.stages import ScoredRollout
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,21 +48,19 @@ def examine(actor: Path, *, base: Path, reward: Path, held_out: Path, sampling: 
     with Thread("examination", setup=lambda: use_cores(available_cores())) as thread:
         policy = HfPolicy(load_causal(actor), sampling=sampling, thread=thread)
         reference = ReferenceLogprobs(load_causal(base), sampling=sampling, thread=thread)
-        return anyio.run(_examine, policy, reference, RewardModel(load_scalar(reward), thread=thread), prompts, text)
-
-
-async def _examine(
-    policy: HfPolicy, reference: ReferenceLogprobs, reward: RewardModel, prompts: Sequence[Prompt], text: Text
-) -> Answers:
-    finished = await respond(policy, prompts)
-    base = await score_all(reference, finished)
-    scores = await score_all(reward, finished)
-    responses = [event.response for event in finished]
-    kl = [float((response.logprobs - logprobs).sum()) for response, logprobs in zip(responses, base, strict=True)]
+        judge = RewardModel(load_scalar(reward), thread=thread)
+        how = Answering(batch=count)
+        found = anyio.run(partial(answers_of, policy, judge, prompts, how, reference=reference)).rollouts
     return Answers(
-        scores=np.array(scores, np.float32),
-        kl=np.array(kl, np.float32),
-        lengths=[len(response) for response in responses],
-        prompts=[text.decode(prompt.tokens.tolist()) for prompt in prompts],
-        texts=[text.decode(response.tokens.tolist()) for response in responses],
+        scores=np.array([each.score for each in found], np.float32),
+        kl=np.array([kl_of(each) for each in found], np.float32),
+        lengths=[len(each.finish.response) for each in found],
+        prompts=[text.decode(each.finish.response.prompt.tokens.tolist()) for each in found],
+        texts=[text.decode(each.finish.response.tokens.tolist()) for each in found],
     )
+
+
+def kl_of(answer: ScoredRollout) -> float:
+    """Return the sum over a response of its log-probs minus those of the reference, nats; NaN without one."""
+    reference = answer.reference
+    return float("nan") if reference is None else float((answer.finish.response.logprobs - reference).sum())

@@ -8,8 +8,8 @@ from statistics import median
 
 from rich.table import Table
 
-from oppo.overlap import Role, seconds, union
-from oppo.report.rundir import ROLES
+from oppo.observe import Role
+from oppo.overlap import busy, seconds
 from oppo.report.timed import TimedStep
 
 
@@ -51,8 +51,7 @@ class Round:
         return 1 - (acting + scoring) / (2 * self.seconds)
 
     def _busy(self, *roles: Role) -> float:
-        spans = (span for step in self.steps for span in step.spans if ROLES.get(span.track) in roles)
-        return seconds(union((span.start, span.end) for span in spans))
+        return seconds(busy((span for step in self.steps for span in step.spans), *roles))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import cast
 
-from oppo.app.evaluate import Comparison
 from oppo.demo.exactness import Digests
+from oppo.evaluation import Comparison
 from oppo.report.journal import JOURNAL
 from oppo.report.metrics import column
 from oppo.report.records import read

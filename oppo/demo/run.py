@@ -16,7 +16,6 @@ from rich.text import Text
 from oppo import observe
 from oppo.app.config import resolve
 from oppo.app.engines import require_engine
-from oppo.app.evaluate import compare
 from oppo.app.sections import Engine
 from oppo.app.settings import Settings
 from oppo.app.train import FINAL, prepare, run
@@ -26,11 +25,12 @@ from oppo.demo.examination import Answers, examine
 from oppo.demo.gains import Effort, Gains
 from oppo.demo.outcome import Outcome, deferrals, hidden_fraction
 from oppo.demo.schedules import excerpt, measure, starting
+from oppo.evaluation import compare
 from oppo.models import Sampling
 from oppo.report.files import require_unused
 from oppo.report.panel import harmless
 from oppo.report.rundir import write_page
-from oppo.report.timeline import Schedule
+from oppo.report.timeline import Excerpt
 
 SHOWN = 3
 """Held-out prompts whose responses are shown."""
@@ -161,7 +161,7 @@ def note(summary: Path, facts: Mapping[str, object]) -> None:
 def compare_seconds(settings: Settings, effort: Effort, narrator: Narrator) -> Gains:
     """Return the speedup by overlap; put two steps of each schedule into the timeline of the run's page."""
     rounds = measure(settings, effort, narrator.tell)
-    write_page(settings.run_directory, [Schedule(name, excerpt(made)) for name, made in rounds.items()])
+    write_page(settings.run_directory, [Excerpt(name, excerpt(made)) for name, made in rounds.items()])
     return Gains.of(effort, rounds)
 
 

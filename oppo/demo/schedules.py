@@ -59,7 +59,7 @@ def measure(settings: Settings, effort: Effort, tell: Callable[[str], None]) -> 
         OppoError: a model cannot be used.
     """
     with TemporaryDirectory(prefix="oppo-demo-") as folder:
-        write_deeper(Path(settings.models.reward), Path(folder), effort.deeper)
+        write_deeper(Path(settings.models.reward_models[0]), Path(folder), effort.deeper)
         variants = [(mode, varied(settings, mode, effort, Path(folder))) for mode in modes(effort)]
         with prepare(variants[0][1], starting(settings, tell), dry_run=True) as session:
             beginning = session.prompts.state_dict()

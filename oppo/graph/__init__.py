@@ -19,7 +19,8 @@ from oppo.graph.graph import Graph
 from oppo.graph.join import join, where
 from oppo.graph.run import Run
 from oppo.graph.snapshot import Snapshot, Wait
-from oppo.graph.stage import AnyStage, Demanding, Observing, Stage1, Stage2, Stage3, Stage4, Stateful, Step
+from oppo.graph.stage import AnyStage, Demanding, Observing, Stage1, Stage2, Stage3, Stage4, Stateful
+from oppo.graph.step import Step
 from oppo.graph.topology import Node
 
 __all__ = [

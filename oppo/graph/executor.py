@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import anyio
@@ -13,7 +13,7 @@ from oppo.errors import ProtocolError, leaves, not_cancelled_from_within, note_o
 from oppo.graph.channel import Channel, Sender, channel_table
 from oppo.graph.snapshot import Snapshot, Wait
 from oppo.graph.source import Source
-from oppo.graph.stage import Step
+from oppo.graph.step import Step
 from oppo.graph.topology import SOURCE, Node, Topology
 from oppo.observe import Observer, Span
 
@@ -86,7 +86,8 @@ class Execution(Generic[T]):
 
     def __init__(self, topology: Topology, step: Step, source: Source, observers: Sequence[Observer]) -> None:
         self._topology = topology
-        self._step = replace(step, _channels=self.statistics)
+        self._step = step
+        step.runtime.channels, step.runtime.notify = self.statistics, self._notify
         self._source = source
         self._observers = observers
         self._result = Result[T](topology.result)
@@ -139,9 +140,8 @@ class Execution(Generic[T]):
             self._returned.add(node.name)
             for channel in (*inputs, *named.values()):
                 channel.abandon()
-            notify_span(
-                self._observers, Span(node.name, "run", start, anyio.current_time(), {"step": self._step.index})
-            )
+            end = anyio.current_time()
+            notify_span(self._observers, Span(node.name, "run", start, end, self._step.index, kind="execution"))
         except Exception as error:
             for leaf in leaves(error):
                 leaf.add_note(f"in stage {node.name!r} of graph {self._topology.name!r}, step {self._step.index}")
@@ -152,7 +152,8 @@ class Execution(Generic[T]):
         # Only a stage that has returned ends its output: its readers must not take a failed stage's items for all.
         for reader in self._topology.readers(node.name):
             self._channels[node.name, reader.name].close()
-        step.note_return()
+        if step.runtime.turn is not None:
+            step.runtime.turn.note_return(node.name)
 
     def _reader(self, name: str, node: Node) -> Channel[Any] | Source:
         return self._source if name == SOURCE else self._channels[name, node.name]
@@ -166,6 +167,9 @@ class Execution(Generic[T]):
         if not self._observers:
             return targets[0] if len(targets) == 1 else FanOut(targets)
         return FanOut(targets, lambda item: notify_item(self._observers, self._step, node.name, item))
+
+    def _notify(self, stage: str, item: object) -> None:
+        notify_item(self._observers, self._step, stage, item)
 
     def _require_returned(self) -> None:
         """Raise ``ProtocolError`` if a stage neither returned nor failed: it cancelled its own task."""

@@ -6,17 +6,19 @@ from collections.abc import AsyncIterable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 from oppo.errors import GraphError
 from oppo.graph.run import Run, opened
 from oppo.graph.source import Source
-from oppo.graph.stage import AnyStage, Gauge
+from oppo.graph.stage import AnyStage, Stage1
+from oppo.graph.step import Gauge
 from oppo.graph.topology import SOURCE, Node, Topology
 from oppo.numeric import require_whole
 from oppo.observe import Observer
 
 O = TypeVar("O")  # noqa: E741 - O for output, as in the stage protocols
+P = TypeVar("P")
 S = TypeVar("S")
 
 
@@ -119,6 +121,18 @@ class Graph(Generic[O]):
         pruned = replace(changed, nodes=tuple(node for node in changed.nodes if node.name in needed))
         pruned.require_sound(faults)
         return Graph(pruned)
+
+    def then(self, name: str, stage: Stage1[O, P]) -> Graph[P]:
+        """Return this graph with one more stage, which reads its result and sends the result of the new one.
+
+        Raises:
+            GraphError: the name is taken or none, or the stage does not read such a result.
+        """
+        last = self.topology.by_name[self.topology.result]
+        node = Node(name, cast("AnyStage", stage), (last.name,), last.capacity)
+        longer = replace(self.topology, nodes=(*self.topology.nodes, node), result=name)
+        longer.require_sound()
+        return Graph[P](longer)
 
     def open(
         self,

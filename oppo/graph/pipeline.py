@@ -25,7 +25,7 @@ from oppo.errors import as_itself, note_others
 from oppo.graph.executor import Execution, notify_span
 from oppo.graph.snapshot import Snapshot
 from oppo.graph.source import Source
-from oppo.graph.stage import UNKNOWN, Gauge, Step, WorkLog
+from oppo.graph.step import UNKNOWN, Gauge, Step, StepRuntime, WorkLog
 from oppo.graph.topology import Topology
 from oppo.graph.turn import Turn
 from oppo.observe import Observer, Span
@@ -49,6 +49,7 @@ class StepRun(Generic[O]):
         results: of the step, one item or none, once it is over.
         error: what ended it instead.
         over: set when its last task is.
+        scope: cancels it, and not who waits for it.
     """
 
     def __init__(self, step: Step, turn: Turn, execution: Execution[O]) -> None:
@@ -58,11 +59,13 @@ class StepRun(Generic[O]):
         self.results: Sequence[O] = ()
         self.error: Exception | None = None
         self.over = anyio.Event()
+        self.scope = anyio.CancelScope()
 
     async def run(self) -> None:
         """Run the step; keep its error."""
         try:
-            self.results = await self.execution.run()
+            with self.scope:
+                self.results = await self.execution.run()
         except Exception as error:  # noqa: BLE001 - raised again when the steps before it have ended
             self.error = error
             self.turn.fail()
@@ -81,13 +84,16 @@ class Pipeline(Generic[O]):
     Args:
         lookahead: number of steps that begin before the current one has ended.
         gauges: which the stages may read.
+
+    Attributes:
+        gauges: by metric; those that are added are read from the next step on.
     """
 
     def __init__(self, topology: Topology, source: Source, lookahead: int, gauges: Mapping[str, Gauge]) -> None:
         self._topology = topology
         self._source = source
         self._lookahead = lookahead
-        self._gauges = gauges
+        self.gauges = dict(gauges)
         self._work: list[Span] = []
         self._alive: deque[StepRun[O]] = deque()
         self._tasks: TaskGroup | None = None
@@ -141,8 +147,8 @@ class Pipeline(Generic[O]):
             await (oldest.run() if self._tasks is None else oldest.over.wait())
             oldest.require_success()
         except BaseException:
-            if self._tasks is not None:
-                self._tasks.cancel_scope.cancel()
+            for each in self._alive:
+                each.scope.cancel()
             raise
         finally:
             self._alive.popleft()
@@ -161,15 +167,8 @@ class Pipeline(Generic[O]):
             left = remaining if remaining == UNKNOWN else remaining - len(alive)
             turn = Turn(list(self._topology.by_name), alive[-1].turn if alive else None, self._lookahead)
             log = WorkLog(self._work, partial(notify_span, observers))
-            step = Step(
-                index + len(alive),
-                left,
-                anyio.current_time(),
-                ahead=len(alive),
-                gauges=self._gauges,
-                _turn=turn,
-                _work=log,
-            )
+            runtime = StepRuntime(turn=turn, work=log, gauges=self.gauges)
+            step = Step(index + len(alive), left, anyio.current_time(), ahead=len(alive), runtime=runtime)
             begun = StepRun[O](step, turn, Execution(self._topology, step, self._source, observers))
             alive.append(begun)
             if self._tasks is not None:

@@ -15,7 +15,8 @@ from oppo.graph.executor import Execution, notify, notify_item, notify_span
 from oppo.graph.pipeline import DrainAfter, Pipeline, StepRun, never
 from oppo.graph.snapshot import Snapshot
 from oppo.graph.source import Source
-from oppo.graph.stage import UNKNOWN, Gauge, Observing, Stateful, Step
+from oppo.graph.stage import Observing, Stateful
+from oppo.graph.step import UNKNOWN, Gauge, Step
 from oppo.graph.topology import Node, Topology
 from oppo.numeric import require_whole
 from oppo.observe import Observer, Span
@@ -45,7 +46,7 @@ class Run(Generic[O]):
         self._source = source
         self._observers = observers
         self._index = 0
-        self._state = "ready"
+        self._refusal = ""  # why it makes no step now
         self._ended = False
 
     @property
@@ -56,6 +57,14 @@ class Run(Generic[O]):
     def listen(self, observer: Observer) -> None:
         """Add an observer, from the next step on."""
         self._observers = (*self._observers, observer)
+
+    def gauge(self, name: str, gauge: Gauge) -> None:
+        """Have the reports of the run hold a measurement of the process, from the next step on, under this name."""
+        self.pipeline.gauges = {**self.pipeline.gauges, name: gauge}
+
+    def tell(self, stage: str, item: object) -> None:
+        """Tell the observers of an item that a stage has made between two steps, as one of the next step."""
+        notify_item(self._observers, Step(self._index, UNKNOWN, anyio.current_time()), stage, item)
 
     def steps(self, count: int, *, drain_after: DrainAfter = never) -> AsyncIterator[O]:
         """Return an iterator that runs a step for each item and yields its result.
@@ -100,14 +109,14 @@ class Run(Generic[O]):
     async def advance(self, remaining: int, drain_after: DrainAfter = never) -> Sequence[O]:
         """Run one step and return its result, one item or none; raises as :meth:`step` does."""
         self._require_ready(f"run step {self._index}")
-        self._state = "a step is running"
+        self._refusal = "a step is running"
         try:
             ended = await self.pipeline.advance(self._index, remaining, self._observers, drain_after)
             self._note(ended)
         except BaseException:
-            self._state = f"step {self._index} did not come to its end, so the state of its stages is unknown"
+            self._refusal = f"step {self._index} did not come to its end, so the state of its stages is unknown"
             raise
-        self._state = "ready"
+        self._refusal = ""
         self._index += 1
         return ended.results
 
@@ -127,7 +136,8 @@ class Run(Generic[O]):
                     notify_item(self._observers, step, node.name, observation)
 
     def _notify(self, step: Step, results: Sequence[O], execution: Execution[O]) -> None:
-        notify_span(self._observers, Span("step", str(step.index), step.started, anyio.current_time()))
+        end = anyio.current_time()
+        notify_span(self._observers, Span("step", str(step.index), step.started, end, step.index, kind="step"))
         if results:
             channels = execution.statistics()
             notify(self._observers, lambda observer: observer.on_step(step.index, results[0], channels))
@@ -171,12 +181,8 @@ class Run(Generic[O]):
         return [(node.name, node.stage) for node in self._topology.nodes if isinstance(node.stage, Stateful)]
 
     def _require_ready(self, what: str) -> None:
-        if self._state != "ready":
-            raise GraphError(f"graph {self._topology.name!r} cannot {what}: {self._state}")
-
-    def snapshot(self) -> Snapshot | None:
-        """Return :meth:`snapshots` of the oldest step that is alive, or ``None`` between steps; from any thread."""
-        return next(iter(self.snapshots()), None)
+        if self._refusal:
+            raise GraphError(f"graph {self._topology.name!r} cannot {what}: {self._refusal}")
 
     def snapshots(self) -> Sequence[Snapshot]:
         """Return which stage waits for which in each step that is alive, the oldest first; from any thread."""
@@ -184,7 +190,7 @@ class Run(Generic[O]):
 
     def close(self) -> None:
         """Refuse further steps."""
-        self._state = "its run is closed"
+        self._refusal = "its run is closed"
 
 
 class _Steps(Generic[O]):

@@ -36,6 +36,10 @@ class Turn:
             before.after = self
             before.followed.set()
 
+    def note_return(self, stage: str) -> None:
+        """Note that a stage has returned in this step: in the next it may begin."""
+        self.returned[stage].set()
+
     def fail(self) -> None:
         """Note that the step has failed: earlier steps wait for none of its stages, and no later one goes on."""
         self.failed = True
@@ -68,6 +72,12 @@ class Turn:
                 return
             turn = turn.after
             await turn.all_returned(stages)
+
+    async def settled(self, stages: Sequence[str]) -> None:
+        """Wait until the stages have returned here and in the later steps; see :meth:`oppo.graph.Step.settled`."""
+        self._require_known(stages)
+        await self.all_returned(stages)
+        await self.later(stages)
 
     async def all_returned(self, stages: Sequence[str]) -> None:
         """Wait until the stages have returned in this step."""

@@ -37,6 +37,14 @@ class Text:
         """Return the text of token ids, without special tokens."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
+    def decode_whole(self, tokens: Sequence[int]) -> str:
+        """Return the text of token ids, special tokens included: what a model reads."""
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+    def name_of(self, token: int) -> str:
+        """Return a token as the vocabulary spells it; empty for an id outside of it."""
+        return str(self.tokenizer.convert_ids_to_tokens(token) or "")
+
     def stop(self, wanted: Sequence[int | str], generation_stop: Sequence[int]) -> tuple[int, ...]:
         """Return the ids that end a response.
 

@@ -91,6 +91,16 @@ def _received(parts: Mapping[str, tuple[torch.dtype, tuple[int, ...], bytes]]) -
         )
 
 
+def addresses(module: nn.Module) -> frozenset[int]:
+    """Return the addresses of the trainable tensors of ``module``."""
+    return frozenset(each.data_ptr() for each in module.parameters() if each.requires_grad and each.numel())
+
+
+def copies(weights: Mapping[str, object]) -> dict[str, object]:
+    """Return copies of tensors, by the same names."""
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in weights.items()}
+
+
 def share_storage(module: nn.Module, weights: Mapping[str, object]) -> bool:
     """Return whether a trainable tensor of ``module`` is the tensor of that name in ``weights``."""
     for name, parameter in module.named_parameters():

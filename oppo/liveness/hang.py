@@ -6,7 +6,7 @@ import asyncio
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from types import FrameType
 
@@ -15,27 +15,28 @@ from oppo.graph import Snapshot
 
 def hang_report(
     seconds: float,
-    snapshot: Snapshot | None,
+    snapshots: Sequence[Snapshot],
     rollouts: Mapping[str, list[int]],
     loop: asyncio.AbstractEventLoop | None,
 ) -> dict[str, object]:
     """Return the report as JSON values, after ``seconds`` without a move; safe to call from any thread.
 
-    ``snapshot`` is ``None`` between steps; ``rollouts`` are ids by state: in flight, parked, finished.
+    ``snapshots`` are of the steps that are alive, none between steps; ``rollouts`` are ids by state: in flight, parked,
+    finished.
     """
-    step: dict[str, object] = {}
-    if snapshot is not None:
-        step = {
-            "step": snapshot.step,
-            "summary": snapshot.sentence(),
-            "at_work": list(snapshot.working),
-            "waits": [asdict(wait) for wait in snapshot.waits],
-            "channels": snapshot.channels,
-            "table": snapshot.table.splitlines(),
-        }
     return {
         "still_for_seconds": round(seconds, 3),
-        **step,
+        "steps": [
+            {
+                "step": snapshot.step,
+                "summary": snapshot.sentence(),
+                "at_work": list(snapshot.working),
+                "waits": [asdict(wait) for wait in snapshot.waits],
+                "channels": snapshot.channels,
+                "table": snapshot.table.splitlines(),
+            }
+            for snapshot in snapshots
+        ],
         "rollouts": rollouts,
         "tasks": [
             {"name": task.get_name(), "stack": list(await_chain(task.get_coro()))}

@@ -13,6 +13,9 @@ from oppo.observe import now
 PERIOD = 0.005
 """Seconds between two beats."""
 
+GAP = "loop/worst_gap_s"
+"""The metric of the worst delay in a step."""
+
 
 class Heartbeat:
     """Beats on the event loop every ``period`` seconds and keeps the worst delay, which shows code that blocks it."""

@@ -47,28 +47,32 @@ CALL_TIMEOUT = 3600.0
 GRACE_SECONDS = 30.0
 """Seconds without a move or a save after which a cancelled run is ended by force."""
 
-State: TypeAlias = Literal["in flight", "parked", "finished"]
+RolloutState: TypeAlias = Literal["in flight", "parked", "finished"]
 
 
 class Watched(Protocol):
     """A run, such as :class:`oppo.graph.Run`."""
 
-    def snapshot(self) -> Snapshot | None:
-        """Return which stage waits for which in the running step; ``None`` between steps."""
+    def snapshots(self) -> Sequence[Snapshot]:
+        """Return which stage waits for which in each step that is alive, the oldest first; none between steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """Nothing has moved for ``seconds`` while ``calls`` are at work; ``final`` if the run is ended."""
+    """Nothing has moved for ``seconds`` while ``calls`` are at work; ``final`` if the run is ended.
+
+    ``snapshots`` are of the steps that are alive, the oldest first.
+    """
 
     seconds: float
-    snapshot: Snapshot | None
+    snapshots: Sequence[Snapshot] = ()
     final: bool = False
     calls: tuple[str, ...] = ()
 
     def sentence(self) -> str:
         """Return the stall in words."""
-        state = "between two steps" if self.snapshot is None else self.snapshot.sentence()
+        steps = [f"in step {each.step} {each.sentence() or 'no stage is at work'}" for each in self.snapshots]
+        state = "; ".join(steps) or "between two steps"
         calls = f"; in a call: {', '.join(self.calls)}" if self.calls else ""
         return f"nothing has moved for {self.seconds:.0f} s: {state}{calls}"
 
@@ -130,7 +134,7 @@ class Watchdog(Observer):
         self._seen: tuple[int, object] = (0, None)
         self._since = clock()
         self._due = notice
-        self._rollouts: dict[int, State] = {}
+        self._rollouts: dict[int, RolloutState] = {}
         self._guarding = False
         self._run: Watched | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -210,7 +214,7 @@ class Watchdog(Observer):
         if not final and still < self._due:
             return None
         self._due *= 2
-        return Stall(still, None if self._run is None else self._run.snapshot(), final=final, calls=calls)
+        return Stall(still, () if self._run is None else self._run.snapshots(), final=final, calls=calls)
 
     def _limit(self, calls: tuple[str, ...]) -> tuple[str, float]:
         """Return the setting that limits a stall, and its seconds."""
@@ -268,7 +272,7 @@ class Watchdog(Observer):
         rollouts: dict[str, list[int]] = {"in flight": [], "parked": [], "finished": []}
         for rollout, state in sorted(self._rollouts.copy().items()):
             rollouts[state].append(rollout)
-        report = hang_report(stall.seconds, stall.snapshot, rollouts, self._loop)
+        report = hang_report(stall.seconds, stall.snapshots, rollouts, self._loop)
         try:
             self._report.write_text(json.dumps(redacted_values(report), indent=1) + "\n", encoding="utf-8")
         except OSError as error:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 import structlog
 
+from oppo.errors import running_loop
 from oppo.graph import Run
+from oppo.liveness.heartbeat import GAP, Heartbeat
 from oppo.liveness.watchdog import CALL_TIMEOUT, NOTICE_SECONDS, Watchdog
 
 T = TypeVar("T")
@@ -38,6 +40,9 @@ async def watched(
 ) -> AsyncIterator[None]:
     """Watch a run while the context is open, and end it when nothing moves.
 
+    Its reports have ``loop/worst_gap_s``, the longest that the event loop was blocked, but not in virtual time: what
+    measures it wakes every few milliseconds, and time would never jump.
+
     ``async with graph.open(prompts) as run, watched(run, decoding, scoring, reward): ...``
 
     Args:
@@ -64,5 +69,10 @@ async def watched(
     )
     run.listen(watchdog)
     with watchdog:
-        async with watchdog.guarding(run):
+        async with AsyncExitStack() as stack:
+            if not getattr(running_loop(), "virtual", False):
+                heartbeat = Heartbeat()
+                await stack.enter_async_context(heartbeat.beating())
+                run.gauge(GAP, heartbeat.take)
+            await stack.enter_async_context(watchdog.guarding(run))
             yield

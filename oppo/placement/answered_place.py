@@ -63,6 +63,7 @@ class AnsweredPlace(Place):
             Preempted: the call is preemptible and was not made.
             Exception: the outcome is a failure.
         """
+        context = observe.work_context()
 
         def answer() -> object:
             self.at_work = f"{track}: {label}"
@@ -70,7 +71,7 @@ class AnsweredPlace(Place):
                 outcome = ask()
             finally:
                 self.at_work = ""
-            self.listener(observe.Span(track, label, outcome.start, outcome.end))
+            self.listener(context.span(track, label, outcome.start, outcome.end))
             return outcome.result(self.name)
 
         return await self._in_turn(priority, label, answer)
@@ -79,9 +80,10 @@ class AnsweredPlace(Place):
         self, priority: Priority, track: str, label: str, work: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
     ) -> R:
         """Run ``work`` in this process while the children are idle; see :meth:`Place.call_at`."""
+        context = observe.work_context()
 
         def run() -> R:
-            with self._reported(track, label):
+            with self._reported(track, label, context):
                 return work(*args, **kwargs)
 
         return await self._in_turn(priority, label, run)

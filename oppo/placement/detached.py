@@ -13,7 +13,6 @@ from threading import Lock, Thread
 from typing import Concatenate, Generic, ParamSpec, TypeVar, cast
 
 import anyio
-import anyio.to_thread
 
 from oppo.errors import ModelLost, running_loop
 from oppo.placement.child import Gone
@@ -28,8 +27,8 @@ T = TypeVar("T")
 async def run_detached(name: str, work: Callable[[], R]) -> R:
     """Run ``work`` in a daemon thread, in the caller's context, and return what it returns or raise what it raises.
 
-    A cancelled caller abandons the thread, which keeps neither the run nor the process from ending. The limiter of
-    :func:`anyio.to_thread.run_sync` bounds how many callers wait at a time.
+    A cancelled caller abandons the thread, which keeps neither the run nor the process from ending. Nothing bounds the
+    number of threads but what bounds the callers.
 
     Args:
         name: shown in the thread list.
@@ -47,9 +46,8 @@ async def run_detached(name: str, work: Callable[[], R]) -> R:
         with suppress(RuntimeError):  # the loop is closed: the caller is gone
             loop.call_soon_threadsafe(over.set)
 
-    async with anyio.to_thread.current_default_thread_limiter():
-        Thread(target=run, name=name, daemon=True).start()
-        await over.wait()
+    Thread(target=run, name=name, daemon=True).start()
+    await over.wait()
     return outcome.result()
 
 

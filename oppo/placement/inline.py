@@ -7,6 +7,7 @@ from typing import ParamSpec, TypeVar
 
 import anyio.lowlevel
 
+from oppo.observe import work_context
 from oppo.placement.place import Place
 from oppo.scheduling import Priority
 
@@ -33,5 +34,5 @@ class Inline(Place):
         del priority
         self._require_open("place", label)
         await anyio.lowlevel.checkpoint()  # other tasks take a turn before the loop is held up
-        with self._reported(track, label):
+        with self._reported(track, label, work_context()):
             return work(*args, **kwargs)

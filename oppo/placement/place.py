@@ -156,7 +156,7 @@ class Place(Hosting):
             raise ModelLost(f"the {what} {self.name!r} is closed, so it cannot do {label!r}")
 
     @contextmanager
-    def _reported(self, track: str, label: str) -> Iterator[None]:
+    def _reported(self, track: str, label: str, context: observe.WorkContext) -> Iterator[None]:
         """Report the body as the call in progress, and afterwards its span to the listener."""
         start = observe.now()
         self.at_work = f"{track}: {label}"
@@ -164,7 +164,7 @@ class Place(Hosting):
             yield
         finally:
             self.at_work = ""
-            self.listener(observe.Span(track, label, start, observe.now()))
+            self.listener(context.span(track, label, start, observe.now()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

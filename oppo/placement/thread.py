@@ -72,14 +72,14 @@ class Thread(Place):
         return result
 
     def _queued(self, priority: Priority, track: str, label: str, work: Callable[[], R]) -> Future[R]:
-        future = Future[R]()
+        future, context = Future[R](), observe.work_context()
 
         def run() -> None:
             try:
                 if self._setup is not None:
                     self._setup()
                     self._setup = None
-                with self._reported(track, label):
+                with self._reported(track, label, context):
                     result = work()
             except BaseException as error:  # noqa: BLE001 - raised where the call is waited for
                 future.set_exception(error)

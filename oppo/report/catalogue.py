@@ -167,7 +167,7 @@ METRICS: Final[Mapping[str, tuple[Metric, ...]]] = MappingProxyType(
             Metric("deferral/carried", "rollouts", "Rollouts that are carried into the next step."),
             Metric("deferral/oldest_age", "steps", "Age of the oldest of them; 0 without one."),
             Metric("deferral/dropped", "rollouts", "Rollouts that were dropped before the update."),
-            Metric("deferral/trained_late", SHARE, "Trained responses that began with older weights."),
+            Metric("deferral/trained_late", SHARE, "Responses of the batch that were carried into this step."),
             Metric(
                 "deferral/length_bias",
                 RATIO,
@@ -243,8 +243,37 @@ METRICS: Final[Mapping[str, tuple[Metric, ...]]] = MappingProxyType(
             Metric(
                 "loop/worst_gap_s",
                 SECONDS,
-                "The longest that the event loop was blocked: a gauge of `oppo train`, by `oppo.liveness.Heartbeat`.",
+                "The longest that the event loop was blocked, by `oppo.liveness.Heartbeat`: in `oppo train`, and in a "
+                "program's run that is `watched`; not in virtual time, which what measures it would keep from jumping.",
             ),
+        ),
+        "Held-out prompts": (
+            Metric("eval/score", SCORE, "Mean score of the most likely responses, one to each prompt."),
+            Metric(
+                "eval/score_ci95",
+                SCORE,
+                "Half the width of its 95 % confidence interval, over prompts; absent with one prompt.",
+            ),
+            Metric("eval/passed", SHARE, "Of these responses, those that pass (`eval.pass_score`)."),
+            Metric("eval/response_length", TOKENS, "Their mean length."),
+            Metric("eval/capped", SHARE, "Those that ended at the length cap."),
+            Metric("eval/reward/{name}_mean", SCORE, "Of several rewards: the mean of this part."),
+            Metric("eval/reward/{name}_share", SHARE, "Of several rewards: responses that this part applies to."),
+            Metric("eval/turns/answer_seconds", SECONDS, "From the end of a turn to its answer, mean over turns."),
+            Metric("eval/sampled_score", SCORE, "With `eval.samples`: mean score of drawn responses, over prompts."),
+            Metric(
+                "eval/sampled_score_ci95",
+                SCORE,
+                "Half the width of its 95 % confidence interval, over the means of the prompts.",
+            ),
+            Metric(
+                "eval/pass_at_{k}",
+                SHARE,
+                "Probability that one of k drawn responses passes, mean over prompts: the unbiased estimate of Chen et "
+                "al. (2021).",
+            ),
+            Metric("eval/dropped", "responses", "Responses without a score."),
+            Metric("eval/seconds", SECONDS, "The evaluation."),
         ),
         "Bottleneck": (
             Metric("bottleneck/decode", SHARE, "Of the step's time: decoding with every place taken."),

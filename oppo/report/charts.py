@@ -20,8 +20,8 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 28, 44
 _ACROSS, _DOWN = WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM
 
 
-def lines(title: str, series: Series) -> str:
-    """Return a chart with one line for each series; a missing or non-finite value is a gap.
+def lines(title: str, series: Series, *, gaps: bool = True) -> str:
+    """Return a chart with one line for each series; a missing or non-finite value is a gap, or is passed over.
 
     More than ``MOST`` steps are drawn in blocks, by the lowest and the highest value of each, so that spikes stay.
     """
@@ -32,7 +32,7 @@ def lines(title: str, series: Series) -> str:
     count = max(len(each) for each in series.values())
     axes = Axes(_ACROSS, _DOWN, max(1, count - 1), low, high)
     drawn = [
-        f'<path d="{_path(axes, each, count)}" fill="none" stroke="{colour}" stroke-width="1.6"/>'
+        f'<path d="{_path(axes, each, count, gaps=gaps)}" fill="none" stroke="{colour}" stroke-width="1.6"/>'
         for each, colour in zip(series.values(), COLOURS, strict=False)
     ]
     return _chart(title, series, axes, "".join(drawn), count)
@@ -67,7 +67,7 @@ def stacked(title: str, series: Series) -> str:
     return _chart(title, series, axes, "".join(bars), count)
 
 
-def _path(axes: Axes, values: Sequence[float | None], count: int) -> str:
+def _path(axes: Axes, values: Sequence[float | None], count: int, *, gaps: bool) -> str:
     parts, pen_down = [], False
     for points in _points(values, math.ceil(count / MOST)):
         for index, value in points:
@@ -75,7 +75,7 @@ def _path(axes: Axes, values: Sequence[float | None], count: int) -> str:
             start = "" if pen_down else f"L{x + 0.01:.2f} {y:.2f}"
             parts.append(f"{'L' if pen_down else 'M'}{x:.2f} {y:.2f}{start}")
             pen_down = True
-        pen_down = bool(points)
+        pen_down = bool(points) or (pen_down and not gaps)
     return "".join(parts)
 
 

@@ -13,6 +13,9 @@ from oppo.report.records import read
 
 METRICS, SAMPLES, REPORT = "metrics.jsonl", "samples.jsonl", "report.html"
 
+EVALUATIONS = "eval.jsonl"
+"""One object an evaluation, the first with step -1; only where a run is evaluated."""
+
 SUMMARY = "summary.json"
 """Written last, however the run ends."""
 
@@ -21,6 +24,7 @@ STEPLESS = frozenset(
         "config.toml",
         METRICS,
         SAMPLES,
+        EVALUATIONS,
         "journal.jsonl",
         "trace.json",
         SUMMARY,

@@ -1,16 +1,17 @@
 """The journal: the events of every rollout and the controllers' observation of every step, one JSON object a line.
 
-A rollout's lines are ``admitted``, any number of ``deferred``, ``finished``, and ``trained`` or ``dropped``. A step's
-line is ``observed``, with a line ``round`` before it for each round in which its groups were selected. Lines are in
-order of time: an observation comes before every decision made from it, so a journal that ends anywhere explains every
-decision in it. Only in a resumed run do the observations of repeated steps come
-before these steps.
+A rollout's lines are ``admitted``, any number of ``answered`` (a turn, by its environment) and ``deferred``,
+``finished``, and ``trained`` or ``dropped``. A step's line is ``observed``, with a line ``round`` before it for each
+round in which its groups were selected. Where a signal ended a run with steps in flight, ``drained`` names the last of
+them: no later one began before it had ended, which is part of what the run computed. Lines are in order of time: an
+observation comes before every decision made from it, so a journal that ends anywhere explains every decision in it.
+Only in a resumed run do the observations of repeated steps come before these steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import cast
 
@@ -18,8 +19,9 @@ from oppo.admission import Observation
 from oppo.admission.observation import Json
 from oppo.events import Chunk, Defer, Finish, Prompt, StepReport
 from oppo.redact import redacted
-from oppo.report.records import OBSERVED, Record, read
+from oppo.report.records import DRAINED, OBSERVED, Record, read
 from oppo.stages.selection import Rounds
+from oppo.turns import Answered
 
 JOURNAL = "journal.jsonl"
 """The journal of a run directory."""
@@ -35,6 +37,10 @@ def entry(step: int, item: object, at: float) -> Record | None:
         return _line(step, at, "deferred", item.rollout, age=item.age)
     if isinstance(item, Finish):
         return _line(step, at, "finished", item.rollout, reason=item.reason, tokens=len(item.response))
+    if isinstance(item, Answered):
+        facts = {"turn": item.turn, "tokens": item.tokens, "seconds": round(item.seconds, 6)}
+        error = {"error": redacted(item.error)} if item.error else {}
+        return _line(step, at, "answered", item.rollout, **facts, **error)
     if isinstance(item, Observation):
         return {"step": step, "at": round(at, 6), "event": OBSERVED, "seen": item.as_json()}
     return None
@@ -54,15 +60,46 @@ def endings(step: int, report: StepReport, at: float) -> Iterator[Record]:
         yield _line(step, at, "dropped", drop.rollout, reason=redacted(drop.reason))
 
 
+def drain(step: int, at: float) -> Record:
+    """Return the line that says after which step the run drained."""
+    return {"step": step, "at": round(at, 6), "event": DRAINED}
+
+
 def story(path: Path, rollout: int) -> list[Record]:
     """Return the lines of one rollout in the journal at ``path``, in order."""
     return [record for record in read(path) if record.get("rollout") == rollout]
 
 
-def observations(path: Path, first: int = 0) -> dict[int, Observation]:
+@dataclass(frozen=True)
+class Course:
+    """What steers the steps that a resumed run repeats.
+
+    Attributes:
+        observations: of the controllers, by step.
+        drains: the steps after which the run drained because a signal had ended it.
+    """
+
+    observations: Mapping[int, Observation] = field(default_factory=dict)
+    drains: frozenset[int] = frozenset()
+
+
+def course(path: Path, first: int = 0) -> Course:
+    """Return the course of a run by the journal at ``path``, its observations from step ``first`` on."""
+    observed: dict[int, Observation] = {}
+    drained: set[int] = set()
+    for record in read(path):
+        if record.get("event") == OBSERVED and (each := _observation(record.get("seen"))) is not None:
+            observed[each.step] = each
+        elif record.get("event") == DRAINED:
+            last = cast("int", record["step"])
+            drained.add(last)
+            observed = {step: each for step, each in observed.items() if step <= last}  # later ones are made anew
+    return Course({step: each for step, each in observed.items() if step >= first}, frozenset(drained))
+
+
+def observations(path: Path, first: int = 0) -> Mapping[int, Observation]:
     """Return the observations of the steps from ``first`` on, by step, from the journal at ``path``."""
-    found = (_observation(record.get("seen")) for record in read(path) if record.get("event") == OBSERVED)
-    return {each.step: each for each in found if each is not None and each.step >= first}
+    return course(path, first).observations
 
 
 def _observation(seen: object) -> Observation | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import platform
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,6 +17,7 @@ from structlog.tracebacks import ExceptionDictTransformer
 
 from oppo.admission import Bottleneck
 from oppo.errors import behind
+from oppo.evaluation import Evaluated
 from oppo.events import StepReport
 from oppo.liveness import Stall
 from oppo.observe import Observer, Span
@@ -47,7 +48,11 @@ class RunLog(Observer):
         )
 
     def on_item(self, step: int, stage: str, item: object, at: float) -> None:
-        """Leave single items to the journal."""
+        """Log an evaluation; leave other items to the journal."""
+        del step, stage, at
+        if isinstance(item, Evaluated):
+            measured = {name.removeprefix("eval/"): round(value, 6) for name, value in item.metrics.items()}
+            self._log.info("evaluated", step=item.step, version=item.version, **measured)
 
     def on_span(self, span: Span) -> None:
         """Leave spans to the trace."""
@@ -78,15 +83,15 @@ class RunLog(Observer):
         """Log a sentence about the run; safe to call from any thread."""
         self._log.warning("notice", text=sentence)
 
-    def on_interrupt(self, by: signal.Signals) -> None:
-        """Log the signal that asked the run to end."""
-        self._log.warning("interrupted", by=by.name, then="the step in progress ends, a checkpoint is written")
+    def on_interrupt(self, by: signal.Signals, alive: Sequence[int]) -> None:
+        """Log the signal that asked the run to end, once the steps ``alive`` have ended."""
+        then = "these steps end, then a checkpoint is written"
+        self._log.warning("interrupted", by=by.name, steps=list(alive), then=then)
 
     def on_stall(self, stall: Stall) -> None:
-        """Log which stage waits for which; safe to call from any thread."""
-        snapshot = stall.snapshot
-        waits = {stage: snapshot.doing(stage) for stage in snapshot.running} if snapshot is not None else {}
-        self._log.warning("stalled", seconds=round(stall.seconds, 1), stages=waits, final=stall.final)
+        """Log, for each step that is alive, which stage waits for which; safe to call from any thread."""
+        steps = {each.step: {stage: each.doing(stage) for stage in each.running} for each in stall.snapshots}
+        self._log.warning("stalled", seconds=round(stall.seconds, 1), steps=steps, final=stall.final)
 
     def __enter__(self) -> Self:
         self._log.info("begin", python=platform.python_version(), machine=platform.machine(), libraries=installed())

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
 from oppo.admission.bottleneck import PARTS, PREFIX, Bottleneck, together
 from oppo.report.charts import lines, stacked
+from oppo.report.evaluations import by_version
 from oppo.report.metrics import summary
 from oppo.report.records import Record
 
@@ -28,7 +29,11 @@ _WINDOW = 8  # steps in the latest bottleneck
 
 
 def page(
-    name: str, records: Sequence[Mapping[str, float | None]], samples: Sequence[Record], timeline: str = ""
+    name: str,
+    records: Sequence[Mapping[str, float | None]],
+    samples: Sequence[Record],
+    timeline: str = "",
+    evaluations: Sequence[Record] = (),
 ) -> str:
     """Return the page of a run.
 
@@ -36,9 +41,11 @@ def page(
         records: the lines of ``metrics.jsonl``.
         samples: the lines of ``samples.jsonl`` that the page shows.
         timeline: an SVG picture at the top (:mod:`oppo.report.timeline`); none if empty.
+        evaluations: the lines of ``eval.jsonl``.
     """
     charts = "".join(
         [
+            *_held_out(evaluations),
             lines("Score", {"score": _column(records, "score")}),
             lines("KL to the reference", {"KL (nats a rollout)": _column(records, "objective/kl")}),
             lines(
@@ -64,6 +71,20 @@ def page(
         f'<div class="charts">{charts}</div>{_bottleneck(records)}<h2>Summary</h2><table>{facts}</table>'
         f"<h2>Samples</h2>{_samples(samples)}</body></html>\n"
     )
+
+
+def _held_out(evaluations: Sequence[Record]) -> Iterator[str]:
+    """Yield the charts of evaluations over the steps made before them; none without evaluations."""
+    scores = {"most likely response": "eval/score", "drawn responses": "eval/sampled_score"}
+    passed = {
+        name: name for each in evaluations[-1:] for name in each if name.startswith(("eval/passed", "eval/pass_at_"))
+    }
+    named = {"Held-out score": scores, "Held-out prompts passed (share)": passed}
+    for title, names in named.items():
+        known = {label: by_version(evaluations, name) for label, name in names.items()}
+        drawn = {label: values for label, values in known.items() if any(value is not None for value in values)}
+        if drawn:
+            yield lines(title, drawn, gaps=False)
 
 
 def _phases(records: Sequence[Mapping[str, float | None]]) -> dict[str, list[float | None]]:

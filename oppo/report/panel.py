@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -16,7 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from oppo.admission import Bottleneck, Observation, together
-from oppo.events import Batch, Chunk, StepReport
+from oppo.evaluation import Evaluated
+from oppo.evaluation.evaluate import BEFORE
+from oppo.events import Batch, Chunk, Prompt, StepReport
 from oppo.graph import Snapshot
 from oppo.liveness import Stall
 from oppo.observe import Observer, Span, now
@@ -24,10 +27,45 @@ from oppo.redact import redacted
 
 _SAMPLE = 300  # characters of the response shown
 _WINDOW = 8  # steps in the bottleneck shown
+_NOTICES = 3  # shown, the latest
+_NOTICE = 240  # characters of each
+
+
+@dataclass(slots=True)
+class _Stage:
+    """A stage in the latest step for which it has sent something: with lookahead, each may be in another one.
+
+    Attributes:
+        sent: items.
+        seconds: of its execution, once that has ended.
+    """
+
+    step: int
+    sent: int = 0
+    seconds: float | None = None
+
+    def doing(self, snapshots: Mapping[int, Snapshot], name: str) -> str:
+        """Return what it is doing in the step."""
+        if self.seconds is not None:
+            return f"done in {self.seconds:.2f} s"
+        snapshot = snapshots.get(self.step)
+        waits = snapshot is not None and name in snapshot.running and name not in snapshot.working
+        return snapshot.doing(name) if snapshot is not None and waits else "working"
+
+
+@dataclass(slots=True)
+class _Decoding:
+    """The tokens of the step that is decoded, and when the first of its items came."""
+
+    step: int
+    began: float
+    tokens: int = 0
 
 
 class Panel(Observer):
     """An observer that shows a run in progress; a context manager that leaves the terminal as it was.
+
+    It counts steps from 1, as ``step 1/20``; a stall and errors have their index, from 0.
 
     Args:
         console: shows it.
@@ -35,6 +73,9 @@ class Panel(Observer):
         live: redraw in place; otherwise one line a step.
         decode: token ids to text, for the best response of each step; ``None`` shows none.
         clock: seconds, for the rate of tokens within a step.
+
+    Attributes:
+        is_live: as given.
     """
 
     def __init__(
@@ -46,6 +87,7 @@ class Panel(Observer):
         decode: Callable[[Sequence[int]], str] | None = None,
         clock: Callable[[], float] = now,
     ) -> None:
+        self.is_live = live
         self._console = console
         self._steps = steps
         self._decode = decode
@@ -53,26 +95,32 @@ class Panel(Observer):
         self._report: StepReport | None = None
         self._bottlenecks: deque[Bottleneck] = deque(maxlen=_WINDOW)
         self._done = 0
-        self._tokens = 0
-        self._began = clock()
+        self._decoding: _Decoding | None = None
         self._sample = Text("")
-        self._snapshot: Callable[[], Snapshot | None] = lambda: None
+        self._snapshots: Callable[[], Sequence[Snapshot]] = tuple
         self._stall: str | None = None
-        self._stages: dict[str, str] = {}
-        self._counts: dict[str, int] = {}
+        self._notices: deque[str] = deque(maxlen=_NOTICES)
+        self._stages: dict[str, _Stage] = {}
+        self._evaluated: list[Evaluated] = []
+        self._answered = (0, 0)
         self._live = Live(console=console, get_renderable=self.render, refresh_per_second=4) if live else None
 
     def on_item(self, step: int, stage: str, item: object, at: float) -> None:
         """Count tokens and items; keep the best response of a batch."""
-        del step, at
+        del at
         self._stall = None
-        if isinstance(item, Observation):  # which no stage sends
-            return
-        count = self._counts.get(stage, 0) + 1
-        self._counts[stage] = count
-        self._stages[stage] = f"working, {count} sent"
-        if isinstance(item, Chunk):
-            self._tokens += len(item.tokens)
+        if isinstance(item, Evaluated):
+            self._note(item)
+        known = self._stages.get(stage)
+        if isinstance(item, Observation | Evaluated) or (known is not None and step < known.step):
+            return  # no stage sends it, or it comes after the step
+        if known is None or step > known.step:
+            known = self._stages[stage] = _Stage(step)
+        known.sent += 1
+        if isinstance(item, Prompt | Chunk):
+            if self._decoding is None or self._decoding.step != step:
+                self._decoding = _Decoding(step, self._clock())
+            self._decoding.tokens += len(item.tokens) if isinstance(item, Chunk) else 0
         elif isinstance(item, Batch) and len(item) and self._decode is not None:
             best = max(range(len(item)), key=lambda row: float(item.scores[row]))
             text = self._decode(item.responses[best].tokens.tolist())
@@ -80,8 +128,9 @@ class Panel(Observer):
 
     def on_span(self, span: Span) -> None:
         """Show that a stage is done with the step."""
-        if span.track in self._stages:
-            self._stages[span.track] = f"done in {span.end - span.start:.2f} s, {self._counts.get(span.track, 0)} sent"
+        stage = self._stages.get(span.track)
+        if span.kind == "execution" and stage is not None and stage.step == span.step:
+            stage.seconds = span.end - span.start
 
     def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
         """Show the step's report."""
@@ -93,13 +142,20 @@ class Panel(Observer):
                 self._bottlenecks.append(found)
             if self._live is None:
                 self._console.out(line(result, self._done, self._steps), highlight=False)
-        self._counts = {}
-        self._tokens = 0
-        self._began = self._clock()
 
-    def watch(self, snapshot: Callable[[], Snapshot | None]) -> None:
-        """Show from now on which stage waits for which, by ``snapshot``."""
-        self._snapshot = snapshot
+    def on_evaluation(self, done: int, total: int) -> None:
+        """Show how many of the responses to held-out prompts have ended."""
+        self._answered = (done, total)
+
+    def _note(self, found: Evaluated) -> None:
+        self._evaluated.append(found)
+        self._answered = (0, 0)
+        if self._live is None and found.step == BEFORE:  # the others are in the lines of their steps
+            self._console.out(f"before the first step  {held_out(found.metrics)}", highlight=False)
+
+    def watch(self, snapshots: Callable[[], Sequence[Snapshot]]) -> None:
+        """Show from now on which stage waits for which, by ``snapshots`` of the steps that are alive."""
+        self._snapshots = snapshots
 
     def on_stall(self, stall: Stall) -> None:
         """Show the stall until an item moves; safe to call from any thread."""
@@ -107,23 +163,47 @@ class Panel(Observer):
         if self._live is None:
             self._console.out(self._stall, highlight=False)
 
+    def on_notice(self, sentence: str) -> None:
+        """Show a sentence about the run, without secrets, among the latest few; safe to call from any thread."""
+        self._notices.append(printable(redacted(sentence), _NOTICE))
+
     def render(self) -> Box:
         """Return the panel of this moment."""
         head = "waiting for the first step" if self._report is None else line(self._report, self._done, self._steps)
-        rate = self._tokens / max(self._clock() - self._began, 1e-9)
-        stages = Table.grid(padding=(0, 2))
-        snapshot = self._snapshot()
-        for name, doing in dict(self._stages).items():
-            waits = snapshot is not None and name in snapshot.running and name not in snapshot.working
-            state = f"{snapshot.doing(name)}, {self._counts.get(name, 0)} sent" if snapshot and waits else doing
-            stages.add_row(Text(name, style="bold"), Text(state))
-        progress = ProgressBar(total=self._steps, completed=self._done)
-        now_line = Text(f"this step: {self._tokens} tokens, {rate:.0f} tokens/s")
-        stall = [Text(self._stall, style="yellow")] if self._stall is not None else []
+        stages, snapshots = Table.grid(padding=(0, 2)), {each.step: each for each in self._snapshots()}
+        for name, stage in dict(self._stages).items():
+            doing = f"{stage.doing(snapshots, name)}, {stage.sent} sent"
+            stages.add_row(Text(name, style="bold"), Text(self._place(stage.step)), Text(doing))
         recent = together(self._bottlenecks)
-        bottleneck = [Text(f"{recent.largest}-bound: {recent.sentence}")] if recent is not None else []
-        parts: list[RenderableType] = [Text(head), *bottleneck, progress, now_line, stages, *stall, self._sample]
-        return Box(Group(*parts), title="oppo", title_align="left")
+        parts: list[RenderableType] = [Text(head)]
+        parts += [Text(f"{recent.largest}-bound: {recent.sentence}")] if recent is not None else []
+        parts += [ProgressBar(total=self._steps, completed=self._done), self._pace()]
+        parts += [*self._held_out(), stages]
+        parts += [Text(self._stall, style="yellow")] if self._stall is not None else []
+        parts += [Text(notice, style="dim") for notice in list(self._notices)]
+        return Box(Group(*parts, self._sample), title="oppo", title_align="left")
+
+    def _pace(self) -> Text:
+        """Return the pace of decoding in the step that is decoded."""
+        decoding = self._decoding
+        if decoding is None:
+            return Text("nothing decoded yet")
+        rate = decoding.tokens / max(self._clock() - decoding.began, 1e-9)
+        return Text(f"{self._place(decoding.step)}: {decoding.tokens} tokens, {rate:.0f} tokens/s")
+
+    def _place(self, step: int) -> str:
+        return f"step {step + 1}/{self._steps}"
+
+    def _held_out(self) -> Iterator[RenderableType]:
+        """Yield a line about the evaluations so far, and a bar for the one in progress."""
+        if self._evaluated:
+            first, last = self._evaluated[0], self._evaluated[-1]
+            began = "" if first is last else f", {_short(first.score or math.nan)} at first"
+            yield Text(f"{held_out(last.metrics)}{began}")
+        done, total = self._answered
+        if total:
+            yield Text(f"held-out prompts: {done} of {total} responses")
+            yield ProgressBar(total=total, completed=done)
 
     def __enter__(self) -> Self:
         if self._live is not None:
@@ -146,12 +226,20 @@ def line(report: StepReport, done: int, steps: int) -> str:
     tokens = metrics.get("response_length/tokens")
     if tokens is not None and report.seconds > 0:
         parts.append(f"{tokens / report.seconds:.0f} tokens/s")
+    if "eval/score" in metrics:
+        parts.append(held_out(metrics))
     parts.append(f"parked {len(report.deferred)}")
     if report.dropped:
         parts.append(f"dropped {len(report.dropped)}")
     if (found := Bottleneck.of_metrics(metrics, report.seconds)) is not None:
         parts.append(f"{found.largest}-bound")
     return "  ".join([*parts, f"{report.seconds:.2f} s"])
+
+
+def held_out(metrics: Mapping[str, float]) -> str:
+    """Return the held-out score of an evaluation, with half the width of its confidence interval."""
+    interval = f" +- {metrics['eval/score_ci95']:.3f}" if "eval/score_ci95" in metrics else ""
+    return f"held-out {_short(metrics.get('eval/score', math.nan))}{interval}"
 
 
 def printable(text: str, limit: int) -> str:

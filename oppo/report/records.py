@@ -20,6 +20,9 @@ Damaged: TypeAlias = Callable[[int, bytes], None]
 OBSERVED = "observed"
 """The event of a record that holds the controllers' observation of a step."""
 
+DRAINED = "drained"
+"""The event of a record of the last step that was in flight when a signal ended the run: the next began after it."""
+
 _SHOWN = 5  # numbers in a message
 
 
@@ -45,10 +48,10 @@ def _record(line: bytes) -> Record | None:
 
 
 def rewind(path: Path, steps: int) -> list[str]:
-    """Keep in a file the records of the first ``steps`` steps, and the observations of all; the file may be large.
+    """Keep in a file the records of the first ``steps`` steps, and what steers later ones; the file may be large.
 
-    A resumed run repeats steps with the same observations, so that its controllers decide as before, however often the
-    run is killed. Damaged lines go to ``<name>.damaged``.
+    A resumed run repeats steps with the same observations, so that its controllers decide as before, and drains after
+    the same steps, however often the run is killed. Damaged lines go to ``<name>.damaged``.
 
     Returns:
         A sentence if lines were damaged.
@@ -70,13 +73,16 @@ def rewind(path: Path, steps: int) -> list[str]:
 
 
 def _kept(records: Iterator[Record], steps: int) -> Iterator[Record]:
-    observed: list[Record] = []  # of the few steps that are repeated
+    later: list[Record] = []  # of the few steps that are repeated
     for record in records:
-        if cast("int", record["step"]) < steps:
+        step = cast("int", record["step"])
+        if record.get("event") == DRAINED:  # what came after it before is another run's
+            later = [each for each in later if cast("int", each["step"]) <= step]
+        if step < steps:
             yield record
-        elif record.get("event") == OBSERVED:
-            observed.append(record)
-    yield from observed
+        elif record.get("event") in {OBSERVED, DRAINED}:
+            later.append(record)
+    yield from later
 
 
 def gaps(path: Path, steps: int) -> list[str]:

@@ -4,6 +4,7 @@
 ``config.toml``       the resolved settings
 ``metrics.jsonl``     one flat object a step, with TRL's names for PPO's metrics
 ``samples.jsonl``     a few rollouts of each step, with text and score
+``eval.jsonl``        only where a run is evaluated: one object an evaluation, the first with step -1
 ``journal.jsonl``     the events of every rollout, and the controllers' observation of every step
 ``log.jsonl``         the run's beginning, steps, drops and end (:mod:`oppo.report.log`)
 ``trace.json``        Chrome trace of the first and the last steps: a track for each stage and model, an arrow for
@@ -33,13 +34,15 @@ from typing import Literal, Self, TextIO, cast
 
 from oppo.durable import make, sync
 from oppo.errors import ConfigError, behind
+from oppo.evaluation import Evaluated
+from oppo.evaluation.evaluate import BEFORE
 from oppo.events import Batch, StepReport
 from oppo.numeric import require_whole
 from oppo.observe import Observer, Span
-from oppo.overlap import WORK, Role
 from oppo.redact import holds_secret
 from oppo.report import journal
-from oppo.report.files import METRICS, REPORT, SAMPLES, SUMMARY, clear, require_stepless, require_unused
+from oppo.report.evaluations import evaluation_record, summary_of
+from oppo.report.files import EVALUATIONS, METRICS, REPORT, SAMPLES, SUMMARY, clear, require_stepless, require_unused
 from oppo.report.journal import JOURNAL
 from oppo.report.lock import Lock
 from oppo.report.metrics import Metrics, step_metrics, summary
@@ -48,19 +51,10 @@ from oppo.report.put import put
 from oppo.report.records import gaps, read, rewind
 from oppo.report.samples import Detokenize, samples
 from oppo.report.timed import Timekeeper
-from oppo.report.timeline import Schedule, timeline
+from oppo.report.timeline import Excerpt, timeline
 from oppo.report.trace import TRACED, Trace, TraceFile
 from oppo.report.writer import Writer
 from oppo.stages.selection import Rounds
-
-ROLES: Mapping[str, Role] = {
-    "policy": "decode",
-    "reference": "score",
-    "reward model": "score",
-    "critic": "score",
-    "trainer": "update",
-}
-"""The roles of the models of ``oppo train``, by track."""
 
 RECORDS = (METRICS, SAMPLES, JOURNAL)
 """Files of one object a line, each with its ``step`` (:mod:`oppo.report.records`)."""
@@ -80,14 +74,15 @@ class RunDirectory(Observer):
         keep: rollouts of each step in ``samples.jsonl``.
         trace: steps at the beginning, and as many at the end, that ``trace.json`` shows; ``None``: all; 0: no trace.
         threaded: write in a thread; otherwise at once, as virtual time needs it.
-        roles: by model track, for the page's timeline.
         source: the stage whose items are the rollouts' events.
         resumed_at: steps made by the run in this directory, up to its checkpoint. Records of later steps are removed,
-            except for observations; the trace goes on in ``trace-<steps>.json``. ``None``: a new run.
+            except for observations and drains; the trace goes on in ``trace-<steps>.json``. ``None``: a new run.
         lock: of the directory, if it is already held; released when the directory is complete.
 
     Attributes:
         trained: rollouts that the run has trained so far.
+        made: steps that it has made.
+        evaluated: whether the evaluation before the first step is recorded.
         faults: sentences about records that were damaged when the run was resumed.
 
     Raises:
@@ -104,7 +99,6 @@ class RunDirectory(Observer):
         keep: int = 4,
         trace: int | None = TRACED,
         threaded: bool = True,
-        roles: Mapping[str, Role] = ROLES,
         source: str = "generate",
         resumed_at: int | None = None,
         lock: Lock | None = None,
@@ -113,12 +107,13 @@ class RunDirectory(Observer):
         self.path = path
         self._decode = decode
         self._keep = keep
-        self._roles = roles
         self._source = source
         self._trace = None if trace == 0 else Trace()
         self._trace_file: TraceFile | None = None
         self._timekeeper = Timekeeper(source=source)
         self.trained = 0
+        self.made = resumed_at or 0
+        self.evaluated = False
         self.faults: list[str] = []
         self._at = 0.0  # loop time of the latest item
         self._files: dict[str, TextIO] = {}
@@ -165,18 +160,22 @@ class RunDirectory(Observer):
                 self._trace.item(stage, item, at)
         elif isinstance(item, Rounds):
             self._write(JOURNAL, journal.rounds(step, item, at))
+        elif isinstance(item, Evaluated):
+            self.evaluated = True
+            self._write(EVALUATIONS, [evaluation_record(item, self._keep, self._decode)])
         elif isinstance(item, Batch) and self._decode is not None and self._keep:
             self._write(SAMPLES, samples(step, item, self._keep, self._decode))
 
     def on_span(self, span: Span) -> None:
         """Trace a stage's execution; its work is in the tracks of the models."""
         self._timekeeper.on_span(span)
-        if self._trace is not None and span.label not in WORK:
+        if self._trace is not None and span.kind != "work":
             self._trace.span(span, "stages")
 
     def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
         """Write the step's metrics, and flush all files."""
         del channels
+        self.made = step + 1
         self._trace_models(self._timekeeper.complete(step))
         if isinstance(result, StepReport):
             self.trained += len(result.trained)
@@ -185,6 +184,10 @@ class RunDirectory(Observer):
         if self._trace is not None and self._trace_file is not None:
             self._writer.submit(partial(self._trace_file.write, *self._trace.take()))
         self._flush_files()
+
+    def drained(self, step: int) -> None:
+        """Journal that no step begins before ``step`` has ended, which is the last in flight, though none was due."""
+        self._write(JOURNAL, [journal.drain(step, self._at)])
 
     def conclude(self) -> None:
         """Mark the run as complete: it reached its end, and its models are saved."""
@@ -229,11 +232,15 @@ class RunDirectory(Observer):
     def _rewind(self, steps: int) -> None:
         """Rewind the records to the first ``steps`` steps, and restore the counts from them."""
         (self.path / SUMMARY).unlink(missing_ok=True)
-        for name in RECORDS:
+        for name in (*RECORDS, *filter(self._exists, [EVALUATIONS])):
             self.faults += rewind(self.path / name, steps)
         for name in (METRICS, JOURNAL):
             self.faults += gaps(self.path / name, steps)
         self.trained = int(summary(metrics_of(self.path))["trained"] or 0)
+        self.evaluated = any(record["step"] == BEFORE for record in read(self.path / EVALUATIONS))
+
+    def _exists(self, name: str) -> bool:
+        return (self.path / name).exists()
 
     def _trace_models(self, spans: Iterable[Span]) -> None:
         if self._trace is not None:
@@ -247,6 +254,8 @@ class RunDirectory(Observer):
     def _write(self, name: str, records: Iterable[Mapping[str, object]]) -> None:
         text = "".join(json.dumps(each, ensure_ascii=False, allow_nan=False) + "\n" for each in records)
         if text:
+            if name not in self._files:
+                self._open(name, "a")
             self._writer.submit(partial(self._files[name].write, text))
 
     def _flush_files(self) -> None:
@@ -254,29 +263,32 @@ class RunDirectory(Observer):
             self._writer.submit(file.flush)
 
     def _sync(self) -> None:
-        for name in RECORDS:
-            os.fsync(self._files[name].fileno())
+        for name in (*RECORDS, EVALUATIONS):
+            if name in self._files:
+                os.fsync(self._files[name].fileno())
         sync(self.path)
 
     def _complete(self) -> None:
         self._sync()
-        write_page(self.path, [Schedule("the latest steps", tuple(self._timekeeper.steps))], self._roles)
-        facts = {**summary(metrics_of(self.path)), "complete": self._concluded}
+        write_page(self.path, [Excerpt("the latest steps", tuple(self._timekeeper.steps))])
+        evaluated = summary_of(list(read(self.path / EVALUATIONS)))
+        facts = {**summary(metrics_of(self.path)), **evaluated, "complete": self._concluded}
         put(self.path / SUMMARY, [json.dumps(facts, indent=2) + "\n"])
 
 
-def write_page(path: Path, schedules: Sequence[Schedule], roles: Mapping[str, Role] = ROLES) -> None:
+def write_page(path: Path, excerpts: Sequence[Excerpt]) -> None:
     """Write ``report.html`` of a run from the records in its directory.
 
-    ``schedules`` fill the page's timeline, on one scale; those without a step are left out. ``roles`` are by track.
+    ``excerpts`` fill the page's timeline, on one scale; those without a step are left out.
 
     Raises:
         OSError: a file cannot be read or written.
     """
     of_step = (list(group) for _, group in groupby(read(path / SAMPLES), key=itemgetter("step")))
     shown = [*islice(of_step, 1), *deque(of_step, _SHOWN_STEPS)]
-    opening = timeline(schedules, roles)
-    put(path / REPORT, [page(path.name, metrics_of(path), list(chain.from_iterable(shown)), opening)])
+    opening = timeline(excerpts)
+    evaluations = list(read(path / EVALUATIONS))
+    put(path / REPORT, [page(path.name, metrics_of(path), list(chain.from_iterable(shown)), opening, evaluations)])
 
 
 def metrics_of(path: Path) -> Sequence[Metrics]:

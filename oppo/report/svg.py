@@ -60,10 +60,11 @@ def text(
     return f'<text {point} fill="{colour}"{weight}>{escape(content)}</text>' if content else ""
 
 
-def box(x: float, y: float, width: float, height: float, colour: str, *, title: str = "") -> str:
+def box(x: float, y: float, width: float, height: float, colour: str, *, title: str = "", opacity: float = 1.0) -> str:
     """Return a filled rectangle with ``title`` as its tooltip."""
     tooltip = f"<title>{escape(title)}</title>" if title else ""
-    return f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" fill="{colour}">{tooltip}</rect>'
+    paint = f'fill="{colour}"' + (f' fill-opacity="{opacity}"' if opacity < 1 else "")
+    return f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" {paint}>{tooltip}</rect>'
 
 
 def rule(x1: float, y1: float, x2: float, y2: float, *, opacity: float = 0.2, dashes: str = "") -> str:

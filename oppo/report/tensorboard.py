@@ -16,6 +16,8 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from oppo.errors import ConfigError, behind
+from oppo.evaluation import Evaluated
+from oppo.evaluation.evaluate import BEFORE
 from oppo.events import StepReport
 from oppo.observe import Observer, Span
 from oppo.report.metrics import scalars
@@ -48,7 +50,10 @@ class TensorBoard(Observer):
         self._add(Event(step=first, session_log=SessionLog(status=SessionLog.START)))
 
     def on_item(self, step: int, stage: str, item: object, at: float) -> None:
-        """Leave single items to the run directory."""
+        """Write the first evaluation, as one of step 0; leave other items to the run directory."""
+        del stage, at
+        if isinstance(item, Evaluated) and item.step == BEFORE:
+            self._write(step, item.metrics)
 
     def on_span(self, span: Span) -> None:
         """Leave spans to the trace."""
@@ -57,8 +62,7 @@ class TensorBoard(Observer):
         """Write the metrics of a step."""
         del channels
         if isinstance(result, StepReport):
-            values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars(result).items()]
-            self._add(Event(step=step, summary=Summary(value=values)))
+            self._write(step, scalars(result))
 
     def close(self, *, failed: bool = False) -> None:
         """Complete the file, which is the same where the run has failed.
@@ -75,6 +79,10 @@ class TensorBoard(Observer):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         with behind(error, "completing the event file of TensorBoard"):
             self.close()
+
+    def _write(self, step: int, metrics: Mapping[str, float]) -> None:
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._add(Event(step=step, summary=Summary(value=values)))
 
     def _add(self, event: Event) -> None:
         event.wall_time = datetime.now(UTC).timestamp()

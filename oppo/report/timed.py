@@ -1,4 +1,4 @@
-"""The latest steps in time: the models' spans, the cut, and how many rollouts it carried over."""
+"""The latest steps in time: the models' work for each, its cut, and how many rollouts that carried over."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class TimedStep:
         start, end: of the whole step.
         cut: when the last rollout finished or was deferred; ``None`` without one.
         carried: rollouts that the cut carried into the next step.
-        spans: of the models, in the order of their ends; the first may have begun before the step.
+        spans: of the models' work for the step, in the order of their ends.
+        beside: of their work for others that overlaps the step in time; empty without lookahead.
     """
 
     index: int
@@ -29,6 +30,13 @@ class TimedStep:
     cut: float | None
     carried: int
     spans: Sequence[Span]
+    beside: Sequence[Span] = ()
+
+
+@dataclass(slots=True)
+class _Cut:
+    at: float | None = None
+    carried: int = 0
 
 
 class Timekeeper(Observer):
@@ -43,32 +51,33 @@ class Timekeeper(Observer):
         self.steps: deque[TimedStep] = deque(maxlen=kept)
         self._source = source
         self._lock = threading.Lock()
-        self._spans: list[Span] = []  # guarded by the lock
+        self._new: list[Span] = []  # guarded by the lock
+        self._work: list[Span] = []  # for steps that have not ended, and what may lie beside them
         self._whole: Span | None = None
-        self._cut: float | None = None
-        self._carried = 0
+        self._cuts: dict[int, _Cut] = {}
 
     def model_span(self, span: Span) -> None:
         """Keep a model's span; safe to call from any thread."""
         with self._lock:
-            self._spans.append(span)
+            self._new.append(span)
 
     def take(self) -> list[Span]:
-        """Return and forget the models' spans since the last step or call."""
+        """Return the models' spans since the last call; each belongs to the step that it names."""
         with self._lock:
-            spans, self._spans = self._spans, []
+            spans, self._new = self._new, []
+        self._work += [span for span in spans if span.step is not None]
         return spans
 
     def on_item(self, step: int, stage: str, item: object, at: float) -> None:
-        """Keep the time of the last finish or deferral, and count deferrals."""
-        del step
+        """Keep the time of the step's last finish or deferral, and count its deferrals."""
         if stage == self._source and isinstance(item, Finish | Defer):
-            self._cut = at
-            self._carried += isinstance(item, Defer)
+            cut = self._cuts.setdefault(step, _Cut())
+            cut.at = at
+            cut.carried += isinstance(item, Defer)
 
     def on_span(self, span: Span) -> None:
         """Keep the span of the whole step."""
-        if span.track == "step":
+        if span.kind == "step":
             self._whole = span
 
     def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
@@ -77,9 +86,16 @@ class Timekeeper(Observer):
         self.complete(step)
 
     def complete(self, step: int) -> Sequence[Span]:
-        """Keep the step that is over, and return the models' spans in it."""
-        spans, whole = self.take(), self._whole
+        """Keep the step that is over, and return the models' spans since the last call."""
+        spans, whole, cut = self.take(), self._whole, self._cuts.get(step, _Cut())
         if whole is not None:
-            self.steps.append(TimedStep(step, whole.start, whole.end, self._cut, self._carried, tuple(spans)))
-        self._whole, self._cut, self._carried = None, None, 0
+            own = tuple(span for span in self._work if span.step == step)
+            beside = tuple(
+                span for span in self._work if span.step != step and span.end > whole.start and span.start < whole.end
+            )
+            self.steps.append(TimedStep(step, whole.start, whole.end, cut.at, cut.carried, own, beside))
+            # No later step begins before this one did.
+            self._work = [span for span in self._work if span.end > whole.start]
+        self._whole = None
+        self._cuts = {later: each for later, each in self._cuts.items() if later > step}
         return spans

@@ -1,14 +1,18 @@
-"""A timeline of the models' work: a row for each, steps from left to right, schedules stacked on one scale."""
+"""A timeline of the models' work: a row for each, steps from left to right, runs stacked on one scale.
+
+With lookahead the steps overlap. Work for other steps than those shown, which lies beside them, is drawn faintly.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-from oppo.overlap import Role, union
+from oppo.observe import Role, Span
+from oppo.overlap import Interval, union
 from oppo.report.svg import COLOURS, Axes, box, inline, legend, placed, rule, text
 from oppo.report.timed import TimedStep
 
@@ -19,11 +23,13 @@ WIDTH, LEFT, RIGHT = 1120, 110, 60
 _HEAD, _ROW, _SPACE, _ARROWS, _AXIS, _LEGEND = 38, 18, 3, 22, 38, 30
 _ACROSS = WIDTH - LEFT - RIGHT
 _TICKS = 10  # at most
+_STUB = 24  # of an arrow that has no step to lead to
+_FAINT = 0.35  # opacity
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
-    """Consecutive steps of one schedule."""
+class Excerpt:
+    """Consecutive steps of one run, under a name."""
 
     name: str
     steps: Sequence[TimedStep]
@@ -33,78 +39,90 @@ class Schedule:
         """From the start of the first step to the end of the last."""
         return self.steps[-1].end - self.steps[0].start
 
-    def tracks(self, roles: Mapping[str, Role]) -> list[str]:
-        """Return the tracks of the models that worked, in the order of their rows."""
-        worked = {span.track for step in self.steps for span in step.spans}
-        return sorted((track for track in roles if track in worked), key=lambda track: [*ROLES].index(roles[track]))
+    @property
+    def shown(self) -> frozenset[int]:
+        """The steps, by index."""
+        return frozenset(step.index for step in self.steps)
+
+    @property
+    def work(self) -> Sequence[Span]:
+        """The models' work in its time, for other steps too; each span once."""
+        spans = (span for step in self.steps for span in (*step.spans, *step.beside) if span.role in ROLES)
+        return list({id(span): span for span in spans}.values())
+
+    def rows(self) -> Mapping[str, Sequence[Span]]:
+        """Return the work of each model, in the order of the rows: models that decode, that score, that learn."""
+        order = [*ROLES]
+        found: dict[str, list[Span]] = {}
+        for span in sorted(self.work, key=lambda span: (order.index(span.role or "other"), span.track)):
+            found.setdefault(span.track, []).append(span)
+        return found
 
 
-def timeline(schedules: Sequence[Schedule], roles: Mapping[str, Role]) -> str:
-    """Return the picture as SVG, without tracks that have no role; an empty text if no model worked."""
-    shown = [each for each in schedules if each.steps and each.tracks(roles)]
+def timeline(excerpts: Sequence[Excerpt]) -> str:
+    """Return the picture as SVG; an empty text if no model worked."""
+    shown = [each for each in excerpts if each.steps and each.work]
     if not shown:
         return ""
     scale = Axes(_ACROSS, 1, max(each.seconds for each in shown), 0, 1)
     drawn, y = [], 0.0
     for each in shown:
-        drawn.append(placed(LEFT, y, _block(each, roles, scale)))
-        y += _height(each, roles)
+        drawn.append(placed(LEFT, y, _block(each, scale)))
+        y += _HEAD + _height(each) + _ARROWS
     grid = placed(LEFT, y, _axis(scale, y))
     names = [(role, colour) for role, colour in ROLES.items()]
     y += _AXIS + _LEGEND
     notes = "dashed: the cut; arrows: responses carried into the next step"
+    if any(step.beside for each in shown for step in each.steps):
+        notes += "; faint: work for other steps"
     key = legend(LEFT, y - 10, names) + text(LEFT + 230, y - 10, notes)
     return inline(WIDTH, y, "When each model worked", grid + "".join(drawn) + key, size=12)
 
 
-def _height(schedule: Schedule, roles: Mapping[str, Role]) -> float:
-    return _HEAD + _rows(schedule, roles) + _ARROWS
+def _height(excerpt: Excerpt) -> float:
+    return len(excerpt.rows()) * (_ROW + _SPACE)
 
 
-def _rows(schedule: Schedule, roles: Mapping[str, Role]) -> float:
-    return len(schedule.tracks(roles)) * (_ROW + _SPACE)
-
-
-def _block(schedule: Schedule, roles: Mapping[str, Role], scale: Axes) -> str:
-    """Return one schedule: its heading, rows, cuts and carried responses."""
-    origin, bottom = schedule.steps[0].start, _HEAD + _rows(schedule, roles)
-    count = len(schedule.steps)
-    heading = f"{schedule.name}: {count} step{'s' if count > 1 else ''} in {schedule.seconds:.2f} s"
+def _block(excerpt: Excerpt, scale: Axes) -> str:
+    """Return one run: its heading, rows, cuts and carried responses."""
+    origin, bottom = excerpt.steps[0].start, _HEAD + _height(excerpt)
+    count = len(excerpt.steps)
+    heading = f"{excerpt.name}: {count} step{'s' if count > 1 else ''} in {excerpt.seconds:.2f} s"
     drawn = [text(0, 14, heading, bold=True)]
-    for k, track in enumerate(schedule.tracks(roles)):
+    for k, (track, spans) in enumerate(excerpt.rows().items()):
         y = _HEAD + k * (_ROW + _SPACE)
-        drawn += [text(-8, y + _ROW - 5, track, anchor="end")]
-        drawn += [
-            box(
-                scale.x(start),
-                y,
-                max(0.75, scale.x(end - start)),
-                _ROW,
-                ROLES[roles[track]],
-                title=f"{track}: {end - start:.3f} s, from {start:.3f} s on",
-            )
-            for start, end in _busy(schedule, track, scale)
-        ]
-    for step in schedule.steps:
+        drawn += [text(-8, y + _ROW - 5, track, anchor="end"), *_bars(excerpt, track, spans, y, scale)]
+    for step in excerpt.steps:
         x = scale.x(step.start - origin)
         drawn += [rule(x, 20, x, bottom, opacity=0.6), text(x + 4, _HEAD - 6, f"step {step.index}")]
         if step.cut is not None:
             at = scale.x(step.cut - origin)
             foot = bottom + (12 if step.carried else 0)
             drawn += [rule(at, 22, at, foot, opacity=0.9, dashes="4 3"), text(at - 4, _HEAD - 6, "cut", anchor="end")]
-    end = scale.x(schedule.seconds)
+    end = scale.x(excerpt.seconds)
     drawn.append(rule(end, 20, end, bottom, opacity=0.6))
-    starts = [scale.x(after.start - origin) for _, after in pairwise(schedule.steps)] + [end + 24]
-    for step, to in zip(schedule.steps, starts, strict=True):
+    starts = [scale.x(after.start - origin) for _, after in pairwise(excerpt.steps)] + [end + _STUB]
+    for step, start in zip(excerpt.steps, starts, strict=True):
         if step.cut is not None and step.carried:
-            drawn.append(_arrow(scale.x(step.cut - origin), to, bottom + 10, f"{step.carried} carried"))
+            at = scale.x(step.cut - origin)  # with lookahead the next step has begun, and waits for it to decode
+            drawn.append(_arrow(at, start if start > at else at + _STUB, bottom + 10, f"{step.carried} carried"))
     return "".join(drawn)
 
 
-def _busy(schedule: Schedule, track: str, scale: Axes) -> Iterator[tuple[float, float]]:
-    """Yield a model's busy intervals, in seconds from the first step's start; invisible gaps are closed."""
-    origin, length = schedule.steps[0].start, schedule.seconds
-    spans = [span for step in schedule.steps for span in step.spans if span.track == track]
+def _bars(excerpt: Excerpt, track: str, spans: Sequence[Span], y: float, scale: Axes) -> Iterator[str]:
+    """Yield a bar for each busy interval of a model: of one role, for one step."""
+    kinds = dict.fromkeys((span.step, span.role) for span in spans)
+    for number, role in kinds:
+        colour, opacity = ROLES[role or "other"], 1.0 if number in excerpt.shown else _FAINT
+        for start, end in _busy(excerpt, [span for span in spans if (span.step, span.role) == (number, role)], scale):
+            title = f"{track}: {end - start:.3f} s for step {number}, from {start:.3f} s on"
+            left, width = scale.x(start), max(0.75, scale.x(end - start))
+            yield box(left, y, width, _ROW, colour, title=title, opacity=opacity)
+
+
+def _busy(excerpt: Excerpt, spans: Iterable[Span], scale: Axes) -> Iterator[Interval]:
+    """Yield busy intervals, in seconds from the first step's start; invisible gaps are closed."""
+    origin, length = excerpt.steps[0].start, excerpt.seconds
     inside = [(max(0.0, span.start - origin), min(length, span.end - origin)) for span in spans]
     return iter(union(inside, gap=0.5 * scale.right / scale.width))
 

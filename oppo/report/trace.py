@@ -1,5 +1,7 @@
 """Chrome traces (``chrome://tracing``, Perfetto): a track for each stage and model, an arrow for each rollout.
 
+Whole steps have a track too, and with lookahead as many as can be alive together.
+
 The format is the array form of Google's "Trace Event Format", whose closing bracket is optional: a trace that a crash
 cut short can still be opened.
 """
@@ -28,17 +30,18 @@ class Trace:
     def __init__(self) -> None:
         self._tids: dict[tuple[Process, str], int] = {}
         self._parked: set[int] = set()
+        self._lanes: list[float] = []  # when the last step of each track of whole steps ended
         self._names: list[Event] = [
             {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}} for name, pid in _PIDS.items()
         ]
         self._events: list[Event] = []
 
     def span(self, span: Span, process: Process) -> None:
-        """Add a slice to the span's track."""
+        """Add a slice to the span's track; its arguments name the step."""
         duration = _microseconds(max(0.0, span.end - span.start))
-        place = self._place(process, span.track)
+        place = self._place(process, self._lane(span) if span.kind == "step" else span.track)
         slice_ = {"ph": "X", "name": span.label, "ts": _microseconds(span.start), "dur": duration, **place}
-        self._events.append(slice_ | ({"args": dict(span.details)} if span.details else {}))
+        self._events.append(slice_ | ({} if span.step is None else {"args": {"step": span.step}}))
 
     def item(self, stage: str, item: object, at: float) -> None:
         """Add the arrow of a rollout: from its prompt, by way of every deferral, to its end."""
@@ -54,6 +57,14 @@ class Trace:
         elif isinstance(item, Finish):
             self._parked.discard(item.rollout)
             self._arrow("f", stage, item.rollout, at)
+
+    def _lane(self, whole: Span) -> str:
+        """Return the track of a whole step: slices of one track may not overlap, and with lookahead steps do."""
+        free = [lane for lane, end in enumerate(self._lanes) if end <= whole.start]
+        if not free:
+            free, self._lanes = [len(self._lanes)], [*self._lanes, 0.0]
+        self._lanes[free[0]] = whole.end
+        return f"{whole.track} ({free[0] + 1})" if free[0] else whole.track
 
     def take(self) -> tuple[str, str]:
         """Return the text of the names of new tracks, and of the events, added since the last call."""

@@ -17,6 +17,8 @@ import wandb
 
 from oppo.durable import make
 from oppo.errors import ConfigError, behind
+from oppo.evaluation import Evaluated
+from oppo.evaluation.evaluate import BEFORE
 from oppo.events import StepReport
 from oppo.observe import Observer, Span
 from oppo.report.metrics import scalars
@@ -87,7 +89,10 @@ class WeightsAndBiases(Observer):
         self._writer = Writer(threaded=threaded)
 
     def on_item(self, step: int, stage: str, item: object, at: float) -> None:
-        """Leave single items to the run directory."""
+        """Log the first evaluation, as one of step 0; leave other items to the run directory."""
+        del stage, at
+        if isinstance(item, Evaluated) and item.step == BEFORE:
+            self._writer.submit(partial(self._run.log, dict(item.metrics), step=step))
 
     def on_span(self, span: Span) -> None:
         """Leave spans to the trace."""

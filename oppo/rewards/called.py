@@ -1,4 +1,4 @@
-"""A reward function as it is called: on the event loop, in a thread or in a process; its results, checked."""
+"""A reward function as it is called, and its results, checked."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set as AbstractSet
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Final, SupportsFloat, TypeAlias, cast
 
 from oppo import user_code
 from oppo.errors import RewardError, one_line
+from oppo.events import Drop
 from oppo.models import RewardFunction
 from oppo.rewards.per_token import Placed, is_placed, placed
-from oppo.user_code import contained, shown
+from oppo.user_code import UserFunction, contained, shown
 
 RESERVED: Final = ("prompts", "completions")
 """The arguments of a reward function that are no columns."""
 
-Score: TypeAlias = float | Placed | None
-"""A finite number, or several at places of the response; ``None``: the reward does not apply."""
+Score: TypeAlias = float | Placed | Drop | None
+"""A finite number, or several at places of the response; a ``Drop`` by choice; ``None``: the reward does not apply."""
 
 
 class RewardFailure(RewardError):  # noqa: N818 - it says what happened
@@ -29,50 +30,44 @@ class RewardFailure(RewardError):  # noqa: N818 - it says what happened
 
 @dataclass(frozen=True, slots=True)
 class CalledFunction:
-    """A reward function, called in a thread, in a process, or on the event loop if it is async.
+    """A reward function as it is called, with the check of its scores.
 
     Attributes:
         optional: whether it may return ``None``.
-        spec: ``file.py:function``, from which a process loads it; empty if it is importable by name.
     """
 
-    name: str
-    function: RewardFunction
+    user: UserFunction
     optional: bool = False
-    spec: str = ""
 
-    @classmethod
-    def of(cls, function: RewardFunction | str, name: str | None, optional: bool) -> CalledFunction:
-        """Return the function, or the one that ``file.py:function`` names."""
-        if isinstance(function, str):
-            return cls(name or function.rpartition(":")[2], load_function(function), optional, function)
-        return cls(name or str(getattr(function, "__name__", type(function).__name__)), function, optional)
+    @property
+    def name(self) -> str:
+        """The function's name in errors."""
+        return self.user.name
 
-    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        if self.spec:
-            return CalledFunction.of, (self.spec, self.name, self.optional)
-        return CalledFunction, (self.name, self.function, self.optional)
+    @property
+    def function(self) -> object:
+        """The function."""
+        return self.user.function
 
     @property
     def is_async(self) -> bool:
-        """Whether it returns an awaitable."""
-        call = getattr(self.function, "__call__", None)  # noqa: B004 - the method that a call runs
-        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)
+        """Whether the function is async."""
+        return self.user.is_async
 
-    def scores(self, arguments: Mapping[str, object], rollouts: Sequence[int]) -> list[Score]:
-        """Call the function; return a finite number for each rollout.
+    def call(self, arguments: Mapping[str, object], rollouts: Sequence[int]) -> list[Score]:
+        """Call the function; return a score for each rollout.
 
         Raises:
             RewardFailure: it raised, or returned something else.
         """
         with self._contained(rollouts):
-            items, wrong = _items(self.function(**arguments), len(rollouts))
+            items, wrong = _items(self.user.function(**arguments), len(rollouts))
         return self._scores(items, wrong, rollouts)
 
     async def answer(self, arguments: Mapping[str, object], rollouts: Sequence[int]) -> list[Score]:
         """Do the same with an async function."""
         with self._contained(rollouts):
-            result = self.function(**arguments)
+            result = self.user.function(**arguments)
             items, wrong = _items(await result if isinstance(result, Awaitable) else result, len(rollouts))
         return self._scores(items, wrong, rollouts)
 
@@ -94,6 +89,8 @@ class CalledFunction:
     def _score(self, item: object, rollout: int) -> Score:
         if item is None and self.optional:
             return None
+        if isinstance(item, Drop):
+            return replace(item, rollout=rollout)
         if is_placed(item):
             return self._placed(item, rollout)
         score = math.nan

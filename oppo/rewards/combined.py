@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack
-from typing import Any, Literal, TypeAlias, cast, get_args
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
+from types import TracebackType
+from typing import Any, Literal, Self, TypeAlias, cast, get_args
 
 import anyio
 
-from oppo.errors import ConfigError, as_itself
+from oppo.errors import ConfigError, RewardError, as_itself
 from oppo.events import Chunk, Drop, Finish, Given, Prompt
-from oppo.models import RewardFunction, Scorer
+from oppo.models import RewardFunction, Scorer, TimeSliced
 from oppo.numeric import require_real
-from oppo.observe import silent
+from oppo.observe import Telling, silent
 from oppo.rewards.function import DOES_NOT_APPLY, FunctionReward
-from oppo.scheduling import IN_ORDER, Priority
-from oppo.scorer_protocols import ConcurrentScorer, ServesCalls
+from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Preempted, Priority, TimeSlice
+from oppo.scorer_protocols import ConcurrentScorer, ReportsSamples, ServesCalls
 from oppo.stages.score import prioritised
 from oppo.token_rewards import weighted_sum
+from oppo.user_code import UserFunction
 
 Weighted: TypeAlias = tuple[float, "RewardFunction | Scorer[float | Drop] | str"]
 """A weight, and a reward: a function, its ``file.py:name``, or a scorer such as a reward model."""
@@ -33,14 +35,16 @@ class Rewards(Scorer["float | Drop"]):
     """The weighted sum of several rewards.
 
     A function that returns ``None`` for a rollout does not apply to it and adds nothing; the weights of the others stay
-    as they are. The mean of each part, and the share of the rollouts that it applies to, are metrics of the step:
-    ``reward/NAME_mean`` and ``reward/NAME_share``.
+    as they are. One that returns a ``Drop`` (:meth:`oppo.Drop.because`) drops the rollout, or leaves it to the others,
+    as ``on_drop`` says. The mean of each part, and the share of the rollouts that it applies to, are metrics of the
+    step: ``reward/NAME_mean`` and ``reward/NAME_share``.
 
     Args:
         parts: weight and reward of each, by name.
         decode: token ids to text, without special tokens; needed for functions.
         on_drop: what a ``Drop`` by one part does.
-        options: of the :class:`FunctionReward` of each function.
+        tell: called with the news of the parts.
+        options: of the :class:`FunctionReward` of each function; ``process`` is for those that are sync.
 
     Raises:
         ConfigError: there is no part, a weight is no finite number, or a function has no ``decode``.
@@ -70,7 +74,13 @@ class Rewards(Scorer["float | Drop"]):
             raise ConfigError(f"on_drop must be one of {', '.join(get_args(OnDrop))}, not {on_drop!r}")
         self.names = tuple(parts)
         self._on_drop = on_drop
-        self._parts = [_Part.of(name, given, decode, tell, options) for name, given in parts.items()]
+        self._parts = [_Part.of(name, given, decode, options) for name, given in parts.items()]
+        self._readers = [part for part in self._parts if not isinstance(part.scorer, FunctionReward)]
+        self._turn = anyio.Lock()
+        self._opened: list[AsyncExitStack] = []
+        self._told: Callable[[str], None] = silent
+        if tell is not silent:
+            self.tell = tell
         self._samples: dict[str, list[float]] = {}
 
     @property
@@ -84,43 +94,81 @@ class Rewards(Scorer["float | Drop"]):
         return any(part.concurrent for part in self._parts)
 
     @property
+    def time_slice(self) -> TimeSlice:
+        """The shortest of the parts' time slices."""
+        slices = [part.scorer.time_slice for part in self._parts if isinstance(part.scorer, TimeSliced)]
+        return min(slices, key=lambda each: each.seconds, default=DEFAULT_TIME_SLICE)
+
+    @property
     def at_work(self) -> str:
         """The names of the functions in a call, or in a pause after one."""
         working = [part.scorer.at_work for part in self._parts if isinstance(part.scorer, ServesCalls)]
         return ", ".join(filter(None, working))
 
     def samples(self) -> Mapping[str, Sequence[float]]:
-        """Return what the parts said of the rollouts since the last call, by metric."""
+        """Return what the parts said of the rollouts, and measured themselves, since the last call, by metric."""
         samples, self._samples = self._samples, {}
+        for part in self._parts:
+            if isinstance(part.scorer, ReportsSamples):
+                for name, measured in part.scorer.samples().items():
+                    samples.setdefault(name, []).extend(measured)
         return samples
 
     async def extend(self, events: Sequence[Prompt | Chunk | Given], *, priority: Priority = IN_ORDER) -> None:
-        """Have each part read the events."""
-        for part in self._parts:
-            async with part.turn():
+        """Have each part that reads growing responses read the events.
+
+        Raises:
+            Preempted: no part has read them.
+        """
+        preempted = list[_Part]()
+
+        async def read(part: _Part) -> None:
+            try:
                 await part.prioritised.extend(events, priority=priority)
+            except Preempted:
+                preempted.append(part)
+
+        await self._have(read, self._readers)
+        if preempted and len(preempted) == len(self._readers):
+            raise Preempted
+        await self._have(read, preempted)  # the others have read the events; no call is given up twice
 
     async def forget(self, rollouts: Sequence[int], *, priority: Priority = IN_ORDER) -> None:
-        """Have each part forget the rollouts."""
-        for part in self._parts:
-            async with part.turn():
-                await part.prioritised.forget(rollouts, priority=priority)
+        """Have each part that reads growing responses forget the rollouts."""
+
+        async def forget(part: _Part) -> None:
+            await part.prioritised.forget(rollouts, priority=priority)
+
+        await self._have(forget, self._readers)
 
     async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> list[float | Drop]:
         """Return the weighted sum of the parts' scores of each rollout, or a ``Drop``."""
         said: dict[str, Sequence[float | Drop]] = {}
 
         async def ask(part: _Part) -> None:
-            async with part.turn():
-                said[part.name] = await part.prioritised.finish(finished, priority=priority)
+            said[part.name] = await part.prioritised.finish(finished, priority=priority)
 
-        with as_itself():
-            async with anyio.create_task_group() as tasks:
-                for part in self._parts:
-                    tasks.start_soon(ask, part)
+        await self._have(ask, self._parts)
         return [
             self._sum(each.rollout, {name: said[name][at] for name in self.names}) for at, each in enumerate(finished)
         ]
+
+    async def _have(self, work: Callable[[_Part], Coroutine[Any, Any, None]], parts: Sequence[_Part]) -> None:
+        """Have the parts do their work at the same time; those that take turns begin when it is the turn of all.
+
+        If one began before another, its urgent call would keep their common place from the call that the other still
+        waits for.
+        """
+        waiting = [part for part in parts if part.takes_turns]
+        with as_itself():
+            async with anyio.create_task_group() as tasks:
+                for part in parts:
+                    if not part.takes_turns:
+                        tasks.start_soon(work, part)
+                if waiting:
+                    async with self._turn, anyio.create_task_group() as turn:
+                        for part in waiting:
+                            turn.start_soon(work, part)
 
     def _sum(self, rollout: int, scores: Mapping[str, float | Drop]) -> float | Drop:
         terms: list[tuple[float, float]] = []
@@ -136,6 +184,31 @@ class Rewards(Scorer["float | Drop"]):
                 terms.append((part.weight, score))
         return weighted_sum(terms) if terms else Drop(rollout, NONE_APPLIES)
 
+    @property
+    def tell(self) -> Callable[[str], None]:
+        """Called with the news of the parts."""
+        return self._told
+
+    @tell.setter
+    def tell(self, tell: Callable[[str], None]) -> None:
+        self._told = tell
+        for part in self._parts:
+            if isinstance(part.scorer, Telling):
+                part.scorer.tell = tell
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            for part in self._parts:
+                if isinstance(part.scorer, AbstractAsyncContextManager):
+                    await stack.enter_async_context(part.scorer)
+            self._opened.append(stack.pop_all())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self._opened.pop().__aexit__(kind, error, tb)
+
     def close(self) -> None:
         """End the processes of functions; idempotent."""
         with ExitStack() as stack:
@@ -145,7 +218,11 @@ class Rewards(Scorer["float | Drop"]):
 
 
 class _Part:
-    """One of the rewards; calls of a scorer that is not concurrent take turns."""
+    """One of the rewards.
+
+    Attributes:
+        takes_turns: whether its calls must not overlap; those of a function wait for one another by themselves.
+    """
 
     def __init__(self, name: str, weight: float, scorer: Scorer[float | Drop]) -> None:
         self.name = name
@@ -153,7 +230,7 @@ class _Part:
         self.scorer = scorer
         self.prioritised = prioritised(scorer)
         self.concurrent = isinstance(scorer, ConcurrentScorer) and scorer.concurrent
-        self._lock = anyio.Lock()
+        self.takes_turns = not (self.concurrent or isinstance(scorer, FunctionReward))
 
     @classmethod
     def of(
@@ -161,7 +238,6 @@ class _Part:
         name: str,
         given: Weighted,
         decode: Callable[[Sequence[int]], str] | None,
-        tell: Callable[[str], None],
         options: Mapping[str, Any],
     ) -> _Part:
         if not (isinstance(given, tuple | list) and len(given) == 2):
@@ -175,14 +251,12 @@ class _Part:
                 f"reward {name!r} is a function, which reads text: give Rewards the tokenizer's decode, for example "
                 "decode=text.decode"
             )
-        function = cast("RewardFunction | str", reward)
-        return cls(name, weight, FunctionReward(function, decode, name=name, optional=True, tell=tell, **options))
-
-    def turn(self) -> AsyncExitStack | anyio.Lock:
-        """Return the context of a call."""
-        return AsyncExitStack() if self.concurrent else self._lock
+        function = UserFunction.of(cast("RewardFunction | str", reward), name, RewardError)
+        apart = options.get("process", False) and not function.is_async
+        chosen = {**options, "name": name, "process": apart, "optional": True}
+        return cls(name, weight, FunctionReward(function.spec or function.function, decode, **chosen))
 
 
 def is_scorer(reward: object) -> bool:
     """Return whether a reward is a scorer, not a function."""
-    return all(hasattr(reward, name) for name in ("extend", "finish", "forget"))
+    return not isinstance(reward, type) and all(hasattr(reward, name) for name in ("extend", "finish", "forget"))

@@ -1,40 +1,37 @@
 """Reward functions: plain Python as a scorer, and never a silent zero.
 
 A function is called for rollouts that finish together, or for each alone, as ``f(prompts, completions, **columns)``,
-and returns one finite number for each. Anything else is a failure, with a chosen consequence: the run stops with a
-:class:`~oppo.errors.RewardError` that names the rollout, or the function is called again, or the rollout is dropped.
+and returns one finite number for each, or a :class:`~oppo.Drop` with its reason (:meth:`oppo.Drop.because`). Anything
+else is a failure, with a chosen consequence: the run stops with a :class:`~oppo.errors.RewardError` that names the
+rollout, or the function is called again, or the rollout is dropped.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-import math
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Final, Literal, Self, TypeAlias, cast
 
 import anyio
 
-from oppo.errors import ConfigError, ModelError, RewardError, as_itself, running_loop
+from oppo.errors import ModelError, RewardError, as_itself
 from oppo.events import Chunk, Drop, Finish, Given, Prompt
 from oppo.models import RewardFunction, Scorer
-from oppo.numeric import require_real, require_whole
-from oppo.observe import silent
-from oppo.placement.detached import DisposableProcess, run_detached
+from oppo.numeric import require_real
+from oppo.observe import Telling, silent
 from oppo.rewards.called import RESERVED, CalledFunction, RewardFailure, Score, parameters_of
 from oppo.rewards.per_token import Placed, is_placed, token_rewards
+from oppo.user_calls import CONCURRENCY, UserCalls
+from oppo.user_code import UserFunction
 
 OnFailure: TypeAlias = Literal["fail", "drop", "retry"]
 """The consequence of a failure: the run stops; the rollout is dropped; the function is called again, then it stops."""
 
 PAUSES = (1.0, 5.0, 25.0)
 """Seconds before each further attempt: a restarting service is back within half a minute."""
-
-CONCURRENCY = 64
-"""Calls of an async function that overlap, unless another number is given."""
 
 COMPLETION_IDS: Final = "completion_ids"
 """The argument by which a function asks for the token ids of the completions, as rewards at tokens need them."""
@@ -75,11 +72,8 @@ class FunctionReward(Scorer[float | Drop]):
         each: call the function for each rollout alone.
         optional: ``None`` as a score means that the reward does not apply: the rollout is dropped, or, as a part of
             :class:`Rewards`, scored by the other parts. Otherwise it is a failure.
-        tell: called with a sentence about each failure that is tried again.
-
-    Attributes:
-        at_work: names the function during a call and a pause; empty otherwise.
-        concurrent: whether calls may overlap.
+        tell: called with a sentence about each failure that is tried again, and with the news of a function that is
+            :class:`~oppo.observe.Telling`.
 
     Raises:
         ConfigError: ``concurrency`` or ``timeout`` is out of range.
@@ -109,49 +103,58 @@ class FunctionReward(Scorer[float | Drop]):
         optional: bool = False,
         tell: Callable[[str], None] = silent,
     ) -> None:
-        self._function = CalledFunction.of(function, name, optional)
-        self.name = self._function.name
-        self.at_work = ""
+        user = UserFunction.of(function, name, RewardError)
+        parameters = parameters_of(user.function, user.name)
+        self.name = user.name
+        self._function = CalledFunction(user, optional)
+        default = CONCURRENCY if user.is_async else 1
+        try:
+            self._calls = UserCalls(
+                "reward function",
+                self._function,
+                concurrency=default if concurrency is None else concurrency,
+                timeout=timeout,
+                process=process,
+            )
+        except ModelError as error:
+            raise RewardError(f"reward function {self.name!r}: {error}") from error
         self._decode = decode
         self._prompt_column = prompt_column
         self._on_failure = on_failure
         self._pauses = tuple(pauses) if on_failure == "retry" else ()
         for pause in self._pauses:
             require_real("a pause", pause, 0)
-        self._tell = tell
-        self._calls = 0
+        self._told: Callable[[str], None] = silent
+        if tell is not silent:
+            self.tell = tell
         self._each = each
-        if timeout is not None:
-            require_real("timeout", timeout, 0, error=ConfigError)
-        if concurrency is not None:
-            require_whole("concurrency", concurrency, 1, error=ConfigError)
-        self._timeout = math.inf if timeout is None else timeout
-        self._concurrency = concurrency or (CONCURRENCY if self._function.is_async else 1)
-        self._limiter: anyio.CapacityLimiter | None = None
-        parameters = parameters_of(self._function.function, self.name)
         kinds = inspect.Parameter
         self._takes_all = any(p.kind is kinds.VAR_KEYWORD for p in parameters.values())
         named = [p for p in parameters.values() if p.kind in {kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY}]
         self._named = tuple(p.name for p in named if p.name not in {*RESERVED, COMPLETION_IDS})
         self._wants_ids = COMPLETION_IDS in parameters
         self._required = tuple(p.name for p in named if p.name in self._named and p.default is kinds.empty)
-        self._processes = [self._in_process() for _ in range(self._concurrency)] if process else []
-        self._idle = list(self._processes)
 
-    def _in_process(self) -> DisposableProcess[CalledFunction]:
-        if self._function.is_async:
-            raise RewardError(
-                f"reward function {self.name!r} is async, and a process of its own is for sync ones: leave that out"
-            )
-        try:
-            return DisposableProcess(self.name, self._function)
-        except ModelError as error:
-            raise RewardError(f"reward function {self.name!r}: {error}") from error
+    @property
+    def tell(self) -> Callable[[str], None]:
+        """Called with a sentence about each failure that is tried again, and with the news of the function itself."""
+        return self._told
+
+    @tell.setter
+    def tell(self, tell: Callable[[str], None]) -> None:
+        self._told = tell
+        if isinstance(self._function.function, Telling):
+            self._function.function.tell = tell
+
+    @property
+    def at_work(self) -> str:
+        """The function's name during a call and a pause; empty otherwise."""
+        return self._calls.at_work
 
     @property
     def concurrent(self) -> bool:
         """Whether calls may overlap."""
-        return self._concurrency > 1
+        return self._calls.concurrent
 
     @property
     def version(self) -> int:
@@ -181,8 +184,8 @@ class FunctionReward(Scorer[float | Drop]):
             try:
                 return await self._scored(finished)
             except RewardFailure as failure:
-                self._tell(f"{failure}; attempt {attempt} of {attempts} follows in {pause:g} s")
-                with self._working(f", which failed and is called again after {pause:g} s"):
+                self.tell(f"{failure}; attempt {attempt} of {attempts} follows in {pause:g} s")
+                with self._calls.working(f", which failed and is called again after {pause:g} s"):
                     await anyio.sleep(pause)
         try:
             return await self._scored(finished)
@@ -217,14 +220,14 @@ class FunctionReward(Scorer[float | Drop]):
         """Return the score of each rollout, or a ``Drop`` if the function does not apply."""
         scores = await self._attempt(finished)
         return [
-            Drop(each.rollout, DOES_NOT_APPLY) if score is None else self._at_tokens(score, each)
+            Drop(each.rollout, DOES_NOT_APPLY) if score is None else self._valued(score, each)
             for each, score in zip(finished, scores, strict=True)
         ]
 
-    def _at_tokens(self, score: float | Placed, finish: Finish) -> float:
+    def _valued(self, score: float | Placed | Drop, finish: Finish) -> float | Drop:
         """Return a score; one that was given at places as the rewards of the response's tokens."""
-        if not is_placed(score):
-            return cast("float", score)
+        if isinstance(score, Drop) or not is_placed(score):
+            return cast("float | Drop", score)
         try:
             return token_rewards(cast("Placed", score), finish.response, self._decode)
         except ValueError as error:
@@ -235,39 +238,10 @@ class FunctionReward(Scorer[float | Drop]):
     async def _attempt(self, finished: Sequence[Finish]) -> list[Score]:
         """Return the score of each rollout; raise a ``RewardFailure`` if the function itself is at fault."""
         arguments, rollouts = self._arguments(finished), [each.rollout for each in finished]
-        self._limiter = self._limiter or anyio.CapacityLimiter(self._concurrency)
-        async with self._limiter:
-            with self._working():
-                with anyio.move_on_after(self._timeout):
-                    return await self._called(arguments, rollouts)
-                raise self._function.failure(f"took longer than {self._timeout:g} s", rollouts)
+        return await self._calls.make(partial(self._failure, rollouts), arguments, rollouts)
 
-    async def _called(self, arguments: Mapping[str, object], rollouts: Sequence[int]) -> list[Score]:
-        if self._function.is_async:
-            return await self._function.answer(arguments, rollouts)
-        if getattr(running_loop(), "virtual", False):
-            return self._function.scores(arguments, rollouts)
-        if not self._processes:
-            work = partial(self._function.scores, arguments, rollouts)
-            return await run_detached(f"oppo-reward-{self.name}", work)
-        process = self._idle.pop()  # the limiter lets in as many calls as there are
-        try:
-            return await process.call(CalledFunction.scores, arguments, rollouts)
-        except ModelError as error:
-            raise self._function.failure(f"was lost: {error}", rollouts) from error
-        finally:
-            self._idle.append(process)
-
-    @contextmanager
-    def _working(self, how: str = "") -> Iterator[None]:
-        """Report the function as at work; calls may overlap."""
-        self._calls += 1
-        self.at_work = f"reward function {self.name!r}{how}"
-        try:
-            yield
-        finally:
-            self._calls -= 1
-            self.at_work = self.at_work if self._calls else ""
+    def _failure(self, rollouts: Sequence[int], what: str) -> RewardFailure:
+        return self._function.failure(what, rollouts)
 
     def _arguments(self, finished: Sequence[Finish]) -> dict[str, object]:
         prompts = [each.response.prompt for each in finished]
@@ -294,8 +268,16 @@ class FunctionReward(Scorer[float | Drop]):
 
     def close(self) -> None:
         """Kill the function's processes, if it has some; idempotent."""
-        for process in self._processes:
-            process.close()
+        self._calls.close()
+
+    async def __aenter__(self) -> Self:
+        await self._calls.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self._calls.__aexit__(kind, error, tb)
 
     def __enter__(self) -> Self:
         return self

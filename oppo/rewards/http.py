@@ -5,32 +5,32 @@ It needs the extra ``http``: ``pip install 'oppo[http]'``.
 
 from __future__ import annotations
 
+import json
 import ssl
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Final, TypeAlias
+from types import TracebackType
+from typing import Final, Self, TypeAlias
 from urllib.parse import urlsplit
 
 import anyio
 import httpx
-from tenacity import (
-    AsyncRetrying,
-    RetryCallState,
-    retry_if_exception,
-    stop_after_attempt,
-    wait_exponential,
-    wait_random,
-)
+import stamina
 
-from oppo.errors import ConfigError, RewardError, one_line, shortened
+from oppo.errors import ConfigError, one_line, shortened
 from oppo.numeric import require_real, require_whole
 from oppo.observe import silent
+from oppo.rewards.breaker import CircuitBreaker, ServiceFailure
+from oppo.user_calls import CONCURRENCY
 
 JSON: TypeAlias = "Mapping[str, JSON] | Sequence[JSON] | str | float | bool | None"
 
 PASSING: Final = frozenset({408, 429, *range(500, 600)})
 """Status codes of failures that may pass: asking again may help."""
+
+__all__ = ["JSON", "PASSING", "HttpReward", "ServiceFailure", "as_table", "from_table"]
 
 
 def as_table(prompts: Sequence[object], completions: Sequence[str], columns: Mapping[str, Sequence[object]]) -> object:
@@ -43,8 +43,24 @@ def from_table(answer: JSON) -> object:
     return answer["scores"] if isinstance(answer, Mapping) else answer
 
 
-class ServiceFailure(RewardError):  # noqa: N818 - it says what happened
-    """A service did not answer, or answered something that is no score."""
+class _Passing(ServiceFailure):
+    """A failure that may pass.
+
+    Attributes:
+        pause: seconds that the service asks for; ``None`` if it does not say.
+    """
+
+    def __init__(self, sentence: str, pause: float | None = None) -> None:
+        super().__init__(sentence)
+        self.pause = pause
+
+
+@dataclass(frozen=True, slots=True)
+class _Session:
+    """The connections of a reward, and the room for its requests."""
+
+    client: httpx.AsyncClient
+    room: anyio.CapacityLimiter
 
 
 @dataclass(eq=False)
@@ -52,22 +68,30 @@ class HttpReward:
     """An async reward function that posts JSON to a service and reads the scores from its answer.
 
     Give it to :class:`oppo.FunctionReward` as any other function, or name it in a file: ``models.reward =
-    "rewards.py:judge"``. A transport error and the status codes 408, 429 and 5xx are asked again after a growing pause,
-    or after what the header ``Retry-After`` says; any other failure is final. After some failed calls in a row the
-    service is not asked at all for a while (a circuit breaker), so that it can recover; calls fail at once meanwhile.
+    "rewards.py:judge"``. A transport error, silence for longer than ``timeout`` and the status codes 408, 429 and 5xx
+    are asked again after a growing pause, or after what the header ``Retry-After`` says; any other failure is final.
+
+    After some failed calls in a row, those that were given up as too slow included, the service is left alone for a
+    while, so that it can recover (a circuit breaker). Calls fail at once meanwhile; then one of them asks, once, and
+    the others wait for what comes of it.
+
+    It is an async context manager, entered by a run: connections are kept from then on. Outside of a run each call has
+    its own.
 
     Attributes:
         url: of the service.
         headers: of each request, for example an authorisation that the program reads from its environment.
-        timeout: seconds for connecting, and for each pause within an answer.
+        timeout: seconds for a request, from connecting to the end of the answer.
         attempts: for a call, the first included.
-        pause: seconds before the second attempt; doubled before each further one.
+        pause: seconds before the second attempt; doubled before each further one, and up to a quarter longer.
         longest_pause: seconds, also for what ``Retry-After`` asks for.
+        concurrency: requests at a time, in a run.
+        most_bytes: of an answer; a longer one is a failure.
         open_after: failed calls in a row after which the service is left alone; 0: never.
         rest: seconds for which it is.
         request: makes the JSON of a request of prompts, completions and columns.
         scores: takes the scores out of the JSON of an answer.
-        tell: receives a sentence when a request is repeated, and when the service is left alone.
+        tell: receives a sentence when a request is repeated, when the service is left alone and when it answers again.
         transport: of httpx, for tests.
 
     Raises:
@@ -85,24 +109,27 @@ class HttpReward:
     attempts: int = 4
     pause: float = 1.0
     longest_pause: float = 60.0
+    concurrency: int = CONCURRENCY
+    most_bytes: int = 10_000_000
     open_after: int = 5
     rest: float = 30.0
     request: Callable[[Sequence[object], Sequence[str], Mapping[str, Sequence[object]]], object] = as_table
     scores: Callable[[JSON], object] = from_table
     tell: Callable[[str], None] = silent
     transport: httpx.AsyncBaseTransport | None = None
-    _failed: int = field(default=0, init=False, repr=False)
-    _closed_at: float = field(default=0.0, init=False, repr=False)
-    """Loop time, in seconds, at which a service that was left alone is asked again."""
+    _breaker: CircuitBreaker = field(init=False, repr=False)
+    _session: _Session | None = field(default=None, init=False, repr=False)
+    _users: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
         if parts.scheme not in {"http", "https"} or not parts.hostname:
             raise ConfigError(f"expected the URL of a service, such as http://localhost:8000/score; got {self.url!r}")
-        require_whole("attempts", self.attempts, 1, error=ConfigError)
-        require_whole("open_after", self.open_after, 0, error=ConfigError)
+        for name, least in (("attempts", 1), ("concurrency", 1), ("most_bytes", 1), ("open_after", 0)):
+            require_whole(name, getattr(self, name), least, error=ConfigError)
         for name in ("timeout", "pause", "longest_pause", "rest"):
             require_real(name, getattr(self, name), 0, error=ConfigError)
+        self._breaker = self._closed()
 
     @property
     def __name__(self) -> str:
@@ -110,6 +137,20 @@ class HttpReward:
         parts = urlsplit(self.url)
         port = "" if parts.port is None else f":{parts.port}"
         return f"{parts.scheme}://{parts.hostname}{port}{parts.path}"
+
+    async def __aenter__(self) -> Self:
+        if not self._users:
+            self._session, self._breaker = self._connected(), self._closed()
+        self._users += 1
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self._users -= 1
+        if not self._users and self._session is not None:
+            session, self._session = self._session, None
+            await session.client.aclose()
 
     async def __call__(
         self, prompts: Sequence[object], completions: Sequence[str], **columns: Sequence[object]
@@ -119,89 +160,110 @@ class HttpReward:
         Raises:
             ServiceFailure: it did not answer in time, or refused, or answered something else; or it is left alone.
         """
-        left = self._closed_at - anyio.current_time()
-        if left > 0:
-            raise ServiceFailure(
-                f"{self.__name__} failed {self._failed} times in a row, and is not asked for another {left:.0f} s"
-            )
         body = self.request(prompts, completions, columns)
-        try:
-            found = self.scores(await self._asked(body))
-        except ServiceFailure:
-            self._note_failure()
-            raise
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            self._note_failure()
-            raise ServiceFailure(f"{self.__name__} answered something without scores ({one_line(error)})") from error
-        self._failed = 0
-        return found
+        async with self._opened() as session, session.room, self._breaker.call() as asks_for_all:
+            answer = await self._answered(session.client, body, 1 if asks_for_all else self.attempts)
+            try:
+                return self.scores(answer)
+            except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+                raise ServiceFailure(
+                    f"{self.__name__} answered something without scores ({one_line(error)})"
+                ) from error
 
-    async def _asked(self, body: object) -> JSON:
-        """Return the answer to a request, made again where that may help."""
-        retrying = AsyncRetrying(
-            retry=retry_if_exception(_may_pass),
-            stop=stop_after_attempt(self.attempts),
-            wait=self._wait,
-            before_sleep=self._announce,
-            reraise=True,
+    @asynccontextmanager
+    async def _opened(self) -> AsyncIterator[_Session]:
+        """Give the session of the run, or one for this call."""
+        if self._session is not None:
+            yield self._session
+            return
+        session = self._connected()
+        async with session.client:
+            yield session
+
+    def _connected(self) -> _Session:
+        client = httpx.AsyncClient(
+            headers=dict(self.headers),
+            timeout=None,  # noqa: S113 - a request is bounded as a whole
+            limits=httpx.Limits(max_connections=self.concurrency, max_keepalive_connections=self.concurrency),
+            transport=self.transport,
+            verify=self._tls,
         )
-        try:
-            async with httpx.AsyncClient(
-                headers=dict(self.headers), timeout=self.timeout, transport=self.transport, verify=self._tls
-            ) as client:
-                async for attempt in retrying:
-                    with attempt:
-                        answer = await client.post(self.url, json=body)
-                        answer.raise_for_status()
-        except httpx.HTTPStatusError as error:
-            raise ServiceFailure(
-                f"{self.__name__} answered {error.response.status_code} {error.response.reason_phrase}: "
-                f"{shortened(' '.join(error.response.text.split()), 200)}"
-            ) from error
-        except httpx.TimeoutException as error:
-            raise ServiceFailure(f"{self.__name__} did not answer within {self.timeout:g} s") from error
-        except httpx.HTTPError as error:
-            raise ServiceFailure(f"{self.__name__} cannot be asked: {one_line(error)}") from error
-        try:
-            parsed: JSON = answer.json()
-        except ValueError as error:
-            raise ServiceFailure(
-                f"{self.__name__} answered something that is no JSON: {shortened(answer.text, 200)!r}"
-            ) from error
-        return parsed
+        return _Session(client, anyio.CapacityLimiter(self.concurrency))
+
+    def _closed(self) -> CircuitBreaker:
+        return CircuitBreaker(self.__name__, self.open_after, self.rest, self._say)
+
+    def _say(self, sentence: str) -> None:
+        self.tell(sentence)  # whoever listens now
 
     @cached_property
     def _tls(self) -> ssl.SSLContext | bool:
         """What https needs; reading the certificates takes a while, so it is done once."""
         return ssl.create_default_context() if self.url.startswith("https") else False
 
-    def _wait(self, state: RetryCallState) -> float:
-        """Return the seconds before the next attempt."""
-        error = None if state.outcome is None else state.outcome.exception()
-        if isinstance(error, httpx.HTTPStatusError):
-            asked = error.response.headers.get("Retry-After", "")
-            if asked.isdecimal():
-                return min(float(asked), self.longest_pause)
-        growing = wait_exponential(multiplier=self.pause, max=self.longest_pause) + wait_random(0, self.pause / 4)
-        return float(growing(state))
+    async def _answered(self, client: httpx.AsyncClient, body: object, attempts: int) -> JSON:
+        """Return the answer to a request, made again where that may help."""
+        made = 0
 
-    def _announce(self, state: RetryCallState) -> None:
-        error = None if state.outcome is None else state.outcome.exception()
-        what = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else type(error).__name__
-        self.tell(
-            f"{self.__name__}: {what}; attempt {state.attempt_number + 1} of {self.attempts} follows in "
-            f"{state.upcoming_sleep:.1f} s"
+        def after(failure: Exception) -> bool | float:
+            """Return whether to ask again, or after how many seconds."""
+            if not isinstance(failure, _Passing):
+                return False
+            if made < attempts:
+                asked = failure.pause
+                pause = f"about {wait:g} s" if asked is None else f"{asked:g} s"
+                self.tell(f"{failure}; attempt {made + 1} of {attempts} follows in {pause}")
+            return True if failure.pause is None else failure.pause
+
+        retrying = stamina.retry_context(
+            on=after,
+            attempts=attempts,
+            timeout=None,
+            wait_initial=self.pause,
+            wait_max=self.longest_pause,
+            wait_jitter=self.pause / 4,
         )
+        async for attempt in retrying:
+            made, wait = attempt.num, attempt.next_wait
+            with attempt:
+                return await self._asked(client, body)
+        raise ServiceFailure(f"{self.__name__} was not asked")  # a context that retries returns or raises
 
-    def _note_failure(self) -> None:
-        self._failed += 1
-        if self.open_after and self._failed >= self.open_after:
-            self._closed_at = anyio.current_time() + self.rest
-            self.tell(f"{self.__name__} failed {self._failed} times in a row, and is left alone for {self.rest:g} s")
+    async def _asked(self, client: httpx.AsyncClient, body: object) -> JSON:
+        """Return the answer to one request."""
+        try:
+            with anyio.move_on_after(self.timeout):
+                async with client.stream("POST", self.url, json=body) as answer:
+                    content = await self._content(answer)
+                return self._parsed(answer, content)
+        except httpx.HTTPError as error:
+            passes = isinstance(error, httpx.TransportError) and not isinstance(error, httpx.UnsupportedProtocol)
+            kind = _Passing if passes else ServiceFailure
+            raise kind(f"{self.__name__} cannot be asked: {one_line(error)}") from error
+        raise _Passing(f"{self.__name__} did not answer within {self.timeout:g} s")
 
+    async def _content(self, answer: httpx.Response) -> str:
+        """Return the text of an answer."""
+        content = bytearray()
+        async for part in answer.aiter_bytes():
+            content += part
+            if len(content) > self.most_bytes:
+                raise ServiceFailure(f"{self.__name__} answered more than {self.most_bytes} bytes")
+        return content.decode(answer.encoding or "utf-8", "replace")
 
-def _may_pass(error: BaseException) -> bool:
-    """Return whether asking again may help."""
-    if isinstance(error, httpx.HTTPStatusError):
-        return error.response.status_code in PASSING
-    return isinstance(error, httpx.TransportError) and not isinstance(error, httpx.UnsupportedProtocol)
+    def _parsed(self, answer: httpx.Response, content: str) -> JSON:
+        """Return the JSON of a whole answer."""
+        if not answer.is_success:
+            words = f"{answer.status_code} {answer.reason_phrase}: {shortened(' '.join(content.split()), 200)}"
+            sentence = f"{self.__name__} answered {words}"
+            if answer.status_code not in PASSING:
+                raise ServiceFailure(sentence)
+            asked = answer.headers.get("Retry-After", "")
+            raise _Passing(sentence, min(float(asked), self.longest_pause) if asked.isdecimal() else None)
+        try:
+            parsed: JSON = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise ServiceFailure(
+                f"{self.__name__} answered something that is no JSON: {shortened(content, 200)!r}"
+            ) from error
+        return parsed

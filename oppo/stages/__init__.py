@@ -5,11 +5,13 @@ from oppo.stages.gae import GAE
 from oppo.stages.gather import Gather
 from oppo.stages.generate import Generate
 from oppo.stages.group import GroupRelative
+from oppo.stages.in_parts import InParts
+from oppo.stages.publishing import followers
 from oppo.stages.run_metrics import run_metrics
 from oppo.stages.score import Score
 from oppo.stages.scored_rollouts import ScoredRollout, ScoredRollouts, finished_rollout
 from oppo.stages.selection import Selection
-from oppo.stages.update import Update, followers
+from oppo.stages.update import Update
 
 __all__ = [
     "GAE",
@@ -17,6 +19,7 @@ __all__ = [
     "Gather",
     "Generate",
     "GroupRelative",
+    "InParts",
     "Score",
     "ScoredRollout",
     "ScoredRollouts",

@@ -40,14 +40,18 @@ class BatchStage(ABC):
         Raises:
             ConfigError: log-probs of a reference are needed, and not connected.
         """
-        if self.refers and reference is None:
+        self.require_reference(connected=reference is not None)
+        scored = await ScoredRollouts.of(rollout, score, reference=reference, values=value, proximal=proximal)
+        if scored:
+            await out.send(self.batch(scored.rollouts, scored.dropped, scored.deferred))
+
+    def require_reference(self, *, connected: bool) -> None:
+        """Raise ``ConfigError`` if log-probs of a reference are needed, and not connected."""
+        if self.refers and not connected:
             raise ConfigError(
                 f"{type(self).__name__} has a KL penalty, which needs a reference: connect reference=stream, or set kl "
                 "to 0"
             )
-        scored = await ScoredRollouts.of(rollout, score, reference=reference, values=value, proximal=proximal)
-        if scored:
-            await out.send(self.batch(scored.rollouts, scored.dropped, scored.deferred))
 
     def batch(
         self, rollouts: Sequence[ScoredRollout], dropped: Sequence[Drop] = (), deferred: Sequence[Defer] = ()

@@ -13,6 +13,7 @@ import numpy as np
 
 from oppo.errors import ConfigError, DataError, ProtocolError, shortened
 from oppo.events import Batch, Finish, Prompt
+from oppo.follower_protocols import name_of
 from oppo.models import Follower, Piece, Policy, Trained, Trainer
 from oppo.token_rewards import TokenRewards
 from oppo.turns import MultiTurnPolicy
@@ -155,5 +156,5 @@ def require_trained(trained: Trained, trainer: Trainer, before: int, batch: Batc
 def require_published(trainer: Trainer, followers: Sequence[Follower]) -> None:
     """Raise ``ProtocolError`` unless every follower has the trainer's version."""
     if any(follower.version != trainer.version for follower in followers):
-        versions = ", ".join(f"{type(follower).__name__} has version {follower.version}" for follower in followers)
+        versions = ", ".join(f"{name_of(follower)} has version {follower.version}" for follower in followers)
         raise ProtocolError(f"version {trainer.version} was published, but {versions}: the followers disagree")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self, TypeAlias, cast
@@ -12,13 +13,13 @@ import anyio
 import numpy as np
 from anyio.abc import TaskGroup
 
-from oppo.errors import ProtocolError, noted
+from oppo.errors import ProtocolError, noted, one_line
 from oppo.events import Drop, IntArray, Prompt
 from oppo.graph import Step
 from oppo.stages.contract import described
 from oppo.stages.in_flight import InFlightRollout
-from oppo.stages.measure import Samples
-from oppo.turns import Answer, Environment, Turn, TurnDecode
+from oppo.stages.measure import Averaged
+from oppo.turns import Answer, Answered, Environment, Turn, TurnDecode
 
 Outcome: TypeAlias = Answer | Drop | None
 
@@ -33,12 +34,29 @@ class _Memory:
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """One call of the environment."""
+    """One call of the environment, which goes on when a step is cut, and is cancelled if its rollout is given up."""
 
     started: float
+    ended: float = 0.0
+    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     done: anyio.Event = field(default_factory=anyio.Event)
     outcome: Outcome = None
     error: Exception | None = None
+
+    def result(self) -> Outcome:
+        """Return its outcome.
+
+        Raises:
+            ProtocolError: that is no answer.
+            Exception: whatever the environment raised.
+        """
+        if self.error is not None:
+            raise self.error
+        return _require_outcome(self.outcome)
+
+    def answered(self, rollout: int, turn: int, tokens: int = 0, error: str = "") -> Answered:
+        """Return what is known of it, for the observers of the run."""
+        return Answered(rollout, turn, tokens, self.ended - self.started, error)
 
 
 class Conversations:
@@ -58,18 +76,23 @@ class Conversations:
         self._tasks: TaskGroup | None = None
 
     async def __aenter__(self) -> Self:
+        if isinstance(self._environment, AbstractAsyncContextManager):
+            await self._environment.__aenter__()
         self._tasks = await anyio.create_task_group().__aenter__()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
-        """Cancel the calls that are still unanswered."""
+        """Cancel the calls that are still unanswered, and leave the environment."""
         tasks, self._tasks = self._tasks, None
         self._memories, self._calls = {}, {}
-        if tasks is not None:
-            tasks.cancel_scope.cancel()
-            await tasks.__aexit__(None, None, None)
+        async with AsyncExitStack() as closing:
+            if isinstance(self._environment, AbstractAsyncContextManager):
+                closing.push_async_exit(self._environment)
+            if tasks is not None:
+                tasks.cancel_scope.cancel()
+                await tasks.__aexit__(None, None, None)
 
     async def converse(self, rollout: InFlightRollout, step: Step) -> None:
         """Answer the turns of a rollout until its response ends or the step is cut.
@@ -79,22 +102,30 @@ class Conversations:
             Exception: whatever the environment raised, with a note of the rollout and the turn.
         """
         number, decode = rollout.prompt.rollout, cast("TurnDecode", rollout.decode)
-        while (tokens := await decode.turn()) is not None:
+        while (tokens := await self._turn(number, decode)) is not None:
             memory = self._memories.setdefault(number, _Memory())
             with noted(f"while answering turn {memory.answered} of rollout {number}"):
                 call = self._calls.get(number) or self._ask(rollout.prompt, memory, tokens)
                 await call.done.wait()
-                if call.error is not None:
-                    raise call.error
-                outcome = _require_outcome(call.outcome)
+                try:
+                    outcome = call.result()
+                except Exception as error:
+                    step.note(call.answered(number, memory.answered, error=one_line(error)))
+                    raise
+            given = outcome.tokens if isinstance(outcome, Answer) else None
             if isinstance(outcome, Drop):
                 rollout.dropped = outcome.reason
-            if not (decode.proceed(outcome.tokens) if isinstance(outcome, Answer) else decode.finish()):
+            if not (decode.finish() if given is None else decode.proceed(given)):
                 return
             del self._calls[number]
+            step.note(call.answered(number, memory.answered, 0 if given is None else len(given), rollout.dropped))
             if isinstance(outcome, Answer):
                 self._memories[number] = _Memory(memory.answered + 1, _as_json(outcome.state))
-            step.record(Samples({"turns/answer_seconds": [anyio.current_time() - call.started]}))
+            step.record(Averaged({"turns/answer_seconds": [call.ended - call.started]}))
+
+    async def _turn(self, rollout: int, decode: TurnDecode) -> IntArray | None:
+        with noted(f"while waiting for a turn of rollout {rollout}"):
+            return await decode.turn()
 
     def _ask(self, prompt: Prompt, memory: _Memory, tokens: IntArray) -> _Call:
         """Begin to ask the environment."""
@@ -107,15 +138,18 @@ class Conversations:
 
     async def _answer(self, call: _Call, turn: Turn) -> None:
         try:
-            call.outcome = await self._environment.answer(turn)
+            with call.scope:
+                call.outcome = await self._environment.answer(turn)
         except Exception as error:  # noqa: BLE001 - the rollout's own task raises it
             call.error = error
+        call.ended = anyio.current_time()
         call.done.set()
 
     def forget(self, rollout: int) -> None:
-        """Forget a rollout that has ended, or begins again."""
+        """Forget a rollout that has ended, or begins again; cancel a call that nothing waits for any more."""
         self._memories.pop(rollout, None)
-        self._calls.pop(rollout, None)
+        if (call := self._calls.pop(rollout, None)) is not None:
+            call.scope.cancel()
 
     def state_dict(self) -> dict[str, Any]:
         """Return how many turns of each rollout were answered, and the environment's state, as JSON."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from types import TracebackType
 from typing import Any, Self, cast
 
 import anyio
 
-from oppo.admission import Admission, Observation, ReportsMetrics, Restarting
+from oppo.admission import Admission, Observation, Refilling, ReportsMetrics, Restarting
 from oppo.chunking import ChunkSize, Fixed
 from oppo.errors import ConfigError, NothingTrained, ProtocolError, noted
 from oppo.events import Defer, Prompt, Response, RolloutEvent, StepReport
@@ -20,6 +21,7 @@ from oppo.models import Decode, Policy
 from oppo.numeric import require_whole
 from oppo.stages.contract import require_count, require_model, require_piece, require_prompt, require_turns
 from oppo.stages.conversations import Conversations
+from oppo.stages.decoding_round import DecodingRound, Groups
 from oppo.stages.in_flight import InFlightRollout, RolloutSnapshot
 from oppo.stages.ledger import Ledger, Unit
 from oppo.stages.measure import DecodeMeter, StepMetrics, observation
@@ -70,6 +72,17 @@ class Generate:
                 f"{type(self.admission).__name__} restarts what is late in a later step, and a selection needs it "
                 "in this one: choose Overcommit, or select nothing"
             )
+        if self._refills and not self.policy.capabilities.adds_while_decoding:
+            raise ConfigError(
+                f"{type(self.admission).__name__} lets rollouts join while others are decoded, and "
+                f"{type(self.policy).__name__} cannot, by its capabilities.adds_while_decoding: choose Overcommit, or "
+                "an engine that can (on transformers, one that is not exact)"
+            )
+        if self._refills and isinstance(self.admission, Restarting):
+            raise ConfigError(
+                f"{type(self.admission).__name__} restarts what is late, in a later step, and lets others take its "
+                "place in this one: an admission either refills or restarts"
+            )
         if self.environment is not None:
             require_turns(self.policy)
         self._conversations = None if self.environment is None else Conversations(self.environment)
@@ -77,6 +90,10 @@ class Generate:
         self._in_flight: dict[int, InFlightRollout] = {}
         self._restored: dict[int, RolloutSnapshot] = {}
         self._unheard: list[Observation] = []
+
+    @property
+    def _refills(self) -> bool:
+        return isinstance(self.admission, Refilling)
 
     async def __aenter__(self) -> Self:
         if self._conversations is not None:
@@ -192,13 +209,14 @@ class Generate:
         complete = self._ledger.begin(groups)
         if self.select is not None:
             self.select.begin(step.index)
-        restarted = [prompt for unit in self._ledger.restarted for prompt in unit.prompts]
-        await self._open(restarted + [prompt for group in groups for prompt in group])
+        await self._open([*(unit.prompts for unit in self._ledger.restarted), *groups])
         for unit in complete:
             await self._finish(unit, out)
-        await self._decode(out, step)
+        await self._decode(prompts, out, step)
         if self.select is not None:
             await self._replace_rejected(self.select, prompts, out, step)
+        if late := [unit.age > 0 for unit in self._ledger.placed for _ in unit.prompts]:
+            step.record(StepMetrics({"deferral/trained_late": sum(late) / len(late)}))
         carried = self._ledger.end()
         if self._ledger.restarts and (discarded := [await self._discard(unit) for unit in carried]):
             step.record(StepMetrics({"deferral/discarded_tokens": float(sum(discarded))}))
@@ -220,7 +238,8 @@ class Generate:
             filled = self._ledger.replace(refused)
             for unit in filled:
                 await self._finish(unit, out)
-            groups = await self._take(prompts, len(refused) - len(filled))
+            replaced = self._ledger.refill(step.remaining) if self._refills else len(refused) - len(filled)
+            groups = await self._take(prompts, replaced)
             self._ledger.add(groups)
             step.record(
                 Round(
@@ -238,8 +257,8 @@ class Generate:
                     f"step {step.index}, and {self.admission.batch} must be accepted: look at the scores of these "
                     "prompts, make more samples of each, or raise max_rounds"
                 )
-            await self._open([prompt for group in groups for prompt in group])
-            await self._decode(out, step)
+            await self._open(groups)
+            await self._decode(prompts, out, step)
         step.record(StepMetrics({"selection/rounds": float(number), "selection/rejected": float(rejected)}))
 
     @property
@@ -247,26 +266,36 @@ class Generate:
         """The rollouts that have not ended."""
         return [rollout for rollout in self._in_flight.values() if rollout.reason is None]
 
-    async def _decode(self, out: Sender[RolloutEvent], step: Step) -> None:
+    async def _decode(self, prompts: Receiver[Prompt], out: Sender[RolloutEvent], step: Step) -> None:
         """Decode the live rollouts until the cut; raise ``ProtocolError`` if the policy stops earlier."""
         live = self._live
         if not live or self._ledger.is_cut():
             return
         size = self.chunks.size()
-        meter = DecodeMeter(self._in_flight.values(), anyio.current_time())
+        meter = DecodeMeter(self._in_flight.values(), size)
         decoding = self.policy.decoding([rollout.decode for rollout in live], self._ledger.finished)
         with step.working("decode"):
-            async with decoding, anyio.create_task_group() as conversations:
+            async with decoding as engine, anyio.create_task_group() as conversations:
                 async with anyio.create_task_group() as readers:
-                    for rollout in live:
-                        number = rollout.prompt.rollout
-                        readers.start_soon(self._read, rollout, size, out, name=f"read rollout {number}")
+
+                    def read(rollout: InFlightRollout) -> None:
+                        number, reader = (
+                            rollout.prompt.rollout,
+                            partial(self._read, rollout, size, out, round_.note_end),
+                        )
+                        readers.start_soon(reader, name=f"read rollout {number}")
                         if self._conversations is not None:
                             name = f"converse in rollout {number}"
                             conversations.start_soon(self._conversations.converse, rollout, step, name=name)
+
+                    round_ = DecodingRound(engine, meter, read)
+                    round_.begin(live)
+                    if self._refills:
+                        take = partial(self._take, prompts)
+                        readers.start_soon(round_.refill, self._ledger, step.remaining, take, self._open, name="refill")
                 conversations.cancel_scope.cancel()
-        step.record(meter.phase(anyio.current_time()))
-        unfinished = [rollout.prompt.rollout for rollout in live if rollout.reason is None]
+        step.record(meter.decoded())
+        unfinished = [rollout.prompt.rollout for rollout in self._live]
         if unfinished and not self._ledger.is_cut():
             raise ProtocolError(f"the policy stopped decoding rollouts {unfinished} before the step was cut")
         placed = {prompt.rollout for unit in self._ledger.placed for prompt in unit.prompts}
@@ -305,10 +334,12 @@ class Generate:
                     break
         return groups
 
-    async def _open(self, prompts: list[Prompt]) -> None:
+    async def _open(self, groups: Groups) -> list[InFlightRollout]:
+        prompts = [prompt for group in groups for prompt in group]
         decodes = await self._decodes(prompts)
-        for prompt, decode in zip(prompts, decodes, strict=True):
-            self._in_flight[prompt.rollout] = InFlightRollout(prompt, decode)
+        opened = [InFlightRollout(prompt, decode) for prompt, decode in zip(prompts, decodes, strict=True)]
+        self._in_flight |= {rollout.prompt.rollout: rollout for rollout in opened}
+        return opened
 
     async def _reopen(self) -> None:
         """Open the restored rollouts; scorers read each whole from its ``Finish``."""
@@ -334,7 +365,9 @@ class Generate:
             rollout.announced = True
             await out.send(rollout.prompt)
 
-    async def _read(self, rollout: InFlightRollout, size: int, out: Sender[RolloutEvent]) -> None:
+    async def _read(
+        self, rollout: InFlightRollout, size: int, out: Sender[RolloutEvent], ended: Callable[[InFlightRollout], None]
+    ) -> None:
         """Send the pieces of a rollout until it finishes or the step is cut; an error names the rollout."""
         with noted(f"while decoding rollout {rollout.prompt.rollout}"):
             await self._announce(rollout, out)  # in this task: decoding does not wait for scorers busy with others
@@ -348,9 +381,11 @@ class Generate:
                     rollout.length += len(piece.tokens)
                     await out.send(event)
                 if piece.state == "cut":
+                    ended(rollout)
                     return
                 if piece.state != "live":
                     rollout.reason = piece.state
+            ended(rollout)
             unit = self._ledger.place_of(rollout.prompt.rollout)
             if unit and all(self._in_flight[prompt.rollout].reason for prompt in unit.prompts):
                 await self._finish(unit, out)

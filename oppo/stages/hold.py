@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Final
 
+from oppo.errors import GraphError
 from oppo.events import RolloutEvent, StepReport, merge_chunks
 from oppo.graph import Graph, Receiver, Sender
+from oppo.graph.topology import Node
+from oppo.stages.generate import Generate
+
+HELD: Final = "held"
+"""The name of the stage that holds, in a graph of :func:`held`."""
 
 
 @dataclass(eq=False)
@@ -29,12 +36,36 @@ class Hold:
 
 
 def held(graph: Graph[StepReport]) -> Graph[StepReport]:
-    """Return the graph with a :class:`Hold` between ``generate`` and its readers."""
-    stages = {name: node.stage for name, node in graph.nodes.items()}
-    return graph.rebuild(
-        held=(Hold(), "generate"),
-        ref_logp=(stages["ref_logp"], "held"),
-        reward=(stages["reward"], "held"),
-        value=(stages["value"], "held"),
-        advantage=(stages["advantage"], "held", "reward", {"reference": "ref_logp", "value": "value"}),
-    )
+    """Return a graph without overlap: what its stage that generates sends is held until decoding has ended.
+
+    Every stage that reads it reads a :class:`Hold` instead, which is called ``held``.
+
+    Raises:
+        GraphError: there is not one stage that generates, a stage has that name already, or the step could not end:
+            its groups are selected by scores while it is decoded, and scores wait for the end of decoding.
+    """
+    generating = [node for node in graph.nodes.values() if isinstance(node.stage, Generate)]
+    if len(generating) != 1:
+        names = ", ".join(repr(node.name) for node in generating) or "none"
+        raise GraphError(f"graph {graph.name!r} cannot be held: expected one stage that is a Generate, got {names}")
+    (node,) = generating
+    if isinstance(node.stage, Generate) and node.stage.select is not None:
+        raise GraphError(
+            f"graph {graph.name!r} cannot be held: its Selection asks for scores while {node.name!r} decodes, and they "
+            "would wait for the end of decoding; select nothing (select=None, algorithm.dynamic_sampling = false)"
+        )
+    if HELD in graph.nodes:
+        raise GraphError(f"graph {graph.name!r} cannot be held: a stage is called {HELD!r} already")
+    nodes = [_reading_held(each, node.name) for each in graph.topology.nodes]
+    nodes.append(Node(HELD, Hold(), (node.name,), node.capacity))
+    return Graph(replace(graph.topology, nodes=tuple(nodes)))
+
+
+def _reading_held(node: Node, generating: str) -> Node:
+    """Return a node that reads what is held where it read what the stage ``generating`` sends."""
+
+    def instead(name: str) -> str:
+        return HELD if name == generating else name
+
+    named = {keyword: instead(name) for keyword, name in node.named.items()}
+    return replace(node, inputs=tuple(map(instead, node.inputs)), named=named)

@@ -7,7 +7,8 @@ A unit (a rollout, or a group of them) takes a place in the batch when it is com
 - a complete unit without a place is carried like an unfinished one, and is the first to be placed in the next step.
 
 Finish order is the order in which the policy's engine reports: decode step, then admission number; never that of the
-scores. Everything here is synchronous; :meth:`Ledger.finished` may be called from the engine's thread.
+scores. Everything here is synchronous; :meth:`Ledger.finished` may be called from the engine's thread, also while units
+join.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from threading import Lock
 
-from oppo.admission import Admission, AdmitView, CutView, Restarting
+from oppo.admission import Admission, AdmitView, CutView, Refilling, RefillView, Restarting
 from oppo.errors import AdmissionError, ProtocolError
 from oppo.events import Prompt
 from oppo.stages.contract import require_new
@@ -63,6 +65,7 @@ class Ledger:
     _unit_of: dict[int, Unit] = field(default_factory=dict)
     _decoding: Counter[int] = field(default_factory=Counter)
     """Number of decoding units by age, kept up to date because every finish reads it."""
+    _changing: Lock = field(default_factory=Lock, repr=False)
 
     @property
     def restarts(self) -> bool:
@@ -75,10 +78,31 @@ class Ledger:
         ``remaining`` counts the steps left, this one included. Raises ``AdmissionError`` for a negative number.
         """
         oldest = max((unit.age for unit in self.carried), default=0)
-        admitted = self.admission.admit(AdmitView(len(self.carried), oldest, remaining))
-        if admitted < 0:
-            raise AdmissionError(f"admit() must return 0 or more, not {admitted} ({type(self.admission).__name__})")
-        return max(0, min(admitted, remaining * self.admission.batch - len(self.carried)))
+        complete = sum(not unit.unfinished for unit in self.carried)
+        admitted = self.admission.admit(AdmitView(len(self.carried), oldest, remaining, complete))
+        return self._trainable("admit", admitted, remaining, len(self.carried))
+
+    @property
+    def refills(self) -> bool:
+        """Whether new units may join a step while it is decoded."""
+        return isinstance(self.admission, Refilling)
+
+    def refill(self, remaining: int) -> int:
+        """Return how many new units may join the step now, as :meth:`wanted` does; none once it is cut."""
+        if not isinstance(self.admission, Refilling):
+            return 0
+        with self._changing:
+            if self.is_cut():
+                return 0
+            owned, placed = len(self._live), len(self.placed)
+            view = RefillView(placed, self.decoding, owned - placed)
+        return self._trainable("refill", self.admission.refill(view), remaining, owned)
+
+    def _trainable(self, method: str, asked: int, remaining: int, owned: int) -> int:
+        """Return how many of the units that an admission asks for the remaining steps can train."""
+        if asked < 0:
+            raise AdmissionError(f"{method}() must return 0 or more, not {asked} ({type(self.admission).__name__})")
+        return max(0, min(asked, remaining * self.admission.batch - owned))
 
     def begin(self, groups: Iterable[tuple[Prompt, ...]]) -> list[Unit]:
         """Start a step with the carried and the new units; return the carried ones that are complete and placed.
@@ -108,19 +132,28 @@ class Ledger:
 
         Raises ``ProtocolError`` for a rollout that is not decoding.
         """
-        for rollout in rollouts:
-            unit = self._unit_of.get(rollout)
-            if unit is None or rollout not in unit.unfinished:
-                raise ProtocolError(f"the policy reports that rollout {rollout} finished, but it was not being decoded")
-            unit.unfinished.remove(rollout)
-            if not unit.unfinished:
-                self._decoding[unit.age] -= 1
-                self._place(unit)
-        return self.is_cut()
+        with self._changing:
+            for rollout in rollouts:
+                self._finish(rollout)
+            return self.is_cut()
+
+    def _finish(self, rollout: int) -> None:
+        unit = self._unit_of.get(rollout)
+        if unit is None or rollout not in unit.unfinished:
+            raise ProtocolError(f"the policy reports that rollout {rollout} finished, but it was not being decoded")
+        unit.unfinished.remove(rollout)
+        if not unit.unfinished:
+            self._decoding[unit.age] -= 1
+            self._place(unit)
+
+    @property
+    def decoding(self) -> int:
+        """How many units are incomplete."""
+        return self._decoding.total()
 
     def is_cut(self) -> bool:
         """Return whether decoding stops; true at the start if carried units fill the batch."""
-        return self.admission.cut(CutView(len(self.placed), self._decoding.total(), self._overdue()))
+        return self.admission.cut(CutView(len(self.placed), self.decoding, self._overdue()))
 
     def replace(self, rejected: Sequence[Unit]) -> list[Unit]:
         """Take the places of these units away, which end here; return the complete units that take them."""
@@ -140,9 +173,10 @@ class Ledger:
         """
         require_new((prompt for group in groups for prompt in group), self._unit_of)
         new = [Unit(prompts, 0, {prompt.rollout for prompt in prompts}) for prompts in groups]
-        self._live += new
-        self._unit_of |= {prompt.rollout: unit for unit in new for prompt in unit.prompts}
-        self._decoding.update(unit.age for unit in new)
+        with self._changing:
+            self._live += new
+            self._unit_of |= {prompt.rollout: unit for unit in new for prompt in unit.prompts}
+            self._decoding.update(unit.age for unit in new)
 
     def place_of(self, rollout: int) -> Unit | None:
         """Return the unit of a finished rollout if it has a place in this step's batch.

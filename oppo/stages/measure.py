@@ -10,51 +10,36 @@ from itertools import groupby
 from oppo.admission import Observation, Scoring
 from oppo.events import StepReport
 from oppo.graph import Step
+from oppo.observe import Span
 from oppo.stages.in_flight import InFlightRollout
 
 
 @dataclass(frozen=True, slots=True)
-class DecodePhase:
-    """The decoding of a step's rollouts; recorded by the stage that decodes, once for each round of the step.
+class Decoded:
+    """What a step's rollouts gained; recorded by the stage that decodes, once for each round of the step.
 
     Attributes:
-        start, end: loop time, in seconds.
-        decode_steps, tokens, rows, finished, capped, parked: as of :class:`oppo.Observation`.
+        decode_steps, tokens, rows, finished, capped, parked, chunk: as of :class:`oppo.Observation`.
     """
 
-    start: float
-    end: float
     decode_steps: int = 0
     tokens: int = 0
     rows: int = 0
     finished: tuple[int, ...] = ()
     capped: int = 0
     parked: tuple[int, ...] = ()
+    chunk: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class ScorerCall:
-    """One call of a scorer; recorded by the stage that made it.
+class ScorerAnswer:
+    """A scorer's call that returned values; recorded by the stage that made it.
 
     Attributes:
-        start, end: loop time, in seconds.
-        answered: whether the call returned values.
+        at: loop time, in seconds.
     """
 
-    start: float
-    end: float
-    answered: bool
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingPhase:
-    """The update of a step's batch; recorded by the stage that trains.
-
-    Attributes:
-        seconds: of the update and the publishing, without the wait for other steps between them.
-    """
-
-    seconds: float
+    at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +50,7 @@ class StepMetrics:
 
 
 @dataclass(frozen=True, slots=True)
-class Samples:
+class Averaged:
     """Measurements by metric, which is their mean over the step; recorded by any stage."""
 
     values: Mapping[str, Sequence[float]]
@@ -74,45 +59,63 @@ class Samples:
 def step_metrics(step: Step) -> dict[str, float]:
     """Return the metrics that the stages of a step recorded."""
     metrics = {name: value for _, each in step.recorded(StepMetrics) for name, value in each.values.items()}
-    samples: dict[str, list[float]] = {}
-    for _, each in step.recorded(Samples):
+    averaged: dict[str, list[float]] = {}
+    for _, each in step.recorded(Averaged):
         for name, values in each.values.items():
-            samples.setdefault(name, []).extend(values)
-    return metrics | {name: math.fsum(values) / len(values) for name, values in samples.items() if values}
+            averaged.setdefault(name, []).extend(values)
+    return metrics | {name: math.fsum(values) / len(values) for name, values in averaged.items() if values}
 
 
 class DecodeMeter:
-    """Measures a decode phase from its start.
+    """Measures what rollouts gain by decoding, from its start.
 
     Args:
         rollouts: every rollout in flight; complete ones count only as part of an incomplete unit.
-        start: loop time, in seconds.
+        chunk: tokens in a chunk; 0: unknown.
     """
 
-    def __init__(self, rollouts: Iterable[InFlightRollout], start: float) -> None:
+    def __init__(self, rollouts: Iterable[InFlightRollout], chunk: int = 0) -> None:
+        self._chunk = chunk
+        self._units: list[list[InFlightRollout]] = []
+        self._lengths: dict[int, int] = {}
+        self._joined: dict[int, int] = {}
+        self._made = 0
+        self.add(rollouts)
+        self._rows = sum(each.reason is None for unit in self._units for each in unit)
+
+    def add(self, rollouts: Iterable[InFlightRollout]) -> None:
+        """Measure these too: they have joined after as many decode steps as are noted by now."""
         ordered = sorted(rollouts, key=lambda each: each.prompt.rollout)
         units = [list(unit) for _, unit in groupby(ordered, key=lambda each: each.prompt.admission)]
-        self._start = start
-        self._units = [unit for unit in units if any(each.reason is None for each in unit)]
-        self._rows = sum(each.reason is None for unit in self._units for each in unit)
-        self._lengths = {each.prompt.rollout: each.length for unit in self._units for each in unit}
+        units = [unit for unit in units if any(each.reason is None for each in unit)]
+        self._units += units
+        self._lengths |= {each.prompt.rollout: each.length for unit in units for each in unit}
+        self._joined |= {each.prompt.rollout: self._made for unit in units for each in unit}
 
-    def phase(self, end: float) -> DecodePhase:
-        """Return the phase that ends at ``end``, loop time in seconds."""
-        gains = [each.length - self._lengths[each.prompt.rollout] for unit in self._units for each in unit]
+    def note_end(self, rollout: InFlightRollout) -> None:
+        """Note the decode steps that were made by the end of a rollout, or by the cut."""
+        self._made = max(self._made, self._joined[rollout.prompt.rollout] + self._gain(rollout))
+
+    def _gain(self, each: InFlightRollout) -> int:
+        return each.length - self._lengths[each.prompt.rollout]
+
+    def decoded(self) -> Decoded:
+        """Return what they have gained so far."""
+        for unit in self._units:
+            for each in unit:
+                self.note_end(each)
         longest = [
             (max(unit, key=lambda each: each.length), all(each.reason is not None for each in unit))
             for unit in self._units
         ]
-        return DecodePhase(
-            self._start,
-            end,
-            decode_steps=max(gains, default=0),
-            tokens=sum(gains),
+        return Decoded(
+            decode_steps=self._made,
+            tokens=sum(self._gain(each) for unit in self._units for each in unit),
             rows=self._rows,
             finished=tuple(rollout.length for rollout, complete in longest if complete),
             capped=sum(rollout.reason == "length" for rollout, complete in longest if complete),
             parked=tuple(rollout.length for rollout, complete in longest if not complete),
+            chunk=self._chunk,
         )
 
 
@@ -121,37 +124,39 @@ def observation(report: StepReport, step: Step) -> Observation:
 
     Args:
         report: of the step.
-        step: with the records of the stages that decoded and scored. A scorer's calls after its last answer do not
-            count, since the step does not wait for them.
+        step: with the work and the records of the stages that decoded and scored. A scorer's calls after its last
+            answer do not count, since the step does not wait for them.
     """
-    calls = step.recorded(ScorerCall)
-    first = min((call.start for _, call in calls), default=0.0)
-    phases = [phase for _, phase in step.recorded(DecodePhase)] or [DecodePhase(first, first)]
-    begin, end = phases[0].start, phases[-1].end
-    ends = {stage: call.end for stage, call in calls if call.answered}
-    ready = max([end, *ends.values()])
-    rest = max(0.0, report.seconds - (ready - begin))
+    work = [span for _, span in step.recorded(Span)]
+    decoding = [span for span in work if span.role == "decode"]
+    calls = [span for span in work if span.role == "score"]
+    rounds = [each for _, each in step.recorded(Decoded)] or [Decoded()]
+    answered = {stage: answer.at for stage, answer in step.recorded(ScorerAnswer)}
+    begin = min((span.start for span in decoding or calls), default=0.0)
+    cut = max((span.end for span in decoding), default=begin)
+    rest = max(0.0, report.seconds - (max([cut, *answered.values()]) - begin))
     if step.lookahead:
-        rest = sum(training.seconds for _, training in step.recorded(TrainingPhase))
+        rest = math.fsum(span.end - span.start for span in work if span.role == "update")
     return Observation(
         step=report.index,
         seconds=report.seconds,
-        decode_seconds=sum(phase.end - phase.start for phase in phases),
-        decode_steps=sum(phase.decode_steps for phase in phases),
-        tokens=sum(phase.tokens for phase in phases),
-        rows=phases[0].rows,
-        finished=tuple(length for phase in phases for length in phase.finished),
-        capped=sum(phase.capped for phase in phases),
-        parked=phases[-1].parked,
+        decode_seconds=math.fsum(span.end - span.start for span in decoding),
+        decode_steps=sum(each.decode_steps for each in rounds),
+        tokens=sum(each.tokens for each in rounds),
+        rows=rounds[0].rows,
+        finished=tuple(length for each in rounds for length in each.finished),
+        capped=sum(each.capped for each in rounds),
+        parked=rounds[-1].parked,
         scoring=tuple(
-            _scoring(stage, [call for name, call in calls if name == stage and call.end <= last], end)
-            for stage, last in sorted(ends.items())
+            _scoring(stage, [call for call in calls if call.track == stage and call.end <= last], cut)
+            for stage, last in sorted(answered.items())
         ),
         rest_seconds=rest,
         score=report.score,
         mismatch_kl=_finite(report, "mismatch/kl"),
         effective_samples=_finite(report, "mismatch/ess"),
         lookahead=step.lookahead,
+        chunk=rounds[0].chunk,
     )
 
 
@@ -161,7 +166,7 @@ def _finite(report: StepReport, name: str) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _scoring(stage: str, calls: Sequence[ScorerCall], cut: float) -> Scoring:
+def _scoring(stage: str, calls: Sequence[Span], cut: float) -> Scoring:
     return Scoring(
         stage,
         before=sum(max(0.0, min(call.end, cut) - call.start) for call in calls),

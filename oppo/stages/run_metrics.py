@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping
 
 from oppo.graph import Step
-from oppo.overlap import work_occupation
+from oppo.observe import Span
+from oppo.overlap import occupation
 
 
 def run_metrics(step: Step, seconds: float, tokens: float | None) -> Mapping[str, float]:
@@ -15,15 +16,15 @@ def run_metrics(step: Step, seconds: float, tokens: float | None) -> Mapping[str
     Scoring of this step is hidden by decoding and training of any step that is alive beside it.
 
     Args:
-        step: with the work that its stages noted (:meth:`oppo.Step.working`).
+        step: with the work that its stages recorded (:meth:`oppo.Step.working`).
         seconds: of the step.
         tokens: of the trained responses; ``None`` without any.
     """
     metrics: dict[str, float] = {"timing_s/step": seconds}
     if tokens is not None and seconds > 0:
         metrics["throughput/tokens_per_s"] = tokens / seconds
-    own = [span for span in step.work if span.details["step"] == step.index]
-    busy = work_occupation(own, beside=step.work)
+    own = [span for _, span in step.recorded(Span)]
+    busy = occupation(own, beside=step.work)
     if own:
         metrics |= {
             "timing_s/decode": busy.decode,

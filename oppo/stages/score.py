@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Final, Generic, Self, TypeVar, cast
 
@@ -21,7 +21,8 @@ from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Preempted, Preemptible
 from oppo.scorer_protocols import ConcurrentScorer, ReportsSamples
 from oppo.stages.backlog import Backlog, Growth
 from oppo.stages.contract import require_count, require_model
-from oppo.stages.measure import Samples, ScorerCall
+from oppo.stages.following import Following
+from oppo.stages.measure import Averaged, ScorerAnswer
 
 T = TypeVar("T")
 
@@ -36,12 +37,13 @@ class SessionState:
     Attributes:
         version: of the weights that read it.
         length: tokens read.
-        read: the events, kept for a scorer that follows the trainer: it reads them again if the rollout is carried.
+        events: those that it read or, of older weights, passed over; kept for a scorer that follows the trainer, which
+            reads all of them again if the rollout is carried.
     """
 
     version: int
     length: int = 0
-    read: list[Growth] = field(default_factory=list)
+    events: list[Growth] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -55,9 +57,10 @@ class Score(Generic[T]):
 
     A session of older weights is dropped and replayed once, when its rollout finishes. A scorer that follows the
     trainer forgets parked rollouts at once, since its weights are about to change, and reads them again in the next
-    step before they finish.
+    step before they finish. Its weights are published to :attr:`follower`.
 
-    A :class:`~oppo.scorer_protocols.ConcurrentScorer` is called for rollouts that finish while it still scores others.
+    A :class:`~oppo.scorer_protocols.ConcurrentScorer` of frozen weights is called for rollouts that finish while it
+    still scores others.
 
     A scorer that cannot score a rollout returns a ``Drop`` in place of its value: that rollout is not trained.
 
@@ -85,18 +88,33 @@ class Score(Generic[T]):
         require_model(self.scorer, "Scorer", ("version", "extend", "finish", "forget"))
         self._prioritised = prioritised(self.scorer)
         self._slice = self.scorer.time_slice if isinstance(self.scorer, TimeSliced) else DEFAULT_TIME_SLICE
-        self._follows = isinstance(self.scorer, Follower)
-        self._concurrent = isinstance(self.scorer, ConcurrentScorer) and self.scorer.concurrent
+        self._following = Following(self.scorer, newest=bool(self.after)) if isinstance(self.scorer, Follower) else None
+        concurrent = isinstance(self.scorer, ConcurrentScorer) and self.scorer.concurrent
+        self._concurrent = concurrent and self._following is None
+
+    @property
+    def follower(self) -> Following | None:
+        """What the trainer's weights are published to, for a scorer that follows them; ``None`` for a frozen one."""
+        return self._following
 
     async def __aenter__(self) -> Self:
+        if isinstance(self.scorer, AbstractAsyncContextManager):
+            await self.scorer.__aenter__()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
-        """Forget every session."""
+        """Forget every session, and leave the scorer; one that follows the trainer has the newest weights then."""
         self._carried.clear()
-        await self._forget(list(self._sessions), IN_ORDER)
+        async with AsyncExitStack() as closing:
+            if isinstance(self.scorer, AbstractAsyncContextManager):
+                closing.push_async_exit(self.scorer)
+            try:
+                if self._following is not None:
+                    await self._following.close(failed=error is not None)
+            finally:
+                await self._forget(list(self._sessions), IN_ORDER)
 
     async def run(self, rollout: Receiver[RolloutEvent], /, *, out: Sender[Scored[T] | Drop], step: Step) -> None:
         """Score one step's finished rollouts."""
@@ -105,9 +123,13 @@ class Score(Generic[T]):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._listen, rollout, backlog, name="listen")
                 await step.previous(*filter(None, [self.after]))
+                if self._following is not None:
+                    await self._following.begin(step)
                 while await backlog.has_work():
                     await self._score_finished(backlog, out, step, tasks)
                     await self._read_ahead(backlog, step)
+        if self._following is not None:
+            await self._following.end(step)
 
     async def _listen(self, rollout: Receiver[RolloutEvent], backlog: Backlog) -> None:
         """Collect events, also while the scorer works; those carried from the last step come first."""
@@ -122,21 +144,25 @@ class Score(Generic[T]):
     ) -> None:
         """Score the finished rollouts; forget those that will not finish with the present session."""
         outcomes = backlog.take_outcomes()
-        with Urgent() as priority:
-            await self._read(outcomes.unread, step, priority)
-            await self._replay(outcomes.finished, step, priority)
-            if self._concurrent:
-                tasks.start_soon(self._finish, outcomes.finished, out, step, IN_ORDER, name="finish")
-            else:
-                await self._finish(outcomes.finished, out, step, priority)
+        scores: list[Scored[T] | Drop] = []
+        async with self._same_weights():
+            with Urgent() as priority:
+                await self._read(outcomes.unread, step, priority)
+                await self._replay(outcomes.finished, step, priority)
+                if self._concurrent:
+                    tasks.start_soon(self._finish_apart, outcomes.finished, out, step, name="finish")
+                else:
+                    scores = await self._finish(outcomes.finished, step, priority)
+        for score in scores:
+            await out.send(score)
         for drop in outcomes.dropped:
             await out.send(drop)
         closed: list[Drop | Defer] = [*outcomes.dropped]
-        closed += [event for event in outcomes.deferred if event.restart or self._follows]
+        closed += [event for event in outcomes.deferred if event.restart or self._following]
         for event in closed:
             unread, session = backlog.take_unread(event.rollout), self._sessions.get(event.rollout)
             if isinstance(event, Defer) and not event.restart:
-                self._carried += [*(session.read if session else []), *unread]
+                self._carried += [*(session.events if session else []), *unread]
         await self._forget(sorted(event.rollout for event in closed), IN_ORDER)
 
     async def _read_ahead(self, backlog: Backlog, step: Step) -> None:
@@ -144,44 +170,55 @@ class Score(Generic[T]):
         known = self._seconds_per_token
         portion = backlog.portion(self._slice.seconds / known if known else math.inf)
         with suppress(Preempted):
-            await self._read(portion, step, Preemptible(backlog.is_urgent))
+            async with self._same_weights():
+                await self._read(portion, step, Preemptible(backlog.is_urgent))
             backlog.mark_read(portion)
 
-    async def _finish(
-        self, finished: Sequence[Finish], out: Sender[Scored[T] | Drop], step: Step, priority: Priority
-    ) -> None:
-        """Send the scorer's value of each."""
+    def _same_weights(self) -> AbstractAsyncContextManager[object]:
+        """Keep the scorer's weights as they are for as long as the context lasts."""
+        return nullcontext() if self._following is None else self._following.reading()
+
+    async def _finish_apart(self, finished: Sequence[Finish], out: Sender[Scored[T] | Drop], step: Step) -> None:
+        for score in await self._finish(finished, step, IN_ORDER):
+            await out.send(score)
+
+    async def _finish(self, finished: Sequence[Finish], step: Step, priority: Priority) -> list[Scored[T] | Drop]:
+        """Return the scorer's value of each."""
         if not finished:
-            return
-        with _recorded(finished, step, answered=True):
+            return []
+        with _working(finished, step, "finish"):
             values = await self._prioritised.finish(finished, priority=priority)
             require_count(values, len(finished), "finish() of the scorer")
+        step.record(ScorerAnswer(anyio.current_time()))
         if isinstance(self.scorer, ReportsSamples):
-            step.record(Samples(self.scorer.samples()))
+            step.record(Averaged(self.scorer.samples()))
         for event in finished:
             del self._sessions[event.rollout]
-        for event, value in zip(finished, values, strict=True):
-            if isinstance(value, Drop):
-                await out.send(Drop(event.rollout, value.reason))
-            else:
-                await out.send(Scored(event.rollout, value, self.scorer.version))
+        return [
+            replace(value, rollout=event.rollout)
+            if isinstance(value, Drop)
+            else Scored(event.rollout, value, self.scorer.version)
+            for event, value in zip(finished, values, strict=True)
+        ]
 
     async def _read(self, events: Sequence[Growth], step: Step, priority: Priority) -> None:
         """Read the events of valid sessions."""
         accepted = [event for event in events if self._accepts(event)]
-        if not accepted:
-            return
+        if accepted:
+            await self._extend(accepted, step, priority)
+        for event in events if self._following is not None else ():
+            if session := self._sessions.get(event.rollout):
+                session.events.append(event)
+
+    async def _extend(self, accepted: Sequence[Growth], step: Step, priority: Priority) -> None:
         start = anyio.current_time()
-        with _recorded(accepted, step, answered=False):
+        with _working(accepted, step, "extend"):
             await self._prioritised.extend(accepted, priority=priority)
         measured = (anyio.current_time() - start) / max(1, sum(len(event.tokens) for event in accepted))
         known = self._seconds_per_token
         self._seconds_per_token = min(measured, self._slice.rise * known) if known else measured
         for event in accepted:
-            session = self._sessions[event.rollout]
-            session.length += len(event.tokens)
-            if self._follows:
-                session.read.append(event)
+            self._sessions[event.rollout].length += len(event.tokens)
 
     def _accepts(self, event: Growth) -> bool:
         if isinstance(event, Prompt):
@@ -209,13 +246,11 @@ class Score(Generic[T]):
 
 
 @contextmanager
-def _recorded(events: Sequence[Growth | Finish], step: Step, *, answered: bool) -> Iterator[None]:
+def _working(events: Sequence[Growth | Finish], step: Step, label: str) -> Iterator[None]:
     """Record a call of the scorer; name the rollouts in an error."""
-    start = anyio.current_time()
     rollouts = list(dict.fromkeys(event.rollout for event in events))
-    with noted(f"while scoring rollouts {rollouts}"), step.working("finish" if answered else "extend"):
+    with noted(f"while scoring rollouts {rollouts}"), step.working("score", label):
         yield
-    step.record(ScorerCall(start, anyio.current_time(), answered))
 
 
 def prioritised(scorer: Scorer[T]) -> PrioritisedScorer[T]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +95,8 @@ class ScoredRollouts:
         cls,
         rollout: Receiver[RolloutEvent],
         score: Receiver[Scored[float] | Drop],
+        *,
+        each: Callable[[ScoredRollout], Awaitable[None]] | None = None,
         **per_token: Receiver[Scored[FloatArray] | Drop] | None,
     ) -> ScoredRollouts:
         """Return the step's rollouts once all are scored; the trained and the dropped ones in admission order.
@@ -102,6 +104,7 @@ class ScoredRollouts:
         Args:
             rollout: the events that determine which rollouts there are.
             score: of each.
+            each: called with each rollout as soon as it is scored, in an order that depends on timing.
             per_token: ``reference``, ``values`` and ``proximal``; ``None`` for an input that is not connected.
 
         Raises:
@@ -119,10 +122,12 @@ class ScoredRollouts:
         lanes: AsyncIterator[tuple[Any, ...]] = join(
             ends, score, *connected.values(), key=finished_rollout, aside=keep_deferred
         )
-        outcomes = [
-            scored_rollout(end, scored, **dict(zip(connected, results, strict=True)))
-            async for end, scored, *results in lanes
-        ]
+        outcomes: list[ScoredRollout | Drop] = []
+        async for end, scored, *results in lanes:
+            outcome = scored_rollout(end, scored, **dict(zip(connected, results, strict=True)))
+            outcomes.append(outcome)
+            if each is not None and isinstance(outcome, ScoredRollout):
+                await each(outcome)
         outcomes.sort(key=lambda outcome: outcome.rollout)  # the order of the scores depends on timing
         return cls(
             [outcome for outcome in outcomes if isinstance(outcome, ScoredRollout)],

@@ -1,11 +1,15 @@
-"""Update: a batch in, the step's report out; every follower has the new weights by then.
+"""Update: a batch in, the step's report out; every follower has been given the new weights by then.
 
 A token trained in step ``t`` is at most ``max_deferrals + lookahead`` updates older than the weights that are updated.
 Proof: step ``j`` begins when step ``j - 1 - lookahead`` has ended, and a step ends after its update is published, so a
-token written in step ``j`` has version ``j - lookahead`` or a newer one. Its rollout is deferred at most
-``max_deferrals`` times, once for each step between its admission and its training, so ``t <= j + max_deferrals``.
-Step ``t`` updates version ``t``, and the lag is at most ``t - (j - lookahead) <= max_deferrals + lookahead``. Weights
-that are published earlier only make it smaller.
+token written in step ``j`` has version ``j - lookahead`` or a newer one. Its rollout enters step ``i``, at the start or
+while others are decoded, and is deferred once for each step from then to its training, so ``i <= j <= t``, and
+``t <= i + max_deferrals`` where each rollout of that age has a place in the batch. It has: the cut waits for it, and at
+most ``extra <= batch`` units are carried into a step. For a step owns at most ``batch + extra`` units, and those that
+join it while it is decoded are counted: when ``batch`` of them are placed, at most ``extra`` are not. Rejected units
+leave their step, and others take their places by the same count. Step ``t`` updates version ``t``, and the lag is at
+most ``t - (j - lookahead) <= max_deferrals + lookahead``. Weights that are published earlier, in flight, only make it
+smaller.
 """
 
 from __future__ import annotations
@@ -22,13 +26,14 @@ from numpy.typing import NDArray
 
 from oppo.admission import bottleneck
 from oppo.errors import ConfigError, ModelDiverged
-from oppo.events import Batch, Drop, StepReport
+from oppo.events import Batch, Drop, Part, StepReport
 from oppo.graph import Receiver, Sender, Step
-from oppo.models import Follower, Trained, Trainer, TrainsByReference
+from oppo.models import Follower, StreamingTrainer, Trained, Trainer
 from oppo.numeric import require_whole
-from oppo.stages.contract import require_model, require_published, require_trained
+from oppo.stages.contract import require_model, require_trained
 from oppo.stages.lengths import LengthBias
-from oppo.stages.measure import TrainingPhase, observation, step_metrics
+from oppo.stages.measure import observation, step_metrics
+from oppo.stages.publishing import Publishing
 from oppo.stages.run_metrics import run_metrics
 from oppo.stages.scored_rollouts import NONFINITE
 
@@ -42,11 +47,15 @@ class Update:
 
     Attributes:
         trainer: owns the weights.
-        publish: the served models that follow them; without lookahead idle by the time of the update.
-        after: names of the stages that use these models, apart from those that wait for an update. With lookahead the
-            weights are published when these have returned in the later steps that are alive: the weights that a step
-            uses then depend on its index and the lookahead alone. When empty, they are published as soon as there are
-            new ones.
+        publish: the served models that follow them, as :func:`followers` returns them; without lookahead idle by the
+            time of the update.
+        after: names of the stages that use these models, but for those that a :class:`~oppo.stages.Score` reads with,
+            which knows when it takes new weights. With lookahead the weights are published when these stages have
+            returned in the later steps that are alive: the weights that a step uses then depend on its index and the
+            lookahead alone. When empty, they are published in flight: as soon as there are new ones, between two decode
+            steps of the policy.
+        held: names of stages that use these models when the update is over, as an evaluation does: the weights are
+            published when these have returned in the step before.
         max_nonfinite: number of consecutive updates with a number that is not finite that ends the run; 0: never.
         dump: writes the last batch of such a run.
     """
@@ -54,17 +63,21 @@ class Update:
     trainer: Trainer
     publish: Sequence[Follower] = ()
     after: Sequence[str] = ()
+    held: Sequence[str] = ()
     max_nonfinite: int = 3
     dump: Dump | None = None
+    _parts: int = field(default=0, init=False, repr=False)
     _nonfinite: int = field(default=0, init=False, repr=False)
     _ended: float = field(default=-math.inf, init=False, repr=False)
     _lengths: LengthBias = field(default_factory=LengthBias, init=False, repr=False)
+    _publishing: Publishing = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         require_whole("max_nonfinite", self.max_nonfinite, 0, error=ConfigError)
         require_model(self.trainer, "Trainer", ("version", "update", "publish"))
         for follower in self.publish:
             require_model(follower, "Follower", ("version", "load"))
+        self._publishing = Publishing(self.trainer, self.publish, self.after, self.held)
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the number of consecutive nonfinite updates, and the lengths of the last responses."""
@@ -75,31 +88,31 @@ class Update:
         self._nonfinite = int(state["nonfinite"])
         self._lengths.load_state_dict(state["lengths"])
 
-    async def run(self, batches: Receiver[Batch], /, *, out: Sender[StepReport], step: Step) -> None:
-        """Train, publish, report.
+    async def run(self, batches: Receiver[Batch | Part], /, *, out: Sender[StepReport], step: Step) -> None:
+        """Train, publish, report; a trainer that can accumulates the parts of the batch that come before it.
 
         Raises:
-            ConfigError: the run looks ahead, and the trainer trains the tensors that a follower serves.
+            ConfigError: the run looks ahead, and the followers cannot be given weights meanwhile: the trainer trains
+                the tensors that one of them serves, or they would change where ``after`` does not wait.
             ModelDiverged: ``max_nonfinite`` consecutive updates had a number that is not finite.
             ProtocolError: the trainer did not count its update, or a follower did not get the new weights.
         """
-        if step.lookahead:
-            self._require_own_weights()
+        self._publishing.require_possible(step)
         async for batch in batches:
+            if isinstance(batch, Part):
+                await self._accumulate(batch, step)
+                continue
             version = self.trainer.version
             scored = anyio.current_time()
+            await self._publishing.settled()
+            begun = anyio.current_time()
             with step.working("update"):
-                trained = await self.trainer.update(batch)
+                trained = await self._train(batch)
             updated = anyio.current_time()
             require_trained(trained, self.trainer, version, batch)
             self._require_finite(batch, trained)
-            await step.later(*self.after)
-            unused = anyio.current_time()
-            with step.working("publish"):
-                await self.trainer.publish(*self.publish)
-            require_published(self.trainer, self.publish)
+            publishing = await self._publishing.publish(step)
             end = anyio.current_time()
-            step.record(TrainingPhase(updated - scored + end - unused))
             rollouts = batch.rollouts
             rows = [row for row, rollout in enumerate(rollouts) if rollout not in trained.nonfinite]
             bias = self._lengths.after(batch)
@@ -121,8 +134,8 @@ class Update:
                     **trained.metrics,
                     **step_metrics(step),
                     "timing_s/rollouts": scored - step.started,
-                    "timing_s/update": updated - scored,
-                    "timing_s/publish": end - unused,
+                    "timing_s/update": updated - begun,
+                    "timing_s/publish": publishing,
                 },
             )
             found = bottleneck(observation(report, step))
@@ -131,13 +144,22 @@ class Update:
             self._ended = end
             await out.send(report)
 
-    def _require_own_weights(self) -> None:
-        shared = [type(each).__name__ for each in self.publish if shares_weights(self.trainer, each)]
-        if shared:
+    async def _accumulate(self, part: Part, step: Step) -> None:
+        if not isinstance(self.trainer, StreamingTrainer):
             raise ConfigError(
-                f"with lookahead {', '.join(shared)} works while {type(self.trainer).__name__} trains, and they have "
-                "tensors in common: give the trainer copies of the models, or choose a lookahead of 0"
+                f"the batch comes in parts, and {type(self.trainer).__name__} takes it whole: leave InParts out, or "
+                "give a trainer with accumulate() and commit() (oppo.models.StreamingTrainer)"
             )
+        self._publishing.require_own_weights("with a batch in parts", "leave InParts out")
+        with step.working("other", "accumulate"):
+            await self.trainer.accumulate(part.batch)
+        self._parts += 1
+
+    async def _train(self, batch: Batch) -> Trained:
+        parts, self._parts = self._parts, 0
+        if parts and isinstance(self.trainer, StreamingTrainer):
+            return await self.trainer.commit(batch)
+        return await self.trainer.update(batch)
 
     def _require_finite(self, batch: Batch, trained: Trained) -> None:
         """Raise ``ModelDiverged`` after too many consecutive nonfinite updates."""
@@ -156,11 +178,6 @@ class Update:
             except Exception as failure:  # noqa: BLE001 - may not hide the error that ends the run: it becomes a note
                 error.add_note(f"and the batch of the last update could not be written: {failure}")
         raise error
-
-
-def shares_weights(trainer: Trainer, follower: Follower) -> bool:
-    """Return whether an update changes what ``follower`` serves before it is published."""
-    return isinstance(trainer, TrainsByReference) and trainer.shares_weights(follower)
 
 
 def nonfinite(batch: Batch, trained: Trained) -> tuple[int, ...]:
@@ -190,7 +207,6 @@ def composition(batch: Batch, version: int) -> Mapping[str, float]:
         return metrics
     lengths = np.diff(batch.offsets)
     lag = version - batch.versions[batch.sampled]
-    deferred = [bool(version > response.versions[0]) for response in batch.responses if len(response)]
     return metrics | {
         "response_length/mean": float(lengths.mean()),
         "response_length/max": float(lengths.max()),
@@ -202,14 +218,8 @@ def composition(batch: Batch, version: int) -> Mapping[str, float]:
         "staleness/lag_0": _mean(lag == 0),
         "staleness/lag_1": _mean(lag == 1),
         "staleness/lag_2plus": _mean(lag > 1),
-        "deferral/trained_late": _mean(np.array(deferred)),
     }
 
 
 def _mean(values: NDArray[np.integer[Any]] | NDArray[np.bool_]) -> float:
     return float(np.mean(values)) if len(values) else 0.0
-
-
-def followers(*models: object) -> tuple[Follower, ...]:
-    """Return the models whose weights follow the trainer's."""
-    return tuple(model for model in models if isinstance(model, Follower))

@@ -7,10 +7,18 @@ from oppo.testing.conformance import check_policy, check_scorer, check_trainer
 from oppo.testing.fake_batch import fake_batch
 from oppo.testing.fake_policy import FakePolicy
 from oppo.testing.fakes import FakeCritic, FakeScorer, FakeTrainer, fake_per_token, fake_scalar, noise, prompts
-from oppo.testing.faulty import FaultyCritic, FaultyPolicy, FaultyScorer, FaultyTrainer, faulty_reward
+from oppo.testing.faulty import (
+    FaultyCritic,
+    FaultyEnvironment,
+    FaultyPolicy,
+    FaultyScorer,
+    FaultyTrainer,
+    faulty_reward,
+)
 from oppo.testing.loop import VirtualTimeLoop, run_virtual
 from oppo.testing.recorder import Happening, Recorder
 from oppo.testing.script import Fault, Flap, Garbage, HalfPublished, Hang, LoseSessions, Raise, Script, Slow
+from oppo.testing.serial import respond_serially, score_serially
 
 __all__ = [
     "FakeCritic",
@@ -19,6 +27,7 @@ __all__ = [
     "FakeTrainer",
     "Fault",
     "FaultyCritic",
+    "FaultyEnvironment",
     "FaultyPolicy",
     "FaultyScorer",
     "FaultyTrainer",
@@ -42,5 +51,7 @@ __all__ = [
     "faulty_reward",
     "noise",
     "prompts",
+    "respond_serially",
     "run_virtual",
+    "score_serially",
 ]

@@ -5,131 +5,36 @@ Each call of ``make`` returns a fresh model, equal to the one before.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TypeAlias, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import anyio
 import anyio.lowlevel
 import numpy as np
 
 from oppo.errors import ProtocolError, as_itself
-from oppo.events import Batch, Finish, Prompt, Response
-from oppo.models import Decode, Follower, Piece, Policy, Scorer, Trainer, Weights
+from oppo.events import Batch, Finish, Prompt
+from oppo.follower_protocols import name_of
+from oppo.models import Follower, Policy, Scorer, Trainer, Weights
+from oppo.testing.check_turns import check_turns
+from oppo.testing.trial import Make, Trial, require
 
 T = TypeVar("T")
-Make: TypeAlias = Callable[[], Awaitable[T]]
 
 
-def require(holds: bool, sentence: str) -> None:
-    """Raise a :class:`ProtocolError` with ``sentence`` unless ``holds``."""
-    if not holds:
-        raise ProtocolError(sentence)
-
-
-@dataclass
-class Transcript:
-    """The pieces read of one rollout."""
-
-    pieces: list[Piece] = field(default_factory=list)
-
-    @property
-    def tokens(self) -> list[tuple[int, bool]]:
-        """All tokens, in order, and whether each was given."""
-        return [(int(token), piece.given) for piece in self.pieces for token in piece.tokens]
-
-    @property
-    def state(self) -> str:
-        """The state of the last piece."""
-        return self.pieces[-1].state if self.pieces else "live"
-
-    def first_half(self, prompt: Prompt) -> Response:
-        """Return the response to ``prompt`` as it was after half of the pieces."""
-        half, start = Response.empty(prompt), 0
-        for piece in self.pieces[: len(self.pieces) // 2]:
-            half = half.then(piece.event(prompt.rollout, start))
-            start += len(piece.tokens)
-        return half
-
-
-@dataclass
-class _Trial:
-    """One policy, its decodes, and the rollouts reported to the cut."""
-
-    policy: Policy
-    prompts: Sequence[Prompt]
-    decodes: Sequence[Decode]
-    transcripts: list[Transcript]
-    reported: list[int] = field(default_factory=list)
-    cut_at: int = 1_000_000
-    has_cut: bool = False
-
-    def cut(self, finished: Sequence[int]) -> bool:
-        require(not self.has_cut, f"cut() was called with {finished} after it had answered true")
-        require(len(finished) > 0, "cut() was called though nothing had finished")
-        again = set(finished) & set(self.reported)
-        require(not again, f"rollouts {sorted(again)} were reported to cut() twice")
-        self.reported.extend(finished)
-        self.has_cut = len(self.reported) >= self.cut_at
-        return self.has_cut
-
-    async def decode(self, limit: int, *, cancel_first: bool = False) -> None:
-        """Decode one step and read all of it, ``limit`` tokens at a time."""
-        self.has_cut = False
-        live = [k for k, transcript in enumerate(self.transcripts) if transcript.state in {"live", "cut"}]
-        decoding = self.policy.decoding([self.decodes[k] for k in live], self.cut)
-        with as_itself():
-            async with decoding, anyio.create_task_group() as readers:
-                for k in live:
-                    readers.start_soon(self.read, k, limit, cancel_first)
-
-    async def read(self, k: int, limit: int, cancel_first: bool = False) -> None:
-        if cancel_first:
-            with anyio.move_on_after(0):
-                self.transcripts[k].pieces.append(await self.decodes[k].read(limit))
-            if self.transcripts[k].state not in {"live", "cut"}:
-                return
-        rollout = self.prompts[k].rollout
-        while True:
-            piece = await self.decodes[k].read(limit)
-            _check_piece(rollout, piece, limit, self.transcripts[k].pieces)
-            self.transcripts[k].pieces.append(piece)
-            if piece.state in {"eos", "stop", "length"}:
-                require(
-                    rollout in self.reported, f"rollout {rollout}: its last piece was readable before cut() was called"
-                )
-            if piece.state != "live":
-                return
-
-
-def _check_piece(rollout: int, piece: Piece, limit: int, earlier: Sequence[Piece]) -> None:
-    n = len(piece.tokens)
-    require(n == len(piece.logprobs) == len(piece.versions), f"rollout {rollout}: a piece's arrays differ in length")
-    require(n <= limit, f"rollout {rollout}: read({limit}) returned {n} tokens")
-    require(n > 0 or piece.state == "cut", f"rollout {rollout}: an empty piece with state {piece.state!r}")
-    for before in earlier[-1:]:
-        have, whole = len(before.tokens), before.state != "live" or before.given is not piece.given
-        require(whole or have == limit, f"rollout {rollout}: a live piece holds {have} of {limit} tokens")
-    if not piece.given:
-        require(bool(np.all(piece.logprobs <= 0)), f"rollout {rollout}: a log-prob is above 0")
-        require(
-            piece.support.describes(n) and bool(piece.support.holds(piece.tokens).all()),
-            f"rollout {rollout}: a token of a piece is outside of its own support",
-        )
-
-
-async def _trial(make: Make[Policy], prompts: Sequence[Prompt]) -> _Trial:
+async def _trial(make: Make[Policy], prompts: Sequence[Prompt]) -> Trial:
     policy = await make()
     decodes = await policy.open(prompts)
     require(len(decodes) == len(prompts), f"open() of {len(prompts)} prompts returned {len(decodes)} decodes")
-    return _Trial(policy, prompts, decodes, [Transcript() for _ in prompts])
+    return Trial(policy, prompts, decodes)
 
 
 async def check_policy(make: Make[Policy], prompts: Sequence[Prompt]) -> None:
     """Check that a policy keeps the contract of :class:`oppo.models.Policy`.
 
     Args:
-        make: returns a fresh policy; its responses must differ in length by some tokens.
+        make: returns a fresh policy; its responses must differ in length by some tokens. If it has the capability of
+            turns, some must end with one, at a stop token.
         prompts: at least three, with rollout numbers in admission order.
 
     Raises:
@@ -137,7 +42,7 @@ async def check_policy(make: Make[Policy], prompts: Sequence[Prompt]) -> None:
     """
     whole = await _trial(make, prompts)
     await whole.decode(limit=3)
-    expected = [transcript.tokens for transcript in whole.transcripts]
+    expected = whole.tokens
     require(
         sorted(whole.reported) == sorted(p.rollout for p in prompts),
         "cut() was not called with every rollout that ended",
@@ -145,32 +50,34 @@ async def check_policy(make: Make[Policy], prompts: Sequence[Prompt]) -> None:
     for limit in (1, 1_000_000):
         other = await _trial(make, prompts)
         await other.decode(limit)
-        require([t.tokens for t in other.transcripts] == expected, f"read({limit}) gives other tokens than read(3)")
+        require(other.tokens == expected, f"read({limit}) gives other tokens than read(3)")
     cancelled = await _trial(make, prompts)
     await cancelled.decode(limit=2, cancel_first=True)
-    require([t.tokens for t in cancelled.transcripts] == expected, "a cancelled read lost or doubled tokens")
+    require(cancelled.tokens == expected, "a cancelled read lost or doubled tokens")
     await _check_cut(make, prompts, expected)
     await _check_leaving(make, prompts)
     await _check_joining(make, prompts, expected)
     await _check_loading(make, prompts)
     if whole.policy.capabilities.resumes != "refused":
         await _check_resuming(make, whole)
+    if whole.policy.capabilities.turns:
+        await check_turns(make, prompts, whole)
 
 
 async def _check_cut(make: Make[Policy], prompts: Sequence[Prompt], expected: list[list[tuple[int, bool]]]) -> None:
     trial = await _trial(make, prompts)
     steps = 0
-    while any(transcript.state in {"live", "cut"} for transcript in trial.transcripts):
+    while trial.live:
         trial.cut_at = len(trial.reported) + 1
         before = len(trial.reported)
         await trial.decode(limit=4)
         steps += 1
         require(len(trial.reported) > before, "a decoding with live rollouts ended though nothing finished")
-        ended = {p.rollout for p, t in zip(prompts, trial.transcripts, strict=True) if t.state not in {"live", "cut"}}
+        ended = {p.rollout for p, t in zip(prompts, trial.transcripts, strict=True) if t.ended}
         require(ended == set(trial.reported), f"ended: {sorted(ended)}, reported to cut(): {sorted(trial.reported)}")
     require(steps > 1, "every response ended in the same decode step: give prompts whose responses differ in length")
     require(
-        [t.tokens for t in trial.transcripts] == expected,
+        trial.tokens == expected,
         "parked and resumed rollouts have other tokens than uncut ones",
     )
     for transcript in trial.transcripts:
@@ -178,20 +85,19 @@ async def _check_cut(make: Make[Policy], prompts: Sequence[Prompt], expected: li
         require(bool(np.all(np.diff(versions) >= 0)), "the versions of a rollout decrease")
 
 
-async def _check_resuming(make: Make[Policy], whole: _Trial) -> None:
+async def _check_resuming(make: Make[Policy], whole: Trial) -> None:
     halves = [t.first_half(prompt) for prompt, t in zip(whole.prompts, whole.transcripts, strict=True)]
     policy = await make()
-    trial = _Trial(policy, whole.prompts, await policy.open(halves), [Transcript() for _ in halves])
+    trial = Trial(policy, whole.prompts, await policy.open(halves))
     await trial.decode(limit=4)
     resumed = [
         [*zip(half.tokens.tolist(), (~half.sampled).tolist(), strict=True), *t.tokens]
         for half, t in zip(halves, trial.transcripts, strict=True)
     ]
-    ended = [transcript.state not in {"live", "cut"} for transcript in trial.transcripts]
-    require(all(ended), "responses that were opened half-written did not go on to an end")
+    require(not trial.live, "responses that were opened half-written did not go on to an end")
     if policy.capabilities.resumes == "with the same tokens":
         require(
-            resumed == [t.tokens for t in whole.transcripts],
+            resumed == whole.tokens,
             "responses that were opened half-written did not go on as they were written",
         )
 
@@ -204,17 +110,32 @@ async def _check_joining(make: Make[Policy], prompts: Sequence[Prompt], expected
         async with trial.policy.decoding([first], trial.cut) as decoding:
             try:
                 await decoding.add(others)
-                await decoding.park(others[:1])
             except ProtocolError:
                 refused = True
             async with anyio.create_task_group() as readers:
                 for k in range(1 if refused else len(prompts)):
                     readers.start_soon(trial.read, k, 3)
-    require(refused is not adds, f"adds_while_decoding is {adds}, but add() and park() did {'not ' * refused}work")
+    require(refused is not adds, f"adds_while_decoding is {adds}, but add() did {'not ' * refused}work")
     if adds:
-        require(trial.transcripts[1].state == "cut", "a rollout that was parked was decoded on")
-        await trial.decode(limit=3)
-        require([t.tokens for t in trial.transcripts] == expected, "rollouts that joined or left have other tokens")
+        require(trial.tokens == expected, "rollouts that joined others have other tokens")
+        await _check_joining_late(make, prompts, expected)
+
+
+async def _check_joining_late(
+    make: Make[Policy], prompts: Sequence[Prompt], expected: list[list[tuple[int, bool]]]
+) -> None:
+    trial = await _trial(make, prompts)
+    trial.cut_at = 1
+    with as_itself():
+        async with trial.policy.decoding(trial.decodes[:1], trial.cut) as decoding:
+            await trial.read(0, 3)
+            await decoding.add(trial.decodes[1:])
+            await trial.read(1, 3)
+    late = trial.transcripts[1]
+    require(late.state == "cut" and not late.tokens, "a rollout that joined after the cut was decoded")
+    trial.cut_at = 1_000_000
+    await trial.decode(limit=3)
+    require(trial.tokens == expected, "rollouts that joined after the cut have other tokens")
 
 
 async def _check_loading(make: Make[Policy], prompts: Sequence[Prompt]) -> None:
@@ -230,7 +151,6 @@ async def _check_loading(make: Make[Policy], prompts: Sequence[Prompt]) -> None:
 
     with as_itself():
         async with anyio.create_task_group() as tasks, policy.decoding(trial.decodes, trial.cut):
-            trial.transcripts[0].pieces.append(await trial.decodes[0].read(1))
             tasks.start_soon(load)
             await anyio.lowlevel.checkpoint()
             async with anyio.create_task_group() as readers:
@@ -329,5 +249,5 @@ async def check_trainer(make: Make[Trainer], batch: Batch, followers: Sequence[F
         strangers = set(rollouts) - set(batch.rollouts)
         require(not strangers, f"{name} names rollouts that are not in the batch: {sorted(strangers)}")
     await trainer.publish(*followers)
-    behind = [type(follower).__name__ for follower in followers if follower.version != trainer.version]
+    behind = [name_of(follower) for follower in followers if follower.version != trainer.version]
     require(not behind, f"publish() left followers at another version than {trainer.version}: {behind}")

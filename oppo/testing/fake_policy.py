@@ -1,5 +1,8 @@
 """A fake actor with a cost model: it decodes all rollouts together, or each at its own pace.
 
+It reads what it has no keys and values of before it goes on with a rollout: the prompt, a tool's answer, and everything
+once more when other weights were loaded, unless ``on_publish`` keeps the old ones.
+
 A fake token is a hash of (seed, admission, sample, position); a fake log-prob also depends on the version of the
 weights. Code that mixes up rollouts, positions or versions gets other numbers.
 """
@@ -9,7 +12,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import anyio
 import anyio.lowlevel
@@ -18,10 +21,13 @@ from anyio.abc import TaskGroup
 
 from oppo.declared import require_declared
 from oppo.errors import ProtocolError, as_itself
-from oppo.events import FloatArray, Given, IntArray, Prompt, Response
-from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Piece, PieceState, Weights
+from oppo.events import Given, IntArray, Prompt, Response
+from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Weights
 from oppo.support import Support
-from oppo.testing.fakes import noises, require_seconds
+from oppo.testing.fake_decode import FakeDecode
+from oppo.testing.fakes import ReadSeconds, require_seconds
+
+__all__ = ["FakeDecode", "FakePolicy", "Length", "StepSeconds"]
 
 Length: TypeAlias = Callable[[Prompt], int]
 
@@ -30,148 +36,10 @@ StepSeconds: TypeAlias = Callable[[int, int], float]
 
 
 @dataclass(eq=False)
-class FakeDecode:
-    """A decode of :class:`FakePolicy`.
-
-    Attributes:
-        ends: the lengths of the response at which its turns end; an answer moves those after it.
-        answers: what was given after turns, by its position.
-        waiting: a turn has ended, and nothing has come of it yet.
-    """
-
-    policy: FakePolicy
-    prompt: Prompt
-    length: int
-    made: int = 0
-    taken: int = 0
-    closed: bool = False
-    versions: list[int] = field(default_factory=list)
-    ends: list[int] = field(default_factory=list)
-    answers: dict[int, IntArray] = field(default_factory=dict)
-    waiting: bool = False
-    _full: bool = False
-    _wanted: int = 0
-    _grown: anyio.Event = field(default_factory=anyio.Event)
-    _turned: anyio.Event = field(default_factory=anyio.Event)
-
-    @property
-    def done(self) -> bool:
-        """Whether the response is complete."""
-        return self.made >= self.length and not self.waiting
-
-    def grow(self) -> None:
-        """Make one token, with the policy's current weights."""
-        self.made += 1
-        self.versions.append(self.policy.version)
-        self.waiting = self.made in self.ends and self.made < self.length
-
-    async def turn(self) -> IntArray | None:
-        """Return the tokens of the turn once it has ended; see :class:`oppo.turns.TurnDecode`."""
-        await anyio.lowlevel.checkpoint()
-        while self.policy.is_decoding(self) and not self.waiting:
-            self._turned = anyio.Event()
-            await self._turned.wait()
-        start = max((at + len(given) for at, given in self.answers.items()), default=0)
-        return self.tokens(start, self.made) if self.waiting and self.policy.is_decoding(self) else None
-
-    def proceed(self, given: IntArray) -> bool:
-        """Go on after a turn; see :class:`oppo.turns.TurnDecode`."""
-        if not self.policy.is_decoding(self):
-            return False
-        if self.made + len(given) >= self.policy.cap:
-            self._full = True
-            return self.finish()
-        self.answers[self.made] = given
-        self.ends = [end + len(given) for end in self.ends if end > self.made]
-        self.length = min(self.policy.cap, self.length + len(given))
-        self.made += len(given)
-        self.versions += [self.versions[-1]] * len(given)
-        self.waiting = False
-        self.policy.rejoin(self)
-        return True
-
-    def finish(self) -> bool:
-        """End the response with its turn; see :class:`oppo.turns.TurnDecode`."""
-        if not self.policy.is_decoding(self):
-            return False
-        self.length, self.waiting = self.made, False
-        self.policy.end(self)
-        return True
-
-    def wake(self) -> None:
-        """Wake the reader if it has all that it waits for, or if decoding stopped."""
-        if self.made >= self._wanted or not self.policy.is_decoding(self) or self._at_turn():
-            self._grown.set()
-        if self.waiting or not self.policy.is_decoding(self):
-            self._turned.set()
-
-    def _at_turn(self) -> bool:
-        """Whether there is something to read before a turn goes on, or of an answer."""
-        return self.made > self.taken and (
-            self.waiting or any(at + len(given) > self.taken for at, given in self.answers.items())
-        )
-
-    async def read(self, limit: int) -> Piece:
-        """Return the next tokens; see :class:`oppo.models.Decode`.
-
-        Raises:
-            ProtocolError: the decode is closed.
-        """
-        if self.closed:
-            raise ProtocolError(f"rollout {self.prompt.rollout} was given up, so it cannot be read")
-        self._wanted = self.taken + limit
-        while self.made < self._wanted and self.policy.is_decoding(self) and not self._at_turn():
-            self._grown = anyio.Event()
-            await self._grown.wait()
-        start, answers = self.taken, self._given()
-        borders = [end for answer in answers for end in (answer.start, answer.stop) if end > start]
-        self.taken = stop = min(self.made, start + limit, *borders)  # no piece mixes given and sampled tokens
-        tokens = self.tokens(start, stop)
-        return Piece(
-            tokens,
-            self.logprobs(start, stop),
-            np.array(self.versions[start:stop], np.int32),
-            self._state(),
-            self.policy.support(tokens),
-            given=any(start in answer for answer in answers),
-        )
-
-    def _given(self) -> list[range]:
-        """Return the positions that were given."""
-        return [self.policy.given(self.prompt), *(range(at, at + len(each)) for at, each in self.answers.items())]
-
-    def _state(self) -> PieceState:
-        if self.taken < self.made or (not self.done and self.policy.is_decoding(self)):
-            return "live"
-        if not self.done:
-            return "cut"
-        return "length" if self._full or self.length >= self.policy.cap else "eos"
-
-    def tokens(self, start: int, stop: int) -> IntArray:
-        """Return the tokens at positions ``start .. stop``, int32 [stop - start]."""
-        key = (self.policy.seed, self.prompt.admission, self.prompt.sample)
-        tokens = (noises(key, range(start, stop)) * 50_000).astype(np.int32)
-        for at, given in self.answers.items():
-            here = slice(max(at, start), min(at + len(given), stop))
-            if here.start < here.stop:
-                tokens[here.start - start : here.stop - start] = given[here.start - at : here.stop - at]
-        return tokens
-
-    def logprobs(self, start: int, stop: int) -> FloatArray:
-        """Return the log-probs of the tokens at positions ``start .. stop``, float32 [stop - start]."""
-        key = (self.policy.seed, self.prompt.rollout)
-        return (-4 * noises(key, range(start, stop), self.versions[start:stop])).astype(np.float32)
-
-    async def aclose(self) -> None:
-        """Close the decode."""
-        self.closed = True
-
-
-@dataclass(eq=False)
 class FakePolicy:
     """An actor whose decode step serves every live rollout, or that decodes each at its own pace.
 
-    While its context is open, it also is the :class:`~oppo.models.Decoding` that rollouts join and leave.
+    While its context is open, it also is the :class:`~oppo.models.Decoding` that rollouts join.
 
     Attributes:
         length: tokens in the response to a prompt, before the cap.
@@ -184,7 +52,10 @@ class FakePolicy:
         holds: decoding waits while a turn is unanswered, as that of an exact engine does.
         kept: the number of ids in each token's support; 0: all.
         capabilities: those it claims; it implements all of them.
+        reading: seconds for each token that is read before its rollout goes on, or a function of the positions read.
+        on_publish: whether keys and values of other weights are computed again or kept.
         tokens: made so far.
+        prefilled: tokens read so far before their rollouts went on.
 
     Example:
         >>> a_row_costs = FakePolicy(seconds=lambda rows, tokens: 0.01 + 0.001 * rows)
@@ -202,16 +73,22 @@ class FakePolicy:
     version: int = 0
     tokens: int = 0
     capabilities: Capabilities = field(default_factory=lambda: Capabilities(turns=True))
+    reading: float | ReadSeconds = 0.0
+    on_publish: Literal["recompute", "keep"] = "recompute"
+    prefilled: int = 0
 
     def __post_init__(self) -> None:
         require_declared(self)
         require_seconds("seconds of FakePolicy", self.seconds)
+        require_seconds("reading of FakePolicy", self.reading)
         self._live: dict[FakeDecode, None] = {}  # an ordered set
         self._waiting: dict[FakeDecode, None] = {}
         self._cut: Cut | None = None
         self._over: anyio.Event | None = None
         self._loops: TaskGroup | None = None
         self._stepping = False
+        self._loads = 0
+        self._incoming: list[tuple[int, anyio.Event]] = []
 
     async def open(self, rollouts: Sequence[Prompt | Response]) -> Sequence[FakeDecode]:
         """Make a decode for each; that of a response goes on after its tokens."""
@@ -236,7 +113,7 @@ class FakePolicy:
         return decodes
 
     async def load(self, weights: Weights) -> None:
-        """Follow the trainer, at once or when decoding ends.
+        """Follow the trainer: between two decode steps, or when decoding ends.
 
         Raises:
             ProtocolError: the policy is decoding, and its capabilities exclude loading meanwhile.
@@ -245,7 +122,19 @@ class FakePolicy:
             raise ProtocolError("weights were published while the policy was decoding")
         if self._over is not None and self.capabilities.loads_while_decoding == "when decoding ends":
             await self._over.wait()
-        self.version = weights.version
+        adopted = anyio.Event()
+        self._incoming.append((weights.version, adopted))
+        if not self._stepping:
+            self._adopt()
+        await adopted.wait()
+
+    def _adopt(self) -> None:
+        """Serve the weights that have come."""
+        incoming, self._incoming = self._incoming, []
+        for version, adopted in incoming:
+            self.version = version
+            self._loads += 1
+            adopted.set()
 
     def decoding(self, live: Sequence[Decode], cut: Cut) -> AbstractAsyncContextManager[Decoding]:
         """Decode while the context is open."""
@@ -279,12 +168,15 @@ class FakePolicy:
     async def add(self, decodes: Sequence[Decode]) -> None:
         """Decode these as well, from the next decode step on.
 
+        Those that come after the cut stay parked.
+
         Raises:
-            ProtocolError: the step has been cut.
+            ProtocolError: the policy is not decoding.
         """
-        for decode in self.mine(decodes):
-            if self._cut is None or self._loops is None:
-                raise ProtocolError(f"rollout {decode.prompt.rollout} was added to a decoding that has been cut")
+        mine = self.mine(decodes)
+        if self._loops is None:
+            raise ProtocolError(f"{len(decodes)} rollouts were added to a decoding that has ended")
+        for decode in mine if self._cut is not None else ():
             if decode.waiting:
                 self._waiting[decode] = None
             elif not decode.done:
@@ -315,13 +207,6 @@ class FakePolicy:
         elif self._loops is not None:
             self._loops.start_soon(self.decode_together)
 
-    async def park(self, decodes: Sequence[Decode]) -> None:
-        """Stop decoding these."""
-        for decode in self.mine(decodes):
-            self._live.pop(decode, None)
-            self._waiting.pop(decode, None)
-            decode.wake()
-
     def support(self, tokens: IntArray) -> Support:
         """Return the support of tokens: each token and the ``kept - 1`` ids after it."""
         if not self.kept:
@@ -341,17 +226,34 @@ class FakePolicy:
         try:
             while self._live and not (self.holds and self._waiting):
                 rows = list(self._live)
-                await anyio.sleep(self._seconds(rows))
+                await anyio.sleep(self._reading(rows) + self._seconds(rows))
                 self.advance([row for row in rows if row in self._live])
+                self._adopt()
         finally:
             self._stepping = False
+            self._adopt()
 
     async def decode_apart(self, decode: FakeDecode, pace: float) -> None:
         """Make the tokens of one rollout until it is done or no longer live."""
         while decode in self._live:
-            await anyio.sleep(pace * self._seconds([decode]))
+            await anyio.sleep(pace * (self._reading([decode]) + self._seconds([decode])))
             if decode in self._live:
                 self.advance([decode])
+
+    def _reading(self, rows: Collection[FakeDecode]) -> float:
+        """Return the seconds in which rows are read up to their last tokens, which the decode step reads."""
+        return sum(self._read(row) for row in rows)
+
+    def _read(self, row: FakeDecode) -> float:
+        if row.loads < 0 or (row.loads != self._loads and self.on_publish == "recompute"):
+            row.filled = -len(row.prompt.tokens)
+        row.loads = self._loads
+        start, stop = row.filled, max(row.made - 1, 0)
+        row.filled = row.made
+        if start >= stop:
+            return 0.0
+        self.prefilled += stop - start
+        return self.reading(start, stop) if callable(self.reading) else self.reading * (stop - start)
 
     def _seconds(self, rows: Collection[FakeDecode]) -> float:
         return self.seconds(len(rows), sum(row.made for row in rows)) if callable(self.seconds) else self.seconds

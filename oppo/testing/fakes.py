@@ -141,6 +141,10 @@ class FakeCritic(FakeScorer[FloatArray]):
         """Follow the trainer."""
         self.version = weights.version
 
+    async def copied(self, weights: Weights) -> Weights:
+        """Return the weights: a version, which no update changes."""
+        return weights
+
 
 @dataclass(eq=False)
 class FakeTrainer:
@@ -150,6 +154,10 @@ class FakeTrainer:
         seconds: of one update, or a function of its batch.
         nonfinite: whether a rollout's minibatch fails.
         publishing: seconds until the followers get the weights.
+        accumulating: seconds of one part of a batch, or a function of it.
+        committing: seconds of the update of a batch whose rows were all accumulated; of each that was not, its share of
+            ``seconds`` is added.
+        parts: the parts of the coming batch.
     """
 
     seconds: float | Callable[[Batch], float] = 0.0
@@ -157,14 +165,35 @@ class FakeTrainer:
     version: int = 0
     batches: list[Batch] = field(default_factory=list)
     publishing: float = 0.0
+    accumulating: float | Callable[[Batch], float] = 0.0
+    committing: float = 0.0
+    parts: list[Batch] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         require_declared(self)
         require_seconds("seconds of FakeTrainer", self.seconds)
+        require_seconds("accumulating of FakeTrainer", self.accumulating)
 
     async def update(self, batch: Batch) -> Trained:
         """Record the batch; the version is one more afterwards."""
-        await anyio.sleep(self.seconds(batch) if callable(self.seconds) else self.seconds)
+        self.parts.clear()
+        await anyio.sleep(_cost(self.seconds, batch))
+        return self._trained(batch)
+
+    async def accumulate(self, part: Batch) -> None:
+        """Record a part of the coming batch."""
+        await anyio.sleep(_cost(self.accumulating, part))
+        self.parts.append(part)
+
+    async def commit(self, batch: Batch) -> Trained:
+        """Record the batch, some rows of which were accumulated."""
+        known = {rollout for part in self.parts for rollout in part.rollouts} & set(batch.rollouts)
+        rest = 1 - len(known) / len(batch) if len(batch) else 0.0
+        self.parts.clear()
+        await anyio.sleep(self.committing + rest * _cost(self.seconds, batch))
+        return self._trained(batch)
+
+    def _trained(self, batch: Batch) -> Trained:
         self.batches.append(batch)
         self.version += 1
         return Trained(
@@ -177,6 +206,10 @@ class FakeTrainer:
         if self.publishing:
             await anyio.sleep(self.publishing)
         await publish(Weights(self.version), followers)
+
+
+def _cost(seconds: float | Callable[[Batch], float], batch: Batch) -> float:
+    return seconds(batch) if callable(seconds) else seconds
 
 
 def prompts(count: int, *, length: int = 3) -> list[Prompt]:

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Generic, Protocol, TypeVar, cast
@@ -38,7 +39,8 @@ from typing import Generic, Protocol, TypeVar, cast
 import numpy as np
 
 from oppo.errors import ModelError, ProtocolError
-from oppo.events import Batch, Chunk, Finish, Given, Prompt, Response
+from oppo.events import Batch, Chunk, Drop, Finish, Given, IntArray, Prompt, Response
+from oppo.follower_protocols import CopiesWeights, name_of
 from oppo.models import (
     Capabilities,
     Cut,
@@ -50,11 +52,13 @@ from oppo.models import (
     Policy,
     RewardFunction,
     Scorer,
+    StreamingTrainer,
     Trained,
     Trainer,
     Weights,
 )
 from oppo.testing.script import Garbage, HalfPublished, LoseSessions, Player, Script, Spoilt
+from oppo.turns import Answer, Environment, MultiTurnPolicy, Turn, TurnDecode
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -103,6 +107,23 @@ class FaultyDecode:
         piece = await self.inner.read(limit)
         return spoilt_piece(piece, fault.what) if isinstance(fault, Garbage) and len(piece.tokens) else piece
 
+    async def turn(self) -> IntArray | None:
+        """Return the tokens of a turn; a fault changes nothing."""
+        await self.player.play("turn")
+        return await self._with_turns.turn()
+
+    def proceed(self, given: IntArray) -> bool:
+        """Go on after a turn."""
+        return self._with_turns.proceed(given)
+
+    def finish(self) -> bool:
+        """End the response with its turn."""
+        return self._with_turns.finish()
+
+    @property
+    def _with_turns(self) -> TurnDecode:
+        return cast("TurnDecode", self.inner)
+
     async def aclose(self) -> None:
         """Give the decode up."""
         await self.player.play("aclose")
@@ -122,13 +143,24 @@ class FaultyPolicy(_FaultyFollower):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Those of its model, except that rollouts cannot join or leave."""
+        """Those of its model, except that rollouts cannot join."""
         return replace(self.inner.capabilities, adds_while_decoding=False)
 
     async def open(self, rollouts: Sequence[Prompt | Response]) -> Sequence[FaultyDecode]:
         """Make a decode for each."""
+        return await self._opened(self.inner.open, rollouts)
+
+    async def open_turns(self, rollouts: Sequence[Prompt | Response]) -> Sequence[FaultyDecode]:
+        """Make a decode with turns for each."""
+        return await self._opened(cast("MultiTurnPolicy", self.inner).open_turns, rollouts)
+
+    async def _opened(
+        self,
+        open_: Callable[[Sequence[Prompt | Response]], Awaitable[Sequence[Decode]]],
+        rollouts: Sequence[Prompt | Response],
+    ) -> Sequence[FaultyDecode]:
         fault = await self.player.play("open")
-        decodes = [FaultyDecode(decode, self.player) for decode in await self.inner.open(rollouts)]
+        decodes = [FaultyDecode(decode, self.player) for decode in await open_(rollouts)]
         return decodes[:-1] if fault == Garbage("count") else decodes
 
     def decoding(self, live: Sequence[Decode], cut: Cut) -> AbstractAsyncContextManager[Decoding]:
@@ -201,6 +233,10 @@ class FaultyCritic(_FaultyFollower, FaultyScorer[T]):
 
     inner: FollowingScorer[T]
 
+    async def copied(self, weights: Weights) -> Weights:
+        """Return a copy of weights, its model's where that can make one."""
+        return await self.inner.copied(weights) if isinstance(self.inner, CopiesWeights) else deepcopy(weights)
+
 
 @dataclass(eq=False)
 class FaultyTrainer:
@@ -222,7 +258,24 @@ class FaultyTrainer:
     async def update(self, batch: Batch) -> Trained:
         """Train on one batch."""
         fault = await self.player.play("update")
-        trained = await self.inner.update(batch)
+        return self._with(fault, await self.inner.update(batch))
+
+    async def accumulate(self, part: Batch) -> None:
+        """Add a part of the coming batch."""
+        await self.player.play("accumulate")
+        await self._streaming().accumulate(part)
+
+    async def commit(self, batch: Batch) -> Trained:
+        """Train on one batch, parts of which were added."""
+        fault = await self.player.play("commit")
+        return self._with(fault, await self._streaming().commit(batch))
+
+    def _streaming(self) -> StreamingTrainer:
+        if not isinstance(self.inner, StreamingTrainer):
+            raise ProtocolError(f"{type(self.inner).__name__} takes batches whole")
+        return self.inner
+
+    def _with(self, fault: object, trained: Trained) -> Trained:
         if fault == Garbage("version"):
             self._behind += 1
         if fault == Garbage("stranger"):
@@ -241,8 +294,28 @@ class FaultyTrainer:
             return
         await self.inner.publish(*followers[: len(followers) // 2])
         if not fault.silent:
-            held = ", ".join(f"{type(one).__name__} has version {one.version}" for one in followers)
+            held = ", ".join(f"{name_of(one)} has version {one.version}" for one in followers)
             raise ModelError(f"publish() of {self.name!r} fails half-way, as its script says: {held}")
+
+
+@dataclass(eq=False)
+class FaultyEnvironment:
+    """An environment with the faults of ``name`` in ``script``."""
+
+    name: str
+    inner: Environment
+    script: Script = ()
+
+    def __post_init__(self) -> None:
+        self.player = Player(self.name, self.script)
+
+    async def answer(self, turn: Turn) -> Answer | Drop | None:
+        """Answer a turn."""
+        fault = await self.player.play("answer")
+        answer = await self.inner.answer(turn)
+        if not isinstance(fault, Garbage) or not isinstance(answer, Answer):
+            return answer
+        return replace(answer, tokens=answer.tokens[:0] if fault.what == "empty" else -1 - answer.tokens)
 
 
 def faulty_reward(name: str, function: RewardFunction, script: Script) -> RewardFunction:

@@ -9,13 +9,15 @@ from typing import Final
 from oppo.errors import GraphError, ProtocolError
 from oppo.events import Batch, Chunk, Defer, Drop, Finish, Given, Prompt, Scored, StepReport, rollout_of
 from oppo.observe import Observer, Span
-from oppo.overlap import Interval, seconds, union, work_occupation
+from oppo.overlap import Interval, occupation, seconds, union
 from oppo.testing.validation import Sent, faults
+from oppo.turns import Answered
 
 NAMES: Final[Mapping[type, str]] = {
     Prompt: "admitted",
     Chunk: "chunk",
     Given: "given",
+    Answered: "answered",
     Defer: "deferred",
     Finish: "finished",
     Drop: "dropped",
@@ -32,8 +34,8 @@ class Happening:
     """Something that happened to a rollout.
 
     Attributes:
-        event: ``admitted``, ``chunk``, ``given``, ``deferred``, ``finished``, ``scored``, ``batched``, ``trained`` or
-            ``dropped``.
+        event: ``admitted``, ``chunk``, ``given``, ``answered``, ``deferred``, ``finished``, ``scored``, ``batched``,
+            ``trained`` or ``dropped``.
         step, stage: where.
         at: loop time, in seconds.
         item: that the stage sent.
@@ -101,7 +103,7 @@ class Recorder(Observer):
     def busy(self, track: str) -> float:
         """Return the seconds in which a stage or a model worked: spans that overlap count once.
 
-        A stage that notes no work (:meth:`oppo.Step.working`) works as long as it runs.
+        A stage that records no work (:meth:`oppo.Step.working`) works as long as it runs.
 
         Raises:
             GraphError: nothing worked under that name.
@@ -119,7 +121,7 @@ class Recorder(Observer):
 
     def hidden_fraction(self) -> float:
         """Return the fraction of the scoring time that decoding or training hid, 0 to 1; NaN without scoring."""
-        return work_occupation(self.spans).hidden
+        return occupation(self.spans).hidden
 
     def validate(self) -> None:
         """Check what must hold of every run, also of one that was ended early.
@@ -141,8 +143,8 @@ class Recorder(Observer):
         if not mine:
             known = ", ".join(repr(name) for name in dict.fromkeys(span.track for span in self.spans))
             raise GraphError(f"nothing worked as {track!r} in this run; the stages and models are {known or 'none'}")
-        noted = [span for span in mine if span.label != "run"]
-        return union((span.start, span.end) for span in noted or mine)
+        work = [span for span in mine if span.kind == "work"]
+        return union((span.start, span.end) for span in work or mine)
 
 
 def _event(item: object, rollout: int) -> str:
@@ -150,5 +152,8 @@ def _event(item: object, rollout: int) -> str:
     if isinstance(item, StepReport):
         dropped = any(drop.rollout == rollout for drop in item.dropped)
         return "trained" if rollout in item.trained else "dropped" * dropped
-    mine = rollout in item.rollouts if isinstance(item, Batch) else rollout_of(item) == rollout
+    if isinstance(item, Batch):
+        mine = rollout in item.rollouts
+    else:
+        mine = (item.rollout if isinstance(item, Answered) else rollout_of(item)) == rollout
     return NAMES.get(type(item), type(item).__name__.lower()) if mine else ""

@@ -18,11 +18,25 @@ from oppo.errors import ModelError
 from oppo.testing.loop import VirtualTimeLoop
 
 Method: TypeAlias = Literal[
-    "open", "decoding", "read", "aclose", "load", "extend", "finish", "forget", "update", "publish", "call"
+    "open",
+    "decoding",
+    "read",
+    "turn",
+    "aclose",
+    "load",
+    "extend",
+    "finish",
+    "forget",
+    "update",
+    "accumulate",
+    "commit",
+    "publish",
+    "call",
+    "answer",
 ]
-"""Of a policy and its decodes: ``open``, ``decoding``, ``read``, ``aclose``, ``load``. Of a scorer: ``extend``,
-``finish``, ``forget``, and ``load`` if it follows the trainer. Of a trainer: ``update``, ``publish``. Of a reward
-function: ``call``."""
+"""Of a policy and its decodes: ``open``, ``decoding``, ``read``, ``turn``, ``aclose``, ``load``. Of a scorer:
+``extend``, ``finish``, ``forget``, and ``load`` if it follows the trainer. Of a trainer: ``update``, ``publish``, and
+``accumulate`` and ``commit`` of a batch in parts. Of a reward function: ``call``. Of an environment: ``answer``."""
 
 Spoilt: TypeAlias = Literal["nan", "count", "shape", "none", "empty", "version", "order", "token", "stranger"]
 """How an answer is wrong; :data:`SPOILT` lists what applies to each method."""
@@ -56,7 +70,8 @@ class Garbage:
             for one token too few; a scalar as an array; of a piece, one log-prob too few. ``none``: ``None`` for each
             rollout. ``empty``: a live piece without tokens. ``version``: weights that do not exist yet; of ``load`` and
             ``update``: the version does not move. ``order``: a piece ends with older weights than it began with.
-            ``token``: an id below 0. ``stranger``: of an update, a rollout that is not in the batch.
+            ``token``: an id below 0. ``stranger``: of an update, a rollout that is not in the batch. An answer to a
+            turn can be ``empty``, or have a ``token`` below 0.
     """
 
     what: Spoilt
@@ -101,7 +116,9 @@ SPOILT: Mapping[Method, tuple[Spoilt, ...]] = {
     "load": ("version",),
     "finish": ("nan", "count", "shape", "none"),
     "update": ("version", "stranger"),
+    "commit": ("version", "stranger"),
     "call": ("nan", "count", "none"),
+    "answer": ("empty", "token"),
 }
 """How the answer of each method can be wrong; the other methods return nothing."""
 
@@ -112,7 +129,7 @@ class Fault:
 
     Attributes:
         model: the name that its wrapper was given.
-        method: of the model; ``read`` and ``aclose`` are counted over all decodes of the policy.
+        method: of the model; ``read``, ``turn`` and ``aclose`` are counted over all decodes of the policy.
         does: what goes wrong.
         call: in which call of the method, from 0.
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from oppo.decodes import BufferedDecode
 from oppo.errors import ProtocolError
 from oppo.events import FinishReason, IntArray, Response
+from oppo.models import Sampling
+from oppo.stopping import StopCriteria
 from oppo.support import Support
 from oppo.vllm.requests import drawn
 from oppo.vllm.surface import Collector, Output
@@ -19,6 +21,7 @@ class VllmDecode(BufferedDecode):
     """One rollout of a :class:`VllmPolicy`.
 
     Attributes:
+        sampling: how its tokens are drawn.
         request: id of its request in the engine; empty when there is none.
         collector: receives the engine's outputs for the request.
     """
@@ -28,14 +31,18 @@ class VllmDecode(BufferedDecode):
         policy: VllmPolicy,
         response: Response,
         limit: int,
+        sampling: Sampling,
+        stopping: StopCriteria,
         *,
         turns: bool = False,
         ended: FinishReason | None = None,
     ) -> None:
         super().__init__(response, limit, turns=turns, ended=ended)
+        self.sampling = sampling
         self.request = ""
         self.collector: Collector | None = None
         self._policy = policy
+        self._stopping = stopping
         self._tokens = response.tokens.tolist()
         self._versions: list[int] = []
         self._last: list[tuple[int, float, Support]] = []
@@ -79,11 +86,11 @@ class VllmDecode(BufferedDecode):
             ProtocolError: the engine says that other weights made a token.
         """
         (completion,) = output.outputs
-        fresh = drawn(completion, self._policy.sampling, self.written)
+        fresh = drawn(completion, self.sampling, self.written)
         for count, (token, _, _) in enumerate(fresh, 1):
             self._tokens.append(token)
             self._versions.append(version)
-            self._reason = self._policy.stopping.reason(self._tokens, self.limit)
+            self._reason = self._stopping.reason(self._tokens, self.limit)
             if self.finished:
                 fresh = fresh[:count]
                 break

@@ -1,9 +1,9 @@
 """One decoding on vLLM: a pump for each rollout, and the umpire that reports what finished and obeys the cut.
 
-Pumps take tokens as they come, until a response or a turn of it ends; an answer starts another. The umpire waits until
-a response has ended, lets the other pumps of the same decode step run, and calls the cut with all of them, in admission
-order. Where the cut returns true, the engine is paused and drained; what ended by then is withheld. No task outlives
-the context.
+Pumps take tokens as they come, until a response or a turn of it ends; an answer, or a rollout that joins, starts
+another. The umpire waits until a response has ended, lets the other pumps of the same decode step run, and calls the
+cut with all of them, in admission order. Where the cut returns true, the engine is paused and drained; what ended by
+then is withheld. No task outlives the context.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import anyio.lowlevel
 from anyio.abc import TaskGroup
 
 from oppo.errors import leaves
-from oppo.models import Cut
+from oppo.models import Cut, Decode
 from oppo.vllm.lost import engine_calls
 from oppo.vllm.surface import Output
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class DecodingLoop:
-    """Decodes rollouts until each has ended or the cut returns true.
+    """Decodes rollouts until the cut returns true or its context is left.
 
     Args:
         policy: has the engine.
@@ -37,7 +37,8 @@ class DecodingLoop:
 
     def __init__(self, policy: VllmPolicy, decodes: Sequence[VllmDecode], cut: Cut) -> None:
         self._policy = policy
-        self._decodes = decodes
+        self._begun = decodes
+        self._decodes = list(decodes)  # with those that join
         self._cut: Cut | None = cut
         self._errors: list[Exception] = []
         self._news = anyio.Event()
@@ -74,10 +75,10 @@ class DecodingLoop:
         """Report what had finished already, then let the engine work until the end."""
         try:
             await self._policy.prepare()
-            await self._policy.submit(self._decodes)
+            await self._policy.submit(self._begun)
             if self._report():
                 async with anyio.create_task_group() as pumps:
-                    for decode in self._decodes:
+                    for decode in self._begun:
                         if not decode.idle:
                             pumps.start_soon(self._pump, decode, name=f"pump of rollout {decode.prompt.rollout}")
                     await self._policy.resume()
@@ -105,14 +106,25 @@ class DecodingLoop:
         if decode.idle:
             self._news.set()
 
+    async def add(self, decodes: Sequence[Decode]) -> None:
+        """Decode these as well, from the next decode step on; those that come after the cut stay parked.
+
+        Raises:
+            ProtocolError: a decode is of another policy, was given up or has failed.
+        """
+        for decode in self._policy.unfinished(decodes) if self._cut is not None else ():
+            decode.begin()
+            self._decodes.append(decode)
+            self.note_answer(decode)
+
     def note_answer(self, decode: VllmDecode) -> None:
-        """Have a decode whose turn was answered join the others, or end."""
+        """Have a decode that was added, or whose turn was answered, join the others, or end."""
         self._answered.append(decode)
         self._news.set()
 
     async def _umpire(self, pumps: TaskGroup) -> None:
-        """Report the responses that end, and go on with those that were answered, until all have ended or the cut."""
-        while any(decode.live and not decode.given_up for decode in self._decodes):
+        """Report the responses that end, and go on with those that were answered or added, until the cut."""
+        while self._cut is not None:
             await self._news.wait()
             self._news = anyio.Event()
             await anyio.lowlevel.checkpoint()  # the pumps of the same decode step come first

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Literal, cast
 from uuid import uuid4
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from oppo.decodes import response_to
 from oppo.errors import ProtocolError
 from oppo.events import Prompt, Response
-from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Sampling, Weights
+from oppo.models import Capabilities, Cut, Decode, Decoding, Sampling, Weights
 from oppo.observe import Reporter
 from oppo.stopping import Detokenize, StopCriteria, turn_ended
 from oppo.vllm.decode import VllmDecode
@@ -71,11 +71,12 @@ class VllmPolicy:
         require_reported(sampling)
         self.engine = engine
         self.sampling = sampling
-        self.stopping = StopCriteria(sampling, decode)
+        self._decode = decode
+        self._stopping = StopCriteria(sampling, decode)
         self.version = 0
         self.tokens = 0
         self.reporter = Reporter("policy")
-        self._limit = limit or (lambda prompt: sampling.max_new_tokens)
+        self._limit = limit or (lambda prompt: engine.longest)
         self._recompute = on_publish == "recompute"
         self._nonce = uuid4().hex[:12]
         self._numbers = itertools.count()
@@ -87,12 +88,29 @@ class VllmPolicy:
     @property
     def capabilities(self) -> Capabilities:
         """What it can do."""
-        return Capabilities(resumes="with other tokens", loads_while_decoding="between decode steps", turns=True)
+        return Capabilities(
+            resumes="with other tokens",
+            adds_while_decoding=True,
+            loads_while_decoding="between decode steps",
+            turns=True,
+        )
 
     @property
     def progress(self) -> int:
         """A number that grows while it decodes."""
         return self.tokens
+
+    def with_sampling(self, sampling: Sampling) -> VllmSampling:
+        """Return a policy on the same engine, with the same weights, that draws so.
+
+        While it decodes, the engine discards the requests of rollouts that are parked; they go on later with other
+        draws, as those of a resumed run do.
+
+        Raises:
+            ConfigError: ``sampling`` needs what vLLM does not report.
+        """
+        require_reported(sampling)
+        return VllmSampling(self, sampling, StopCriteria(sampling, self._decode))
 
     async def open(self, rollouts: Sequence[Prompt | Response]) -> list[VllmDecode]:
         """Return a decode for each; decoding, and the use of memory, begins with :meth:`decoding`.
@@ -102,48 +120,56 @@ class VllmPolicy:
         Raises:
             ModelError: a prompt is empty, leaves no room for a response, or holds an id outside of the vocabulary.
         """
-        return [self._opened(rollout) for rollout in rollouts]
+        return [self.opened(rollout, self.sampling, self._stopping) for rollout in rollouts]
 
     async def open_turns(self, rollouts: Sequence[Prompt | Response]) -> list[VllmDecode]:
         """Return a decode for each whose response has turns; otherwise as :meth:`open`.
 
         What follows an answer is a new request, which finds the keys and values of the turn in the prefix cache.
         """
-        return [self._opened(rollout, turns=True) for rollout in rollouts]
+        return [self.opened(rollout, self.sampling, self._stopping, turns=True) for rollout in rollouts]
 
-    def _opened(self, rollout: Prompt | Response, *, turns: bool = False) -> VllmDecode:
+    def opened(
+        self, rollout: Prompt | Response, sampling: Sampling, stopping: StopCriteria, *, turns: bool = False
+    ) -> VllmDecode:
+        """Return the decode of a rollout that is drawn so.
+
+        Raises:
+            ModelError: the model cannot read the prompt.
+        """
         engine = self.engine
         response = response_to(rollout, engine.name, vocabulary=engine.vocabulary, longest=engine.longest)
         room = engine.longest - len(response.prompt.tokens)
-        limit = min(self.sampling.max_new_tokens, room, self._limit(response.prompt))
-        ended = turn_ended(response, self.stopping, limit) if turns else None
-        return VllmDecode(self, response, limit, turns=turns, ended=ended)
+        limit = min(sampling.max_new_tokens, room, self._limit(response.prompt))
+        ended = turn_ended(response, stopping, limit) if turns else None
+        return VllmDecode(self, response, limit, sampling, stopping, turns=turns, ended=ended)
 
     @asynccontextmanager
     async def decoding(self, live: Sequence[Decode], cut: Cut) -> AsyncIterator[Decoding]:
-        """Decode ``live`` while the context is open, until each has ended or ``cut`` returns true.
+        """Decode ``live``, and what joins, while the context is open, until ``cut`` returns true.
 
         Raises:
             ProtocolError: a decode is of another policy, was given up or has failed; or the policy decodes already.
             ModelLost: the engine died.
             Exception: whatever else ended decoding, with a note that names the rollouts.
         """
-        decodes = self._decodable(live)
-        if not decodes:
-            yield FixedDecoding("vLLM")
-            return
+        if self._loop is not None:
+            raise ProtocolError("the policy is decoding already: leave that context before opening another")
+        decodes = self.unfinished(live)
         with self.reporter.reported("decode"):
             loop = self._loop = DecodingLoop(self, decodes, cut)
             try:
                 async with loop.running():
-                    yield FixedDecoding("vLLM")
+                    yield loop
             finally:
                 self._loop = None
 
-    def _decodable(self, live: Sequence[Decode]) -> list[VllmDecode]:
-        """Return the decodes that have not ended."""
-        if self._loop is not None:
-            raise ProtocolError("the policy is decoding already: leave that context before opening another")
+    def unfinished(self, live: Sequence[Decode]) -> list[VllmDecode]:
+        """Return the decodes that have not ended.
+
+        Raises:
+            ProtocolError: a decode is of another policy, was given up or has failed.
+        """
         for decode in live:
             if not isinstance(decode, VllmDecode) or not decode.usable_by(self):
                 raise ProtocolError(
@@ -173,7 +199,7 @@ class VllmPolicy:
         self._submitted[decode] = None
         self.engine.requests.add(decode.request)
         prompt = prompt_of(decode, self._label(self.version))
-        params = self.engine.params(params_of(self.sampling, decode))
+        params = self.engine.params(params_of(decode.sampling, decode))
         async with answered(self.engine.llm, shield=True):
             decode.submitted(decode.request, await self.engine.llm.add_request(decode.request, prompt, params))
 
@@ -283,3 +309,38 @@ class VllmPolicy:
         """Return the version with this label; ``None`` for a label of another policy."""
         nonce, _, number = label.rpartition("-")
         return int(number) if nonce == self._nonce and number.isdecimal() else None
+
+
+class VllmSampling:
+    """A :class:`VllmPolicy` that draws in another way; made by its ``with_sampling``."""
+
+    def __init__(self, policy: VllmPolicy, sampling: Sampling, stopping: StopCriteria) -> None:
+        self._policy = policy
+        self._sampling = sampling
+        self._stopping = stopping
+
+    @property
+    def version(self) -> int:
+        """Version of the weights in use."""
+        return self._policy.version
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What it can do."""
+        return self._policy.capabilities
+
+    async def load(self, weights: Weights) -> None:
+        """Serve other weights, in the policy that it is of too."""
+        await self._policy.load(weights)
+
+    async def open(self, rollouts: Sequence[Prompt | Response]) -> list[VllmDecode]:
+        """Return a decode for each, as :meth:`VllmPolicy.open` does."""
+        return [self._policy.opened(rollout, self._sampling, self._stopping) for rollout in rollouts]
+
+    async def open_turns(self, rollouts: Sequence[Prompt | Response]) -> list[VllmDecode]:
+        """Return a decode for each whose response has turns, as :meth:`VllmPolicy.open_turns` does."""
+        return [self._policy.opened(rollout, self._sampling, self._stopping, turns=True) for rollout in rollouts]
+
+    def decoding(self, live: Sequence[Decode], cut: Cut) -> AbstractAsyncContextManager[Decoding]:
+        """Decode while the context is open, as :meth:`VllmPolicy.decoding` does."""
+        return self._policy.decoding(live, cut)

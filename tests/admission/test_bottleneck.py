@@ -120,6 +120,32 @@ def test_steps_together_are_judged_by_the_second() -> None:
     assert together([]) is None
 
 
+AHEAD = replace(STEP, lookahead=1, seconds=10.0)
+"""Decoding all the time, beside the scoring and the update of the step before."""
+
+
+def test_with_steps_in_flight_the_longest_phase_sets_the_pace() -> None:
+    found = judge(AHEAD)
+    assert found.shares == pytest.approx(shares(decode=0.5, tail=0.5))
+    assert found.limit == pytest.approx(10 / 5), (
+        "with every place taken decoding would be as long as the scorer is busy"
+    )
+    trained = judge(replace(AHEAD, seconds=20.0, rest_seconds=20.0))
+    assert trained.shares == pytest.approx(shares(train=1.0))
+    assert trained.limit == 1.0
+    assert trained.sentence.startswith("the update takes 100 % of the step: no schedule shortens that")
+    scored = judge(replace(AHEAD, seconds=15.0, scoring=(Scoring("reward", 9.0, 6.0),)))
+    assert scored.shares == pytest.approx(shares(score=1.0))
+    assert scored.sentence.startswith("the slowest scorer is busy for 1.5 times as long as decoding, 100 % of the step")
+
+
+def test_what_the_longest_phase_waits_for_has_its_share_too() -> None:
+    """Three phases of one length, of which two steps in flight can fill two."""
+    chained = replace(AHEAD, tokens=400, seconds=15.0, scoring=(Scoring("reward", 0.0, 10.0),), rest_seconds=10.0)
+    assert judge(chained).shares == pytest.approx(shares(decode=10 / 15, score=2.5 / 15, train=2.5 / 15))
+    assert judge(chained).limit == pytest.approx(1.5), "more steps in flight would fill all three"
+
+
 SECONDS = st.floats(0, 1e4)
 
 
@@ -172,6 +198,23 @@ def test_a_busier_scorer_in_the_same_time_never_raises_the_limit(seen: Observati
         Scoring(each.stage, max(each.before, more * decode), max(each.after, more * waited)) for each in seen.scoring
     ]
     assert judge(replace(seen, scoring=tuple(busier))).limit <= judge(seen).limit * (1 + 1e-9)
+
+
+@given(observations(), st.integers(1, 3), st.floats(0, 1e4))
+def test_with_steps_in_flight_too_parts_add_up_and_the_longest_phase_is_the_bottleneck_where_nothing_waits(
+    seen: Observation, lookahead: int, idle: float
+) -> None:
+    busy = max((each.busy for each in seen.scoring), default=0.0)
+    longest = max(seen.decode_seconds, busy, seen.rest_seconds)
+    found = judge(replace(seen, lookahead=lookahead, seconds=longest + idle))
+    assert math.fsum(found.shares.values()) == pytest.approx(1)
+    assert all(-1e-9 <= share <= 1 + 1e-9 for share in found.shares.values())
+    assert found.seconds == pytest.approx(longest + idle)
+    assert 1 <= found.limit < math.inf
+    tight = judge(replace(seen, lookahead=lookahead, seconds=longest))
+    parts = {"train": seen.rest_seconds, "score": busy}
+    assert tight.shares[tight.largest] > 0
+    assert parts.get(tight.largest, seen.decode_seconds) == longest
 
 
 @given(st.lists(observations(), min_size=1, max_size=5))

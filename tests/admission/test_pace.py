@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -89,3 +91,15 @@ def test_without_scorers_there_is_decoding_and_the_rest() -> None:
     parts = pace([seen(500, 640, decode=10.0, rest=3.0)] * 3, batch=64)
     assert parts.scorers == ()
     assert parts.seconds(np.array([500.0]), 10.0) == pytest.approx([13.0], rel=0.01)
+
+
+def test_steps_in_flight_take_the_longest_of_their_phases_or_their_share_of_all() -> None:
+    alone = Pace(step=0.01, token=0.0, scorers=(ScorerPace(busy=2.0, tail=1.0), ScorerPace(3.5, 0.5)), rest=3.0)
+    steps = np.array([100.0, 300.0, 500.0])
+    assert alone.seconds(steps, 1.0).tolist() == [6.5, 7.0, 9.0]
+    assert replace(alone, lookahead=1).seconds(steps, 1.0).tolist() == [3.5, 3.5, 5.0]
+    assert replace(alone, lookahead=1, rest=6.0).seconds(steps, 1.0).tolist() == [6.0, 6.0, 6.0]
+    assert replace(alone, lookahead=1, scorers=()).seconds(steps, 1.0).tolist() == [3.0, 3.0, 5.0]
+    chained = replace(alone, scorers=(ScorerPace(busy=2.5, tail=2.5),))
+    assert replace(chained, lookahead=1).seconds(steps, 1.0).tolist() == [3.25, 4.25, 5.25]
+    assert replace(chained, lookahead=2).seconds(steps, 1.0).tolist() == [3.0, 3.0, 5.0]

@@ -41,6 +41,7 @@ class World:
     rest: float = 1.0
     mismatch_kl: float | None = None
     effective_samples: float | None = None
+    lookahead: int = 0
 
     def observations(self, count: int, seed: int = 0) -> list[Observation]:
         random = np.random.default_rng(seed)
@@ -59,6 +60,7 @@ class World:
             rest_seconds=self.rest,
             mismatch_kl=self.mismatch_kl,
             effective_samples=self.effective_samples,
+            lookahead=self.lookahead,
         )
 
 
@@ -98,6 +100,14 @@ def test_where_scoring_takes_the_time_nothing_is_deferred() -> None:
 
 def test_where_the_update_takes_the_time_nothing_is_deferred() -> None:
     assert adapted_extra(World(rest=400.0)) == 0
+
+
+@pytest.mark.parametrize("lookahead", [1, 2])
+def test_behind_an_update_that_takes_nearly_as_long_less_is_deferred_with_steps_in_flight(lookahead: int) -> None:
+    """Decoding need not be shorter than what it hides, where without lookahead every second of it counts."""
+    assert adapted_extra(World(rest=12.0)) >= 4
+    assert adapted_extra(World(rest=12.0, lookahead=lookahead)) <= 1
+    assert adapted_extra(World(rest=0.5, lookahead=lookahead)) == adapted_extra(World(rest=0.5))
 
 
 def test_where_more_end_at_the_cap_than_may_be_carried_nothing_is_deferred() -> None:

@@ -64,7 +64,7 @@ def _one_thread_here() -> None:
         ("data.prompts=empty.jsonl", ["empty.jsonl, line 2, column 'prompt': the prompt is empty"]),
         ("data.prompts=nothing.jsonl", ["nothing.jsonl holds no prompt"]),
         ("data.max_prompt_tokens=1", ["no prompt of ", "is left: all are over-long"]),
-        ("data.prompts=file", ["file: expected a .jsonl or .parquet file"]),
+        ("data.prompts=file", ["file: expected a file of prompts whose name ends in .jsonl, .csv or .parquet"]),
         ("run.steps=many", ["run.steps: expected a whole number, got 'many'"]),
         ("models.policy=", ["models.policy: "]),
         ("models.policy=file", ["models.policy: ", "file' is no directory here"]),
@@ -267,10 +267,10 @@ def test_a_reward_that_blocks_is_named_on_the_terminal_and_in_the_log(
         f"    while 'stalled' not in Path({str(log)!r}).read_text():\n        time.sleep(0.01)\n"
         "    return [0.0 for _ in completions]\n"
     )
-    monkeypatch.setattr("oppo.app.train.Watchdog", partial(Watchdog, notice=0.2))
+    monkeypatch.setattr("oppo.app.watching.Watchdog", partial(Watchdog, notice=0.2))
     assert oppo(workplace, "", "run.name=blocked", "run.steps=1", "models.reward=blocking.py:block") == 0
     stalls = [each for each in records(workplace, "blocked", "log.jsonl") if each["event"] == "stalled"]
-    assert {"advantage": "waits for reward", "reward": "at work"}.items() <= dict(stalls[-1]["stages"]).items()
+    assert {"advantage": "waits for reward", "reward": "at work"}.items() <= stalls[-1]["steps"]["0"].items()
     assert "advantage waits for reward; " in capsys.readouterr().out
 
 
@@ -283,7 +283,7 @@ def test_a_reward_that_never_returns_ends_the_run_with_a_report(workplace: Path)
     assert str(directory / "hang-report.json") in said
     assert "Traceback" not in said
     report = json.loads((directory / "hang-report.json").read_text())
-    assert report["at_work"] == ["reward"]
+    assert [(step["step"], step["at_work"]) for step in report["steps"]] == [(0, ["reward"])]
     assert any("in stuck" in line for thread in report["threads"] for line in thread["stack"])
     assert not (directory / "checkpoints").exists(), "nothing was learned"
     assert records(workplace, "stuck", "log.jsonl")[-1]["event"] == "failed"
@@ -293,15 +293,15 @@ def test_a_reward_that_never_returns_ends_the_run_with_a_report(workplace: Path)
 def test_a_model_that_never_returns_ends_the_process_with_a_report(workplace: Path) -> None:
     hang = (
         "import functools, threading\n"
-        "import oppo.hf.train.core, oppo.app.train\n"
+        "import oppo.hf.train.core, oppo.app.watching\n"
         "oppo.hf.train.core.pack = lambda *_: threading.Event().wait()\n"
-        "oppo.app.train.Watchdog = functools.partial(oppo.app.train.Watchdog, grace=1)\n"
+        "oppo.app.watching.Watchdog = functools.partial(oppo.app.watching.Watchdog, grace=1)\n"
     )
     code, _, said = run(workplace, "run.name=model-stuck", "run.watchdog_seconds=4", "run.call_timeout=4", before=hang)
     assert code == 1, said
     assert "update is at work; in a call: trainer: update (see " in said
     report = json.loads((workplace / "runs" / "model-stuck" / "hang-report.json").read_text())
-    assert report["at_work"] == ["update"]
+    assert [(step["step"], step["at_work"]) for step in report["steps"]] == [(0, ["update"])]
     assert any(thread["name"] == "oppo-trainer_0" for thread in report["threads"])
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pyarrow as pa
 from pyarrow import parquet
 
-from oppo.cli import DONE, main
-from tests.workplace import furnish, oppo, records
+from oppo.cli import DONE
+from tests.workplace import furnish, oppo, records, resume
 
 CHECKED = """
 from datetime import date
@@ -45,5 +45,5 @@ def test_columns_of_any_type_come_back_with_a_carried_rollout_as_they_were(tmp_p
     assert oppo(folder, "", *data) == DONE
     assert records(folder, "first", "metrics.jsonl")[0]["deferred"], "something was carried"
     shutil.rmtree(folder / "runs" / "first" / "checkpoints" / "step-000002")
-    assert main(["resume", str(folder / "runs" / "first"), "--set", "run.steps=4"]) == DONE
+    assert resume(folder, "first", "run.steps=4") == DONE
     assert len(records(folder, "first", "metrics.jsonl")) == 4

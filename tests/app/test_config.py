@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Mapping
 from datetime import date
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from oppo.algorithms.ppo import PPO
 from oppo.algorithms.registry import ALGORITHMS
 from oppo.algorithms.rloo import RLOO
 from oppo.app.config import load, resolve
+from oppo.app.sections import RewardPart
 from oppo.app.settings import Settings, keys_of
 from oppo.errors import ConfigError
 from oppo.losses import ClippedLoss, PPOLoss, SequenceLoss
@@ -85,8 +87,76 @@ def test_without_a_kl_penalty_there_is_no_reference_unless_it_is_named(
 
 def test_the_critic_of_a_reward_function_defaults_to_the_policy(tmp_path: Path) -> None:
     models = loaded(tmp_path).models
-    assert models.reward_is_function
+    assert models.reward_models == []
     assert models.critic == models.policy
+
+
+SEVERAL = """
+[models]
+policy = "actor"
+[models.reward.short]
+source = "reward.py:score"
+timeout = 3
+[models.reward.helpful]
+source = "org/reward"
+weight = 0.7
+[data]
+prompts = "prompts.jsonl"
+"""
+
+
+def test_several_rewards_are_named_tables_and_come_out_as_they_went_in(tmp_path: Path) -> None:
+    settings = loaded(tmp_path, base=SEVERAL)
+    assert settings.models.reward == {
+        "short": RewardPart(source=f"{tmp_path / 'reward.py'}:score", timeout=3),
+        "helpful": RewardPart(source="org/reward", weight=0.7),
+    }
+    assert (settings.models.reward_models, settings.models.critic) == (["org/reward"], "org/reward")
+    assert settings.files["models.reward.short"] == tmp_path / "reward.py"
+    (tmp_path / "again.toml").write_text(settings.toml())
+    assert load(tmp_path / "again.toml") == settings
+    assert settings.changed({}) == settings
+
+
+def test_a_setting_of_one_of_several_rewards_is_overridden_by_its_whole_name(tmp_path: Path) -> None:
+    said = ("models.reward.helpful.weight=2", "models.reward.new.source=reward.py:other")
+    reward = loaded(tmp_path, "", *said, base=SEVERAL).models.reward
+    assert isinstance(reward, Mapping)
+    assert list(reward) == ["short", "helpful", "new"]
+    assert (reward["helpful"].weight, reward["new"].source) == (2, f"{tmp_path / 'reward.py'}:other")
+    assert refused(tmp_path, "", said[0]) == (
+        f"--set {said[0]}: 'models.reward' is not a table of this file but the value 'reward.py:score'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("tables", "sentences"),
+    [
+        ({}, ["models.reward: expected a text, or at least one named table; got none"]),
+        ({"a": 1}, ["[models.reward.a]: expected a table with the keys source, weight, failure,"]),
+        ({"a": {}}, ["models.reward.a.source is missing: directory or hub name of a reward model"]),
+        (
+            {"a": {"source": "x", "weigth": 1}},
+            ["unknown key 'models.reward.a.weigth' (did you mean 'weight'?); the keys of [models.reward.NAME] are"],
+        ),
+        (
+            {"a": {"source": "x", "weight": "1"}, "b": {"source": "x", "timeout": 0}},
+            [
+                "models.reward.a.weight: expected a number, got '1'",
+                "models.reward.b.timeout: expected a number greater than 0, got 0",
+            ],
+        ),
+        ({"a": {"source": "x", "weight": math.nan}}, ["models.reward.a.weight: expected a finite number, got nan"]),
+        (
+            {"a b": {"source": "x"}},
+            ["models.reward: expected names of letters, digits, '.', '_' and '-' only,", "got 'a b'"],
+        ),
+    ],
+)
+def test_a_wrong_setting_of_several_rewards_is_a_sentence(tables: object, sentences: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve({"models": {"policy": "a", "reward": tables}, "data": {"prompts": "p"}}, Path("/"))
+    assert [each for each in sentences if each not in str(caught.value)] == []
 
 
 def test_a_critic_on_the_policys_trunk_is_no_model_of_its_own(tmp_path: Path) -> None:
@@ -201,7 +271,7 @@ def test_an_override_is_a_toml_value_or_else_text(tmp_path: Path) -> None:
     assert settings.run.exact
 
 
-@pytest.mark.parametrize("override", ["algorithm.kl", "kl=1", "=1", "a.b.c=1", ".kl=1"])
+@pytest.mark.parametrize("override", ["algorithm.kl", "kl=1", "=1", "a..c=1", ".kl=1"])
 def test_a_malformed_override_says_what_one_looks_like(tmp_path: Path, override: str) -> None:
     assert "--set expects section.key=value" in refused(tmp_path, "", override)
 
@@ -405,7 +475,7 @@ def test_a_key_of_another_section_is_told_where_it_belongs(tmp_path: Path) -> No
 def test_an_algorithm_that_there_is_none_of_is_one_fault_whatever_its_table_says(tmp_path: Path) -> None:
     said = refused(tmp_path, '[step]\nalgorithm = "dpo"\n[algorithm]\nbeta = 0.1\n')
     names = ", ".join(map(repr, ALGORITHMS))
-    assert said == f"step.algorithm: expected {names} or file.py:Class, got 'dpo'"
+    assert said == f"step.algorithm: expected {names} or file.py:name, got 'dpo'"
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

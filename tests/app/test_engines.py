@@ -133,6 +133,13 @@ def test_a_run_serves_published_copies_and_corrects_every_token(workplace: Path,
     assert (again.models.engine, again.vllm) == ("vllm", {"max_num_seqs": 8})
 
 
+def test_a_run_is_evaluated_with_the_weights_that_are_published(workplace: Path, stand_in: list[StandIn]) -> None:
+    chosen = ("eval.prompts=prompts.jsonl", "eval.count=3", "eval.every=1", "eval.samples=2", "run.steps=2")
+    assert on_vllm(workplace, "evaluated", *chosen) == 0
+    assert [each["version"] for each in records(workplace, "evaluated", "eval.jsonl")] == [0, 1, 2]
+    assert stand_in[0].loads == [1, 2]
+
+
 def test_a_sequence_is_no_longer_than_prompt_and_response(workplace: Path, stand_in: list[StandIn]) -> None:
     assert on_vllm(workplace, "short", "data.max_prompt_tokens=20", command="--dry-run") == 0
     assert stand_in[0].arguments["max_model_len"] == 32

@@ -11,6 +11,8 @@ import anyio.lowlevel
 import pytest
 
 from oppo.app.interrupt import SIGNALS, Stopped, interruptible
+from oppo.testing import prompts
+from tests.pipelines import Pipeline, Setting
 
 each_signal = pytest.mark.parametrize("number", SIGNALS)
 
@@ -44,6 +46,19 @@ async def test_the_first_asks_and_the_second_ends(number: signal.Signals) -> Non
         await make_steps()
     assert steps == ["asked"]
     assert caught.value.by is number
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+async def test_the_second_ends_a_run_of_which_steps_are_in_flight(lookahead: int) -> None:
+    async def make_steps() -> None:
+        async with Pipeline(Setting()).graph().open(prompts(99), lookahead=lookahead) as run, interruptible():
+            async for _ in run.steps(20):
+                signal.raise_signal(signal.SIGINT)
+                await anyio.lowlevel.checkpoint()
+                signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(Stopped):
+        await make_steps()
 
 
 async def test_while_the_event_loop_is_blocked_the_second_is_raised_where_it_is() -> None:

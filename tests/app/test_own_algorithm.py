@@ -58,6 +58,44 @@ class Doubled(GroupAlgorithm):
         return DoubledLoss(**vars(super().loss()))
 
 
+def recipe(*, policy, reference, reward, trainer, admission, chunks, samples: int = 2, scale: Positive = 2.0, tag=None):
+    """A function: GRPO whose scores count more."""
+    from oppo.algorithms.grpo import grpo
+    from oppo.estimators import GroupAdvantage
+    from oppo.shaping import ScoreShaping
+    from oppo.stages import GroupRelative
+
+    assert tag is None
+    return grpo(
+        policy=policy, reference=reference, reward=reward, trainer=trainer, admission=admission, chunks=chunks,
+        samples=samples, advantage=GroupRelative(shaping=ScoreShaping(scale=scale)),
+    )
+
+
+def whole(roles, critic, lam: float = 1.0):
+    """A function of all that a run has."""
+    from oppo.algorithms.ppo import ppo
+    from oppo.stages import GAE
+
+    assert roles.critic is critic
+    return ppo(
+        policy=roles.policy, reference=roles.reference, reward=roles.reward, critic=critic, trainer=roles.trainer,
+        admission=roles.admission, chunks=roles.chunks, advantage=GAE(lam=lam, kl=0.125),
+    )
+
+
+def broken(roles):
+    raise ValueError("no such stage")
+
+
+def nothing(roles):
+    return None
+
+
+def asks(policy, weather: object):
+    """Asks for something that no run has."""
+
+
 class Bare:
     """No dataclass."""
 
@@ -106,9 +144,52 @@ def test_a_class_of_a_file_trains_with_its_settings_and_its_run_goes_on(
     assert main(["resume", run, "--set", "run.steps=4", "--accept-changed-code"]) == DONE
 
 
+def test_a_function_of_a_file_is_given_what_it_names_and_its_other_keywords_are_settings(folder: Path) -> None:
+    chosen = ("models.reward=reward.py:short", "run.exact=true", "run.panel=off", "step.algorithm=own.py:recipe")
+    assert oppo(folder, "", *chosen, "algorithm.samples=3", "algorithm.scale=4.0") == DONE
+    steps = records(folder, "first", "metrics.jsonl")
+    assert [step["trained"] for step in steps] == [12, 12], "four prompts, three responses to each"
+    for step in steps:
+        assert step["objective/shaped_scores"] == pytest.approx(4 * float(str(step["objective/scores"])), rel=1e-6)
+        assert "loss/value_avg" not in step
+    resolved = (folder / "runs" / "first" / "config.toml").read_text()
+    assert "[algorithm]\nsamples = 3\nscale = 4.0\n" in resolved
+    assert main(["resume", str(folder / "runs" / "first"), "--set", "run.steps=3"]) == DONE
+
+
+def test_a_function_that_names_the_critic_has_one(folder: Path) -> None:
+    chosen = ("step.algorithm=own.py:whole", "algorithm.lam=0.5", "run.panel=off")
+    assert oppo(folder, "", *chosen) == DONE
+    steps = records(folder, "first", "metrics.jsonl")
+    assert all("loss/value_avg" in step and step["objective/kl_coef"] == 0.125 for step in steps)
+    assert (folder / "runs" / "first" / FINAL / "critic").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("broken", "own.py:broken raised ValueError: no such stage at"),
+        ("nothing", "own.py:nothing must return the graph of a step; got None (NoneType)"),
+    ],
+)
+def test_a_function_that_makes_no_graph_is_named(
+    folder: Path, name: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert oppo(folder, "", f"step.algorithm=own.py:{name}") == UNUSABLE
+    assert sentence in " ".join(capsys.readouterr().err.split())
+    assert not (folder / "runs").exists()
+
+
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
+        (
+            ("step.algorithm=own.py:asks",),
+            "nothing is given for the parameter 'weather' of",
+        ),
+        (("step.algorithm=own.py:recipe", "algorithm.samples=2.5"), "algorithm.samples: expected a whole number"),
+        (("step.algorithm=own.py:recipe", "algorithm.scale=0"), "algorithm.scale: expected a number greater than 0"),
+        (("step.algorithm=own.py:recipe", "algorithm.tag=1"), "unknown key 'algorithm.tag'"),
         (("step.algorithm=own.py:Trippled",), "has no 'Trippled'; the functions and classes there are DoubledLoss,"),
         (("step.algorithm=none.py:Doubled",), "none.py to take the function 'Doubled' from"),
         (("step.algorithm=own.py:Bare",), "own.py:Bare must be a dataclass, whose fields are the settings of"),
@@ -120,7 +201,7 @@ def test_a_class_of_a_file_trains_with_its_settings_and_its_run_goes_on(
             ("step.algorithm=own.py:Doubled", "run.trainer=process"),
             "run.trainer = 'process' takes the loss to another process, which cannot import DoubledLoss from a file",
         ),
-        (("step.algorithm=dpoo",), "'gspo', 'online_dpo' or file.py:Class, got 'dpoo'"),
+        (("step.algorithm=dpoo",), "'gspo', 'online_dpo' or file.py:name, got 'dpoo'"),
         (("step.algorithm=7",), "step.algorithm: expected a string, got 7"),
     ],
 )

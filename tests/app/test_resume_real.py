@@ -28,7 +28,7 @@ from oppo.report.journal import JOURNAL
 from oppo.report.lock import is_locked
 from oppo.report.records import OBSERVED, rewind
 from tests.forked import Program
-from tests.workplace import furnish, oppo, records, start
+from tests.workplace import furnish, oppo, records, resume, start
 
 STEPS = 6
 EXACT = (f"run.steps={STEPS}", "run.exact=true", "run.checkpoint_every=2", "step.chunk=3", "run.trace=0")
@@ -50,8 +50,15 @@ def weights(folder: Path, name: str) -> dict[str, bytes]:
     return {f"{file.parent.name}/{key}": each.tobytes() for file in files for key, each in load_file(file).items()}
 
 
-def resume(folder: Path, name: str, *overrides: str) -> int:
-    return main(["resume", str(folder / "runs" / name), *(each for o in overrides for each in ("--set", o))])
+def whole_of(folder: Path, lookahead: int) -> str:
+    """Return the name of a run that was never killed, made when it is first asked for."""
+    if not lookahead:
+        return "whole"
+    name = f"whole-{lookahead}"
+    if not (folder / "runs" / name).exists():
+        assert oppo(folder, "", *EXACT, f"step.lookahead={lookahead}", f"run.name={name}") == DONE
+        assert weights(folder, name) != weights(folder, "whole")
+    return name
 
 
 def killed(folder: Path, name: str, when: float, *overrides: str, whole: str = "whole") -> None:
@@ -82,8 +89,8 @@ def wait(process: Program, seconds: float) -> None:
 def same_as_whole(folder: Path, name: str, whole: str = "whole") -> None:
     assert weights(folder, name) == weights(folder, whole)
     for file in ("metrics.jsonl", "journal.jsonl"):
-        ours, theirs = records(folder, name, file), records(folder, whole, file)
-        assert stable(ours) == stable(theirs), file
+        ours, theirs = (sorted(stable(records(folder, run, file)), key=json.dumps) for run in (name, whole))
+        assert ours == theirs, file
     assert sorted(observations(folder / "runs" / name / JOURNAL)) == list(range(STEPS))
 
 
@@ -97,25 +104,28 @@ def stable(told: list[dict[str, object]]) -> list[dict[str, object]]:
     ]
 
 
-def killed_and_resumed(folder: Path, when: float) -> None:
+def killed_and_resumed(folder: Path, when: float, lookahead: int) -> None:
     """Check that a run killed at a moment and resumed ends like one that was not."""
-    name = f"killed-{when:.3f}"
-    killed(folder, name, when)
+    whole, name = whole_of(folder, lookahead), f"killed-{lookahead}-{when:.3f}"
+    killed(folder, name, when, f"step.lookahead={lookahead}")
     left, ended = steps_of(folder / "runs" / name), (folder / "runs" / name / SUMMARY).exists()
     assert resume(folder, name) == (UNUSABLE if ended else DONE), f"killed at {when}, after {left} steps"
-    same_as_whole(folder, name)
+    same_as_whole(folder, name, whole)
     shutil.rmtree(folder / "runs" / name)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_run_killed_at_a_random_moment_and_resumed_ends_with_the_same_weights(folder: Path, seed: int) -> None:
-    killed_and_resumed(folder, random.Random(seed).uniform(2, STEPS))
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_a_run_killed_at_a_random_moment_and_resumed_ends_with_the_same_weights(folder: Path, lookahead: int) -> None:
+    killed_and_resumed(folder, random.Random(lookahead).uniform(2, STEPS), lookahead)
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("seed", range(100, 120))
-def test_twenty_runs_killed_at_random_moments_and_resumed_end_with_the_same_weights(folder: Path, seed: int) -> None:
-    killed_and_resumed(folder, random.Random(seed).uniform(0, STEPS))
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_twenty_runs_killed_at_random_moments_and_resumed_end_with_the_same_weights(
+    folder: Path, lookahead: int, seed: int
+) -> None:
+    killed_and_resumed(folder, random.Random(seed).uniform(0, STEPS), lookahead)
 
 
 DYNAMIC = (
@@ -204,13 +214,15 @@ def damaged(folder: Path, whole: str, name: str) -> None:
         file.truncate(100)
 
 
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_a_damaged_checkpoint_is_told_and_the_one_before_it_used(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, lookahead: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    damaged(folder, "whole", "damaged")
-    assert resume(folder, "damaged") == DONE
+    whole, name = whole_of(folder, lookahead), f"damaged-{lookahead}"
+    damaged(folder, whole, name)
+    assert resume(folder, name) == DONE
     assert "step-000006 is damaged: trainer.safetensors" in capsys.readouterr().err
-    same_as_whole(folder, "damaged")
+    same_as_whole(folder, name, whole)
 
 
 def test_a_run_killed_after_its_last_step_is_brought_to_its_end(folder: Path) -> None:

@@ -22,7 +22,7 @@ MISCHIEF = """
 import asyncio, os, sys, time
 from pathlib import Path
 
-calls = []
+calls, flaps = [], []  # a file is run once in a process
 
 async def hedged(prompts, completions):
     calls.append(1)
@@ -37,8 +37,8 @@ def leaving(prompts, completions):
     sys.exit(0)
 
 def flapping(prompts, completions):
-    calls.append(1)
-    if len(calls) == 1:
+    flaps.append(1)
+    if len(flaps) == 1:
         raise ConnectionError("the judge is away")
     return [1.0 for _ in completions]
 
@@ -153,8 +153,8 @@ def test_a_run_outlives_its_display(folder: Path) -> None:
 
 IMPATIENT = """
 import functools
-import oppo.app.train
-oppo.app.train.Watchdog = functools.partial(oppo.app.train.Watchdog, grace=0.5)
+import oppo.app.watching
+oppo.app.watching.Watchdog = functools.partial(oppo.app.watching.Watchdog, grace=0.5)
 """
 """Has a run's watchdog wait less long for what it has cancelled."""
 

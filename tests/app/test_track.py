@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from oppo.app.trackers import EVENTS
-from oppo.cli import DONE, UNUSABLE, main
+from oppo.cli import DONE, UNUSABLE
 from oppo.report.tensorboard import TensorBoard
 from tests.report.tracked import board, history, logs
-from tests.workplace import furnish, oppo, records
+from tests.workplace import furnish, oppo, records, resume
 
 BOTH = 'run.track=["tensorboard", "wandb"]'
 
@@ -33,7 +33,7 @@ def numbers(line: Mapping[str, object]) -> dict[str, object]:
 
 def test_a_run_and_what_resumes_it_are_shown_as_one_in_both(folder: Path) -> None:
     assert oppo(folder, "", BOTH, "run.name=both", "run.checkpoint_every=1") == DONE
-    assert main(["resume", str(folder / "runs" / "both"), "--set", "run.steps=3"]) == DONE
+    assert resume(folder, "both", "run.steps=3") == DONE
     path, written = folder / "runs" / "both", records(folder, "both", "metrics.jsonl")
     shown = board(path / EVENTS)
     for line in written:

@@ -10,8 +10,8 @@ import torch
 from safetensors.numpy import load_file
 
 from oppo.app.train import FINAL
-from oppo.cli import DONE, INTERRUPTED, main
-from tests.workplace import furnish, oppo, records, start
+from oppo.cli import DONE, INTERRUPTED
+from tests.workplace import furnish, oppo, records, resume, start
 
 GROUPS = (
     "algorithm.samples=3", "step.batch=3", "step.extra=2", "run.steps=4", "run.exact=true", "run.panel=off",
@@ -66,6 +66,6 @@ def test_a_run_that_is_interrupted_while_groups_are_carried_goes_on_to_the_same_
     made = records(folder, "stopped", "metrics.jsonl")
     assert len(made) < 6
     assert made[-1]["deferral/carried"]
-    assert main(["resume", str(folder / "runs" / "stopped")]) == DONE
+    assert resume(folder, "stopped") == DONE
     assert len(records(folder, "stopped", "metrics.jsonl")) == 6
     assert actor(folder, "stopped") == actor(folder, "whole")

@@ -13,9 +13,9 @@ from safetensors.numpy import load_file
 
 from oppo.app.resume import CHECKPOINTS
 from oppo.app.train import FINAL
-from oppo.cli import DONE, FAILED, main
+from oppo.cli import DONE, FAILED
 from tests.forked import Program
-from tests.workplace import furnish, oppo, start
+from tests.workplace import furnish, oppo, resume, start
 
 EXACT = ("run.exact=true", "run.checkpoint_every=1", "run.scorers=thread", "run.panel=off")
 
@@ -44,8 +44,7 @@ def test_a_process_and_a_thread_go_on_with_each_other_s_checkpoints_to_the_same_
     for name, begun, then in (("here", here, here), ("returned", there, here), ("left", here, there)):
         run = folder / "runs" / name
         assert oppo(folder, "", *EXACT, f"run.name={name}", "run.steps=2", *begun) == DONE
-        overrides = [each for override in ("run.steps=3", *then) for each in ("--set", override)]
-        assert main(["resume", str(run), *overrides]) == DONE
+        assert resume(folder, name, "run.steps=3", *then) == DONE
         events = json.loads((run / "trace.json").read_text())
         assert {"trainer", "saver"} <= {e["args"]["name"] for e in events if e.get("name") == "thread_name"}
         final[name] = weights(run)
@@ -78,8 +77,8 @@ def test_a_run_whose_trainer_is_killed_ends_and_says_how_to_go_on(folder: Path) 
 
 IMPATIENT = """
 import functools
-import oppo.app.train
-oppo.app.train.Watchdog = functools.partial(oppo.app.train.Watchdog, grace=0.5)
+import oppo.app.watching
+oppo.app.watching.Watchdog = functools.partial(oppo.app.watching.Watchdog, grace=0.5)
 """
 """Has a run's watchdog wait less long for what it has cancelled."""
 

@@ -65,6 +65,10 @@ def test_responses_go_on_with_what_the_tool_says(folder: Path) -> None:
     texts = [str(each["completion"]) for each in records(folder, "first", "samples.jsonl")]
     assert any("w80 w81" in text for text in texts)
     assert all("turns/answer_seconds" in line for line in records(folder, "first", "metrics.jsonl"))
+    answered = [line for line in records(folder, "first", "journal.jsonl") if line["event"] == "answered"]
+    assert {(line["turn"], line["tokens"]) for line in answered} >= {(0, 2), (1, 2)}
+    assert len({(line["rollout"], line["turn"]) for line in answered}) == len(answered)
+    assert all(isinstance(line["seconds"], float) and "error" not in line for line in answered)
 
 
 @pytest.mark.parametrize("policy", ["thread", "process"])
@@ -101,6 +105,7 @@ def test_a_tool_that_fails_ends_the_run_with_its_words_or_drops_its_rollouts(fol
     code, _, said = run(folder, *TURNS, "run.name=dropping", *dropping, "run.max_empty=2")
     lines = records(folder, "dropping", "journal.jsonl")
     reasons = {str(line["reason"]) for line in lines if line["event"] == "dropped"}
+    assert {str(line["error"]) for line in lines if line["event"] == "answered"} == reasons
     assert all("environment 'hangs' took longer than 0.2 s" in reason for reason in reasons)
     assert reasons
 

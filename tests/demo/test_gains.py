@@ -14,17 +14,20 @@ from oppo.app.config import load
 from oppo.demo.gains import Effort, Gains, Round, Standing
 from oppo.demo.schedules import deepened, excerpt, measure
 from oppo.hf.loading.models import load_scalar
-from oppo.observe import Span
+from oppo.observe import Role, Span
 from oppo.report.timed import TimedStep
 from tests.hf import tiny
 from tests.workplace import furnish
 
+ROLES: dict[str, Role] = {
+    "policy": "decode", "reference": "score", "reward model": "score", "critic": "score", "trainer": "update",
+}  # fmt: skip
 EFFORT = Effort(batch=12, extra=3, steps=2, rounds=3, deeper=4)
 
 
 def made(seconds: float, *spans: tuple[str, float, float], tokens: int = 100) -> Round:
     """Return a round of two steps, the models' work in the first."""
-    work = [Span(track, "work", start, end) for track, start, end in spans]
+    work = [Span(track, "work", start, end, 0, ROLES.get(track)) for track, start, end in spans]
     middle = seconds / 2
     return Round(tokens, [TimedStep(0, 0.0, middle, None, 0, work), TimedStep(1, middle, seconds, None, 0, [])])
 

@@ -11,11 +11,11 @@ import pytest
 from safetensors import safe_open
 
 from oppo.app.config import load
-from oppo.app.evaluate import Comparison
 from oppo.cli import main
 from oppo.demo.exactness import Digests
 from oppo.demo.outcome import Outcome
 from oppo.demo.run import UNMEASURED, demo
+from oppo.evaluation import Comparison
 from oppo.hf import load_causal
 
 FACTS = {

@@ -200,8 +200,9 @@ def test_the_configuration_is_valid_and_its_reward_loads() -> None:
     settings = config.load(EXAMPLE / "config.toml")
     assert (settings.run.steps, settings.step.batch, settings.step.extra) == (20, 16, 4)
     assert settings.models.policy == settings.models.critic == str(EXAMPLE / "model")
-    assert load_function(settings.models.reward)(["Soap?"], [GOOD]) == [rules.HIGHEST]
-    assert Path(settings.data.prompts).is_file()
+    (reward,) = settings.models.rewards.values()
+    assert load_function(reward.source)(["Soap?"], [GOOD]) == [rules.HIGHEST]
+    assert settings.files["data.prompts"].is_file()
 
 
 # Making the model: everything but the download and the conversion, which need 93 MB.

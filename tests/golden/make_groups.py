@@ -29,7 +29,7 @@ from typing import Any
 os.environ.update(HF_HUB_OFFLINE="1", TRL_EXPERIMENTAL_SILENCE="1", ACCELERATE_USE_CPU="true")
 
 import torch
-from datasets import Dataset  # type: ignore[import-not-found] # not a dependency
+from datasets import Dataset
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.experimental.online_dpo import OnlineDPOTrainer

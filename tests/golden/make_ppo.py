@@ -33,7 +33,7 @@ os.environ.update(HF_HUB_OFFLINE="1", TRL_EXPERIMENTAL_SILENCE="1", ACCELERATE_U
 import numpy as np
 import torch
 import trl.experimental.ppo.ppo_trainer as peer
-from datasets import Dataset  # type: ignore[import-not-found] # not a dependency
+from datasets import Dataset
 from safetensors.torch import save_file
 from torchrl.objectives.value.functional import generalized_advantage_estimate
 from trl.experimental.ppo import PPOConfig, PPOTrainer

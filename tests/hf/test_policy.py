@@ -5,12 +5,13 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, cast
 
+import anyio
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from oppo.errors import ModelError, ModelLost
+from oppo.errors import ModelError, ModelLost, ProtocolError
 from oppo.events import Prompt
 from oppo.hf.serve.policy import HfPolicy
 from oppo.models import Sampling, Weights
@@ -127,6 +128,36 @@ async def test_a_parked_rollout_goes_on_with_the_weights_that_were_published(kee
             assert_close(story.logprobs()[k][before[k] :], full_logprobs(other, asked[k], tokens)[before[k] :])
     assert set(other.state_dict()) == set(model.state_dict())
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
+
+
+async def test_rollouts_join_while_others_are_decoded(serving: Serving) -> None:
+    model, asked = tiny.causal(), prompts(7)
+    with serving(model) as policy:
+        story = Story(await policy.open(asked))
+        async with policy.decoding(story.decodes[:2], story.cut) as decoding, anyio.create_task_group() as readers:
+            for k in range(2):
+                readers.start_soon(story.read, k, 3)
+            for k in range(2, 7):
+                await decoding.add([story.decodes[k]])
+                readers.start_soon(story.read, k, 3)
+            with pytest.raises(ProtocolError, match=r"rollouts \[6\] are being decoded, so they cannot join"):
+                await decoding.add(story.decodes[6:])
+        assert (await policy.memory())[1] == 0
+    for prompt, tokens in zip(asked, story.tokens(), strict=True):
+        assert tokens == reference(model, prompt, SAMPLING)[0]
+
+
+async def test_rollouts_may_join_when_all_others_have_ended(serving: Serving) -> None:
+    model, asked = tiny.causal(), prompts(3)
+    with serving(model) as policy:
+        story = Story(await policy.open(asked))
+        async with policy.decoding([], story.cut) as decoding:
+            for k in range(3):
+                await decoding.add([story.decodes[k]])
+                await story.read(k, 100)
+    assert story.told == [[prompt.rollout] for prompt in asked]
+    for prompt, tokens in zip(asked, story.tokens(), strict=True):
+        assert tokens == reference(model, prompt, SAMPLING)[0]
 
 
 async def test_weights_that_do_not_fit_change_nothing(serving: Serving) -> None:

@@ -12,7 +12,6 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from oppo.admission import Overcommit
 from oppo.algorithms.ppo import ppo
-from oppo.app.evaluate import respond
 from oppo.chunking import Fixed
 from oppo.errors import ModelError
 from oppo.events import Batch, Chunk, Finish, FloatArray, Given, Response, StepReport
@@ -28,6 +27,7 @@ from oppo.placement import Process, Thread
 from oppo.stages import GAE
 from oppo.stages.scored_rollouts import ScoredRollout
 from oppo.staleness import Correction
+from oppo.testing import respond_serially
 from oppo.training import TrainerSettings
 from tests.hf import tiny
 from tests.hf.stories import full_logprobs, prompts
@@ -61,7 +61,7 @@ def aged(event: Finish, versions: Sequence[int]) -> Finish:
 async def rolled_out(thread: Thread, *, seed: int = 1) -> list[Finish]:
     """Responses of more than four tokens."""
     policy = HfPolicy(tiny.causal(seed=seed), sampling=SAMPLING, thread=thread)
-    return [event for event in await respond(policy, prompts(8)) if len(event.response) > 4]
+    return [event for event in await respond_serially(policy, prompts(8)) if len(event.response) > 4]
 
 
 async def at_version(scorer: ProximalLogprobs, version: int) -> ProximalLogprobs:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from oppo.app.evaluate import respond, score_all
 from oppo.errors import ModelError
 from oppo.events import Batch, Chunk, Finish, FloatArray, Prompt, Response
 from oppo.hf.digest import weights_digest
@@ -25,6 +24,7 @@ from oppo.placement import Thread
 from oppo.stages import GAE
 from oppo.stages.scored_rollouts import ScoredRollout
 from oppo.support import Support
+from oppo.testing import respond_serially, score_serially
 from oppo.training import TrainerSettings
 from tests.hf import tiny
 from tests.hf.stories import Story, allowed, full_logprobs, prompts, serving, told
@@ -62,7 +62,7 @@ def batch_of(finished: Sequence[Finish], reference: Sequence[FloatArray], *, kl:
 
 
 async def rolled_out(model: PreTrainedModel, sampling: Sampling, thread: Thread, count: int = 6) -> list[Finish]:
-    return await respond(HfPolicy(model, sampling=sampling, thread=thread), prompts(count))
+    return await respond_serially(HfPolicy(model, sampling=sampling, thread=thread), prompts(count))
 
 
 @tiny.apart
@@ -102,7 +102,7 @@ async def test_of_a_reference_equal_to_the_policy_the_kl_is_zero(
 ) -> None:
     finished = await rolled_out(tiny.causal(name, seed=1), sampling, thread)
     scorer = ReferenceLogprobs(tiny.causal(name, seed=1), sampling=sampling, thread=thread, exact=exact)
-    reference = await score_all(scorer, finished)
+    reference = await score_serially(scorer, finished)
     for event, logprobs in zip(finished, reference, strict=True):
         np.testing.assert_allclose(logprobs, event.response.logprobs, atol=1e-5)
     batch = batch_of(finished, reference)

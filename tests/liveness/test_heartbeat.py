@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import anyio
 import pytest
 
+import oppo
 from oppo.liveness import Heartbeat
-from oppo.testing.loop import run_virtual
+from oppo.liveness.heartbeat import GAP
+from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, fake_scalar, run_virtual
+from oppo.testing.fakes import prompts
 
 
 class Clock:
@@ -62,3 +67,22 @@ async def test_an_error_inside_surfaces_as_itself() -> None:
     with pytest.raises(ValueError, match="inside"):
         async with Heartbeat().beating():
             raise ValueError("inside")
+
+
+def graph() -> oppo.Graph[oppo.StepReport]:
+    models = {"policy": FakePolicy(seconds=0.001), "reward": FakeScorer(fake_scalar), "trainer": FakeTrainer()}
+    return oppo.grpo(**models, admission=oppo.Overcommit(2))  # type: ignore[arg-type]  # each of the type of its name
+
+
+async def gaps(tmp_path: Path) -> list[float | None]:
+    async with graph().open(prompts(20)) as run, oppo.watched(run, report=tmp_path / "hang.json"):
+        return [report.metrics.get(GAP) async for report in run.steps(2)]
+
+
+def test_the_reports_of_a_watched_run_say_how_long_its_loop_was_blocked(tmp_path: Path) -> None:
+    found = anyio.run(gaps, tmp_path)
+    assert all(gap is not None and gap >= 0 for gap in found)
+
+
+def test_in_virtual_time_nothing_beats(tmp_path: Path) -> None:
+    assert run_virtual(gaps, tmp_path) == [None, None]

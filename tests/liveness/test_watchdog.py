@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -33,8 +34,8 @@ STUCK = Snapshot(3, ("reward", "advantage"), (Wait("advantage", "reward", "an it
 class StuckRun:
     """A run in whose step nothing moves."""
 
-    def snapshot(self) -> Snapshot:
-        return STUCK
+    def snapshots(self) -> list[Snapshot]:
+        return [STUCK]
 
 
 @dataclass
@@ -128,11 +129,16 @@ async def test_time_outside_of_a_run_does_not_count(tmp_path: Path) -> None:
 
 
 def test_a_stall_says_who_waits_for_whom() -> None:
-    assert Stall(61.4, STUCK).sentence() == (
-        "nothing has moved for 61 s: advantage waits for reward; reward is at work"
+    assert Stall(61.4, [STUCK]).sentence() == (
+        "nothing has moved for 61 s: in step 3 advantage waits for reward; reward is at work"
     )
-    assert Stall(61.4, None, calls=("trainer: checkpoint",)).sentence() == (
+    assert Stall(61.4, calls=("trainer: checkpoint",)).sentence() == (
         "nothing has moved for 61 s: between two steps; in a call: trainer: checkpoint"
+    )
+    decoding, waiting = Snapshot(4, ("generate",), (), {}, ""), Snapshot(5, (), (), {}, "")
+    assert Stall(61.4, [STUCK, decoding, waiting]).sentence() == (
+        "nothing has moved for 61 s: in step 3 advantage waits for reward; reward is at work; "
+        "in step 4 generate is at work; in step 5 no stage is at work"
     )
 
 
@@ -171,18 +177,19 @@ def hanging(trap: Trap) -> Graph[StepReport]:
     )
 
 
-async def play_on(graph: Graph[StepReport], watchdog: Watchdog) -> None:
+async def play_on(graph: Graph[StepReport], watchdog: Watchdog, lookahead: int = 0) -> None:
     """Run a graph under a watchdog."""
-    async with graph.open(prompts(10), observers=[watchdog]) as run, watchdog.guarding(run):
+    opened = graph.open(prompts(10), observers=[watchdog], lookahead=lookahead)
+    async with opened as run, watchdog.guarding(run):
         async for _ in run.steps(3):
             pass
 
 
-async def hang(graph: Graph[StepReport], watchdog: Watchdog, trap: Trap) -> HangError:
+async def hang(graph: Graph[StepReport], watchdog: Watchdog, trap: Trap, lookahead: int = 0) -> HangError:
     """Return the error with which a watchdog ends a graph that hangs."""
     try:
         with watchdog, pytest.raises(HangError) as caught:
-            await play_on(graph, watchdog)
+            await play_on(graph, watchdog, lookahead)
     finally:
         trap.opened.set()
     return caught.value
@@ -199,14 +206,28 @@ async def test_a_run_that_hangs_is_ended_and_the_report_names_who_hangs(tmp_path
     assert "run.watchdog_seconds = 0.2" in str(error)
     assert [stall.final for stall in told][-2:] == [False, True]
     written = json.loads(report.read_text())
-    assert written["step"] == 0
-    assert written["at_work"] == ["reward"]
-    assert {"stage": "advantage", "awaited": "reward", "want": "an item"} in written["waits"]
-    assert written["channels"]["reward->advantage"]["waiting_receivers"] == 1
+    (step,) = written["steps"]
+    assert step["step"] == 0
+    assert step["at_work"] == ["reward"]
+    assert {"stage": "advantage", "awaited": "reward", "want": "an item"} in step["waits"]
+    assert step["channels"]["reward->advantage"]["waiting_receivers"] == 1
     assert written["rollouts"] == {"in flight": [], "parked": [1], "finished": [0, 2]}
     tasks = {task["name"]: task["stack"] for task in written["tasks"]}
     assert any("rewards/function.py" in line for line in tasks["ppo.reward"])
     assert any("in stuck" in line for thread in written["threads"] for line in thread["stack"])
+
+
+async def test_the_report_of_a_run_with_steps_in_flight_names_the_step_that_hangs(tmp_path: Path) -> None:
+    trap, told = Trap(), list[Stall]()
+    report = tmp_path / "hang-report.json"
+    watchdog = Watchdog(0.2, report=report, notice=0.05, listeners=[told.append], clock=trap.clock)
+    error = await hang(hanging(trap), watchdog, trap, lookahead=1)
+    assert [snapshot.step for snapshot in told[-1].snapshots] == [0, 1]
+    assert re.search(r"in step 0 .*; reward is at work; in step 1 .*no stage is at work|in step 1 ", str(error))
+    oldest, later = json.loads(report.read_text())["steps"]
+    assert (oldest["step"], oldest["at_work"]) == (0, ["reward"])
+    assert later["step"] == 1
+    assert "reward" not in later["at_work"], "it waits for that of step 0"
 
 
 class Unbearable(FakeScorer[float]):
@@ -362,4 +383,5 @@ async def test_a_run_of_a_program_is_watched_in_one_line(tmp_path: Path) -> None
     finally:
         trap.opened.set()
     assert told[0].startswith("nothing has moved for 0 s: ")
-    assert json.loads((tmp_path / "r.json").read_text())["at_work"] == ["reward"]
+    (step,) = json.loads((tmp_path / "r.json").read_text())["steps"]
+    assert step["at_work"] == ["reward"]

@@ -56,29 +56,6 @@ async def test_what_its_work_raises_is_raised_here() -> None:
     assert isinstance(caught.value.__cause__, StopIteration)
 
 
-async def test_no_more_work_at_a_time_than_threads_are_allowed() -> None:
-    limiter = anyio.to_thread.current_default_thread_limiter()
-    before, limiter.total_tokens = limiter.total_tokens, 2
-    at_work, most, lock = 0, 0, threading.Lock()
-
-    def work() -> None:
-        nonlocal at_work, most
-        with lock:
-            at_work += 1
-            most = max(most, at_work)
-        threading.Event().wait(0.01)
-        with lock:
-            at_work -= 1
-
-    try:
-        async with anyio.create_task_group() as tasks:
-            for _ in range(6):
-                tasks.start_soon(run_detached, "mine", work)
-    finally:
-        limiter.total_tokens = before
-    assert most <= 2
-
-
 async def test_a_caller_that_is_cancelled_leaves_its_work_behind() -> None:
     entered, release = threading.Event(), threading.Event()
 

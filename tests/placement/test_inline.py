@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from oppo.errors import ModelLost
+from oppo.graph import Step
 from oppo.observe import Span
-from oppo.placement import Inline, Thread
+from oppo.placement import Inline, Process, Thread
 from oppo.testing import run_virtual
 from tests.placement.instances import Total
 
@@ -36,6 +38,33 @@ async def test_work_is_done_on_the_caller_in_order_and_reported() -> None:
         ("total", "look"),
     ]
     assert heard == ["sum: load"], "in the same turn"
+
+
+@pytest.mark.parametrize("kind", [Inline, Thread, Process])
+async def test_a_span_says_for_which_step_the_call_was_made_and_in_which_role(
+    kind: type[Inline | Thread | Process],
+) -> None:
+    spans: list[Span] = []
+    with kind("total", listener=spans.append) as place:
+        total = place.host(Total(1))
+
+        async def work(step: Step) -> None:
+            with step.working("score"):
+                await anyio.lowlevel.checkpoint()
+                await total.call("add", Total.add, 1)
+                await total.load(Total.add, 1)
+
+        async with anyio.create_task_group() as tasks:
+            for number in (3, 4):
+                tasks.start_soon(work, Step(number, 1, 0.0))
+        await total.call("add", Total.add, 1)
+    assert sorted((span.step, span.role) for span in spans[:-1]) == [
+        (3, "score"),
+        (3, "score"),
+        (4, "score"),
+        (4, "score"),
+    ]
+    assert (spans[-1].step, spans[-1].role) == (None, None), "of no step"
 
 
 def test_virtual_time_goes_on_around_it() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import combinations
 
 import numpy as np
 
@@ -74,7 +75,7 @@ def play_first(observer: Observer) -> None:
     for at, item in enumerate((prompt(0), prompt(2), chunk(0, 0, 1, 3), chunk(2, 0, 1), first, Defer(2, 1))):
         observer.on_item(0, "generate", item, at / 4)
     observer.on_item(0, "advantage", batch([first], [0.5]), 1.5)
-    observer.on_span(Span("generate", "step 0", 0.0, 1.4))
+    observer.on_span(Span("generate", "run", 0.0, 1.4, 0, kind="execution"))
     observer.on_step(0, report(0, (0,), 0.5, (Defer(2, 1),)), CHANNELS)
 
 
@@ -83,5 +84,16 @@ def play_second(observer: Observer) -> None:
     for at, item in enumerate((prompt(1), chunk(1, 0, 5), chunk(2, 1, 4, 5), *second)):
         observer.on_item(1, "generate", item, 2 + at / 4)
     observer.on_item(1, "advantage", batch(second, [-1.0, 2.0]), 3.5)
-    observer.on_span(Span("generate", "step 1", 2.0, 3.4))
+    observer.on_span(Span("generate", "run", 2.0, 3.4, 1, kind="execution"))
     observer.on_step(1, report(1, (2,), float("nan")), CHANNELS)
+
+
+def all_nested(slices: Sequence[Mapping[str, float]]) -> bool:
+    """Return whether a viewer can show the slices of a trace: on each track they are disjoint, or one in another."""
+    for one, other in combinations(slices, 2):
+        first, second = sorted((one, other), key=lambda each: (each["ts"], -each["dur"]))
+        end, later = first["ts"] + first["dur"], second["ts"] + second["dur"]
+        rounding = 0.001
+        if one["tid"] == other["tid"] and second["ts"] < end - rounding and later > end + rounding:
+            return False
+    return True

@@ -27,6 +27,13 @@ def test_any_series_gives_a_well_formed_chart_inside_its_frame(
         assert -0.1 <= bar["y"] <= bar["y"] + bar["height"] <= HEIGHT
 
 
+@pytest.mark.parametrize(("gaps", "strokes"), [(True, 2), (False, 1)])
+def test_what_is_missing_is_a_gap_or_is_passed_over(gaps: bool, strokes: int) -> None:
+    chart = lines("score", {"held-out": [1.0, None, None, 2.0]}, gaps=gaps)
+    (path,) = ET.fromstring(chart).iter(f"{SVG}path")
+    assert path.get("d", "").count("M") == strokes
+
+
 def test_stacked_bars_stand_on_one_another() -> None:
     decode, update = bars(stacked("time", {"decode": [1.0], "update": [3.0]}))
     assert update["height"] == pytest.approx(3 * decode["height"], abs=0.02)

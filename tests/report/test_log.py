@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,12 +76,22 @@ def test_an_interrupted_run_says_so(tmp_path: Path) -> None:
 def test_a_stall_is_logged_with_what_each_stage_does(tmp_path: Path) -> None:
     stuck = Snapshot(0, ("reward", "advantage"), (Wait("advantage", "reward", "an item"),), {}, "")
     with RunLog(tmp_path / "log.jsonl", "trial") as log:
-        log.on_stall(Stall(61.234, stuck))
-        log.on_stall(Stall(3.0, None, final=True))
+        log.on_stall(Stall(61.234, [stuck, replace(stuck, step=1, running=("generate",))]))
+        log.on_stall(Stall(3.0, final=True))
     _, first, second, _ = lines(tmp_path / "log.jsonl")
     assert (first["event"], first["level"], first["seconds"]) == ("stalled", "warning", 61.2)
-    assert first["stages"] == {"reward": "at work", "advantage": "waits for reward"}
-    assert (second["stages"], second["final"]) == ({}, True)
+    assert first["steps"] == {
+        "0": {"reward": "at work", "advantage": "waits for reward"},
+        "1": {"generate": "at work"},
+    }
+    assert (second["steps"], second["final"]) == ({}, True)
+
+
+def test_an_interrupt_is_logged_with_the_steps_that_end_first(tmp_path: Path) -> None:
+    with RunLog(tmp_path / "log.jsonl", "trial") as log:
+        log.on_interrupt(signal.SIGTERM, [3, 4])
+    line = lines(tmp_path / "log.jsonl")[1]
+    assert (line["event"], line["by"], line["steps"]) == ("interrupted", "SIGTERM", [3, 4])
 
 
 def test_secrets_are_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,9 +5,12 @@ from dataclasses import replace
 
 from rich.console import Console
 
+from oppo.evaluation import Evaluated
+from oppo.evaluation.evaluate import BEFORE
 from oppo.events import Defer
 from oppo.graph import Snapshot, Wait
 from oppo.liveness import Stall
+from oppo.observe import Span
 from oppo.report import Panel
 from oppo.report.panel import harmless, line, printable
 from tests.report.synthetic import batch, chunk, decode, finish, play, prompt, report
@@ -28,6 +31,35 @@ def test_without_a_terminal_each_step_is_one_plain_line() -> None:
     ]
 
 
+def evaluated(step: int, score: float) -> Evaluated:
+    return Evaluated(step, step + 1, {"eval/score": score, "eval/score_ci95": 0.05})
+
+
+def test_the_panel_shows_how_far_an_evaluation_is_and_what_the_last_one_found() -> None:
+    where, out = console(terminal=True)
+    panel = Panel(where, 2, live=True, decode=decode)
+    panel.on_evaluation(3, 12)
+    where.print(panel.render())
+    assert "held-out prompts: 3 of 12 responses" in out.getvalue()
+    for step, score in ((BEFORE, 0.25), (1, 0.5)):
+        panel.on_item(max(step, 0), "evaluate", evaluated(step, score), 0.0)
+    where.print(panel.render())
+    last = out.getvalue().rpartition("waiting for the first step")[2]
+    assert "held-out 0.500 +- 0.050, 0.250 at first" in last
+    assert "of 12 responses" not in last
+
+
+def test_without_a_terminal_the_first_evaluation_has_a_line_and_the_others_are_in_those_of_their_steps() -> None:
+    where, out = console(terminal=False)
+    with Panel(where, 2, live=False, decode=decode) as panel:
+        panel.on_item(0, "evaluate", evaluated(BEFORE, 0.25), 0.0)
+        panel.on_item(0, "evaluate", evaluated(0, 0.5), 0.0)
+        panel.on_step(0, replace(report(0, (0,), 0.5), metrics={"eval/score": 0.5}), {})
+    first, second = out.getvalue().splitlines()
+    assert first == "before the first step  held-out 0.250 +- 0.050"
+    assert "  held-out 0.500  " in second
+
+
 def test_the_panel_says_what_each_stage_is_doing() -> None:
     where, out = console(terminal=True)
     at = 0.0
@@ -37,7 +69,7 @@ def test_the_panel_says_what_each_stage_is_doing() -> None:
     at = 1.0
     where.print(panel.render())
     assert "waiting for the first step" in out.getvalue()
-    assert "this step: 2 tokens, 2 tokens/s" in out.getvalue()
+    assert "step 1/2: 2 tokens, 2 tokens/s" in out.getvalue()
     assert "working, 2 sent" in out.getvalue()
 
 
@@ -89,25 +121,72 @@ def test_long_text_is_cut() -> None:
 STUCK = Snapshot(0, ("reward", "advantage"), (Wait("advantage", "reward", "an item"),), {}, "")
 
 
-def test_the_panel_shows_who_waits_for_whom() -> None:
+def rows(panel: Panel) -> dict[str, str]:
+    """Return what a panel says of each stage."""
     where, out = console(terminal=True)
-    panel = Panel(where, 2, live=True)
-    panel.watch(lambda: STUCK)
+    where.print(panel.render())
+    words = [row.strip("│ \n").split(maxsplit=1) for row in out.getvalue().splitlines() if " sent" in row]
+    return {stage: " ".join(said.split()) for stage, said in words}
+
+
+def test_the_panel_shows_who_waits_for_whom() -> None:
+    panel = Panel(console(terminal=True)[0], 2, live=True)
+    panel.watch(lambda: [STUCK])
     for stage in ("generate", "reward", "advantage"):
         panel.on_item(0, stage, prompt(0), 0.0)
+    assert rows(panel) == {
+        "generate": "step 1/2 working, 1 sent",
+        "reward": "step 1/2 working, 1 sent",
+        "advantage": "step 1/2 waits for reward, 1 sent",
+    }
+
+
+def test_the_panel_keeps_steps_in_flight_apart() -> None:
+    at = 0.0
+    panel = Panel(console(terminal=True)[0], 9, live=True, clock=lambda: at)
+    panel.watch(lambda: [STUCK, Snapshot(1, ("generate",), (Wait("generate", "prompts", "an item"),), {}, "")])
+    for item in (prompt(0), chunk(0, 0, 1, 3, 4)):
+        panel.on_item(0, "generate", item, 0.0)
+    for rollout in (0, 1):
+        panel.on_item(0, "reward", finish(rollout, 1), 0.0)
+    panel.on_span(Span("reward", "finish", 0.0, 0.5, 0, "score"))
+    panel.on_span(Span("generate", "run", 0.0, 3.0, 0, kind="execution"))
+    assert rows(panel) == {"generate": "step 1/9 done in 3.00 s, 2 sent", "reward": "step 1/9 working, 2 sent"}
+    panel.on_item(0, "advantage", batch([finish(0, 1)], [1.0]), 3.0)
+    at = 3.0
+    panel.on_item(1, "generate", prompt(2), 3.0)
+    at = 4.0
+    panel.on_item(1, "generate", chunk(2, 0, 1, 2), 4.0)
+    panel.on_step(0, report(0, (0,), 0.5), {})
+    panel.on_item(0, "generate", Defer(9, 1), 4.0)  # as a stage returns something from observe()
+    assert rows(panel) == {
+        "generate": "step 2/9 waits for prompts, 2 sent",
+        "reward": "step 1/9 working, 2 sent",
+        "advantage": "step 1/9 waits for reward, 1 sent",
+    }
+    where, out = console(terminal=True)
     where.print(panel.render())
-    rows = {row.split()[1]: row for row in out.getvalue().splitlines() if " sent" in row}
-    assert "waits for reward, 1 sent" in rows["advantage"]
-    assert "working, 1 sent" in rows["reward"]
-    assert "working, 1 sent" in rows["generate"]
+    assert "step 2/9: 2 tokens, 2 tokens/s" in out.getvalue()
+
+
+def test_the_latest_notices_are_shown_without_secrets_and_control_characters() -> None:
+    panel = Panel(console(terminal=True)[0], 2, live=True)
+    for sentence in ("first", "second", "the judge failed at https://me:canary@host\x1b[31m", "[bold]last\nline"):
+        panel.on_notice(sentence)
+    where, out = console(terminal=True)
+    where.print(panel.render())
+    said = [line.strip("│ ") for line in out.getvalue().splitlines()]
+    assert said[-5:-2] == ["second", "the judge failed at https://***@host\\x1b[31m", "[bold]last / line"]
+    assert "first" not in out.getvalue().replace("waiting for the first step", "")
+    assert "canary" not in out.getvalue()
 
 
 def test_a_stall_is_shown_until_something_moves() -> None:
     where, out = console(terminal=True)
     panel = Panel(where, 2, live=True)
-    panel.on_stall(Stall(60, STUCK))
+    panel.on_stall(Stall(60, [STUCK]))
     where.print(panel.render())
-    assert "nothing has moved for 60 s: advantage waits for reward; reward is at work" in out.getvalue()
+    assert "nothing has moved for 60 s: in step 0 advantage waits for reward; reward is at work" in out.getvalue()
     panel.on_item(0, "reward", prompt(0), 0.0)
     before = len(out.getvalue())
     where.print(panel.render())
@@ -116,5 +195,5 @@ def test_a_stall_is_shown_until_something_moves() -> None:
 
 def test_without_a_terminal_a_stall_is_one_line() -> None:
     where, out = console(terminal=False)
-    Panel(where, 2, live=False).on_stall(Stall(60, STUCK))
-    assert out.getvalue() == "nothing has moved for 60 s: advantage waits for reward; reward is at work\n"
+    Panel(where, 2, live=False).on_stall(Stall(60, [STUCK]))
+    assert out.getvalue() == "nothing has moved for 60 s: in step 0 advantage waits for reward; reward is at work\n"

@@ -13,11 +13,11 @@ from oppo.errors import ConfigError
 from oppo.events import Defer
 from oppo.observe import Span
 from oppo.report import RunDirectory, observations, story
-from oppo.report.journal import JOURNAL
+from oppo.report.journal import JOURNAL, course
 from oppo.report.records import Record, rewind
 from oppo.report.rundir import RECORDS, write_page
 from oppo.report.timed import TimedStep
-from oppo.report.timeline import Schedule
+from oppo.report.timeline import Excerpt
 from tests.report.synthetic import decode, play, play_first, play_second
 
 
@@ -108,7 +108,8 @@ def test_the_trace_has_a_track_for_each_worker_and_an_arrow_for_each_rollout(tmp
     tracks = {event["args"]["name"] for event in events if event.get("name") == "thread_name"}
     assert tracks == {"generate", "policy", "reward model"}
     slices = [event for event in events if event["ph"] == "X"]
-    assert {event["name"] for event in slices} == {"step 0", "step 1", "decode", "extend"}
+    assert {event["name"] for event in slices} == {"run", "decode", "extend"}
+    assert [event["args"] for event in slices if event["name"] == "run"] == [{"step": 0}, {"step": 1}]
     carried = [(event["ph"], event["ts"]) for event in events if event.get("id") == 2]
     assert carried == [("s", 0.25e6), ("t", 1.25e6), ("t", 2.5e6), ("f", 3e6)]
 
@@ -124,12 +125,12 @@ def test_the_page_is_self_contained_and_escapes_what_models_say(tmp_path: Path) 
 def test_the_page_opens_with_the_latest_two_steps_as_they_were(tmp_path: Path) -> None:
     with RunDirectory(tmp_path / "run", decode=decode) as directory:
         for play_one, number in ((play_first, 0), (play_second, 1)):
-            directory.model_span(Span("policy", "decode", 2.0 * number, 2.0 * number + 1))
-            directory.on_span(Span("step", str(number), 2.0 * number, 2.0 * number + 2))
+            directory.model_span(Span("policy", "decode", 2.0 * number, 2.0 * number + 1, number, "decode"))
+            directory.on_span(Span("step", str(number), 2.0 * number, 2.0 * number + 2, number, kind="step"))
             play_one(directory)
     html = (directory.path / "report.html").read_text()
     assert html.index("the latest steps: 2 steps in 4.00 s") < html.index("Score")
-    assert "policy: 1.000 s, from 2.000 s on" in html
+    assert "policy: 1.000 s for step 1, from 2.000 s on" in html
     assert "1 carried" in html
     assert html.count("<svg") == 8
 
@@ -139,8 +140,8 @@ def test_a_page_can_be_written_again_with_other_steps_and_the_same_records(tmp_p
     before = (path / "report.html").read_text()
     write_page(path, [])
     assert (path / "report.html").read_text() == before
-    work = [Span("trainer", "update", 0.0, 1.0)]
-    write_page(path, [Schedule("another", [TimedStep(0, 0.0, 2.0, None, 0, work)])])
+    work = [Span("trainer", "update", 0.0, 1.0, 0, "update")]
+    write_page(path, [Excerpt("another", [TimedStep(0, 0.0, 2.0, None, 0, work)])])
     assert "another: 1 step in 2.00 s" in (path / "report.html").read_text()
     assert (path / "report.html").read_text().endswith(before[before.index('<div class="charts">') :])
 
@@ -231,6 +232,33 @@ def test_what_was_observed_outlives_the_steps_that_are_taken_back(tmp_path: Path
     assert observations(tmp_path / "nowhere") == {}
 
 
+def test_drains_outlive_the_steps_that_are_taken_back_and_end_the_course_of_what_was_observed_before(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "x"
+
+    def observed(directory: RunDirectory, *steps: int, seconds: float) -> None:
+        for step in steps:
+            directory.on_item(step, "generate", Observation(step, seconds=seconds, score=0.5), float(step))
+
+    def told() -> dict[int, float]:
+        return {step: seen.seconds for step, seen in observations(path / JOURNAL).items()}
+
+    with RunDirectory(path, threaded=False) as directory:
+        observed(directory, 0, 1, 2, 3, 4, seconds=1.0)
+    with RunDirectory(path, threaded=False, resumed_at=1) as directory:
+        directory.drained(2)  # repeating the steps, it was ended after this one
+    assert told() == {0: 1.0, 1: 1.0, 2: 1.0}, "steps 3 and 4 were those of a run that did not drain"
+    with RunDirectory(path, threaded=False, resumed_at=3) as directory:
+        observed(directory, 3, 4, seconds=2.0)
+    for resumed_at in (2, 1):
+        with RunDirectory(path, threaded=False, resumed_at=resumed_at):
+            pass
+        assert course(path / JOURNAL).drains == {2}
+        assert told() == {0: 1.0, 1: 1.0, 2: 1.0, 3: 2.0, 4: 2.0}
+    assert course(tmp_path / "nowhere").drains == frozenset()
+
+
 def test_text_with_other_line_ends_and_a_line_torn_within_a_character_are_read_as_written(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     records: list[Record] = [{"step": 0, "completion": "one\u2028two\x85three"}, {"step": 1, "completion": "naïve"}]
@@ -258,7 +286,7 @@ def test_a_trace_shows_the_first_and_the_last_steps(tmp_path: Path, count: int, 
     longest = 0
     with RunDirectory(tmp_path / "x", trace=2, threaded=False) as directory:
         for step in range(count):
-            directory.on_span(Span("step", str(step), step, step + 1))
+            directory.on_span(Span("step", str(step), step, step + 1, step, kind="step"))
             directory.on_step(step, None, {})
             longest = max(longest, (directory.path / "trace.json").read_text().count('"ph":"X"'))
     assert longest <= 2 + 2 * 2
@@ -269,7 +297,7 @@ def test_a_trace_can_show_every_step_or_none(tmp_path: Path) -> None:
     for name, trace in (("all", None), ("none", 0)):
         with RunDirectory(tmp_path / name, trace=trace, threaded=False) as directory:
             for step in range(50):
-                directory.on_span(Span("step", str(step), step, step + 1))
+                directory.on_span(Span("step", str(step), step, step + 1, step, kind="step"))
                 directory.on_step(step, None, {})
     assert len(steps_of(tmp_path / "all")) == 50
     assert not (tmp_path / "none" / "trace.json").exists()

@@ -6,25 +6,25 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from oppo.events import Defer
-from oppo.observe import Span
-from oppo.report.rundir import ROLES
+from oppo.observe import Role, Span
 from oppo.report.timed import TimedStep, Timekeeper
-from oppo.report.timeline import LEFT, RIGHT, WIDTH, Schedule, timeline
+from oppo.report.timeline import LEFT, RIGHT, WIDTH, Excerpt, timeline
 from tests.report.synthetic import CHANNELS, finish, report
 
+ROLES: dict[str, Role] = {"policy": "decode", "reward model": "score", "critic": "score", "trainer": "update"}
 SVG = "{http://www.w3.org/2000/svg}"
 ACROSS = WIDTH - LEFT - RIGHT
 
 
 def step(index: int, start: float, *spans: tuple[str, float, float], cut: float | None, carried: int = 0) -> TimedStep:
     """Return a step of ten seconds; spans and cut count from its start."""
-    made = [Span(track, "work", start + begin, start + end) for track, begin, end in spans]
+    made = [Span(track, "work", start + begin, start + end, index, ROLES[track]) for track, begin, end in spans]
     return TimedStep(index, start, start + 10, None if cut is None else start + cut, carried, made)
 
 
 BUSY = (("policy", 0.0, 4.0), ("reward model", 2.0, 5.0), ("trainer", 6.0, 10.0))
-SERIAL = Schedule("serial", [step(3, 100.0, *BUSY, cut=4.0), step(4, 110.0, *BUSY, cut=4.0)])
-CARRYING = Schedule("carrying", [step(7, 0.0, *BUSY, cut=4.0, carried=2), step(8, 10.0, *BUSY, cut=5.0)])
+SERIAL = Excerpt("serial", [step(3, 100.0, *BUSY, cut=4.0), step(4, 110.0, *BUSY, cut=4.0)])
+CARRYING = Excerpt("carrying", [step(7, 0.0, *BUSY, cut=4.0, carried=2), step(8, 10.0, *BUSY, cut=5.0)])
 
 
 def bars(picture: str) -> list[tuple[str, float, float]]:
@@ -49,11 +49,11 @@ def rules(picture: str, *, dashed: bool) -> Iterator[tuple[float, float]]:
 
 
 def test_each_model_has_a_row_in_which_it_is_busy_when_it_was() -> None:
-    drawn = bars(timeline([SERIAL], ROLES))
+    drawn = bars(timeline([SERIAL]))
     assert [title for title, _, _ in drawn] == [
-        f"{track}: {end - begin:.3f} s, from {begin + start:.3f} s on"
+        f"{track}: {end - begin:.3f} s for step {number}, from {begin + start:.3f} s on"
         for track, begin, end in BUSY
-        for start in (0.0, 10.0)
+        for number, start in ((3, 0.0), (4, 10.0))
     ]
     reward = drawn[2]
     assert reward[1:] == pytest.approx((ACROSS * 2 / 20, ACROSS * 3 / 20), abs=0.01)
@@ -61,17 +61,17 @@ def test_each_model_has_a_row_in_which_it_is_busy_when_it_was() -> None:
 
 
 def test_schedules_share_one_scale_of_seconds() -> None:
-    short = Schedule("short", [step(0, 0.0, *BUSY, cut=4.0)])
-    drawn = bars(timeline([SERIAL, short], ROLES))
+    short = Excerpt("short", [step(0, 0.0, *BUSY, cut=4.0)])
+    drawn = bars(timeline([SERIAL, short]))
     assert drawn[-1][1] + drawn[-1][2] == pytest.approx(ACROSS / 2, abs=0.01)
-    said = words(timeline([SERIAL, short], ROLES))
+    said = words(timeline([SERIAL, short]))
     assert {"serial: 2 steps in 20.00 s", "short: 1 step in 10.00 s", "step 3", "step 4", "step 0"} <= set(said)
     assert [each for each in said if each.replace(".", "").isdigit()] == [str(2 * k) for k in range(11)]
     assert "seconds" in said
 
 
 def test_a_cut_is_a_dashed_line_and_what_it_carried_an_arrow_to_the_next_step() -> None:
-    picture = timeline([CARRYING], ROLES)
+    picture = timeline([CARRYING])
     assert [x for x, _ in rules(picture, dashed=True)] == pytest.approx([ACROSS * 4 / 20, ACROSS * 15 / 20], abs=0.1)
     assert words(picture).count("cut") == 2
     assert [each for each in words(picture) if "carried" in each] == [
@@ -84,18 +84,18 @@ def test_a_cut_is_a_dashed_line_and_what_it_carried_an_arrow_to_the_next_step() 
 
 
 def test_work_that_reaches_beyond_the_steps_is_drawn_within_them() -> None:
-    early = Schedule("early", [step(0, 0.0, ("policy", -3.0, 1.0), ("critic", 9.0, 14.0), cut=None)])
-    drawn = bars(timeline([early], ROLES))
+    early = Excerpt("early", [step(0, 0.0, ("policy", -3.0, 1.0), ("critic", 9.0, 14.0), cut=None)])
+    drawn = bars(timeline([early]))
     assert [(x, width) for _, x, width in drawn] == [(0.0, ACROSS / 10), (ACROSS * 0.9, ACROSS / 10)]
 
 
-@pytest.mark.parametrize("schedules", [[], [Schedule("none", [])], [Schedule("x", [step(0, 0.0, cut=1.0)])]])
-def test_there_is_no_picture_of_no_work(schedules: Sequence[Schedule]) -> None:
-    assert timeline(schedules, ROLES) == ""
+@pytest.mark.parametrize("schedules", [[], [Excerpt("none", [])], [Excerpt("x", [step(0, 0.0, cut=1.0)])]])
+def test_there_is_no_picture_of_no_work(schedules: Sequence[Excerpt]) -> None:
+    assert timeline(schedules) == ""
 
 
 def test_colours_of_text_and_rules_follow_the_page() -> None:
-    root = ET.fromstring(timeline([CARRYING], ROLES))
+    root = ET.fromstring(timeline([CARRYING]))
     assert {each.get("fill") for each in root.iter(f"{SVG}text")} == {"currentColor"}
     assert {each.get("stroke") for each in root.iter(f"{SVG}line")} == {"currentColor"}
 
@@ -103,14 +103,63 @@ def test_colours_of_text_and_rules_follow_the_page() -> None:
 def test_the_latest_steps_are_kept_with_what_models_did_in_them() -> None:
     keeper = Timekeeper(kept=2)
     for number in range(3):
-        keeper.model_span(Span("policy", "decode", number, number + 0.5))
+        keeper.model_span(Span("policy", "decode", number, number + 0.5, number, "decode"))
         keeper.on_item(number, "generate", finish(number, 1), number + 0.25)
         keeper.on_item(number, "generate", Defer(9, number + 1), number + 0.5)
         keeper.on_item(number, "advantage", finish(number, 1), number + 0.75)
-        keeper.on_span(Span("step", str(number), number, number + 1))
+        keeper.on_span(Span("step", str(number), number, number + 1, number, kind="step"))
         keeper.on_step(number, report(number, (number,), 0.0), CHANNELS)
     assert [(each.index, each.start, each.end, each.cut, each.carried) for each in keeper.steps] == [
         (1, 1.0, 2.0, 1.5, 1),
         (2, 2.0, 3.0, 2.5, 1),
     ]
     assert [[span.start for span in each.spans] for each in keeper.steps] == [[1.0], [2.0]]
+
+
+def two_in_flight() -> Timekeeper:
+    """Return what a timekeeper keeps of two steps, of which the second is decoded while the first is trained."""
+    keeper = Timekeeper(kept=2)
+    cuts = [(0, Defer(9, 1), 10.0), (1, finish(8, 1), 14.0), (1, Defer(9, 2), 18.0), (1, Defer(7, 1), 18.0)]
+    for number, event, at in cuts:
+        keeper.on_item(number, "generate", event, at)
+    for work in (
+        Span("policy", "decode", 0.0, 10.0, 0, "decode"),
+        Span("policy", "decode", 10.0, 18.0, 1, "decode"),
+        Span("trainer", "update", 11.0, 20.0, 0, "update"),
+        Span("saver", "save", 11.0, 20.0),
+    ):
+        keeper.model_span(work)
+    keeper.on_span(Span("step", "0", 0.0, 20.0, 0, kind="step"))
+    keeper.on_step(0, report(0, (8,), 0.0), CHANNELS)
+    keeper.model_span(Span("policy", "decode", 20.0, 27.0, 2, "decode"))
+    keeper.model_span(Span("trainer", "update", 20.0, 28.0, 1, "update"))
+    keeper.on_item(2, "generate", finish(6, 1), 27.0)
+    keeper.on_span(Span("step", "1", 0.0, 28.0, 1, kind="step"))
+    keeper.on_step(1, report(1, (7,), 0.0), CHANNELS)
+    return keeper
+
+
+def test_steps_in_flight_are_kept_apart() -> None:
+    first, second = two_in_flight().steps
+    assert [(each.index, each.cut, each.carried) for each in (first, second)] == [(0, 10.0, 1), (1, 18.0, 2)]
+    assert [(span.label, span.end) for span in first.spans] == [("decode", 10.0), ("update", 20.0)]
+    assert [(span.label, span.end) for span in second.spans] == [("decode", 18.0), ("update", 28.0)]
+    assert [(span.step, span.end) for span in first.beside] == [(1, 18.0)]
+    assert [(span.step, span.end) for span in second.beside] == [(0, 10.0), (0, 20.0), (2, 27.0)]
+
+
+def test_a_picture_of_steps_in_flight_shows_work_for_others_faintly_and_arrows_forwards() -> None:
+    picture = timeline([Excerpt("latest", tuple(two_in_flight().steps))])
+    work = [each for each in bars(picture) if "policy" in each[0]]
+    assert [title for title, _, _ in work] == [
+        "policy: 10.000 s for step 0, from 0.000 s on",
+        "policy: 8.000 s for step 1, from 10.000 s on",
+        "policy: 7.000 s for step 2, from 20.000 s on",
+    ]
+    rects = ET.fromstring(picture).iter(f"{SVG}rect")
+    assert [rect.find(f"{SVG}title") is not None for rect in rects if rect.get("fill-opacity")] == [True]
+    assert "faint: work for other steps" in words(picture)[-1]
+    shafts = [ends for ends in rules(picture, dashed=False) if ends[0] != ends[1]]
+    starts = [start for start, end in shafts if start > 0]
+    assert starts == pytest.approx([ACROSS * 10 / 28, ACROSS * 18 / 28], abs=0.1)
+    assert all(start < end for start, end in shafts)

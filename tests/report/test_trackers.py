@@ -9,6 +9,8 @@ import pytest
 
 import oppo
 from oppo.errors import ConfigError
+from oppo.evaluation import Evaluated
+from oppo.evaluation.evaluate import BEFORE
 from oppo.events import StepReport
 from oppo.observe import Observer
 from oppo.report.metrics import scalars
@@ -43,6 +45,22 @@ def test_tensorboard_shows_the_metrics_of_each_step_under_their_names(tmp_path: 
         for name, value in scalars(each).items():
             assert shown[name][each.index] == pytest.approx(value), name
     assert {"score", "objective/kl", "overlap/hidden_fraction", "queue/generate->reward/peak"} <= shown.keys()
+
+
+def test_the_evaluation_before_the_first_step_is_shown_at_step_0(tmp_path: Path) -> None:
+    first = Evaluated(BEFORE, 0, {"eval/score": 0.25})
+    with (
+        TensorBoard(tmp_path / "board") as written,
+        WeightsAndBiases(tmp_path, name="first", mode="offline") as log,
+    ):
+        for observer in (written, log):
+            observer.on_item(0, "evaluate", first, 0.0)
+            observer.on_item(1, "evaluate", Evaluated(1, 2, {"eval/score": 0.5}), 0.0)
+            observer.on_step(0, report(0, (0,), 0.5), {})
+    assert board(tmp_path / "board")["eval/score"] == {0: 0.25}
+    (kept,) = logs(tmp_path)
+    assert history(kept)[0]["eval/score"] == 0.25
+    assert "score" in history(kept)[0]
 
 
 def test_weights_and_biases_logs_them_too_and_offline_it_asks_nobody(tmp_path: Path) -> None:

@@ -7,8 +7,10 @@ import json
 import re
 from collections import Counter
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from oppo.admission import Overcommit
@@ -18,6 +20,7 @@ from oppo.report import Panel, RunDirectory, story
 from oppo.rewards import FunctionReward
 from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_per_token, prompts
 from oppo.testing.loop import run_virtual
+from tests.report.synthetic import all_nested
 
 LENGTHS = (3, 5, 40, 8, 2, 13)
 
@@ -26,7 +29,7 @@ def decode(tokens: Sequence[int]) -> str:
     return " ".join(map(str, tokens))
 
 
-async def train(path: Path, out: io.StringIO) -> None:
+async def train(path: Path, out: io.StringIO, lookahead: int = 0) -> None:
     graph = ppo(
         policy=FakePolicy(lambda prompt: LENGTHS[prompt.rollout % len(LENGTHS)], 0.5),
         reference=FakeScorer(fake_per_token, 0.25, 0.0),
@@ -38,7 +41,7 @@ async def train(path: Path, out: io.StringIO) -> None:
     )
     panel = Panel(Console(file=out), 5, live=False)
     with RunDirectory(path, decode=decode, threaded=False) as directory:
-        async with graph.open(prompts(100), observers=[directory, panel]) as run:
+        async with graph.open(prompts(100), observers=[directory, panel], lookahead=lookahead) as run:
             async for _ in run.steps(5):
                 pass
 
@@ -76,3 +79,18 @@ def test_every_arrow_in_the_trace_ends_where_a_rollout_finished(tmp_path: Path) 
     assert ends["s"] == ends["f"] == 20
     tracks = {event["args"]["name"] for event in events if event.get("name") == "thread_name"}
     assert {"generate", "reward", "ref_logp", "value", "advantage", "update", "step"} <= tracks
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_slices_of_a_track_are_disjoint_or_nested_and_say_of_which_step_they_are(
+    tmp_path: Path, lookahead: int
+) -> None:
+    run_virtual(train, tmp_path / "run", io.StringIO(), lookahead)
+    events = json.loads((tmp_path / "run" / "trace.json").read_text())
+    slices = [event for event in events if event["ph"] == "X"]
+    assert all_nested(slices)
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    whole = [(event["args"]["step"], names[event["tid"]]) for event in slices if names[event["tid"]].startswith("step")]
+    assert whole == [(k, ("step", "step (2)", "step (3)")[k % (lookahead + 1)]) for k in range(5)]
+    executions = [(names[event["tid"]], event["args"]["step"]) for event in slices if event["name"] == "run"]
+    assert Counter(executions) == Counter(product(set(names.values()) - {name for _, name in whole}, range(5)))

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
 import anyio
+import anyio.lowlevel
+import anyio.to_thread
 import pytest
 
 from oppo.errors import ConfigError, RewardError
-from oppo.events import Drop, Finish
+from oppo.events import Chunk, Drop, Finish, Given, Prompt
+from oppo.observe import Span
+from oppo.placement import Thread
 from oppo.rewards import FunctionReward, Rewards, Weighted, load_reward
-from oppo.rewards.combined import NONE_APPLIES
+from oppo.rewards.combined import NONE_APPLIES, OnDrop
 from oppo.rewards.function import DOES_NOT_APPLY
-from oppo.scheduling import Urgent
+from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Preempted, Preemptible, Priority, TimeSlice, Urgent
 from oppo.testing import FakeScorer, check_scorer, fake_scalar, run_virtual
 from tests.pipelines import Pipeline, Setting, same_batches
 from tests.responses import responses
@@ -98,6 +105,126 @@ def test_parts_are_asked_at_the_same_time() -> None:
     assert run_virtual(main) == 5
 
 
+class Unhurried(FakeScorer[float | Drop]):
+    """Takes a second for whatever it does; its first call for a rollout may be preempted."""
+
+    def __init__(self, *, preempted: bool = False) -> None:
+        super().__init__(fake_scalar)
+        self.preempted = preempted
+        self.asked: list[tuple[str, Priority]] = []
+
+    async def extend(self, events: Sequence[Prompt | Chunk | Given], *, priority: Priority = IN_ORDER) -> None:
+        self.asked.append(("extend", priority))
+        await anyio.sleep(1)
+        if self.preempted:
+            self.preempted = False
+            raise Preempted
+        await super().extend(events)
+
+    async def forget(self, rollouts: Sequence[int], *, priority: Priority = IN_ORDER) -> None:
+        self.asked.append(("forget", priority))
+        await anyio.sleep(1)
+        await super().forget(rollouts)
+
+    async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> Sequence[float | Drop]:
+        self.asked.append(("finish", priority))
+        return await super().finish(finished)
+
+
+def test_parts_read_and_forget_at_the_same_time() -> None:
+    one, two = Unhurried(), Unhurried()
+    rewards = Rewards({"one": (1, one), "two": (1, two), "function": (1, length)}, decode=str)
+
+    async def main() -> list[float]:
+        times = []
+        for work in (
+            rewards.extend([each.response.prompt for each in finished()]),
+            rewards.extend([each.response.chunk() for each in finished()]),
+            rewards.forget([0, 1]),
+        ):
+            await work
+            times.append(anyio.current_time())
+        return times
+
+    assert run_virtual(main) == [1, 2, 3]
+    assert set(one.sessions) == set(two.sessions) == {2, 3, 4, 5}
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_a_call_that_one_part_has_made_is_made_by_all_and_given_up_by_all_otherwise(both: bool) -> None:
+    one, two = Unhurried(preempted=True), Unhurried(preempted=both)
+    rewards = Rewards({"one": (1, one), "two": (1, two), "function": (1, length)}, decode=str)
+    prompts = [each.response.prompt for each in finished()]
+    priority = Preemptible(lambda: False)
+
+    async def main() -> None:
+        if both:
+            with pytest.raises(Preempted):
+                await rewards.extend(prompts, priority=priority)
+            assert not one.sessions
+            assert not two.sessions
+        await rewards.extend(prompts, priority=priority)
+        assert set(one.sessions) == set(two.sessions) == set(range(6))
+
+    run_virtual(main)
+    assert one.asked == 2 * [("extend", priority)]
+    assert two.asked == (1 + both) * [("extend", priority)]
+
+
+class Core:
+    """A model in a place: it works for as long as its gate is closed."""
+
+    def __init__(self) -> None:
+        self.gate, self.begun = threading.Event(), threading.Event()
+
+    def work(self) -> None:
+        self.begun.set()
+        self.gate.wait(30)
+
+
+class Placed(FakeScorer[float | Drop]):
+    """A model in a place that others share; its ``finish`` gets there when it is let go."""
+
+    def __init__(self, place: Thread, core: Core) -> None:
+        super().__init__(fake_scalar)
+        self.core, self.let = core, anyio.Event()
+        self.hosted = place.host(core)
+
+    async def extend(self, events: Sequence[Prompt | Chunk | Given], *, priority: Priority = IN_ORDER) -> None:
+        await self.hosted.at(priority).call("extend", lambda core: None)
+
+    async def forget(self, rollouts: Sequence[int], *, priority: Priority = IN_ORDER) -> None:
+        await self.hosted.at(priority).call("forget", lambda core: None)
+
+    async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> Sequence[float | Drop]:
+        await self.let.wait()
+        await self.hosted.at(priority).call("finish", Core.work)
+        return [1.0 for _ in finished]
+
+
+async def test_an_urgent_call_waits_for_the_turns_of_all_parts_before_it_holds_their_place() -> None:
+    with Thread("scorers") as place:
+        one, two, other = Placed(place, Core()), Placed(place, Core()), place.host(Core())
+        two.core.gate.set()
+        rewards = Rewards({"one": (1, one), "two": (1, two), "function": (1, length)}, decode=str)
+        with anyio.fail_after(20):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(rewards.finish, finished(1))
+                one.let.set()
+                await anyio.to_thread.run_sync(one.core.begun.wait, 10)
+
+                async def urgent() -> None:
+                    with Urgent() as priority:
+                        await rewards.extend([], priority=priority)
+
+                tasks.start_soon(urgent)
+                tasks.start_soon(other.call, "long", lambda core: threading.Event().wait(0.2))
+                await anyio.lowlevel.checkpoint()
+                two.let.set()  # its call comes after the long one
+                await anyio.lowlevel.checkpoint()
+                one.core.gate.set()
+
+
 def test_a_model_is_streamed_into_beside_functions_and_the_metrics_are_in_the_report() -> None:
     model: FakeScorer[float | Drop] = FakeScorer(fake_scalar, 0.001, 0.001)
     alone, mixed = Pipeline(MIXED), Pipeline(MIXED)
@@ -115,6 +242,19 @@ def test_a_model_is_streamed_into_beside_functions_and_the_metrics_are_in_the_re
 async def zero(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
     await anyio.sleep(0.05)
     return [0.0 for _ in prompts]
+
+
+def test_what_parts_measure_and_how_long_their_calls_should_last_is_handed_on() -> None:
+    class Measuring(FakeScorer[float | Drop]):
+        time_slice = TimeSlice(seconds=0.1)
+
+        def samples(self) -> dict[str, list[float]]:
+            return {"bridge/read_again": [3.0]}
+
+    rewards = Rewards({"one": (1, Measuring(fake_scalar)), "two": (1, Rewards({"m": (1, Measuring(fake_scalar))}))})
+    assert rewards.samples() == {"bridge/read_again": [3.0, 3.0]}
+    assert rewards.time_slice == TimeSlice(seconds=0.1)
+    assert Rewards({"function": (1, length)}, decode=str).time_slice == DEFAULT_TIME_SLICE
 
 
 def test_it_is_a_scorer_as_the_protocol_says() -> None:
@@ -183,8 +323,107 @@ def test_a_file_names_a_function_several_rewards_or_a_scorer(tmp_path: Path) -> 
     assert isinstance(load_reward(f"{file}:length", str), FunctionReward)
     with pytest.raises(RewardError, match=r"judges.py:number is not a function but 7 \(int\)"):
         load_reward(f"{file}:number", str)
-    with pytest.raises(RewardError, match="holds several rewards, which are called in this process"):
-        load_reward(f"{file}:several", str, process=True)
+
+
+APART = """
+import os
+
+def pid(prompts, completions):
+    return [float(os.getpid()) for _ in completions]
+
+async def here(prompts, completions):
+    return [float(os.getpid()) for _ in completions]
+
+parts = {"apart": (1, pid), "here": (1, here)}
+unnamed = {"lambda": (1, lambda prompts, completions: [])}
+"""
+
+
+async def test_the_sync_functions_of_several_rewards_may_be_called_in_processes(tmp_path: Path) -> None:
+    (tmp_path / "judges.py").write_text(APART)
+    rewards = load_reward(f"{tmp_path / 'judges.py'}:parts", str, process=True)
+    assert isinstance(rewards, Rewards)
+    with closing(rewards):
+        await rewards.finish(finished(2))
+        samples = rewards.samples()
+        assert set(samples["reward/here_mean"]) == {float(os.getpid())} != set(samples["reward/apart_mean"])
+    with pytest.raises(RewardError, match="reward function 'lambda': this cannot go to another process"):
+        load_reward(f"{tmp_path / 'judges.py'}:unnamed", str, process=True)
+
+
+PLACED = """
+from tests.rewards.test_combined import length
+from oppo.testing import FakeScorer
+
+class Core:
+    def score(self, text):
+        return float(len(text))
+
+class Longest(FakeScorer):
+    def __init__(self, place, decode):
+        super().__init__(None)
+        self.hosted, self.text = place.host(Core()), decode
+
+    async def finish(self, finished):
+        texts = [self.text(each.response.tokens.tolist()) for each in finished]
+        return [await self.hosted.call("score", Core.score, text) for text in texts]
+
+def made(place, decode, tell):
+    tell("made")
+    return Longest(place, decode)
+
+parts = {"placed": (2, made), "length": (1, length)}
+
+def nothing(place):
+    return 7
+
+def broken(place):
+    raise OSError("no model here")
+"""
+
+
+@pytest.mark.parametrize(("name", "factor"), [("Longest", 1), ("made", 1), ("parts", 3)])
+async def test_a_file_may_make_a_scorer_in_the_place_of_the_run(tmp_path: Path, name: str, factor: int) -> None:
+    (tmp_path / "judges.py").write_text(PLACED)
+    told, spans = list[str](), list[Span]()
+    with Thread("scorers", listener=spans.append) as place:
+        reward = load_reward(f"{tmp_path / 'judges.py'}:{name}", str, place=place, tell=told.append)
+        assert await reward.finish(finished()) == [factor * float(n) for n in lengths()]
+    assert [span.label for span in spans] == ["score"] * 6
+    assert told == ["made"] * (name != "Longest")
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("nothing", "judges.py:nothing takes a place, so it must return a scorer, with extend, finish and forget; got"),
+        ("broken", r"judges.py:broken raised OSError: no model here at .*judges.py:\d+ in broken"),
+    ],
+)
+def test_what_makes_no_scorer_is_refused(tmp_path: Path, name: str, sentence: str) -> None:
+    (tmp_path / "judges.py").write_text(PLACED)
+    with Thread("scorers") as place, pytest.raises(RewardError, match=sentence):
+        load_reward(f"{tmp_path / 'judges.py'}:{name}", str, place=place)
+    with pytest.raises(RewardError, match="makes a scorer in a place, and got none"):
+        load_reward(f"{tmp_path / 'judges.py'}:{name}", str)
+
+
+def even_only(prompts: Sequence[str], completions: Sequence[str]) -> list[float | Drop]:
+    return [1.0 if len(each) % 2 == 0 else Drop.because(f"{len(each)} is odd") for each in completions]
+
+
+def test_a_function_may_drop_a_rollout_by_choice() -> None:
+    reward = FunctionReward(even_only, decode=str)
+    expected = [1.0 if n % 2 == 0 else Drop(k, f"{n} is odd") for k, n in enumerate(lengths())]
+    assert run_virtual(reward.finish, finished()) == expected
+    assert len({type(each) for each in expected}) == 2
+
+
+@pytest.mark.parametrize("on_drop", ["drop", "skip"])
+def test_a_part_that_drops_a_rollout_by_choice_drops_it_or_leaves_it_to_the_others(on_drop: OnDrop) -> None:
+    rewards = Rewards({"even": (1, even_only), "long": (1, length)}, decode=str, on_drop=on_drop)
+    left = [float(n) if on_drop == "skip" else Drop(k, f"even: {n} is odd") for k, n in enumerate(lengths())]
+    assert scored(rewards) == [1.0 + n if n % 2 == 0 else left[k] for k, n in enumerate(lengths())]
 
 
 def test_carried_rollouts_are_scored_once(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ from oppo.events import Drop, Finish
 from oppo.models import RewardFunction
 from oppo.rewards import FunctionReward, RewardFailure
 from oppo.testing import run_virtual
+from tests.forked import is_alive
 from tests.pipelines import Pipeline, Setting
 from tests.responses import responses
 
@@ -111,25 +113,51 @@ def test_a_call_that_takes_too_long_is_dropped_or_made_again_as_any_that_failed(
     assert len(told) == 3
 
 
-@pytest.mark.parametrize("process", [False, True])
-async def test_a_sync_call_that_takes_too_long_holds_nothing_up(process: bool, tmp_path: Path) -> None:
-    (tmp_path / "rewards.py").write_text(
-        "import time\nfrom pathlib import Path\n\n\n"
-        "def slow(prompts, completions, path=None):\n"
-        f"    if not Path({str(tmp_path / 'once')!r}).exists():\n"
-        f"        Path({str(tmp_path / 'once')!r}).touch()\n"
-        "        time.sleep(60)\n"
-        "    return [0.5 for _ in prompts]\n"
-    )
-    reward = FunctionReward(
-        f"{tmp_path / 'rewards.py'}:slow", decode=str, timeout=12 if process else 1, process=process
-    )
-    with reward:
-        started = anyio.current_time()
-        with pytest.raises(RewardFailure, match="took longer than"):
+async def test_a_sync_call_that_takes_too_long_holds_nothing_up() -> None:
+    release, calls = threading.Event(), list[int]()
+
+    def slow(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
+        calls.append(len(prompts))
+        if len(calls) == 1:
+            release.wait(60)
+        return [0.5 for _ in prompts]
+
+    reward = FunctionReward(slow, decode=str, timeout=0.5)
+    try:
+        with pytest.raises(RewardFailure, match=r"took longer than 0.5 s"):
             await reward.finish(finished(1))
-        assert anyio.current_time() - started < 50
         assert await reward.finish(finished(1)) == [0.5]
+        assert not release.is_set()
+    finally:
+        release.set()
+
+
+async def test_the_process_of_a_call_that_takes_too_long_is_dead(tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text(
+        "import os, time\n\n\n"
+        "def pid(prompts, completions, hangs=(False,)):\n"
+        "    if any(hangs):\n"
+        "        time.sleep(3600)\n"
+        "    return [os.getpid() for _ in prompts]\n"
+    )
+    (one,) = finished(1)
+    prompt = replace(one.response.prompt, columns={"hangs": True})
+    hanging = replace(one, response=replace(one.response, prompt=prompt))
+
+    async def pid() -> int:
+        (number,) = await reward.finish([one])
+        assert isinstance(number, float)
+        return int(number)
+
+    with FunctionReward(f"{tmp_path / 'rewards.py'}:pid", decode=str, process=True) as reward:
+        first = await pid()
+        assert is_alive(first)
+        reward._calls._timeout = 0.3  # the start of a process would take longer
+        with pytest.raises(RewardFailure, match=r"took longer than 0.3 s"):
+            await reward.finish([hanging])
+        assert not is_alive(first)
+        reward._calls._timeout = 60
+        assert await pid() != first
 
 
 @pytest.mark.parametrize(

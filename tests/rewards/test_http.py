@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from importlib import import_module
 from itertools import pairwise
 
 import anyio
 import anyio.abc
+import anyio.lowlevel
 import httpx
 import pytest
 
@@ -84,7 +86,7 @@ def test_what_may_pass_is_asked_again_after_growing_pauses(failure: httpx.Respon
     gaps = [after - before for before, after in pairwise(asked)]
     assert [1 <= gaps[0] <= 1.25, 2 <= gaps[1] <= 2.25, 4 <= gaps[2] <= 4.25] == [True] * 3, gaps
     assert [sentence.startswith(NAMED) for sentence in told] == [True] * 3
-    assert "attempt 4 of 4 follows in 4." in told[-1]
+    assert told[-1].endswith("; attempt 4 of 4 follows in about 4 s")
 
 
 def test_the_pause_is_what_the_service_asks_for() -> None:
@@ -149,7 +151,138 @@ def test_a_service_that_fails_again_and_again_is_left_alone_and_then_asked_once(
         "[4]",
     ]
     assert len(asked) == 5
-    assert told == [f"{NAMED} failed {count} times in a row, and is left alone for 20 s" for count in (3, 4)]
+    assert told == [
+        *(f"{NAMED} failed {count} times in a row, and is left alone for 20 s" for count in (3, 4)),
+        f"{NAMED} answers again",
+    ]
+
+
+WAITING = 64
+
+
+def asked_by_all(judge: HttpReward, *, after: float, seconds: float = math.inf) -> tuple[list[object], list[float]]:
+    """Return what came of 64 calls at once, and when; the service is left alone for 20 s from the beginning."""
+    came, when = list[object](), list[float]()
+
+    async def ask() -> None:
+        with anyio.CancelScope() as scope:
+            scope.deadline = anyio.current_time() + seconds
+            try:
+                came.append(await judge(["a"], ["four"]))
+            except ServiceFailure as failure:
+                came.append(str(failure).removeprefix(f"{NAMED} "))
+            when.append(anyio.current_time())
+
+    async def main() -> None:
+        async with judge:
+            for _ in range(judge.open_after):
+                with pytest.raises(ServiceFailure):
+                    await judge(["a"], ["four"])
+            await anyio.sleep(after)
+            async with anyio.create_task_group() as tasks:
+                for _ in range(WAITING):
+                    tasks.start_soon(ask)
+
+    run_virtual(main)
+    return came, when
+
+
+def test_one_call_asks_a_service_that_has_rested_and_the_others_wait_for_what_comes_of_it() -> None:
+    judge, asked = served(*[httpx.Response(400)] * 3, seconds=5)
+    came, when = asked_by_all(replace(judge, open_after=3, rest=20), after=20)
+    assert asked == [0, 5, 10, 35, *[40] * (WAITING - 1)]
+    assert came == [[4]] * WAITING
+    assert when == [40, *[45] * (WAITING - 1)]
+
+
+def test_where_that_call_fails_the_others_fail_and_the_service_rests_again() -> None:
+    judge, asked = served(*[httpx.Response(503)] * 4, seconds=5)
+    came, when = asked_by_all(replace(judge, open_after=3, attempts=1, rest=20), after=20)
+    assert asked == [0, 5, 10, 35], "it asks once, though attempts that fail so are repeated otherwise"
+    assert came[0] == "answered 503 Service Unavailable: "
+    assert came[1:] == ["failed 4 times in a row, and is not asked for another 20 s"] * (WAITING - 1)
+    assert when == [40] * WAITING
+
+
+def test_calls_that_fail_after_the_service_was_left_alone_change_nothing() -> None:
+    told = list[str]()
+    judge, asked = served(*[httpx.Response(400)] * 99, seconds=5)
+    judge = replace(judge, open_after=3, rest=20, tell=told.append)
+
+    async def ask() -> None:
+        with pytest.raises(ServiceFailure, match="answered 400"):
+            await judge(["a"], ["four"])
+
+    async def main() -> None:
+        async with judge, anyio.create_task_group() as tasks:
+            for _ in range(WAITING):
+                tasks.start_soon(ask)
+
+    run_virtual(main)
+    assert len(asked) == WAITING
+    assert told == [f"{NAMED} failed 3 times in a row, and is left alone for 20 s"]
+
+
+def test_a_new_run_asks_a_service_that_the_last_one_left_alone() -> None:
+    judge, asked = served(*[httpx.Response(400)] * 3)
+    judge = replace(judge, open_after=3, rest=1000)
+
+    async def main() -> list[object]:
+        said = list[object]()
+        for calls in (4, 1):
+            async with judge:
+                for _ in range(calls):
+                    try:
+                        said.append(await judge(["a"], ["four"]))
+                    except ServiceFailure as failure:
+                        said.append(str(failure))
+        return said
+
+    *_, fourth, last = run_virtual(main)
+    assert "is not asked for another 1000 s" in str(fourth)
+    assert last == [4]
+    assert len(asked) == 4
+
+
+def test_calls_that_are_given_up_as_too_slow_are_failures_of_the_service() -> None:
+    told = list[str]()
+    judge, asked = served(seconds=1000.0)
+    judge = replace(judge, open_after=3, rest=20, timeout=500, tell=told.append)
+    reward = FunctionReward(judge, decode=str, timeout=4)
+
+    async def main() -> list[str]:
+        said = list[str]()
+        for _ in range(4):
+            with pytest.raises(RewardFailure) as caught:
+                await reward.finish(finished(1))
+            said.append(str(caught.value))
+        return said
+
+    said = run_virtual(main)
+    assert ["took longer than 4 s" in each for each in said] == [True] * 3 + [False]
+    assert "failed 3 times in a row, and is not asked for another 20 s" in said[3]
+    assert told == [f"{NAMED} failed 3 times in a row, and is left alone for 20 s"]
+    assert asked == [0, 4, 8]
+
+
+def test_a_call_that_waits_for_its_turn_when_it_is_given_up_is_no_failure() -> None:
+    judge, asked = served(seconds=3.0)
+    judge = replace(judge, open_after=1, concurrency=1)
+
+    async def give_up() -> None:
+        with anyio.move_on_after(2):
+            await judge(["a"], ["four"])
+
+    async def main() -> None:
+        async with judge, anyio.create_task_group() as tasks:
+            tasks.start_soon(judge, ["a"], ["four"])
+            await anyio.lowlevel.checkpoint()
+            tasks.start_soon(give_up)
+            await anyio.sleep(10)
+            assert await judge(["a"], ["four"]) == [4]
+
+    run_virtual(main)
+    assert asked == [0, 10]
 
 
 def test_a_step_waits_for_the_slowest_answer() -> None:
@@ -200,9 +333,49 @@ async def babble(stream: anyio.abc.SocketStream) -> None:
 
 async def score(stream: anyio.abc.SocketStream) -> None:
     async with stream:
+        with suppress(anyio.EndOfStream):
+            while True:  # a connection serves many requests
+                await stream.receive()
+                body = b'{"scores": [0.25]}'
+                await stream.send(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+
+
+async def slow(stream: anyio.abc.SocketStream) -> None:
+    await anyio.sleep(0.1)
+    await score(stream)
+
+
+async def refuse(stream: anyio.abc.SocketStream) -> None:
+    async with stream:
         await stream.receive()
-        body = b'{"scores": [0.25]}'
-        await stream.send(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        await stream.send(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\n\r\n")
+
+
+async def trickle(stream: anyio.abc.SocketStream) -> None:
+    """Send a byte now and then, for ever."""
+    async with stream:
+        await stream.receive()
+        await stream.send(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        with suppress(anyio.BrokenResourceError):
+            while True:
+                await stream.send(b"1\r\n \r\n")
+                await anyio.sleep(0.02)
+
+
+async def pour(stream: anyio.abc.SocketStream) -> None:
+    """Send as much as there is room for, for ever."""
+    async with stream:
+        await stream.receive()
+        await stream.send(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        with suppress(anyio.BrokenResourceError):
+            while True:
+                await stream.send(b"1000\r\n%s\r\n" % (b" " * 0x1000))
+
+
+async def nest(stream: anyio.abc.SocketStream) -> None:
+    async with stream:
+        await stream.receive()
+        await stream.send(b"HTTP/1.1 200 OK\r\nContent-Length: 200000\r\n\r\n%s" % (b"[" * 200_000))
 
 
 async def test_over_a_real_socket() -> None:
@@ -210,21 +383,79 @@ async def test_over_a_real_socket() -> None:
         assert await HttpReward(url)(["a"], ["b"]) == [0.25]
 
 
+async def test_a_run_keeps_as_many_connections_as_calls_overlap() -> None:
+    connections = list[anyio.abc.SocketStream]()
+
+    async def count(stream: anyio.abc.SocketStream) -> None:
+        connections.append(stream)
+        await slow(stream)
+
+    async with listening(count) as url:
+        judge = HttpReward(url, concurrency=3)
+        async with judge:
+            for _ in range(3):
+                async with anyio.create_task_group() as tasks:
+                    for _ in range(8):
+                        tasks.start_soon(judge, ["a"], ["b"])
+        assert len(connections) == 3
+        async with judge:
+            await judge(["a"], ["b"])
+        assert len(connections) == 4
+
+
+async def test_a_service_that_is_slow_or_flaps_is_waited_for() -> None:
+    answers = iter([hang_up, babble, refuse, hang])
+
+    async def flap(stream: anyio.abc.SocketStream) -> None:
+        await next(answers, slow)(stream)
+
+    async with listening(flap) as url:
+        assert await HttpReward(url, timeout=0.5, attempts=20, pause=0.01)(["a"], ["b"]) == [0.25]
+
+
 @pytest.mark.parametrize(
     ("answer", "sentence"),
     [
-        (hang, "did not answer within 0.2 s"),
+        (hang, "did not answer within 0.3 s"),
+        (trickle, "did not answer within 0.3 s"),
         (hang_up, "cannot be asked: RemoteProtocolError"),
         (babble, "cannot be asked: RemoteProtocolError"),
+        (pour, "answered more than 100000 bytes"),
+        (nest, r"answered something that is no JSON: '\[\[\["),
     ],
 )
-async def test_a_service_that_hangs_or_babbles_is_a_failure(
-    answer: Callable[[anyio.abc.SocketStream], Awaitable[None]], sentence: str
+@pytest.mark.parametrize("kept", [False, True])
+async def test_a_service_that_hangs_trickles_babbles_or_pours_is_a_failure(
+    answer: Callable[[anyio.abc.SocketStream], Awaitable[None]], sentence: str, kept: bool
 ) -> None:
-    async with listening(answer) as url:
-        judge = HttpReward(url, timeout=0.2, attempts=2, pause=0.01)
-        with pytest.raises(ServiceFailure, match=sentence):
+    async with listening(answer) as url, AsyncExitStack() as run:
+        most = 1_000_000 if answer is nest else 100_000
+        judge = HttpReward(url, timeout=10 if answer in {pour, nest} else 0.3, attempts=2, pause=0.01, most_bytes=most)
+        if kept:
+            await run.enter_async_context(judge)
+        with anyio.fail_after(30), pytest.raises(ServiceFailure, match=sentence):
             await judge(["a"], ["b"])
+
+
+async def test_a_service_that_hangs_is_left_alone_until_it_answers_a_call() -> None:
+    told, awake = list[str](), False
+
+    async def wake_up(stream: anyio.abc.SocketStream) -> None:
+        await (score if awake else hang)(stream)
+
+    async with listening(wake_up) as url:
+        judge = HttpReward(url, open_after=2, rest=0.3, tell=told.append)
+        async with judge:
+            for sentence in ("took longer than 0.1 s", "took longer than 0.1 s", "is not asked for another"):
+                with pytest.raises(RewardFailure, match=sentence):
+                    await FunctionReward(judge, decode=str, timeout=0.1).finish(finished(1))
+            awake = True
+            await anyio.sleep(0.4)
+            assert await judge(["a"], ["b"]) == [0.25]
+    assert [each.partition("/score ")[2] for each in told] == [
+        "failed 2 times in a row, and is left alone for 0.3 s",
+        "answers again",
+    ]
 
 
 async def test_a_service_that_is_not_there_is_a_failure() -> None:

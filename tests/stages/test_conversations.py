@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from oppo import Synchronous
+from oppo import GAE, Graph, Overcommit, StepReport, Synchronous, TailBatched, grpo, ppo, wrap
 from oppo.errors import ConfigError, ProtocolError
 from oppo.events import Drop, Prompt
 from oppo.models import Capabilities
 from oppo.stages import Generate
-from oppo.testing import FakePolicy, run_virtual
-from oppo.turns import Answer, Turn, turns_answered
+from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, fake_scalar, prompts, run_virtual
+from oppo.turns import Answer, Answered, Turn, turns_answered
 from tests.known import known
 from tests.pipelines import Pipeline, Setting, same_batches, settings
 
@@ -103,6 +103,47 @@ def test_a_rollout_whose_tool_is_slow_is_carried_and_asked_once() -> None:
     assert turns_answered(response) == 2
 
 
+def answers(made: Pipeline) -> list[tuple[int, Answered]]:
+    """Return what observers were told of answers, and the steps."""
+    return [(step, item) for step, _, item in made.tap.items if isinstance(item, Answered)]
+
+
+def test_observers_are_told_of_each_answer_once_and_in_the_step_that_it_joined() -> None:
+    tool = Tool(lambda turn: 0.3 if turn.prompt.rollout == 0 else 0.0)
+    setting = Setting(lengths=(8, 10, 10, 10), extra=1, steps=4, max_deferrals=3)
+    made = played(setting, tool, first_has_turns)
+    told = [(step, each.rollout, each.turn, each.tokens, each.error) for step, each in answers(made)]
+    assert told == [(3, 0, 0, 2, ""), (3, 0, 1, 2, "")]
+    assert [each.seconds for _, each in answers(made)] == pytest.approx([0.3, 0.3])
+
+
+def test_observers_are_told_why_there_was_no_answer() -> None:
+    dropped = played(ONE_STEP, Tool(outcome=lambda turn: Drop(0, "no power")), first_has_turns)
+    ended = played(ONE_STEP, Tool(outcome=lambda turn: None), first_has_turns)
+    assert answers(dropped) == [(0, Answered(0, 0, 0, 0.0, "no power"))]
+    assert answers(ended) == [(0, Answered(0, 0, 0, 0.0))]
+
+    def fail(turn: Turn) -> Outcome:
+        raise OSError("unplugged")
+
+    broken = pipeline(ONE_STEP, Tool(outcome=fail), first_has_turns)
+    with pytest.raises(OSError, match="unplugged"):
+        run_virtual(broken.run)
+    assert answers(broken) == [(0, Answered(0, 0, 0, 0.0, "OSError: unplugged"))]
+
+
+def test_a_call_that_is_unanswered_at_a_kill_is_made_again(tmp_path: Path) -> None:
+    setting = Setting(lengths=(8, 10, 10, 10), extra=1, steps=4, max_deferrals=3)
+    tools = [Tool(lambda turn: 0.3 if turn.number == 1 else 0.0) for _ in range(2)]
+    parts = [pipeline(setting, tool, first_has_turns) for tool in tools]
+    run_virtual(lambda: parts[0].run_part(0, 1, tmp_path))
+    assert [(number, state) for _, number, _, state in tools[0].asked] == [(0, None), (1, {"answered": 1})]
+    assert [(step, each.turn) for step, each in answers(parts[0])] == [(0, 0)]
+    run_virtual(lambda: parts[1].run_part(1, 4, tmp_path))
+    assert tools[1].asked == tools[0].asked[1:], "the same turn with the same state, and not the one before"
+    assert [each.turn for _, each in answers(parts[1])] == [1]
+
+
 def test_an_overdue_rollout_is_waited_for() -> None:
     tool = Tool(lambda turn: 5.0)
     setting = Setting(lengths=(8, 10, 10, 10), extra=1, steps=3, max_deferrals=1)
@@ -144,6 +185,27 @@ def test_a_dropped_conversation_may_be_carried_first() -> None:
     assert len(trained) == len(set(trained)) == 11
 
 
+def test_a_call_whose_rollout_begins_anew_is_cancelled() -> None:
+    ended = list[tuple[int, float]]()
+
+    class Slow:
+        async def answer(self, turn: Turn) -> Outcome:
+            try:
+                await anyio.sleep(50.0 if turn.prompt.rollout == 0 and not ended else 0.0)
+            finally:
+                ended.append((turn.prompt.rollout, anyio.current_time()))
+            return None
+
+    made = Pipeline(replace(ONE_STEP, batch=4, steps=2, extra=1), admission=TailBatched(4))
+    made.policy.turns = first_has_turns
+    made.generate = replace(made.generate, environment=Slow())
+    run_virtual(made.run)
+    assert {0} <= {each.rollout for each in made.reports[0].deferred}
+    (first, again) = ended
+    assert (first[0], again[0]) == (0, 0)
+    assert first[1] < 1, "it ended with the step that gave its rollout up"
+
+
 def test_an_error_names_the_rollout_and_the_turn() -> None:
     def fail(turn: Turn) -> Outcome:
         raise OSError("unplugged")
@@ -170,6 +232,32 @@ def test_what_is_no_answer_is_refused(answer: Answer, sentence: str) -> None:
 def test_a_policy_that_cannot_go_on_is_refused() -> None:
     with pytest.raises(ConfigError, match="FakePolicy cannot go on after one: expected a policy with open_turns"):
         Generate(FakePolicy(capabilities=Capabilities()), Synchronous(batch=1), environment=Tool())
+
+
+def test_a_recipe_is_given_the_environment() -> None:
+    def graphs(tool: Tool) -> list[Graph[StepReport]]:
+        policy = FakePolicy(lambda prompt: 8, turns=lambda prompt: (3,))
+        reward: FakeScorer[float | Drop] = FakeScorer(fake_scalar)
+        same = {"policy": policy, "reward": reward, "admission": Overcommit(batch=2), "environment": tool}
+        return [
+            ppo(**same, trainer=FakeTrainer(), advantage=GAE(kl=0.0)),  # type: ignore[arg-type] # one mapping for three recipes
+            grpo(**same, trainer=FakeTrainer(), samples=2),  # type: ignore[arg-type] # likewise
+            wrap(lambda batch: {}, Weightless(), **same),  # type: ignore[arg-type] # likewise
+        ]
+
+    async def main(graph: Graph[StepReport]) -> int:
+        async with graph.open(prompts(4)) as run:
+            return sum([len(report.trained) async for report in run.steps(1)])
+
+    for number in range(3):
+        tool = Tool()
+        trained = run_virtual(main, graphs(tool)[number])
+        assert len(tool.asked) == trained > 0
+
+
+class Weightless:
+    def state_dict(self) -> dict[str, object]:
+        return {}
 
 
 @pytest.mark.schedules

@@ -1,13 +1,30 @@
-"""The stage that puts an end to all overlap."""
+"""The stage that puts an end to all overlap, in any graph."""
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
+import pytest
+
+from oppo import GAE, Fixed, Graph, GraphBuilder, Overcommit, Selection, StepReport, grpo, ppo, wrap
+from oppo.errors import GraphError
 from oppo.events import Chunk, Defer, Finish, Prompt, Response, RolloutEvent
-from oppo.graph import Receiver
+from oppo.graph import Receiver, Sender
 from oppo.graph.channel import Channel
-from oppo.stages.hold import Hold
+from oppo.stages.hold import Hold, held
+from oppo.testing import (
+    FakeCritic,
+    FakePolicy,
+    FakeScorer,
+    FakeTrainer,
+    fake_per_token,
+    fake_scalar,
+    prompts,
+    run_virtual,
+)
+from tests.pipelines import Tap, same_batches
 
 
 class Kept:
@@ -46,3 +63,79 @@ async def test_events_are_kept_until_the_input_ends_and_chunks_of_a_rollout_are_
     whole = out.items[2]
     assert isinstance(whole, Chunk)
     assert whole.tokens.tolist() == [5, 6, 8]
+
+
+def models() -> dict[str, Any]:
+    policy = FakePolicy(lambda prompt: 5 + 7 * prompt.rollout % 11, seconds=0.1)
+    return {
+        "policy": policy,
+        "reference": FakeScorer(fake_per_token, per_token=0.01),
+        "reward": FakeScorer(fake_scalar, per_token=0.01),
+        "trainer": FakeTrainer(seconds=1.0),
+        "chunks": Fixed(3),
+    }
+
+
+MAKERS: dict[str, Callable[[dict[str, Any]], Graph[StepReport]]] = {
+    "ppo": lambda made: ppo(**made, critic=FakeCritic(per_token=0.01), admission=Overcommit(batch=4, extra=1)),
+    "ppo without a critic": lambda made: ppo(
+        **{**made, "reference": None}, advantage=GAE(kl=0.0), admission=Overcommit(batch=4, extra=1)
+    ),
+    "grpo": lambda made: grpo(**made, samples=4, admission=Overcommit(batch=2, extra=1)),
+    "wrap": lambda made: wrap(
+        lambda batch: {},
+        Weightless(),
+        **{name: each for name, each in made.items() if name != "trainer"},
+        admission=Overcommit(batch=4, extra=1),
+    ),
+}
+
+
+class Weightless:
+    def state_dict(self) -> dict[str, object]:
+        return {}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_any_graph_is_scored_after_it_has_been_decoded_and_trains_the_same(name: str) -> None:
+    def played(hold: bool) -> tuple[Tap, list[StepReport], dict[str, Any]]:
+        made, tap = models(), Tap()
+        graph = MAKERS[name](made)
+
+        async def main() -> list[StepReport]:
+            async with (held(graph) if hold else graph).open(prompts(40), observers=[tap]) as run:
+                return [report async for report in run.steps(3)]
+
+        return tap, run_virtual(main), made
+
+    (streamed, reports, ours), (serial, held_reports, theirs) = played(hold=False), played(hold=True)
+    assert [report.trained for report in reports] == [report.trained for report in held_reports]
+    if name != "wrap":
+        assert same_batches(ours["trainer"].batches, theirs["trainer"].batches)
+    assert overlaps(streamed)
+    assert not overlaps(serial)
+
+
+def overlaps(tap: Tap) -> bool:
+    """Return whether anything was scored while its step was decoded."""
+    decoded = {span.step: span.end for span in tap.spans if span.role == "decode"}
+    scoring = [span for span in tap.spans if span.role == "score"]
+    assert scoring
+    return any(span.start < decoded[span.step] for span in scoring)
+
+
+def test_what_cannot_be_held_is_refused_by_name() -> None:
+    selecting = grpo(**models(), samples=4, admission=Overcommit(batch=2), select=Selection())
+    with pytest.raises(GraphError, match="graph 'grpo' cannot be held: its Selection asks for scores while 'generate'"):
+        held(selecting)
+    with pytest.raises(GraphError, match="graph 'grpo' cannot be held: a stage is called 'held' already"):
+        held(held(grpo(**models(), admission=Overcommit(batch=2))))
+    g: GraphBuilder[StepReport] = GraphBuilder("empty")
+    with pytest.raises(GraphError, match="expected one stage that is a Generate, got none"):
+        held(g.build(g.add("only", Passing(), g.prompts)))
+
+
+class Passing:
+    async def run(self, reports: Receiver[StepReport], /, *, out: Sender[StepReport]) -> None:
+        async for report in reports:
+            await out.send(report)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from oppo.admission import AdmitView, CutView, Observation, Overcommit, Synchronous
+from oppo.admission import AdmitView, Continuous, CutView, Observation, Overcommit, RefillView, Synchronous
 from oppo.errors import AdmissionError, ProtocolError
 from oppo.events import Prompt
 from oppo.stages.ledger import Ledger, Unit
@@ -31,6 +31,7 @@ class Run:
     made: dict[int, int] = field(default_factory=dict)
     batches: list[list[Unit]] = field(default_factory=list)
     admitted: int = 0
+    most_live: int = 0
 
     def length(self, prompt: Prompt) -> int:
         return self.lengths[prompt.rollout % len(self.lengths)]
@@ -44,24 +45,45 @@ class Run:
                 prompt for unit in self.ledger.carried for prompt in unit.prompts if prompt.rollout in unit.unfinished
             ]
             self.ledger.begin(new)
-            self.decode(live + [prompt for prompts_ in new for prompt in prompts_])
+            self.decode(live + [prompt for prompts_ in new for prompt in prompts_], self.steps - step, prompts)
             self.batches.append(list(self.ledger.placed))
             self.ledger.end()
 
-    def decode(self, live: list[Prompt]) -> None:
+    def decode(self, live: list[Prompt], remaining: int, prompts: int) -> None:
+        if self.ledger.is_cut():
+            return
+        live = live + self.joining(remaining, prompts)
         while live:
+            self.most_live = max(self.most_live, len({prompt.admission for prompt in live}))
             for prompt in live:
                 self.made[prompt.rollout] = self.made.get(prompt.rollout, 0) + 1
             ended = [prompt for prompt in live if self.made[prompt.rollout] >= self.length(prompt)]
             live = [prompt for prompt in live if prompt not in ended]
             if ended and self.ledger.finished(sorted(prompt.rollout for prompt in ended)):
+                assert not self.ledger.refill(remaining), "nothing joins after the cut"
                 return
+            live += self.joining(remaining, prompts)
+
+    def joining(self, remaining: int, prompts: int) -> list[Prompt]:
+        """Let units join, as an admission that refills wants."""
+        joined: list[Prompt] = []
+        while count := min(self.ledger.refill(remaining), prompts - self.admitted):
+            new = [group(self.admitted + k, self.samples) for k in range(count)]
+            self.admitted += count
+            self.ledger.add(new)
+            joined += [prompt for prompts_ in new for prompt in prompts_]
+        return joined
+
+
+Kept = Overcommit | Continuous
 
 
 @st.composite
-def runs(draw: st.DrawFn) -> tuple[Run, Overcommit, int]:
+def runs(draw: st.DrawFn) -> tuple[Run, Kept, int]:
     batch = draw(st.integers(1, 6))
-    admission = Overcommit(batch, draw(st.integers(0, batch)), draw(st.integers(1, 3)))
+    admission: Kept = Overcommit(batch, draw(st.integers(0, batch)), draw(st.integers(1, 3)))
+    if draw(st.booleans()):
+        admission = Continuous(batch, max(1, admission.extra), admission.max_deferrals)
     lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=30))
     samples = draw(st.sampled_from([1, 1, 2, 3]))
     run = Run(Ledger(admission), lengths, steps=draw(st.integers(1, 8)), samples=samples)
@@ -71,14 +93,14 @@ def runs(draw: st.DrawFn) -> tuple[Run, Overcommit, int]:
 
 
 @given(runs())
-def test_every_admitted_prompt_is_trained_exactly_once(played: tuple[Run, Overcommit, int]) -> None:
+def test_every_admitted_prompt_is_trained_exactly_once(played: tuple[Run, Kept, int]) -> None:
     run, _, _ = played
     trained = [unit.admission for batch in run.batches for unit in batch]
     assert sorted(trained) == list(range(run.admitted))
 
 
 @given(runs())
-def test_every_batch_is_full_but_the_last_one(played: tuple[Run, Overcommit, int]) -> None:
+def test_every_batch_is_full_but_the_last_one(played: tuple[Run, Kept, int]) -> None:
     run, admission, prompts = played
     sizes = [len(batch) for batch in run.batches if batch]
     assert all(size == admission.batch for size in sizes[:-1])
@@ -86,18 +108,58 @@ def test_every_batch_is_full_but_the_last_one(played: tuple[Run, Overcommit, int
 
 
 @given(runs())
-def test_nothing_is_trained_older_than_max_deferrals(played: tuple[Run, Overcommit, int]) -> None:
+def test_nothing_is_trained_older_than_max_deferrals(played: tuple[Run, Kept, int]) -> None:
     run, admission, _ = played
     assert all(unit.age <= admission.max_deferrals for batch in run.batches for unit in batch)
 
 
 @given(runs())
-def test_at_most_extra_units_are_carried(played: tuple[Run, Overcommit, int]) -> None:
+def test_at_most_extra_units_are_carried(played: tuple[Run, Kept, int]) -> None:
     run, admission, _ = played
     order = {unit.admission: step for step, batch in enumerate(run.batches) for unit in batch}
     born = {unit.admission: step - unit.age for step, batch in enumerate(run.batches) for unit in batch}
     for step in range(run.steps):
         assert sum(born[a] <= step < order[a] for a in order) <= admission.extra
+
+
+@given(runs())
+def test_at_most_so_many_units_are_decoded_at_a_time(played: tuple[Run, Kept, int]) -> None:
+    run, admission, _ = played
+    most = admission.extra if isinstance(admission, Continuous) else admission.batch + admission.extra
+    assert run.most_live <= most
+
+
+def test_a_completed_unit_is_replaced_and_what_joined_is_carried() -> None:
+    ledger = Ledger(Continuous(batch=4, extra=2))
+    assert ledger.wanted(9) == 2
+    ledger.begin([group(0), group(1)])
+    assert ledger.refill(9) == 0
+    assert not ledger.finished([1])
+    assert ledger.refill(9) == 1
+    ledger.add([group(2)])
+    assert not ledger.finished([0, 2])
+    assert ledger.refill(9) == 2
+    ledger.add([group(3), group(4)])
+    assert ledger.refill(9) == 0
+    assert ledger.finished([4]), "the batch is full"
+    assert [unit.admission for unit in ledger.end()] == [3]
+    assert ledger.wanted(9) == 1, "one decodes on"
+
+
+def test_no_more_join_than_the_remaining_steps_can_train() -> None:
+    ledger = Ledger(Continuous(batch=3, extra=3))
+    assert ledger.wanted(1) == 3
+    ledger.begin([group(n) for n in range(3)])
+    ledger.finished([0, 1])
+    assert ledger.refill(1) == 0
+    assert ledger.refill(2) == 2
+
+
+def test_complete_units_that_were_carried_are_no_reason_to_decode_fewer() -> None:
+    ledger = Ledger(Continuous(batch=4, extra=2))
+    ledger.restore([(group(0), 1, set()), (group(1), 1, set())])
+    assert ledger.wanted(9) == 2
+    assert [unit.admission for unit in ledger.begin([group(2), group(3)])] == [0, 1]
 
 
 def test_an_overdue_unit_keeps_its_place_though_younger_ones_finish_first() -> None:
@@ -160,6 +222,14 @@ def test_a_rollout_that_is_not_decoded_cannot_finish() -> None:
 def test_impossible_settings_are_refused(settings: dict[str, int], sentence: str) -> None:
     with pytest.raises(AdmissionError, match=sentence):
         Overcommit(**settings)
+    if settings.get("extra", -1) > 0:
+        with pytest.raises(AdmissionError, match=sentence):
+            Continuous(**settings)
+
+
+def test_something_must_be_decoded() -> None:
+    with pytest.raises(AdmissionError, match="extra units are decoded at a time, so it must be at least 1, not 0"):
+        Continuous(batch=4, extra=0)
 
 
 class Greedy:
@@ -177,10 +247,15 @@ class Greedy:
     def observe(self, seen: Observation) -> None:
         pass
 
+    def refill(self, view: RefillView) -> int:
+        return -2
+
 
 def test_a_negative_admission_is_refused_by_name() -> None:
     with pytest.raises(AdmissionError, match=r"admit\(\) must return 0 or more, not -1 \(Greedy\)"):
         Ledger(Greedy()).wanted(1)
+    with pytest.raises(AdmissionError, match=r"refill\(\) must return 0 or more, not -2 \(Greedy\)"):
+        Ledger(Greedy()).refill(1)
 
 
 class Counting(Overcommit):

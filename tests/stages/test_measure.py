@@ -14,8 +14,9 @@ from oppo.admission import AdmitView, CutView, Observation, Overcommit, Scoring
 from oppo.events import FinishReason, Prompt, StepReport
 from oppo.graph import Step
 from oppo.models import Decode
+from oppo.observe import Span
 from oppo.stages.in_flight import InFlightRollout
-from oppo.stages.measure import DecodeMeter, DecodePhase, ScorerCall, observation
+from oppo.stages.measure import Decoded, DecodeMeter, ScorerAnswer, observation
 from oppo.testing import run_virtual
 from tests.pipelines import Pipeline, Setting
 
@@ -33,23 +34,22 @@ def report(seconds: float, **metrics: float) -> StepReport:
 def test_lengths_are_those_of_units_and_gains_those_of_rollouts() -> None:
     rollouts = [in_flight(0, 0, 30), in_flight(1, 0, 90, "eos"), in_flight(2, 1), in_flight(3, 1)]
     rollouts.append(in_flight(4, 2, 7, "eos"))
-    meter = DecodeMeter(rollouts, 1.0)
+    meter = DecodeMeter(rollouts)
     for number, length, reason in ((0, 50, "stop"), (2, 20, "length"), (3, 15, None)):
         rollouts[number].length, rollouts[number].reason = length, reason  # type: ignore[assignment]  # a FinishReason
-    assert meter.phase(4.0) == DecodePhase(
-        1.0, 4.0, decode_steps=20, tokens=55, rows=3, finished=(90,), capped=0, parked=(20,)
-    )
+    assert meter.decoded() == Decoded(decode_steps=20, tokens=55, rows=3, finished=(90,), capped=0, parked=(20,))
 
 
 def test_seconds_are_told_apart_by_the_cut_and_by_what_was_waited_for() -> None:
     step = Step(4, 1, 0.0)
-    step.of("generate").record(DecodePhase(2.0, 10.0, decode_steps=9))
-    reward, reference = step.of("reward"), step.of("ref_logp")
-    reward.record(ScorerCall(1.0, 3.0, answered=False))
-    reward.record(ScorerCall(9.0, 11.0, answered=False))
-    reward.record(ScorerCall(11.0, 12.0, answered=True))
-    reward.record(ScorerCall(12.0, 40.0, answered=False))  # parked rollouts, meanwhile: nobody waits for it
-    reference.record(ScorerCall(10.0, 15.0, answered=True))
+    step.of("generate").record(Decoded(decode_steps=9))
+    step.record(Span("generate", "decode", 2.0, 10.0, role="decode"))
+    for start, end in ((1.0, 3.0), (9.0, 11.0), (11.0, 12.0)):
+        step.record(Span("reward", "extend", start, end, role="score"))
+    step.of("reward").record(ScorerAnswer(12.0))
+    step.record(Span("reward", "extend", 12.0, 40.0, role="score"))  # parked rollouts, meanwhile: nobody waits for it
+    step.record(Span("ref_logp", "finish", 10.0, 15.0, role="score"))
+    step.of("ref_logp").record(ScorerAnswer(15.0))
     seen = observation(report(20.0, mismatch_per_kl=0.5), step)
     assert seen == Observation(
         step=4,

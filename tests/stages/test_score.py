@@ -370,3 +370,13 @@ def test_an_error_of_the_model_names_the_rollouts(at: str) -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         run_virtual(scored, Score(Broken(at)), prompt(4), chunk(4), finish(4, chunk(4)))
     assert caught.value.__notes__ == ["while scoring rollouts [4]"]
+
+
+def test_the_drop_of_a_scorer_keeps_what_it_says_under_the_number_of_its_rollout() -> None:
+    class Broken(FakeScorer[float | Drop]):
+        async def finish(self, finished: Sequence[Finish]) -> list[float | Drop]:
+            return [Drop(-1, "nan", nonfinite=True) for _ in finished]
+
+    sent = run_virtual(scored, Score(Broken(fake_scalar)), prompt(1), chunk(1), finish(1, chunk(1)))
+    (drop,) = [item for item in sent if isinstance(item, Drop)]
+    assert (drop.rollout, drop.reason, drop.nonfinite) == (1, "nan", True)

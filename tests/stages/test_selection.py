@@ -15,10 +15,10 @@ from oppo.algorithms.grpo import grpo
 from oppo.errors import ConfigError, GraphError, NothingTrained
 from oppo.events import FloatArray, StepReport
 from oppo.graph import Graph
-from oppo.stages import Generate, GroupRelative, Selection
+from oppo.stages import Generate, GroupRelative, Selection, Update
 from oppo.stages.selection import REJECTED, Round, Rounds, differ
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, fake_scalar, noise, run_virtual
-from tests.pipelines import Setting, on_policy, same_batches
+from tests.pipelines import Setting, motions, on_policy, same_batches
 from tests.test_grpo_graph import Grouped, groups
 
 CARRIED = Setting(lengths=(5, 9, 3, 30, 21, 7, 8, 60), extra=2, steps=4, samples=2, reward=0.03)
@@ -39,17 +39,18 @@ class Selected(Grouped):
         assert self.reward is not None
         s = self.setting
         recorded: FakeScorer[FloatArray] = FakeScorer(lambda event, tokens, version: event.response.logprobs)
-        return grpo(
+        graph = grpo(
             policy=self.policy,
             reward=self.reward,
             trainer=self.trainer,
-            admission=self.admission or Overcommit(s.batch, s.extra, s.max_deferrals),
+            admission=self.admission or s.admission,
             samples=s.samples,
             advantage=GroupRelative("centred"),
             select=self.select,
             proximal=recorded if self.proximal else None,
             chunks=s.chunks,
         )
+        return graph.replace(update=replace(graph.stage("update", Update), after=s.after))
 
 
 def played(setting: Setting, *, proximal: bool = False) -> Selected:
@@ -59,10 +60,12 @@ def played(setting: Setting, *, proximal: bool = False) -> Selected:
 
 
 @pytest.mark.schedules
-@given(groups())
+@given(motions().map(lambda setting: replace(setting, samples=setting.samples + 1)))
 @example(CARRIED)
 @example(replace(CARRIED, prompts=7))
 @example(replace(CARRIED, lookahead=2))
+@example(replace(CARRIED, lookahead=2, refill=True, in_flight=True, extra=4))
+@example(replace(CARRIED, lookahead=1, refill=True, extra=1, prompts=7))
 def test_every_prompt_is_trained_or_rejected_exactly_once_and_batches_count_accepted_groups(setting: Setting) -> None:
     pipeline = played(setting, proximal=True)
     trained = [rollout for batch in pipeline.batches for rollout in batch.rollouts]
@@ -79,7 +82,7 @@ def test_every_prompt_is_trained_or_rejected_exactly_once_and_batches_count_acce
         scores = batch.scores.reshape(-1, setting.samples)
         assert all(every_third(group) for group in scores)
         assert len(scores) <= setting.batch
-        assert len(batch.deferred) <= setting.extra * setting.samples
+        assert len(batch.deferred) <= setting.most_carried
     for number, batch in enumerate(pipeline.batches):
         lag = number - batch.versions
         assert lag.max(initial=0) <= setting.max_deferrals + setting.lookahead

@@ -129,6 +129,25 @@ def test_each_step_says_what_it_is_bound_by(bottleneck: Part) -> None:
         assert found.shares["train"] * report.seconds == pytest.approx(pipeline.setting.update)
 
 
+@pytest.mark.parametrize("lookahead", [1, 2])
+@pytest.mark.parametrize("bottleneck", [part for part in REGIMES if part != "score"])
+def test_each_step_in_flight_says_what_it_is_bound_by(bottleneck: Part, lookahead: int) -> None:
+    pipeline = Pipeline(replace(REGIMES[bottleneck], lookahead=lookahead, steps=9))
+    pipeline.policy.cap = 40
+    run_virtual(pipeline.run)
+    full = pipeline.reports[4:-lookahead]
+    found = [Bottleneck.of_metrics(report.metrics, report.seconds) for report in full]
+    assert [each and each.largest for each in found] == [bottleneck] * len(full)
+
+
+def test_a_step_in_flight_that_a_scorer_holds_up_says_so() -> None:
+    pipeline = Pipeline(Setting(lengths=(20, 24, 28, 30), reward=0.02, lookahead=1, steps=9))
+    run_virtual(pipeline.run)
+    found = Bottleneck.of_metrics(pipeline.reports[6].metrics, pipeline.reports[6].seconds)
+    assert found is not None
+    assert found.largest == "score"
+
+
 def test_the_limit_holds_however_many_are_carried_up_to_half_a_batch_and_is_nearly_reached() -> None:
     lengths = (5, 9, 3, 30, 12, 7, 22, 4, 40, 6)
     pipelines = [Pipeline(Setting(lengths, batch=8, extra=extra, steps=30, update=0.05)) for extra in range(5)]

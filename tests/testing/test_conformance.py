@@ -27,23 +27,27 @@ from oppo.testing import (
     fake_scalar,
     noise,
     prompts,
+    respond_serially,
     run_virtual,
 )
 from oppo.testing.fake_policy import FakeDecode
 
 
 def finished(count: int = 3) -> list[Finish]:
-    from oppo.app.evaluate import respond
-
-    return run_virtual(respond, FakePolicy(), prompts(count))
+    return run_virtual(respond_serially, FakePolicy(), prompts(count))
 
 
 @pytest.mark.parametrize("pace", [None, lambda prompt: 1 + noise(prompt.rollout)], ids=["together", "apart"])
 def test_the_fake_policy_keeps_the_contract_however_it_decodes(pace: Callable[[Prompt], float] | None) -> None:
     async def make() -> FakePolicy:
-        return FakePolicy(pace=pace)
+        return FakePolicy(pace=pace, turns=some_turns)
 
     run_virtual(check_policy, make, prompts(6))
+
+
+def some_turns(prompt: Prompt) -> Sequence[int]:
+    """Return where turns end: none, one or two of them."""
+    return (2, 4)[: prompt.admission % 3]
 
 
 @pytest.mark.parametrize("pace", [None, lambda prompt: 1.0], ids=["together", "apart"])
@@ -52,7 +56,8 @@ def test_a_policy_whose_tokens_are_partly_given_keeps_it_too(
     pace: Callable[[Prompt], float] | None, given: range
 ) -> None:
     async def make() -> FakePolicy:
-        return FakePolicy(length=lambda prompt: 8 + prompt.admission % 7, pace=pace, given=lambda prompt: given)
+        lengths, can = (lambda prompt: 8 + prompt.admission % 7), Capabilities()
+        return FakePolicy(length=lengths, pace=pace, given=lambda prompt: given, capabilities=can)
 
     run_virtual(check_policy, make, prompts(6))
 
@@ -89,7 +94,7 @@ class Shy(FakePolicy):
         (
             Vain,
             Capabilities(adds_while_decoding=True),
-            "adds_while_decoding is True, but add() and park() did not work",
+            "adds_while_decoding is True, but add() did not work",
         ),
         (Shy, Capabilities(), "loads_while_decoding is 'refused', but load() returned"),
         (
@@ -110,14 +115,14 @@ def test_a_policy_that_can_other_things_than_it_says_is_found_out(
     assert sentence in str(caught.value)
 
 
-def test_what_joins_after_the_cut_is_refused_and_what_was_read_by_then_stays() -> None:
+def test_nothing_joins_a_decoding_that_has_ended() -> None:
     async def main() -> None:
         policy = FakePolicy(lambda prompt: 3, capabilities=Capabilities(adds_while_decoding=True))
         first, late = await policy.open(prompts(2))
         async with policy.decoding([first], lambda ended: True) as decoding:
             assert len((await first.read(9)).tokens) == 3
-            with pytest.raises(ProtocolError, match="rollout 1 was added to a decoding that has been cut"):
-                await decoding.add([late])
+        with pytest.raises(ProtocolError, match="1 rollouts were added to a decoding that has ended"):
+            await decoding.add([late])
 
     run_virtual(main)
 

@@ -252,7 +252,7 @@ def test_a_flap_without_a_call_down_is_refused() -> None:
 
 def test_where_the_script_is_silent_a_wrapper_keeps_the_protocol() -> None:
     async def policy() -> FaultyPolicy:
-        return FaultyPolicy("actor", FakePolicy())
+        return FaultyPolicy("actor", FakePolicy(turns=lambda prompt: (2, 4)[: prompt.admission % 3]))
 
     async def scorer() -> FaultyScorer[float]:
         return FaultyScorer("reward", FakeScorer(fake_scalar))

@@ -220,6 +220,29 @@ def test_what_ends_in_the_overrun_of_a_cut_is_reported_first_at_the_next_decodin
     assert len(bench.tokens(2)) < 9
 
 
+def test_another_sampling_draws_in_its_own_way_and_what_is_parked_goes_on() -> None:
+    bench = Bench(FakeAsyncLLM(length=lambda prompt: {10: 2, 11: 3, 12: 9, 13: 4}[prompt[0]], overrun=3))
+    greedy = bench.policy.with_sampling(Sampling(max_new_tokens=20, stop=(2,), temperature=0, seed=8))
+    held_out = [Prompt(10**12, 10**12, np.array([13, 4], np.int32))]
+
+    async def main() -> None:
+        decodes = await bench.policy.open(varied(3))
+        await bench.step(decodes, cut_at=1, limit=100)
+        await bench.policy.load(Weights(1, WEIGHTS))
+        assert greedy.version == 1
+        await bench.step(await greedy.open(held_out), limit=100)
+        await bench.step(decodes[1:], limit=100)
+
+    bench.run(main)
+    assert bench.reported == [[0], [10**12], [1], [2]]
+    assert [bench.tokens(rollout)[-1] for rollout in (0, 10**12, 1, 2)] == [2, 2, 2, 2]
+    drawn = {tuple(request.prompt[:1]): request.params for request in bench.llm.done}
+    assert (drawn[13,].temperature, drawn[13,].stop_token_ids) == (0, [2])
+    assert {drawn[first,].temperature for first in (10, 12)} == {1}
+    with pytest.raises(ConfigError, match="top_p"):
+        bench.policy.with_sampling(Sampling(top_p=0.5))
+
+
 def test_a_rollout_that_ended_in_the_overrun_may_be_given_up() -> None:
     bench = Bench(FakeAsyncLLM(length=lambda prompt: {10: 2, 11: 3}[prompt[0]], overrun=3))
 

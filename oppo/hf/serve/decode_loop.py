@@ -1,16 +1,19 @@
-"""The calls of the decode loop: another one whenever a turn was answered, until all have ended or the step is cut.
+"""The calls of the decode loop: another one whenever a turn was answered, until the step is cut or its context is left.
 
 ::
 
     decode what is ready -> a turn ends: its row is parked -> the answer comes: the call returns, the next has the row
+    decode what is ready -> a rollout joins: the call returns with its rows parked -> the next call has its row too
+    decode what is ready -> weights come: the call returns with its rows parked -> they are loaded -> the next call
 
-Without turns there is one call. Where every rollout waits for an answer there is none, so the model's place is free. In
-exact mode decoding waits with each turn.
+Without turns, joins and new weights there is one call. Where every rollout waits for an answer there is none, so the
+model's place is free. In exact mode decoding waits with each turn, weights wait for its end, and no rollout joins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 import anyio
 
@@ -21,7 +24,7 @@ from oppo.placement import Callback, Hosted
 
 
 class DecodeLoop:
-    """Decodes rollouts until each has ended, the cut returns true, or :meth:`stop` is called.
+    """Decodes rollouts until the cut returns true or :meth:`stop` is called; in exact mode, until each has ended.
 
     Args:
         core: where the model lives.
@@ -31,28 +34,51 @@ class DecodeLoop:
     """
 
     def __init__(self, core: Hosted[PolicyCore], decodes: Sequence[HfDecode], cut: Cut, *, exact: bool) -> None:
-        self.decodes = decodes
+        self.decodes = list(decodes)
         self._core = core
         self._cut = cut
         self._exact = exact
         self._over = False
         self._mailbox: Mailbox | None = None
         self._news = anyio.Event()
+        self._call = anyio.Lock(fast_acquire=True)  # fair: who waits comes before the next call
+        self._ended = anyio.Event()
         for decode in decodes:
             decode.join(self)
 
     def stop(self) -> None:
         """Stop after the decode step in progress."""
         self._over = True
-        if self._mailbox is not None:
-            self._mailbox.signals.stop()
+        self._interrupt()
         self._news.set()
 
     def note_answer(self) -> None:
-        """Have a rollout that was answered, or given up, join or leave at the next decode step."""
-        if self._mailbox is not None and not self._exact:
-            self._mailbox.signals.stop()
+        """Have a rollout that was added, answered or given up join or leave at the next decode step."""
+        if not self._exact:
+            self._interrupt()
         self._news.set()
+
+    def add(self, decodes: Sequence[HfDecode]) -> None:
+        """Decode these as well, from the next call on; once decoding is over they stay parked."""
+        if not self._over:
+            for decode in decodes:
+                decode.join(self)
+            self.decodes += decodes
+            self.note_answer()
+
+    def _interrupt(self) -> None:
+        """Have the call in progress return after its decode step; the rows that have not ended are parked."""
+        if self._mailbox is not None:
+            self._mailbox.signals.stop()
+
+    @asynccontextmanager
+    async def between_steps(self) -> AsyncIterator[None]:
+        """Keep the model from decoding, between two decode steps; in exact mode, wait for the end of all."""
+        if self._exact:
+            await self._ended.wait()
+        self._interrupt()
+        async with self._call:
+            yield
 
     async def run(self) -> None:
         """Decode until the end.
@@ -60,18 +86,27 @@ class DecodeLoop:
         Raises:
             Exception: whatever ended a call.
         """
+        try:
+            await self._run()
+        finally:
+            self._over = True
+            self._ended.set()
+
+    async def _run(self) -> None:
         while not self._over:
             await self._end_finished()
-            open_ = [decode for decode in self.decodes if decode.live and not decode.given_up]
-            waiting = [decode for decode in open_ if decode.unanswered]
-            ready = [decode for decode in open_ if not decode.unanswered]
-            if self._over or not open_:
-                return
-            if waiting and (self._exact or not ready):
+            async with self._call:
+                open_ = [decode for decode in self.decodes if decode.live and not decode.given_up]
+                if self._over or (self._exact and not open_):
+                    return
+                if any(decode.ending for decode in open_):  # an answer that came meanwhile
+                    continue
+                ready = [decode for decode in open_ if not decode.unanswered]
+                if ready and not (self._exact and len(ready) < len(open_)):
+                    await self._decode(ready)
+                    continue
                 self._news = anyio.Event()
-                await self._news.wait()
-            else:
-                await self._decode(ready)
+            await self._news.wait()
 
     async def _end_finished(self) -> None:
         """Report the responses that end with their turn, in admission order."""

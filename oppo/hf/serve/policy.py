@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import anyio
@@ -19,8 +20,9 @@ from oppo.hf.serve.decode_loop import DecodeLoop
 from oppo.hf.serve.decoding import Decoder, DecodeRow
 from oppo.hf.serve.mailbox import HfDecode
 from oppo.hf.serve.policy_core import PolicyCore
-from oppo.hf.weights import share_storage
-from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Sampling, Weights
+from oppo.hf.serve.signals import Counters
+from oppo.hf.weights import addresses, share_storage
+from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Loads, Sampling, Weights
 from oppo.numeric import require_whole
 from oppo.placement import Hosting
 from oppo.stopping import StopCriteria, turn_ended
@@ -36,9 +38,9 @@ class HfPolicy:
         model: a causal LM; put into evaluation mode for good.
         sampling: how tokens are drawn.
         thread: where the model lives: a thread, or a process without ``restarts``, as rows are lost with it.
-        on_publish: what happens to the keys and values of parked rollouts when weights are loaded. ``recompute``: the
-            new weights read their tokens again before they continue. ``keep``: they continue with the old keys and
-            values, which is cheaper but mixes versions.
+        on_publish: what happens to the keys and values of rollouts, parked or live, when weights are loaded.
+            ``recompute``: the new weights read their tokens again before they continue. ``keep``: they continue with
+            the old keys and values, which is cheaper but mixes versions.
         exact: prefill row by row on a fixed grid; runs that decode the same rollouts together then agree bit for bit
             (float32 on a CPU).
         prefill_tokens: tokens, padding included, that are prefilled between two decode steps, so that live rows do not
@@ -47,6 +49,7 @@ class HfPolicy:
             process it must be picklable, as :meth:`oppo.hf.text.Text.decode` is.
         limit: returns the length in tokens at which the response to a prompt ends; ``sampling.max_new_tokens`` bounds
             it, and is the default.
+        counters: continued, of another policy over the same model; new ones unless given.
 
     Attributes:
         counters: decode steps, tokens sampled and tokens prefilled so far; current also while it decodes.
@@ -73,9 +76,20 @@ class HfPolicy:
         prefill_tokens: int = 2048,
         decode: Callable[[Sequence[int]], str] | None = None,
         limit: Callable[[Prompt], int] | None = None,
+        counters: Counters | None = None,
     ) -> None:
         require_whole("prefill_tokens", prefill_tokens, 1)
         self._model = model
+        self._with_sampling = partial(
+            HfPolicy,
+            model,
+            thread=thread,
+            on_publish=on_publish,
+            exact=exact,
+            prefill_tokens=prefill_tokens,
+            decode=decode,
+            limit=limit,
+        )
         self._name = type(model).__name__
         self._max_new_tokens = sampling.max_new_tokens
         self._limit = limit or (lambda prompt: sampling.max_new_tokens)
@@ -85,7 +99,9 @@ class HfPolicy:
         self._exact = exact
         self._loop: DecodeLoop | None = None
         self._stopping = StopCriteria(sampling, decode)
-        decoder = Decoder(model, sampling=sampling, exact=exact, prefill_tokens=prefill_tokens, decode=decode)
+        decoder = Decoder(
+            model, sampling=sampling, exact=exact, prefill_tokens=prefill_tokens, decode=decode, counters=counters
+        )
         self.counters = decoder.counters
         self._core = thread.host(PolicyCore(decoder, recompute=on_publish == "recompute"))
 
@@ -96,13 +112,18 @@ class HfPolicy:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What it can do: weights that are loaded during decoding wait for the end of it."""
-        return Capabilities(loads_while_decoding="when decoding ends", turns=True)
+        """What it can do: in exact mode, weights wait for the end of decoding, and no rollout joins others."""
+        loads: Loads = "when decoding ends" if self._exact else "between decode steps"
+        return Capabilities(adds_while_decoding=not self._exact, loads_while_decoding=loads, turns=True)
 
     @property
     def progress(self) -> int:
         """The number of decode steps and of prefilled tokens so far, which grows while it decodes."""
         return self.counters.decode_steps + self.counters.prefilled
+
+    def with_sampling(self, sampling: Sampling) -> HfPolicy:
+        """Return a policy over the same model, in the same place, that draws so; it has keys and values of its own."""
+        return self._with_sampling(sampling=sampling, counters=self.counters)
 
     async def memory(self) -> tuple[int, int]:
         """Return the bytes allocated for keys and values, and the bytes that the tokens read so far need.
@@ -112,20 +133,27 @@ class HfPolicy:
         return await self._core.call("memory", PolicyCore.memory)
 
     async def load(self, weights: Weights) -> None:
-        """Serve ``weights.actor`` from the next decode on; tensors that are the model's own are not copied.
+        """Serve ``weights.actor`` from the next decode step on; tensors that are the model's own are not copied.
 
-        An empty ``weights.actor`` changes the version only: the actor was not trained. No tensor crosses to another
-        process: this process writes the memory that both share, while no other call is made there.
+        Live rollouts go on with the new weights, their keys and values computed again or kept as ``on_publish`` says.
+        In exact mode this waits for the end of decoding. An empty ``weights.actor`` changes the version only: the actor
+        was not trained. No tensor crosses to another process: this process writes the memory that both share, while no
+        other call is made there.
 
         Raises:
             ModelError: a tensor is missing, unknown or of another shape; the old weights are still served.
         """
-        await self._core.load(PolicyCore.load, weights)
-        await self._core.call("refresh", PolicyCore.refresh)
+        async with nullcontext() if self._loop is None else self._loop.between_steps():
+            await self._core.load(PolicyCore.load, weights)
+            await self._core.call("refresh", PolicyCore.refresh)
 
     def serves(self, weights: Weights) -> bool:
         """Return whether it decodes with the very tensors of ``weights``."""
         return share_storage(self._model, weights.actor)
+
+    def tensors(self) -> frozenset[int]:
+        """Return the addresses of the tensors that new weights change."""
+        return addresses(self._model)
 
     async def open(self, rollouts: Sequence[Prompt | Response]) -> list[HfDecode]:
         """Return a decode for each; decoding, and the use of memory, begins with :meth:`decoding`.
@@ -146,7 +174,7 @@ class HfPolicy:
 
     @asynccontextmanager
     async def decoding(self, live: Sequence[Decode], cut: Cut) -> AsyncIterator[Decoding]:
-        """Decode ``live`` while the context is open, until each has ended or ``cut`` returns true.
+        """Decode ``live``, and what joins, while the context is open, until each has ended or ``cut`` returns true.
 
         The model's thread calls ``cut``, or the thread that waits for the model's process. Leaving the context stops
         decoding after the decode step in progress; rollouts that have not ended are parked.
@@ -159,11 +187,11 @@ class HfPolicy:
         errors = list[Exception]()
         loop = DecodeLoop(self._core, decodes, cut, exact=self._exact)
         async with anyio.create_task_group() as tasks:
-            if decodes:
+            if decodes or not self._exact:
                 self._loop = loop
                 tasks.start_soon(self._decode, loop, errors, name="decode")
             try:
-                yield FixedDecoding(self._name)
+                yield FixedDecoding(self._name) if self._exact else HfDecoding(self, loop)
             except Exception as error:  # noqa: BLE001 - taken out of the task group, which would wrap it in a group
                 errors.append(error)
             finally:
@@ -198,9 +226,16 @@ class HfPolicy:
             await self._core.call("forget", PolicyCore.forget, keys)
 
     def _decodable(self, live: Sequence[Decode]) -> list[HfDecode]:
-        """Return the decodes that have not ended."""
         if self._loop is not None:
             raise ProtocolError("the policy is decoding already: leave that context before opening another")
+        return self.unfinished(live)
+
+    def unfinished(self, live: Sequence[Decode]) -> list[HfDecode]:
+        """Return the decodes that have not ended.
+
+        Raises:
+            ProtocolError: a decode is of another policy, was given up or has failed.
+        """
         decodes = []
         for decode in live:
             if not isinstance(decode, HfDecode) or not decode.resumable(self):
@@ -222,3 +257,22 @@ class HfPolicy:
         limit = min(self._max_new_tokens, self._longest - length, self._limit(prompt))
         row = DecodeRow(next(self._keys), replace(prompt, columns={}), limit, response.tokens.tolist(), turns)
         return HfDecode(self, response, row, turn_ended(response, self._stopping, limit) if turns else None)
+
+
+class HfDecoding:
+    """The :class:`~oppo.models.Decoding` of a policy, which rollouts join while its context is open."""
+
+    def __init__(self, policy: HfPolicy, loop: DecodeLoop) -> None:
+        self._policy = policy
+        self._loop = loop
+
+    async def add(self, decodes: Sequence[Decode]) -> None:
+        """Decode these as well, from the next decode step on; those that come after the cut stay parked.
+
+        Raises:
+            ProtocolError: a decode is of another policy, was given up, has failed or is decoded already.
+        """
+        joining = self._policy.unfinished(decodes)
+        if live := [decode.prompt.rollout for decode in joining if decode.live]:
+            raise ProtocolError(f"rollouts {live} are being decoded, so they cannot join")
+        self._loop.add(joining)

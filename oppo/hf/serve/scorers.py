@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Generic, TypeVar
 
+import anyio.to_thread
 from transformers import PreTrainedModel
 
 from oppo.errors import ModelLost
@@ -17,7 +18,7 @@ from oppo.events import Chunk, Finish, FloatArray, Given, Prompt
 from oppo.hf.recipe import ModelRecipe, worker_of
 from oppo.hf.serve.scorer_input import ReplayJournal, ScorerInput
 from oppo.hf.serve.scorer_workers import ReferenceWorker, RewardWorker, ScorerWorker, ValueWorker
-from oppo.hf.weights import SentWeights, share_storage
+from oppo.hf.weights import SentWeights, addresses, copies, share_storage
 from oppo.models import Sampling, Weights
 from oppo.placement import Hosting, Recipe
 from oppo.placement.recipe import kind_of
@@ -147,6 +148,14 @@ class ValueModel(StreamedScorer[FloatArray]):
     def serves(self, weights: Weights) -> bool:
         """Return whether it scores with the very tensors of ``weights``."""
         return not isinstance(self._model, ModelRecipe) and share_storage(self._model, weights.critic)
+
+    def tensors(self) -> frozenset[int]:
+        """Return the addresses of the tensors that new weights change: a trunk that the policy has too, for example."""
+        return frozenset() if isinstance(self._model, ModelRecipe) else addresses(self._model)
+
+    async def copied(self, weights: Weights) -> Weights:
+        """Return the critic's part of ``weights`` in memory of its own."""
+        return Weights(weights.version, critic=await anyio.to_thread.run_sync(copies, weights.critic))
 
     async def load(self, weights: Weights) -> None:
         """Serve ``weights.critic`` from the next call on; tensors that are the model's own are not copied.

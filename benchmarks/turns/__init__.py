@@ -1,0 +1,1 @@
+"""What a tool's answer costs the rollouts that are decoded meanwhile."""

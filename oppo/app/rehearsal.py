@@ -1,0 +1,111 @@
+"""What ``oppo train --dry-run`` tries out: a prompt as it is read, what ends a response, one call of the reward.
+
+Nothing is trained or written. The reward is called as in a run, and what it raises is shown as in a run.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+import anyio
+
+from oppo.data import PromptStream
+from oppo.errors import noted
+from oppo.evaluation import Answering, respond
+from oppo.events import Drop, Finish, Prompt
+from oppo.models import Policy, Sampling, VariesSampling
+from oppo.report.panel import harmless
+from oppo.scorer_protocols import ReportsSamples
+from oppo.stages import Generate
+
+if TYPE_CHECKING:
+    from oppo.app.train import PreparedRun
+    from oppo.hf.text import Text
+
+LONGEST: Final = 32
+"""Tokens that are drawn at most."""
+
+WIDTH: Final = 100
+"""Characters of a line of text."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tried:
+    """The outcome of a rehearsal.
+
+    Attributes:
+        score: of the response, or why there is none.
+        seconds: that the reward took.
+        parts: what a reward of several parts said, by metric.
+    """
+
+    finish: Finish
+    score: float | Drop
+    seconds: float
+    parts: Mapping[str, float]
+
+
+async def rehearse(session: PreparedRun) -> list[str]:
+    """Return what was tried out, in lines for people, without secrets.
+
+    Raises:
+        Exception: what a model, an environment or the reward raised.
+    """
+    text = session.assembly.text
+    prompts = session.prompts
+    if not isinstance(prompts, PromptStream):
+        return []
+    with noted("while a response was tried out, before the run"):
+        tried = await _try(session, prompts.at(0))
+    lines = [
+        f"prompts: {prompts.size}, the longest of {prompts.longest} tokens; the first is",
+        *_shown(text, tried.finish.response.prompt.tokens.tolist()),
+        *_ending(text, session.assembly.sampling),
+        f"a response to it, cut off at {LONGEST} tokens at the latest, is ({tried.finish.reason})",
+        *_shown(text, tried.finish.response.tokens.tolist()),
+        _scored([part.source for part in session.settings.models.rewards.values()], tried),
+    ]
+    return [harmless(line) for line in lines]
+
+
+async def _try(session: PreparedRun, prompt: Prompt) -> Tried:
+    """Draw a short response to a prompt, and score it."""
+    assembly, generate = session.assembly, session.graph.stage("generate", Generate)
+    policy, sampling = generate.policy, assembly.sampling
+    short = min(LONGEST, sampling.max_new_tokens)
+    drawing: Policy = policy
+    if isinstance(policy, VariesSampling):
+        fewest = min(short, sampling.min_new_tokens)
+        drawing = policy.with_sampling(replace(sampling, max_new_tokens=short, min_new_tokens=fewest))
+    (finish,) = await respond(drawing, [prompt], Answering(environment=generate.environment))
+    start = anyio.current_time()
+    await assembly.reward.extend([finish.response.prompt, *finish.response.pieces()])
+    (score,) = await assembly.reward.finish([finish])
+    seconds = anyio.current_time() - start
+    measured = assembly.reward.samples() if isinstance(assembly.reward, ReportsSamples) else {}
+    return Tried(finish, score, seconds, {name: values[0] for name, values in measured.items() if values})
+
+
+def _shown(text: Text, tokens: list[int]) -> Iterator[str]:
+    """Yield text as the model reads it, special tokens included, indented."""
+    for line in text.decode_whole(tokens).splitlines():
+        yield from textwrap.wrap(line, WIDTH, initial_indent="    ", subsequent_indent="    ") or [""]
+
+
+def _ending(text: Text, sampling: Sampling) -> Iterator[str]:
+    ids = ", ".join(f"{number} {text.name_of(number)!r}" for number in sampling.stop)
+    yield f"a response ends at {sampling.max_new_tokens} tokens, or with one of these: {ids or 'none'}"
+    if sampling.stop_strings:
+        yield f"or with the text {' or '.join(map(repr, sampling.stop_strings))}"
+
+
+def _scored(rewards: Sequence[str], tried: Tried) -> str:
+    """Return what the reward said, in words."""
+    reward, took = " with ".join(rewards), f"after {tried.seconds:.3f} s"
+    if isinstance(tried.score, Drop):
+        return f"the reward {reward} drops it, {took}: {tried.score.reason}"
+    parts = ", ".join(f"{name.removeprefix('reward/')} {value:g}" for name, value in tried.parts.items())
+    return f"the reward {reward} says {float(tried.score):g}, {took}" + (f" ({parts})" if parts else "")

@@ -1,0 +1,129 @@
+"""What watches a run and tells of it: its log, the panel, the trackers, and the watchdog that may end it."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from oppo.app.sections import RunSection
+from oppo.app.settings import Settings
+from oppo.app.trackers import tracking
+from oppo.errors import HangError
+from oppo.graph import Run
+from oppo.liveness import Stall, Watchdog
+from oppo.observe import Expendable, Notices, Observer
+from oppo.report import Panel, RunDirectory, RunLog
+from oppo.report.samples import Detokenize
+
+if TYPE_CHECKING:
+    from oppo.app.assemble import Assembly
+
+HANG_REPORT = "hang-report.json"
+"""The report in the directory of a run that was ended because nothing moved."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Watch:
+    """What watches a run.
+
+    Attributes:
+        observers: all of them, the run directory included.
+    """
+
+    console: Console
+    log: RunLog
+    panel: Panel
+    watchdog: Watchdog
+    observers: Sequence[Observer]
+
+    def look_at(self, running: Run[Any]) -> None:
+        """Look from now on at which stage waits for which in each step that is alive."""
+        self.watchdog.watch(running)
+        self.panel.watch(running.snapshots)
+
+    def on_signal(self, by: signal.Signals, alive: Sequence[int]) -> None:
+        """Log and show what a signal does while the steps ``alive`` are in flight."""
+        self.log.on_interrupt(by, alive)
+        name = "Ctrl-C" if by is signal.SIGINT else by.name
+        steps = f"the {len(alive)} steps in flight" if len(alive) > 1 else "this step"
+        self.console.out(f"{name}: ending after {steps}, then saving; once more ends the run at once", highlight=False)
+
+
+@contextmanager
+def watching(
+    settings: Settings,
+    assembly: Assembly,
+    directory: RunDirectory,
+    notices: Notices,
+    console: Console,
+    *,
+    first: int,
+    last_resort: Callable[[HangError], None] | None = None,
+) -> Iterator[Watch]:
+    """Give what watches a run, which listens to its models, and complete it.
+
+    Args:
+        directory: of the run; what was damaged in it is told first.
+        notices: sentences about the run; those of its course are logged too.
+        console: shows the panel.
+        first: the step with which the run begins or goes on.
+        last_resort: as of :class:`oppo.liveness.Watchdog`.
+
+    Raises:
+        ConfigError: a tracker cannot begin.
+    """
+    chosen = settings.run
+    with ExitStack() as stack:
+        log = stack.enter_context(RunLog(directory.path / "log.jsonl", chosen.name))
+        panel = panel_of(chosen, console, assembly.text.decode)
+        # A live panel would be drawn over what is written to the terminal beside it, so it shows the notices itself.
+        shown = (panel.on_notice,) if panel.is_live else notices.listeners
+        stack.enter_context(notices.passed_to(log.notice, *shown))
+        trackers = stack.enter_context(tracking(settings, first, notices))
+        for fault in directory.faults:
+            notices(fault)
+        stack.enter_context(panel)
+        watchdog = watchdog_of(chosen, assembly, directory, [log.on_stall, panel.on_stall], last_resort)
+        stack.enter_context(watchdog)
+        assembly.listen(directory.model_span, watchdog.on_span)
+        observers = [directory, log, Expendable(panel, notices), watchdog, *trackers]
+        yield Watch(console, log, panel, watchdog, observers)
+
+
+def panel_of(chosen: RunSection, console: Console, decode: Detokenize) -> Panel:
+    """Return the panel in the form that ``run.panel`` names."""
+    shown = Console(quiet=True) if chosen.panel == "off" else console
+    live = chosen.panel == "live" or (chosen.panel == "auto" and console.is_terminal)
+    return Panel(shown, chosen.steps, live=live, decode=decode)
+
+
+def watchdog_of(
+    chosen: RunSection,
+    assembly: Assembly,
+    directory: RunDirectory,
+    listeners: Sequence[Callable[[Stall], None]],
+    last_resort: Callable[[HangError], None] | None,
+) -> Watchdog:
+    """Return the watchdog with the limits of the settings."""
+
+    def leave(error: HangError) -> None:
+        directory.abandon()
+        if last_resort is not None:
+            last_resort(error)
+
+    return Watchdog(
+        chosen.watchdog_seconds,
+        report=directory.path / HANG_REPORT,
+        listeners=listeners,
+        progress=assembly.progress,
+        calls=assembly.at_work,
+        call_timeout=chosen.call_timeout,
+        saving=lambda: assembly.saving.is_saving,
+        free=assembly.abort,
+        last_resort=None if last_resort is None else leave,
+    )

@@ -1,0 +1,113 @@
+"""Rows of the ``datasets`` library: a directory that ``save_to_disk`` wrote, or a dataset of a hub.
+
+It needs the extra ``datasets``: ``pip install 'oppo[datasets]'``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+from huggingface_hub import HfApi, constants, is_offline_mode
+
+from oppo.data.rows import READERS, Located
+from oppo.errors import DataError, one_line
+from oppo.observe import silent
+
+HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+"""A dataset's name at a hub: owner and name."""
+
+WRITTEN: Final = ("dataset_info.json", "dataset_dict.json")
+"""Files of which ``save_to_disk`` writes one: of a dataset, or of several splits."""
+
+
+def is_hub_name(text: str) -> bool:
+    """Return whether a text names a dataset of a hub, if nothing of that name is here."""
+    return HUB_NAME.fullmatch(text) is not None and Path(text).suffix not in READERS
+
+
+def rows_of_directory(path: Path, split: str) -> Iterator[Located]:
+    """Yield the rows of a dataset on the disk; ``split`` is one of several, if there are several.
+
+    Raises:
+        DataError: it is none, or lacks the split.
+    """
+    if not any((path / name).is_file() for name in WRITTEN):
+        raise DataError(
+            f"{path} is a directory without {' or '.join(WRITTEN)}: expected one that Dataset.save_to_disk wrote, or "
+            f"a file that ends in {', '.join(READERS)}"
+        )
+    library = _library(str(path))
+    try:
+        with _quiet(library):
+            dataset = library.load_from_disk(str(path))
+    except Exception as error:  # any kind: what a library of formats raises
+        raise DataError(f"{path} cannot be read as a dataset: {one_line(error)}") from error
+    if isinstance(dataset, library.DatasetDict):
+        if split not in dataset:
+            raise DataError(f"{path} has no split {split!r}; the splits there are {', '.join(dataset)}")
+        dataset = dataset[split]
+    return _rows(dataset, str(path))
+
+
+def rows_of_hub(name: str, split: str, subset: str = "", tell: Callable[[str], None] = silent) -> Iterator[Located]:
+    """Yield the rows of a dataset at a hub.
+
+    The hub is asked once, with a short timeout, whether it has the dataset; what this machine has of it already is
+    used without a hub.
+
+    Raises:
+        DataError: there is no such dataset or split, or no hub can be asked.
+    """
+    library = _library(name)
+    cached = Path(library.config.HF_DATASETS_CACHE, name.replace("/", "___")).is_dir()
+    try:
+        if not is_offline_mode():
+            tell(f"{name} is no file or directory here: asking {constants.ENDPOINT} for the dataset")
+        HfApi().dataset_info(name, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    except Exception as error:  # any kind: proxies, certificates, servers and their answers
+        if not cached:
+            raise DataError(
+                f"{name!r} is no file or directory here, and as a dataset of a hub it could not be had "
+                f"({one_line(error)})"
+            ) from error
+    try:
+        with _quiet(library):
+            dataset = library.load_dataset(name, subset or None, split=split)
+    except Exception as error:  # any kind: what a library of formats and networks raises
+        raise DataError(f"the dataset {name!r}, split {split!r}, cannot be loaded ({one_line(error)})") from error
+    return _rows(dataset, name)
+
+
+def _library(source: str) -> Any:
+    """Return the library.
+
+    Raises:
+        DataError: it is not installed.
+    """
+    if find_spec("datasets") is None:
+        raise DataError(f"{source}: reading a dataset needs the library datasets: pip install 'oppo[datasets]'")
+    import datasets  # noqa: PLC0415 - an extra, which takes a second to import
+
+    return datasets
+
+
+@contextmanager
+def _quiet(library: Any) -> Iterator[None]:
+    """Hide the library's progress bars, which would run through the panel."""
+    shown = library.is_progress_bar_enabled()
+    library.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            library.enable_progress_bars()
+
+
+def _rows(dataset: Any, source: str) -> Iterator[Located]:
+    for number, row in enumerate(dataset, 1):
+        yield f"{source}, row {number}", row

@@ -1,0 +1,192 @@
+"""Rows to prompts: each is checked in full, before anything is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol, TypeAlias, TypeVar
+
+import numpy as np
+
+from oppo.data.datasets_library import is_hub_name, rows_of_directory, rows_of_hub
+from oppo.data.rows import Located, Row, rows_of_file, rows_of_program
+from oppo.errors import DataError, one_line
+from oppo.events import IntArray, Prompt
+from oppo.numeric import require_whole
+from oppo.observe import silent
+from oppo.user_code import shown
+
+T = TypeVar("T")
+
+OverLong: TypeAlias = Literal["filter", "truncate", "error"]
+Message: TypeAlias = dict[str, str]
+
+
+class Tokenizer(Protocol):
+    """A tokenizer, as far as reading prompts needs one; implemented by :class:`oppo.hf.text.Text`."""
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether :meth:`encode_chat` works."""
+
+    def encode(self, text: str) -> Sequence[int]:
+        """Return the token ids of a prompt, special tokens included as the tokenizer adds them."""
+
+    def encode_chat(self, messages: Sequence[Message]) -> Sequence[int]:
+        """Return the token ids of a conversation, up to where the assistant's next message begins."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoding:
+    """How a row becomes a prompt.
+
+    Attributes:
+        tokenizer: of the policy.
+        column: the column that holds the prompt: a string, or a list of ``{"role": ..., "content": ...}`` to which the
+            tokenizer's chat template is applied.
+        max_prompt_tokens: a prompt of more tokens is over-long.
+        over_long: what becomes of those: they are left out, keep their last ``max_prompt_tokens`` tokens, or are an
+            error.
+
+    Raises:
+        ValueError: ``max_prompt_tokens`` is no whole number of 1 or more.
+    """
+
+    tokenizer: Tokenizer
+    column: str = "prompt"
+    max_prompt_tokens: int = 512
+    over_long: OverLong = "filter"
+
+    def __post_init__(self) -> None:
+        require_whole("max_prompt_tokens", self.max_prompt_tokens, 1)
+
+    def tokens(self, place: str, row: Row) -> IntArray:
+        """Return the prompt of a row, int32 [P] with P >= 1, however long.
+
+        Raises:
+            DataError: the row is malformed, or the prompt is empty.
+        """
+        if self.column not in row:
+            raise DataError(f"{place}: no column {self.column!r}; the columns there are {', '.join(row) or '(none)'}")
+        return _encoded(row[self.column], self.tokenizer, f"{place}, column {self.column!r}")
+
+    def fitted(self, tokens: IntArray) -> IntArray | None:
+        """Return an over-long prompt's last tokens, or ``None`` for one that is left out; others as they are."""
+        if len(tokens) <= self.max_prompt_tokens:
+            return tokens
+        return tokens[-self.max_prompt_tokens :] if self.over_long == "truncate" else None
+
+
+def read_prompts(
+    source: Path | str | Iterable[Mapping[str, object]],
+    tokenizer: Tokenizer,
+    *,
+    column: str = "prompt",
+    max_prompt_tokens: int = 512,
+    over_long: OverLong = "filter",
+    split: str = "train",
+    subset: str = "",
+    tell: Callable[[str], None] = silent,
+) -> list[Prompt]:
+    """Return every usable prompt of a source, in its order, numbered from 0.
+
+    Args:
+        source: a ``.jsonl``, ``.csv`` or ``.parquet`` file, a directory that ``Dataset.save_to_disk`` wrote, the name
+            of a dataset at a hub (the last two need the extra ``datasets``), or rows of a program, of which there is an
+            end; one row a prompt.
+        tokenizer: of the policy.
+        column: the column that holds the prompt: a string, or a list of ``{"role": ..., "content": ...}`` to which the
+            tokenizer's chat template is applied. Reward functions get all columns unchanged.
+        max_prompt_tokens: a prompt of more tokens is over-long.
+        over_long: leave such prompts out, keep their last ``max_prompt_tokens`` tokens, or refuse the source.
+        split: of a dataset with several.
+        subset: of a dataset at a hub: the name of one of its configurations.
+        tell: called with a sentence about the over-long prompts, if any, and before a hub is asked.
+
+    Raises:
+        DataError: the source cannot be read, a row is malformed, a prompt is empty, or no prompt is left.
+    """
+    encoding = Encoding(tokenizer=tokenizer, column=column, max_prompt_tokens=max_prompt_tokens, over_long=over_long)
+    name, rows = rows_of(source, split=split, subset=subset, tell=tell)
+    prompts: list[Prompt] = []
+    long: list[str] = []
+    total = 0
+    for place, row in rows:
+        total += 1
+        tokens = encoding.tokens(place, row)
+        if len(tokens) > max_prompt_tokens:
+            long.append(place)
+        fitted = encoding.fitted(tokens)
+        if fitted is not None:
+            number = len(prompts)
+            prompts.append(Prompt(rollout=number, admission=number, tokens=fitted, group=number, columns=dict(row)))
+    if long:
+        sentence = f"{len(long)} of {total} prompts of {name} are longer than {max_prompt_tokens} tokens"
+        if over_long == "error":
+            raise DataError(f"{sentence}, the first at {long[0]}; filter or truncate them, or raise max_prompt_tokens")
+        tell(f"{sentence}: {'left out' if over_long == 'filter' else 'their beginnings are cut off'}")
+    if not prompts:
+        raise DataError(f"{name} holds no prompt" if not total else f"no prompt of {name} is left: all are over-long")
+    return prompts
+
+
+def rows_of(
+    source: Path | str | Iterable[Mapping[str, object]],
+    *,
+    split: str = "train",
+    subset: str = "",
+    tell: Callable[[str], None] = silent,
+) -> tuple[str, Iterable[Located]]:
+    """Return the name of a source and its rows; see :func:`read_prompts`.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    if not isinstance(source, str | Path):
+        return "the program's rows", rows_of_program(source)
+    path = Path(source)
+    if path.is_dir():
+        return str(path), rows_of_directory(path, split)
+    if not path.exists() and is_hub_name(str(source)):
+        return str(source), rows_of_hub(str(source), split, subset, tell)
+    return str(path), rows_of_file(path)
+
+
+def _encoded(value: object, tokenizer: Tokenizer, place: str) -> IntArray:
+    """Return int32 [P], P >= 1."""
+    tokens: Sequence[int] = ()
+    if isinstance(value, str):
+        if value.strip():
+            tokens = _encoded_by(tokenizer.encode, value, place, "the policy's tokenizer")
+    elif isinstance(value, list):
+        messages = [_message(each, place) for each in value]
+        if messages and not tokenizer.has_chat_template:
+            raise DataError(
+                f"{place}: chat messages need a tokenizer with a chat template, and the policy's has none; "
+                "give the prompt as plain text, or set the tokenizer's chat_template"
+            )
+        if messages:
+            tokens = _encoded_by(tokenizer.encode_chat, messages, place, "the chat template of the policy's tokenizer")
+    else:
+        raise DataError(f"{place}: expected text or a list of chat messages, got {shown(value)}")
+    if not len(tokens):
+        raise DataError(f"{place}: the prompt is empty")
+    return np.asarray(tokens, np.int32)
+
+
+def _encoded_by(encode: Callable[[T], Sequence[int]], value: T, place: str, by: str) -> Sequence[int]:
+    try:
+        return encode(value)
+    except MemoryError:
+        raise
+    except Exception as error:  # any kind: a template is a program, and a tokenizer may be one too
+        raise DataError(f"{place}: {by} cannot read {shown(value)}: {one_line(error)}") from error
+
+
+def _message(value: object, place: str) -> Message:
+    if isinstance(value, dict):
+        role, content = value.get("role"), value.get("content")
+        if isinstance(role, str) and isinstance(content, str):
+            return {"role": role, "content": content}
+    raise DataError(f"{place}: a chat message is {{'role': text, 'content': text}}, got {shown(value)}")

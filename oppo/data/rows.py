@@ -1,0 +1,118 @@
+"""Rows of prompts with their locations in words: from JSON lines, CSV, parquet, a dataset, or a program."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Final, TypeAlias
+
+from oppo.errors import DataError
+from oppo.user_code import shown
+
+Row: TypeAlias = Mapping[str, object]
+Located: TypeAlias = tuple[str, Row]
+"""A row with its location, in words."""
+
+
+def rows_of_file(path: Path) -> Iterator[Located]:
+    """Yield the rows of a file; its suffix names its format.
+
+    Raises:
+        DataError: it cannot be read, or is of another format.
+    """
+    if not path.is_file():  # a pipe or a device may never end
+        raise DataError(f"there is no prompt file {path}" + ", but a directory, pipe or device" * path.exists())
+    if path.suffix not in READERS:
+        *most, last = READERS
+        raise DataError(f"{path}: expected a file of prompts whose name ends in {', '.join(most)} or {last}")
+    return READERS[path.suffix](path)
+
+
+def rows_of_program(rows: Iterable[object], first: int = 1) -> Iterator[Located]:
+    """Yield rows that a program gives, numbered from ``first``.
+
+    Raises:
+        DataError: one is no mapping of columns.
+    """
+    for number, row in enumerate(rows, first):
+        yield located(row, number)
+
+
+def located(row: object, number: int) -> Located:
+    """Return a row that a program gives, with its location.
+
+    Raises:
+        DataError: it is no mapping of columns.
+    """
+    if not isinstance(row, Mapping):
+        raise DataError(f"row {number}: expected a mapping of columns, got {shown(row)}")
+    return f"row {number}", row
+
+
+def _json_rows(path: Path) -> Iterator[Located]:
+    for number, line in enumerate(_lines(path), 1):
+        if line.strip():
+            place = f"{path}, line {number}"
+            yield place, _json_row(line, place)
+
+
+def _json_row(line: str, place: str) -> Row:
+    try:
+        row: object = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{place}: not valid JSON: {error.msg} at character {error.pos + 1}") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists without end
+        raise DataError(f"{place}: not valid JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{place}: expected a JSON object, got {shown(row)}")
+    return row
+
+
+def _csv_rows(path: Path) -> Iterator[Located]:
+    """Yield the rows after a header line; every column is text."""
+    reader = csv.reader(_lines(path, newline=""), strict=True)
+    try:
+        names = next(reader, [])
+        if len(set(names)) < len(names):
+            raise DataError(f"{path}, line 1: the header names a column twice: {', '.join(names)}")
+        for fields in filter(None, reader):
+            place = f"{path}, line {reader.line_num}"
+            if len(fields) != len(names):
+                raise DataError(f"{place}: {len(fields)} fields, where the header names {len(names)}")
+            yield place, dict(zip(names, fields, strict=True))
+    except csv.Error as error:
+        raise DataError(f"{path}, line {reader.line_num}: not valid CSV: {error}") from error
+
+
+def _lines(path: Path, newline: str | None = None) -> Iterator[str]:
+    try:
+        with path.open(encoding="utf-8-sig", newline=newline) as lines:
+            yield from lines
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text: {error}") from error
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _parquet_rows(path: Path) -> Iterator[Located]:
+    import pyarrow as pa  # noqa: PLC0415 - 0.1 s, and most files are JSON lines
+    from pyarrow import parquet  # noqa: PLC0415
+
+    try:
+        batches = parquet.ParquetFile(path).iter_batches()
+        rows = chain.from_iterable(batch.to_pylist() for batch in batches)
+        for number, row in enumerate(rows, 1):
+            yield f"{path}, row {number}", row
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path} is not a readable parquet file: {error}") from error
+
+
+READERS: Final[Mapping[str, Callable[[Path], Iterator[Located]]]] = {
+    ".jsonl": _json_rows,
+    ".csv": _csv_rows,
+    ".parquet": _parquet_rows,
+}
+"""What reads a file, by the end of its name."""

@@ -1,0 +1,210 @@
+"""Prompts in a seeded order, from one source or several, with random access by admission number.
+
+Several sources are interleaved by their weights as seats are given to states by the quota method (Balinski and Young
+1975, "The quota method of apportionment"). Of the first ``n`` prompts, a source of weight ``w`` of a sum of ``W`` has
+less than one prompt more or fewer than ``n w / W``. With whole-number weights every ``W`` prompts, counted from the
+first, hold exactly ``w`` of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any, Final, Self
+
+import numpy as np
+
+from oppo.errors import DataError
+from oppo.events import Prompt
+from oppo.numeric import require_real, require_whole
+
+LONGEST_CYCLE: Final = 10_000
+"""The largest sum of weights as whole numbers without a common divisor."""
+
+
+class PromptStream(Iterator[Prompt]):
+    """The prompts in a seeded order, reshuffled every epoch, each with its ordinal as admission number.
+
+    The order of an epoch depends on the seed and the epoch only, so :attr:`position` is all the state there is.
+
+    Args:
+        prompts: at least one.
+        seed: of the order; streams with the same seed and prompts yield the same order.
+        epochs: passes over the prompts, after which the stream ends; 0 never ends.
+        position: how many prompts were taken already.
+
+    Example:
+        >>> prompts = [Prompt(i, i, np.array([i], np.int32)) for i in range(3)]
+        >>> [(p.admission, p.tokens.tolist()) for p in PromptStream(prompts, seed=3, epochs=1)]
+        [(0, [2]), (1, [1]), (2, [0])]
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], *, seed: int = 0, epochs: int = 0, position: int = 0) -> None:
+        for name, number in (("seed", seed), ("epochs", epochs), ("position", position)):
+            require_whole(name, number, 0)
+        self._sources = [_Shuffled(prompts, seed, 0)]
+        self._cycle = Cycle([1])
+        self._seed = seed
+        self._epochs = epochs
+        self.position = position
+
+    @classmethod
+    def mixed(cls, sources: Sequence[tuple[float, Sequence[Prompt]]], *, seed: int = 0, epochs: int = 0) -> Self:
+        """Return a stream of several sources, each with its weight.
+
+        Every source is shuffled by itself, and passed over again when it has ended: each of its prompts comes once in
+        every pass. The stream ends before any source would begin pass ``epochs + 1``, so that no prompt comes more than
+        ``epochs`` times, and the shares hold to the end.
+
+        Raises:
+            DataError: there is no source, one holds no prompt, or the weights are not in a ratio of whole numbers
+                whose sum is at most 10,000.
+
+        Example:
+            >>> def numbered(*ids):
+            ...     return [Prompt(i, i, np.array([i], np.int32)) for i in ids]
+            >>> stream = PromptStream.mixed([(2, numbered(1, 2, 3, 4)), (1, numbered(7, 8, 9))], epochs=1)
+            >>> [int(prompt.tokens[0]) > 4 for prompt in stream]
+            [False, False, True, False, False, True]
+        """
+        if not sources:
+            raise DataError("a mixture needs at least one source of prompts")
+        (_, first), *others = sources
+        stream = cls(first, seed=seed, epochs=epochs)
+        stream._sources += [_Shuffled(prompts, seed, number) for number, (_, prompts) in enumerate(others, 1)]
+        stream._cycle = Cycle(whole_numbers([weight for weight, _ in sources]))
+        return stream
+
+    @property
+    def size(self) -> int:
+        """The number of prompts, each counted once."""
+        return sum(len(each.prompts) for each in self._sources)
+
+    @property
+    def longest(self) -> int:
+        """Tokens in the longest prompt."""
+        return max(len(prompt.tokens) for each in self._sources for prompt in each.prompts)
+
+    def __len__(self) -> int:
+        """Return how many prompts the whole stream holds; an endless one raises a ``TypeError``."""
+        if not self._epochs:
+            raise TypeError("an endless prompt stream has no length")
+        return min(
+            self._cycle.number(source, self._epochs * len(each.prompts)) for source, each in enumerate(self._sources)
+        )
+
+    def __iter__(self) -> PromptStream:
+        return self
+
+    def __next__(self) -> Prompt:
+        if self._epochs and self.position >= len(self):
+            raise StopIteration
+        self.position += 1
+        return self.at(self.position - 1)
+
+    def at(self, number: int) -> Prompt:
+        """Return the prompt with this admission number, whatever the position."""
+        source, ordinal = self._cycle.place(number)
+        return replace(self._sources[source].at(ordinal), rollout=number, admission=number, group=number)
+
+    def columns(self, number: int) -> Mapping[str, object]:
+        """Return the columns of the prompt with this admission number."""
+        return self.at(number).columns
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position."""
+        return {"position": self.position}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the position of another stream over the same prompts."""
+        self.position = state["position"]
+
+
+class _Shuffled:
+    """The prompts of one source, in an order of their own in each epoch.
+
+    Args:
+        number: of the source among those of its stream.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], seed: int, number: int) -> None:
+        if not prompts:
+            raise DataError("a prompt stream needs at least one prompt")
+        self.prompts = tuple(prompts)
+        self._key = (seed,) if number == 0 else (seed, number)
+        self._epoch = -1
+        self._order: Sequence[int] = ()
+
+    def at(self, ordinal: int) -> Prompt:
+        """Return the prompt that comes after ``ordinal`` others of the source."""
+        epoch, index = divmod(ordinal, len(self.prompts))
+        if epoch != self._epoch:
+            seed, *source = self._key
+            self._epoch = epoch
+            self._order = np.random.default_rng((seed, epoch, *source)).permutation(len(self.prompts)).tolist()
+        return self.prompts[self._order[index]]
+
+
+class Cycle:
+    """The sources of a mixture in the order in which their prompts come, which repeats.
+
+    Args:
+        weights: of each source: how many of its prompts a cycle holds; 1 or more.
+
+    Example:
+        >>> cycle = Cycle([3, 1])
+        >>> [cycle.place(number) for number in range(5)]
+        [(0, 0), (0, 1), (0, 2), (1, 0), (0, 3)]
+        >>> cycle.number(source=1, ordinal=2)
+        11
+    """
+
+    def __init__(self, weights: Sequence[int]) -> None:
+        taken, total = [0] * len(weights), sum(weights)
+        self._weights = weights
+        self._places: list[tuple[int, int]] = []
+        for number in range(1, total + 1):
+            within_quota = (each for each, weight in enumerate(weights) if taken[each] * total < number * weight)
+            source = min(within_quota, key=lambda each: Fraction(taken[each] + 1, weights[each]))
+            self._places.append((source, taken[source]))
+            taken[source] += 1
+        self._numbers = {place: number for number, place in enumerate(self._places)}
+
+    def place(self, number: int) -> tuple[int, int]:
+        """Return the source of the prompt with this number, and how many of that source come before it."""
+        cycles, at = divmod(number, len(self._places))
+        source, turn = self._places[at]
+        return source, cycles * self._weights[source] + turn
+
+    def number(self, source: int, ordinal: int) -> int:
+        """Return the number of a source's prompt that comes after ``ordinal`` others of it."""
+        cycles, turn = divmod(ordinal, self._weights[source])
+        return cycles * len(self._places) + self._numbers[source, turn]
+
+
+def whole_numbers(weights: Sequence[float]) -> list[int]:
+    """Return weights in the same ratio that are whole numbers without a common divisor.
+
+    Raises:
+        DataError: a weight is not positive, or their sum would be above :data:`LONGEST_CYCLE`.
+
+    Example:
+        >>> whole_numbers([0.7, 0.2, 0.1])
+        [7, 2, 1]
+    """
+    for weight in weights:
+        require_real("the weight of a source", weight, error=DataError)
+        if weight <= 0:
+            raise DataError(f"the weight of a source must be more than 0, not {weight}")
+    exact = [Fraction(str(weight)) for weight in weights]
+    whole = [int(each * math.lcm(*(one.denominator for one in exact))) for each in exact]
+    divisor = math.gcd(*whole)
+    found = [each // divisor for each in whole]
+    if sum(found) > LONGEST_CYCLE:
+        raise DataError(
+            f"the weights {', '.join(f'{weight:g}' for weight in weights)} are as {' to '.join(map(str, found))}: give "
+            f"rounder ones, in a ratio of whole numbers whose sum is at most {LONGEST_CYCLE:,}"
+        )
+    return found

@@ -1,0 +1,166 @@
+"""Calls of user functions: on the event loop, in threads or in processes; how many overlap, and for how long."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
+from functools import partial
+from types import TracebackType
+from typing import Generic, ParamSpec, Protocol, Self, TypeVar
+
+import anyio
+
+from oppo.errors import ConfigError, ModelError, running_loop
+from oppo.numeric import require_real, require_whole
+from oppo.placement.detached import DisposableProcess, run_detached
+
+P = ParamSpec("P")
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+
+CONCURRENCY = 64
+"""Calls that overlap where nothing is computed here, unless another number is given: those of async functions."""
+
+Refuse = Callable[[str], Exception]
+"""Returns the error of a call that took too long or was lost, given what happened to it."""
+
+
+class Target(Protocol[P, R_co]):
+    """A user function together with the check of what it returns. Calls in a process need one that can be pickled."""
+
+    @property
+    def name(self) -> str:
+        """The function's name."""
+
+    @property
+    def function(self) -> object:
+        """The function."""
+
+    @property
+    def is_async(self) -> bool:
+        """Whether the function is async."""
+
+    def call(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
+        """Return the result of a sync function, checked."""
+
+    async def answer(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
+        """Return the result of an async function, checked."""
+
+
+class UserCalls(Generic[P, R]):
+    """Makes the calls of a user function.
+
+    An async function is called on the event loop. A sync one is called in a thread of its own for each call, in one of
+    several processes, or, on a loop of virtual time, inline. A call that is cancelled or takes too long is not waited
+    for: an async function is cancelled and a process is killed, but nothing can end a thread, which goes on until the
+    function returns, and keeps neither the run nor the process from ending.
+
+    It is an async context manager, which may be entered several times: the function, if it is one too, is open from the
+    first time on, and left at the last; processes end then.
+
+    Args:
+        what: the function's kind, as in ``reward function``.
+        target: calls it.
+        concurrency: calls at a time.
+        timeout: seconds after which a call has failed; ``None``: never.
+        process: call a sync function in processes, as many as calls overlap: it may then hold the interpreter lock or
+            crash.
+
+    Attributes:
+        at_work: names the function during a call, for a watchdog; empty otherwise.
+
+    Raises:
+        ConfigError: ``concurrency`` or ``timeout`` is out of range.
+        ModelError: calls cannot be made in a process: the function is async, or cannot be pickled.
+    """
+
+    def __init__(
+        self, what: str, target: Target[P, R], *, concurrency: int, timeout: float | None = None, process: bool = False
+    ) -> None:
+        if timeout is not None:
+            require_real("timeout", timeout, 0, error=ConfigError)
+        require_whole("concurrency", concurrency, 1, error=ConfigError)
+        if process and target.is_async:
+            raise ModelError(f"{target.name!r} is async, and a process of its own is for sync ones: leave that out")
+        self.at_work = ""
+        self._title = f"{what} {target.name!r}"
+        self._target = target
+        self._concurrency = concurrency
+        self._timeout = math.inf if timeout is None else timeout
+        self._limiter: anyio.CapacityLimiter | None = None
+        self._calls = 0
+        self._users = 0
+        self._processes = [DisposableProcess(target.name, target) for _ in range(concurrency)] if process else []
+        self._idle = list(self._processes)
+
+    @property
+    def concurrent(self) -> bool:
+        """Whether calls may overlap."""
+        return self._concurrency > 1
+
+    async def make(self, refuse: Refuse, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Return what the target returns for these arguments, when its turn has come.
+
+        Args:
+            refuse: returns the error of a call that took too long, or whose process died.
+            args: of the target.
+            kwargs: of the target.
+        """
+        self._limiter = self._limiter or anyio.CapacityLimiter(self._concurrency)
+        async with self._limiter:
+            with self.working(), anyio.move_on_after(self._timeout):
+                return await self._made(refuse, *args, **kwargs)
+            raise refuse(f"took longer than {self._timeout:g} s")
+
+    async def _made(self, refuse: Refuse, *args: P.args, **kwargs: P.kwargs) -> R:
+        if self._target.is_async:
+            return await self._target.answer(*args, **kwargs)
+        if getattr(running_loop(), "virtual", False):
+            return self._target.call(*args, **kwargs)
+        if not self._processes:
+            return await run_detached(f"oppo-{self._target.name}", partial(self._target.call, *args, **kwargs))
+        process = self._idle.pop()  # the limiter lets in as many calls as there are processes
+        try:
+            return await process.call(_call, *args, **kwargs)
+        except ModelError as error:
+            raise refuse(f"was lost: {error}") from error
+        finally:
+            self._idle.append(process)
+
+    @contextmanager
+    def working(self, how: str = "") -> Iterator[None]:
+        """Report the function as at work, for example while it waits for another attempt; calls may overlap."""
+        self._calls += 1
+        self.at_work = f"{self._title}{how}"
+        try:
+            yield
+        finally:
+            self._calls -= 1
+            self.at_work = self.at_work if self._calls else ""
+
+    async def __aenter__(self) -> Self:
+        if not self._users and isinstance(self._target.function, AbstractAsyncContextManager):
+            await self._target.function.__aenter__()
+        self._users += 1
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self._users -= 1
+        if self._users:
+            return
+        self._limiter = None  # the next run may be on another event loop
+        self.close()
+        if isinstance(self._target.function, AbstractAsyncContextManager):
+            await self._target.function.__aexit__(kind, error, tb)
+
+    def close(self) -> None:
+        """Kill the function's processes, if it has some; idempotent."""
+        for process in self._processes:
+            process.close()
+
+
+def _call(target: Target[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+    return target.call(*args, **kwargs)

@@ -1,0 +1,209 @@
+"""An admission and a loss of one's own in ``oppo train``, by their files, with the settings of their tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from oppo import train
+from oppo.app.config import load, resolve
+from oppo.app.train import FINAL
+from oppo.cli import DONE, UNUSABLE, main
+from tests.workplace import furnish, oppo, records
+
+OWN = '''
+"""An admission and losses of a user."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from oppo.admission import Overcommit
+from oppo.declared import Fraction, setting
+from oppo.losses import ClippedLoss, Evaluated, Input, Inputs, Unit, masked_mean, means
+
+
+@dataclass
+class Tails:
+    """Carries more and more, up to a share of the batch."""
+
+    batch: int
+    max_deferrals: int
+    share: Fraction = setting(0.5, "of the batch, carried at most")
+    extra: int = field(default=0, init=False)
+
+    def admit(self, view):
+        return max(0, self.batch + self.extra - view.carried)
+
+    def cut(self, view):
+        return view.placed >= self.batch and not view.overdue
+
+    def observe(self, seen):
+        self.extra = min(self.extra + 1, int(self.share * self.batch))
+
+    def metrics(self):
+        return {"deferral/extra": float(self.extra)}
+
+    def state_dict(self):
+        return {"extra": self.extra}
+
+    def load_state_dict(self, state):
+        self.extra = int(state["extra"])
+
+
+def twice(batch: int, times: int = 2):
+    return Overcommit(batch, batch // times)
+
+
+def none(batch: int):
+    return None
+
+
+def picky(batch: int, limit: int = 3):
+    if batch > limit:
+        raise ValueError(f"a batch of {batch} is too large")
+    return Overcommit(batch)
+
+
+@dataclass(frozen=True)
+class Reinforce:
+    """REINFORCE, times a factor."""
+
+    factor: float = 1.0
+    unit: Unit = "token"
+    reads: frozenset[Input] = frozenset({"logprobs", "advantages"})
+    measures: frozenset[Input] = frozenset()
+
+    def __call__(self, inputs: Inputs) -> Evaluated:
+        each = -self.factor * inputs["advantages"] * inputs["logprobs"]
+        loss = masked_mean(each, inputs.mask, total=inputs.whole.rows)
+        return Evaluated(loss, {"loss/policy_avg": loss, "loss/mine": loss / self.factor})
+
+    def metrics(self, minibatches: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        return means(minibatches)
+
+
+def clipped(clip: float = 0.3):
+    return ClippedLoss(clip=clip)
+
+
+class Nothing:
+    """No loss."""
+'''
+
+CHOSEN = ("run.exact=true", "run.panel=off", "models.reward=reward.py:short")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    torch.set_num_threads(1)
+    (furnish(tmp_path) / "mine.py").write_text(OWN)
+    return tmp_path
+
+
+def test_an_admission_of_a_file_decides_and_its_state_is_resumed(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = (*CHOSEN, "step.admission=mine.py:Tails", "admission.share=0.75", "run.steps=3", "run.checkpoint_every=1")
+    assert oppo(folder, "", *chosen) == DONE
+    run = str(folder / "runs" / "first")
+    assert main(["resume", run, "--set", "run.steps=5"]) == DONE
+    extras = [line["deferral/extra"] for line in records(folder, "first", "metrics.jsonl")]
+    assert extras == [0, 1, 2, 3, 3]
+    resolved = (folder / "runs" / "first" / "config.toml").read_text()
+    assert f'admission = "{folder / "mine.py"}:Tails"' in resolved
+    assert "[admission]\nshare = 0.75\n" in resolved
+    assert main(["resume", run, "--set", "run.steps=6", "--set", "admission.share=0.5"]) == UNUSABLE
+    assert "admission.share cannot change when a run is resumed" in capsys.readouterr().err
+    (folder / "mine.py").write_text(OWN + "# edited\n")
+    assert main(["resume", run, "--set", "run.steps=6"]) == UNUSABLE
+    assert "mine.py is not what it was when the run began" in capsys.readouterr().err
+
+
+def test_a_function_makes_an_admission(folder: Path) -> None:
+    assert oppo(folder, "", *CHOSEN, "step.admission=mine.py:twice", "admission.times=4") == DONE
+    assert [line["trained"] for line in records(folder, "first", "metrics.jsonl")] == [4, 4]
+    assert records(folder, "first", "metrics.jsonl")[0]["deferred"] == 1
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_a_loss_of_a_file_is_what_is_trained(folder: Path, algorithm: str) -> None:
+    chosen = (*CHOSEN, f"step.algorithm={algorithm}", "step.loss=mine.py:Reinforce")
+    if algorithm == "ppo":  # which trains a critic, and the loss ignores it
+        assert oppo(folder, "", *chosen) == UNUSABLE
+        return
+    assert oppo(folder, "", *chosen, "loss.factor=3.0", "algorithm.samples=2") == DONE
+    for line in records(folder, "first", "metrics.jsonl"):
+        assert line["loss/policy_avg"] == pytest.approx(3 * float(str(line["loss/mine"])), rel=1e-5)
+    assert "[loss]\nfactor = 3.0" in (folder / "runs" / "first" / "config.toml").read_text()
+
+
+def test_a_function_makes_a_loss(folder: Path) -> None:
+    assert oppo(folder, "", *CHOSEN, "step.algorithm=rloo", "step.loss=mine.py:clipped", "loss.clip=0.1") == DONE
+    assert "policy/clipfrac_avg" in records(folder, "first", "metrics.jsonl")[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (("step.admission=mine.py:Tails", "admission.share=1.5"), "admission.share: expected a number less than or"),
+        (
+            ("step.admission=mine.py:Tails", "admission.shale=1"),
+            "unknown key 'admission.shale' (did you mean 'share'?)",
+        ),
+        (
+            ("step.admission=mine.py:none",),
+            "mine.py:none makes no admission, since NoneType lacks batch, max_deferrals,",
+        ),
+        (("step.admission=mine.py:picky",), "mine.py:picky raised ValueError: a batch of 4 is too large at"),
+        (("step.admission=mine.py:absent",), "mine.py has no 'absent'; the functions and classes there are"),
+        (("step.admission=eager",), "step.admission: expected 'overcommit', 'adaptive', 'slope', "),
+        (("admission.share=0.5",), "[admission]: it holds the settings of a part of your own: name that in"),
+        (("loss.factor=0.5",), "[loss]: it holds the settings of a part of your own: name that in step.loss"),
+        (("step.loss=clipped",), "step.loss: expected '' or file.py:name, got 'clipped'"),
+        (
+            ("step.loss=mine.py:Reinforce", "step.algorithm=grpo", "run.trainer=process"),
+            "another process, which cannot import Reinforce from a file",
+        ),
+    ],
+)
+def test_what_is_no_part_is_refused_before_anything_is_loaded(
+    folder: Path, overrides: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert oppo(folder, "", *overrides) == UNUSABLE
+    said = capsys.readouterr().err
+    assert sentence in " ".join(said.split())
+    assert "loading" not in said
+
+
+def test_a_loss_that_is_none_is_refused_by_name(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert oppo(folder, "", "step.loss=mine.py:Nothing", "step.algorithm=grpo") == UNUSABLE
+    assert "mine.py:Nothing makes no loss, since Nothing lacks unit, reads, measures," in capsys.readouterr().err
+
+
+def test_a_program_trains_from_a_mapping_or_from_settings_as_from_a_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    document = {
+        "run": {"name": "mapped", "steps": 1, "panel": "off", "exact": True},
+        "models": {"policy": "actor", "reward": "reward.py:short"},
+        "data": {"prompts": "prompts.jsonl"},
+        "sampling": {"max_new_tokens": 12},
+        "step": {"batch": 4, "algorithm": "rloo"},
+    }
+    directory = train(document, ["run.steps=2"])
+    assert directory.path == folder / "runs" / "mapped"
+    settings = resolve(document, folder)
+    assert train(settings, ["run.name=checked", "run.steps=2"]).path == folder / "runs" / "checked"
+    train(settings.changed({"run": {"name": "kept", "steps": 2}}))
+    assert load(folder / "runs" / "kept" / "config.toml").run.steps == 2
+    made = {
+        (folder / "runs" / name / FINAL / "actor" / "model.safetensors").read_bytes() for name in ("mapped", "kept")
+    }
+    assert made == {(folder / "runs" / "checked" / FINAL / "actor" / "model.safetensors").read_bytes()}
+    assert train(str(directory.path), ["run.steps=3"]).path == directory.path
+    assert len(records(folder, "mapped", "metrics.jsonl")) == 3

@@ -1,0 +1,117 @@
+"""``oppo train --dry-run`` shows a prompt as the policy reads it, what ends a response, and what the reward says."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from oppo.cli import DONE, FAILED
+from tests.hf import tiny
+from tests.workplace import furnish, oppo, tokenizer, tokenizer_of
+
+TEMPLATE = (
+    "{% for m in messages %}<s> {{ m['role'] }} {{ m['content'] }} {% endfor %}"
+    "{% if add_generation_prompt %}w90{% endif %}"
+)
+
+JUDGES = """
+import asyncio, os
+
+calls = []
+
+def known(prompts, completions, goal):
+    calls.append(completions)
+    assert len(calls) == 1, "called once"
+    return [0.25 * len(prompts)]
+
+async def slow(prompts, completions):
+    await asyncio.sleep(0.2)
+    return [1.0]
+
+several = {"long": (0.5, lambda prompts, completions: [4.0]), "kind": (1.0, lambda prompts, completions: [None])}
+
+def broken(prompts, completions):
+    raise KeyError(os.environ["JUDGE_PASSWORD"])
+
+def tool(turn):
+    return None if turn.number else "w80 w81"
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    torch.set_num_threads(1)
+    furnish(tmp_path)
+    (tmp_path / "judges.py").write_text(JUDGES)
+    return tmp_path
+
+
+def tried(folder: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
+    """Return what a dry run shows after the graph; nothing was written."""
+    assert oppo(folder, "--dry-run", *overrides) == DONE
+    assert not (folder / "runs").exists()
+    return capsys.readouterr().out.partition("\n\nprompts: ")[2]
+
+
+def test_a_prompt_goes_through_the_template_and_the_reward_is_called_once(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chatting = tokenizer()
+    chatting.chat_template = TEMPLATE
+    chatting.save_pretrained(folder / "actor")
+    chat = [{"role": "w5", "content": "w6 w7"}, {"role": "w8", "content": "w9"}]
+    (folder / "chats.jsonl").write_text(json.dumps({"prompt": chat, "goal": 1}) + "\n")
+    said = tried(
+        folder, capsys, "data.prompts=chats.jsonl", "models.reward=judges.py:known", "sampling.stop=[2, 'w40']"
+    )
+    lines = said.splitlines()
+    assert lines[0] == "1, the longest of 8 tokens; the first is"
+    assert lines[1].split() == ["<s>", "w5", "w6", "w7", "<s>", "w8", "w9", "w90"]
+    assert lines[2] == "a response ends at 12 tokens, or with one of these: 2 '</s>', 40 'w40'"
+    assert lines[3].startswith("a response to it, cut off at 32 tokens at the latest, is (")
+    assert lines[5].startswith(f"the reward {folder / 'judges.py'}:known says 0.25, after 0.0")
+
+
+def test_what_a_reward_takes_and_its_parts_are_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = tried(folder, capsys, "models.reward=judges.py:slow", 'sampling.stop_strings=["w77"]')
+    assert "or with the text 'w77'" in said
+    assert re.search(r"judges.py:slow says 1, after \d+\.\d{3} s$", said.strip())
+    said = tried(folder, capsys, "models.reward=judges.py:several")
+    assert re.search(r"says 2, after .* \(long_share 1, long_mean 4, kind_share 0\)$", said.strip())
+
+
+def test_a_response_with_turns_is_tried_out_with_the_answers_of_its_environment(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop = [f"w{number}" for number in range(3, 60)]
+    said = tried(folder, capsys, "models.environment=judges.py:tool", f"sampling.stop={json.dumps(stop)}")
+    assert "w80 w81" in said
+
+
+def test_a_reward_that_fails_is_shown_as_in_a_run_without_secrets(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_PASSWORD", "correct-horse-battery")
+    assert oppo(folder, "--dry-run", "models.reward=judges.py:broken") == FAILED
+    said = capsys.readouterr().err
+    assert "reward function 'broken' raised KeyError: '***' at" in said
+    assert "while a response was tried out, before the run" in said
+    assert "correct-horse" not in said
+    assert oppo(folder, "--dry-run", "models.reward=judges.py:broken", "models.reward_failure=drop") == DONE
+    said = capsys.readouterr().out
+    assert "judges.py:broken drops it, after" in said
+    assert "correct-horse" not in said
+
+
+def test_what_a_prompt_says_cannot_steer_the_terminal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    red = "\x1b[31mred"
+    names = ["<pad>", "<s>", "</s>", red, *(f"w{number}" for number in range(4, tiny.VOCABULARY))]
+    tokenizer_of(names).save_pretrained(folder / "actor")
+    (folder / "red.jsonl").write_text(json.dumps({"prompt": f"{red} w5", "goal": 1}) + "\n")
+    said = tried(folder, capsys, "data.prompts=red.jsonl", "models.reward=judges.py:known")
+    assert "\x1b" not in said
+    assert "\\x1b[31mred w5" in said

@@ -1,0 +1,246 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+from tokenizers import Tokenizer as Words, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from oppo.data import read_prompts
+from oppo.errors import DataError
+from oppo.hf.text import Text
+
+if TYPE_CHECKING:
+    from oppo.data import OverLong
+
+VOCABULARY = ["[UNK]", "</s>", "a", "b", "c", "d", "user", "assistant", ":"]
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }} : {{ m['content'] }} {% endfor %}"
+    "{% if add_generation_prompt %}assistant : {% endif %}"
+)
+
+
+def text(template: str | None = None) -> Text:
+    words = Words(models.WordLevel({word: i for i, word in enumerate(VOCABULARY)}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", eos_token="</s>")
+    tokenizer.chat_template = template
+    return Text(tokenizer)
+
+
+def words(tokens: Sequence[int]) -> str:
+    return " ".join(VOCABULARY[token] for token in tokens)
+
+
+def jsonl(folder: Path, *rows: object) -> Path:
+    path = folder / "prompts.jsonl"
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def refused(path: Path, **options: str) -> str:
+    with pytest.raises(DataError) as caught:
+        read_prompts(path, text(), column=options.get("column", "prompt"))
+    return str(caught.value)
+
+
+def test_text_prompts_keep_their_order_and_their_columns(tmp_path: Path) -> None:
+    prompts = read_prompts(jsonl(tmp_path, {"prompt": "a b", "answer": 3}, {"prompt": "c"}), text())
+    assert [words(prompt.tokens.tolist()) for prompt in prompts] == ["a b", "c"]
+    assert prompts[0].tokens.dtype == np.int32
+    assert prompts[0].columns == {"prompt": "a b", "answer": 3}
+    assert [prompt.admission for prompt in prompts] == [0, 1]
+
+
+def test_a_chat_ends_where_the_assistant_is_to_speak(tmp_path: Path) -> None:
+    path = jsonl(tmp_path, {"prompt": [{"role": "user", "content": "a b"}]})
+    (prompt,) = read_prompts(path, text(TEMPLATE))
+    assert words(prompt.tokens.tolist()) == "user : a b assistant :"
+
+
+def test_a_chat_needs_a_template(tmp_path: Path) -> None:
+    message = refused(jsonl(tmp_path, {"prompt": [{"role": "user", "content": "a"}]}))
+    assert "line 1" in message
+    assert "chat messages need a tokenizer with a chat template" in message
+
+
+def test_parquet_is_read_like_json_lines(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.parquet"
+    parquet.write_table(pa.table({"question": ["a b", "c"], "answer": [1, 2]}), path)
+    prompts = read_prompts(path, text(), column="question")
+    assert [words(prompt.tokens.tolist()) for prompt in prompts] == ["a b", "c"]
+    assert prompts[1].columns["answer"] == 2
+
+
+def test_csv_is_read_with_its_header_and_quotes_and_every_column_is_text(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.csv"
+    path.write_bytes('\ufeffprompt,answer\r\n"a\nb",1\r\n\r\n"c",""\r\n'.encode())
+    prompts = read_prompts(path, text())
+    assert [words(prompt.tokens.tolist()) for prompt in prompts] == ["a b", "c"]
+    assert [prompt.columns for prompt in prompts] == [
+        {"prompt": "a\nb", "answer": "1"},
+        {"prompt": "c", "answer": ""},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("prompt,answer\na\n", "line 2: 1 fields, where the header names 2"),
+        ("prompt,prompt\na,b\n", "line 1: the header names a column twice: prompt, prompt"),
+        ('prompt\n"a\n', "line 2: not valid CSV: unexpected end of data"),
+        ("question\na\n", "line 2: no column 'prompt'; the columns there are question"),
+        ("", "holds no prompt"),
+        ("prompt\n", "holds no prompt"),
+    ],
+)
+def test_a_csv_that_cannot_be_used_is_named_by_file_and_line(tmp_path: Path, content: str, sentence: str) -> None:
+    path = tmp_path / "prompts.csv"
+    path.write_text(content)
+    message = refused(path)
+    assert str(path) in message
+    assert sentence in message
+
+
+def test_a_dataset_on_the_disk_is_read_like_a_file(tmp_path: Path) -> None:
+    import datasets
+
+    rows = {"prompt": ["a b", "a b"], "answer": [1, 2]}
+    datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "one")
+    prompts = read_prompts(tmp_path / "one", text())
+    assert [(words(prompt.tokens.tolist()), prompt.columns["answer"]) for prompt in prompts] == [("a b", 1), ("a b", 2)]
+    split = datasets.DatasetDict(
+        {"train": datasets.Dataset.from_dict({"prompt": ["a"]}), "test": datasets.Dataset.from_dict({"prompt": ["b"]})}
+    )
+    split.save_to_disk(tmp_path / "several")
+    assert [words(p.tokens.tolist()) for p in read_prompts(tmp_path / "several", text())] == ["a"]
+    assert [words(p.tokens.tolist()) for p in read_prompts(tmp_path / "several", text(), split="test")] == ["b"]
+    with pytest.raises(DataError, match="has no split 'dev'; the splits there are train, test"):
+        read_prompts(tmp_path / "several", text(), split="dev")
+    (tmp_path / "one" / "state.json").write_text("{}")
+    assert "cannot be read as a dataset: " in refused(tmp_path / "one")
+
+
+def test_chats_of_a_dataset_go_through_the_template(tmp_path: Path) -> None:
+    import datasets
+
+    chats = [
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    ]
+    datasets.Dataset.from_dict({"prompt": chats}).save_to_disk(tmp_path / "chats")
+    (prompt,) = read_prompts(tmp_path / "chats", text(TEMPLATE))
+    assert words(prompt.tokens.tolist()) == "user : a assistant : b user : c assistant :"
+
+
+@pytest.mark.parametrize("name", ["someone/prompts", "some-one/prompts.v2"])
+def test_a_dataset_of_a_hub_that_cannot_be_asked_is_one_sentence(name: str) -> None:
+    told: list[str] = []
+    with pytest.raises(DataError) as caught:
+        read_prompts(name, text(), tell=told.append)
+    said = str(caught.value)
+    assert said.startswith(f"{name!r} is no file or directory here, and as a dataset of a hub it could not be had (")
+    assert len(said.splitlines()) == 1
+    assert told == [], "offline nothing is asked"
+
+
+def test_a_dataset_of_a_hub_is_asked_for_by_name_split_and_subset(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import datasets
+
+    asked: list[tuple[object, ...]] = []
+
+    def load_dataset(name: str, subset: str | None, *, split: str) -> object:
+        asked.append((name, subset, split))
+        if split == "dev":
+            raise ValueError('Unknown split "dev".')
+        return datasets.Dataset.from_dict({"prompt": ["a b"], "answer": [3]})
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    monkeypatch.setattr("oppo.data.datasets_library.HfApi.dataset_info", lambda self, name, timeout: None)
+    (prompt,) = read_prompts("someone/sums", text(), split="test", subset="main")
+    assert prompt.columns == {"prompt": "a b", "answer": 3}
+    with pytest.raises(DataError, match=r"the dataset 'someone/sums', split 'dev', cannot be loaded \(ValueError"):
+        read_prompts("someone/sums", text(), split="dev")
+    assert asked == [("someone/sums", "main", "test"), ("someone/sums", None, "dev")]
+    monkeypatch.undo()
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
+    (tmp_path / "someone___sums").mkdir()
+    assert len(read_prompts("someone/sums", text())) == 1, "this machine's copy needs no hub"
+
+
+def test_without_the_library_a_dataset_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "dataset_info.json").write_text("{}")
+    monkeypatch.setattr("oppo.data.datasets_library.find_spec", lambda name: None)
+    assert "reading a dataset needs the library datasets: pip install 'oppo[datasets]'" in refused(tmp_path)
+
+
+def test_rows_of_a_program_are_read_like_a_file() -> None:
+    rows = [{"prompt": "a b", "answer": 1}, {"prompt": "c", "answer": 2}]
+    assert [words(prompt.tokens.tolist()) for prompt in read_prompts(rows, text())] == ["a b", "c"]
+    with pytest.raises(DataError, match=r"row 2: expected a mapping of columns, got 'c' \(str\)"):
+        read_prompts([{"prompt": "a"}, "c"], text())  # type: ignore[list-item]
+    with pytest.raises(DataError, match="the program's rows holds no prompt"):
+        read_prompts([], text())
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        ("{'prompt': 1}", "line 2: not valid JSON: Expecting property name enclosed in double quotes at character 2"),
+        ("[1]", "line 2: expected a JSON object, got [1] (list)"),
+        ({"question": "a", "answer": 1}, "line 2: no column 'prompt'; the columns there are question, answer"),
+        ({"prompt": "  "}, "line 2, column 'prompt': the prompt is empty"),
+        ({"prompt": []}, "line 2, column 'prompt': the prompt is empty"),
+        ({"prompt": 7}, "line 2, column 'prompt': expected text or a list of chat messages, got 7 (int)"),
+        ({"prompt": [{"role": "user"}]}, "a chat message is {'role': text, 'content': text}, got {'role': 'user'}"),
+    ],
+)
+def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, row: object, sentence: str) -> None:
+    path = jsonl(tmp_path, {"prompt": "a"}, row)
+    message = refused(path)
+    assert str(path) in message
+    assert sentence in message
+
+
+def test_a_file_that_cannot_be_read_is_a_sentence(tmp_path: Path) -> None:
+    assert "there is no prompt file" in refused(tmp_path / "none.jsonl")
+    other = tmp_path / "prompts.txt"
+    other.write_text("a")
+    assert "expected a file of prompts whose name ends in .jsonl, .csv or .parquet" in refused(other)
+    assert "is a directory without dataset_info.json or dataset_dict.json" in refused(tmp_path)
+    broken = tmp_path / "broken.parquet"
+    broken.write_text("not parquet")
+    assert "is not a readable parquet file" in refused(broken)
+    binary = tmp_path / "binary.jsonl"
+    binary.write_bytes(b"\xff\xfe")
+    assert "is not UTF-8 text" in refused(binary)
+    assert "holds no prompt" in refused(jsonl(tmp_path))
+
+
+@pytest.mark.parametrize(("policy", "kept"), [("filter", ["a"]), ("truncate", ["a", "c d"])])
+def test_over_long_prompts_are_left_out_or_cut_and_counted(tmp_path: Path, policy: OverLong, kept: list[str]) -> None:
+    path = jsonl(tmp_path, {"prompt": "a"}, {"prompt": "a b c d"})
+    notices: list[str] = []
+    prompts = read_prompts(path, text(), max_prompt_tokens=2, over_long=policy, tell=notices.append)
+    assert [words(prompt.tokens.tolist()) for prompt in prompts] == kept
+    assert len(notices) == 1
+    assert notices[0].startswith(f"1 of 2 prompts of {path} are longer than 2 tokens")
+
+
+def test_over_long_prompts_can_be_refused(tmp_path: Path) -> None:
+    path = jsonl(tmp_path, {"prompt": "a"}, {"prompt": "a b c"})
+    with pytest.raises(DataError, match=r"1 of 2 prompts .* longer than 2 tokens, the first at .*line 2"):
+        read_prompts(path, text(), max_prompt_tokens=2, over_long="error")
+
+
+def test_no_prompt_left_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no prompt .* is left: all are over-long"):
+        read_prompts(jsonl(tmp_path, {"prompt": "a b c"}), text(), max_prompt_tokens=2)
