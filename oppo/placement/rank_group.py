@@ -65,9 +65,9 @@ class FileMeeting:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _RankedInstance:
-    """An instance: the order that creates a copy in a rank, and the method by which its copies meet."""
+    """An instance: the orders that create a copy in each rank, and the method by which its copies meet."""
 
-    create: Packet
+    create: Sequence[Packet]
     join: Callable[..., None]
 
 
@@ -99,8 +99,16 @@ class RankGroup:
         """The numbers of the child processes, by rank."""
         return tuple(child.pid for child in self._children)
 
-    def host(self, instance: object) -> int:
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self._children)
+
+    def host(self, instance: object, elsewhere: object = None) -> int:
         """Pickle ``instance`` as it is now; return its number in orders.
+
+        Args:
+            elsewhere: what the ranks but the first get, if they cannot get the instance: its recipe.
 
         Raises:
             ModelError: it is no :class:`Member`, or cannot go to another process.
@@ -112,7 +120,9 @@ class RankGroup:
                 "method join(rank, size, meeting), such as a trainer; host it in a Process or a Thread"
             )
         number = len(self._instances)
-        self._instances.append(_RankedInstance(pack_with_blocks(Create(number, instance)), kind.join))
+        first = pack_with_blocks(Create(number, instance))
+        others = first if elsewhere is None else pack(Create(number, elsewhere))
+        self._instances.append(_RankedInstance([first, *[others] * (len(self._children) - 1)], kind.join))
         return number
 
     def create(self, number: int | None = None) -> Failure | None:
@@ -129,7 +139,7 @@ class RankGroup:
 
     def _create(self, number: int) -> Outcome:
         instance, size = self._instances[number], len(self._children)
-        answer = self.ask([instance.create] * size, "'create'")
+        answer = self.ask(instance.create, "'create'")
         if isinstance(answer, Failure):
             return answer
         try:

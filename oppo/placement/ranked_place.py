@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Concatenate, Generic, ParamSpec, TypeVar, cast
 
 from oppo import observe
 from oppo.errors import ProtocolError
 from oppo.placement.answered_place import AnsweredPlace
 from oppo.placement.callback import Callbacks
+from oppo.placement.place import LocalInstance
 from oppo.placement.rank_group import RankGroup
-from oppo.placement.wire import Answer, Call, Outcome, pack
+from oppo.placement.wire import Call, pack
 from oppo.scheduling import DEFAULT_TIME_SLICE, Priority, TimeSlice
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
 
 
 class RankedPlace(AnsweredPlace):
@@ -42,10 +50,8 @@ class RankedPlace(AnsweredPlace):
         if (failure := self._group.create()) is not None:
             failure.result(self.name)
 
-    async def call_in_ranks(
-        self, priority: Priority, track: str, label: str, call: Call, then: Callable[[], object] | None = None
-    ) -> object:
-        """Return what a call returns in rank 0, made by every rank; ``then`` is called before the next one is made.
+    async def call_in_ranks(self, priority: Priority, track: str, label: str, call: Call) -> object:
+        """Return what a call returns in rank 0, made by every rank.
 
         Raises:
             ModelLost: the place is closed, or a rank died or failed alone.
@@ -57,15 +63,8 @@ class RankedPlace(AnsweredPlace):
         packet = pack(callbacks.extract(call))
         if callbacks:
             raise ProtocolError(f"{label!r} for {track!r} calls back, and ranks cannot: expected a Process or a Thread")
-
-        def ask() -> Outcome:
-            packets = [packet] * len(self.pids)
-            outcome = self._group.create(call.instance) or self._group.ask(packets, f"{label!r} for {track!r}")
-            if then is not None and isinstance(outcome, Answer):
-                then()
-            return outcome
-
-        return await self.answered(priority, track, label, ask)
+        ask = partial(self._group.ask, [packet] * self._group.size, f"{label!r} for {track!r}")
+        return await self.answered(priority, track, label, lambda: self._group.create(call.instance) or ask())
 
     def abort(self) -> None:
         """Kill the ranks, whatever they are doing: the call in progress and every later one raise ``ModelLost``."""
@@ -74,3 +73,16 @@ class RankedPlace(AnsweredPlace):
     def end(self) -> None:
         """End the ranks; idempotent."""
         self._group.close()
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class RanksInstance(LocalInstance[T], Generic[T]):
+    """The handle to an instance whose copy in rank 0 shares memory with this process's."""
+
+    place: RankedPlace
+    number: int
+
+    async def call(self, label: str, work: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Return ``work(instance, *args, **kwargs)`` of rank 0, made by every rank."""
+        call = Call(self.number, work, args, kwargs)
+        return cast("R", await self.place.call_in_ranks(self.priority, self.track, label, call))

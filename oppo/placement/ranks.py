@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Concatenate, Generic, ParamSpec, TypeVar, cast
+from typing import ParamSpec, TypeVar
 
 from oppo import observe
 from oppo.numeric import require_whole
 from oppo.placement.child_process import ChildProcess
-from oppo.placement.place import Hosted, Journal, LocalInstance
+from oppo.placement.place import Hosted, Journal
 from oppo.placement.rank_group import FileMeeting, RankGroup
-from oppo.placement.ranked_place import RankedPlace
+from oppo.placement.ranked_place import RankedPlace, RanksInstance
 from oppo.placement.recipe import Recipe, made
-from oppo.placement.wire import Call
 from oppo.scheduling import DEFAULT_TIME_SLICE, TimeSlice
 
 P = ParamSpec("P")
@@ -67,14 +65,4 @@ class Ranks(RankedPlace):
         """
         del journal
         here = made(instance)
-        return _RanksInstance(here, track or self.name, place=self, number=self._group.host(here))
-
-
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class _RanksInstance(LocalInstance[T], Generic[T]):
-    place: Ranks
-    number: int
-
-    async def call(self, label: str, work: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        call = Call(self.number, work, args, kwargs)
-        return cast("R", await self.place.call_in_ranks(self.priority, self.track, label, call))
+        return RanksInstance(here, track or self.name, place=self, number=self._group.host(here))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar, cast
+from typing import Generic, Protocol, TypeVar, cast, runtime_checkable
 
 T = TypeVar("T")
 
@@ -25,6 +25,18 @@ class Recipe(Generic[T]):
 
     def __reduce__(self) -> tuple[Callable[..., T], tuple[object, ...]]:
         return self.make, self.args
+
+
+@runtime_checkable
+class HasRecipe(Protocol):
+    """An instance of which a copy can be made on another machine."""
+
+    def recipe(self) -> Recipe[object]:
+        """Return how it is made there.
+
+        Raises:
+            ModelError: it does not know.
+        """
 
 
 def made(instance: T | Recipe[T]) -> T:

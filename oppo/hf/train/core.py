@@ -25,12 +25,13 @@ import torch
 from torch import Tensor
 
 from oppo.durable import writing
-from oppo.errors import ConfigError
+from oppo.errors import ConfigError, ModelError
 from oppo.events import Batch
 from oppo.hf.loading.models import quiet
 from oppo.hf.lora import has_adapters, merged
 from oppo.hf.shared_memory import SharedModel
 from oppo.hf.train.actor_critic import ActorCritic
+from oppo.hf.train.actor_critic_recipe import ActorCriticRecipe
 from oppo.hf.train.optimisation import Optimisation
 from oppo.hf.train.packing import MicroBatch, micro_batches, minibatches, pack, tokens_read, units
 from oppo.hf.train.partial_gradient import PartialGradient
@@ -43,6 +44,7 @@ from oppo.hosted_trainer import TrainerCounts
 from oppo.losses import Divided, Evaluated, Input, Inputs, Loss, Whole, entropies, token_logprobs
 from oppo.losses.protocol import require_inputs, require_loss
 from oppo.models import Sampling, Trained, Weights
+from oppo.placement import Recipe
 from oppo.training import TrainerSettings
 
 
@@ -54,8 +56,9 @@ class HfTrainerCore:
 
     Args:
         models: what is trained.
-        sampling, settings, loss, shard: see :class:`oppo.hf.HfTrainer`.
+        sampling, settings, loss, shard, recipe: see :class:`oppo.hf.HfTrainer`.
         counts: of updates and their work.
+        shares: whether others compute with the models, or will.
 
     Raises:
         ConfigError, ModelRefused: as :class:`oppo.hf.HfTrainer` does.
@@ -70,6 +73,8 @@ class HfTrainerCore:
         counts: TrainerCounts,
         *,
         shard: bool = True,
+        recipe: ActorCriticRecipe | None = None,
+        shares: bool = True,
     ) -> None:
         self.actor, self.critic = models.actor, models.critic
         self.settings, self.loss, self.counts = settings, loss, counts
@@ -84,13 +89,27 @@ class HfTrainerCore:
         self._whole = self._models = models
         self._sampling = sampling
         self._inputs = loss.reads | loss.measures
-        self._shard = shard
+        self._shard, self._recipe, self._shares = shard, recipe, shares
         self._team: Team = Alone()
         self._partial: PartialGradient | None = None
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        made = partial(type(self), shard=self._shard)
+        made = partial(type(self), shard=self._shard, recipe=self._recipe)
         return made, (SharedModel(self._whole), self._sampling, self.settings, self.loss, self.counts)
+
+    def recipe(self) -> Recipe[HfTrainerCore]:
+        """Return how a copy is made on another machine, where it gets the trained weights when it joins.
+
+        Raises:
+            ModelError: there is no recipe of the models.
+        """
+        if self._recipe is None:
+            raise ModelError(
+                "a trainer with a rank on another machine needs to know how its models are loaded there: expected "
+                "HfTrainer(..., recipe=ActorCriticRecipe(actor=ModelRecipe(path=...)))"
+            )
+        given = self._recipe, self._sampling, self.settings, self.loss
+        return Recipe(HfTrainerCore, partial(_elsewhere, shard=self._shard), given)
 
     def join(self, rank: int, size: int, meeting: str) -> None:
         """Train with the copies of this core in other processes; see :class:`oppo.placement.Member`.
@@ -101,8 +120,11 @@ class HfTrainerCore:
         team = Ranked(rank, size, meeting, self.actor.device)
         if rank:
             self.counts = self.counts.copy()
-        if rank or self._shard:
+        if self._shares and (rank or self._shard):
             self._models = self._whole.with_own_weights()
+        if self._recipe is not None:  # some copies were loaded, and not from these weights
+            for weight in chain.from_iterable(self._models.trained()):
+                weight.detach().copy_(team.broadcast(weight))
         if self._shard:
             shard(self._models, team.mesh)
         self._team = team
@@ -151,7 +173,7 @@ class HfTrainerCore:
             CheckpointError: it was written of other models.
         """
         self._discard()
-        counts = read_training(directory, self.optimisation)
+        counts = read_training(directory, self.optimisation, self._team)
         self._keep_whole()
         self.counts.version = self.counts.restored = counts["version"]
         self.counts.episodes = counts["episodes"]
@@ -360,11 +382,19 @@ class HfTrainerCore:
     @torch.no_grad()
     def _keep_whole(self) -> None:
         """Copy the trained weights to the models that are whole, in the process that keeps them."""
-        if self._models is self._whole:
+        if self._models is self._whole and not self._team.rank:
             return
-        trained = dict(self._models.named_parameters())
-        for name, kept in self._whole.named_parameters():
-            if kept.requires_grad:
-                weight = whole(trained[name])
+        kept = dict(self._whole.named_parameters())
+        for name, trained in self._models.named_parameters():
+            if trained.requires_grad:
+                weight = whole(trained)
                 if not self._team.rank:
-                    kept.copy_(weight)
+                    kept[name].copy_(weight)
+
+
+def _elsewhere(
+    recipe: ActorCriticRecipe, sampling: Sampling, settings: TrainerSettings, loss: Loss, *, shard: bool
+) -> HfTrainerCore:
+    """Return the core of a rank on another machine."""
+    counts = TrainerCounts.new()
+    return HfTrainerCore(recipe.load(), sampling, settings, loss, counts, shard=shard, recipe=recipe, shares=False)

@@ -44,6 +44,9 @@ class Team(Protocol):
     def sum_gradients(self, weights: Iterable[nn.Parameter]) -> None:
         """Replace the gradients of ``weights`` by their sums; a weight that no rank has a gradient of keeps none."""
 
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Return rank 0's tensor; the others give one of its shape and dtype."""
+
     def first(self, value: T) -> T:
         """Return the value of the first rank that gave a true one, which can be pickled; that of rank 0 without one."""
 
@@ -67,6 +70,10 @@ class Alone:
 
     def sum_gradients(self, weights: Iterable[nn.Parameter]) -> None:
         """Leave the gradients alone."""
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Return the tensor."""
+        return tensor
 
     def first(self, value: T) -> T:
         """Return the value."""
@@ -119,6 +126,12 @@ class Ranked:
             if has:
                 weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
                 dist.all_reduce(weight.grad)
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Return rank 0's tensor."""
+        given = tensor.detach().to(self._device, copy=bool(self.rank)).contiguous()
+        dist.broadcast(given, src=0)
+        return given
 
     def first(self, value: T) -> T:
         """Return the value of the first rank that gave a true one."""

@@ -6,6 +6,7 @@ from transformers import PreTrainedModel
 
 from oppo.events import Batch
 from oppo.hf.train.actor_critic import ActorCritic
+from oppo.hf.train.actor_critic_recipe import ActorCriticRecipe
 from oppo.hf.train.core import HfTrainerCore
 from oppo.hosted_trainer import HostedTrainer, TrainerCounts
 from oppo.losses import Loss, default_loss
@@ -45,10 +46,11 @@ class HfTrainer(HostedTrainer[HfTrainerCore]):
         loss: PPO's by default, :class:`oppo.losses.PPOLoss` with a critic, else :class:`oppo.losses.ClippedLoss`.
         shard: where there are several ranks, each has a shard of weights, gradients and optimizer states (FSDP2, see
             :mod:`oppo.hf.train.sharding`); otherwise each has all of them.
+        recipe: how ranks on other machines load the models; the trained weights they get from this one.
 
     Raises:
         ConfigError: settings or loss need a critic and there is none, or there is a critic and the loss ignores it.
-        ModelError: models or loss cannot cross to another process.
+        ModelError: models or loss cannot cross to another process, or there is no recipe for another machine.
         ModelRefused: the critic has no single-label ``score`` head, or a model has nothing to train, no layers to
             recompute, or is in float16.
     """
@@ -63,6 +65,7 @@ class HfTrainer(HostedTrainer[HfTrainerCore]):
         settings: TrainerSettings | None = None,
         loss: Loss | None = None,
         shard: bool = True,
+        recipe: ActorCriticRecipe | None = None,
     ) -> None:
         core = HfTrainerCore(
             ActorCritic(actor, critic),
@@ -71,6 +74,7 @@ class HfTrainer(HostedTrainer[HfTrainerCore]):
             default_loss(critic=critic is not None) if loss is None else loss,
             TrainerCounts.new(),
             shard=shard,
+            recipe=recipe,
         )
         super().__init__(core, thread)
 
