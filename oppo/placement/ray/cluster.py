@@ -94,7 +94,8 @@ class Cluster:
 
     def free(self) -> str:
         """Return what each machine has left, for errors."""
-        return listed({name: amount for name, amount in ray.available_resources().items() if ":" not in name})
+        found = ray.available_resources().items()
+        return listed({name: amount for name, amount in found if ":" not in name and "_group_" not in name})
 
     def driver_address(self) -> str:
         """Return the address of this machine in the cluster."""

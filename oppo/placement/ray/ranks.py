@@ -27,8 +27,6 @@ from oppo.scheduling import DEFAULT_TIME_SLICE, TimeSlice
 T = TypeVar("T")
 
 _NODE: Final = "ray.io/node-id"
-_LITTLE: Final = 0.001
-"""What rank 0 takes of its machine, as Ray counts it: it is none of Ray's processes."""
 
 
 class RayRanks(RankedPlace):
@@ -46,7 +44,7 @@ class RayRanks(RankedPlace):
         cluster: must stay open as long as this place.
         count: of ranks, at least 2.
         room: what each rank but the first takes of its machine.
-        spread: each on a machine of its own, or all on as few as have room.
+        spread: each on a machine of its own; otherwise all on as few as have room.
         setup: called once in each rank before anything else; importable by name.
         patience: seconds that the ranks may wait for room.
 
@@ -81,7 +79,7 @@ class RayRanks(RankedPlace):
             ActorStart(
                 cluster=cluster,
                 room=room,
-                strategy=PlacementGroupSchedulingStrategy(bundles, placement_group_bundle_index=rank),
+                strategy=PlacementGroupSchedulingStrategy(bundles, placement_group_bundle_index=rank - 1),
                 patience=patience,
             )
             for rank in range(1, count)
@@ -125,14 +123,16 @@ class _PortMeeting:
 
 
 def _reserved(name: str, cluster: Cluster, count: int, room: Room, *, spread: bool, patience: float) -> PlacementGroup:
-    """Return room for all ranks; the first has next to nothing, on this machine."""
-    here = {_NODE: str(ray.get_runtime_context().get_node_id())}
-    bundles = [{"CPU": _LITTLE}, *[room.bundle()] * (count - 1)]
-    strategy = "STRICT_SPREAD" if spread else "PACK"
-    reserved: PlacementGroup = placement_group(bundles, strategy, bundle_label_selector=[here, *[{}] * (count - 1)])
+    """Return room for all ranks but the first."""
+    apart = {_NODE: f"!{ray.get_runtime_context().get_node_id()}"} if spread else {}
+    reserved: PlacementGroup = placement_group(
+        [room.bundle()] * (count - 1),
+        "STRICT_SPREAD" if spread else "PACK",
+        bundle_label_selector=[apart] * (count - 1),
+    )
     if not reserved.wait(patience):
         remove_placement_group(reserved)
-        where = "each on a machine of its own" if spread else "on any machines"
+        where = "each on another machine" if spread else "on any machines"
         raise ModelError(
             f"the cluster had no room for the ranks of {name!r} beside the first, {where}, in {patience:g} s: each of "
             f"{count - 1} takes {room}, and free are, in all, {cluster.free()}"
