@@ -28,6 +28,10 @@ PATIENCE: Final = 300.0
 _WHY: Final = re.compile(r"The actor (?:died|is dead) because (?P<why>[^.\n]+)")
 
 
+class _MachineDied(Gone):
+    """The machine of the child is dead."""
+
+
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ActorStart:
     """Starts a child (:data:`oppo.placement.child.Start`) as an actor.
@@ -47,6 +51,19 @@ class ActorStart:
         """Return a child that starts."""
         return RayChild(name, setup, self)
 
+    def actor(self) -> ActorHandle[Any]:
+        """Ask Ray for an actor, without waiting for it."""
+        room = self.room
+        servant = ray.remote(Servant).options(
+            num_cpus=room.cpus,
+            num_gpus=room.gpus,
+            resources=dict(room.resources),
+            scheduling_strategy=self.strategy,
+            max_restarts=0,
+            max_task_retries=0,
+        )
+        return cast("ActorHandle[Any]", servant.remote())
+
 
 class RayChild(Child):
     """An actor; the constructor asks for it without waiting.
@@ -63,12 +80,8 @@ class RayChild(Child):
         super().__init__()
         self._name = name
         self._how = start
-        options = {"num_cpus": start.room.cpus, "num_gpus": start.room.gpus, "resources": dict(start.room.resources)}
-        servant = ray.remote(Servant).options(
-            **options, scheduling_strategy=start.strategy, max_restarts=0, max_task_retries=0
-        )
-        self._actor = cast("ActorHandle[Any]", servant.remote())
-        self._coming: ray.ObjectRef[Arrival] = self._actor.arrive.remote()
+        self._killed = False
+        self._actor = start.actor()
         self._arrival: Arrival | None = None
         self._setup: Packet | None = None if setup is None else pack(Call(None, setup))
 
@@ -115,6 +128,7 @@ class RayChild(Child):
 
     def kill(self) -> None:
         """Kill the actor, whatever it is doing."""
+        self._killed = True
         with suppress(RayError, RuntimeError, ValueError):  # it is dead, or the cluster is
             ray.kill(self._actor)
 
@@ -122,7 +136,7 @@ class RayChild(Child):
         if self._arrival is not None:
             return
         try:
-            arrival = self._got(lambda: ray.get(self._coming, timeout=self._how.patience))
+            arrival = self._first_arrival(observe.now() + self._how.patience)
         except GetTimeoutError:
             self.kill()
             raise ModelError(
@@ -136,6 +150,22 @@ class RayChild(Child):
                 f"the machine {arrival.address} has {arrival.versions}, and this one {here}: install the same there"
             )
         self._arrival = arrival
+
+    def _first_arrival(self, deadline: float) -> Arrival:
+        """Return what the actor says when it has started, or another, if its machine dies before that.
+
+        Ray may place an actor on a dead machine until it has noticed the death.
+        """
+        while True:
+            coming: ray.ObjectRef[Arrival] = self._got(self._actor.arrive.remote)
+            try:
+                return self._got(lambda: ray.get(coming, timeout=max(0.0, deadline - observe.now())))  # noqa: B023
+            except _MachineDied:
+                if self._killed or observe.now() > deadline:
+                    raise
+            self._actor = self._how.actor()
+            if self._killed:  # meanwhile
+                self.kill()
 
     def _answer(self, packet: Packet) -> Outcome:
         sent = observe.now()
@@ -160,8 +190,11 @@ class RayChild(Child):
         except RayError as error:
             if isinstance(error, ActorDiedError) and error.actor_init_failed:
                 raise self._unable(error) from error
-            why = _WHY.search(str(error))
-            raise Gone(f"died, because {why['why']}" if why else f"was lost ({one_line(error)})") from None
+            found = _WHY.search(str(error))
+            if found is None:
+                raise Gone(f"was lost ({one_line(error)})") from None
+            kind = _MachineDied if "its node" in found["why"] else Gone
+            raise kind(f"died, because {found['why']}") from None
 
     def _unable(self, error: RayError) -> ModelError:
         return ModelError(

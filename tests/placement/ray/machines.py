@@ -62,15 +62,18 @@ class Machines:
 
     def add(self) -> Machine:
         """Add a machine."""
-        print("add", file=cast("IO[str]", self.process.stdin), flush=True)
-        said = _told(self.process)
+        said = self._asked("add")
         self.all.append(Machine(said["raylet"], said["node"]))
         return self.all[-1]
 
     def lose(self, machine: Machine) -> None:
         """Let a machine die: its raylet is killed, and its other processes end."""
         self.all.remove(machine)
-        os.kill(machine.raylet, signal.SIGKILL)
+        self._asked(f"lose {machine.raylet}")
+
+    def _asked(self, order: str) -> dict[str, Any]:
+        print(order, file=cast("IO[str]", self.process.stdin), flush=True)
+        return _told(self.process)
 
     def pids(self) -> set[int]:
         """Return the processes of the cluster, and of what was started with its mark."""
@@ -135,17 +138,29 @@ def _serve(folder: str, cpus: int) -> None:
     from ray.cluster_utils import Cluster
 
     room: dict[str, Any] = {"num_cpus": cpus, "object_store_memory": STORE, "include_dashboard": False}
-    head = {**room, "_system_config": HEALTH, "temp_dir": folder}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
-    _tell(cluster.head_node, address=cluster.address)
-    for _ in sys.stdin:
-        _tell(cluster.add_node(**room))
+    cluster = Cluster(initialize_head=True, head_node_args={**room, "_system_config": HEALTH, "temp_dir": folder})
+    _tell(address=cluster.address, **_found(cluster.head_node))
+    raylets: dict[int, Any] = {}
+    for order in sys.stdin:
+        if order.startswith("lose"):
+            raylet = raylets[int(order.split()[1])]
+            raylet.kill()
+            raylet.wait()  # those that it has started look for it, and a zombie would be there
+            _tell()
+        else:
+            node = cluster.add_node(**room)
+            raylet = node.all_processes["raylet"][0].process
+            raylets[raylet.pid] = raylet
+            _tell(**_found(node))
     cluster.shutdown()
 
 
-def _tell(node: Any, **more: str) -> None:
-    raylet = node.all_processes["raylet"][0].process.pid
-    print(json.dumps({"raylet": raylet, "node": node.node_id, **more}), flush=True)  # noqa: T201 - to its parent
+def _found(node: Any) -> dict[str, object]:
+    return {"raylet": node.all_processes["raylet"][0].process.pid, "node": node.node_id}
+
+
+def _tell(**facts: object) -> None:
+    print(json.dumps(facts), flush=True)  # noqa: T201 - to its parent
 
 
 if __name__ == "__main__":
