@@ -1,4 +1,4 @@
-"""The command line: ``oppo train``, ``oppo resume``, ``oppo demo``, ``oppo --version``.
+"""The command line: ``oppo train``, ``oppo resume``, ``oppo doctor``, ``oppo demo``, ``oppo --version``.
 
 Exit codes: 0, done; 1, a run failed; 2, settings, data or models cannot be used; 3, a run trained nothing; 128 plus its
 number, ended by a signal: 130 by Ctrl-C, 143 by SIGTERM.
@@ -38,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     app = program("oppo", "PPO-style RLHF as a streaming graph of async stages.")
     app.command(train)
     app.command(resume)
+    app.command(doctor)
     app.command(demo)
     return call(app, arguments)
 
@@ -157,6 +158,40 @@ def carry_out(
     made, planned = directory.made, settings.run.steps
     ended = f" after {made} of {planned} steps, with the end of the data" if made < planned else ""
     console.out(f"done{ended}: {settings.run_directory / 'report.html'}", highlight=False)
+    return DONE
+
+
+def doctor(
+    config: Path,
+    /,
+    *,
+    override: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), show_default=False)] = (),
+    trial: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
+) -> int:
+    """Show where each model of a run goes and the memory it will need there; ends with code 2 if that is too much.
+
+    Parameters
+    ----------
+    config
+        The settings, as of `oppo train`.
+    override
+        Change one setting: section.key=value, the value as in TOML. Can be repeated.
+    trial
+        Load the models too and make one step, with all responses as long as they may be; save nothing.
+    """
+    from oppo.app.config import load  # noqa: PLC0415 - `oppo --help` should be quick
+    from oppo.app.doctor import examine  # noqa: PLC0415 - likewise
+    from oppo.app.train import require_installed  # noqa: PLC0415 - likewise
+    from oppo.app.trial import attempt  # noqa: PLC0415 - likewise
+
+    settings, console = load(config, override), Console()
+    require_installed(settings)
+    found = examine(settings)
+    console.out(*map(harmless, found.lines()), sep="\n", highlight=False)
+    if found.faults:
+        return UNUSABLE
+    if trial:
+        console.out("", *map(harmless, attempt(settings, note)), sep="\n", highlight=False)
     return DONE
 
 

@@ -38,6 +38,14 @@ def _forwards_off_the_loop() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """Let new threads compute with one torch thread, whatever a run in this process has chosen before."""
+    import torch  # after the settings above
+
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _small_models_attend_in_segments() -> Iterator[None]:
     from tests.hf.child import SEGMENT_BYTES  # after the settings above: it imports torch

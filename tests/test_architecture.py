@@ -73,6 +73,7 @@ TORCH = (
     PACKAGE / "demo",
     PACKAGE / "app" / "assemble.py",
     PACKAGE / "app" / "engines.py",
+    PACKAGE / "app" / "expected.py",
     PACKAGE / "app" / "roles.py",
 )
 """The only places that know torch."""

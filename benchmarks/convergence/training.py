@@ -63,7 +63,7 @@ def train(plan: Plan, arm: Arm, seed: int, assets: Assets, directory: Path) -> O
 async def carry_out(session: PreparedRun, arm: Arm) -> None:
     """Run a session as ``oppo train`` does; held scoring has every core, since nothing runs beside it."""
     if arm.held:
-        scoring = session.assembly.places.scoring.host(available_cores())
+        scoring = session.assembly.places.scoring["reward"].host(available_cores())
         await scoring.call("cores", use_cores)
         session = replace(session, graph=held(session.graph))
     await run(session, Console(quiet=True))

@@ -11,6 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from oppo.app.engines import SERVING, Order, Serve, Serving, serve
+from oppo.app.expected import require_memory
+from oppo.app.layout import devices_of, layout_of
 from oppo.app.rewards import UserCode
 from oppo.app.roles import RoleLoader
 from oppo.app.saving import Saving
@@ -19,9 +21,8 @@ from oppo.app.settings import Settings
 from oppo.declared import declared
 from oppo.errors import ConfigError
 from oppo.events import Drop, FloatArray
-from oppo.hf.cpu import available_cores
-from oppo.hf.device import device_of, synchronised
-from oppo.hf.device_layout import DeviceLayout
+from oppo.hf.device import CPU, synchronised
+from oppo.hf.device_layout import DeviceLayout, Devices
 from oppo.hf.introspection import end_ids, longest
 from oppo.hf.loading.models import load_tokenizer, quiet
 from oppo.hf.lora import add_lora, share_base
@@ -142,39 +143,27 @@ def assemble(
         engine_log: the file for what an engine's processes write; ``None``: nowhere.
 
     Raises:
-        ConfigError: the device is missing, a model cannot be loaded, or reads other token ids than the policy.
+        ConfigError: a device is missing or has too little memory, or a model cannot be loaded, or reads other token ids
+            than the policy.
         RewardError: the reward function cannot be loaded.
         ModelRefused: a model cannot be served exactly.
     """
-    run = settings.run
-    device = _device(settings.models, exact=run.exact)
-    available = available_cores()
-    if (cores := run.cores or available) > available:
-        tell(
-            f"run.cores = {cores} is more than the {available} that this process may use: threads will wait for each "
-            "other"
-        )
-    places = DeviceLayout.of(
-        cores,
-        device,
-        run.scorers,
-        tell,
-        policy=run.policy,
-        trainer=run.trainer,
-        restarts=run.scorer_restarts,
-    )
+    devices = devices_of(settings)
+    require_memory(settings, devices)
+    places = layout_of(settings, devices, tell)
     with ExitStack() as stack:
         stack.callback(places.close)
-        code = UserCode.of(settings.models, settings.data, text, tell, ModelPlace(places.scoring, "reward", SERVING))
+        code = UserCode.of(settings.models, settings.data, text, tell, _scoring(places, "reward"))
 
         def started(order: Order) -> Serving:
             serving = serve(replace(order, log=engine_log, tell=tell))
             stack.callback(serving.close)
             return serving
 
-        load = RoleLoader(settings.models, text, device, tell)
-        assembly = _assembled(settings, text, places, code, load=load, serve=started)
-        synchronised(device)
+        load = RoleLoader(settings.models, text, devices, tell)
+        assembly = _assembled(settings, text, places, code, devices=devices, load=load, serve=started)
+        for device in devices.distinct():
+            synchronised(device)
         places.wait_until_ready()
         stack.pop_all()
     return assembly
@@ -186,16 +175,19 @@ def _assembled(
     places: DeviceLayout,
     code: UserCode,
     *,
+    devices: Devices,
     load: RoleLoader,
     serve: Serve,
 ) -> Assembly:
     exact = settings.run.exact
-    actor, reference = _actor_and_reference(settings.models, load, seed=settings.trainer.seed)
+    actor, reference = _actor_and_reference(
+        settings.models, load, apart=devices.reference != devices.policy, seed=settings.trainer.seed
+    )
 
     def judge(key: str, source: str) -> tuple[PreTrainedModel, RewardModel]:
         model = load.scalar(key, path=source)
         name = "reward model" if key == "reward" else f"reward model {key.partition('.')[2]!r}"
-        return model, RewardModel(model, thread=ModelPlace(places.scoring, name, SERVING), exact=exact)
+        return model, RewardModel(model, thread=_scoring(places, "reward", name), exact=exact)
 
     reward, judges = code.reward(judge)
     served = [actor, *judges] if reference is None else [actor, reference, *judges]
@@ -204,20 +196,19 @@ def _assembled(
         critic = value_model_on(actor) if settings.models.shared_trunk else load.scalar("critic", new_head=True)
         served.append(critic)
     sampling = _sampling(settings.sampling, text, actor)
-    trainer = _trainer(settings, actor, critic, sampling, places.training)
+    trained = ActorCritic(actor, critic)
+    if not settings.shares_weights:
+        trained = trained.copied(CPU if len(devices.trainer) > 1 else devices.trainer[0])
+    trainer = _trainer(settings, trained, sampling, places.training, devices.trainer)
     serving = serve(Order(settings, actor, sampling, text, places))
     return Assembly(
         serving=serving,
         reference=None
         if reference is None
-        else ReferenceLogprobs(
-            reference, sampling=sampling, thread=ModelPlace(places.scoring, "reference", SERVING), exact=exact
-        ),
+        else ReferenceLogprobs(reference, sampling=sampling, thread=_scoring(places, "reference"), exact=exact),
         reward=reward,
-        critic=None
-        if critic is None
-        else ValueModel(critic, thread=ModelPlace(places.scoring, "critic", SERVING), exact=exact),
-        proximal=_proximal(settings, actor, sampling, places.scoring) if settings.algorithm.corrects else None,
+        critic=None if critic is None else ValueModel(critic, thread=_scoring(places, "critic"), exact=exact),
+        proximal=_proximal(settings, actor, sampling, places) if settings.algorithm.corrects else None,
         environment=code.environment,
         trainer=trainer,
         saving=Saving(trainer, text, ("actor",) if critic is None else ("actor", "critic"), places.saving),
@@ -228,20 +219,22 @@ def _assembled(
     )
 
 
-def _device(models: ModelsSection, *, exact: bool) -> torch.device:
-    try:
-        return device_of(models.device, exact=exact)
-    except ConfigError as error:
-        raise ConfigError(f"models.device: {error}") from error
+def _scoring(places: DeviceLayout, model: str, name: str = "") -> ModelPlace:
+    """Return the place of a model that scores, under the model's name."""
+    return ModelPlace(places.scoring[model], name or model, SERVING)
 
 
 def _actor_and_reference(
-    models: ModelsSection, load: RoleLoader, *, seed: int
+    models: ModelsSection, load: RoleLoader, *, apart: bool, seed: int
 ) -> tuple[PreTrainedModel, PreTrainedModel | None]:
-    """Return the trained model, and the reference if there is one; with adapters, both over the same base in memory."""
+    """Return the trained model, and the reference if there is one; with adapters, both over the same base in memory.
+
+    Args:
+        apart: the two are on different devices, so each has a base of its own.
+    """
     actor, reference = load.causal("policy"), None
     if models.reference:
-        shared = models.lora_rank > 0 and models.reference == models.policy
+        shared = models.lora_rank > 0 and models.reference == models.policy and not apart
         reference = share_base(actor) if shared else load.causal("reference")
     if models.lora_rank:
         add_lora(actor, models.lora_rank, models.lora_alpha, seed=seed)
@@ -249,25 +242,25 @@ def _actor_and_reference(
 
 
 def _trainer(
-    settings: Settings, actor: PreTrainedModel, critic: PreTrainedModel | None, sampling: Sampling, place: Hosting
+    settings: Settings, models: ActorCritic, sampling: Sampling, place: Hosting, devices: tuple[torch.device, ...]
 ) -> HfTrainer:
-    """Return the trainer of the served models, or of copies of them if they share no weights."""
-    if not settings.shares_weights:
-        own = ActorCritic(actor, critic).with_own_weights()
-        actor, critic = own.actor, own.critic
     return HfTrainer(
-        actor,
-        critic,
+        models.actor,
+        models.critic,
         sampling=sampling,
         thread=ModelPlace(place, "trainer", _TRAINING),
         settings=settings.trainer,
         loss=settings.trained_loss(),
+        shard=settings.placement.shard,
+        devices=devices if len(devices) > 1 else (),
     )
 
 
-def _proximal(settings: Settings, actor: PreTrainedModel, sampling: Sampling, place: Hosting) -> RecomputedLogprobs:
+def _proximal(
+    settings: Settings, actor: PreTrainedModel, sampling: Sampling, places: DeviceLayout
+) -> RecomputedLogprobs:
     """Return the scorer of proximal log-probs: of stale tokens only if the trainer's backend decodes too."""
-    thread, exact = ModelPlace(place, "proximal", SERVING), settings.run.exact
+    thread, exact = _scoring(places, "proximal"), settings.run.exact
     if settings.models.engine != "transformers":
         return RecomputedLogprobs(actor, sampling=sampling, thread=thread, exact=exact)
     return ProximalLogprobs(actor, sampling=sampling, thread=thread, exact=exact, on_publish=settings.step.on_publish)

@@ -11,7 +11,7 @@ from oppo.admission import Admission, Continuous, Observation, Overcommit, Slope
 from oppo.admission.slope import SlopeRule
 from oppo.algorithms.algorithm import Roles
 from oppo.app.checkpoint import State
-from oppo.app.sections import StepSection
+from oppo.app.sections import ADMISSIONS, StepSection
 from oppo.app.settings import Settings
 from oppo.app.supply import Supply
 from oppo.chunking import ChunkSize, Fixed, Tuned, WholeRollout
@@ -137,17 +137,26 @@ def roles_of(settings: Settings, assembly: Assembly) -> Roles:
 
 def admission_of(step: StepSection) -> Admission:
     """Return the policy of ours that ``step.admission`` names."""
+    most = most_extra(step)
     if step.admission == "overcommit":
-        return Overcommit(step.batch, step.extra or 0, step.max_deferrals)
+        return Overcommit(step.batch, most, step.max_deferrals)
     if step.admission == "continuous":
-        return Continuous(step.batch, step.batch if step.extra is None else step.extra, step.max_deferrals)
+        return Continuous(step.batch, most, step.max_deferrals)
     if step.admission == "tail-batched":
         return TailBatched(step.batch)
-    most = step.batch // 4 if step.extra is None else step.extra
     if step.admission == "adaptive":
         return TailAdaptive(step.batch, price=step.lag_price, max_deferrals=step.max_deferrals, most=most)
     rule: SlopeRule = "text" if step.admission == "slope" else "algorithm1"
     return SlopeAdaptive(step.batch, rule=rule, most=most, max_deferrals=step.max_deferrals)
+
+
+def most_extra(step: StepSection) -> int:
+    """Return how many rollouts ``step.admission`` keeps in flight beyond the batch at most."""
+    if step.extra is not None:
+        return step.extra
+    if step.admission in ADMISSIONS:
+        return {"overcommit": 0, "continuous": step.batch}.get(step.admission, step.batch // 4)
+    return step.batch  # one's own may keep as many as may be
 
 
 def chunks_of(step: StepSection, cap: int) -> ChunkSize:

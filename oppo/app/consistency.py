@@ -38,14 +38,17 @@ def require_consistent(settings: Settings) -> None:
             f"step.lookahead = {settings.step.lookahead} trains while the next step is decoded, and "
             "models.share_weights = true would change the weights meanwhile: leave share_weights out"
         )
+    _require_possible_placement(settings)
     if settings.step.publish == "in-flight":
         _require_possible_in_flight(settings)
     if settings.step.stream_updates:
         _require_a_sum(settings)
-    if settings.run.trainer == "process" and is_of_a_file(kind := type(settings.trained_loss())):
+    elsewhere = settings.run.trainer == "process" or len(settings.devices["trainer"]) > 1
+    if elsewhere and is_of_a_file(kind := type(settings.trained_loss())):
+        key = "run.trainer = 'process'" if settings.run.trainer == "process" else "placement.trainer, with ranks,"
         raise ValueError(
-            f"run.trainer = 'process' takes the loss to another process, which cannot import {kind.__name__} from a "
-            "file: leave run.trainer out, or keep the class in an installed package"
+            f"{key} takes the loss to another process, which cannot import {kind.__name__} from a "
+            "file: leave that out, or keep the class in an installed package"
         )
     if not settings.eval.prompts:
         _require_no_evaluation(settings)
@@ -110,8 +113,46 @@ def _require_exactness(settings: Settings) -> None:
         )
     if models.dtype != "float32":
         raise ValueError(f"run.exact needs models.dtype = 'float32', got {models.dtype!r}")
-    if models.device.startswith("cuda"):
-        raise ValueError(f"run.exact needs models.device = 'cpu' (or 'auto'), got {models.device!r}")
+    for model, devices in settings.devices.items():
+        for device in devices:
+            if device.startswith("cuda"):
+                key = settings.placement.key_of(model)
+                raise ValueError(f"run.exact needs {key} = 'cpu' (or 'auto'), got {device!r}")
+
+
+def _require_possible_placement(settings: Settings) -> None:
+    models, devices = settings.models, settings.devices
+    if models.share_weights and not settings.trains_where_it_serves:
+        raise ValueError(
+            f"models.share_weights = true trains the weights that are served, and placement.trainer = "
+            f"{list(devices['trainer'])} is not where they are served: leave one of the two out"
+        )
+    if models.shared_trunk and devices["critic"] != devices["policy"]:
+        raise ValueError(
+            f"models.shared_trunk = true makes the critic a head on the policy's trunk, which is on "
+            f"{devices['policy'][0]!r}, and {settings.placement.key_of('critic')} = {devices['critic'][0]!r}: set "
+            "placement.critic to the policy's device"
+        )
+    ranks = devices["trainer"]
+    if len({device.partition(":")[0] for device in ranks}) > 1:
+        raise ValueError(
+            f"placement.trainer = {list(ranks)} has devices of several kinds, and ranks exchange tensors of one: name "
+            "GPUs only, or 'cpu' only"
+        )
+    if ranks[0] != "cpu" and len(set(ranks)) < len(ranks):
+        raise ValueError(
+            f"placement.trainer = {list(ranks)} names a device twice: expected one of its own for each rank"
+        )
+    if len(ranks) > 1 and settings.run.trainer == "process":
+        raise ValueError(
+            f"run.trainer = 'process' is one process, and placement.trainer has {len(ranks)} ranks, each a process: "
+            "leave run.trainer out"
+        )
+    if not settings.algorithm.has_critic and settings.placement.critic:
+        raise ValueError(
+            f"step.algorithm = {settings.step.algorithm!r} has no critic and cannot use placement.critic = "
+            f"{settings.placement.critic!r}: leave that out"
+        )
 
 
 def _require_possible_in_flight(settings: Settings) -> None:

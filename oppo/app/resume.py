@@ -7,6 +7,7 @@ from pathlib import Path
 
 from oppo.app.checkpoint import Checkpoint, Checkpoints
 from oppo.app.config import load
+from oppo.app.devices import PlacementSection
 from oppo.app.provenance import Provenance, fingerprints, require_continued
 from oppo.app.sections import EvalSection
 from oppo.app.settings import Settings
@@ -54,7 +55,15 @@ DRAINING = frozenset({"run.checkpoint_every"})
 """Those that may not change with ``step.lookahead``: they decide after which steps none is in flight."""
 
 ROUNDING = frozenset(
-    {"run.cores", "run.policy", "run.scorers", "trainer.micro_batch_tokens", "trainer.gradient_checkpointing"}
+    {
+        "run.cores",
+        "run.policy",
+        "run.scorers",
+        "models.device",
+        "trainer.micro_batch_tokens",
+        "trainer.gradient_checkpointing",
+        *(f"placement.{key}" for key in declared(PlacementSection)),
+    }
 )
 """Settings that decide how sums are rounded: they may change too, except in exact runs."""
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import torch
 from transformers import PreTrainedModel
 
 from oppo.app.sections import ModelsSection
 from oppo.errors import ConfigError, ModelRefused
+from oppo.hf.device_layout import Devices
 from oppo.hf.introspection import vocabulary
 from oppo.hf.loading.directory import holds_tokenizer
 from oppo.hf.loading.hub import located
@@ -30,10 +30,10 @@ _AS_FUNCTION = (
 class RoleLoader:
     """Loads the models of a run; errors name the setting of the model and the remedy."""
 
-    def __init__(self, models: ModelsSection, text: Text, device: torch.device, tell: Callable[[str], None]) -> None:
+    def __init__(self, models: ModelsSection, text: Text, devices: Devices, tell: Callable[[str], None]) -> None:
         self._models = models
         self._text = text
-        self._device = device
+        self._devices = devices
         self._tell = tell
         self._actor: PreTrainedModel | None = None
 
@@ -60,7 +60,7 @@ class RoleLoader:
                 model = load(
                     path,
                     dtype=models.dtype,
-                    device=self._device,
+                    device=getattr(self._devices, name.partition(".")[0]),
                     trust_remote_code=models.trust_remote_code,
                     allow_pickle=models.allow_pickle,
                     ignore_unused=models.ignore_unused_weights,

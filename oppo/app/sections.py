@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final, Literal, TypeAlias
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from oppo.algorithms.registry import ALGORITHMS
+from oppo.app.devices import DeviceName
 from oppo.app.sources import HeldOut, Prompts
 from oppo.app.tables import Name, OneOf, TextOrTables
 from oppo.declared import (
@@ -33,18 +33,10 @@ Tracker: TypeAlias = Literal["tensorboard", "wandb"]
 
 ADMISSIONS: Final = ("overcommit", "continuous", "adaptive", "slope", "slope-algorithm1", "tail-batched")
 
-_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
-
 
 def about(kind: type) -> str:
     """Return the first line of a class's docstring, from its colon on."""
     return (kind.__doc__ or "").partition("\n")[0].partition(": ")[2].rstrip(".")
-
-
-def _require_device(device: str) -> str:
-    if _DEVICE.fullmatch(device) is None:
-        raise ValueError(f"expected 'auto', 'cpu', 'cuda' or one of several as 'cuda:1', got {device!r}")
-    return device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,10 +154,10 @@ class ModelsSection:
         "float32",
         "type of the weights; what is trained in 16 bits has float32 copies; no float16 on a CPU",
     )
-    device: Annotated[str, AfterValidator(_require_device)] = setting(
+    device: DeviceName = setting(
         "auto",
-        "where the models are: `auto`, `cpu`, `cuda`, or one of several as `cuda:1`; auto: `cuda` where "
-        "there is one and `run.exact` is off, else `cpu`",
+        "where the models are that `[placement]` does not place: `auto`, `cpu`, `cuda`, or one of several as "
+        "`cuda:1`; auto: `cuda` where there is one and `run.exact` is off, else `cpu`",
     )
     attention: Literal["auto", "segmented", "padded", "eager"] = setting(
         "auto",

@@ -27,6 +27,7 @@ from oppo.admission import Admission
 from oppo.algorithms.algorithm import Algorithm
 from oppo.algorithms.ppo import PPO
 from oppo.app.consistency import require_consistent
+from oppo.app.devices import PlacementSection
 from oppo.app.kinds import NAMED, OWN, Kinds
 from oppo.app.sections import (
     DataSection,
@@ -81,6 +82,7 @@ class Settings(BaseModel):
 
     run: Annotated[RunSection, Table()] = RunSection()
     models: Annotated[ModelsSection, Table()]
+    placement: Annotated[PlacementSection, Table()] = PlacementSection()
     data: Annotated[DataSection, Table()]
     sampling: Annotated[SamplingSection, Table()] = SamplingSection()
     step: Annotated[StepSection, Table()] = StepSection()
@@ -130,8 +132,21 @@ class Settings(BaseModel):
     @property
     def shares_weights(self) -> bool:
         """Whether the weights that are trained are those that are served."""
-        shares, alone = self.models.share_weights, not self.step.lookahead and not self.step.stream_updates
+        shares = self.models.share_weights
+        alone = not self.step.lookahead and not self.step.stream_updates and self.trains_where_it_serves
         return alone if shares is None else shares
+
+    @property
+    def devices(self) -> Mapping[str, tuple[str, ...]]:
+        """The devices by model: ``policy``, ``trainer``, ``reference``, ``reward`` and ``critic``."""
+        return self.placement.names(self.models.device)
+
+    @property
+    def trains_where_it_serves(self) -> bool:
+        """Whether updates are made on the device of the policy and the critic that are served."""
+        devices = self.devices
+        served = {*devices["policy"], *(devices["critic"] if self.algorithm.has_critic else ())}
+        return served == set(devices["trainer"])
 
     @property
     def run_directory(self) -> Path:

@@ -146,9 +146,13 @@ def rows_of(
     if not isinstance(source, str | Path):
         return "the program's rows", rows_of_program(source)
     path = Path(source)
-    if path.is_dir():
+    try:
+        is_directory, exists = path.is_dir(), path.exists()
+    except OSError as error:  # the name is too long, or leads in a circle
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+    if is_directory:
         return str(path), rows_of_directory(path, split)
-    if not path.exists() and is_hub_name(str(source)):
+    if not exists and is_hub_name(str(source)):
         return str(source), rows_of_hub(str(source), split, subset, tell)
     return str(path), rows_of_file(path)
 

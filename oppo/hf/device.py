@@ -45,8 +45,9 @@ def synchronised(device: torch.device) -> None:
 
 
 def use_stream(device: torch.device) -> None:
-    """Let the calling thread work in its own stream of the device, so that threads overlap there."""
+    """Let the calling thread work on the device, in a stream of its own, so that threads overlap there."""
     if device.type == "cuda":
+        torch.cuda.set_device(device)
         torch.cuda.set_stream(torch.cuda.Stream(device))
 
 

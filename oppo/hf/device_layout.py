@@ -1,33 +1,99 @@
-"""The places of a run's models, and their shares of the CPU cores.
+"""The devices of a run's models, their places, and the places' shares of the CPU cores.
 
-The actor decodes on half of the cores; reward, reference and critic take turns on the rest; the update, which runs
-alone, has all of them. Each of the three is a thread or a process. One more thread writes checkpoints and computes
-nothing. On a GPU each thread has a stream of its own. The core counts are the same for every schedule and every choice
-of places, so that runs can be compared bit for bit.
+The actor decodes on half of the cores; reward, reference and critic take turns on the rest, those of each device in a
+place of their own; the update, which runs alone, has all of them. Each place is a thread or a process, or, for training
+ranks, several processes. One more thread writes checkpoints and computes nothing. On a GPU each thread has a stream of
+its own. The core counts are the same for every schedule and every choice of places, so that runs can be compared bit
+for bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import torch
 
 from oppo.errors import ConfigError
 from oppo.hf.cpu import use_cores
-from oppo.hf.device import DeviceThread, use_stream
-from oppo.placement import Place, Process, Thread
+from oppo.hf.device import DeviceThread, device_of, use_stream
+from oppo.placement import Place, Process, Ranks, Thread
+from oppo.placement.answered_place import AnsweredPlace
 
 Home: TypeAlias = Literal["thread", "process"]
 Scorers: TypeAlias = Literal["auto"] | Home
 
+SCORED: Final = ("reference", "reward", "critic", "proximal")
+"""The models that read what the policy has written."""
 
-class DeviceLayout(NamedTuple):
-    """The places of a run."""
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """The device of each model of a run.
+
+    Attributes:
+        policy: decodes; proximal log-probs are read there too.
+        trainer: of each training rank.
+    """
+
+    policy: torch.device
+    trainer: tuple[torch.device, ...]
+    reference: torch.device
+    reward: torch.device
+    critic: torch.device
+
+    @classmethod
+    def all_on(cls, device: torch.device) -> Devices:
+        """Return one device for all models."""
+        return cls(device, (device,), device, device, device)
+
+    @classmethod
+    def found(cls, names: Mapping[str, Sequence[str]], key_of: Callable[[str], str], *, exact: bool = False) -> Devices:
+        """Return the devices of these names.
+
+        Args:
+            names: by model, one or, of the trainer, several.
+            key_of: returns the setting that names a model's device.
+            exact: see :func:`~oppo.hf.device.device_of`.
+
+        Raises:
+            ConfigError: there is no such device; it names the setting.
+        """
+        each: dict[str, tuple[torch.device, ...]] = {}
+        for model, named in names.items():
+            try:
+                each[model] = tuple(device_of(name, exact=exact) for name in named)
+            except ConfigError as error:
+                raise ConfigError(f"{key_of(model)}: {error}") from error
+        one = {model: devices[0] for model, devices in each.items()}
+        return cls(one["policy"], each["trainer"], one["reference"], one["reward"], one["critic"])
+
+    @property
+    def proximal(self) -> torch.device:
+        """Where the policy is read again."""
+        return self.policy
+
+    def scoring(self, models: Sequence[str] = SCORED) -> dict[str, torch.device]:
+        """Return the devices of these models, by name."""
+        return {model: getattr(self, model) for model in models}
+
+    def distinct(self) -> list[torch.device]:
+        """Return each device once."""
+        return list(dict.fromkeys([self.policy, *self.trainer, *self.scoring().values()]))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceLayout:
+    """The places of a run; iterable.
+
+    Attributes:
+        scoring: by model; those of one device share a place.
+    """
 
     acting: Place
-    scoring: Place
+    scoring: Mapping[str, Place]
     training: Place
     saving: Thread
 
@@ -35,54 +101,66 @@ class DeviceLayout(NamedTuple):
     def of(
         cls,
         cores: int,
-        device: torch.device,
+        devices: Devices,
         scorers: Scorers,
         tell: Callable[[str], None],
         *,
+        scored: Sequence[str] = SCORED,
         policy: Home = "thread",
         trainer: Home = "thread",
         restarts: int = 3,
     ) -> DeviceLayout:
-        """Return places that share ``cores``, for models on ``device``.
+        """Return places that share ``cores``, for models on ``devices``.
 
         Args:
             cores: how many there are.
-            device: of the models.
+            devices: of the models.
             scorers: place of the scorers. ``auto`` is a process on a CPU with two cores or more, where scorers can
                 compute beside the actor: both spend much of their time in Python, which threads of one interpreter
-                cannot do in parallel.
+                cannot do in parallel; elsewhere it is a thread.
             tell: told, in a sentence, of processes that are started.
+            scored: the models that score.
             policy: place of the actor. A dead process is not replaced: its rows, and their keys and values, are lost.
-            trainer: place of the updates; a dead process is not replaced.
+            trainer: place of the updates, unless there are several ranks; a dead process is not replaced.
             restarts: how many dead processes of the scorers are replaced in an hour.
 
         Raises:
             ConfigError: a process is chosen for models on a GPU, whose memory is not shared.
         """
-        on_cpu = device.type == "cpu"
-        for setting, home in {"scorers": scorers, "policy": policy, "trainer": trainer}.items():
-            if home == "process" and not on_cpu:
-                expected = "'thread' or 'auto'" if setting == "scorers" else "'thread'"
-                raise ConfigError(
-                    f"run.{setting} = 'process' shares weights with a process, which is for a CPU, and the models are "
-                    f"on {device}: expected run.{setting} = {expected}"
-                )
-        if scorers == "auto":
-            scorers = "process" if cores > 1 and on_cpu else "thread"
+        _require_cpu("policy", policy, [devices.policy])
+        _require_cpu("trainer", trainer, devices.trainer)
+        _require_cpu("scorers", scorers, devices.scoring(scored).values())
 
-        def place(name: str, home: Home, share: int, restarts: int = 0) -> Place:
+        def place(name: str, home: Home, share: int, device: torch.device, restarts: int = 0) -> Place:
             setup = partial(claim_cores, share, device)
             if home == "thread":
-                return Thread(name, setup=setup) if on_cpu else DeviceThread(name, setup=setup)
+                return Thread(name, setup=setup) if device.type == "cpu" else DeviceThread(name, setup=setup)
             tell(f"starting the process of the {name}")
             return Process(name, setup=setup, restarts=restarts, tell=tell)
 
+        def scoring(device: torch.device, name: str) -> Place:
+            beside: Home = "process" if cores > 1 and device.type == "cpu" else "thread"
+            share = max(1, cores - cores // 2)
+            return place(name, beside if scorers == "auto" else scorers, share, device, restarts)
+
+        on = devices.scoring(scored)
+        distinct = dict.fromkeys(on.values())
+        names = {device: "scorers" if len(distinct) == 1 else f"scorers on {device}" for device in distinct}
+        places = {device: scoring(device, name) for device, name in names.items()}
+        if (count := len(devices.trainer)) > 1:
+            tell(f"starting {count} training ranks")
+            training: Place = Ranks("trainer", count, setup=partial(use_cores, max(1, cores // count)))
+        else:
+            training = place("trainer", trainer, cores, devices.trainer[0])
         return cls(
-            place("actor", policy, acting_share(cores)),
-            place("scorers", scorers, max(1, cores - cores // 2), restarts),
-            place("trainer", trainer, cores),
+            place("actor", policy, acting_share(cores), devices.policy),
+            {model: places[device] for model, device in on.items()},
+            training,
             Thread("saver"),
         )
+
+    def __iter__(self) -> Iterator[Place]:
+        yield from dict.fromkeys([self.acting, *self.scoring.values(), self.training, self.saving])
 
     def wait_until_ready(self) -> None:
         """Return when all processes have received their models, so that their errors come before the run begins.
@@ -91,25 +169,35 @@ class DeviceLayout(NamedTuple):
             ModelLost: the process died.
             Exception: whatever kept it from starting.
         """
-        for process in self._processes():
-            process.wait_until_ready()
+        for place in self._processes():
+            place.wait_until_ready()
 
     def abort(self) -> None:
         """Kill processes whose calls may hang, so that what was learned can be saved; safe to call from any thread.
 
-        The trainer's process is killed only during a call: saving needs it.
+        The trainer's are killed only during a call: saving needs them.
         """
-        for process in self._processes():
-            if process is not self.training or process.at_work:
-                process.abort()
+        for place in self._processes():
+            if place is not self.training or place.at_work:
+                place.abort()
 
-    def _processes(self) -> list[Process]:
-        return [place for place in self if isinstance(place, Process)]
+    def _processes(self) -> list[AnsweredPlace]:
+        return [place for place in self if isinstance(place, AnsweredPlace)]
 
     def close(self) -> None:
         """Close each place after its call in progress; the saver first, since saving needs the trainer."""
-        for place in reversed(self):
+        for place in reversed(list(self)):
             place.close()
+
+
+def _require_cpu(setting: str, home: Scorers, devices: Iterable[torch.device]) -> None:
+    for device in devices:
+        if home == "process" and device.type != "cpu":
+            expected = "'thread' or 'auto'" if setting == "scorers" else "'thread'"
+            raise ConfigError(
+                f"run.{setting} = 'process' shares weights with a process, which is for a CPU, and the models are on "
+                f"{device}: expected run.{setting} = {expected}"
+            )
 
 
 def acting_share(cores: int) -> int:

@@ -35,7 +35,8 @@ def value_model_on(actor: PreTrainedModel) -> PreTrainedModel:
     """
     trunk, config = backbone(actor), copy.deepcopy(actor.config)
     config.num_labels = 1
-    require_own_head(actor)
+    if actor.device.type != "meta":  # without weights there are no logits to compare
+        require_own_head(actor)
     try:
         with torch.device("meta"):  # the trunk built here is dropped, so it takes no memory
             critic = cast("PreTrainedModel", AutoModelForSequenceClassification.from_config(config, dtype=actor.dtype))
@@ -50,7 +51,8 @@ def value_model_on(actor: PreTrainedModel) -> PreTrainedModel:
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.zero_()
-    if others := [name for name, parameter in critic.named_parameters() if parameter.is_meta]:
+    known = {*trunk.parameters(), *head.parameters()}
+    if others := [name for name, parameter in critic.named_parameters() if parameter not in known]:
         raise ModelRefused(
             f"{type(critic).__name__} has {', '.join(others)} between trunk and score: expected a head that is one "
             "layer; set models.shared_trunk = false"

@@ -41,6 +41,11 @@ class RankedPlace(AnsweredPlace):
         self._group = group
 
     @property
+    def count(self) -> int:
+        """The number of ranks."""
+        return self._group.size
+
+    @property
     def pids(self) -> tuple[int, ...]:
         """The numbers of the child processes, by rank."""
         return self._group.pids
@@ -63,7 +68,7 @@ class RankedPlace(AnsweredPlace):
         packet = pack(callbacks.extract(call))
         if callbacks:
             raise ProtocolError(f"{label!r} for {track!r} calls back, and ranks cannot: expected a Process or a Thread")
-        ask = partial(self._group.ask, [packet] * self._group.size, f"{label!r} for {track!r}")
+        ask = partial(self._group.ask, [packet] * self.count, f"{label!r} for {track!r}")
         return await self.answered(priority, track, label, lambda: self._group.create(call.instance) or ask())
 
     def abort(self) -> None:

@@ -231,5 +231,5 @@ def test_an_engine_is_ended_also_if_a_place_cannot_be(workplace: Path, monkeypat
     monkeypatch.setattr(session.assembly.places.training, "close", broken)
     with pytest.raises(ModelError, match="does not end"):
         session.assembly.close()
-    session.assembly.places.scoring.close()
+    session.assembly.places.scoring["reward"].close()
     session.assembly.places.acting.close()

@@ -160,7 +160,7 @@ def test_a_function_makes_a_loss(folder: Path) -> None:
         ),
         (("step.admission=mine.py:picky",), "mine.py:picky raised ValueError: a batch of 4 is too large at"),
         (("step.admission=mine.py:absent",), "mine.py has no 'absent'; the functions and classes there are"),
-        (("step.admission=eager",), "step.admission: expected 'overcommit', 'adaptive', 'slope', "),
+        (("step.admission=eager",), "step.admission: expected 'overcommit', 'continuous', 'adaptive', "),
         (("admission.share=0.5",), "[admission]: it holds the settings of a part of your own: name that in"),
         (("loss.factor=0.5",), "[loss]: it holds the settings of a part of your own: name that in step.loss"),
         (("step.loss=clipped",), "step.loss: expected '' or file.py:name, got 'clipped'"),

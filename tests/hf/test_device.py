@@ -9,12 +9,14 @@ import torch
 
 from oppo.errors import ConfigError
 from oppo.hf.device import CPU, DeviceThread, device_of
-from oppo.hf.device_layout import DeviceLayout
+from oppo.hf.device_layout import DeviceLayout, Devices
 from oppo.hf.loading.models import load_causal
 from oppo.observe import silent
 from oppo.placement import Process, Thread
 from tests.hf import tiny
 from tests.workplace import furnish, run
+
+CUDA = Devices.all_on(torch.device("cuda", 0))
 
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens where there is no CUDA device")
 
@@ -63,20 +65,20 @@ def test_a_loaded_model_is_on_the_device_that_was_asked_for(tmp_path: Path) -> N
 
 def test_scorers_are_beside_the_models_of_a_gpu_in_a_thread() -> None:
     """A process cannot be given what is on a GPU; whether there is one somewhere says nothing about the models."""
-    places = DeviceLayout.of(4, torch.device("cuda", 0), "auto", silent)
-    assert all(isinstance(place, DeviceThread) for place in (places.acting, places.scoring, places.training))
+    places = DeviceLayout.of(4, CUDA, "auto", silent)
+    assert all(isinstance(place, DeviceThread) for place in (places.acting, places.scoring["reward"], places.training))
     places.close()
     with pytest.raises(ConfigError, match=r"the models are on cuda:0: expected run\.scorers = 'thread' or 'auto'"):
-        DeviceLayout.of(4, torch.device("cuda", 0), "process", silent)
+        DeviceLayout.of(4, CUDA, "process", silent)
     with pytest.raises(ConfigError, match=r"run\.trainer = 'process' .* on cuda:0: expected run\.trainer = 'thread'"):
-        DeviceLayout.of(4, torch.device("cuda", 0), "auto", silent, trainer="process")
+        DeviceLayout.of(4, CUDA, "auto", silent, trainer="process")
     with pytest.raises(ConfigError, match=r"the models are on cuda:0: expected run\.policy = 'thread'$"):
-        DeviceLayout.of(4, torch.device("cuda", 0), "thread", silent, policy="process")
+        DeviceLayout.of(4, CUDA, "thread", silent, policy="process")
 
 
 @pytest.mark.usefixtures("two_gpus")
 def test_scorers_on_a_cpu_have_a_process_whatever_else_the_machine_has() -> None:
-    places = DeviceLayout.of(4, CPU, "auto", silent)
-    assert isinstance(places.scoring, Process)
+    places = DeviceLayout.of(4, Devices.all_on(CPU), "auto", silent)
+    assert isinstance(places.scoring["reward"], Process)
     assert type(places.acting) is Thread
     places.close()

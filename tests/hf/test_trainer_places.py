@@ -117,7 +117,7 @@ def graph_of(models: Models, trainer: HfTrainer, acting: Hosting, scoring: Place
 def trainer_of(models: Models, place: Place, *, share: bool = True) -> HfTrainer:
     trained = ActorCritic(models.actor, models.critic)
     if not share:
-        trained = trained.with_own_weights()
+        trained = trained.copied()
     return HfTrainer(trained.actor, trained.critic, sampling=SAMPLING, thread=place, settings=SETTINGS)
 
 

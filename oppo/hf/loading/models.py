@@ -34,12 +34,13 @@ from oppo.hf.probe import probe
 from oppo.hf.shared_memory import ALIGNMENT
 from oppo.observe import silent
 
-_DTYPES: dict[str, torch.dtype | Literal["auto"]] = {
+DTYPES: dict[str, torch.dtype | Literal["auto"]] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "auto": "auto",
 }
+"""The types of weights, by their names in settings; ``auto``: that of the checkpoint."""
 
 
 class LoadOptions(TypedDict, total=False):
@@ -169,13 +170,13 @@ def load_tokenizer(
     """
     directory = located(path, weights=False, trust_remote_code=trust_remote_code, tell=tell)
     require_no_code(directory, trusted=trust_remote_code)
-    with _reading(directory, f"{directory / CONFIG} cannot be used"), suppress(OSError, ValueError):  # it may lack one
+    with reading(directory, f"{directory / CONFIG} cannot be used"), suppress(OSError, ValueError):  # it may lack one
         AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     failure = (
         f"no tokenizer could be loaded: the directory {str(directory)!r} holds {entries_of(directory)}; looked for "
         "tokenizer.json or a vocabulary"
     )
-    with _reading(directory, failure):
+    with reading(directory, failure):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             directory, trust_remote_code=trust_remote_code
         )
@@ -186,7 +187,7 @@ def load_tokenizer(
 
 
 @contextmanager
-def _reading(directory: Path, failure: str) -> Iterator[None]:
+def reading(directory: Path, failure: str) -> Iterator[None]:
     """Turn library errors about the files of a directory into one sentence: on the damaged file, or ``failure``.
 
     Raises:
@@ -222,19 +223,19 @@ def _load(
     tell: Callable[[str], None] = silent,
     new_head: bool = False,
 ) -> PreTrainedModel:
-    if dtype not in _DTYPES:
-        raise ConfigError(f"dtype must be one of {', '.join(_DTYPES)}, not {dtype!r}")
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
     if attention not in CHOICES:
         raise ConfigError(f"attention must be one of {', '.join(CHOICES)}, not {attention!r}")
     find = partial(located, weights=True, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code, tell=tell)
     directory = find(path)
     adapter = require_adapter(directory, allow_pickle=allow_pickle)
     base = directory if adapter is None else find(adapter.base)
-    with _reading(base, f"no model can be made of {base / CONFIG} and the weights beside it"):
+    with reading(base, f"no model can be made of {base / CONFIG} and the weights beside it"):
         tensors = require_data(base, trusted=trust_remote_code, allow_pickle=allow_pickle)
         require_kind(kind, base, tensors, trusted=trust_remote_code)
         options: dict[str, object] = {
-            "dtype": _DTYPES[dtype],
+            "dtype": DTYPES[dtype],
             "trust_remote_code": trust_remote_code,
             "use_safetensors": None if allow_pickle else True,
             "weights_only": True,
@@ -275,7 +276,7 @@ def _adapted(
     kind: Kind, model: PreTrainedModel, directory: Path, path: str | Path, *, ignore_unused: bool
 ) -> list[str]:
     """Load a directory's adapter into a model, frozen; return the weights that the model does not use."""
-    with _reading(directory, f"the adapter in {directory} cannot be used"):
+    with reading(directory, f"the adapter in {directory} cannot be used"):
         info = model.load_adapter(
             str(directory),
             use_safetensors=(directory / "adapter_model.safetensors").is_file(),

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from oppo.events import Batch, Chunk, IntArray, Prompt, Response
@@ -78,6 +78,15 @@ class Load:
     def sequence(self) -> int:
         """Tokens of the longest prompt and response together."""
         return self.prompt + self.response
+
+
+def at_rest(make: Callable[[], nn.Module]) -> Bytes:
+    """Return what a model needs that does nothing: its weights, and what their training keeps if some are trained."""
+    tensors = {id(each): each for model in [_bare(make)] for each in (*model.parameters(), *model.buffers())}.values()
+    trained = [each for each in tensors if each.requires_grad]
+    steps_on = sum(each.numel() * max(4, each.element_size()) for each in trained)
+    copies = sum(each.numel() * 4 for each in trained if each.element_size() < 4)
+    return Bytes(sum(each.nbytes for each in tensors), copies + 2 * steps_on, steps_on)
 
 
 def of_policy(make: Callable[[], PreTrainedModel], load: Load, sampling: Sampling, *, prefill_tokens: int) -> Bytes:

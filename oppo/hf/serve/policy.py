@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Final, Literal
 
 import anyio
 from transformers import PreTrainedModel
@@ -26,6 +26,9 @@ from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Load
 from oppo.numeric import require_whole
 from oppo.placement import Hosting
 from oppo.stopping import StopCriteria, turn_ended
+
+PREFILL_TOKENS: Final = 2048
+"""Tokens that are prefilled between two decode steps, unless told otherwise."""
 
 
 class HfPolicy:
@@ -73,7 +76,7 @@ class HfPolicy:
         thread: Hosting,
         on_publish: Literal["recompute", "keep"] = "recompute",
         exact: bool = False,
-        prefill_tokens: int = 2048,
+        prefill_tokens: int = PREFILL_TOKENS,
         decode: Callable[[Sequence[int]], str] | None = None,
         limit: Callable[[Prompt], int] | None = None,
         counters: Counters | None = None,

@@ -42,10 +42,21 @@ class ActorCritic(nn.Module):
         _require_value_head(self.critic)
         return [actor, _trained(self.critic, "critic", but=self.actor)]
 
-    def with_own_weights(self) -> ActorCritic:
-        """Return a copy with its own trained parameters; the others stay shared."""
-        frozen = {id(parameter): parameter for parameter in self.parameters() if not parameter.requires_grad}
-        return copy.deepcopy(self, frozen)
+    def copied(self, device: torch.device | None = None) -> ActorCritic:
+        """Return a copy with its own trained parameters; the others stay shared where the device stays.
+
+        Args:
+            device: of the copy; that of the models when ``None``.
+        """
+        held: dict[int, Tensor] = {}
+        for tensor in (*self.parameters(), *self.buffers()):
+            is_parameter = isinstance(tensor, nn.Parameter)
+            if device is not None and tensor.device != device:
+                moved = tensor.detach().to(device)
+                held[id(tensor)] = nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved
+            elif is_parameter and not tensor.requires_grad:
+                held[id(tensor)] = tensor
+        return copy.deepcopy(self, held)
 
     def forward(self, batch: MicroBatch, *, actor_learns: bool = True) -> tuple[Tensor, Tensor | None]:
         """Return logits and values at the position before each response token: [T, V] and float32 [T].

@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 from oppo.durable import writing
-from oppo.errors import ConfigError, ModelError
+from oppo.errors import ConfigError
 from oppo.events import Batch
+from oppo.hf.device import use_stream
 from oppo.hf.loading.models import quiet
 from oppo.hf.lora import has_adapters, merged
 from oppo.hf.shared_memory import SharedModel
@@ -36,7 +37,8 @@ from oppo.hf.train.optimisation import Optimisation
 from oppo.hf.train.packing import MicroBatch, micro_batches, minibatches, pack, tokens_read, units
 from oppo.hf.train.partial_gradient import PartialGradient
 from oppo.hf.train.recompute import recompute
-from oppo.hf.train.sharding import reset, shard, whole
+from oppo.hf.train.replicas import SHARDS, Replicas
+from oppo.hf.train.sharding import reset, whole
 from oppo.hf.train.team import Alone, Ranked, Team
 from oppo.hf.train.training_state import gather_training, read_training, write_training
 from oppo.hf.train.update_metrics import StalenessMetrics, Sums, UpdateMetrics
@@ -56,9 +58,9 @@ class HfTrainerCore:
 
     Args:
         models: what is trained.
-        sampling, settings, loss, shard, recipe: see :class:`oppo.hf.HfTrainer`.
+        sampling, settings, loss: see :class:`oppo.hf.HfTrainer`.
         counts: of updates and their work.
-        shares: whether others compute with the models, or will.
+        replicas: how several ranks have the models.
 
     Raises:
         ConfigError, ModelRefused: as :class:`oppo.hf.HfTrainer` does.
@@ -72,9 +74,7 @@ class HfTrainerCore:
         loss: Loss,
         counts: TrainerCounts,
         *,
-        shard: bool = True,
-        recipe: ActorCriticRecipe | None = None,
-        shares: bool = True,
+        replicas: Replicas = SHARDS,
     ) -> None:
         self.actor, self.critic = models.actor, models.critic
         self.settings, self.loss, self.counts = settings, loss, counts
@@ -89,12 +89,12 @@ class HfTrainerCore:
         self._whole = self._models = models
         self._sampling = sampling
         self._inputs = loss.reads | loss.measures
-        self._shard, self._recipe, self._shares = shard, recipe, shares
+        self._replicas = replicas
         self._team: Team = Alone()
         self._partial: PartialGradient | None = None
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        made = partial(type(self), shard=self._shard, recipe=self._recipe)
+        made = partial(type(self), replicas=self._replicas)
         return made, (SharedModel(self._whole), self._sampling, self.settings, self.loss, self.counts)
 
     def recipe(self) -> Recipe[HfTrainerCore]:
@@ -103,31 +103,22 @@ class HfTrainerCore:
         Raises:
             ModelError: there is no recipe of the models.
         """
-        if self._recipe is None:
-            raise ModelError(
-                "a trainer with a rank on another machine needs to know how its models are loaded there: expected "
-                "HfTrainer(..., recipe=ActorCriticRecipe(actor=ModelRecipe(path=...)))"
-            )
-        given = self._recipe, self._sampling, self.settings, self.loss
-        return Recipe(HfTrainerCore, partial(_elsewhere, shard=self._shard), given)
+        recipe, replicas = self._replicas.elsewhere()
+        return Recipe(HfTrainerCore, _elsewhere, (recipe, self._sampling, self.settings, self.loss, replicas))
 
     def join(self, rank: int, size: int, meeting: str) -> None:
         """Train with the copies of this core in other processes; see :class:`oppo.placement.Member`.
 
         Raises:
             ModelRefused: a model cannot be sharded.
+            ConfigError: there are not as many devices as ranks.
         """
-        team = Ranked(rank, size, meeting, self.actor.device)
+        device = self._replicas.device(rank, size, self._whole)
+        use_stream(device)
+        team = Ranked(rank, size, meeting, device)
         if rank:
             self.counts = self.counts.copy()
-        if self._shares and (rank or self._shard):
-            self._models = self._whole.with_own_weights()
-        if self._recipe is not None:  # some copies were loaded, and not from these weights
-            for weight in chain.from_iterable(self._models.trained()):
-                weight.detach().copy_(team.broadcast(weight))
-        if self._shard:
-            shard(self._models, team.mesh)
-        self._team = team
+        self._models, self._team = self._replicas.of(self._whole, team), team
 
     @cached_property
     def optimisation(self) -> Optimisation:
@@ -393,8 +384,7 @@ class HfTrainerCore:
 
 
 def _elsewhere(
-    recipe: ActorCriticRecipe, sampling: Sampling, settings: TrainerSettings, loss: Loss, *, shard: bool
+    recipe: ActorCriticRecipe, sampling: Sampling, settings: TrainerSettings, loss: Loss, replicas: Replicas
 ) -> HfTrainerCore:
     """Return the core of a rank on another machine."""
-    counts = TrainerCounts.new()
-    return HfTrainerCore(recipe.load(), sampling, settings, loss, counts, shard=shard, recipe=recipe, shares=False)
+    return HfTrainerCore(recipe.load(), sampling, settings, loss, TrainerCounts.new(), replicas=replicas)

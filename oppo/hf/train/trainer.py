@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from transformers import PreTrainedModel
 
 from oppo.events import Batch
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.train.actor_critic_recipe import ActorCriticRecipe
 from oppo.hf.train.core import HfTrainerCore
+from oppo.hf.train.replicas import Replicas
 from oppo.hosted_trainer import HostedTrainer, TrainerCounts
 from oppo.losses import Loss, default_loss
 from oppo.models import Sampling, Trained
@@ -46,6 +50,8 @@ class HfTrainer(HostedTrainer[HfTrainerCore]):
         loss: PPO's by default, :class:`oppo.losses.PPOLoss` with a critic, else :class:`oppo.losses.ClippedLoss`.
         shard: where there are several ranks, each has a shard of weights, gradients and optimizer states (FSDP2, see
             :mod:`oppo.hf.train.sharding`); otherwise each has all of them.
+        devices: of the ranks; those of the models when empty. Ranks on GPUs are given models on the CPU, which then
+            hold the weights that are published and saved.
         recipe: how ranks on other machines load the models; the trained weights they get from this one.
 
     Raises:
@@ -65,6 +71,7 @@ class HfTrainer(HostedTrainer[HfTrainerCore]):
         settings: TrainerSettings | None = None,
         loss: Loss | None = None,
         shard: bool = True,
+        devices: Sequence[torch.device] = (),
         recipe: ActorCriticRecipe | None = None,
     ) -> None:
         core = HfTrainerCore(
@@ -73,8 +80,7 @@ class HfTrainer(HostedTrainer[HfTrainerCore]):
             settings or TrainerSettings(),
             default_loss(critic=critic is not None) if loss is None else loss,
             TrainerCounts.new(),
-            shard=shard,
-            recipe=recipe,
+            replicas=Replicas(shard, devices, recipe),
         )
         super().__init__(core, thread)
 

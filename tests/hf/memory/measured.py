@@ -28,7 +28,7 @@ from oppo.losses import ClippedLoss, PPOLoss
 from oppo.models import Sampling, Weights
 from oppo.training import TrainerSettings
 
-LOAD = Load(rollouts=40, prompt=128, response=128, chunk=64)
+LOAD = Load(rollouts=12, prompt=128, response=128, chunk=64)
 SMALL = Load(rollouts=4, prompt=8, response=8, chunk=8)
 SAMPLING = Sampling(max_new_tokens=128)
 PREFILL = 2048
