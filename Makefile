@@ -50,7 +50,7 @@ $(LOWEST)/.installed: pyproject.toml constraints.txt
 
 # The real vLLM on a CPU, in an environment of its own; its modules warn of their own doings.
 test-vllm: $(VLLM)/.installed
-	$(VLLM)/bin/python -m pytest -W default -m vllm --durations=10 tests/vllm/real tests/examples
+	$(VLLM)/bin/python -m pytest -W default -m vllm --durations=10 tests/vllm/real
 
 # Its pins come before those of the constraints, which name other versions of what both need.
 $(VLLM)/.installed: pyproject.toml constraints.txt tests/vllm/requirements.txt

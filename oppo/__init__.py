@@ -47,7 +47,7 @@ from oppo.function_trainer import FunctionTrainer
 from oppo.graph import Graph, GraphBuilder, Receiver, Run, Sender, Step, Stream, join, where
 from oppo.liveness import watched
 from oppo.models import Decode, Follower, Piece, Policy, Sampling, Scorer, Trained, Trainer, Weights
-from oppo.placement import Inline, Process, Thread
+from oppo.placement import Inline, Process, Ranks, Thread
 from oppo.report import RunDirectory
 from oppo.rewards import FunctionReward, Rewards
 from oppo.shaping import ScoreShaping
@@ -106,6 +106,7 @@ __all__ = [
     "Process",
     "Prompt",
     "PromptStream",
+    "Ranks",
     "Receiver",
     "Response",
     "Rewards",

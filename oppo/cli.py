@@ -1,4 +1,4 @@
-"""The command line: ``oppo train``, ``oppo resume``, ``oppo doctor``, ``oppo demo``, ``oppo --version``.
+"""The command line: ``oppo train``, ``resume``, ``doctor``, ``simulate``, ``demo``, and ``oppo --version``.
 
 Exit codes: 0, done; 1, a run failed; 2, settings, data or models cannot be used; 3, a run trained nothing; 128 plus its
 number, ended by a signal: 130 by Ctrl-C, 143 by SIGTERM.
@@ -23,9 +23,10 @@ from rich.console import Console
 
 from oppo.app.interrupt import Stopped, stoppable
 from oppo.errors import ConfigError, DataError, HangError, NothingTrained, OppoError
-from oppo.numeric import require_whole
+from oppo.numeric import require_real, require_whole
 from oppo.report.display import displays
 from oppo.report.panel import harmless
+from oppo.report.put import put
 
 if TYPE_CHECKING:
     from oppo.app.settings import Settings
@@ -39,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     app.command(train)
     app.command(resume)
     app.command(doctor)
+    app.command(simulate)
     app.command(demo)
     return call(app, arguments)
 
@@ -192,6 +194,63 @@ def doctor(
         return UNUSABLE
     if trial:
         console.out("", *map(harmless, attempt(settings, note)), sep="\n", highlight=False)
+    return DONE
+
+
+def simulate(
+    profile: Path | None = None,
+    /,
+    *,
+    run: Annotated[Path | None, Parameter(name="--from")] = None,
+    override: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), show_default=False)] = (),
+    layout: Literal["shared", "split"] = "shared",
+    lag: float = 1.0,
+    steps: int = 30,
+    seeds: int = 5,
+    json: Path | None = None,
+) -> int:
+    """Say what each schedule would take: for a run that has finished, or for hardware as a TOML file describes it.
+
+    Parameters
+    ----------
+    profile
+        The file that describes hardware, models and lengths; docs/simulate.md has every key of it.
+    run
+        The directory of a run that has finished, instead of a profile: its measurements are simulated.
+    override
+        Change one setting of the profile: section.key=value, the value as in TOML. Can be repeated.
+    layout
+        Of a run: whether decoding, scoring and training share the cores or the device (shared), or have their own.
+    lag
+        The most updates between a token and its training, on average, of a schedule that is recommended.
+    steps
+        Steps of each simulated run that count; more take longer and vary less.
+    seeds
+        Runs of each schedule, with other lengths.
+    json
+        Write the figures to this file too.
+    """
+    for name, count in (("--steps", steps), ("--seeds", seeds)):
+        require_whole(name, count, 1, error=ConfigError)
+    require_real("--lag", lag, 0.0, error=ConfigError)
+    if (profile is None) == (run is None):
+        raise ConfigError("oppo simulate needs either a profile, `oppo simulate profile.toml`, or `--from` and a run")
+    if run is not None and override:
+        raise ConfigError("--set changes a profile; a run is simulated as it was measured")
+    from oppo.app.simulation import of_profile, of_run  # noqa: PLC0415 - `oppo --help` should be quick
+    from oppo.simulate.show import WIDTH, advice, as_json, legend, table  # noqa: PLC0415 - likewise
+
+    simulation = of_run(run, layout) if run is not None else of_profile(profile or Path(), override)
+    found = simulation.run(steps=steps, seeds=seeds, tell=note)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH)
+    if verdict := simulation.verdict(found):
+        console.print(f"{verdict}\n", highlight=False)
+    console.print(table(found))
+    console.print(f"\n{legend(found)}\n\n{advice(found, lag)}", highlight=False)
+    if json is not None:
+        put(json, [as_json(found, lag)])
     return DONE
 
 

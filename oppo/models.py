@@ -177,7 +177,8 @@ class Capabilities:
     """What an engine can do; a run that needs more is refused by name before the first step that would.
 
     Attributes:
-        supports: truncated sampling reports the ids that each token was drawn from.
+        supports: where its sampling excludes ids, the ids that each token was drawn from are reported. Training needs
+            them, since log-probs are over these ids.
         resumes: how responses go on that are opened half-written, as those of a resumed run are.
         adds_while_decoding: rollouts can join while others are decoded (:class:`Decoding`).
         loads_while_decoding: when weights that are loaded during decoding take effect.

@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
 
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "numeric", "declared"}),
+    frozenset({"errors", "numeric", "declared", "signals"}),
     frozenset({"events", "observe", "overlap", "scheduling", "support", "token_rewards"}),
     frozenset(
         {

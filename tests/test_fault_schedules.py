@@ -32,7 +32,7 @@ from oppo.testing import (
     fake_per_token,
     fake_scalar,
 )
-from oppo.testing.fake_policy import FakeDecode
+from oppo.testing.fake_decode import FakeDecode
 from oppo.testing.script import SPOILT, FaultKind, Method
 from tests.faulty import Case, FaultyPipeline, Kind, stage_of
 from tests.known import known

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import example, given
 
 from oppo.admission import AdmitView, Continuous, CutView, Observation, RefillView
+from oppo.chunking import Fixed
 from oppo.errors import ConfigError
 from oppo.events import Defer, Finish, Prompt
 from oppo.models import Capabilities
@@ -28,13 +29,13 @@ KEPT = Setting(LENGTHS, batch=6, extra=6, steps=6, refill=True)
 
 @dataclass(eq=False)
 class Counted(FakePolicy):
-    """Notes the rollouts of each decode step."""
+    """Notes the rollouts of each decode step, each token of which is read at once."""
 
     rows: list[int] = field(default_factory=list)
 
-    def advance(self, rows: Sequence[FakeDecode]) -> None:
+    def attend(self, rows: Sequence[FakeDecode]) -> None:
         self.rows.append(len(rows))
-        super().advance(rows)
+        super().attend(rows)
 
 
 def played(setting: Setting) -> Pipeline:
@@ -70,7 +71,7 @@ def test_every_prompt_is_trained_once_in_full_batches_that_are_fresh_enough(sett
 
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_a_place_is_empty_for_one_decode_step_only(lookahead: int) -> None:
-    setting = replace(KEPT, steps=12, lookahead=lookahead)
+    setting = replace(KEPT, steps=12, lookahead=lookahead, chunks=Fixed(1))
     pipeline = Pipeline(setting)
     policy = Counted(setting.length, 0.01, capabilities=setting.capabilities)
     pipeline.policy = policy

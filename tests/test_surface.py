@@ -50,6 +50,7 @@ NAMES = [
     "Process",
     "Prompt",
     "PromptStream",
+    "Ranks",
     "read_prompts",
     "Receiver",
     "Response",

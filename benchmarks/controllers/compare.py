@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.controllers.regimes import ENGINES, REGIMES, Costs
+from benchmarks.controllers.regimes import ENGINES, REGIMES, system
 from oppo.admission import Admission, Overcommit, SlopeAdaptive, TailAdaptive, TailBatched
-from oppo.simulate.course import Course, Outcome, Restarts
+from oppo.simulate.course import Course
+from oppo.simulate.outcome import Outcome, Restarts
+from oppo.simulate.schedules import Schedule
 
 RESULTS = Path(__file__).with_name("results.json")
 
@@ -20,6 +23,9 @@ FIXED = (0, 4, 8, 16)
 """Values of Delta on the frontier."""
 
 STEPS, SKIPPED = 80, 15
+
+GRAIN, CHUNK = 8, 256
+"""Tokens for which a fake token stands, and tokens of a chunk."""
 
 SEEDS = (0, 1, 2)
 """Seeds of the lengths; the first is for all controllers, the others show the spread."""
@@ -58,8 +64,12 @@ class Cell:
     def run(self) -> Outcome:
         """Make the run."""
         regime = next(regime for regime in REGIMES if regime.name == self.regime)
-        work = Costs(regime, ENGINES[self.engine])
-        return Course(work, self.admission(regime.batch), STEPS, SKIPPED, self.seed).run()
+        costs = system(regime, ENGINES[self.engine])
+        return Course(costs, regime.workload, self.schedule(regime.batch), STEPS, SKIPPED, self.seed, GRAIN).run()
+
+    def schedule(self, batch: int) -> Schedule:
+        """Return the schedule: the reward model reads along."""
+        return Schedule(name=self.controller, about="", admission=partial(self.admission, batch), chunk=CHUNK)
 
 
 FRONTIER = tuple(f"fixed {extra}" for extra in FIXED)

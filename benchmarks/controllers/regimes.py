@@ -7,35 +7,16 @@ token of context, at the stated part of a peak of 989 TFLOP/s; training is four 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
+from oppo.simulate.hardware import GPUS, MODELS, TRAINED_PASSES
+from oppo.simulate.lengths import Lognormal
+from oppo.simulate.system import Decoder, Reader, Scoring, System, Updater, Workload
 
-PEAK = 989e12
+PEAK = GPUS["h200"].flops
 DEVICES = 7
 
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """The size of a transformer."""
-
-    parameters: float
-    layers: int
-    width: int
-
-    def prefix_flops(self, start: int, stop: int) -> float:
-        """Return what reading positions ``start .. stop`` costs."""
-        count = stop - start
-        return 2 * self.parameters * count + 2 * self.layers * self.width * count * (start + stop)
-
-
-MODELS = {
-    "3B": Model(3.09e9, 36, 2048),
-    "7B": Model(7.62e9, 28, 3584),
-    "70B": Model(70.6e9, 80, 8192),
-}
+SIZES = {"3B": MODELS["qwen2.5-3b"], "7B": MODELS["qwen2.5-7b"], "70B": MODELS["llama-3.1-70b"]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +101,11 @@ class Regime:
     epochs: int = 2
     runaways: float = 0.0
 
-    def lengths(self, count: int, seed: int) -> NDArray[np.int64]:
-        """Return the lengths of the responses to ``count`` prompts, in tokens."""
-        random = np.random.default_rng(seed)
-        first, last = self.median
-        median = first + (last - first) * np.linspace(0, 1, count)
-        drawn = np.clip((median * np.exp(self.sigma * random.standard_normal(count))).astype(np.int64), 1, self.cap)
-        return np.where(random.random(count) < self.runaways, self.cap, drawn)
+    @property
+    def workload(self) -> Workload:
+        """What is trained."""
+        lengths = Lognormal(median=self.median, sigma=self.sigma, cap=self.cap, runaways=self.runaways)
+        return Workload(batch=self.batch, lengths=lengths, cap=self.cap, prompt=self.prompt)
 
 
 REGIMES = (
@@ -141,50 +120,34 @@ REGIMES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """The costs of a regime on an engine in seconds; lengths are of responses, in tokens."""
-
-    regime: Regime
-    engine: Engine
-    grain: int = 8
-    chunk: int = 256
-
-    @property
-    def call(self) -> float:
-        """Seconds of one call of the reward model."""
-        return self.engine.call
-
-    @property
-    def publish(self) -> float:
-        """Seconds until the weights have arrived."""
-        return self.engine.publish
-
-    def decoding(self, rows: int, context: float, steps: int) -> float:
-        """Return the seconds of ``steps`` decode steps of ``rows`` live rows with ``context`` tokens at the start."""
-        actor, engine = self.regime.actor, self.engine
-        filled = (context + rows * steps / 2) / DEVICES
-        step = engine.weights[actor] + engine.row[actor] * rows / DEVICES + engine.context[actor] * filled
-        return steps * max(engine.launch[actor], step)
-
-    def reading(self, start: int, stop: int) -> float:
-        """Return the seconds in which the reward model reads positions ``start .. stop`` of a row."""
-        if self.regime.reward is None:
-            return 0.0
-        return MODELS[self.regime.reward].prefix_flops(start, stop) / (PEAK * self.engine.reading)
-
-    def forward(self, lengths: NDArray[np.int64]) -> float:
-        """Return the seconds in which the reference and the critic read whole rows."""
-        return self._passes(lengths) / (DEVICES * PEAK * self.engine.forward)
-
-    def training(self, lengths: NDArray[np.int64]) -> float:
-        """Return the seconds of an update of actor and critic."""
-        passes = 4 * self.regime.epochs * self._passes(lengths)
-        return passes / (DEVICES * PEAK * self.engine.training) + self.engine.overhead
-
-    def _passes(self, lengths: NDArray[np.int64]) -> float:
-        rows = self.regime.prompt + lengths
-        if self.engine.padded:
-            rows = np.full_like(rows, rows.max(initial=0))
-        actor = MODELS[self.regime.actor]
-        return 2 * math.fsum(actor.prefix_flops(0, int(row)) for row in rows)
+def system(regime: Regime, engine: Engine) -> System:
+    """Return the costs of a regime on an engine; the seven replicas of the actor decode equal shares of every row."""
+    size, actor = SIZES[regime.actor], regime.actor
+    readers: dict[Scoring, Reader] = {
+        name: Reader(
+            passes=size.passes(DEVICES * PEAK * engine.forward),
+            streams=False,
+            padded=engine.padded,
+            device="actor",
+            place="forward",
+        )
+        for name in ("reference", "critic")
+    }
+    if regime.reward is not None:
+        reading = SIZES[regime.reward].passes(PEAK * engine.reading)
+        readers["reward"] = Reader(passes=reading, call=engine.call)
+    return System(
+        decoder=Decoder(
+            floor=engine.launch[actor],
+            step=engine.weights[actor],
+            row=engine.row[actor] / DEVICES,
+            context=engine.context[actor] / DEVICES,
+        ),
+        readers=readers,
+        updater=Updater(
+            passes=size.passes(DEVICES * PEAK * engine.training, 2 * TRAINED_PASSES * regime.epochs),
+            fixed=engine.overhead,
+            padded=engine.padded,
+            publish=engine.publish,
+        ),
+    )

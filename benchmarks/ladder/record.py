@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 
+from oppo.admission.observation import Json
 from oppo.errors import ProtocolError
 
 
@@ -25,6 +26,9 @@ class StepRecord:
         decode_steps: of the actor; 0 if its engine does not count them.
         decoded: tokens it made, those of unfinished responses included.
         bottleneck: the step's metrics of its bottleneck.
+        publish: seconds of publishing the weights.
+        observed: the controllers' observation of it, as JSON.
+        work: by model and label, the number of calls and their seconds.
     """
 
     seconds: float
@@ -41,10 +45,18 @@ class StepRecord:
     decode_steps: int = 0
     decoded: int = 0
     bottleneck: Mapping[str, float] = field(default_factory=dict)
+    publish: float = 0.0
+    observed: Mapping[str, Json] = field(default_factory=dict)
+    work: Mapping[str, Mapping[str, Sequence[float]]] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, object]:
         """Return the input of :meth:`of`."""
         return asdict(self)
+
+    def for_simulation(self) -> dict[str, object]:
+        """Return what a simulation is calibrated on and compared with."""
+        names = ("seconds", "tokens", "samples", "update", "publish", "observed", "work")
+        return {name: getattr(self, name) for name in names}
 
     @classmethod
     def of(cls, answer: object) -> StepRecord:

@@ -72,6 +72,7 @@ class Ladder:
         ratios: ``a/b``: the speed of a over that of b.
         remarks: on the settings of a contestant.
         calibration: of the models' depths; ``None``: they are those of the table.
+        records: what a simulation is calibrated on and compared with: the counted steps of each mode, round by round.
     """
 
     files: Files
@@ -85,6 +86,7 @@ class Ladder:
     faults: Sequence[str] = ()
     remarks: Mapping[str, str] = field(default_factory=dict)
     calibration: Calibration | None = None
+    records: Mapping[str, Rounds] = field(default_factory=dict)
 
     @property
     def workload(self) -> Workload:
@@ -115,6 +117,10 @@ class Ladder:
             "lengths": {"by": "script" if self.workload.models.scripted else "a trained actor", **facts},
             "recipe": asdict(self.workload),
             "calibration": None if self.calibration is None else self.calibration.as_json(),
+            "records": {
+                name: [[step.for_simulation() for step in steps] for steps in rounds]
+                for name, rounds in self.records.items()
+            },
         }
 
 
@@ -182,6 +188,7 @@ def run(
         faults=faults(files.workload, layout, figures, files.facts.announced.capped),
         remarks={entry.name: entry.remark for entry in contestants if entry.remark},
         calibration=calibration,
+        records={name: rounds for name, rounds in counted.items() if name in MODES},
     )
 
 

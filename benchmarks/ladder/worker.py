@@ -39,27 +39,32 @@ from benchmarks.ladder.workloads import Workload
 from benchmarks.machine import cores_here
 from benchmarks.memory import peak_rss_mb
 from oppo import observe
+from oppo.admission import Observation
 from oppo.admission.bottleneck import PREFIX
 from oppo.errors import DataError
 from oppo.events import Batch, Prompt, StepReport
 from oppo.graph import Run
 from oppo.observe import Observer, Span
 from oppo.overlap import occupation, seconds, union
+from oppo.report.work import work_of
 
 
 @dataclass(eq=False)
 class Watch(Observer):
-    """Keeps the spans and the batch of a step."""
+    """Keeps the spans, the batch and the observation of a step."""
 
     workload: Workload
     spans: list[Span] = field(default_factory=list)
     batch: Batch | None = None
+    seen: Observation | None = None
 
     def on_item(self, step: int, stage: str, item: object, at: float) -> None:
-        """Keep the step's batch."""
+        """Keep the step's batch and its observation."""
         del step, stage, at
         if isinstance(item, Batch):
             self.batch = item
+        elif isinstance(item, Observation):
+            self.seen = item
 
     def on_span(self, span: Span) -> None:
         """Ignore the stages; :meth:`on_work` receives the models' spans."""
@@ -81,6 +86,7 @@ class Watch(Observer):
         """
         spans, self.spans = self.spans, []
         batch, self.batch = self.batch, None
+        seen, self.seen = self.seen, None
         if batch is None or not len(batch):
             raise DataError("a step trained nothing, so there is nothing to measure")
         lengths = np.diff(batch.offsets)
@@ -103,6 +109,9 @@ class Watch(Observer):
             decode_steps=decode_steps,
             decoded=decoded,
             bottleneck={name: value for name, value in report.metrics.items() if name.startswith(PREFIX)},
+            publish=report.metrics["timing_s/publish"],
+            observed={} if seen is None else seen.as_json(),
+            work=work_of(spans),
         )
 
 

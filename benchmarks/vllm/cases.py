@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
@@ -20,6 +19,7 @@ from benchmarks.machine import Machine
 from benchmarks.vllm.decoding import DecodingComparison, Recorded, compare_decoding, length_of
 from benchmarks.vllm.models import ARGUMENTS, LENGTHS, Size
 from benchmarks.vllm.publishing import PublishComparison, compare_publishing
+from benchmarks.vllm.versions import versions
 from oppo.errors import ModelLost
 from oppo.models import Sampling
 from oppo.vllm import VllmEngine, VllmPolicy
@@ -102,10 +102,9 @@ def show(cases: Sequence[Case]) -> str:
 
 def as_json(cases: Sequence[Case], rounds: int) -> Mapping[str, object]:
     """Return the file of results."""
-    packages = {name: version(name) for name in ("torch", "transformers")}
     return {
         "machine": asdict(Machine.here("cpu")),
-        "versions": packages,
+        "versions": versions(),
         "arguments": dict(ARGUMENTS),
         "lengths": LENGTHS,
         "rounds": rounds,

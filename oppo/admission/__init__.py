@@ -13,7 +13,7 @@ Policies that learn have a ``state_dict()``. The same observations in the same o
 from oppo.admission.batched import TailBatched
 from oppo.admission.bottleneck import Bottleneck, bottleneck, together
 from oppo.admission.continuous import Continuous
-from oppo.admission.observation import Observation, Scoring
+from oppo.admission.observation import Observation, Scoring, Stretch
 from oppo.admission.overcommit import Overcommit, Synchronous
 from oppo.admission.protocol import (
     Admission,
@@ -41,6 +41,7 @@ __all__ = [
     "Restarting",
     "Scoring",
     "SlopeAdaptive",
+    "Stretch",
     "Synchronous",
     "TailAdaptive",
     "TailBatched",

@@ -19,16 +19,46 @@ class Scoring:
         stage: name of its stage.
         before: busy seconds until decoding ended.
         after: busy seconds from then to its last value of the step.
+        spare: seconds of its calls after that, which nothing waited for.
+        calls, tokens: all its calls that read, and the tokens that they read.
+        answered: rollouts for which it answered.
+        answering: seconds of the calls that did.
     """
 
     stage: str
     before: float
     after: float
+    spare: float = 0.0
+    calls: int = 0
+    tokens: int = 0
+    answered: int = 0
+    answering: float = 0.0
 
     @property
     def busy(self) -> float:
         """Busy seconds in all."""
         return self.before + self.after
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Successive decode steps, up to one in which a rollout ended: what was decoded, and how long it took.
+
+    Attributes:
+        seconds: that they took.
+        steps: their number.
+        tokens: that they made: the sum over the steps of the live rollouts.
+        context: the sum over the steps of the tokens in these rollouts' context, prompts included.
+        opened: tokens of the prompts that were read before them, to begin responses.
+        resumed: tokens in the context of rollouts that were carried and decoded on from here.
+    """
+
+    seconds: float
+    steps: int
+    tokens: int
+    context: int
+    opened: int = 0
+    resumed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +86,7 @@ class Observation:
         effective_samples: effective sample size of the importance weights as a share, 0 to 1; ``None`` likewise.
         lookahead: number of later steps that may begin before this one has ended.
         chunk: tokens in a chunk; 0 without decoding.
+        stretches: what its decode steps were; some of them together.
 
     Example:
         >>> seen = Observation(step=3, seconds=9.5, finished=(12, 40), scoring=(Scoring("reward", 2.0, 0.5),))
@@ -79,20 +110,23 @@ class Observation:
     effective_samples: float | None = None
     lookahead: int = 0
     chunk: int = 0
+    stretches: tuple[Stretch, ...] = ()
 
     def as_json(self) -> dict[str, Json]:
         """Return this as JSON values, for a journal or a checkpoint; a score that is not finite becomes ``None``."""
         values = asdict(self)
-        lists = {name: list(values[name]) for name in ("finished", "parked", "scoring")}
+        lists = {name: list(values[name]) for name in ("finished", "parked", "scoring", "stretches")}
         return {**values, **lists, "score": self.score if math.isfinite(self.score) else None}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Json]) -> Observation:
         """Return the observation of which :meth:`as_json` returned ``value``."""
-        given = {each.name: cast("Any", value[each.name]) for each in fields(cls)}
+        late = {"lookahead": 0, "chunk": 0, "stretches": ()}  # what older journals lack
+        given = {each.name: cast("Any", {**late, **value}[each.name]) for each in fields(cls)}
         tuples = {
             "finished": tuple(given["finished"]),
             "parked": tuple(given["parked"]),
-            "scoring": tuple(Scoring(*each.values()) for each in given["scoring"]),
+            "scoring": tuple(Scoring(**each) for each in given["scoring"]),
+            "stretches": tuple(Stretch(**each) for each in given["stretches"]),
         }
         return cls(**{**given, **tuples, "score": math.nan if given["score"] is None else given["score"]})

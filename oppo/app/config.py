@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from oppo.app.config_errors import Faults, require_public
+from oppo.app.config_errors import SettingsFaults, require_public
 from oppo.app.kinds import NAMED
 from oppo.app.overrides import overridden, seeded, with_correction
 from oppo.app.paths import resolved
@@ -31,13 +31,21 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Settings:
     Raises:
         ConfigError: the file cannot be read or is no TOML, or a setting is unknown, missing or out of range.
     """
+    return resolve(overridden(parsed(path), overrides), path.absolute().parent)
+
+
+def parsed(path: Path) -> dict[str, object]:
+    """Return the document in a TOML file.
+
+    Raises:
+        ConfigError: the file cannot be read or is no TOML.
+    """
     try:
-        document = tomllib.loads(_text(path))
+        return tomllib.loads(_text(path))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:  # TOML, UTF-8, a number too long, a NUL in the path
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    return resolve(overridden(document, overrides), path.absolute().parent)
 
 
 def resolve(document: Mapping[str, object], folder: Path) -> Settings:
@@ -50,7 +58,7 @@ def resolve(document: Mapping[str, object], folder: Path) -> Settings:
     try:
         settings = Settings.of(with_correction(seeded(document)))
     except ValidationError as error:
-        raise ConfigError(Faults.of(document).describe(error)) from error
+        raise ConfigError(SettingsFaults.of(document).describe(error)) from error
     models = settings.models
     models = replace(models, reward=_reward(models.reward, folder))
     policy = _model(models.policy, folder)

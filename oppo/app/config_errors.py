@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
@@ -35,29 +35,33 @@ class Faults:
 
     Attributes:
         keys: declarations by section and key.
-        algorithm: the name of the algorithm that declares ``[algorithm]``.
+        sections: all that there can be.
+        named: sections whose keys are names of sections of one kind: ``[gpus.NAME]``.
     """
 
     keys: Mapping[str, Mapping[str, Declared]]
-    algorithm: str
-
-    @classmethod
-    def of(cls, document: Mapping[str, object]) -> Self:
-        """Return the describer for a document and its algorithm."""
-        kinds, step = Kinds.of(document), document.get("step")
-        named = step.get("algorithm") if kinds.algorithm is not None and isinstance(step, Mapping) else None
-        return cls(keys_of(kinds.algorithm or PPO, kinds), str(named or StepSection().algorithm))
+    sections: Sequence[str]
+    named: Collection[str] = ()
 
     def describe(self, error: ValidationError) -> str:
         """Return one line for each wrong setting."""
         grouped: dict[tuple[str, ...], list[ErrorDetails]] = {}
         for detail in error.errors(include_url=False):
-            depth = 4 if detail["loc"][:2] == REWARDS else 2
-            grouped.setdefault(tuple(str(part) for part in detail["loc"][:depth]), []).append(detail)
+            grouped.setdefault(self._place(detail["loc"]), []).append(detail)
         lines = [self._sentence(place, details) for place, details in grouped.items()]
         if len(lines) == 1:
             return lines[0]
         return "\n".join([f"{len(lines)} settings are wrong:", *(f"  {line}" for line in lines)])
+
+    def _place(self, loc: Sequence[int | str]) -> tuple[str, ...]:
+        """Return the section and the key of a fault, as far as it has them."""
+        parts = [str(part) for part in loc]
+        if len(parts) > 1 and parts[0] in self.named:
+            parts[:2] = [f"{parts[0]}.{parts[1]}"]
+        return tuple(parts[:2])
+
+    def _declared(self, section: str) -> Mapping[str, Declared]:
+        return self.keys.get(section.partition(".")[0], {})
 
     def _sentence(self, place: tuple[str, ...], details: Sequence[ErrorDetails]) -> str:
         detail = details[0]
@@ -80,22 +84,59 @@ class Faults:
         return f"{where}: expected {item}{expected}, got {shortened(repr(detail['input']), SHOWN)}"
 
     def _wanted(self, place: tuple[str, ...]) -> str:
-        if len(place) == 1:
-            return f"a section with the keys {', '.join(self.keys.get(place[0], ()))}"
-        if len(place) == 3:
-            return f"a table with the keys {', '.join(declared(RewardPart))}"
-        return (declared(RewardPart)[place[3]] if len(place) == 4 else self.keys[place[0]][place[1]]).description
+        keys = self._declared(place[0])
+        return f"a section with the keys {', '.join(keys)}" if len(place) == 1 else keys[place[1]].description
 
     def _unknown(self, place: tuple[str, ...]) -> str:
         if len(place) == 1:
-            kind, home, known = "section", "a configuration", list(Settings.model_fields)
-        elif len(place) == 4:
-            kind, home, known = "key", "[models.reward.NAME]", list(declared(RewardPart))
-        else:
-            kind, home, known = "key", f"[{place[0]}]", list(self.keys[place[0]])
+            return self._unknown_name("section", "a configuration", self.sections, place)
+        return self._unknown_name("key", f"[{place[0]}]", self._declared(place[0]), place)
+
+    def _unknown_name(self, kind: str, home: str, known: Iterable[str], place: tuple[str, ...]) -> str:
+        known = list(known)
         near = difflib.get_close_matches(place[-1], known, n=1, cutoff=0.5)
         guess = self._elsewhere(place) or (f" (did you mean {near[0]!r}?)" if near else "")
         return f"unknown {kind} {'.'.join(place)!r}{guess}; the {kind}s of {home} are {', '.join(known)}"
+
+    def _elsewhere(self, place: tuple[str, ...]) -> str:
+        """Return the sections that have the same key."""
+        homes = [f"[{name}]" for name, keys in self.keys.items() if len(place) == 2 and place[1] in keys]
+        return f" (it is a key of {', '.join(homes)})" if homes else ""
+
+
+@dataclass(frozen=True, slots=True)
+class SettingsFaults(Faults):
+    """Describes the faults of a run's settings.
+
+    Attributes:
+        algorithm: the name of the algorithm that declares ``[algorithm]``.
+    """
+
+    algorithm: str = ""
+
+    @classmethod
+    def of(cls, document: Mapping[str, object]) -> Self:
+        """Return the describer for a document and its algorithm."""
+        kinds, step = Kinds.of(document), document.get("step")
+        named = step.get("algorithm") if kinds.algorithm is not None and isinstance(step, Mapping) else None
+        keys = keys_of(kinds.algorithm or PPO, kinds)
+        return cls(keys, list(Settings.model_fields), algorithm=str(named or StepSection().algorithm))
+
+    def _place(self, loc: Sequence[int | str]) -> tuple[str, ...]:
+        """Return the same, and of a reward among several its name and the key there."""
+        return tuple(str(part) for part in loc[: 4 if loc[:2] == REWARDS else 2])
+
+    def _wanted(self, place: tuple[str, ...]) -> str:
+        if len(place) == 3:
+            return f"a table with the keys {', '.join(declared(RewardPart))}"
+        if len(place) == 4:
+            return declared(RewardPart)[place[3]].description
+        return super(SettingsFaults, self)._wanted(place)
+
+    def _unknown(self, place: tuple[str, ...]) -> str:
+        if len(place) == 4:
+            return self._unknown_name("key", "[models.reward.NAME]", declared(RewardPart), place)
+        return super(SettingsFaults, self)._unknown(place)
 
     def _elsewhere(self, place: tuple[str, ...]) -> str:
         """Return the sections or algorithms that have the same key."""
@@ -104,9 +145,10 @@ class Faults:
         others = ", ".join(repr(name) for name, kind in ALGORITHMS.items() if place[1] in declared(kind))
         if place[0] == "algorithm" and others:
             return f" (it is a key of [algorithm] for {others}, not for {self.algorithm!r})"
-        homes = [f"[{name}]" for name, keys in self.keys.items() if place[1] in keys]
-        homes += [f"[algorithm] for {others}, not for {self.algorithm!r}"] if others and not homes else []
-        return f" (it is a key of {', '.join(homes)})" if homes else ""
+        homes = super(SettingsFaults, self)._elsewhere(place)
+        if homes or not others:
+            return homes
+        return f" (it is a key of [algorithm] for {others}, not for {self.algorithm!r})"
 
 
 def require_public(tables: Mapping[str, Mapping[str, object]]) -> None:

@@ -174,11 +174,11 @@ def _require_possible_on_vllm(settings: Settings) -> None:
             "run.policy = 'process' places an actor of transformers, and vLLM has processes of its own: leave it out, "
             "or set models.engine = 'transformers'"
         )
-    if settings.sampling.top_p < 1:
+    if settings.sampling.top_p < 1 and not settings.sampling.top_k:
         raise ValueError(
             f"sampling.top_p = {settings.sampling.top_p} draws from the most likely tokens, and vLLM does not say "
-            "which those were, though log-probs are among them: bound them by sampling.top_k, or set models.engine = "
-            "'transformers'"
+            "which those were, though log-probs are among them: bound them by sampling.top_k too, or set "
+            "models.engine = 'transformers'"
         )
 
 

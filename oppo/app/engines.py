@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from oppo.app.settings import Settings
 from oppo.durable import make
 from oppo.hf.cpu import available_cores
+from oppo.hf.device import device_of
 from oppo.hf.device_layout import DeviceLayout, acting_share
 from oppo.hf.introspection import longest
 from oppo.hf.loading.hub import located
@@ -94,16 +95,23 @@ def serve(order: Order) -> Serving:
     return ENGINES[order.settings.models.engine](order)
 
 
-def require_engine(name: str, arguments: Mapping[str, object]) -> None:
-    """Check, before anything is loaded, that an engine is installed and knows its arguments.
+def require_engine(name: str, arguments: Mapping[str, object], device: str = "auto") -> None:
+    """Check, before anything is loaded, that an engine is installed, and takes its arguments and the trainer's weights.
+
+    Args:
+        name: of the engine.
+        arguments: those that the settings have for it.
+        device: of the trainer.
 
     Raises:
         ConfigError: it is not, or it does not.
     """
     if name == "vllm":
         from oppo.vllm.arguments import require_arguments  # noqa: PLC0415 - vLLM takes seconds to import
+        from oppo.vllm.route import require_route  # noqa: PLC0415
 
-        require_arguments(arguments)
+        require_arguments(arguments, settings=True)
+        require_route(arguments, device_of(device))
 
 
 def _on_transformers(order: Order) -> Serving:
@@ -136,6 +144,7 @@ def _on_vllm(order: Order) -> Serving:
     engine = VllmEngine.start(
         directory,
         arguments={**given, **settings.vllm},
+        trainer=order.actor.device,
         cores=acting_share(settings.run.cores or available_cores()),
         log=order.log,
         tell=order.tell,

@@ -12,9 +12,7 @@ from types import FrameType
 import anyio
 
 from oppo.errors import running_loop
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Sent by a terminal, by a job scheduler, and by a terminal that is closed."""
+from oppo.signals import SIGNALS
 
 
 class Stopped(KeyboardInterrupt):

@@ -200,7 +200,7 @@ def require_installed(settings: Settings) -> None:
     """
     from oppo.app.engines import require_engine  # noqa: PLC0415 - torch takes seconds to import
 
-    require_engine(settings.models.engine, settings.vllm)
+    require_engine(settings.models.engine, settings.vllm, settings.models.device)
     require_trackers(settings.run.track)
 
 

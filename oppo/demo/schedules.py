@@ -62,16 +62,23 @@ def measure(settings: Settings, effort: Effort, tell: Callable[[str], None]) -> 
         write_deeper(Path(settings.models.reward_models[0]), Path(folder), effort.deeper)
         variants = [(mode, varied(settings, mode, effort, Path(folder))) for mode in modes(effort)]
         with prepare(variants[0][1], starting(settings, tell), dry_run=True) as session:
-            beginning = session.prompts.state_dict()
-            rounds: dict[str, list[Round]] = {mode.name: [] for mode, _ in variants}
-            for number in range(effort.rounds + 1):
-                steps = effort.steps if number else 1  # the first round is slower, and not counted
-                tell(f"round {number} of {effort.rounds}, every schedule in turn" if number else "warming up")
-                for mode, chosen in variants if number % 2 else reversed(variants):
-                    session.prompts.load_state_dict(beginning)
-                    made = anyio.run(make_round, session, mode, chosen, steps)
-                    if number:
-                        rounds[mode.name].append(made)
+            return anyio.run(make_rounds, session, variants, effort, tell)
+
+
+async def make_rounds(
+    session: PreparedRun, variants: Sequence[tuple[Mode, Settings]], effort: Effort, tell: Callable[[str], None]
+) -> dict[str, list[Round]]:
+    """Return the rounds of each schedule; one event loop makes them all, as an engine knows no other."""
+    beginning = session.prompts.state_dict()
+    rounds: dict[str, list[Round]] = {mode.name: [] for mode, _ in variants}
+    for number in range(effort.rounds + 1):
+        steps = effort.steps if number else 1  # the first round is slower, and not counted
+        tell(f"round {number} of {effort.rounds}, every schedule in turn" if number else "warming up")
+        for mode, chosen in variants if number % 2 else reversed(variants):
+            session.prompts.load_state_dict(beginning)
+            made = await make_round(session, mode, chosen, steps)
+            if number:
+                rounds[mode.name].append(made)
     return rounds
 
 

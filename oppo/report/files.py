@@ -11,7 +11,7 @@ from oppo.errors import ConfigError
 from oppo.report.lock import LOCK, is_locked, taken
 from oppo.report.records import read
 
-METRICS, SAMPLES, REPORT = "metrics.jsonl", "samples.jsonl", "report.html"
+METRICS, SAMPLES, WORK, REPORT = "metrics.jsonl", "samples.jsonl", "work.jsonl", "report.html"
 
 EVALUATIONS = "eval.jsonl"
 """One object an evaluation, the first with step -1; only where a run is evaluated."""
@@ -24,6 +24,7 @@ STEPLESS = frozenset(
         "config.toml",
         METRICS,
         SAMPLES,
+        WORK,
         EVALUATIONS,
         "journal.jsonl",
         "trace.json",

@@ -6,6 +6,7 @@
 ``samples.jsonl``     a few rollouts of each step, with text and score
 ``eval.jsonl``        only where a run is evaluated: one object an evaluation, the first with step -1
 ``journal.jsonl``     the events of every rollout, and the controllers' observation of every step
+``work.jsonl``        how long each model was at what work in each step (:mod:`oppo.report.work`)
 ``log.jsonl``         the run's beginning, steps, drops and end (:mod:`oppo.report.log`)
 ``trace.json``        Chrome trace of the first and the last steps: a track for each stage and model, an arrow for
                       each rollout
@@ -42,7 +43,17 @@ from oppo.observe import Observer, Span
 from oppo.redact import holds_secret
 from oppo.report import journal
 from oppo.report.evaluations import evaluation_record, summary_of
-from oppo.report.files import EVALUATIONS, METRICS, REPORT, SAMPLES, SUMMARY, clear, require_stepless, require_unused
+from oppo.report.files import (
+    EVALUATIONS,
+    METRICS,
+    REPORT,
+    SAMPLES,
+    SUMMARY,
+    WORK,
+    clear,
+    require_stepless,
+    require_unused,
+)
 from oppo.report.journal import JOURNAL
 from oppo.report.lock import Lock
 from oppo.report.metrics import Metrics, step_metrics, summary
@@ -53,10 +64,11 @@ from oppo.report.samples import Detokenize, samples
 from oppo.report.timed import Timekeeper
 from oppo.report.timeline import Excerpt, timeline
 from oppo.report.trace import TRACED, Trace, TraceFile
+from oppo.report.work import work_of
 from oppo.report.writer import Writer
 from oppo.stages.selection import Rounds
 
-RECORDS = (METRICS, SAMPLES, JOURNAL)
+RECORDS = (METRICS, SAMPLES, WORK, JOURNAL)
 """Files of one object a line, each with its ``step`` (:mod:`oppo.report.records`)."""
 
 _SHOWN_STEPS = 3  # steps at the end whose samples the page shows, besides the first
@@ -176,7 +188,9 @@ class RunDirectory(Observer):
         """Write the step's metrics, and flush all files."""
         del channels
         self.made = step + 1
-        self._trace_models(self._timekeeper.complete(step))
+        spans = self._timekeeper.complete(step)
+        self._trace_models(spans)
+        self._write(WORK, [{"step": step, "models": work_of(spans)}])
         if isinstance(result, StepReport):
             self.trained += len(result.trained)
             self._write(METRICS, [step_metrics(result)])

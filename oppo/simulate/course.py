@@ -3,169 +3,136 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Final, TypeVar
 
 import anyio
 import numpy as np
 from numpy.typing import NDArray
 
-from oppo.admission import Admission, Restarting
-from oppo.chunking import Fixed
-from oppo.events import Finish, FloatArray, Prompt, StepReport, merge_chunks, rollout_of
-from oppo.graph import Graph, GraphBuilder
-from oppo.stages import GAE, Generate, Score, Update
-from oppo.stages.hold import Hold
-from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, run_virtual
+from oppo.admission import Restarting
+from oppo.algorithms.ppo import ppo
+from oppo.events import Batch, Finish, FloatArray, Prompt, StepReport
+from oppo.graph import Graph
+from oppo.models import Capabilities, Trained
+from oppo.observe import Observer, Span, SpanListener, silent
+from oppo.simulate.outcome import LAST, BatchFacts, Outcome
+from oppo.simulate.schedules import Schedule
+from oppo.simulate.system import Passes, Reader, Scoring, System, Workload
+from oppo.stages import Generate, Update
+from oppo.stages.hold import held
+from oppo.testing import Device, FakeCritic, FakePolicy, FakeScorer, FakeTrainer, run_virtual
+from oppo.testing.fake_place import FakePlace, PlacedScorer, placed
+
+T = TypeVar("T")
+
+STAGES: Final[Mapping[Scoring, str]] = MappingProxyType(
+    {"reference": "ref_logp", "reward": "reward", "critic": "value"}
+)
+"""The stage of each scorer."""
+
+TRACKS: Final[Mapping[Scoring, str]] = MappingProxyType(
+    {"reference": "reference", "reward": "reward model", "critic": "critic"}
+)
+"""The track of the spans of each scorer's model, as in ``oppo train``."""
+
+GRAINS = 1024
+"""The longest response has about so many fake tokens at most, each of which stands for several."""
 
 
-class Workload(Protocol):
-    """What is trained."""
+class Longest(Observer):
+    """Notes the longest response that finished in each step."""
 
-    @property
-    def batch(self) -> int:
-        """Rollouts in a batch."""
+    def __init__(self) -> None:
+        self.tokens = 0
+        self._step = -1
 
-    @property
-    def prompt(self) -> int:
-        """Tokens of a prompt."""
+    def on_item(self, step: int, stage: str, item: object, at: float) -> None:
+        """Note a response that ends."""
+        del stage, at
+        if isinstance(item, Finish):
+            self.tokens = max(self.tokens if step == self._step else 0, len(item.response))
+            self._step = step
 
-    @property
-    def cap(self) -> int:
-        """Tokens of the longest response."""
+    def on_span(self, span: Span) -> None:
+        """Ignore the stages."""
 
-    @property
-    def reward(self) -> str | None:
-        """The reward model; ``None``: a rule that costs nothing."""
-
-    def lengths(self, count: int, seed: int) -> NDArray[np.int64]:
-        """Return the lengths of the responses to ``count`` prompts, in tokens."""
+    def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
+        """Ignore the end of a step."""
 
 
-class Work(Protocol):
-    """The costs of a workload in seconds; lengths are of responses, in tokens."""
+@dataclass(eq=False)
+class CostTrainer(FakeTrainer):
+    """A trainer that keeps the facts of its batches instead of these."""
 
-    @property
-    def regime(self) -> Workload:
-        """The workload."""
+    facts: list[BatchFacts] = field(default_factory=list)
 
-    @property
-    def grain(self) -> int:
-        """Tokens for which a fake token stands: lengths are divided by it, decode steps take as many times longer."""
-
-    @property
-    def chunk(self) -> int:
-        """Tokens in a chunk."""
-
-    @property
-    def call(self) -> float:
-        """Seconds of one call of the reward model."""
-
-    @property
-    def publish(self) -> float:
-        """Seconds until the weights have arrived."""
-
-    def decoding(self, rows: int, context: float, steps: int) -> float:
-        """Return the seconds of ``steps`` decode steps of ``rows`` live rows with ``context`` tokens at the start."""
-
-    def reading(self, start: int, stop: int) -> float:
-        """Return the seconds in which the reward model reads positions ``start .. stop`` of a row."""
-
-    def forward(self, lengths: NDArray[np.int64]) -> float:
-        """Return the seconds in which the reference and the critic read whole rows."""
-
-    def training(self, lengths: NDArray[np.int64]) -> float:
-        """Return the seconds of an update of actor and critic."""
-
-
-@dataclass(frozen=True, slots=True)
-class Restarts:
-    """The cost of restarted rollouts.
-
-    Attributes:
-        waste: discarded tokens for each trained token.
-        swing: standard deviation of the batches' mean lengths, over their mean.
-    """
-
-    waste: float
-    swing: float
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Statistics of a run without its first steps.
-
-    Attributes:
-        seconds: mean of a step, until the next could begin.
-        lag: mean versions between a rollout's first token and its update.
-        longest_lag: the largest.
-        extra: mean of the controller's choices.
-        predicted: mean predicted seconds of a step over the mean measured ones; NaN without predictions.
-        spread: root mean square of the predictions' relative errors.
-        extras: the choices, step by step.
-        restarts: of a controller that restarts rollouts; ``None`` for the others.
-    """
-
-    seconds: float
-    lag: float
-    longest_lag: int
-    extra: float
-    predicted: float
-    spread: float
-    extras: tuple[int, ...]
-    restarts: Restarts | None = None
+    async def update(self, batch: Batch) -> Trained:
+        """Take as long as the update does."""
+        trained = await super().update(batch)
+        self.facts.append(BatchFacts.of(batch, self.version - 1))
+        self.batches.clear()
+        return trained
 
 
 @dataclass(eq=False)
 class Course:
-    """A graph of paced models; the first ``skipped`` of its steps do not count."""
+    """A graph of fakes with the costs of a system.
 
-    work: Work
-    admission: Admission
+    Attributes:
+        skipped: first steps that do not count; at least one.
+        seed: of the lengths.
+        grain: tokens for which a fake token stands; 0: as many as keep the longest response short.
+        observers: of the run.
+        listener: called with the span of each call of a scorer.
+    """
+
+    system: System
+    workload: Workload
+    schedule: Schedule
     steps: int = 120
     skipped: int = 20
     seed: int = 0
+    grain: int = 0
+    observers: Sequence[Observer] = ()
+    listener: SpanListener = silent
 
     def __post_init__(self) -> None:
-        work, regime, grain = self.work, self.work.regime, self.work.grain
-        tokens = regime.lengths((self.steps + 1) * regime.batch, self.seed)
-        self._lengths = np.maximum(1, np.round(tokens / grain)).astype(np.int64).tolist()
+        workload = self.workload
+        self.grain = self.grain or max(1, round(workload.cap / GRAINS))
+        units = (self.steps + self.schedule.lookahead + 1) * workload.batch
+        tokens = workload.lengths(units, workload.samples, self.seed)
+        self._lengths = np.maximum(1, np.round(tokens / self.grain)).astype(np.int64)
         self._noise = np.random.default_rng(self.seed + 999).standard_normal(self.steps + 1) * 0.1
-        prompt = regime.prompt
-
-        def reading(start: int, stop: int) -> float:
-            first = 0 if start == 0 else prompt + grain * start  # the prompt is read with the first chunk
-            return work.reading(first, prompt + grain * stop) if stop else 0.0
-
-        self.policy = FakePolicy(
-            lambda prompt_: self._lengths[prompt_.admission],
-            lambda rows, tokens: work.decoding(rows, grain * tokens + rows * prompt, grain),
-            cap=regime.cap // grain,
-        )
-        self.trainer = FakeTrainer(lambda batch: work.training(grain * np.diff(batch.offsets)), publishing=work.publish)
-        self.reward = FakeScorer(
-            lambda event, read, version: self._score(),
-            reading if regime.reward else 0.0,
-            work.call if regime.reward else 0.0,
-            answering=lambda finished: 0.0,
-        )
-        self.reference = FakeScorer(_zeros, answering=lambda finished: work.forward(grain * _lengths(finished)))
-        self.critic = FakeScorer(_zeros)
+        self._longest = Longest()
+        self._places: dict[str, FakePlace] = {}
+        self._devices: dict[str, Device] = {}
+        self.admission = self.schedule.admission()
+        self.policy = self._policy()
+        self.trainer = self._trainer()
 
     def graph(self) -> Graph[StepReport]:
-        """Return the graph: the reward model reads along, the reference and the critic wait for the cut."""
-        capacity = 4 * self.work.regime.batch
-        g: GraphBuilder[Prompt] = GraphBuilder("ppo", capacity=capacity, merge=merge_chunks, key=rollout_of)
-        rollout = g.add(
-            "generate", Generate(self.policy, self.admission, Fixed(self.work.chunk // self.work.grain)), g.prompts
+        """Return the graph of PPO; scorers that read whole responses wait for the cut."""
+        critic = FakeCritic()
+        critic.value = _zeros
+        reward = self._scorer("reward", FakeScorer(lambda event, read, version: self._score()))
+        graph = ppo(
+            policy=self.policy,
+            reference=self._scorer("reference", FakeScorer(_zeros)),
+            reward=reward,
+            critic=self._scorer("critic", critic),
+            trainer=self.trainer,
+            admission=self.admission,
+            chunks=self.schedule.chunks(self.grain),
         )
-        held = g.add("held", Hold(), rollout)
-        ref = g.add("ref_logp", Score(self.reference), held)
-        score = g.add("reward", Score(self.reward), rollout)
-        value = g.add("value", Score(self.critic), held)
-        batch = g.add("advantage", GAE(), rollout, score, reference=ref, value=value)
-        return g.build(g.add("update", Update(self.trainer, publish=[self.policy]), batch))
+        graph = graph.replace(generate=replace(graph.stage("generate", Generate), samples=self.workload.samples))
+        if self.schedule.in_flight:
+            graph = graph.replace(update=replace(graph.stage("update", Update), after=()))
+        waiting = [stage for name, stage in STAGES.items() if self.schedule.held or not self._reader(name).streams]
+        return held(graph, waiting) if waiting else graph
 
     def run(self) -> Outcome:
         """Run it in virtual time."""
@@ -174,50 +141,94 @@ class Course:
     async def _run(self) -> Outcome:
         reports: list[StepReport] = []
         ends: list[float] = []
-        prompts = [Prompt(n, n, np.zeros(1, np.int32), group=n) for n in range(len(self._lengths))]
-        async with self.graph().open(prompts) as run:
+        busy: list[float] = []
+        prompt = np.zeros(max(1, self.workload.prompt // self.grain), np.int32)
+        prompts = [Prompt(n, n, prompt, group=n) for n in range(len(self._lengths))]
+        ahead = self.schedule.lookahead
+        async with self.graph().open(prompts, observers=[self._longest, *self.observers], lookahead=ahead) as run:
             async for report in run.steps(self.steps):
                 reports.append(report)
                 ends.append(anyio.current_time())
-        # The last steps admit only what can still be trained, so they are shorter.
-        last = self.steps - 3
-        counted = reports[self.skipped : last]
-        batches = self.trainer.batches[self.skipped : last]
-        lags = [
-            self.skipped + version - int(response.versions[0])
-            for version, batch in enumerate(batches)
-            for response in batch.responses
-        ]
-        seconds = np.diff(ends)[self.skipped - 1 : last - 1]
-        predicted = np.array([report.metrics.get("deferral/predicted_seconds", math.nan) for report in counted])
-        extras = tuple(int(report.metrics.get("deferral/extra", 0)) for report in reports)
-        return Outcome(
-            seconds=float(seconds.mean()),
-            lag=float(np.mean(lags)),
-            longest_lag=max(lags),
-            extra=float(np.mean(extras[self.skipped : last])),
-            predicted=float(predicted.mean() / seconds.mean()),
-            spread=float(np.sqrt(np.mean((predicted / seconds - 1) ** 2))),
-            extras=extras,
-            restarts=self._restarts(reports, last) if isinstance(self.admission, Restarting) else None,
+                busy.append(sum(lane.busy for lane in self.policy.lanes))
+        first, last = self.skipped, self.steps - LAST - ahead
+        working = (busy[last - 1] - busy[first - 1]) / len(self.policy.lanes)
+        return Outcome.of(
+            reports,
+            ends,
+            self.trainer.facts,
+            counted=slice(first, last),
+            grain=self.grain,
+            idle=1 - working / (ends[last - 1] - ends[first - 1]),
+            peak_tokens=sum(
+                self.grain * lane.peak_tokens + self.workload.prompt * lane.peak_rows for lane in self.policy.lanes
+            ),
+            restarts=isinstance(self.admission, Restarting),
         )
 
-    def _restarts(self, reports: Sequence[StepReport], last: int) -> Restarts:
-        lengths = [np.diff(batch.offsets) for batch in self.trainer.batches[self.skipped : last]]
-        discarded = [report.metrics.get("deferral/discarded_tokens", 0.0) for report in reports[self.skipped : last]]
-        means = np.array([each.mean() for each in lengths])
-        return Restarts(
-            waste=float(sum(discarded) / sum(each.sum() for each in lengths)), swing=float(means.std() / means.mean())
+    def _policy(self) -> FakePolicy:
+        decoder, grain, prompt = self.system.decoder, self.grain, self.workload.prompt
+
+        def seconds(rows: int, tokens: int) -> float:
+            return grain * decoder.seconds(rows, grain * tokens + rows * (prompt + grain / 2))
+
+        return FakePolicy(
+            lambda prompt_: int(self._lengths[prompt_.admission, prompt_.sample]),
+            seconds,
+            reading=partial(self._reading, decoder.prefill),
+            on_publish="recompute" if decoder.recomputes else "keep",
+            cap=max(1, self.workload.cap // grain),
+            replicas=decoder.replicas,
+            static=decoder.static and self.schedule.held,
+            device=self._device(decoder.device),
+            capabilities=Capabilities(loads_while_decoding="between decode steps"),
         )
+
+    def _trainer(self) -> CostTrainer:
+        updater = self.system.updater
+        return CostTrainer(
+            lambda batch: updater.seconds(self._rows(np.diff(batch.offsets))),
+            publishing=updater.publish,
+            device=self._device(updater.device),
+        )
+
+    def _scorer(self, name: Scoring, fake: FakeScorer[T]) -> PlacedScorer[T]:
+        """Give a fake scorer its costs and its place."""
+        reader = self._reader(name)
+        fake.device = self._device(reader.device)
+        if reader.streams and not (self.schedule.held and reader.padded):
+            fake.per_token, fake.per_call = partial(self._reading, reader.passes), reader.call
+            fake.answering = lambda finished: reader.answer * len(finished)
+        else:
+            fake.answering = partial(self._whole, reader)
+        place = "scorers" if self.schedule.held else reader.place
+        return placed(fake, self._places.setdefault(place, FakePlace(self.listener)), TRACKS[name])
+
+    def _reader(self, name: Scoring) -> Reader:
+        return self.system.readers.get(name, Reader(place=name, device=name))
+
+    def _reading(self, passes: Passes, start: int, stop: int) -> float:
+        """Return the seconds for positions of a response, those of the prompt below 0."""
+        prompt = self.workload.prompt
+        return passes.reading(0 if start < 0 else prompt + self.grain * start, prompt + self.grain * stop)
+
+    def _whole(self, reader: Reader, finished: Sequence[Finish]) -> float:
+        """Return the seconds for whole rows."""
+        lengths = [len(event.response) for event in finished]
+        if reader.padded:
+            lengths = [self._longest.tokens] * len(finished)
+        return reader.call + reader.passes.whole(self._rows(lengths)) + reader.answer * len(finished)
+
+    def _rows(self, lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return the tokens of whole rows, prompts included, float64 [n]."""
+        return self.workload.prompt + self.grain * np.asarray(lengths, np.float64)
+
+    def _device(self, name: str) -> Device:
+        return self._devices.setdefault(name, Device(self.system.interference))
 
     def _score(self) -> float:
         """Return a score that rises to a plateau; the noise is of the step's mean."""
         step = self.trainer.version
         return 4.1 * (1 - math.exp(-step / 100)) + float(self._noise[min(step, self.steps)])
-
-
-def _lengths(finished: Sequence[Finish]) -> NDArray[np.int64]:
-    return np.array([len(event.response) for event in finished])
 
 
 def _zeros(event: Finish, _read: tuple[int, ...], _version: int) -> FloatArray:

@@ -14,7 +14,7 @@ import numpy as np
 from oppo.errors import ConfigError, DataError, ProtocolError, shortened
 from oppo.events import Batch, Finish, Prompt
 from oppo.follower_protocols import name_of
-from oppo.models import Follower, Piece, Policy, Trained, Trainer
+from oppo.models import Capabilities, Follower, Piece, Policy, Trained, Trainer
 from oppo.token_rewards import TokenRewards
 from oppo.turns import MultiTurnPolicy
 
@@ -70,6 +70,18 @@ def require_turns(policy: Policy) -> None:
             f"an environment answers turns, and {type(policy).__name__} cannot go on after one: expected a policy with "
             "open_turns() and capabilities.turns, such as oppo.hf.HfPolicy"
         )
+
+
+def require_supports(followers: Sequence[Follower]) -> None:
+    """Raise ``ConfigError`` if one is a policy whose tokens cannot be trained on."""
+    for policy in followers:
+        capabilities = getattr(policy, "capabilities", None)
+        if isinstance(capabilities, Capabilities) and not capabilities.supports:
+            raise ConfigError(
+                f"{name_of(policy)} does not report from which ids it draws each token (capabilities.supports), "
+                "and a trainer's log-probs are over these: let it draw from all ids (top_p = 1), or bound them in a "
+                "way that it reports (top_k)"
+            )
 
 
 def require_count(results: object, rollouts: int, what: str) -> None:

@@ -384,7 +384,7 @@ class Generate:
                     ended(rollout)
                     return
                 if piece.state != "live":
-                    rollout.reason = piece.state
+                    rollout.reason, rollout.ended = piece.state, anyio.current_time()
             ended(rollout)
             unit = self._ledger.place_of(rollout.prompt.rollout)
             if unit and all(self._in_flight[prompt.rollout].reason for prompt in unit.prompts):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -35,10 +36,14 @@ class Hold:
             await out.send(event)
 
 
-def held(graph: Graph[StepReport]) -> Graph[StepReport]:
+def held(graph: Graph[StepReport], readers: Collection[str] | None = None) -> Graph[StepReport]:
     """Return a graph without overlap: what its stage that generates sends is held until decoding has ended.
 
     Every stage that reads it reads a :class:`Hold` instead, which is called ``held``.
+
+    Args:
+        graph: with one stage that is a :class:`~oppo.stages.Generate`.
+        readers: the stages for which it is held; ``None``: all that read it.
 
     Raises:
         GraphError: there is not one stage that generates, a stage has that name already, or the step could not end:
@@ -56,7 +61,10 @@ def held(graph: Graph[StepReport]) -> Graph[StepReport]:
         )
     if HELD in graph.nodes:
         raise GraphError(f"graph {graph.name!r} cannot be held: a stage is called {HELD!r} already")
-    nodes = [_reading_held(each, node.name) for each in graph.topology.nodes]
+    nodes = [
+        _reading_held(each, node.name) if readers is None or each.name in readers else each
+        for each in graph.topology.nodes
+    ]
     nodes.append(Node(HELD, Hold(), (node.name,), node.capacity))
     return Graph(replace(graph.topology, nodes=tuple(nodes)))
 

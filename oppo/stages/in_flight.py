@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ class InFlightRollout:
         length: tokens so far.
         reason: why the response ended; ``None`` while it is unfinished.
         dropped: why the rollout is not trained; empty if it is.
+        ended: loop time at which its last piece was read, in seconds; NaN while it is unfinished.
     """
 
     prompt: Prompt
@@ -30,6 +32,7 @@ class InFlightRollout:
     length: int = 0
     reason: FinishReason | None = None
     dropped: str = ""
+    ended: float = math.nan
 
     @property
     def newest_version(self) -> int:

@@ -12,6 +12,7 @@ from oppo.events import StepReport
 from oppo.graph import Step
 from oppo.observe import Span
 from oppo.stages.in_flight import InFlightRollout
+from oppo.stages.stretches import Grown, stretches
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,7 @@ class Decoded:
 
     Attributes:
         decode_steps, tokens, rows, finished, capped, parked, chunk: as of :class:`oppo.Observation`.
+        grown: what was decoded of each rollout; of those that had not ended before.
     """
 
     decode_steps: int = 0
@@ -29,6 +31,18 @@ class Decoded:
     capped: int = 0
     parked: tuple[int, ...] = ()
     chunk: int = 0
+    grown: tuple[Grown, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ScorerReading:
+    """A scorer's call that read; recorded by the stage that made it.
+
+    Attributes:
+        tokens: that it read.
+    """
+
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +50,13 @@ class ScorerAnswer:
     """A scorer's call that returned values; recorded by the stage that made it.
 
     Attributes:
-        at: loop time, in seconds.
+        start, at: loop time at its beginning and at its end, in seconds.
+        rollouts: for which it did.
     """
 
+    start: float
     at: float
+    rollouts: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +96,7 @@ class DecodeMeter:
         self._units: list[list[InFlightRollout]] = []
         self._lengths: dict[int, int] = {}
         self._joined: dict[int, int] = {}
+        self._unended: list[InFlightRollout] = []
         self._made = 0
         self.add(rollouts)
         self._rows = sum(each.reason is None for unit in self._units for each in unit)
@@ -91,6 +109,7 @@ class DecodeMeter:
         self._units += units
         self._lengths |= {each.prompt.rollout: each.length for unit in units for each in unit}
         self._joined |= {each.prompt.rollout: self._made for unit in units for each in unit}
+        self._unended += [each for unit in units for each in unit if each.reason is None]
 
     def note_end(self, rollout: InFlightRollout) -> None:
         """Note the decode steps that were made by the end of a rollout, or by the cut."""
@@ -116,7 +135,12 @@ class DecodeMeter:
             capped=sum(rollout.reason == "length" for rollout, complete in longest if complete),
             parked=tuple(rollout.length for rollout, complete in longest if not complete),
             chunk=self._chunk,
+            grown=tuple(map(self._grown, self._unended)),
         )
+
+    def _grown(self, each: InFlightRollout) -> Grown:
+        number = each.prompt.rollout
+        return Grown(len(each.prompt.tokens), self._lengths[number], each.length, each.ended, self._joined[number])
 
 
 def observation(report: StepReport, step: Step) -> Observation:
@@ -147,10 +171,12 @@ def observation(report: StepReport, step: Step) -> Observation:
         finished=tuple(length for each in rounds for length in each.finished),
         capped=sum(each.capped for each in rounds),
         parked=rounds[-1].parked,
-        scoring=tuple(
-            _scoring(stage, [call for call in calls if call.track == stage and call.end <= last], cut)
-            for stage, last in sorted(answered.items())
+        stretches=tuple(
+            found
+            for each, span in zip(rounds, decoding, strict=False)  # a step whose rollouts were complete decodes nothing
+            for found in stretches(each.grown, span.start, span.end)
         ),
+        scoring=tuple(_scoring(stage, step, cut, last) for stage, last in sorted(answered.items())),
         rest_seconds=rest,
         score=report.score,
         mismatch_kl=_finite(report, "mismatch/kl"),
@@ -166,9 +192,19 @@ def _finite(report: StepReport, name: str) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _scoring(stage: str, calls: Sequence[Span], cut: float) -> Scoring:
+def _scoring(stage: str, step: Step, cut: float, last: float) -> Scoring:
+    """Return the work of a scorer whose last value came at ``last``."""
+    calls = [span for _, span in step.recorded(Span) if span.track == stage and span.role == "score"]
+    waited = [call for call in calls if call.end <= last]
+    readings = [reading for name, reading in step.recorded(ScorerReading) if name == stage]
+    answers = [answer for name, answer in step.recorded(ScorerAnswer) if name == stage]
     return Scoring(
         stage,
-        before=sum(max(0.0, min(call.end, cut) - call.start) for call in calls),
-        after=sum(max(0.0, call.end - max(call.start, cut)) for call in calls),
+        before=sum(max(0.0, min(call.end, cut) - call.start) for call in waited),
+        after=sum(max(0.0, call.end - max(call.start, cut)) for call in waited),
+        spare=sum(call.end - call.start for call in calls if call.end > last),
+        calls=len(readings),
+        tokens=sum(reading.tokens for reading in readings),
+        answered=sum(answer.rollouts for answer in answers),
+        answering=sum(answer.at - answer.start for answer in answers),
     )

@@ -22,7 +22,7 @@ from oppo.scorer_protocols import ConcurrentScorer, ReportsSamples
 from oppo.stages.backlog import Backlog, Growth
 from oppo.stages.contract import require_count, require_model
 from oppo.stages.following import Following
-from oppo.stages.measure import Averaged, ScorerAnswer
+from oppo.stages.measure import Averaged, ScorerAnswer, ScorerReading
 
 T = TypeVar("T")
 
@@ -186,10 +186,11 @@ class Score(Generic[T]):
         """Return the scorer's value of each."""
         if not finished:
             return []
+        start = anyio.current_time()
         with _working(finished, step, "finish"):
             values = await self._prioritised.finish(finished, priority=priority)
             require_count(values, len(finished), "finish() of the scorer")
-        step.record(ScorerAnswer(anyio.current_time()))
+        step.record(ScorerAnswer(start, anyio.current_time(), len(finished)))
         if isinstance(self.scorer, ReportsSamples):
             step.record(Averaged(self.scorer.samples()))
         for event in finished:
@@ -214,6 +215,7 @@ class Score(Generic[T]):
         start = anyio.current_time()
         with _working(accepted, step, "extend"):
             await self._prioritised.extend(accepted, priority=priority)
+        step.record(ScorerReading(sum(len(event.tokens) for event in accepted)))
         measured = (anyio.current_time() - start) / max(1, sum(len(event.tokens) for event in accepted))
         known = self._seconds_per_token
         self._seconds_per_token = min(measured, self._slice.rise * known) if known else measured

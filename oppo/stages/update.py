@@ -30,7 +30,7 @@ from oppo.events import Batch, Drop, Part, StepReport
 from oppo.graph import Receiver, Sender, Step
 from oppo.models import Follower, StreamingTrainer, Trained, Trainer
 from oppo.numeric import require_whole
-from oppo.stages.contract import require_model, require_trained
+from oppo.stages.contract import require_model, require_supports, require_trained
 from oppo.stages.lengths import LengthBias
 from oppo.stages.measure import observation, step_metrics
 from oppo.stages.publishing import Publishing
@@ -77,6 +77,7 @@ class Update:
         require_model(self.trainer, "Trainer", ("version", "update", "publish"))
         for follower in self.publish:
             require_model(follower, "Follower", ("version", "load"))
+        require_supports(self.publish)
         self._publishing = Publishing(self.trainer, self.publish, self.after, self.held)
 
     def state_dict(self) -> Mapping[str, Any]:

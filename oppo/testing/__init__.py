@@ -4,6 +4,7 @@ Public, and torch-free. As a pytest plugin (``pytest_oppo``) they need no import
 """
 
 from oppo.testing.conformance import check_policy, check_scorer, check_trainer
+from oppo.testing.device import Device, time_shared
 from oppo.testing.fake_batch import fake_batch
 from oppo.testing.fake_policy import FakePolicy
 from oppo.testing.fakes import FakeCritic, FakeScorer, FakeTrainer, fake_per_token, fake_scalar, noise, prompts
@@ -21,6 +22,7 @@ from oppo.testing.script import Fault, Flap, Garbage, HalfPublished, Hang, LoseS
 from oppo.testing.serial import respond_serially, score_serially
 
 __all__ = [
+    "Device",
     "FakeCritic",
     "FakePolicy",
     "FakeScorer",
@@ -54,4 +56,5 @@ __all__ = [
     "respond_serially",
     "run_virtual",
     "score_serially",
+    "time_shared",
 ]

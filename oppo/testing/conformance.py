@@ -55,6 +55,7 @@ async def check_policy(make: Make[Policy], prompts: Sequence[Prompt]) -> None:
     await cancelled.decode(limit=2, cancel_first=True)
     require(cancelled.tokens == expected, "a cancelled read lost or doubled tokens")
     await _check_cut(make, prompts, expected)
+    await _check_giving_up(make, prompts, expected)
     await _check_leaving(make, prompts)
     await _check_joining(make, prompts, expected)
     await _check_loading(make, prompts)
@@ -83,6 +84,27 @@ async def _check_cut(make: Make[Policy], prompts: Sequence[Prompt], expected: li
     for transcript in trial.transcripts:
         versions = np.concatenate([piece.versions for piece in transcript.pieces])
         require(bool(np.all(np.diff(versions) >= 0)), "the versions of a rollout decrease")
+
+
+async def _check_giving_up(
+    make: Make[Policy], prompts: Sequence[Prompt], expected: list[list[tuple[int, bool]]]
+) -> None:
+    trial = await _trial(make, prompts)
+    longest = max(range(len(prompts)), key=lambda k: len(expected[k]))
+    with as_itself():
+        async with trial.policy.decoding(trial.decodes, trial.cut):
+            await trial.decodes[longest].read(1)
+            async with anyio.create_task_group() as readers:
+                for k in set(range(len(prompts))) - {longest}:
+                    readers.start_soon(trial.read, k, 3)
+                await trial.decodes[longest].aclose()
+    trial.transcripts[longest].pieces, expected = [], [[] if k == longest else t for k, t in enumerate(expected)]
+    require([t.tokens for t in trial.transcripts] == expected, "giving a rollout up changed the tokens of the others")
+    try:
+        await trial.decodes[longest].read(1)
+    except ProtocolError:
+        return
+    raise ProtocolError("a rollout that was given up can be read")
 
 
 async def _check_resuming(make: Make[Policy], whole: Trial) -> None:

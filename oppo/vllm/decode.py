@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from oppo.decodes import BufferedDecode
 from oppo.errors import ProtocolError
 from oppo.events import FinishReason, IntArray, Response
-from oppo.models import Sampling
+from oppo.models import PieceState, Sampling
 from oppo.stopping import StopCriteria
 from oppo.support import Support
 from oppo.vllm.requests import drawn
@@ -24,6 +24,7 @@ class VllmDecode(BufferedDecode):
         sampling: how its tokens are drawn.
         request: id of its request in the engine; empty when there is none.
         collector: receives the engine's outputs for the request.
+        error: what the engine made of it that cannot be used, which ends its decoding.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class VllmDecode(BufferedDecode):
         self.sampling = sampling
         self.request = ""
         self.collector: Collector | None = None
+        self.error: Exception | None = None
         self._policy = policy
         self._stopping = stopping
         self._tokens = response.tokens.tolist()
@@ -81,6 +83,8 @@ class VllmDecode(BufferedDecode):
     def take(self, output: Output, version: int) -> None:
         """Take what is new of the request; of a response that ends, all of it is withheld until :meth:`release`.
 
+        It may come late, when the rollout is parked already.
+
         Raises:
             ModelError: a log-prob is not finite, or the engine ended the request for a reason of its own.
             ProtocolError: the engine says that other weights made a token.
@@ -108,8 +112,9 @@ class VllmDecode(BufferedDecode):
         elif self.finished:
             self._last = fresh
             return
+        going: PieceState = "live" if self.live else "cut"
         for at, (token, logprob, support) in enumerate(fresh, 1):
-            self.put(token, logprob, version, support, turn if turn and at == len(fresh) else "live")
+            self.put(token, logprob, version, support, turn if turn and at == len(fresh) else going)
 
     def release(self) -> None:
         """Let the reader have the end of the response."""
@@ -141,6 +146,7 @@ class VllmDecode(BufferedDecode):
             return
         self.given_up = True
         self.wake()
+        self._policy.notice()
         await self._policy.abort([self])
 
     def usable_by(self, policy: VllmPolicy) -> bool:

@@ -19,7 +19,6 @@ from anyio.abc import TaskGroup
 from oppo.errors import leaves
 from oppo.models import Cut, Decode
 from oppo.vllm.lost import engine_calls
-from oppo.vllm.surface import Output
 
 if TYPE_CHECKING:
     from oppo.vllm.decode import VllmDecode
@@ -63,7 +62,7 @@ class DecodingLoop:
             try:
                 yield
             except Exception as error:  # noqa: BLE001 - taken out of the task group, which would wrap it in a group
-                self._errors.append(error)
+                self._collect(error)
             finally:
                 self._cut = None
                 tasks.cancel_scope.cancel()
@@ -75,6 +74,7 @@ class DecodingLoop:
         """Report what had finished already, then let the engine work until the end."""
         try:
             await self._policy.prepare()
+            self._require_sound()
             await self._policy.submit(self._begun)
             if self._report():
                 async with anyio.create_task_group() as pumps:
@@ -90,21 +90,25 @@ class DecodingLoop:
 
     async def _pump(self, decode: VllmDecode) -> None:
         """Take the tokens of one rollout as they come, until its end."""
+        collector = decode.collector
         try:
-            while not decode.idle and not decode.given_up and decode.collector is not None:
-                with engine_calls():
-                    output = decode.collector.get_nowait() or await decode.collector.get()
-                self._take(decode, output)
+            while collector is not None and decode.collector is collector and not decode.idle and not decode.error:
+                with engine_calls(self._policy.engine):
+                    output = collector.get_nowait() or await collector.get()
+                if decode.collector is collector:  # else it was given up, and this says so
+                    self._policy.take(decode, output)
         except Exception as error:  # noqa: BLE001 - raised by the umpire
-            self._errors.append(error)
+            decode.error = error
+        self.notice()
+
+    def notice(self) -> None:
+        """Have the umpire look at the rollouts: one has ended, has failed or was given up."""
         self._news.set()
 
-    def _take(self, decode: VllmDecode, output: Output) -> None:
-        before = decode.written
-        decode.take(output, self._policy.version)
-        self._policy.tokens += decode.written - before
-        if decode.idle:
-            self._news.set()
+    def fail(self, error: Exception) -> None:
+        """End decoding with an error."""
+        self._collect(error)
+        self.notice()
 
     async def add(self, decodes: Sequence[Decode]) -> None:
         """Decode these as well, from the next decode step on; those that come after the cut stay parked.
@@ -120,7 +124,7 @@ class DecodingLoop:
     def note_answer(self, decode: VllmDecode) -> None:
         """Have a decode that was added, or whose turn was answered, join the others, or end."""
         self._answered.append(decode)
-        self._news.set()
+        self.notice()
 
     async def _umpire(self, pumps: TaskGroup) -> None:
         """Report the responses that end, and go on with those that were answered or added, until the cut."""
@@ -128,8 +132,7 @@ class DecodingLoop:
             await self._news.wait()
             self._news = anyio.Event()
             await anyio.lowlevel.checkpoint()  # the pumps of the same decode step come first
-            if self._errors:
-                raise self._errors.pop(0)
+            self._require_sound()
             answered, self._answered = self._answered, []
             over = [each for each in self._decodes if each.idle and each.request]
             await self._policy.abort([*over, *(each for each in answered if each.request)])
@@ -153,21 +156,26 @@ class DecodingLoop:
                 decode.release()
         return self._cut is not None
 
-    def drain(self) -> None:
-        """Take what the engine had made by the time it was paused; what ended is withheld."""
-        for decode in self._decodes:
-            if decode.collector is not None and not decode.idle and not decode.given_up:
-                output = decode.collector.get_nowait()
-                if output is not None:
-                    self._take(decode, output)
+    def _require_sound(self) -> None:
+        """Raise what ends decoding: the error of the policy, or of a rollout."""
+        self._collect()
+        if self._errors:
+            raise self._errors[0]
+
+    def _collect(self, *errors: Exception) -> None:
+        """Keep errors, those of rollouts included, each once."""
+        for error in (*errors, *(each.error for each in self._decodes if not each.given_up)):
+            if error is not None and all(error is not each for each in self._errors):
+                self._errors.append(error)
 
     async def _stop(self) -> None:
         """Pause the engine, if it has something to do, and park what has not ended."""
-        if any(decode.request and not decode.idle for decode in self._decodes):
-            try:
+        try:
+            if any(decode.request and not decode.idle for decode in self._decodes):
                 await self._policy.pause()
-            except Exception as error:  # noqa: BLE001 - raised when the context is left
-                self._errors.append(error)
+        except Exception as error:  # noqa: BLE001 - raised when the context is left
+            self._collect(error)
+        self._collect()
         for decode in self._decodes:
             decode.park(None)
 
@@ -178,7 +186,7 @@ class DecodingLoop:
             raise error
         failure.add_note(f"while decoding rollouts {[decode.prompt.rollout for decode in self._decodes]}")
         self._cut = None
-        self._errors.insert(0, failure)
+        self._errors = [failure, *(each for each in self._errors if each is not failure)]
         for decode in self._decodes:
             decode.park(failure)
 

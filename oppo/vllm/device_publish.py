@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol
 
-import anyio.from_thread
 import anyio.to_thread
+import torch
+from anyio.from_thread import BlockingPortal
 from torch import Tensor
 
+from oppo.errors import ModelError, as_itself
 from oppo.vllm.publish import DEADLINE, in_time
+from oppo.vllm.route import Route
 from oppo.vllm.weight_file import untied
 
 if TYPE_CHECKING:
     from oppo.vllm.surface import AsyncEngine
-
-Backend: TypeAlias = Literal["ipc", "nccl"]
 
 
 @dataclass
@@ -42,30 +44,41 @@ class Published:
 
 
 class BlockingClient:
-    """vLLM's ``VLLMWeightSyncClient``: the calls of an engine, from a worker thread of its event loop."""
+    """vLLM's ``VLLMWeightSyncClient``: the calls of an engine, from any thread.
+
+    Attributes:
+        portal: leads to the engine's event loop, during an update.
+    """
 
     def __init__(self, llm: AsyncEngine) -> None:
+        self.portal: BlockingPortal | None = None
         self._llm = llm
+
+    @property
+    def _call(self) -> Any:
+        if self.portal is None:
+            raise ModelError("vLLM was called between two updates of its weights")
+        return self.portal.call
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Have the workers join."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest  # noqa: PLC0415
 
-        anyio.from_thread.run(self._llm.init_weight_transfer_engine, WeightTransferInitRequest(init_info=init_info))
+        self._call(self._llm.init_weight_transfer_engine, WeightTransferInitRequest(init_info=init_info))
 
     def start_weight_update(self) -> None:
         """Begin an update."""
-        anyio.from_thread.run(self._llm.start_weight_update)
+        self._call(self._llm.start_weight_update)
 
     def update_weights(self, update_info: Any) -> None:
         """Have the workers load weights."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest  # noqa: PLC0415
 
-        anyio.from_thread.run(self._llm.update_weights, WeightTransferUpdateRequest(update_info=update_info))
+        self._call(self._llm.update_weights, WeightTransferUpdateRequest(update_info=update_info))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """End the update."""
-        anyio.from_thread.run(self._llm.finish_weight_update, weight_version)
+        self._call(self._llm.finish_weight_update, weight_version)
 
 
 class TrainerSide(Protocol):
@@ -79,49 +92,74 @@ class DeviceSender:
     """Sends weights from the trainer's GPU to those of vLLM's workers.
 
     Args:
-        backend: ``ipc`` where one worker shares the trainer's GPU, else ``nccl``.
-        workers: number of vLLM's workers.
+        route: ``ipc`` or ``nccl``.
         deadline: seconds that a transfer has.
     """
 
-    def __init__(self, backend: Backend, workers: int, deadline: float = DEADLINE) -> None:
-        self._backend: Backend = backend
-        self._workers = workers
+    def __init__(self, route: Route, deadline: float = DEADLINE) -> None:
+        self._route = route
         self._deadline = deadline
         self._source = Published()
+        self._client: BlockingClient | None = None
         self._trainer: TrainerSide | None = None
 
     async def send(self, llm: AsyncEngine, tensors: Mapping[str, Tensor], version: str) -> None:
         """Send the weights and wait until all workers serve them; see :class:`oppo.vllm.publish.WeightSender`."""
+        self._require_local(tensors)
         self._source.tensors = untied(tensors)
+        client = self._client = self._client or BlockingClient(llm)
 
         def transfer() -> None:
-            if self._trainer is None:
-                self._trainer = self._joined(BlockingClient(llm))
-            self._trainer.send_weights()
+            with current(self._route.trainer):
+                self._trainer = self._trainer or self._joined(client)
+                self._trainer.send_weights()
 
-        async with in_time(self._deadline, version):
-            await anyio.to_thread.run_sync(transfer, abandon_on_cancel=True)
-            await llm.update_weight_version(version)
+        try:
+            async with in_time(self._deadline, version):
+                with as_itself():
+                    async with BlockingPortal() as client.portal:
+                        await anyio.to_thread.run_sync(transfer, abandon_on_cancel=True)
+                await llm.update_weight_version(version)
+        finally:
+            client.portal = None
+
+    def _require_local(self, tensors: Mapping[str, Tensor]) -> None:
+        expected = self._route.trainer
+        for name, tensor in tensors.items():
+            if tensor.device != expected:
+                raise ModelError(
+                    f"weight {name} is on {tensor.device}, and vLLM, which goes on with those that it has, was started "
+                    f"for a trainer on {expected}: start the engine with trainer='{tensor.device}'"
+                )
 
     def _joined(self, client: BlockingClient) -> TrainerSide:
         """Return vLLM's side of the trainer, in contact with the workers."""
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory  # noqa: PLC0415
 
-        init = init_info(self._backend, self._workers)
+        init = init_info(self._route)
         trainer: TrainerSide = WeightTransferTrainerFactory.trainer_init(init, client=client, source=self._source)
         return trainer
 
 
-def init_info(backend: Backend, workers: int) -> Any:
+@contextmanager
+def current(device: torch.device) -> Iterator[None]:
+    """Make a GPU the one that the thread works on, when it has finished what other threads gave it to do."""
+    with torch.cuda.device(device):
+        torch.cuda.synchronize(device)
+        yield
+
+
+def init_info(route: Route) -> Any:
     """Return how the trainer, as rank 0, and the workers meet."""
-    if backend == "ipc":
+    if route.backend == "ipc":
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo  # noqa: PLC0415
 
         return IPCTrainerInitInfo(rank=0)
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo  # noqa: PLC0415
 
-    return NCCLTrainerInitInfo(master_address="127.0.0.1", master_port=free_port(), world_size=1 + workers, rank=0)
+    return NCCLTrainerInitInfo(
+        master_address="127.0.0.1", master_port=free_port(), world_size=1 + route.workers, rank=0
+    )
 
 
 def free_port() -> int:

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import os
 import threading
+from asyncio import AbstractEventLoop
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from oppo.errors import ConfigError, one_line
+import torch
+
+from oppo.errors import ConfigError, OppoError, ProtocolError, one_line, running_loop
 from oppo.observe import now, silent
-from oppo.vllm.arguments import engine_arguments, require_installed
+from oppo.vllm.arguments import engine_arguments, require_arguments
 from oppo.vllm.device_publish import DeviceSender
 from oppo.vllm.heeded import heeded
 from oppo.vllm.plugin import TRANSFER, register
-from oppo.vllm.processes import Children, cores_of, environment, logging_to
+from oppo.vllm.processes import Children, EngineLog, cores_of, environment, logging_to
 from oppo.vllm.publish import FileSender, WeightSender
+from oppo.vllm.route import route_of
+from oppo.vllm.served_weights import ServedWeights
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -35,20 +40,30 @@ class VllmEngine:
     The processes take no signal from the terminal, write to a log, and end with this process however that ends.
 
     Attributes:
-        llm: the engine; used on one event loop.
+        llm: the engine.
         sender: gives it the weights of an update.
         name: of its model.
         vocabulary: upper bound of token ids.
         longest: the longest sequence, prompt and response, in tokens.
         requests: ids of the requests that policies have open.
         config: vLLM's own.
+        weights: those of its model; ``None`` for one that transformers cannot train, or that pools.
 
     Example:
         >>> with VllmEngine.start("models/actor", arguments={"max_num_seqs": 64}) as engine:  # doctest: +SKIP
         ...     policy = VllmPolicy(engine, sampling=Sampling(max_new_tokens=128))
     """
 
-    def __init__(self, llm: Any, sender: WeightSender, children: Children, stack: ExitStack) -> None:
+    def __init__(
+        self,
+        llm: Any,
+        sender: WeightSender,
+        children: Children,
+        stack: ExitStack,
+        *,
+        log: EngineLog,
+        weights: ServedWeights | None = None,
+    ) -> None:
         self.llm = llm
         self.sender = sender
         self.config: VllmConfig = llm.vllm_config
@@ -56,8 +71,14 @@ class VllmEngine:
         self.vocabulary = int(self.config.model_config.get_vocab_size())
         self.longest = int(self.config.model_config.max_model_len)
         self.requests: set[str] = set()
+        self.weights = weights
         self._children = children
         self._stack = stack
+        self._log = log
+        self._closed = False
+        self._loop: AbstractEventLoop | None = None
+        with suppress(OppoError):  # vLLM takes the loop that runs now, or else the one of the first call
+            self._loop = running_loop()
 
     @classmethod
     def start(
@@ -65,6 +86,7 @@ class VllmEngine:
         model: str | Path,
         *,
         arguments: Mapping[str, object] | None = None,
+        trainer: torch.device | str = "cuda",
         cores: int | None = None,
         log: Path | None = None,
         tell: Callable[[str], None] = silent,
@@ -76,31 +98,35 @@ class VllmEngine:
         Args:
             model: a directory or hub name, as transformers loads it.
             arguments: of vLLM's engine, by the names of its ``AsyncEngineArgs``.
+            trainer: the device of the weights that will be published; for an engine on a CPU it does not matter.
             cores: CPU cores that it computes on, the first ones of this process; ``None``: as vLLM chooses.
-            log: the file for everything that it writes; ``None``: nowhere.
+            log: the file for everything that it writes; ``None``: a temporary one, which stays if the engine fails.
             tell: receives a sentence about what it is doing, now and every ten seconds.
 
         Raises:
-            ConfigError: vLLM is not installed, or the engine could not be started.
+            ConfigError: vLLM is not installed, an argument is unknown or refused, weights cannot go from the trainer to
+                the engine, or it could not be started.
         """
-        require_installed()
+        require_arguments(arguments or {})
         began = now()
         tell(f"starting vLLM with {Path(model).name}")
         children = Children()
         with ExitStack() as stack:
+            file = stack.enter_context(EngineLog(log))
             stack.callback(children.join, 0.0)
-            stack.enter_context(logging_to(log))
-            with _telling(began, log, tell), environment(log, cores_of(cores)):
+            stack.enter_context(logging_to(file.path))
+            with _telling(began, file.path, tell), environment(file.path, cores_of(cores)):
                 try:
                     with heeded():
-                        llm, sender = _async_llm(str(model), arguments or {})
-                except (KeyboardInterrupt, SystemExit):
+                        llm, sender = _async_llm(str(model), arguments or {}, trainer)
+                except (KeyboardInterrupt, SystemExit, ConfigError):
                     raise
                 except BaseException as error:
-                    raise ConfigError(_failure(model, error, log)) from error
+                    file.keep()
+                    raise ConfigError(_failure(model, error, file.path)) from error
             children.keep()
             tell(f"vLLM is ready after {now() - began:.0f} s")
-            return cls(llm, sender, children, stack.pop_all())
+            return cls(llm, sender, children, stack.pop_all(), log=file, weights=served_by(llm.vllm_config))
 
     @staticmethod
     def params(keywords: Mapping[str, object]) -> object:
@@ -119,14 +145,42 @@ class VllmEngine:
         """Kill the engine; safe to call from any thread."""
         self._children.kill()
 
+    @property
+    def log(self) -> Path:
+        """The file that its processes write to."""
+        return self._log.path
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was ended by :meth:`close`."""
+        return self._closed
+
+    def require_usable(self) -> None:
+        """Check that calls of the engine may be made here and now.
+
+        Raises:
+            ProtocolError: it is closed, or works on another event loop.
+        """
+        if self._closed:
+            raise ProtocolError(f"the engine of {self.name} was closed, so nothing can use it: start another one")
+        loop = running_loop()
+        self._loop = self._loop or loop
+        if self._loop is not loop:
+            raise ProtocolError(
+                f"the engine of {self.name} works on the event loop that used it first, and this is another one: make "
+                "all its calls within one anyio.run, or start an engine for each"
+            )
+
     def close(self) -> None:
         """End the engine and all its processes; idempotent."""
-        stack, self._stack = self._stack, ExitStack()
-        llm, self.llm = self.llm, None
-        with stack:
-            if llm is not None:
-                llm.shutdown(timeout=PATIENCE)
-                llm.shutdown = _nothing  # called again when it is collected, maybe while the interpreter ends
+        if self._closed:
+            return
+        self._closed = True
+        with self._stack:
+            if not self.pids:  # it has died
+                self._log.keep()
+            self.llm.shutdown(timeout=PATIENCE)
+            self.llm.shutdown = _nothing  # called again when it is collected, maybe while the interpreter ends
 
     def __enter__(self) -> Self:
         return self
@@ -139,7 +193,7 @@ def _nothing(timeout: float | None = None) -> None:
     del timeout
 
 
-def _async_llm(model: str, given: Mapping[str, object]) -> tuple[Any, WeightSender]:
+def _async_llm(model: str, given: Mapping[str, object], trainer: torch.device | str) -> tuple[Any, WeightSender]:
     """Return the ``AsyncLLM``, ready, and what sends weights to it."""
     from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415 - takes seconds to import
     from vllm.platforms import current_platform  # noqa: PLC0415
@@ -147,17 +201,27 @@ def _async_llm(model: str, given: Mapping[str, object]) -> tuple[Any, WeightSend
 
     register()
     on_cpu = bool(current_platform.is_cpu())
-    workers = int(str(given.get("tensor_parallel_size", 1))) * int(str(given.get("pipeline_parallel_size", 1)))
-    backend = TRANSFER if on_cpu else "ipc" if workers == 1 else "nccl"
-    if backend == "ipc":  # handles of a GPU's memory are pickled, and both sides must agree on that for good
+    route = route_of(given, torch.device(trainer), on_cpu=on_cpu)
+    if route.backend == "ipc":  # handles of a GPU's memory are pickled, and both sides must agree on that for good
         os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
-    sender: WeightSender = FileSender() if on_cpu else DeviceSender("ipc" if workers == 1 else "nccl", workers)
-    arguments = engine_arguments(model, given, on_cpu=on_cpu, backend=backend)
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)), sender
+    by_file = route.backend == "file"
+    arguments = engine_arguments(model, given, on_cpu=on_cpu, backend=TRANSFER if by_file else route.backend)
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)), FileSender() if by_file else DeviceSender(route)
+
+
+def served_by(config: VllmConfig) -> ServedWeights | None:
+    """Return the weights of an engine's model, if it generates and transformers can train it."""
+    model = config.model_config
+    if model.runner_type != "generate":
+        return None
+    try:
+        return ServedWeights.of(Path(model.model).name, model.hf_config, trust_remote_code=model.trust_remote_code)
+    except ValueError:
+        return None
 
 
 @contextmanager
-def _telling(began: float, log: Path | None, tell: Callable[[str], None]) -> Iterator[None]:
+def _telling(began: float, log: Path, tell: Callable[[str], None]) -> Iterator[None]:
     """Tell, now and then, for how long the engine has been starting and what it logged last."""
     over = threading.Event()
 
@@ -175,17 +239,16 @@ def _telling(began: float, log: Path | None, tell: Callable[[str], None]) -> Ite
         thread.join()
 
 
-def last_line(log: Path | None, containing: str = "") -> str:
+def last_line(log: Path, containing: str = "") -> str:
     """Return the message of the last line of a log that contains some text; empty without one."""
     try:
-        lines = [] if log is None else log.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         lines = []
     found = next((line for line in reversed(lines) if line.strip() and containing in line), "")
     return found.rpartition("] ")[2].strip()
 
 
-def _failure(model: str | Path, error: BaseException, log: Path | None) -> str:
+def _failure(model: str | Path, error: BaseException, log: Path) -> str:
     cause = last_line(log, "Error: ") or one_line(error)
-    where = "" if log is None else f"; everything that it wrote is in {log}"
-    return f"vLLM could not be started with {model}: {cause}{where}"
+    return f"vLLM could not be started with {model}: {cause}; everything that it wrote is in {log}"

@@ -7,10 +7,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Final
 
-SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Those that may ask a program to end."""
+from oppo.signals import SIGNALS
 
 
 class _Heard(BaseException):

@@ -5,14 +5,14 @@
     decoding            one request a rollout; the engine is paused between two decodings
     cut                 the engine is paused, what it had made by then is drained, and requests stay as they are
     overrun             what finished between the cut and the pause: reported first at the next decoding
-    load                paused, drained, new weights, resumed: between two decode steps
+    load                paused, drained, new weights, drained of what came late, resumed: between two decode steps
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Literal, cast
 from uuid import uuid4
 
@@ -21,7 +21,7 @@ import anyio.to_thread
 from torch import Tensor
 
 from oppo.decodes import response_to
-from oppo.errors import ProtocolError
+from oppo.errors import ModelError, ModelLost, ProtocolError
 from oppo.events import Prompt, Response
 from oppo.models import Capabilities, Cut, Decode, Decoding, Sampling, Weights
 from oppo.observe import Reporter
@@ -29,8 +29,11 @@ from oppo.stopping import Detokenize, StopCriteria, turn_ended
 from oppo.vllm.decode import VllmDecode
 from oppo.vllm.decoding import DecodingLoop
 from oppo.vllm.engine import VllmEngine
-from oppo.vllm.lost import answered
-from oppo.vllm.requests import params_of, prompt_of, require_reported
+from oppo.vllm.lost import advice, answered, engine_calls
+from oppo.vllm.publish import GRACE, cancelled_after
+from oppo.vllm.requests import params_of, prompt_of, reports_supports
+from oppo.vllm.sampling import VllmSampling
+from oppo.vllm.surface import Output
 
 
 class VllmPolicy:
@@ -42,7 +45,8 @@ class VllmPolicy:
 
     Args:
         engine: is started, and used by one policy at a time; requests of an earlier policy are discarded.
-        sampling: how tokens are drawn; ``top_p`` must be 1.
+        sampling: how tokens are drawn; ``top_p`` alone leaves it without :attr:`~oppo.models.Capabilities.supports`, so
+            that nothing can be trained on them.
         on_publish: what happens to the keys and values of parked rollouts when weights are loaded. ``recompute``: the
             new weights read their tokens again before they continue. ``keep``: they continue with the old keys and
             values, which is cheaper but mixes versions.
@@ -54,9 +58,6 @@ class VllmPolicy:
         version: of the weights in use.
         tokens: received so far.
         reporter: tells of its work.
-
-    Raises:
-        ConfigError: ``sampling`` needs what vLLM does not report.
     """
 
     def __init__(
@@ -68,7 +69,6 @@ class VllmPolicy:
         decode: Detokenize | None = None,
         limit: Callable[[Prompt], int] | None = None,
     ) -> None:
-        require_reported(sampling)
         self.engine = engine
         self.sampling = sampling
         self._decode = decode
@@ -82,13 +82,15 @@ class VllmPolicy:
         self._numbers = itertools.count()
         self._gate = anyio.Lock()
         self._paused = self._prepared = False
+        self._lost: ModelLost | None = None
         self._submitted: dict[VllmDecode, None] = {}  # an ordered set: those whose requests are in the engine
         self._loop: DecodingLoop | None = None
 
     @property
     def capabilities(self) -> Capabilities:
-        """What it can do."""
+        """What it can do, under its sampling."""
         return Capabilities(
+            supports=reports_supports(self.sampling),
             resumes="with other tokens",
             adds_while_decoding=True,
             loads_while_decoding="between decode steps",
@@ -105,11 +107,7 @@ class VllmPolicy:
 
         While it decodes, the engine discards the requests of rollouts that are parked; they go on later with other
         draws, as those of a resumed run do.
-
-        Raises:
-            ConfigError: ``sampling`` needs what vLLM does not report.
         """
-        require_reported(sampling)
         return VllmSampling(self, sampling, StopCriteria(sampling, self._decode))
 
     async def open(self, rollouts: Sequence[Prompt | Response]) -> list[VllmDecode]:
@@ -200,7 +198,7 @@ class VllmPolicy:
         self.engine.requests.add(decode.request)
         prompt = prompt_of(decode, self._label(self.version))
         params = self.engine.params(params_of(decode.sampling, decode))
-        async with answered(self.engine.llm, shield=True):
+        async with answered(self.engine, shield=True):
             decode.submitted(decode.request, await self.engine.llm.add_request(decode.request, prompt, params))
 
     def note_answer(self, decode: VllmDecode) -> None:
@@ -208,13 +206,18 @@ class VllmPolicy:
         if self._loop is not None:
             self._loop.note_answer(decode)
 
+    def notice(self) -> None:
+        """Have decoding look at the rollouts: one has ended, has failed or was given up."""
+        if self._loop is not None:
+            self._loop.notice()
+
     async def abort(self, decodes: Sequence[VllmDecode]) -> None:
-        """Discard the requests of decodes; a dead engine has none."""
+        """Discard the requests of decodes; an engine that is dead or closed has none."""
         ids = [decode.request for decode in decodes if decode.request]
         for decode in decodes:
             self.forget(decode)
-        if ids and not self.engine.llm.errored:
-            async with answered(self.engine.llm, shield=True):
+        if ids and not self.engine.closed and not self.engine.llm.errored:
+            async with answered(self.engine, shield=True):
                 await self.engine.llm.abort(ids)
 
     def forget(self, decode: VllmDecode) -> None:
@@ -227,24 +230,30 @@ class VllmPolicy:
         """Pause the engine; before its first use, discard what an earlier policy has left in it.
 
         Raises:
-            ModelLost: the engine is dead.
+            ModelLost: the engine is dead, or serves unknown weights.
+            ProtocolError: the engine is closed, or works on another event loop.
         """
         async with self._gate:
-            await self._pause()
-            if self._prepared:
-                return
-            async with answered(self.engine.llm, shield=True):
-                if left := sorted(self.engine.requests):
-                    self.engine.requests.clear()
-                    await self.engine.llm.abort(left)
-                await self.engine.llm.update_weight_version(self._label(self.version))
-            self._prepared = True
+            await self._prepare()
+
+    async def _prepare(self) -> None:
+        if self._lost is not None:
+            raise ModelLost(f"nothing is decoded any more: {self._lost}")
+        await self._pause()
+        if self._prepared:
+            return
+        async with answered(self.engine, shield=True):
+            if left := sorted(self.engine.requests):
+                self.engine.requests.clear()
+                await self.engine.llm.abort(left)
+            await self.engine.llm.update_weight_version(self._label(self.version))
+        self._prepared = True
 
     async def pause(self) -> None:
         """Stop the engine between two decode steps, and drain what it made; it may be paused already.
 
         Raises:
-            ModelLost: the engine is dead.
+            ModelLost: the engine is dead, or serves unknown weights.
         """
         async with self._gate:
             await self._pause()
@@ -260,47 +269,103 @@ class VllmPolicy:
 
     async def _pause(self) -> None:
         if not self._paused:
-            async with answered(self.engine.llm, shield=True):
+            async with answered(self.engine, shield=True):
                 await self.engine.llm.pause_generation(mode="keep", clear_cache=False)
             self._paused = True
-        if self._loop is not None:
-            self._loop.drain()
+        self._drain()
 
     async def _resume(self) -> None:
-        if self._paused and self._loop is not None and self._loop.wants_tokens and not self.engine.llm.errored:
-            async with answered(self.engine.llm, shield=True):
+        """Let the engine go on without the requests of responses that have ended, by a stop string for example."""
+        if self._lost or self._loop is None or not self._loop.wants_tokens or not self._paused:
+            return
+        await self.abort([decode for decode in self._submitted if decode.idle])
+        if not self.engine.llm.errored:
+            async with answered(self.engine, shield=True):
                 await self.engine.llm.resume_generation()
             self._paused = False
+
+    def _drain(self) -> None:
+        """Take what the engine, which is paused, had made by then; what ended is withheld."""
+        for decode in list(self._submitted):
+            if decode.collector is not None and not decode.idle and not decode.error:
+                try:
+                    with engine_calls(self.engine):
+                        output = decode.collector.get_nowait()
+                    if output is not None:
+                        self.take(decode, output)
+                except Exception as error:  # noqa: BLE001 - raised by the decoding that it spoils
+                    decode.error = error
+                    self.notice()
+
+    def take(self, decode: VllmDecode, output: Output) -> None:
+        """Take what is new of a rollout, as made by the present weights.
+
+        Raises:
+            ModelError: a log-prob is not finite, or the engine ended the request for a reason of its own.
+            ProtocolError: the engine says that other weights made a token.
+        """
+        before = decode.written
+        try:
+            decode.take(output, self.version)
+        finally:
+            self.tokens += decode.written - before
+            if decode.idle:
+                self.notice()
 
     async def load(self, weights: Weights) -> None:
         """Serve the actor's weights from the next decode step on, those of adapters merged; the engine is paused.
 
-        An empty ``weights.actor`` changes the version only: the actor was not trained.
+        An empty ``weights.actor`` changes the version only: the actor was not trained. A cancellation waits
+        :data:`GRACE` seconds for the engine to have the weights.
 
         Raises:
-            ModelError: the weights could not be sent; the old ones are served.
-            ModelLost: it is not known which weights are served, or the engine is dead.
+            ModelError: the weights are not those of the engine's model, or could not be sent; the old ones are served.
+            ModelLost: it is not known which weights are served, or the engine is dead; nothing is decoded any more.
+            ProtocolError: the engine is closed, or works on another event loop.
         """
-        await self.prepare()
         with self.reporter.reported("load"):
+            actor = await anyio.to_thread.run_sync(weights.standalone) if weights.merge else weights.actor
+            tensors = cast("Mapping[str, Tensor]", actor)
+            if tensors and self.engine.weights is not None:
+                self.engine.weights.require(tensors)
             async with self._gate:
-                await self._pause()
                 try:
-                    await self._send(weights)
+                    await self._prepare()
+                    async with cancelled_after(GRACE):
+                        await self._send(tensors, weights.version)
                 finally:
                     await self._resume()
 
-    async def _send(self, weights: Weights) -> None:
+    async def _send(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        """Have the engine serve weights; unless it is known which it serves afterwards, it is lost."""
+        self._lost = ModelLost(
+            f"publishing version {version} was cancelled before vLLM had its weights, so which it serves is unknown: "
+            f"{advice(self.engine)}"
+        )
+        try:
+            await self._publish(tensors, version)
+            self._lost = None
+        except ModelLost as error:
+            self._lost = error
+            raise
+        except ModelError:  # the old ones are served
+            self._lost = None
+            raise
+        finally:
+            if self._lost is not None and self._loop is not None:
+                self._loop.fail(self._lost)
+
+    async def _publish(self, tensors: Mapping[str, Tensor], version: int) -> None:
         llm = self.engine.llm
-        async with answered(llm):
-            if weights.actor:
-                tensors = await anyio.to_thread.run_sync(weights.standalone) if weights.merge else weights.actor
-                await self.engine.sender.send(llm, cast("Mapping[str, Tensor]", tensors), self._label(weights.version))
+        async with answered(self.engine):
+            if tensors:
+                await self.engine.sender.send(llm, tensors, self._label(version))
             else:
-                await llm.update_weight_version(self._label(weights.version))
-            self.version = weights.version
-            if weights.actor and self._recompute:
-                await llm.reset_prefix_cache(reset_running_requests=True)
+                await llm.update_weight_version(self._label(version))
+            self._drain()  # what came late is of the weights before
+            self.version = version
+            if tensors and self._recompute and not await llm.reset_prefix_cache(reset_running_requests=True):
+                raise ModelLost(f"vLLM has kept keys and values of the weights before version {version}")
 
     def _label(self, version: int) -> str:
         return f"{self._nonce}-{version}"
@@ -309,38 +374,3 @@ class VllmPolicy:
         """Return the version with this label; ``None`` for a label of another policy."""
         nonce, _, number = label.rpartition("-")
         return int(number) if nonce == self._nonce and number.isdecimal() else None
-
-
-class VllmSampling:
-    """A :class:`VllmPolicy` that draws in another way; made by its ``with_sampling``."""
-
-    def __init__(self, policy: VllmPolicy, sampling: Sampling, stopping: StopCriteria) -> None:
-        self._policy = policy
-        self._sampling = sampling
-        self._stopping = stopping
-
-    @property
-    def version(self) -> int:
-        """Version of the weights in use."""
-        return self._policy.version
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """What it can do."""
-        return self._policy.capabilities
-
-    async def load(self, weights: Weights) -> None:
-        """Serve other weights, in the policy that it is of too."""
-        await self._policy.load(weights)
-
-    async def open(self, rollouts: Sequence[Prompt | Response]) -> list[VllmDecode]:
-        """Return a decode for each, as :meth:`VllmPolicy.open` does."""
-        return [self._policy.opened(rollout, self._sampling, self._stopping) for rollout in rollouts]
-
-    async def open_turns(self, rollouts: Sequence[Prompt | Response]) -> list[VllmDecode]:
-        """Return a decode for each whose response has turns, as :meth:`VllmPolicy.open_turns` does."""
-        return [self._policy.opened(rollout, self._sampling, self._stopping, turns=True) for rollout in rollouts]
-
-    def decoding(self, live: Sequence[Decode], cut: Cut) -> AbstractAsyncContextManager[Decoding]:
-        """Decode while the context is open, as :meth:`VllmPolicy.decoding` does."""
-        return self._policy.decoding(live, cut)

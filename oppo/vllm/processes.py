@@ -15,13 +15,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Final
+from tempfile import TemporaryDirectory, mkstemp
+from types import TracebackType
+from typing import Final, Self
 
 from oppo.vllm.plugin import LOG, PARENT
 
 DEFAULTS: Final = {
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # each publish packs the weights anew, into new memory
+    # Each publish packs the weights anew: in huge pages, and in the memory that the packed ones before have left.
+    "GLIBC_TUNABLES": f"glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold={1 << 40}",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would inherit threads' locks, and torch's thread pool
     "VLLM_LOGGING_COLOR": "0",
@@ -32,14 +34,14 @@ FORMAT: Final = "%(levelname)s %(asctime)s [%(processName)s] %(message)s"
 
 
 @contextmanager
-def environment(log: Path | None, cores: Sequence[int] | None) -> Iterator[None]:
+def environment(log: Path, cores: Sequence[int] | None) -> Iterator[None]:
     """Set the environment that the processes of an engine inherit, for as long as the context lasts.
 
     Args:
-        log: the file for what they write; ``None``: nowhere.
+        log: the file for what they write.
         cores: the CPU cores of the engine; ``None``: as vLLM chooses.
     """
-    file = str(log or os.devnull)
+    file = str(log)
     with TemporaryDirectory(prefix="oppo-vllm-") as folder:
         config = Path(folder, "logging.json")
         config.write_text(json.dumps(logging_config(file)), encoding="utf-8")
@@ -71,18 +73,46 @@ def logging_config(file: str) -> dict[str, object]:
 
 
 @contextmanager
-def logging_to(log: Path | None) -> Iterator[None]:
+def logging_to(log: Path) -> Iterator[None]:
     """Have vLLM's own logger in this process write to ``log`` alone, for as long as the context lasts."""
     logger = logging.getLogger("vllm")
-    handler: logging.Handler = logging.NullHandler() if log is None else logging.FileHandler(log)
+    handler = logging.FileHandler(log)
     handler.setFormatter(logging.Formatter(FORMAT))
     before, logger.handlers = logger.handlers, [handler]
     propagated, logger.propagate = logger.propagate, False
     try:
         yield
     finally:
-        logger.handlers, logger.propagate = before, propagated
-        handler.close()
+        used, logger.handlers, logger.propagate = logger.handlers, before, propagated
+        for each in {handler, *used}:  # vLLM replaces those of its logger when it is imported
+            each.close()
+
+
+class EngineLog:
+    """The file for what an engine writes; a context manager that removes one that nobody has named, unless it is kept.
+
+    Args:
+        chosen: the file; ``None``: a temporary one.
+    """
+
+    def __init__(self, chosen: Path | None = None) -> None:
+        self._temporary = chosen is None
+        if chosen is None:
+            descriptor, name = mkstemp(prefix="oppo-vllm-", suffix=".log")
+            os.close(descriptor)
+            chosen = Path(name)
+        self.path = chosen
+
+    def keep(self) -> None:
+        """Leave the file where it is: somebody may want to read why an engine failed."""
+        self._temporary = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._temporary:
+            self.path.unlink(missing_ok=True)
 
 
 class Children:

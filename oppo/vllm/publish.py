@@ -11,7 +11,7 @@ import anyio
 import anyio.to_thread
 from torch import Tensor
 
-from oppo.errors import ModelLost, one_line
+from oppo.errors import ModelLost, as_itself, one_line
 from oppo.vllm.weight_file import WeightFile
 
 if TYPE_CHECKING:
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 DEADLINE: Final = 600.0
 """Seconds after which an engine that takes no weights counts as lost."""
+
+
+GRACE: Final = 20.0
+"""Seconds for which a cancellation waits while an engine takes weights."""
 
 
 class WeightSender(Protocol):
@@ -34,7 +38,7 @@ class WeightSender(Protocol):
 
 
 class FileSender:
-    """Sends weights through a file in memory, which vLLM's workers map: for workers on this machine, on a CPU.
+    """Sends weights through a file in memory, which vLLM's workers map: for workers on this machine.
 
     Args:
         deadline: seconds that the engine has.
@@ -63,6 +67,24 @@ class FileSender:
             await llm.start_weight_update()
             await llm.update_weights(WeightTransferUpdateRequest(update_info={"path": str(path)}))
             await llm.finish_weight_update(weight_version=version)
+
+
+@asynccontextmanager
+async def cancelled_after(seconds: float) -> AsyncIterator[None]:
+    """Give the body so many more seconds when it is cancelled from outside."""
+
+    async def outside() -> None:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            body.deadline = min(body.deadline, anyio.current_time() + seconds)
+
+    with as_itself():
+        async with anyio.create_task_group() as tasks:
+            with anyio.CancelScope(shield=True) as body:
+                tasks.start_soon(outside, name="watch for a cancellation")
+                yield
+            tasks.cancel_scope.cancel()
 
 
 @asynccontextmanager

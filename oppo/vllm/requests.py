@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from oppo.errors import ConfigError, ModelError
+from oppo.errors import ModelError
 from oppo.events import Prompt
 from oppo.models import Sampling
 from oppo.support import Support
@@ -18,17 +18,18 @@ if TYPE_CHECKING:
     from oppo.vllm.decode import VllmDecode
 
 
-def require_reported(sampling: Sampling) -> None:
-    """Check that vLLM can say from which ids each token was drawn.
+def reports_supports(sampling: Sampling) -> bool:
+    """Return whether vLLM can say from which ids each token was drawn.
 
-    Raises:
-        ConfigError: it cannot.
+    Under ``top_p`` it can if ``top_k`` bounds them: it reports the log-probs of so many ids, and of those that
+    ``top_p`` excludes minus infinity.
     """
-    if sampling.top_p < 1:
-        raise ConfigError(
-            f"top_p = {sampling.top_p} draws from the most likely tokens, and vLLM does not say which those were, "
-            "though log-probs are among them: bound them by top_k instead"
-        )
+    return not truncates(sampling) or sampling.top_k > 0
+
+
+def truncates(sampling: Sampling) -> bool:
+    """Return whether ids are excluded because they are unlikely; greedy decoding excludes none."""
+    return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1)
 
 
 def seed_of(seed: int, prompt: Prompt, start: int) -> int:
@@ -42,16 +43,17 @@ def seed_of(seed: int, prompt: Prompt, start: int) -> int:
 
 def params_of(sampling: Sampling, decode: VllmDecode) -> dict[str, object]:
     """Return the keywords of a request's ``SamplingParams``."""
-    start = decode.written
+    start, truncated = decode.written, truncates(sampling)
     return {
         "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
+        "top_k": sampling.top_k if truncated else 0,
+        "top_p": sampling.top_p if truncated else 1.0,
         "seed": seed_of(sampling.seed, decode.prompt, start),
         "max_tokens": decode.limit - start,
         "min_tokens": max(0, sampling.min_new_tokens - start) if sampling.stop else 0,
         "stop_token_ids": list(sampling.stop),
         "ignore_eos": True,
-        "logprobs": sampling.top_k,
+        "logprobs": sampling.top_k if truncated else 0,
         "detokenize": False,
     }
 
@@ -89,7 +91,7 @@ def _logprob(token: int, found: Mapping[int, Logprob]) -> float:
 
 
 def _support(found: Mapping[int, Logprob], token: int, sampling: Sampling, position: int) -> Support:
-    if sampling.top_k:
+    if truncates(sampling) and sampling.top_k:
         ids = sorted({token, *(each for each, one in found.items() if np.isfinite(one.logprob))})
         return Support(np.array(ids, np.int32), np.array([len(ids)], np.int32))
     if position < sampling.min_new_tokens and sampling.stop:

@@ -18,11 +18,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Protocol, Self
 from uuid import uuid4
 
-import anyio
-
 from oppo.errors import ModelError, ModelRefused, ProtocolError
 from oppo.events import Chunk, Finish, Given, Prompt
-from oppo.vllm.lost import engine_calls
+from oppo.vllm.lost import Watched, answered
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -83,8 +81,12 @@ class PoolingEngine(Protocol):
         """Discard requests; those that are over are ignored."""
 
 
-class PoolingServer(Protocol):
+class PoolingServer(Watched, Protocol):
     """A started engine: :class:`oppo.vllm.VllmEngine`."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was ended."""
 
     @property
     def llm(self) -> PoolingEngine:
@@ -210,7 +212,7 @@ class VllmReward:
 
         self.tokens = ReadTokens()
         self._params = PoolingParams(task="classify", use_activation=False)
-        self._llm = engine.llm
+        self._engine = engine
         self._model = ScalarModel.of(engine.name, engine.config)
         self._sessions: dict[int, _Session] = {}
         self._names = (f"score-{uuid4().hex[:8]}-{number}" for number in count())
@@ -314,16 +316,18 @@ class VllmReward:
 
     async def _classify(self, sequences: Sequence[list[int]]) -> list[Pooled]:
         """Return the answers to one request for each sequence; the engine batches them."""
-        names = list(islice(self._names, len(sequences)))
+        llm, names = self._engine.llm, list(islice(self._names, len(sequences)))
         try:
-            with engine_calls():
+            async with answered(self._engine):
                 collectors = [
-                    await self._llm.add_request(name, {"type": "token", "prompt_token_ids": tokens}, self._params)
+                    await self._engine.llm.add_request(
+                        name, {"type": "token", "prompt_token_ids": tokens}, self._params
+                    )
                     for name, tokens in zip(names, sequences, strict=True)
                 ]
                 return [collector.get_nowait() or await collector.get() for collector in collectors]
         except BaseException:
-            if not self._llm.errored:
-                with anyio.CancelScope(shield=True):
-                    await self._llm.abort(names)
+            if not self._engine.closed and not llm.errored:
+                async with answered(self._engine, shield=True):
+                    await llm.abort(names)
             raise

@@ -1,4 +1,4 @@
-"""The worker's side of publishing on a CPU: weights are read from a file that the trainer's process has written.
+"""The worker's side of publishing from a CPU: weights are read from a file that the trainer's process has written.
 
 vLLM imports this in its workers; :mod:`oppo.vllm.publish` is the other side.
 """
@@ -7,11 +7,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from safetensors.torch import load_file
 from vllm.distributed.weight_transfer import WeightTransferEngine
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+
+class Unpacked(UnquantizedEmbeddingMethod):
+    """Weights of an embedding as they are; should it ever multiply, then with these, and not with a packed copy."""
+
+    def process_weights_after_loading(self, layer: VocabParallelEmbedding) -> None:
+        """Spare the packed copy."""
+        layer.cpu_linear = torch.nn.functional.linear
 
 
 @dataclass
@@ -40,14 +53,21 @@ class FileTransfer(WeightTransferEngine[FileInit, FileUpdate]):
     update_info_cls = FileUpdate
 
     def init_transfer_engine(self, init_info: FileInit) -> None:
-        """Do nothing."""
+        """Have embeddings beside an output layer packed no more, as only the output layer multiplies."""
+        del init_info
+        tables, heads = self._tables()
+        for table in tables if heads and self.device.type == "cpu" else []:
+            if type(table.quant_method) is UnquantizedEmbeddingMethod:
+                table.quant_method = Unpacked()
 
     def start_weight_update(self) -> None:
         """Do nothing: the file has not been read."""
 
     def update_weights(self, update_info: dict[str, object]) -> None:
-        """Load the weights of a file; the base class would also synchronise an accelerator."""
+        """Load the weights of a file, and wait until a GPU has them; on a CPU the base class would fail at that."""
         self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: FileUpdate) -> None:
         """Load the weights of a file."""
@@ -55,9 +75,20 @@ class FileTransfer(WeightTransferEngine[FileInit, FileUpdate]):
         initialize_layerwise_reload(self.model)
         self.model.load_weights(iter(weights.items()))
         finalize_layerwise_reload(self.model, self.model_config)
-        for layer in self.model.modules():
-            if isinstance(layer, ParallelLMHead):  # a tied one is not in the file, and keeps a packed copy on a CPU
-                layer.quant_method.process_weights_after_loading(layer)
+        for head in self._tied_heads():
+            head.quant_method.process_weights_after_loading(head)
+
+    def _tied_heads(self) -> list[ParallelLMHead]:
+        """Return the output layers that are not in the file, since they are embeddings; a CPU's keep a packed copy."""
+        tables, heads = self._tables()
+        embedded = {table.weight.data_ptr() for table in tables}
+        return [head for head in heads if head.weight.data_ptr() in embedded]
+
+    def _tables(self) -> tuple[list[VocabParallelEmbedding], list[ParallelLMHead]]:
+        """Return the embeddings, and the output layers among the model's vocabulary layers."""
+        layers = [layer for layer in self.model.modules() if isinstance(layer, VocabParallelEmbedding)]
+        heads = [layer for layer in layers if isinstance(layer, ParallelLMHead)]
+        return [layer for layer in layers if layer not in heads], heads
 
     def finish_weight_update(self) -> None:
         """Do nothing: the weights are in use."""

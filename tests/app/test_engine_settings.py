@@ -83,6 +83,10 @@ def test_what_vllm_cannot_do_is_refused_with_the_way_out(tmp_path: Path, overrid
     loaded(tmp_path, "", override)
 
 
+def test_top_p_that_top_k_bounds_is_reported_by_vllm(tmp_path: Path) -> None:
+    assert loaded(tmp_path, ON_VLLM, "sampling.top_p=0.9", "sampling.top_k=20").sampling.top_p == 0.9
+
+
 def test_the_table_of_another_engine_is_refused(tmp_path: Path) -> None:
     assert refused(tmp_path, "[vllm]\nmax_num_seqs = 8\n") == (
         "[vllm] holds max_num_seqs, which only vLLM reads, and models.engine = 'transformers': set models.engine = "

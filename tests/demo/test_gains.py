@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 from collections.abc import Sequence
 from pathlib import Path
@@ -90,8 +91,11 @@ def test_what_is_no_llama_is_not_deepened() -> None:
 
 
 def test_every_schedule_makes_the_same_steps(workplace: Path) -> None:
-    settings = load(workplace / "config.toml", [])
-    rounds = measure(settings, Effort(batch=4, extra=2, steps=3, rounds=2, deeper=2), lambda _: None)
+    settings, loops = load(workplace / "config.toml", []), list[object]()
+    effort = Effort(batch=4, extra=2, steps=3, rounds=2, deeper=2)
+    rounds = measure(settings, effort, lambda _: loops.append(asyncio.get_running_loop()))
+    assert len(loops) == 3, "a sentence for each round"
+    assert len(set(loops)) == 1, "an engine works on one event loop"
     assert [name.split()[0].strip(":,") for name in rounds] == ["serial", "streamed", "streamed"]
     assert {each.tokens for made in rounds.values() for each in made} == {rounds[next(iter(rounds))][0].tokens}
     assert all([step.index for step in each.steps] == [0, 1, 2] for made in rounds.values() for each in made)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -40,6 +41,17 @@ OBSERVED = (
 )  # fmt: skip
 
 
+class Times(NamedTuple):
+    """What was recorded of a scorer: a class that had no more."""
+
+    stage: str
+    before: float
+    after: float
+
+    def __repr__(self) -> str:
+        return f"Scoring(stage={self.stage!r}, before={number(self.before)}, after={number(self.after)})"
+
+
 @dataclass
 class Models:
     """The models that have a version."""
@@ -59,7 +71,8 @@ def length(prompt: Prompt) -> int:
 
 
 def pace(prompt: Prompt) -> float:
-    return (0.5, 1.0, 3.0)[prompt.rollout % 3]
+    """Return a pace at which no two rollouts make a token at one time."""
+    return (0.5, 1.0, 3.0)[prompt.rollout % 3] * (1 + (prompt.rollout + 1) / 997)
 
 
 def ppo(
@@ -124,7 +137,7 @@ class Tape:
     sent: dict[int, dict[str, list[str]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(list)))
 
     def on_item(self, step: int, stage: str, item: object, at: float) -> None:
-        self.sent[step][stage].append(f"{at!r} {told(item)}")
+        self.sent[step][stage].append(f"{number(at)} {told(item)}")
 
     def on_span(self, span: Span) -> None:
         """Leave spans out: their times are those of items."""
@@ -152,15 +165,20 @@ def told(item: object) -> str:
             arrays = [bits(array) for name in ARRAYS if (array := getattr(item, name)) is not None]
             return f"batch {item.rollouts} {item.reasons} {arrays}"
         case Observation():
-            return f"observed {[number(getattr(item, name)) for name in OBSERVED]}"
+            scoring = tuple(Times(each.stage, each.before, each.after) for each in item.scoring)
+            seen = [scoring if name == "scoring" else getattr(item, name) for name in OBSERVED]
+            return f"observed {list(map(number, seen))}"
         case StepReport():
             ended = (item.trained, [told(drop) for drop in item.dropped], [told(defer) for defer in item.deferred])
-            return f"report {item.index} {item.version} {ended} {number(item.score)} {item.seconds!r}"
+            return f"report {item.index} {item.version} {ended} {number(item.score)} {number(item.seconds)}"
     raise TypeError(f"nothing is recorded of a {type(item).__name__}")
 
 
 def number(value: object) -> str:
-    return "nan" if isinstance(value, float) and math.isnan(value) else repr(value)
+    """Return the text of a value; a time to the nanosecond, which is the loop's resolution."""
+    if not isinstance(value, float):
+        return repr(value)
+    return "nan" if math.isnan(value) else repr(round(value, 9))
 
 
 def bits(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> str:

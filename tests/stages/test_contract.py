@@ -7,16 +7,17 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 
 from oppo.admission import Overcommit
 from oppo.errors import ProtocolError
 from oppo.events import Batch, Finish, FloatArray, Prompt
-from oppo.models import Trained, Weights
+from oppo.models import Decode, Trained, Weights
 from oppo.stages import Generate, Score, Update
 from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_per_token, run_virtual
-from oppo.testing.fake_policy import FakeDecode
+from oppo.testing.fake_decode import FakeDecode
 from tests.pipelines import Pipeline, Setting
 
 SETTING = Setting(lengths=(5, 9, 3, 30), extra=2, steps=3)
@@ -35,12 +36,14 @@ def refused(pipeline: Pipeline, policy: FakePolicy | None = None) -> tuple[str, 
 class Early(FakePolicy):
     """Stops decoding after two decode steps, before the cut."""
 
-    def advance(self, rows: Sequence[FakeDecode]) -> None:
-        super().advance(rows)
-        if self.tokens == 2 * len(rows):
-            for decode in rows:
-                self._live.pop(decode, None)
-                decode.wake()
+    async def add(self, decodes: Sequence[Decode]) -> None:
+        await super().add(decodes)
+        assert self._loops is not None
+        self._loops.start_soon(self.stop_soon)
+
+    async def stop_soon(self) -> None:
+        await anyio.sleep(0.025)
+        self.stop(list(self._live))
 
 
 class Silent(FakePolicy):
@@ -48,7 +51,7 @@ class Silent(FakePolicy):
 
     def _end(self, ended: list[FakeDecode]) -> None:
         for decode in ended:
-            del self._live[decode]
+            self._remove(decode)
 
 
 class Boasting(FakePolicy):
@@ -57,6 +60,7 @@ class Boasting(FakePolicy):
     def _end(self, ended: list[FakeDecode]) -> None:
         longest = max(self._live, key=lambda decode: decode.length)
         super()._end([*ended, longest] if ended and longest not in ended else ended)
+        longest.wake()
 
 
 def test_a_policy_that_stops_before_the_cut_is_refused() -> None:

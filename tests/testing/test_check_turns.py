@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 
@@ -41,7 +39,6 @@ class Restless(Strange):
         return super().proceed(given) or True
 
 
-@dataclass(eq=False)
 class Forgetful(Strange):
     """Knows its turn in part only, once decoding has stopped."""
 
@@ -77,8 +74,8 @@ class Talkative(FakePolicy):
     kind: type[FakeDecode] = FakeDecode
 
     def _decode(self, response: Response) -> FakeDecode:
-        made, length = len(response), min(self.cap, self.length(response.prompt))
-        return self.kind(self, response.prompt, length, made, made, versions=response.versions.tolist())
+        length = min(self.cap, self.length(response.prompt))
+        return self.kind(self, response.prompt, length, len(response), response.versions.tolist())
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from oppo.testing import (
     respond_serially,
     run_virtual,
 )
-from oppo.testing.fake_policy import FakeDecode
+from oppo.testing.fake_decode import FakeDecode
 
 
 def finished(count: int = 3) -> list[Finish]:
@@ -86,6 +86,8 @@ class Shy(FakePolicy):
 
     async def load(self, weights: Weights) -> None:
         self.version = weights.version
+        for decode in self._live:
+            decode.follow(self.version)
 
 
 @pytest.mark.parametrize(
@@ -171,15 +173,15 @@ class Deaf(FakePolicy):
 
     def _end(self, ended: list[FakeDecode]) -> None:
         for decode in ended:
-            del self._live[decode]
+            self._remove(decode)
 
 
 class Restless(FakePolicy):
     """Makes other tokens at each reading: its noise is keyed by time."""
 
-    def advance(self, rows: Sequence[FakeDecode]) -> None:
+    def attend(self, rows: Sequence[FakeDecode]) -> None:
         self.seed += 1
-        super().advance(rows)
+        super().attend(rows)
 
 
 class Elsewhere(FakePolicy):
@@ -216,9 +218,38 @@ class Wrapping(FakePolicy):
         return self.wrapped(live, cut)
 
 
+class ClosesAllDecode(FakeDecode):
+    """Ends the decoding of all when it is given up."""
+
+    async def aclose(self) -> None:
+        self.closed = True
+        if self.policy.is_decoding(self):
+            for decode in list(self.policy._live):
+                decode.length = decode.made + 1
+
+
+class ClosesAll(FakePolicy):
+    def _decode(self, response: Response) -> FakeDecode:
+        return ClosesAllDecode(**vars(super()._decode(response)))
+
+
+class ReadableDecode(FakeDecode):
+    """Is never given up."""
+
+    async def aclose(self) -> None:
+        return
+
+
+class Undying(FakePolicy):
+    def _decode(self, response: Response) -> FakeDecode:
+        return ReadableDecode(**vars(super()._decode(response)))
+
+
 @pytest.mark.parametrize(
     ("policy", "sentence"),
     [
+        (ClosesAll, "giving a rollout up changed the tokens of the others"),
+        (Undying, "a rollout that was given up can be read"),
         (Wrapping, "decoding wraps an error of its body in ExceptionGroup"),
         (Unsure, "did not go on as they were written"),
         (Elsewhere, "outside of its own support"),

@@ -1,10 +1,14 @@
-"""A fake of the calls of vLLM's ``AsyncLLM`` that the policy uses, with the timing of a process of its own."""
+"""A fake of the calls of vLLM's ``AsyncLLM`` that the policy uses, with the timing of a process of its own.
+
+``tests/vllm/scenario.py`` holds it to what the real one does.
+"""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,9 +19,13 @@ from torch import Tensor
 from oppo.errors import as_itself
 from oppo.testing.fakes import noise
 from oppo.vllm import VllmEngine
+from oppo.vllm.processes import Children, EngineLog
 from oppo.vllm.surface import AsyncEngine
 
 VOCABULARY = 1000
+LOG = Path("fake.log")
+BLOCK = 8
+"""Tokens of a block of its prefix cache."""
 
 
 class EngineDead(Exception):  # noqa: N818 - vLLM's is called EngineDeadError
@@ -47,6 +55,7 @@ class Completion:
 @dataclass
 class Output:
     outputs: list[Completion]
+    num_cached_tokens: int = 0
 
 
 class Collector:
@@ -57,15 +66,15 @@ class Collector:
         self._error: Exception | None = None
         self._ready = anyio.Event()
 
-    def put(self, completion: Completion) -> None:
+    def put(self, output: Output) -> None:
         if self._output is None:
-            self._output = Output([completion])
+            self._output = output
         else:
-            (merged,) = self._output.outputs
-            merged.token_ids += completion.token_ids
-            merged.logprobs += completion.logprobs
-            merged.finish_reason = completion.finish_reason
-            merged.weight_versions = completion.weight_versions
+            (merged,), (fresh,) = self._output.outputs, output.outputs
+            merged.token_ids += fresh.token_ids
+            merged.logprobs += fresh.logprobs
+            merged.finish_reason = fresh.finish_reason
+            merged.weight_versions = fresh.weight_versions
         self._ready.set()
 
     def fail(self, error: Exception) -> None:
@@ -95,6 +104,7 @@ class Request:
     collector: Collector = field(default_factory=Collector)
     tokens: list[int] = field(default_factory=list)
     versions: list[str] = field(default_factory=list)
+    cached: int = 0
 
 
 @dataclass(eq=False)
@@ -105,37 +115,66 @@ class FakeAsyncLLM:
         seconds: of a decode step.
         length: tokens after which a request with this prompt ends by a stop token, if it has one.
         overrun: decode steps that it makes between the call of ``pause_generation`` and its return.
+        late: seconds from a decode step until its outputs can be had, though the engine may have been paused meanwhile.
         mislabelled: it names other weights than made the tokens.
+        logprob: of a token, by the length of the sequence before it.
+        cached: heads of sequences whose keys and values it has, by salt.
+        rows: the requests of each decode step.
     """
 
     length: Callable[[Sequence[int]], int] = lambda prompt: 4 + prompt[0] % 7
     seconds: float = 0.01
     overrun: int = 1
+    late: float = 0.0
+    longest: int = 500
     mislabelled: bool = False
+    logprob: Callable[[int], float] = lambda position: -1.0 - position / 1000
     version: str = "as loaded"
     paused: bool = False
     errored: bool = False
     requests: dict[str, Request] = field(default_factory=dict)
     done: list[Request] = field(default_factory=list)
-    aborted: list[str] = field(default_factory=list)
+    aborted: list[Request] = field(default_factory=list)
     updates: list[str] = field(default_factory=list)
     recomputed: int = 0
-    refuses: Exception | None = None
+    cached: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
+    rows: list[int] = field(default_factory=list)
+    _updating: bool = False
+    _open: dict[str, Request] = field(default_factory=dict)
+    _sent: list[tuple[float, Request, Output]] = field(default_factory=list)
+    _mail: anyio.Event = field(default_factory=anyio.Event)
     _work: anyio.Event = field(default_factory=anyio.Event)
+
+    @property
+    def vllm_config(self) -> Any:
+        return SimpleNamespace(
+            model_config=SimpleNamespace(
+                model="models/fake", max_model_len=self.longest, get_vocab_size=lambda: VOCABULARY
+            ),
+            cache_config=SimpleNamespace(block_size=BLOCK),
+        )
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        self.errored = True
 
     async def add_request(self, request_id: str, prompt: Mapping[str, Any], params: Any) -> Collector:
         self._require_alive()
         await anyio.lowlevel.checkpoint()
         request = Request(request_id, list(prompt["prompt_token_ids"]), str(prompt["cache_salt"]), params)
-        self.requests[request_id] = request
+        self.requests[request_id] = self._open[request_id] = request
         self._work.set()
         return request.collector
 
     async def abort(self, request_id: Sequence[str]) -> None:
         for each in request_id:
-            if self.requests.pop(each, None):
-                self.aborted.append(each)
+            if request := self._open.pop(each, None):  # its collector learns it at once
+                request.collector.put(Output([Completion([], [], "abort")]))
+        if self.errored:
+            return
         await anyio.lowlevel.checkpoint()
+        for each in request_id:
+            if request := self.requests.pop(each, None):
+                self.aborted.append(request)
 
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
         assert (mode, clear_cache) == ("keep", False)
@@ -151,8 +190,11 @@ class FakeAsyncLLM:
         self._work.set()
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        assert reset_running_requests
+        self._require_alive()
+        if self.requests and not reset_running_requests:
+            return False
         self.recomputed += 1
+        self.cached.clear()
         return True
 
     async def update_weight_version(self, new_version: str) -> None:
@@ -160,16 +202,26 @@ class FakeAsyncLLM:
         self.version = new_version
 
     async def init_weight_transfer_engine(self, request: Any) -> None:
-        raise NotImplementedError
+        self._require_alive()
 
     async def start_weight_update(self) -> None:
-        raise NotImplementedError
+        self._require_alive()
+        if self._updating:
+            raise RuntimeError("a weight update is already active")
+        self._updating = True
 
     async def update_weights(self, request: Any) -> None:
-        raise NotImplementedError
+        self._require_alive()
+        if not self._updating:
+            raise RuntimeError("start_weight_update must be called before update_weights")
 
     async def finish_weight_update(self, weight_version: str | None = None) -> None:
-        raise NotImplementedError
+        self._require_alive()
+        if not self._updating:
+            raise RuntimeError("finish_weight_update called without a matching start_weight_update")
+        self._updating = False
+        if weight_version is not None:
+            await self.update_weight_version(weight_version)
 
     def _require_alive(self) -> None:
         if self.errored:
@@ -178,40 +230,75 @@ class FakeAsyncLLM:
     def die(self) -> None:
         """End as a killed process does."""
         self.errored = True
-        for request in self.requests.values():
+        for request in self._open.values():
             request.collector.fail(EngineDead("EngineCore encountered an issue"))
 
     async def run(self) -> None:
         """Decode for ever."""
-        while not self.errored:
-            if self.paused or not self.requests:
-                self._work = anyio.Event()
-                await self._work.wait()
-                continue
-            await anyio.sleep(self.seconds)
-            if not self.errored and not self.paused:
-                for request in list(self.requests.values()):
-                    self._advance(request)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._deliver)
+            while not self.errored:
+                if self.paused or not self.requests:
+                    self._work = anyio.Event()
+                    await self._work.wait()
+                    continue
+                await anyio.sleep(self.seconds)
+                if not self.errored and not self.paused:
+                    self.rows.append(len(self.requests))
+                    for request in list(self.requests.values()):
+                        self._advance(request)
+            tasks.cancel_scope.cancel()
+
+    async def _deliver(self) -> None:
+        """Put outputs into their collectors as they become due."""
+        while True:
+            if not self._sent:
+                self._mail = anyio.Event()
+                await self._mail.wait()
+            due, request, output = self._sent.pop(0)
+            await anyio.sleep(max(0.0, due - anyio.current_time()))
+            self._put(request, output)
+
+    def _put(self, request: Request, output: Output) -> None:
+        if request.id not in self._open:  # it was aborted meanwhile
+            return
+        if output.outputs[0].finish_reason is not None:
+            del self._open[request.id]
+        request.collector.put(output)
 
     def _advance(self, request: Request) -> None:
         position = len(request.prompt) + len(request.tokens)
         params = request.params
-        token = 10 + int(noise(params.seed, len(request.tokens)) * (VOCABULARY - 10))
+        if not request.tokens:
+            request.cached = self._hit(request)
+        others = [token for token in range(10, VOCABULARY) if token not in params.stop_token_ids]
+        token = others[int(noise(params.seed, len(request.tokens)) * len(others))]
         ends = bool(params.stop_token_ids) and len(request.tokens) + 1 >= max(
             self.length(request.prompt), params.min_tokens
         )
         if ends:
             token = params.stop_token_ids[0]
-        found = {token: Logprob(-1.0 - position / 1000)}
+        found = {token: Logprob(self.logprob(position))}
         found |= {1 + k: Logprob(-2.0) for k in range(params.logprobs) if 1 + k != token}
         request.tokens.append(token)
         request.versions.append(self.version)
         reason = "stop" if ends else "length" if len(request.tokens) >= params.max_tokens else None
-        completion = Completion([token], [found], reason)
+        output = Output([Completion([token], [found], reason)], request.cached)
         if reason is not None:
-            completion.weight_versions = self._spans(request)
+            output.outputs[0].weight_versions = self._spans(request)
             self.done.append(self.requests.pop(request.id))
-        request.collector.put(completion)
+        if self.late:
+            self._sent.append((anyio.current_time() + self.late, request, output))
+            self._mail.set()
+        else:
+            self._put(request, output)
+
+    def _hit(self, request: Request) -> int:
+        """Return how many tokens of a prompt are cached, never all of them; cache the whole blocks."""
+        heads = [(request.salt, tuple(request.prompt[:end])) for end in range(BLOCK, len(request.prompt) + 1, BLOCK)]
+        hits = [len(head[1]) for head in heads if head in self.cached and len(head[1]) < len(request.prompt)]
+        self.cached.update(heads)
+        return max(hits, default=0)
 
     def _spans(self, request: Request) -> list[Span]:
         if self.mislabelled:
@@ -239,18 +326,11 @@ class FakeSender:
         fake.updates.append(version)
 
 
-def engine_of(llm: FakeAsyncLLM, sender: FakeSender | None = None, longest: int = 500) -> VllmEngine:
+def engine_of(llm: FakeAsyncLLM, sender: FakeSender | None = None) -> VllmEngine:
     """Return an engine around a fake."""
-    engine = SimpleNamespace(
-        llm=llm,
-        sender=sender or FakeSender(),
-        name="fake",
-        vocabulary=VOCABULARY,
-        longest=longest,
-        requests=set(),
-        params=lambda keywords: SimpleNamespace(**keywords),
-    )
-    return cast("VllmEngine", engine)
+    engine = VllmEngine(llm, sender or FakeSender(), Children(), ExitStack(), log=EngineLog(LOG))
+    engine.params = lambda keywords: SimpleNamespace(**keywords)  # type: ignore[method-assign]  # vLLM is not installed
+    return engine
 
 
 @asynccontextmanager

@@ -10,7 +10,8 @@ from contextlib import suppress
 import pytest
 
 from oppo.app.interrupt import Stopped, stoppable
-from oppo.vllm.heeded import SIGNALS, heeded
+from oppo.signals import SIGNALS
+from oppo.vllm.heeded import heeded
 
 
 @pytest.fixture(autouse=True)

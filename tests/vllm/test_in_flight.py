@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from oppo.admission import Overcommit
+from oppo.admission import Admission, Continuous, Overcommit
 from oppo.algorithms.ppo import ppo
 from oppo.chunking import Fixed
 from oppo.events import Prompt, StepReport
@@ -29,7 +29,9 @@ class Sending(FakeTrainer):
         await publish(Weights(self.version, {"weight": torch.zeros(1)}), followers)
 
 
-def played(lookahead: int, *, in_flight: bool) -> tuple[Sending, list[StepReport], FakeAsyncLLM]:
+def played(
+    lookahead: int, *, in_flight: bool, admission: Admission | None = None
+) -> tuple[Sending, list[StepReport], FakeAsyncLLM]:
     llm = FakeAsyncLLM(length=lambda prompt: 6 + 9 * (prompt[0] % 4))
     policy = VllmPolicy(engine_of(llm, FakeSender()), sampling=Sampling(max_new_tokens=60, stop=(2, 3)))
     trainer = Sending(0.08)
@@ -38,7 +40,7 @@ def played(lookahead: int, *, in_flight: bool) -> tuple[Sending, list[StepReport
         reward=FakeScorer(fake_scalar),
         critic=FakeCritic(),
         trainer=trainer,
-        admission=Overcommit(BATCH, EXTRA),
+        admission=admission or Overcommit(BATCH, EXTRA),
         advantage=GAE(kl=0.0),
         chunks=Fixed(3),
     )
@@ -70,6 +72,19 @@ def test_weights_are_adopted_in_flight_and_lag_less(lookahead: int) -> None:
     trained = [rollout for batch in trainer.batches for rollout in batch.rollouts]
     assert len(set(trained)) == len(trained) == BATCH * STEPS
     assert len(llm.updates) == STEPS
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_a_rollout_that_ends_is_replaced_at_once(lookahead: int) -> None:
+    trainer, reports, llm = played(lookahead, in_flight=bool(lookahead), admission=Continuous(BATCH, EXTRA))
+    waiting = played(lookahead, in_flight=bool(lookahead), admission=Overcommit(BATCH, 0))[2]
+    assert max(llm.rows) == EXTRA
+    assert llm.rows.count(EXTRA) > 0.8 * len(llm.rows), "the engine has all its rows but for the end of a step"
+    assert waiting.rows.count(BATCH) < 0.5 * len(waiting.rows), "without, the engine is left with the longest"
+    trained = [rollout for batch in trainer.batches for rollout in batch.rollouts]
+    assert [len(batch) for batch in trainer.batches] == [BATCH] * STEPS
+    assert len(set(trained)) == len(trained), "every prompt is trained once"
+    assert any(report.deferred for report in reports)
 
 
 def mean_lag(trainer: FakeTrainer) -> float:

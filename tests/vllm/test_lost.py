@@ -9,8 +9,8 @@ from oppo.errors import ModelError, ModelLost
 from oppo.models import Weights
 from oppo.testing import run_virtual
 from oppo.vllm.lost import LOOK, answered
-from tests.vllm.fake_engine import FakeAsyncLLM
-from tests.vllm.test_policy import WEIGHTS, Bench, varied
+from tests.vllm.bench import WEIGHTS, Bench, varied
+from tests.vllm.fake_engine import FakeAsyncLLM, engine_of
 
 
 class Silent(FakeAsyncLLM):
@@ -51,15 +51,15 @@ def test_publishing_ends_when_the_engine_dies_in_a_call(call: str) -> None:
 
 def test_a_call_that_is_answered_takes_no_time_and_raises_its_own_error() -> None:
     async def main() -> None:
-        llm, start = FakeAsyncLLM(), anyio.current_time()
-        async with answered(llm):
+        engine, start = engine_of(FakeAsyncLLM()), anyio.current_time()
+        async with answered(engine):
             await anyio.sleep(3 * LOOK)
         assert anyio.current_time() == pytest.approx(start + 3 * LOOK)
         with pytest.raises(ModelError, match="its own"):
-            async with answered(llm):
+            async with answered(engine):
                 raise ModelError("its own")
         with pytest.raises(ModelLost, match="KeyError: 'unknown'"):
-            async with answered(llm, shield=True):
+            async with answered(engine, shield=True):
                 raise KeyError("unknown")
 
     run_virtual(main)
@@ -70,7 +70,7 @@ def test_a_cancellation_from_outside_waits_for_a_shielded_call_only() -> None:
         for shield, took in ((False, 1.0), (True, 5.0)):
             start = anyio.current_time()
             with anyio.move_on_after(1.0):
-                async with answered(FakeAsyncLLM(), shield=shield):
+                async with answered(engine_of(FakeAsyncLLM()), shield=shield):
                     await anyio.sleep(5.0)
             assert anyio.current_time() == pytest.approx(start + took)
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -14,10 +17,12 @@ import anyio
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from oppo.errors import ModelError, ModelLost
-from oppo.vllm.device_publish import Backend, DeviceSender
+from oppo.vllm.device_publish import DeviceSender
 from oppo.vllm.publish import FileSender
+from oppo.vllm.route import Backend, Route
 
 TENSORS = {"first": torch.arange(6.0).reshape(2, 3), "second": torch.ones(2)}
 
@@ -60,18 +65,35 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     did: list[str] = []
 
     class Trainer:
+        """As vLLM's: with NCCL the workers are called from a thread of its own, beside the transfer."""
+
         def __init__(self, init: Any, client: Any, source: Any) -> None:
-            did.append(f"joined by {init.backend} as one of {init.world_size}")
-            self.client, self.source = client, source
-            client.init_weight_transfer_engine({"packed": False})
+            did.append(f"joined by {init.backend} as one of {init.world_size} on {did[-1]}")
+            self.client, self.source, self.apart = client, source, init.backend == "nccl"
+            self._call(client.init_weight_transfer_engine, {"packed": False})
+
+        def _call(self, call: Any, argument: Any) -> None:
+            if not self.apart:
+                call(argument)
+                return
+            with ThreadPoolExecutor(max_workers=1) as thread:
+                thread.submit(call, argument).result()
 
         def send_weights(self) -> None:
             self.client.start_weight_update()
             names = [meta.name for meta in self.source.metadata()]
             assert names == [name for name, _ in self.source]
             did.append(f"sent {', '.join(names)}")
-            self.client.update_weights({"names": names})
+            self._call(self.client.update_weights, {"names": names})
             self.client.finish_weight_update()
+
+    @contextmanager
+    def at(device: torch.device) -> Iterator[None]:
+        did.append(str(device))
+        yield
+
+    monkeypatch.setattr(torch.cuda, "device", at)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: did.append(f"{device} was waited for"))
 
     def info(backend: str) -> Any:
         return lambda **given: SimpleNamespace(backend=backend, **{"world_size": 1, **given})
@@ -99,14 +121,26 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return did
 
 
-def send(receiving: Receiving, *versions: str, sender: Any = None) -> None:
+def send(receiving: Receiving, *versions: str, sender: Any = None, tensors: Mapping[str, Tensor] = TENSORS) -> None:
     sender = sender or FileSender()
 
     async def main() -> None:
         for version in versions:
-            await sender.send(receiving, TENSORS, version)
+            await sender.send(receiving, tensors, version)
 
     anyio.run(main)
+
+
+class OnGpu(Tensor):
+    """Says that it is on the second GPU."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]  # torch's is a descriptor in C, with no setter either
+        return GPU
+
+
+GPU = torch.device("cuda", 1)
+ON_GPU = {name: tensor.as_subclass(OnGpu) for name, tensor in TENSORS.items()}
 
 
 def test_weights_travel_in_a_file_that_is_written_anew() -> None:
@@ -146,15 +180,32 @@ def test_weights_that_cannot_be_written_leave_the_old_ones_served(monkeypatch: p
 
 
 @pytest.mark.parametrize(("backend", "workers", "size"), [("ipc", 1, 1), ("nccl", 3, 4)])
-def test_on_gpus_vllm_sends_by_its_own_means(backend: Backend, workers: int, size: int, vllm: list[str]) -> None:
+def test_on_gpus_vllm_sends_by_its_own_means_from_the_gpu_of_the_trainer(
+    backend: Backend, workers: int, size: int, vllm: list[str]
+) -> None:
     receiving = Receiving()
-    send(receiving, "run-1", "run-2", sender=DeviceSender(backend, workers))
-    assert vllm == [f"joined by {backend} as one of {size}", "sent first, second", "sent first, second"]
+    send(receiving, "run-1", "run-2", sender=DeviceSender(Route(backend, workers, GPU)), tensors=ON_GPU)
+    waited = ["cuda:1", "cuda:1 was waited for"]
+    joined = f"joined by {backend} as one of {size} on cuda:1 was waited for"
+    assert vllm == [*waited, joined, "sent first, second", *waited, "sent first, second"]
     once = ["start", "update", "finish None"]
     assert receiving.calls == ["init", *once, "version run-1", *once, "version run-2"]
+
+
+def test_weights_on_another_device_than_announced_are_refused_before_anything_is_sent(vllm: list[str]) -> None:
+    receiving = Receiving()
+    with pytest.raises(ModelError, match=r"weight first is on cpu, .* on cuda:1: start the engine with trainer='cpu'"):
+        send(receiving, "run-1", sender=DeviceSender(Route("ipc", 1, GPU)))
+    assert receiving.calls == vllm == []
 
 
 def test_a_transfer_between_gpus_that_fails_is_a_lost_model() -> None:
     receiving = Receiving(fails=RuntimeError("NCCL error"))
     with pytest.raises(ModelLost, match="NCCL error"):
-        send(receiving, "run-1", sender=DeviceSender("nccl", 1))
+        send(receiving, "run-1", sender=DeviceSender(Route("nccl", 1, GPU)), tensors=ON_GPU)
+
+
+def test_a_transfer_between_gpus_has_a_deadline() -> None:
+    sender = DeviceSender(Route("nccl", 1, GPU), deadline=0.05)
+    with pytest.raises(ModelLost, match="took no weights within 0 s"):
+        send(Receiving(seconds=5.0), "run-1", sender=sender, tensors=ON_GPU)

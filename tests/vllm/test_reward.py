@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import anyio
@@ -48,6 +49,11 @@ class Engine:
     llm: FakePooling
     config: SimpleNamespace
     name: str = "tiny"
+    log: Path = Path("vllm.log")
+    closed: bool = False
+
+    def require_usable(self) -> None:
+        return
 
 
 def served(llm: FakePooling | None = None, /, **changes: object) -> VllmReward:
@@ -162,6 +168,22 @@ def test_a_cancelled_call_leaves_no_request_behind() -> None:
 
     run_virtual(main)
     assert (len(engine.sequences), len(engine.open)) == (3, 0)
+
+
+def test_an_engine_that_dies_while_it_owes_a_score_is_a_lost_model() -> None:
+    engine = FakePooling(seconds=1000)
+
+    async def main() -> None:
+        async def die() -> None:
+            await anyio.sleep(1)
+            engine.errored = True
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(die)
+            with pytest.raises(ModelLost, match="vLLM has died"):
+                await served(engine).extend([Prompt(0, 0, np.full(BLOCK, 5, np.int32))])
+
+    run_virtual(main)
 
 
 async def test_a_dead_engine_is_a_lost_model() -> None:

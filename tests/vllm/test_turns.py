@@ -14,8 +14,8 @@ from oppo.testing import run_virtual
 from oppo.turns import turns_answered
 from oppo.vllm import VllmPolicy
 from tests.dialogues import ANSWER, Dialogue, Seconds, at_once, dialogue
+from tests.vllm.bench import WEIGHTS, varied
 from tests.vllm.fake_engine import FakeAsyncLLM, FakeSender, engine_of, running
-from tests.vllm.test_policy import WEIGHTS, varied
 
 SAMPLING = Sampling(max_new_tokens=60, stop=(2, 3), seed=5)
 

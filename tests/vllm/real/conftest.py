@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from oppo.vllm import VllmEngine, VllmPolicy
 VOCABULARY = 512
 
 
-def tiny_actor(seed: int = 0, *, tied: bool = False) -> LlamaForCausalLM:
+def tiny_actor(seed: int = 0) -> LlamaForCausalLM:
     """Return an actor with heads that vLLM's kernels take, and distributions that are far from uniform.
 
     It has so many layers that a decode step takes longer than this process takes to read it: a publish in the midst of
@@ -31,9 +32,8 @@ def tiny_actor(seed: int = 0, *, tied: bool = False) -> LlamaForCausalLM:
                 intermediate_size=256,
                 num_hidden_layers=12,
                 num_attention_heads=2,
-                max_position_embeddings=512,
+                max_position_embeddings=1024,
                 initializer_range=0.1,
-                tie_word_embeddings=tied,
                 bos_token_id=1,
                 eos_token_id=2,
                 pad_token_id=0,
@@ -41,6 +41,19 @@ def tiny_actor(seed: int = 0, *, tied: bool = False) -> LlamaForCausalLM:
         )
     actor.eval()
     return actor
+
+
+def engine_processes() -> set[int]:
+    """Return the ids of the processes below this one that belong to an engine."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        try:
+            status = (entry / "status").read_text() if entry.name.isdecimal() else ""
+        except OSError:  # it has ended meanwhile
+            continue
+        if "VLLM" in status.partition("\n")[0] and f"PPid:\t{os.getpid()}\n" in status:
+            found.add(int(entry.name))
+    return found
 
 
 @pytest.fixture(scope="session")

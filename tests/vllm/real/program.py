@@ -78,6 +78,10 @@ class Program:
             assert time.monotonic() < deadline, f"never said {sentence!r}:\n{self.said}"
             time.sleep(0.05)
 
+    def signal(self, number: signal.Signals) -> None:
+        """Send it a signal, and nobody else."""
+        self._process.send_signal(number)
+
     def interrupt(self) -> None:
         """Press Ctrl-C: every process of the terminal's group gets the signal."""
         os.killpg(self._process.pid, signal.SIGINT)

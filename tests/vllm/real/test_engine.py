@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -16,12 +17,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from oppo.errors import ConfigError, ModelLost
+from oppo.errors import ModelError, ModelLost
 from oppo.events import Prompt
 from oppo.hf.lora import add_lora, merged
 from oppo.models import Piece, Sampling, Weights
 from oppo.vllm import VllmEngine, VllmPolicy
-from oppo.vllm.arguments import require_arguments
+from oppo.vllm.publish import FileSender
+from oppo.vllm.weight_file import WeightFile
 from tests.vllm.real.conftest import VOCABULARY
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
@@ -29,18 +31,18 @@ pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest
 TOLERANCE = 1e-4
 
 
-def tied_actor(seed: int) -> PreTrainedModel:
+def tied_actor(seed: int, *, intermediate_size: int = 128, num_hidden_layers: int = 2) -> PreTrainedModel:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         actor: PreTrainedModel = Qwen2ForCausalLM(
             Qwen2Config(
                 vocab_size=VOCABULARY,
                 hidden_size=64,
-                intermediate_size=128,
-                num_hidden_layers=2,
+                intermediate_size=intermediate_size,
+                num_hidden_layers=num_hidden_layers,
                 num_attention_heads=2,
                 num_key_value_heads=1,
-                max_position_embeddings=256,
+                max_position_embeddings=2048,
                 initializer_range=0.2,
                 tie_word_embeddings=True,
                 bos_token_id=1,
@@ -86,29 +88,11 @@ async def logprobs(model: PreTrainedModel, prompt: Prompt, piece: Piece) -> list
     return await anyio.to_thread.run_sync(forward)
 
 
-def test_arguments_are_those_of_the_installed_version() -> None:
-    require_arguments({"max_num_seqs": 4, "tensor_parallel_size": 1, "quantization": None})
-    with pytest.raises(ConfigError, match=r"vllm\.max_num_seq: .* did you mean vllm\.max_num_seqs\?"):
-        require_arguments({"max_num_seq": 4})
-    with pytest.raises(ConfigError, match=r"vllm\.logprobs_mode is set by oppo, since log-probs are over the ids"):
-        require_arguments({"logprobs_mode": "raw_logprobs"})
-
-
-def test_an_engine_that_cannot_start_says_why_and_leaves_nothing(folder: Path) -> None:
-    log = folder / "failed.log"
-    with pytest.raises(
-        ConfigError, match=r"vLLM could not be started with .*; everything that it wrote is in"
-    ) as error:
-        VllmEngine.start(folder / "actor", arguments={"max_model_len": 100_000}, log=log)
-    assert "max_model_len" in str(error.value)
-    assert children() == {}
-
-
-def test_it_tells_what_it_does_and_writes_to_its_log(second: VllmEngine, told: list[str], folder: Path) -> None:
+async def test_it_tells_what_it_does_and_writes_to_its_log(second: VllmEngine, told: list[str], folder: Path) -> None:
     assert told[0] == "starting vLLM with actor"
     assert told[-1].startswith("vLLM is ready after ")
     assert "EngineCore" in (folder / "vllm.log").read_text()
-    assert (second.vocabulary, second.longest) == (VOCABULARY, 256)
+    assert (second.vocabulary, second.longest) == (VOCABULARY, 2048)
     assert len(second.pids) == 1
 
 
@@ -137,23 +121,46 @@ async def test_adapters_are_published_merged(second: VllmEngine) -> None:
     assert np.allclose(piece.logprobs, await logprobs(model, prompt, piece), atol=TOLERANCE)
 
 
-async def test_weights_of_another_model_end_the_run(second: VllmEngine) -> None:
-    """They are refused before anything is loaded: the file cannot be read."""
-    before = tied_actor(7)
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"num_hidden_layers": 1}, "12 missing (model.layers.1."),
+        ({"num_hidden_layers": 3}, "12 unknown (model.layers.2."),
+        ({"intermediate_size": 96}, "6 of another shape (model.layers.0.mlp.gate_proj.weight [96, 64], not [128, 64]"),
+    ],
+    ids=["fewer layers", "more layers", "other shapes"],
+)
+async def test_weights_of_another_model_are_refused_and_the_old_ones_served(
+    second: VllmEngine, changes: dict[str, int], fault: str
+) -> None:
+    before, other = tied_actor(7), tied_actor(8, **changes)
     policy = VllmPolicy(second, sampling=Sampling(max_new_tokens=8, seed=2))
     await policy.load(Weights(1, before.state_dict()))
-    missing = Path("/nowhere/weights.safetensors")
-    with pytest.raises(ModelLost, match="could not load the weights"):
-        await second.sender._load(second.llm, missing, "broken")  # type: ignore[attr-defined]  # the file's own step
+    with pytest.raises(ModelError, match=rf"^these are not the weights of actor, .*{re.escape(fault)}"):
+        await policy.load(Weights(2, other.state_dict()))
     prompt = Prompt(0, 0, np.arange(5, 15, dtype=np.int32))
     piece = await respond(policy, prompt)
-    assert np.allclose(piece.logprobs, await logprobs(before, prompt, piece), atol=TOLERANCE), (
-        "the weights that it had are still served"
-    )
+    assert set(piece.versions.tolist()) == {1}
+    assert np.allclose(piece.logprobs, await logprobs(before, prompt, piece), atol=TOLERANCE)
+
+
+async def test_an_update_that_the_workers_refuse_ends_the_run(
+    second: VllmEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The file cannot be read; it is read whole before anything changes, but of that nobody can be sure."""
+    policy = VllmPolicy(second, sampling=Sampling(max_new_tokens=8, seed=2))
+    monkeypatch.setattr(WeightFile, "write", lambda file, tensors: setattr(file, "path", tmp_path / "nothing"))
+    monkeypatch.setattr(second, "sender", FileSender())
+    with pytest.raises(ModelLost, match="could not load the weights"):
+        await policy.load(Weights(1, tied_actor(7).state_dict()))
+    (decode,) = await policy.open([Prompt(0, 0, np.arange(5, 15, dtype=np.int32))])
+    with pytest.raises(ModelLost, match="nothing is decoded any more"):
+        async with policy.decoding([decode], lambda ended: False):
+            await decode.read(1)
 
 
 async def test_a_killed_engine_is_a_lost_model_within_five_seconds(second: VllmEngine) -> None:
-    policy = VllmPolicy(second, sampling=Sampling(max_new_tokens=200, seed=2))
+    policy = VllmPolicy(second, sampling=Sampling(max_new_tokens=1500, seed=2))
     decodes = await policy.open([Prompt(k, k, np.arange(5, 15, dtype=np.int32)) for k in range(3)])
     killed: list[float] = []
 
@@ -165,24 +172,10 @@ async def test_a_killed_engine_is_a_lost_model_within_five_seconds(second: VllmE
             killed.append(time.monotonic())
             await decodes[0].read(1000)
 
-    with pytest.raises(ModelLost, match="go on from the newest checkpoint"):
+    with pytest.raises(ModelLost, match=rf"go on from the newest checkpoint .* is in {re.escape(str(second.log))}"):
         await decode_and_kill()
     assert time.monotonic() - killed[0] < 5
     with pytest.raises(ModelLost):
         await policy.load(Weights(1, {}))
     for decode in decodes:
         await decode.aclose()
-
-
-def children() -> dict[int, str]:
-    """Return the processes below this one that belong to an engine, by id."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        try:
-            status = (entry / "status").read_text() if entry.name.isdecimal() else ""
-        except OSError:  # it has ended meanwhile
-            continue
-        name = status.partition("\n")[0]
-        if "VLLM" in name and f"PPid:\t{os.getpid()}\n" in status:
-            found[int(entry.name)] = name
-    return found

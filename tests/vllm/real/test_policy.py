@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 import anyio
 import anyio.to_thread
@@ -17,6 +18,8 @@ from oppo.events import Prompt, Response
 from oppo.models import Piece, Sampling, Weights
 from oppo.testing import check_policy
 from oppo.vllm import VllmDecode, VllmEngine, VllmPolicy
+from oppo.vllm.surface import Output, WeightVersionSpan
+from tests.vllm.real import reference
 from tests.vllm.real.conftest import VOCABULARY, tiny_actor
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
@@ -79,12 +82,12 @@ async def expected(model: LlamaForCausalLM, prompt: Prompt, tokens: Sequence[int
 
 
 async def test_it_keeps_the_contract_of_a_policy(engine: VllmEngine) -> None:
-    async def make() -> VllmPolicy:
-        return VllmPolicy(
-            engine, sampling=replace(SAMPLING, max_new_tokens=150), limit=lambda prompt: 6 + 30 * prompt.rollout
-        )
+    sampling = Sampling(max_new_tokens=400, seed=11, stop=tuple(range(2, 8)))
 
-    await check_policy(make, some(5))
+    async def make() -> VllmPolicy:
+        return VllmPolicy(engine, sampling=sampling, limit=lambda prompt: 6 + 120 * prompt.rollout)
+
+    await check_policy(make, some(4))
 
 
 @pytest.mark.parametrize(
@@ -118,20 +121,27 @@ async def test_log_probs_are_those_of_the_distribution_that_tokens_were_drawn_fr
         assert state == ("eos" if tokens[-1] == 2 else "stop" if tokens[-1] in sampling.stop else "length")
 
 
-async def test_the_support_of_top_k_is_that_of_the_model(engine: VllmEngine) -> None:
-    sampling = replace(SAMPLING, top_k=30, temperature=0.8)
+@pytest.mark.parametrize("top_p", [1.0, 0.7])
+async def test_the_support_of_top_k_is_that_of_the_model(engine: VllmEngine, top_p: float) -> None:
+    sampling = replace(SAMPLING, top_k=30, top_p=top_p, temperature=0.8)
     model, prompts = tiny_actor(), some(4)
     policy = VllmPolicy(engine, sampling=sampling)
+    assert policy.capabilities.supports
+    sizes = set[int]()
     for prompt, pieces in zip(prompts, await whole(policy, prompts), strict=True):
         tokens = tokens_of(pieces)
         top = (await expected(model, prompt, tokens, sampling)).topk(30)
+        mass = top.values.softmax(-1).cumsum(-1)
         counts = np.concatenate([piece.support.counts for piece in pieces])
-        ids = np.concatenate([piece.support.ids for piece in pieces])
-        assert counts.tolist() == [30] * len(tokens)
-        assert [set(row) for row in ids.reshape(-1, 30).tolist()] == [set(row) for row in top.indices.tolist()]
-        normalised = top.values.log_softmax(-1)
-        ours = [float(normalised[k][top.indices[k] == token]) for k, token in enumerate(tokens)]
-        assert np.allclose(logprobs_of(pieces), ours, atol=TOLERANCE)
+        ids = np.split(np.concatenate([piece.support.ids for piece in pieces]), counts.cumsum()[:-1])
+        for at, token in enumerate(tokens):
+            kept = 30 if top_p == 1 else int((mass[at] < top_p).sum()) + 1
+            normalised = top.values[at, :kept].log_softmax(-1)
+            assert set(ids[at].tolist()) == set(top.indices[at, :kept].tolist())
+            ours = float(normalised[top.indices[at, :kept] == token])
+            assert logprobs_of(pieces)[at] == pytest.approx(ours, abs=TOLERANCE)
+            sizes.add(kept)
+    assert sizes == {30} if top_p == 1 else len(sizes) > 3
 
 
 async def test_tokens_follow_from_the_seed_and_the_rollout(engine: VllmEngine) -> None:
@@ -165,12 +175,14 @@ async def test_rollouts_that_are_preempted_go_on_with_their_noise(engine: VllmEn
 
 @pytest.mark.parametrize("on_publish", ["keep", "recompute"])
 async def test_publishing_while_it_decodes_counts_every_token_to_the_weights_that_made_it(
-    engine: VllmEngine, on_publish: str
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch, on_publish: Literal["keep", "recompute"]
 ) -> None:
-    """More than 5,000 tokens each; after a publish with ``recompute`` the log-probs are those of the new weights."""
-    models = [tiny_actor(seed) for seed in range(11)]
-    sampling = Sampling(max_new_tokens=400, seed=4)
-    policy = VllmPolicy(engine, sampling=sampling, on_publish=on_publish)  # type: ignore[arg-type]  # one of both
+    """The engine names the same versions, and the log-probs are those of their weights.
+
+    With ``keep`` these read the keys and values that the weights before have left.
+    """
+    models, named = [tiny_actor(seed) for seed in range(11)], spans_named(monkeypatch)
+    policy = VllmPolicy(engine, sampling=Sampling(max_new_tokens=900, seed=4), on_publish=on_publish)
     await policy.load(Weights(0, models[0].state_dict()))
     prompts = some(14)
     decodes = await policy.open(prompts)
@@ -179,37 +191,59 @@ async def test_publishing_while_it_decodes_counts_every_token_to_the_weights_tha
         for decode, into in zip(decodes, pieces, strict=True):
             readers.start_soon(read, decode, into)
         for version, model in enumerate(models[1:], 1):
-            await until(partial(has_written, decodes[0], 35 * version))
+            await until(partial(has_written, decodes[0], 80 * version))
             await policy.load(Weights(version, model.state_dict()))
-    assert sum(len(tokens_of(each)) for each in pieces) == 5600
-    for prompt, each in zip(prompts, pieces, strict=True):
-        tokens = tokens_of(each)
-        versions = np.concatenate([piece.versions for piece in each])
-        assert np.all(np.diff(versions) >= 0)
-        assert len(set(versions.tolist())) > 3
-        if on_publish == "keep":
-            continue
-        got = np.array(logprobs_of(each))
-        for version in sorted(set(versions.tolist())):
-            at = np.flatnonzero(versions == version)
-            wanted = (await expected(models[version], prompt, tokens, sampling))[at, np.array(tokens)[at]]
-            assert np.allclose(got[at], wanted, atol=TOLERANCE), f"tokens of version {version}"
+    versions = [np.concatenate([piece.versions for piece in each]) for each in pieces]
+    assert sum(map(len, versions)) == 14 * 900 >= 10_000
+    assert set(np.concatenate(versions).tolist()) == set(range(11))
+    for prompt, each, made in zip(prompts, pieces, versions, strict=True):
+        assert (np.diff(made) >= 0).all()
+        assert len(set(made.tolist())) > 3, "three publishes within one response"
+        spans = named[prompt.rollout]
+        assert [policy.number_of(span.version) for span in spans for _ in range(span.start, span.end)] == made.tolist()
+        wanted = await reference.logprobs(models, prompt, each, kept=on_publish == "keep")
+        np.testing.assert_allclose(logprobs_of(each), wanted, rtol=0, atol=TOLERANCE)
 
 
-async def test_a_straggler_is_carried_over_publishes(engine: VllmEngine) -> None:
+def spans_named(monkeypatch: pytest.MonkeyPatch) -> dict[int, Sequence[WeightVersionSpan]]:
+    """Return the spans that the engine will name, by rollout."""
+    named: dict[int, Sequence[WeightVersionSpan]] = {}
+    take = VllmDecode.take
+
+    def noting(self: VllmDecode, output: Output, version: int) -> None:
+        spans = getattr(output.outputs[0], "weight_versions", None)
+        if spans is not None:
+            named[self.prompt.rollout] = spans
+        take(self, output, version)
+
+    monkeypatch.setattr(VllmDecode, "take", noting)
+    return named
+
+
+@pytest.mark.parametrize("on_publish", ["keep", "recompute"])
+async def test_a_straggler_is_carried_over_publishes(
+    engine: VllmEngine, on_publish: Literal["keep", "recompute"]
+) -> None:
     policy = VllmPolicy(
-        engine, sampling=Sampling(max_new_tokens=60, seed=1), limit=lambda prompt: 8 + 20 * prompt.rollout
+        engine,
+        sampling=Sampling(max_new_tokens=700, seed=1),
+        on_publish=on_publish,
+        limit=lambda prompt: 8 + 300 * prompt.rollout,
     )
-    decodes = await policy.open(some(3))
+    prompts, models = some(3), [tiny_actor(seed) for seed in range(4)]
+    decodes = await policy.open(prompts)
     pieces: list[list[Piece]] = [[] for _ in decodes]
     for version in range(3):
         live = [decode for decode in decodes if not decode.ended]
         async with policy.decoding(live, lambda ended: True), anyio.create_task_group() as readers:
             for decode in live:
                 readers.start_soon(read, decode, pieces[decode.prompt.rollout])
-        await policy.load(Weights(version + 1, tiny_actor(version).state_dict()))
-    assert [len(tokens_of(each)) for each in pieces] == [8, 28, 48]
+        await policy.load(Weights(version + 1, models[version + 1].state_dict()))
+    assert [len(tokens_of(each)) for each in pieces] == [8, 308, 608]
     assert set(np.concatenate([piece.versions for piece in pieces[2]]).tolist()) == {0, 1, 2}
+    for prompt, each in zip(prompts, pieces, strict=True):
+        wanted = await reference.logprobs(models, prompt, each, kept=on_publish == "keep")
+        np.testing.assert_allclose(logprobs_of(each), wanted, rtol=0, atol=TOLERANCE)
 
 
 async def test_groups_share_the_prefix_of_their_prompt(engine: VllmEngine) -> None:

@@ -20,16 +20,25 @@ ENGINE = "VLLM::EngineCore"
 """The name of the engine's process; the kernel keeps 15 characters."""
 
 SLOW_PUBLISH = """
-import sys, time
-from oppo.vllm import VllmPolicy
-load = VllmPolicy.load
-async def slow(self, weights):
-    print('publishing', flush=True)
-    await load(self, weights)
-    time.sleep(0.3)
-VllmPolicy.load = slow
+import anyio
+from oppo.vllm import VllmEngine
+start = VllmEngine.start
+def slow(*arguments, **keywords):
+    engine = start(*arguments, **keywords)
+    finish = engine.llm.finish_weight_update
+    async def late(*arguments, **keywords):
+        print('publishing', flush=True)
+        await anyio.sleep(1.5)
+        await finish(*arguments, **keywords)
+        print('published', flush=True)
+    engine.llm.finish_weight_update = late
+    return engine
+VllmEngine.start = slow
 """
-"""Says when weights are published, and takes its time."""
+"""Takes its time between the weights and the end of their update, and says so."""
+
+LONG = ("run.steps=1000", "sampling.max_new_tokens=300", "sampling.min_new_tokens=290")
+"""A run that decodes most of the time."""
 
 
 @pytest.fixture(scope="module")
@@ -67,21 +76,24 @@ def test_an_argument_that_vllm_does_not_know_is_refused_before_anything_is_loade
     assert not (place / "runs" / "wrong").exists()
 
 
-def test_ctrl_c_while_the_engine_starts_ends_all_of_it(place: Path) -> None:
-    with train(place, "starting") as program:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)], ids=["Ctrl-C", "SIGKILL"])
+def test_a_signal_while_the_engine_starts_ends_all_of_it(place: Path, number: signal.Signals, code: int) -> None:
+    with train(place, f"starting-{number.name}") as program:
         program.until("starting vLLM")
         deadline = time.monotonic() + 60
-        while not any(name.startswith("VLLM") for name in program.pids.values()) and time.monotonic() < deadline:
+        while len(program.pids) < 2 and time.monotonic() < deadline:  # its process has not said its name yet
             time.sleep(0.05)
-        program.interrupt()
-        assert program.wait(30) == 130, program.said
-        assert program.leaves_nothing()
-    assert "interrupted" in program.said
+        if number is signal.SIGINT:
+            program.interrupt()
+        else:
+            program.signal(number)
+        assert program.wait(60) == code, program.said
+        assert program.leaves_nothing(60)
+    assert code < 0 or "interrupted" in program.said
 
 
 def test_ctrl_c_while_it_decodes_ends_after_the_step_and_the_run_goes_on_later(place: Path) -> None:
-    long = ("run.steps=1000", "sampling.max_new_tokens=300", "sampling.min_new_tokens=290")
-    with train(place, "decoding", *long) as program:
+    with train(place, "decoding", *LONG) as program:
         program.until("step 1/")
         program.interrupt()
         assert program.wait(60) == 130, program.said
@@ -95,13 +107,36 @@ def test_ctrl_c_while_it_decodes_ends_after_the_step_and_the_run_goes_on_later(p
     assert len(records(place, "decoding", "metrics.jsonl")) == made + 1
 
 
-def test_ctrl_c_while_weights_are_published_ends_cleanly(place: Path) -> None:
+def test_sigterm_and_then_ctrl_c_while_it_decodes_end_it_at_once(place: Path) -> None:
+    with train(place, "twice", *LONG, "step.batch=64") as program:
+        program.until("step 1/")
+        program.signal(signal.SIGTERM)
+        program.until("ending after this step")
+        program.interrupt()
+        assert program.wait(60) == 128 + signal.SIGTERM, program.said
+        assert program.leaves_nothing()
+    assert "Traceback" not in program.said
+
+
+def test_ctrl_c_twice_while_weights_are_published_ends_it_when_the_engine_has_them(place: Path) -> None:
     with train(place, "publishing", "run.steps=1000", before=SLOW_PUBLISH) as program:
         program.until("publishing")
         program.interrupt()
+        program.until("ending after this step")
+        program.interrupt()
         assert program.wait(60) == 130, program.said
         assert program.leaves_nothing()
+    assert program.said.count("publishing") == program.said.count("published") == 1
     assert "Traceback" not in program.said
+
+
+def test_a_killed_run_takes_its_engine_with_it(place: Path) -> None:
+    with train(place, "gone", *LONG) as program:
+        program.until("step 1/")
+        assert len(program.pids) > 1
+        program.signal(signal.SIGKILL)
+        assert program.wait(60) == -signal.SIGKILL
+        assert program.leaves_nothing()
 
 
 def test_a_killed_engine_is_a_lost_model_and_the_run_goes_on_from_its_checkpoint(place: Path) -> None:

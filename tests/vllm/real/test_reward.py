@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
+import anyio
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, Qwen2Config
+from vllm import PoolingParams
 
 from oppo.events import Finish, Response
 from oppo.hf.serve.scorers import RewardModel
@@ -17,6 +20,7 @@ from oppo.testing import check_scorer
 from oppo.vllm import VllmEngine, VllmReward
 from oppo.vllm.reward import SCALAR
 from tests.responses import EOS, PADDING, VOCABULARY, answered, endings, responses, stream
+from tests.vllm import scenario
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
@@ -71,6 +75,11 @@ async def test_the_contract_is_kept(engine: VllmEngine) -> None:
 
     made = [each for each in responses(8) if len(each) >= 4]
     await check_scorer(make, finishes(made), lambda a, b: abs(a - b) <= TOLERANCE)
+
+
+async def test_it_does_what_the_fake_does(engine: VllmEngine) -> None:
+    params = PoolingParams(task="classify", use_activation=False)
+    await scenario.pooling(engine.llm, params, BLOCK, partial(anyio.sleep, 0.1))
 
 
 def assert_close(got: object, want: object) -> None:

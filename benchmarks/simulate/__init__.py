@@ -1,0 +1,1 @@
+"""The simulator beside reality (``check``), and what it says of the OPPO paper's settings (``paper``)."""

@@ -1,0 +1,75 @@
+"""``python -m benchmarks.simulate check RESULTS ...``: the simulator beside results of ``make bench``.
+
+``python -m benchmarks.simulate paper``: what schedules would take in the OPPO paper's settings; it writes a part of
+``docs/simulate.md``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.simulate.check import Checked, Result, check
+from oppo.cli import DONE, FAILED, call, program
+from oppo.report.put import put
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    app = program("python -m benchmarks.simulate", "The simulator, checked and used.")
+    app.command(check_results, name="check")
+    return call(app, arguments)
+
+
+def check_results(
+    results: Annotated[list[Path], Parameter(negative=())],
+    /,
+    *,
+    on: str = "chunk",
+    out: Annotated[Path | None, Parameter(name="--json")] = None,
+) -> int:
+    """Compare simulated with measured ratios; the exit code is 1 if one is off by more than 10 %, or the order wrong.
+
+    Parameters
+    ----------
+    results
+        Files of results of `make bench`; the first one is calibrated on, and all of the same models are checked.
+    on
+        The mode of the first result that is calibrated on.
+    out
+        Write the comparison to this file too.
+    """
+    checked = list(check([result for path in results for result in Result.read(path)], on))
+    Console(width=110).print(table(checked))
+    if out is not None:
+        put(out, [json.dumps({"on": on, "results": [each.as_json() for each in checked]}, indent=2) + "\n"])
+    return DONE if all(each.right for each in checked) else FAILED
+
+
+def table(checked: Sequence[Checked]) -> Table:
+    """Return a line for each mode of each result."""
+    found = Table(show_edge=False, header_style="bold")
+    for name in ("workload, layout", "mode", "measured", "simulated", "error", "order"):
+        found.add_column(name, justify="left" if name in {"workload, layout", "mode", "order"} else "right")
+    for each in checked:
+        for ratio in each.ratios:
+            wrong = [f"not faster than {slow}" for slow, fast in each.wrong_order if fast == ratio.mode]
+            found.add_row(
+                f"{each.workload}, {each.layout}",
+                ratio.mode,
+                f"{ratio.measured.median:.2f} ({ratio.measured.low:.2f} - {ratio.measured.high:.2f})",
+                f"{ratio.simulated:.2f}",
+                f"{ratio.error:+.0%}".replace("%", " %"),
+                ", ".join(wrong) or "right",
+            )
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""``python -m benchmarks.vllm.learning``: what the demo's models learn on vLLM, beside the study on transformers.
+
+The plan is that of ``benchmarks/convergence``, its streamed schedule with nothing carried over, with fewer steps.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from json import dumps
+from pathlib import Path
+from statistics import fmean
+from tempfile import TemporaryDirectory
+from typing import Final
+
+import anyio
+from rich.console import Console
+
+from benchmarks import CHECKOUT
+from benchmarks.convergence.arms import CHUNK
+from benchmarks.convergence.results import Plan, Results
+from benchmarks.convergence.training import answers, assets_of, demo_of
+from benchmarks.machine import Machine
+from benchmarks.vllm.versions import versions
+from oppo.app.train import FINAL, prepare, run
+from oppo.cli import DONE, call, note, program
+from oppo.demo.run import settings_of
+from oppo.errors import DataError
+from oppo.observe import silent
+
+STEPS: Final = 10
+"""Fewer than the study on transformers made: by then its worst seed had gained three quarters of the final mean."""
+
+EXAMINED: Final = 128
+"""Held-out prompts that a policy answers."""
+
+SEEDS: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Learning:
+    """Mean scores of answers to held-out prompts.
+
+    Attributes:
+        before: of the base policy.
+        after: of the policies that were trained with vLLM, by seed.
+        transformers: what the study on transformers gained in the mean, in more steps.
+        seeds: of that study.
+    """
+
+    before: float
+    after: tuple[float, ...]
+    transformers: float
+    seeds: int
+
+    @property
+    def gains(self) -> tuple[float, ...]:
+        """What each seed gained."""
+        return tuple(after - self.before for after in self.after)
+
+
+def recorded() -> tuple[Plan, tuple[float, ...]]:
+    """Return the plan of the committed study, and what each of its seeds gained with the streamed schedule.
+
+    Raises:
+        DataError: there is no such study.
+    """
+    results = Results.load(CHECKOUT / "benchmarks" / "convergence")
+    scores = [outcome.answers.score.mean for cell, outcome in results.outcomes.items() if cell.arm == CHUNK.name]
+    if results.start is None or not scores:
+        raise DataError("benchmarks/convergence holds no runs of the streamed schedule: make them first")
+    return results.plan, tuple(score - results.start.score.mean for score in scores)
+
+
+def measure(folder: Path, seeds: int = SEEDS, tell: Callable[[str], None] = silent) -> Learning:
+    """Train with each seed on vLLM in ``folder``, and return what was learned."""
+    study, gained = recorded()
+    plan = replace(study, steps=STEPS, examined=EXAMINED)
+    assets = assets_of(plan)
+    before, after = answers(plan, assets, assets.actor).score.mean, list[float]()
+    for seed in range(seeds):
+        tell(f"seed {seed} of {seeds}")
+        demo = settings_of(demo_of(plan), assets, folder / f"seed-{seed}", seed, "vllm")
+        settings = CHUNK.settings(demo, plan.batch)
+        with prepare(settings) as session:
+            anyio.run(run, session, Console(quiet=True))
+        after.append(answers(plan, assets, settings.run_directory / FINAL / "actor").score.mean)
+    return Learning(before, tuple(after), fmean(gained), len(gained))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    app = program("python -m benchmarks.vllm.learning", "What the demo's models learn on vLLM.")
+    app.default(study)
+    return call(app, arguments)
+
+
+def study(*, seeds: int = SEEDS, json: Path | None = None) -> int:
+    """Train the demo's policy on vLLM, and show what it gained.
+
+    Args:
+        seeds: how many runs.
+        json: write the results to this file.
+    """
+    with TemporaryDirectory(prefix="oppo-vllm-learning-") as folder:
+        found = measure(Path(folder), seeds, note)
+    if json is not None:
+        facts = {"machine": asdict(Machine.here("cpu")), "versions": versions(), "steps": STEPS, "examined": EXAMINED}
+        json.write_text(dumps(facts | asdict(found) | {"gains": found.gains}, indent=2) + "\n", encoding="utf-8")
+    gains = ", ".join(f"{gain:+.2f}" for gain in found.gains)
+    print(
+        f"gained in {STEPS} steps on vLLM: {gains}; on transformers, in all steps of the study: "
+        f"{found.transformers:+.2f} in the mean of {found.seeds} seeds"
+    )
+    return DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""What ``oppo simulate`` simulates: the schedules of a run that has finished, or of a profile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Final, Literal
+
+from oppo.app.compose import admission_of
+from oppo.app.config import load
+from oppo.app.profile import load_profile
+from oppo.app.settings import Settings
+from oppo.errors import ConfigError
+from oppo.simulate.calibrate import LAYOUTS, MeasuredStep, calibrated
+from oppo.simulate.records import RunRecord
+from oppo.simulate.schedules import Schedule, ladder
+from oppo.simulate.study import Study, study
+from oppo.simulate.system import System, Workload
+
+AS_IT_RAN: Final = "as it ran"
+"""The schedule of the run that a simulation is calibrated on."""
+
+CLOSE: Final = 0.10
+"""The relative error of the simulated seconds of the run's own schedule up to which a calibration describes it."""
+
+Layout = Literal["shared", "split"]
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """A system, what it trains, and the schedules to compare.
+
+    Attributes:
+        baseline: name of the schedule that the others are compared with.
+        measured: median seconds for each trained token of the baseline, where it has run.
+    """
+
+    system: System
+    workload: Workload
+    schedules: Mapping[str, Schedule]
+    baseline: str
+    measured: float | None = None
+
+    def run(self, *, steps: int, seeds: int, tell: Callable[[str], None]) -> Study:
+        """Simulate every schedule."""
+        return study(
+            self.system,
+            self.workload,
+            self.schedules,
+            baseline=self.baseline,
+            steps=steps,
+            seeds=range(seeds),
+            tell=tell,
+        )
+
+    def verdict(self, found: Study) -> str:
+        """Return how well the simulation describes the run that it is calibrated on; empty where there is none."""
+        if self.measured is None:
+            return ""
+        own = found.standings[self.baseline]
+        simulated = sum(each.per_token for each in own.outcomes) / len(own.outcomes)
+        seconds = self.measured * own.seconds.mean / simulated
+        off = simulated / self.measured - 1
+        said = f"as it ran, a step of as many tokens took {seconds:.3g} s; simulated it takes {off:+.0%}"
+        said = said.replace("%", " %")
+        if abs(off) <= CLOSE:
+            return said
+        return f"{said}: the calibration does not describe this run, so the figures below are not to be trusted"
+
+
+def of_profile(path: Path, overrides: Sequence[str] = ()) -> Simulation:
+    """Return the simulation of a profile.
+
+    Raises:
+        ConfigError: the profile, or the file of lengths that it names, cannot be used.
+    """
+    profile = load_profile(path, overrides)
+    given = profile.schedule
+    schedules = ladder(
+        profile.workload.batch,
+        extra=min(given.extra, profile.workload.batch),
+        chunk=given.chunk,
+        max_deferrals=given.max_deferrals,
+        price=given.lag_price,
+    )
+    return Simulation(profile.system(), profile.work(), schedules, "serial")
+
+
+def of_run(directory: Path, layout: Layout = "shared") -> Simulation:
+    """Return the simulation of a run that has finished, calibrated on its records.
+
+    Raises:
+        ConfigError: the directory holds no run, one that has not finished, or one of a kind that is not simulated.
+        DataError: its records lack what a calibration needs.
+    """
+    record = RunRecord.read(directory)
+    settings = load(directory / "config.toml")
+    if settings.models.environment:
+        raise ConfigError(f"the run in {directory} has an environment, whose answers a simulation does not know yet")
+    step = settings.step
+    system = calibrated(
+        record.steps,
+        prompt=record.prompt,
+        contention=LAYOUTS[layout],
+        recomputes=step.on_publish == "recompute",
+    )
+    workload = Workload(
+        batch=step.batch,
+        samples=settings.algorithm.responses,
+        prompt=round(record.prompt),
+        lengths=record.lengths,
+        cap=min(settings.sampling.max_new_tokens, record.cap),
+    )
+    own = own_schedule(settings, record.cap)
+    rungs = ladder(
+        step.batch,
+        extra=step.extra or max(1, step.batch // 14),
+        chunk=own.chunk or 32,
+        max_deferrals=step.max_deferrals,
+        price=step.lag_price,
+    )
+    return Simulation(system, workload, {AS_IT_RAN: own, **rungs}, AS_IT_RAN, _measured(record.steps))
+
+
+def own_schedule(settings: Settings, cap: int) -> Schedule:
+    """Return the schedule of a run; a chunk size that is tuned is taken as the middle one of its candidates."""
+    step = settings.step
+    chunk = step.chunk if isinstance(step.chunk, int) else None if step.chunk == "whole" else max(1, cap // 8)
+    carried = "" if step.admission != "overcommit" else f", {step.extra or 0} carried"
+    ahead = f", lookahead {step.lookahead}" if step.lookahead else ""
+    return Schedule(
+        name=AS_IT_RAN,
+        about=f"{step.admission}{carried}, chunk {step.chunk}{ahead}",
+        admission=partial(admission_of, step),
+        chunk=chunk,
+        lookahead=step.lookahead,
+    )
+
+
+def _measured(steps: Sequence[MeasuredStep]) -> float | None:
+    """Return the median seconds for each trained token, without the first quarter of the steps."""
+    warm = [step.seen.seconds / step.tokens for step in steps[len(steps) // 4 :] if step.tokens]
+    return median(warm) if warm else None

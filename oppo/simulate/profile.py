@@ -1,0 +1,304 @@
+"""Hardware that one does not have yet: the sections of a profile, and the system that they come to."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import add
+from pathlib import Path
+from typing import Annotated, Literal, TypeVar
+
+import numpy as np
+from annotated_types import Ge, Le
+
+from oppo.declared import (
+    Count,
+    Filled,
+    Fraction,
+    NonNegative,
+    Positive,
+    PositiveCount,
+    require_declared,
+    required,
+    setting,
+)
+from oppo.errors import ConfigError
+from oppo.simulate.hardware import GPUS, MODELS, TRAINED_PASSES, Gpu, Reached, Transformer
+from oppo.simulate.lengths import Lognormal, Observed
+from oppo.simulate.system import Decoder, DrawLengths, Reader, Scoring, System, Updater, Workload
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadSection:
+    """``[workload]``: what is trained."""
+
+    batch: PositiveCount = required("rollouts in a batch; with `samples`, prompts in it")
+    samples: PositiveCount = setting(1, "responses to each prompt, compared with one another")
+    prompt: Count = setting(256, "tokens of a prompt")
+    epochs: Positive = setting(1.0, "passes of the update over a batch")
+
+    def __post_init__(self) -> None:
+        require_declared(self, error=ConfigError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthsSection:
+    """``[lengths]``: how long responses are, in tokens: lognormal, or those of a file."""
+
+    cap: PositiveCount = required("the longest response")
+    median: Positive | None = setting(None, "of a lognormal distribution")
+    last_median: Positive | None = setting(None, "the same at the end of the run, if it moves on the way")
+    sigma: Positive = setting(0.8, "its spread: standard deviation of the logarithm")
+    runaways: Fraction = setting(0.0, "share of the responses that run to the cap in any case")
+    file: str = setting("", "a file with a length on each line, or with JSON lines that have a key `tokens`")
+
+    def __post_init__(self) -> None:
+        require_declared(self, error=ConfigError)
+        if (self.median is None) == (not self.file):
+            raise ConfigError("[lengths] needs either median, of a lognormal distribution, or file, and not both")
+
+    def law(self, folder: Path) -> DrawLengths:
+        """Return the law of the lengths; a relative path of a file is one in ``folder``.
+
+        Raises:
+            ConfigError: the file cannot be read, or holds no lengths.
+        """
+        if self.median is None:
+            return Observed.read(folder / self.file, self.cap)
+        median = (self.median, self.last_median or self.median)
+        return Lognormal(median=median, sigma=self.sigma, cap=self.cap, runaways=self.runaways)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelsSection:
+    """``[models]``: the sizes of the models, by name."""
+
+    actor: Filled = required("the model that is trained")
+    reward: str = setting("", "the reward model; a rule that costs nothing when empty")
+    critic: str = setting("", "the critic; none when empty")
+    reference: bool = setting(default=True, description="whether there is a reference, as large as the actor")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutSection:
+    """``[layout]``: which devices do what."""
+
+    gpu: Filled = required("the devices, all alike, by name")
+    decode: PositiveCount = required("devices that decode, each with a copy of the actor")
+    train: Count = setting(0, "devices that train; 0: those that decode")
+    score: Count = setting(0, "devices of the reward model; 0: those that decode")
+    forward: Literal["decode", "train", "score"] = setting("decode", "devices of the reference and the critic")
+    stream_forward: bool = setting(
+        default=True,
+        description="whether reference and critic read along while responses are written, or whole ones after the cut",
+    )
+    corunning: Annotated[float, Ge(1), Le(2)] = setting(
+        1.0,
+        "what two kinds of work get done side by side on a device, over what one alone does: 1 if they take turns, 2 "
+        "if they do not meet",
+    )
+
+    def __post_init__(self) -> None:
+        require_declared(self, error=ConfigError)
+        if (self.forward == "train" and not self.train) or (self.forward == "score" and not self.score):
+            raise ConfigError(f"layout.forward = {self.forward!r} needs devices: layout.{self.forward} is 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSection(Reached):
+    """``[engine]``: how fast models run on these devices; seconds that are given replace those of the roofline."""
+
+    floor_seconds: NonNegative = setting(0.0, "least seconds of a decode step")
+    step_seconds: NonNegative | None = setting(None, "seconds of a decode step for itself")
+    row_seconds: NonNegative | None = setting(None, "seconds of a decode step for each live row")
+    context_seconds: NonNegative | None = setting(None, "seconds of a decode step for each token in its context")
+    call_seconds: NonNegative = setting(0.012, "seconds of each call of a scorer")
+    fixed_seconds: NonNegative = setting(2.0, "seconds of a step besides all passes: the optimizer, the data")
+    publish_seconds: NonNegative = setting(0.5, "seconds until new weights are in the actor")
+    padded: bool = setting(default=False, description="pad updates, and what is read after the cut, to the longest row")
+    static: bool = setting(
+        default=False, description="in the serial schedule, decode every batch to its end with all rows"
+    )
+
+    def decoder(self, gpu: Gpu, model: Transformer, replicas: int) -> Decoder:
+        """Return the costs of decode steps."""
+        found = super(EngineSection, self).decoder(gpu, model, replicas)
+        return replace(
+            found,
+            floor=self.floor_seconds,
+            step=_given(self.step_seconds, found.step),
+            row=_given(self.row_seconds, found.row),
+            context=_given(self.context_seconds, found.context),
+            prefill=model.passes(gpu.flops * self.forward),
+            static=self.static,
+        )
+
+
+def _given(seconds: float | None, otherwise: float) -> float:
+    return otherwise if seconds is None else seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleSection:
+    """``[schedule]``: what the schedules carry, and what they send."""
+
+    extra: Count = setting(8, "Delta of the schedules with a fixed one")
+    max_deferrals: PositiveCount = setting(2, "the cut waits for rollouts of this age")
+    chunk: PositiveCount = setting(256, "tokens that travel at once")
+    recompute: bool = setting(
+        default=True, description="read the context of rollouts in flight again with new weights, or keep what was read"
+    )
+    lag_price: NonNegative = setting(1.0, "price of a mean lag of 1 step, as a share of its time, where it is adaptive")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """All of a profile, checked together.
+
+    Attributes:
+        gpus, sizes: of devices and models besides those that are known by name.
+        folder: of the file, to which paths in it are relative.
+    """
+
+    workload: WorkloadSection
+    lengths: LengthsSection
+    models: ModelsSection
+    layout: LayoutSection
+    engine: EngineSection = EngineSection()
+    schedule: ScheduleSection = ScheduleSection()
+    gpus: Mapping[str, Gpu] = field(default_factory=lambda: GPUS)
+    sizes: Mapping[str, Transformer] = field(default_factory=lambda: MODELS)
+    folder: Path = Path()
+
+    @property
+    def gpu(self) -> Gpu:
+        """The device.
+
+        Raises:
+            ConfigError: its name is unknown.
+        """
+        return _named(self.layout.gpu, self.gpus, "layout.gpu", "GPU")
+
+    def size(self, key: str) -> Transformer:
+        """Return the size of the model under a key of ``[models]``.
+
+        Raises:
+            ConfigError: its name is unknown.
+        """
+        return _named(getattr(self.models, key), self.sizes, f"models.{key}", "model")
+
+    @property
+    def trained(self) -> tuple[Transformer, ...]:
+        """The sizes of the models that are trained."""
+        return (self.size("actor"), *([self.size("critic")] if self.models.critic else []))
+
+    def work(self) -> Workload:
+        """Return what is trained.
+
+        Raises:
+            ConfigError: the file of lengths cannot be read, or holds none.
+        """
+        given = self.workload
+        return Workload(
+            batch=given.batch,
+            samples=given.samples,
+            prompt=given.prompt,
+            lengths=self.lengths.law(self.folder),
+            cap=self.lengths.cap,
+        )
+
+    def system(self) -> System:
+        """Return the costs.
+
+        Raises:
+            ConfigError: a name is unknown.
+        """
+        layout, engine, actor = self.layout, self.engine, self.size("actor")
+        training = (layout.train or layout.decode) * self.gpu.flops * engine.training
+        times = TRAINED_PASSES * self.workload.epochs
+        return System(
+            decoder=replace(engine.decoder(self.gpu, actor, layout.decode), recomputes=self.schedule.recompute),
+            readers=self._readers(),
+            updater=Updater(
+                passes=reduce(add, [size.passes(training, times) for size in self.trained]),
+                fixed=engine.fixed_seconds,
+                padded=engine.padded,
+                publish=engine.publish_seconds,
+                device="trainer" if layout.train else "actor",
+            ),
+            interference=lambda kind, other: 2 / layout.corunning - 1,
+            cache=actor.cache,
+        )
+
+    def _readers(self) -> dict[Scoring, Reader]:
+        layout, engine = self.layout, self.engine
+        devices = {
+            "decode": ("actor", layout.decode),
+            "train": ("trainer", layout.train),
+            "score": ("scorers" if layout.score else "actor", layout.score or layout.decode),
+        }
+        readers: dict[Scoring, Reader] = {}
+        forward: dict[Scoring, str] = {"reference": "actor"} if self.models.reference else {}
+        for name, key in ({**forward, "critic": "critic"} if self.models.critic else forward).items():
+            device, count = devices[layout.forward]
+            readers[name] = Reader(
+                passes=self.size(key).passes(count * self.gpu.flops * engine.forward),
+                call=engine.call_seconds,
+                streams=layout.stream_forward,
+                padded=engine.padded,
+                device=device,
+                place=f"forward on {device}",
+            )
+        if self.models.reward:
+            device, count = devices["score"]
+            readers["reward"] = Reader(
+                passes=self.size("reward").passes(count * self.gpu.flops * engine.scoring),
+                call=engine.call_seconds,
+                padded=engine.padded,
+                device=device,
+            )
+        return readers
+
+    def bound(self, lengths: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> float:
+        """Return the seconds of a step below which no schedule comes on these devices (the work bound).
+
+        All devices but the reward model's share all work but its own, and decode steps cost what their rows do::
+
+            max( (decoding of rows + reference and critic + update) / devices + fixed + publish,  reward model )
+
+        Args:
+            lengths: of the responses of several batches, int64 [batches, n], in tokens.
+        """
+        layout, engine, system = self.layout, self.engine, self.system()
+        pool = layout.decode + layout.train
+        rows = self.workload.prompt + lengths.astype(np.float64)
+        decoder, updater = system.decoder, system.updater
+        context = self.workload.prompt + lengths / 2
+        decoding = (lengths * (decoder.row + decoder.context * context)).sum(1) / pool
+        share = {"actor": layout.decode, "trainer": layout.train}
+        training = np.array([updater.seconds(row) for row in rows]) - updater.fixed
+        total = decoding + training * share[updater.device] / pool
+        busy = np.zeros(len(rows))
+        for reader in system.readers.values():
+            seconds = np.array([reader.passes.whole(row) for row in rows])
+            if reader.device in share:
+                total = total + seconds * share[reader.device] / pool
+            else:
+                busy = busy + seconds
+        return float(np.maximum(total + engine.fixed_seconds + engine.publish_seconds, busy).mean())
+
+
+def _named(name: str, known: Mapping[str, T], key: str, what: str) -> T:
+    if name in known:
+        return known[name]
+    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
+    guess = f" (did you mean {near[0]!r}?)" if near else ""
+    table = "gpus" if what == "GPU" else "sizes"
+    raise ConfigError(
+        f"{key}: there is no {what} {name!r}{guess}; known are {', '.join(known)}, and others can be given as "
+        f"[{table}.NAME]"
+    )

@@ -1,0 +1,144 @@
+"""``oppo simulate`` on the command line: a real run, a profile, and what cannot be simulated."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from oppo.cli import main
+from tests.workplace import furnish, oppo, records
+
+SCHEDULES = ("serial", "rollout", "chunk", "fixed", "adaptive", "lookahead 1", "lookahead 1, fixed", "in flight")
+
+PROFILE = """
+[workload]
+batch = 12
+prompt = 100
+[lengths]
+median = 200
+cap = 900
+[models]
+actor = "qwen2.5-3b"
+critic = "qwen2.5-3b"
+reward = "qwen2.5-7b"
+[layout]
+gpu = "h200"
+decode = 1
+train = 2
+score = 1
+forward = "train"
+[schedule]
+extra = 2
+"""
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of eight steps that has finished, and one that was cut short."""
+    folder = furnish(tmp_path_factory.mktemp("workplace"))
+    torch.set_num_threads(1)
+    few = ("run.steps=8", "run.panel=off", "run.checkpoint_every=0", "data.epochs=4")
+    assert oppo(folder, "", "run.name=finished", *few) == 0
+    summary = folder / "runs" / "unfinished" / "summary.json"
+    assert oppo(folder, "", "run.name=unfinished", "run.steps=1", "run.panel=off") == 0
+    summary.write_text(json.dumps({**json.loads(summary.read_text()), "complete": False}))
+    (folder / "profile.toml").write_text(PROFILE)
+    return folder
+
+
+def test_a_finished_run_is_simulated_in_every_schedule(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, figures = workplace / "runs" / "finished", workplace / "figures.json"
+    assert main(["simulate", "--from", str(run), "--steps", "8", "--seeds", "2", "--json", str(figures)]) == 0
+    printed = capsys.readouterr()
+    assert "as it ran, a step of as many tokens took" in printed.out
+    assert "simulating chunk: 8 steps, 2 seeds" in printed.err
+    assert "leave it as it is:" in printed.out or "choose '" in printed.out
+    found = json.loads(figures.read_text())
+    assert found["baseline"] == "as it ran"
+    assert {"as it ran", *SCHEDULES} <= found["schedules"].keys()
+    own = found["schedules"]["as it ran"]
+    assert own["about"] == "overcommit, 2 carried, chunk 4"
+    assert own["speed"] == {"mean": 1.0, "low": 1.0, "high": 1.0}
+    measured = [float(str(each["seconds"])) for each in records(workplace, "finished", "metrics.jsonl")[2:]]
+    assert min(measured) / 2 < own["seconds"]["mean"] < 2 * max(measured)
+
+
+def test_a_run_says_how_long_each_model_worked(workplace: Path) -> None:
+    work = records(workplace, "finished", "work.jsonl")
+    assert [each["step"] for each in work] == list(range(8))
+    models = work[3]["models"]
+    assert isinstance(models, dict)
+    assert {"policy", "reference", "reward model", "critic", "trainer"} <= models.keys()
+    calls, seconds = models["reward model"]["extend"]
+    assert calls >= 1
+    assert seconds > 0
+
+
+def test_a_profile_is_simulated(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = [
+        "simulate",
+        str(workplace / "profile.toml"),
+        "--set",
+        "workload.batch=10",
+        "--steps",
+        "8",
+        "--seeds",
+        "2",
+    ]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert all(any(line.startswith(name) for line in printed.splitlines()) for name in SCHEDULES)
+    assert "serial *" in printed
+    assert "GB in flight" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--from", "runs/nowhere"], "there is no run in runs/nowhere: expected the file runs/nowhere/metrics.jsonl"),
+        (["--from", "runs/unfinished"], "the run in runs/unfinished has not finished"),
+        (["gone.toml"], "cannot read the configuration gone.toml: No such file or directory"),
+        ([], "oppo simulate needs either a profile, `oppo simulate profile.toml`, or `--from` and a run"),
+        (["profile.toml", "--from", "runs/finished"], "oppo simulate needs either a profile"),
+        (
+            ["--from", "runs/finished", "--set", "a.b=1"],
+            "--set changes a profile; a run is simulated as it was measured",
+        ),
+        (["profile.toml", "--set", "layout.gpu=h20"], "layout.gpu: there is no GPU 'h20' (did you mean 'h200'?)"),
+        (["profile.toml", "--set", "lengths.median=-1"], "lengths.median: expected a number greater than 0, got -1"),
+        (["profile.toml", "--set", "lengths.file=odd.txt"], "[lengths] needs either median"),
+        (["profile.toml", "--steps", "0"], "--steps must be at least 1"),
+        (["profile.toml", "--seeds", "0"], "--seeds must be at least 1"),
+        (["profile.toml", "--lag", "-1"], "--lag must be at least 0"),
+    ],
+)
+def test_what_cannot_be_simulated_is_said_in_a_sentence(
+    arguments: list[str],
+    sentence: str,
+    workplace: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(workplace)
+    assert main(["simulate", *arguments]) == 2
+    printed = capsys.readouterr().err
+    assert sentence in printed.replace("\n", " ")
+    assert "Traceback" not in printed
+
+
+def test_a_run_whose_turns_an_environment_answered_is_refused(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(workplace)
+    config = workplace / "runs" / "finished" / "config.toml"
+    text = config.read_text()
+    (workplace / "tool.py").write_text("def answer(turn):\n    return None\n")
+    try:
+        config.write_text(text.replace('environment = ""', f'environment = "{workplace / "tool.py"}:answer"'))
+        assert main(["simulate", "--from", "runs/finished"]) == 2
+    finally:
+        config.write_text(text)
+    assert "has an environment, whose answers a simulation does not know yet" in capsys.readouterr().err

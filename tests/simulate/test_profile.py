@@ -1,0 +1,164 @@
+"""Profiles: checked as settings are, and what the roofline makes of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from oppo.app.profile import load_profile, profile_of
+from oppo.errors import ConfigError
+from oppo.simulate.hardware import GPUS, MODELS, Reached
+from oppo.simulate.profile import Profile
+
+PROFILE: dict[str, dict[str, object]] = {
+    "workload": {"batch": 64},
+    "lengths": {"median": 400, "cap": 2048},
+    "models": {"actor": "qwen2.5-7b", "critic": "qwen2.5-3b", "reward": "qwen2.5-7b"},
+    "layout": {"gpu": "h100", "decode": 4, "train": 3, "score": 1, "forward": "train"},
+}
+
+
+def changed(**sections: dict[str, object] | None) -> dict[str, object]:
+    """Return the profile with changed sections; ``None`` leaves a key or a section out."""
+    found: dict[str, object] = dict(PROFILE)
+    for name, keys in sections.items():
+        merged = {**PROFILE.get(name, {}), **(keys or {})}
+        found[name] = {key: value for key, value in merged.items() if value is not None}
+        if keys is None:
+            del found[name]
+    return found
+
+
+def profile(**sections: dict[str, object] | None) -> Profile:
+    return profile_of(changed(**sections), Path())
+
+
+@pytest.mark.parametrize(
+    ("sections", "sentence"),
+    [
+        ({"layout": {"gpu": "h20"}}, r"layout\.gpu: there is no GPU 'h20' \(did you mean 'h200'\?\); known are a100"),
+        ({"layout": {"gpu": "H100"}}, r"no GPU 'H100' \(did you mean 'h100'\?\)"),
+        ({"models": {"actor": "qwen-7b"}}, r"models\.actor: there is no model 'qwen-7b' \(did you mean 'qwen2\.5-7b'"),
+        ({"models": {"reward": "zzz"}}, r"no model 'zzz'; known are .*, and others can be given as \[sizes\.NAME\]"),
+        ({"lengths": {"median": -3}}, r"lengths\.median: expected a number greater than 0, got -3"),
+        ({"lengths": {"median": None}}, r"\[lengths\] needs either median, of a lognormal distribution, or file"),
+        ({"lengths": {"file": "x"}}, r"\[lengths\] needs either median"),
+        ({"lengths": {"sigma": "wide"}}, r"lengths\.sigma: expected a number, got 'wide'"),
+        ({"lengths": {"runaways": 1.5}}, r"lengths\.runaways: expected a number less than or equal to 1, got 1\.5"),
+        ({"lengths": {"cap": 0}}, r"lengths\.cap: expected a number greater than 0, got 0"),
+        ({"lengths": None}, r"\[lengths\] is missing: a section with the keys cap, median"),
+        ({"workload": {"batch": None}}, r"workload\.batch is missing: rollouts in a batch"),
+        ({"workload": {"bacth": 3}}, r"unknown key 'workload\.bacth' \(did you mean 'batch'\?\)"),
+        ({"workload": {"gpu": "h100"}}, r"unknown key 'workload\.gpu' \(it is a key of \[layout\]\)"),
+        ({"hardware": {}}, r"unknown section 'hardware'; the sections of a configuration are workload, lengths"),
+        ({"layout": {"train": 0}}, r"layout\.forward = 'train' needs devices: layout\.train is 0"),
+        ({"layout": {"corunning": 3}}, r"layout\.corunning: expected a number less than or equal to 2, got 3"),
+        ({"engine": {"training": 0.0}}, r"engine\.training: expected a number greater than 0, got 0\.0"),
+        ({"gpus": {"mine": {"flops": 1e12}}}, r"gpus\.mine\.bandwidth is missing"),
+        ({"gpus": {"mine": {"flop": 1e12}}}, r"unknown key 'gpus\.mine\.flop' \(did you mean 'flops'\?\)"),
+        ({"sizes": {"mine": 7}}, r"sizes\.mine.*: expected a section with the keys parameters, layers, width, cached"),
+    ],
+)
+def test_a_wrong_profile_is_named_with_what_was_expected(
+    sections: dict[str, dict[str, object] | None], sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        profile(**sections)
+
+
+def test_a_file_that_is_no_profile_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read the configuration .*gone\.toml: No such file"):
+        load_profile(tmp_path / "gone.toml")
+    (tmp_path / "odd.toml").write_text("[workload")
+    with pytest.raises(ConfigError, match="is not valid TOML"):
+        load_profile(tmp_path / "odd.toml")
+
+
+def test_a_file_of_lengths_lies_beside_the_profile(tmp_path: Path) -> None:
+    lines = [
+        f"[{name}]\n" + "".join(f"{key} = {value!r}\n" for key, value in keys.items()) for name, keys in PROFILE.items()
+    ]
+    (tmp_path / "profile.toml").write_text("\n".join(lines).replace("median = 400", "file = 'lengths.txt'"))
+    (tmp_path / "lengths.txt").write_text("100\n4000\n")
+    work = load_profile(tmp_path / "profile.toml", ["workload.samples=2"]).work()
+    assert (work.samples, set(work.lengths(4, 2, 0).ravel().tolist())) == (2, {100, 2048})
+
+
+def test_gpus_and_models_can_be_added() -> None:
+    mine = profile(
+        layout={"gpu": "mine"},
+        models={"actor": "tiny", "critic": "tiny"},
+        gpus={"mine": {"flops": 2e14, "bandwidth": 1e12, "memory": 24e9}},
+        sizes={"tiny": {"parameters": 1e9, "layers": 10, "width": 1000, "cached": 100}},
+    )
+    system = mine.system()
+    assert system.decoder.step == pytest.approx(2e9 / 0.8e12 + 10 * 1e-4)
+    assert system.decoder.row == pytest.approx(2e9 / 1e14 + 2e-5)
+    assert system.cache == 4 * 10 * 100
+    assert system.decoder.context == pytest.approx(4000 / 0.365e12)
+
+
+@pytest.mark.parametrize(("model", "speed"), [("qwen2.5-3b", 127.61), ("qwen2.5-7b", 84.28)])
+def test_a_decode_step_takes_as_long_as_published_for_vllm_on_an_a100(model: str, speed: float) -> None:
+    decoder = Reached().decoder(GPUS["a100-80gb"], MODELS[model], 1)
+    assert 1 / decoder.seconds(1, 100) == pytest.approx(speed, rel=0.06)
+
+
+def test_devices_share_what_is_parallel_and_do_not_share_what_is_not() -> None:
+    few, many = profile().system(), profile(layout={"train": 6, "decode": 8}).system()
+    assert (few.decoder.replicas, many.decoder.replicas) == (4, 8)
+    assert few.decoder.step == many.decoder.step
+    assert few.updater.passes.token == pytest.approx(2 * many.updater.passes.token)
+    assert few.readers["reference"].passes.token == pytest.approx(2 * many.readers["reference"].passes.token)
+    assert few.readers["reward"] == many.readers["reward"]
+
+
+def test_where_models_are_decides_what_meets() -> None:
+    def devices(**layout: object) -> tuple[str, ...]:
+        system = profile(layout={"train": 0, "score": 0, "forward": "decode", **layout}).system()
+        names = (system.readers[name].device for name in ("reward", "reference", "critic"))
+        return (system.decoder.device, system.updater.device, *names)
+
+    assert devices() == ("actor",) * 5
+    assert devices(score=1) == ("actor", "actor", "scorers", "actor", "actor")
+    assert devices(train=2, forward="train") == ("actor", "trainer", "actor", "trainer", "trainer")
+    assert devices(score=1, forward="score") == ("actor", "actor", "scorers", "scorers", "scorers")
+
+
+@pytest.mark.parametrize(("corunning", "share"), [(1.0, 1.0), (1.25, 0.6), (2.0, 0.0)])
+def test_kinds_of_work_on_a_device_slow_each_other_down(corunning: float, share: float) -> None:
+    system = profile(layout={"corunning": corunning}).system()
+    assert system.interference("decode", "score") == pytest.approx(share)
+
+
+def test_a_critic_a_reward_and_a_reference_may_be_missing() -> None:
+    system = profile(models={"critic": None, "reward": None, "reference": False}).system()
+    assert not system.readers
+    with_both = profile().system().updater.passes.token
+    assert system.updater.passes.token == pytest.approx(with_both * 7.62 / (7.62 + 3.09))
+
+
+def test_seconds_that_are_given_replace_those_of_the_roofline() -> None:
+    engine: dict[str, object] = {
+        "floor_seconds": 0.03,
+        "step_seconds": 0.01,
+        "row_seconds": 0.002,
+        "context_seconds": 1e-6,
+    }
+    decoder = profile(engine=engine).system().decoder
+    assert (decoder.floor, decoder.step, decoder.row, decoder.context) == (0.03, 0.01, 0.002, 1e-6)
+
+
+def test_the_work_bound_is_what_all_devices_together_need() -> None:
+    """Every device but the reward model's shares the work; decode steps cost what their rows do."""
+    found = profile(models={"reward": None}, layout={"score": 0})
+    lengths = np.full((3, 64), 400)
+    system, rows = found.system(), np.full(64, 656.0)
+    decoding = 64 * 400 * (system.decoder.row + system.decoder.context * (256 + 200)) / 7
+    forward = sum(reader.passes.whole(rows) for reader in system.readers.values()) * 3 / 7
+    training = system.updater.passes.whole(rows) * 3 / 7
+    assert found.bound(lengths) == pytest.approx(decoding + forward + training + 2.0 + 0.5)
+    slow = profile(engine={"scoring": 0.001})
+    assert slow.bound(lengths) == pytest.approx(slow.system().readers["reward"].passes.whole(rows))

@@ -1,0 +1,115 @@
+"""Schedules beside each other: what is recommended, and how it is shown."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from oppo.simulate.calibrate import LAYOUTS
+from oppo.simulate.outcome import Outcome
+from oppo.simulate.schedules import ladder
+from oppo.simulate.show import advice, as_json, legend, ranged, table
+from oppo.simulate.study import Spread, Standing, Study, study
+from tests.simulate.systems import WORKLOAD, machine
+
+OUTCOME = Outcome(
+    seconds=2.0,
+    tokens=100.0,
+    lag=0.0,
+    longest_lag=0,
+    token_lag=0.0,
+    extra=0.0,
+    predicted=float("nan"),
+    spread=float("nan"),
+    extras=(),
+    idle=0.25,
+    peak_tokens=1500.0,
+)
+SCHEDULES = ladder(8, extra=2, chunk=16)
+
+
+def standing(name: str, lag: float, *speeds: float) -> Standing:
+    return Standing(SCHEDULES[name], [replace(OUTCOME, lag=lag, longest_lag=round(lag)) for _ in speeds], speeds)
+
+
+def made(*others: Standing) -> Study:
+    base = standing("chunk", 0.0, 1.0, 1.0)
+    return Study({each.schedule.name: each for each in (base, *others)}, "chunk", cache=1e6, seeds=(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("others", "chosen"),
+    [
+        ((), "chunk"),
+        ((standing("fixed", 0.1, 1.3, 1.4),), "fixed"),
+        ((standing("fixed", 0.1, 1.02, 1.4),), "chunk"),
+        ((standing("fixed", 0.1, 1.3, 1.4), standing("adaptive", 0.05, 1.31, 1.33)), "adaptive"),
+        ((standing("fixed", 0.1, 1.3, 1.4), standing("lookahead 1", 1.0, 1.8, 1.9)), "lookahead 1"),
+        ((standing("fixed", 0.1, 1.3, 1.4), standing("lookahead 2, fixed", 2.1, 2.8, 2.9)), "fixed"),
+        ((standing("fixed", 0.1, 0.8, 0.9),), "chunk"),
+    ],
+    ids=[
+        "nothing else",
+        "faster",
+        "not with every seed",
+        "as fast with less lag",
+        "faster with lag",
+        "too much lag",
+        "slower",
+    ],
+)
+def test_the_least_stale_of_the_fastest_is_recommended_or_to_leave_it_as_it_is(
+    others: tuple[Standing, ...], chosen: str
+) -> None:
+    found = made(*others)
+    assert found.recommended(1.0) == chosen
+    said = advice(found, 1.0)
+    assert said.startswith("leave it as it is: no schedule" if chosen == "chunk" else f"choose {chosen!r}")
+    assert json.loads(as_json(found, 1.0))["recommended"] == chosen
+
+
+def test_a_table_has_a_line_for_each_schedule_and_says_what_each_does() -> None:
+    found = made(standing("fixed", 0.1, 1.3, 1.4))
+    console = Console(width=100, file=io.StringIO())
+    with console.capture() as printed:
+        console.print(table(found))
+    lines = printed.get().splitlines()
+    assert any(line.startswith("chunk *") and "1.5" in line and "25 %" in line for line in lines)
+    assert any(line.startswith("fixed") and "1.35 (1.30 - 1.40)" in line for line in lines)
+    said = legend(found)
+    assert "chunk, 2 stragglers carried into the next step" in said
+    assert "over those of 'chunk' (*)" in said
+
+
+def test_ranges_are_left_out_where_there_is_one_value() -> None:
+    assert [ranged(Spread.of(values)) for values in ([0.5], [1.0, 3.0], [250.0, 252.0])] == [
+        "0.500",
+        "2.00 (1.00 - 3.00)",
+        "251 (250 - 252)",
+    ]
+
+
+def test_schedules_meet_the_same_prompts_and_speeds_are_paired_by_seed() -> None:
+    told: list[str] = []
+    names = ("serial", "chunk", "fixed", "lookahead 1")
+    schedules = {name: each for name, each in ladder(WORKLOAD.batch, extra=3, chunk=32).items() if name in names}
+    found = study(
+        machine(LAYOUTS["split"]), WORKLOAD, schedules, baseline="serial", steps=8, seeds=(0, 1), tell=told.append
+    )
+    assert told[0] == "simulating serial: 8 steps, 2 seeds"
+    assert list(found.standings) == list(names)
+    speeds = {name: each.speed for name, each in found.standings.items()}
+    assert speeds["serial"] == Spread(1.0, 1.0, 1.0)
+    assert 1.0 < speeds["chunk"].low <= speeds["chunk"].high
+    assert speeds["fixed"].mean > speeds["chunk"].mean
+    lags = {name: (each.lag, each.longest_lag) for name, each in found.standings.items()}
+    assert lags["chunk"] == (0.0, 0)
+    assert lags["lookahead 1"] == (1.0, 1)
+    assert lags["fixed"][0] == pytest.approx(3 / 16, rel=0.2)
+    idle = {name: each.idle for name, each in found.standings.items()}
+    assert idle["lookahead 1"] < idle["chunk"] < idle["serial"]
+    assert all(each.peak_tokens > 16 * 20 for each in found.standings.values())

@@ -1,0 +1,89 @@
+"""A policy over the fake of the engine, and everything that was read of its rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+import numpy as np
+import torch
+
+from oppo.errors import as_itself
+from oppo.events import Prompt
+from oppo.models import Piece, Sampling, Weights
+from oppo.testing import run_virtual
+from oppo.vllm import VllmDecode, VllmPolicy
+from tests.vllm.fake_engine import FakeAsyncLLM, FakeSender, engine_of, running
+
+SAMPLING = Sampling(max_new_tokens=20, stop=(2, 3), seed=5)
+WEIGHTS = {"weight": torch.zeros(1)}
+
+
+def varied(count: int) -> list[Prompt]:
+    """Return prompts whose responses differ in length."""
+    return [Prompt(n, n, np.array([10 + n, 4], np.int32)) for n in range(count)]
+
+
+@dataclass
+class Bench:
+    """A policy over a fake, and what was read of each rollout."""
+
+    llm: FakeAsyncLLM = field(default_factory=FakeAsyncLLM)
+    sampling: Sampling = SAMPLING
+    sender: FakeSender = field(default_factory=FakeSender)
+    keywords: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.engine = engine_of(self.llm, self.sender)
+        self.policy = VllmPolicy(self.engine, sampling=self.sampling, **self.keywords)
+        self.pieces: dict[int, list[Piece]] = {}
+        self.reported: list[list[int]] = []
+
+    def run(self, main: Callable[[], Awaitable[None]], *, threads: bool = False) -> None:
+        """Run in virtual time, or in real time where something needs a thread."""
+
+        async def beside() -> None:
+            async with running(self.llm):
+                await main()
+
+        (anyio.run if threads else run_virtual)(beside)
+
+    async def step(
+        self, decodes: Sequence[VllmDecode], cut_at: int = 1_000, limit: int = 3, *, load: float | None = None
+    ) -> None:
+        """Decode until ``cut_at`` rollouts were reported, reading everything."""
+        ended = 0
+
+        def cut(finished: Sequence[int]) -> bool:
+            nonlocal ended
+            self.reported.append(list(finished))
+            ended += len(finished)
+            return ended >= cut_at
+
+        async def read(decode: VllmDecode) -> None:
+            while True:
+                piece = await decode.read(limit)
+                self.pieces.setdefault(decode.prompt.rollout, []).append(piece)
+                if piece.state != "live":
+                    return
+
+        async def publish(seconds: float) -> None:
+            await anyio.sleep(seconds)
+            await self.policy.load(Weights(self.policy.version + 1, WEIGHTS))
+
+        with as_itself():
+            async with anyio.create_task_group() as tasks, self.policy.decoding(decodes, cut):
+                if load is not None:
+                    tasks.start_soon(publish, load)
+                async with anyio.create_task_group() as readers:
+                    for decode in decodes:
+                        if not decode.ended:
+                            readers.start_soon(read, decode)
+
+    def tokens(self, rollout: int) -> list[int]:
+        return [int(token) for piece in self.pieces.get(rollout, []) for token in piece.tokens]
+
+    def versions(self, rollout: int) -> list[int]:
+        return [int(version) for piece in self.pieces.get(rollout, []) for version in piece.versions]

@@ -1,0 +1,260 @@
+"""Weights that are loaded into vLLM: when they are served, and what is known when something fails in between."""
+
+from __future__ import annotations
+
+import anyio
+import numpy as np
+import pytest
+import torch
+
+from oppo.errors import ModelError, ModelLost, ProtocolError
+from oppo.events import Prompt
+from oppo.models import Weights
+from oppo.vllm.publish import GRACE
+from oppo.vllm.served_weights import ServedWeights
+from tests.vllm.bench import WEIGHTS, Bench, varied
+from tests.vllm.fake_engine import FakeAsyncLLM, FakeSender
+
+
+@pytest.mark.parametrize(("on_publish", "recomputed"), [("keep", 0), ("recompute", 2)])
+def test_parked_rollouts_keep_their_keys_and_values_or_compute_them_again(on_publish: str, recomputed: int) -> None:
+    bench = Bench(keywords={"on_publish": on_publish})
+
+    async def main() -> None:
+        decodes = await bench.policy.open(varied(3))
+        await bench.step(decodes, cut_at=1)
+        await bench.policy.load(Weights(1, WEIGHTS))
+        await bench.policy.load(Weights(2))
+        await bench.policy.load(Weights(3, WEIGHTS))
+        await bench.step(await bench.policy.open([Prompt(9, 9, np.array([12], np.int32))]))
+
+    bench.run(main)
+    assert bench.llm.recomputed == recomputed
+    assert len(bench.llm.updates) == 2, "an actor that was not trained is not sent"
+    salts = {request.salt for request in bench.llm.done}
+    assert len(salts) == 2, "no prefix of other weights is used"
+
+
+def test_weights_that_cannot_be_sent_leave_the_engine_running_on_the_old_ones() -> None:
+    bench = Bench(sender=FakeSender(fails=ModelError("no room")))
+    errors: list[Exception] = []
+
+    async def main() -> None:
+        decodes = await bench.policy.open(varied(2))
+
+        async def publish() -> None:
+            await anyio.sleep(0.02)
+            try:
+                await bench.policy.load(Weights(1, WEIGHTS))
+            except ModelError as error:
+                errors.append(error)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(publish)
+            await bench.step(decodes)
+
+    bench.run(main)
+    assert [str(error) for error in errors] == ["no room"]
+    assert set(bench.versions(0) + bench.versions(1)) == {0}
+    assert bench.policy.version == 0
+
+
+def test_versions_are_compared_with_those_that_the_engine_names() -> None:
+    bench = Bench(FakeAsyncLLM(mislabelled=True))
+
+    async def main() -> None:
+        await bench.step(await bench.policy.open(varied(1)))
+
+    with pytest.raises(ProtocolError, match=r"vLLM says that weights another-9 made tokens 0 \.\. "):
+        bench.run(main)
+
+
+def test_the_error_of_a_rollout_that_a_publish_drains_ends_its_decoding_and_not_the_publish() -> None:
+    bench = Bench(FakeAsyncLLM(overrun=2, logprob=lambda position: float("nan") if position > 3 else -1.0))
+
+    async def main() -> None:
+        decodes = await bench.policy.open(varied(2))
+        await bench.step(decodes, load=0.015)
+
+    with pytest.raises(ModelError, match="which is not finite"):
+        bench.run(main)
+    assert bench.policy.version == 1
+
+
+def test_the_error_of_a_rollout_that_came_late_is_raised_when_it_is_decoded_on() -> None:
+    bench = Bench(FakeAsyncLLM(overrun=0, late=0.012, logprob=lambda position: float("nan") if position > 3 else -1.0))
+
+    async def main() -> None:
+        decodes = await bench.policy.open(varied(2))
+        with anyio.move_on_after(0.025):
+            await bench.step(decodes)
+        await bench.policy.load(Weights(1, WEIGHTS))
+        assert bench.policy.version == 1
+        await decodes[1].aclose()
+        with pytest.raises(ModelError, match="which is not finite"):
+            await bench.step(decodes[:1])
+
+    bench.run(main)
+
+
+@pytest.mark.parametrize(
+    "failure", [ModelLost("vLLM took no weights within 600 s"), RuntimeError("a worker refused")], ids=["late", "other"]
+)
+def test_an_engine_whose_weights_are_unknown_decodes_nothing_any_more(failure: Exception) -> None:
+    bench = Bench(sender=FakeSender(fails=failure))
+    made: list[int] = []
+
+    async def main() -> None:
+        decodes = await bench.policy.open(varied(2))
+
+        async def publish() -> None:
+            await anyio.sleep(0.015)
+            with pytest.raises(ModelLost, match=str(failure)):
+                await bench.policy.load(Weights(1, WEIGHTS))
+            made.append(bench.policy.tokens)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(publish)
+            with pytest.raises(ModelLost, match=str(failure)):
+                await bench.step(decodes)
+        await anyio.sleep(1)
+        made.append(sum(len(request.tokens) for request in bench.llm.requests.values()))
+        again = await bench.policy.open(varied(1))
+        for _ in range(2):
+            with pytest.raises(ModelLost, match=f"nothing is decoded any more: .*{failure}"):
+                await bench.step(again)
+            with pytest.raises(ModelLost, match=f"nothing is decoded any more: .*{failure}"):
+                await bench.policy.load(Weights(2, WEIGHTS))
+            again = await bench.policy.open(varied(1))
+        for decode in decodes:
+            await decode.aclose()
+
+    bench.run(main)
+    assert made[0] == made[1], "no token was made after the failure"
+    assert bench.policy.version == 0
+
+
+@pytest.mark.parametrize("decoding", [True, False])
+def test_a_cancelled_publish_ends_first_and_takes_effect(decoding: bool) -> None:
+    bench = Bench(sender=FakeSender(seconds=0.1))
+
+    async def publish() -> None:
+        await anyio.sleep(0.015)
+        with anyio.move_on_after(0.03) as scope:
+            await bench.policy.load(Weights(1, WEIGHTS))
+        assert scope.cancel_called
+        assert bench.policy.version == 1
+
+    async def main() -> None:
+        decodes = await bench.policy.open(varied(2))
+        if decoding:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(publish)
+                await bench.step(decodes)
+        else:
+            await publish()
+            await bench.step(decodes)
+
+    bench.run(main)
+    assert bench.policy.version == 1
+    assert bench.versions(0)[-1] == 1
+    assert bench.llm.updates == [bench.policy._label(1)]
+
+
+def test_a_cancelled_publish_that_does_not_end_leaves_the_engine_lost() -> None:
+    bench = Bench(sender=FakeSender(seconds=10 * GRACE))
+
+    async def main() -> None:
+        start = anyio.current_time()
+        with anyio.move_on_after(1.0):
+            await bench.policy.load(Weights(1, WEIGHTS))
+        assert anyio.current_time() == pytest.approx(start + 1.0 + GRACE)
+        with pytest.raises(ModelLost, match=r"publishing version 1 was cancelled before .* unknown: .* fake.log"):
+            await bench.step(await bench.policy.open(varied(1)))
+
+    bench.run(main)
+
+
+def test_weights_of_another_model_are_refused_while_the_engine_decodes_on() -> None:
+    bench = Bench()
+    bench.engine.weights = ServedWeights("fake", {"weight": (1,)}, (frozenset({"weight"}),))
+
+    async def main() -> None:
+        async def publish() -> None:
+            await anyio.sleep(0.015)
+            with pytest.raises(ModelError, match=r"not the weights of fake, which vLLM serves: 1 missing \(weight\)"):
+                await bench.policy.load(Weights(1, {"bias": torch.zeros(1)}))
+            await bench.policy.load(Weights(2, WEIGHTS))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(publish)
+            await bench.step(await bench.policy.open(varied(2)))
+
+    bench.run(main)
+    assert bench.reported == [[0], [1]]
+    assert set(bench.versions(0)) == {0, 2}
+    assert len(bench.llm.updates) == 1
+
+
+def test_adapters_that_cannot_be_merged_leave_the_engine_decoding() -> None:
+    bench = Bench()
+
+    def merge() -> dict[str, object]:
+        raise MemoryError("too large")
+
+    async def main() -> None:
+        async def publish() -> None:
+            await anyio.sleep(0.015)
+            with pytest.raises(MemoryError):
+                await bench.policy.load(Weights(1, WEIGHTS, merge=merge))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(publish)
+            await bench.step(await bench.policy.open(varied(2)))
+
+    bench.run(main, threads=True)
+    assert bench.reported == [[0], [1]]
+    assert set(bench.versions(0)) == {0}
+
+
+def test_an_engine_that_keeps_keys_and_values_of_other_weights_is_lost() -> None:
+    class Keeping(FakeAsyncLLM):
+        async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+            return False
+
+    bench = Bench(Keeping())
+
+    async def main() -> None:
+        await bench.policy.load(Weights(1, WEIGHTS))
+
+    with pytest.raises(ModelLost, match="kept keys and values of the weights before version 1"):
+        bench.run(main)
+
+
+def test_an_engine_works_on_one_event_loop() -> None:
+    bench = Bench()
+
+    async def main() -> None:
+        await bench.step(await bench.policy.open(varied(1)))
+
+    bench.run(main)
+    with pytest.raises(ProtocolError, match="the engine of fake works on the event loop that used it first"):
+        bench.run(main)
+
+
+def test_a_closed_engine_is_named_and_its_rollouts_can_be_given_up() -> None:
+    bench = Bench()
+
+    async def main() -> None:
+        decodes = await bench.policy.open(varied(3))
+        await bench.step(decodes, cut_at=1)
+        bench.engine.close()
+        bench.engine.close()
+        for decode in decodes:
+            await decode.aclose()
+        with pytest.raises(ProtocolError, match="the engine of fake was closed"):
+            await bench.step(await bench.policy.open(varied(1)))
+        with pytest.raises(ProtocolError, match="the engine of fake was closed"):
+            await bench.policy.load(Weights(1, WEIGHTS))
+
+    bench.run(main)
