@@ -76,12 +76,16 @@ class Machines:
         return _told(self.process)
 
     def pids(self) -> set[int]:
-        """Return the processes of the cluster, and of what was started with its mark."""
+        """Return the processes of the cluster, and of what was started with its mark.
+
+        Idle workers are left out: a machine keeps some for whoever comes next.
+        """
         marked = f"{MARK}={self.mark}".encode()
         found = set()
         for folder in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
-                if marked in (folder / "environ").read_bytes().split(b"\0"):
+                idle = (folder / "cmdline").read_bytes().startswith(b"ray::IDLE")
+                if not idle and marked in (folder / "environ").read_bytes().split(b"\0"):
                     found.add(int(folder.name))
         return found
 

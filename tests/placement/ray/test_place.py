@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import anyio
@@ -15,7 +17,7 @@ from oppo.placement import Callback, Hosted, Recipe
 from oppo.placement.block import Block
 from oppo.placement.ray import Cluster, RayPlace, Room
 from tests.placement.instances import Additions, Caller, Slate, Total, fail_to_set_up
-from tests.placement.ray.machines import Machines
+from tests.placement.ray.machines import MARK, Machines
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -104,6 +106,19 @@ async def test_closed_places_leave_no_process(two: Machines, cluster: Cluster) -
         place.host(Total())
         place.wait_until_ready()
         assert place.pid in two.pids() - before
+    assert not two.settled(before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_driver_that_is_ended_leaves_no_process_on_any_machine(two: Machines, number: signal.Signals) -> None:
+    before = two.pids()
+    command = [sys.executable, "-m", "tests.placement.ray.program", two.address]
+    with subprocess.Popen(command, env={**os.environ, MARK: two.mark}, stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        assert driver.stdout.readline() == "ready\n"
+        assert len(two.pids() - before) >= 4, "the driver, an actor, and two ranks"
+        driver.send_signal(number)
+        driver.wait(60)
     assert not two.settled(before)
 
 
