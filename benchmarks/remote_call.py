@@ -6,6 +6,7 @@ A call carries a chunk of 64 token ids there and a number back, and computes not
 from __future__ import annotations
 
 import argparse
+import importlib
 import statistics
 from contextlib import ExitStack
 from typing import Any, Final
@@ -80,4 +81,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    importlib.import_module("benchmarks.remote_call").main()  # what is called in a place is not of the program itself
