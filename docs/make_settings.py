@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 from oppo.algorithms.registry import ALGORITHMS
 from oppo.app.overrides import SEEDED
-from oppo.app.sections import RewardPart
+from oppo.app.reward_settings import RewardPart
 from oppo.app.settings import keys_of
 from oppo.app.tables import OneOf
 from oppo.declared import MOST, SEEDS, Declared, declared as declared_of
@@ -56,6 +56,12 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "models.trust_remote_code": ("custom code", "trust_remote_code"),
     "models.allow_pickle": ("pickled weights, `pytorch_model.bin`", ""),
     "models.ignore_unused_weights": ("strict loading, unexpected keys", ""),
+    "models.reward_reading": ("streamed or whole-rollout reward model", ""),
+    "models.reward_form": ("chat template of the reward model, cross-encoder input", ""),
+    "models.reward_over_long": ("truncation of the reward model", ""),
+    "models.reward_label": ("label of a classifier", ""),
+    "models.reward_column": ("reference answer, ground truth", ""),
+    "models.reward_separators": ("step separator of a process reward model", "`step_separator` of `PRMConfig`"),
     "models.reward_failure": ("reward error policy", ""),
     "models.reward_drop": ("rewards that do not apply", ""),
     "models.reward_process": ("reward function in a subprocess", ""),
@@ -69,6 +75,12 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "models.environment_timeout": ("tool timeout", ""),
     "models.reward.NAME.source": ("reward functions, `reward_funcs`", "`reward_funcs` of GRPO"),
     "models.reward.NAME.weight": ("reward weights", "`reward_weights` of GRPO"),
+    "models.reward.NAME.reading": ("see `models.reward_reading`", ""),
+    "models.reward.NAME.form": ("see `models.reward_form`", ""),
+    "models.reward.NAME.over_long": ("see `models.reward_over_long`", ""),
+    "models.reward.NAME.label": ("see `models.reward_label`", ""),
+    "models.reward.NAME.column": ("see `models.reward_column`", ""),
+    "models.reward.NAME.separators": ("see `models.reward_separators`", ""),
     "models.reward.NAME.failure": ("see `models.reward_failure`", ""),
     "models.reward.NAME.process": ("see `models.reward_process`", ""),
     "models.reward.NAME.concurrency": ("see `models.reward_concurrency`", ""),

@@ -52,6 +52,7 @@ LEAVES = frozenset(
         "demo",
         "durable",
         "environments",
+        "gym",
         "hf",
         "liveness",
         "redact",

@@ -19,6 +19,8 @@ import oppo.algorithms
 from oppo import GAE, Fixed, FloatArray, Graph, Overcommit, Score, grpo, ppo
 from oppo.app.config import load
 from oppo.errors import GraphError
+from oppo.hf import BridgedReward, ClassifierReward, ProcessRewardModel, SimilarityReward
+from oppo.placement import Thread
 from oppo.testing import (
     FakeCritic,
     FakePolicy,
@@ -31,6 +33,8 @@ from oppo.testing import (
 )
 from tests.forked import Program
 from tests.hf import tiny
+from tests.hf.spot_tokenizers import spot
+from tests.hf.test_whole import classifier, sentence_encoder
 from tests.workplace import furnish, oppo as oppo_train, records, tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -164,7 +168,8 @@ def test_the_settings_of_the_page_on_rewards_are_settings(tmp_path: Path) -> Non
     base = '[models]\npolicy = "actor"\n[data]\nprompts = "prompts.jsonl"\n'
     (text,) = fenced(ROOT / "docs" / "rewards.md", "toml")
     (tmp_path / "config.toml").write_text(base + text)
-    assert set(load(tmp_path / "config.toml").models.rewards) == {"reward.helpful", "reward.short", "reward.judge"}
+    names = {"reward.helpful", "reward.short", "reward.judge", "reward.close"}
+    assert set(load(tmp_path / "config.toml").models.rewards) == names
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -192,6 +197,24 @@ def test_the_blocks_that_stand_alone_run(page: str, tmp_path: Path, monkeypatch:
     assert blocks
     for block in blocks:
         exec(block, {})
+
+
+def test_the_reward_models_of_the_page_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    classifier(tmp_path).rename(tmp_path / "cross-encoder")
+    sentence_encoder(tmp_path / "sentence-encoder", {"pooling_mode": "mean"})
+    tiny.steps().save_pretrained(tmp_path / "process-reward-model")
+    config = tiny.CONFIGS["llama"]()
+    config.vocab_size, config.num_labels = 420, 1
+    tiny.scalar_of(config).save_pretrained(tmp_path / "reward-model")
+    spot("byte-level").tokenizer.save_pretrained(tmp_path / "reward-model")
+    blocks = [block for block in fenced(ROOT / "docs" / "rewards.md", "python") if "oppo.hf.load_" in block]
+    with Thread("scorers") as scorers:
+        kinds = (BridgedReward, ClassifierReward, SimilarityReward, ProcessRewardModel)
+        for block, kind in zip(blocks, kinds, strict=True):
+            names: dict[str, object] = {"oppo": oppo, "text": spot("byte-level"), "scorers": scorers}
+            exec(block, names)
+            assert isinstance(names["reward"], kind)
 
 
 @pytest.fixture
@@ -275,11 +298,12 @@ def test_everything_public_is_in_the_reference() -> None:
     assert set(oppo.__all__) <= {name for module in loaded for name in module.get("__all__", module)}
 
 
-ON_VLLM, JUDGE = "04_vllm.py", "05_judge.py"
+ON_VLLM, JUDGE, SIMILARITY = "04_vllm.py", "05_judge.py", "10_similarity.py"
+"""Of the first a test has vLLM, of the second an extra, and of the third, which needs weights, others."""
 
 
 @pytest.mark.parametrize(
-    "example", sorted({path.name for path in (ROOT / "examples").glob("[0-9]*.py")} - {ON_VLLM, JUDGE})
+    "example", sorted({path.name for path in (ROOT / "examples").glob("[0-9]*.py")} - {ON_VLLM, JUDGE, SIMILARITY})
 )
 def test_the_examples_run(example: str) -> None:
     with Program(f"import runpy\nrunpy.run_path({str(ROOT / 'examples' / example)!r}, run_name='__main__')") as ran:

@@ -45,7 +45,7 @@ def bench(request: Request, console: Console, tell: Tell) -> list[Ladder]:
     for workload in workloads:
         for layout in layouts:
             files, calibration = made(workload, layout, request, plan, tell)
-            for line in seating(layout, modes):
+            for line in seating(workload, layout, modes):
                 tell(f"{workload.name}, {layout}: {line}")
             contestants = entries(files, modes, layout, plan)
             contestants += [peer(files)] if request.peer is not None else []

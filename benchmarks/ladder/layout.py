@@ -1,7 +1,8 @@
 """The cores and threads of each side of a step.
 
 ``split`` is the paper's layout: each side has a device of its own in every mode, the serial one too. Here a device is a
-core. ``shared`` is one device: the running side has all cores, and scoring beside decoding has the cores that decoding
+core. The update is made on the actor's, which is free then, or, where it may run beside decoding, on the scorers'.
+``shared`` is one device: the running side has all cores, and what runs beside decoding has the cores that decoding
 leaves. Decoding has one thread in every mode: the matrix products of a decode step of these small models are so small
 that two threads mostly wait for each other, and took twice as long on two cores. With more threads the serial modes
 would look worse than they are.
@@ -48,8 +49,12 @@ class Seats:
         return {name: {"cores": list(seat.cores), "threads": seat.threads} for name, seat in named.items()}
 
 
-def seats(layout: Layout, cores: Sequence[int], *, held: bool) -> Seats:
-    """Return the seats of a layout; ``held``: scoring never runs beside decoding.
+def seats(layout: Layout, cores: Sequence[int], *, held: bool, apart: bool = False) -> Seats:
+    """Return the seats of a layout.
+
+    Args:
+        held: scoring never runs beside decoding.
+        apart: the update may run beside decoding.
 
     Example:
         >>> seats("shared", (0, 1), held=False).scorers.threads, seats("shared", (0, 1), held=True).scorers.threads
@@ -58,9 +63,10 @@ def seats(layout: Layout, cores: Sequence[int], *, held: bool) -> Seats:
     every = tuple(cores)
     if layout == "split":
         ours, theirs = every[:1], every[1:2] or every[:1]
-        return Seats(Seat(ours, 1), Seat(theirs, 1), Seat(ours, 1))
+        return Seats(Seat(ours, 1), Seat(theirs, 1), Seat(theirs if apart else ours, 1))
     whole, decoding = Seat(every, len(every)), Seat(every, 1)
-    return Seats(decoding, whole if held else Seat(every, max(1, len(every) - 1)), whole)
+    rest = Seat(every, max(1, len(every) - 1))
+    return Seats(decoding, whole if held else rest, rest if apart else whole)
 
 
 def claim_cores(seat: Seat, device: str) -> None:

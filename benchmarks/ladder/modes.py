@@ -20,6 +20,7 @@ class Mode:
         held: scoring waits until decoding has ended.
         chunks, admission: made anew for each contestant.
         over: the mode it extends, with which it is compared besides the serial one.
+        lookahead: steps that begin before the current one has ended.
     """
 
     name: str
@@ -28,6 +29,11 @@ class Mode:
     chunks: Callable[[Workload], ChunkSize]
     admission: Callable[[Workload], Admission]
     over: str = "serial"
+    lookahead: int = 0
+
+    def trains_apart(self, workload: Workload) -> bool:
+        """Return whether updates are made in a process, and on weights, of their own."""
+        return workload.trains_apart or self.lookahead > 0
 
 
 def _whole(_: Workload) -> ChunkSize:
@@ -62,6 +68,8 @@ MODES: Final = MappingProxyType(
             Mode("overcommit", "serial, stragglers carried over", True, _whole, _overcommitted),
             Mode("fixed", "chunk, stragglers carried over", False, _fixed, _overcommitted, over="chunk"),
             Mode("adaptive", "chunk, as many stragglers carried over as pay", False, _fixed, _adaptive, over="chunk"),
+            Mode("lookahead", "chunk, the next step decoded meanwhile", False, _fixed, _synchronous, "chunk", 1),
+            Mode("lookahead+adaptive", "both of these", False, _fixed, _adaptive, "adaptive", 1),
         )
     }
 )

@@ -25,6 +25,7 @@ from oppo.hf.device import DeviceThread
 from oppo.hf.loading.models import load_causal, load_scalar
 from oppo.hf.out_of_memory import ModelPlace
 from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
+from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.train.trainer import HfTrainer
 from oppo.models import Sampling, Scorer
 from oppo.observe import SpanListener
@@ -61,9 +62,14 @@ class Models:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pipeline:
-    """A graph, what decodes for it, and the places of its other models; :meth:`close` closes all of them."""
+    """A graph, what decodes for it, and the places of its other models; :meth:`close` closes all of them.
+
+    Attributes:
+        lookahead: steps that begin before the current one has ended.
+    """
 
     graph: Graph[StepReport]
+    lookahead: int
     acting: Acting
     places: Sequence[Place]
 
@@ -91,7 +97,9 @@ def pipeline(
     workload = files.workload
     models = load(files, device)
     kind = Thread if device == "cpu" else DeviceThread
-    training = kind("trainer", listener=listener, setup=partial(claim_cores, seats.trainer, device))
+    apart = mode.trains_apart(workload)
+    train = Process if apart and device == "cpu" else kind
+    training = train("trainer", listener=listener, setup=partial(claim_cores, seats.trainer, device))
     home = kind if scorers == "thread" else Process
     scoring = home("scorers", listener=listener, setup=partial(claim_cores, seats.scorers, device))
     scripted = workload.models.scripted
@@ -106,6 +114,9 @@ def pipeline(
     reward: Scorer[float | Drop] = FunctionReward(countdown_reward, decode=_words(workload))
     if models.reward is not None:
         reward = RewardModel(models.reward, thread=ModelPlace(scoring, "reward", REMEDY))
+    trained = ActorCritic(models.actor, models.critic)
+    if apart:
+        trained = trained.copied()
     graph = ppo(
         policy=acting.policy,
         reference=ReferenceLogprobs(
@@ -114,15 +125,16 @@ def pipeline(
         reward=reward,
         critic=ValueModel(models.critic, thread=ModelPlace(scoring, "critic", REMEDY)),
         trainer=HfTrainer(
-            models.actor, models.critic, sampling=sampling, thread=training, settings=_settings(workload)
+            trained.actor, trained.critic, sampling=sampling, thread=training, settings=_settings(workload)
         ),
         admission=mode.admission(workload),
         chunks=mode.chunks(workload),
         advantage=GAE(gamma=workload.gamma, lam=workload.lam, kl=workload.kl),
     )
-    if isinstance(scoring, Process):
-        scoring.wait_until_ready()
-    return Pipeline(held(graph) if mode.held else graph, acting, (scoring, training))
+    for place in (scoring, training):
+        if isinstance(place, Process):
+            place.wait_until_ready()
+    return Pipeline(held(graph) if mode.held else graph, mode.lookahead, acting, (scoring, training))
 
 
 def length_of(prompt: Prompt) -> int:

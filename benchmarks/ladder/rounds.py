@@ -229,12 +229,13 @@ def _compared(name: str, other: str) -> bool:
     return name in MODES and (other not in MODES or other == MODES[name].over)
 
 
-def seating(layout: Layout, modes: Sequence[str]) -> list[str]:
+def seating(workload: Workload, layout: Layout, modes: Sequence[str]) -> list[str]:
     """Return the seats in words, a line for the modes with the same ones, and a warning on a single core."""
     cores = cores_here()
     lines: dict[str, list[str]] = {}
     for mode in modes:
-        table = seats(layout, cores, held=MODES[mode].held).table()
+        chosen = MODES[mode]
+        table = seats(layout, cores, held=chosen.held, apart=chosen.trains_apart(workload)).table()
         line = ", ".join(f"{side} {seat['threads']} thread(s) on cores {seat['cores']}" for side, seat in table.items())
         lines.setdefault(line, []).append(mode)
     warning = ["one core only: all sides share it, and overlap cannot gain anything"] if len(cores) == 1 else []

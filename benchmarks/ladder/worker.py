@@ -17,6 +17,7 @@ import json
 import os
 import platform
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -44,6 +45,7 @@ from oppo.admission.bottleneck import PREFIX
 from oppo.errors import DataError
 from oppo.events import Batch, Prompt, StepReport
 from oppo.graph import Run
+from oppo.graph.step import UNKNOWN
 from oppo.observe import Observer, Span
 from oppo.overlap import occupation, seconds, union
 from oppo.report.work import work_of
@@ -51,20 +53,25 @@ from oppo.report.work import work_of
 
 @dataclass(eq=False)
 class Watch(Observer):
-    """Keeps the spans, the batch and the observation of a step."""
+    """Keeps the spans, the batch and the observation of each step that is not over.
+
+    Attributes:
+        done: steps that are over.
+    """
 
     workload: Workload
-    spans: list[Span] = field(default_factory=list)
-    batch: Batch | None = None
-    seen: Observation | None = None
+    spans: dict[int | None, list[Span]] = field(default_factory=lambda: defaultdict(list))
+    batches: dict[int, Batch] = field(default_factory=dict)
+    seen: dict[int, Observation] = field(default_factory=dict)
+    done: int = 0
 
     def on_item(self, step: int, stage: str, item: object, at: float) -> None:
         """Keep the step's batch and its observation."""
-        del step, stage, at
+        del stage, at
         if isinstance(item, Batch):
-            self.batch = item
+            self.batches[step] = item
         elif isinstance(item, Observation):
-            self.seen = item
+            self.seen[step] = item
 
     def on_span(self, span: Span) -> None:
         """Ignore the stages; :meth:`on_work` receives the models' spans."""
@@ -76,17 +83,17 @@ class Watch(Observer):
         """Keep a model's span of a phase; called in the models' threads."""
         phase = WORK.get((span.track, span.label))
         if phase is not None:
-            self.spans.append(replace(span, role=phase))
+            self.spans[span.step].append(replace(span, role=phase))
 
     def record(self, report: StepReport, took: float, decode_steps: int, decoded: int) -> StepRecord:
-        """Return the record of the step that is over, and reset.
+        """Return the record of a step that is over, and forget it.
 
         Raises:
             DataError: the step trained nothing.
         """
-        spans, self.spans = self.spans, []
-        batch, self.batch = self.batch, None
-        seen, self.seen = self.seen, None
+        self.done += 1
+        spans = self.spans.pop(report.index, [])
+        batch, seen = self.batches.pop(report.index, None), self.seen.pop(report.index, None)
         if batch is None or not len(batch):
             raise DataError("a step trained nothing, so there is nothing to measure")
         lengths = np.diff(batch.offsets)
@@ -119,25 +126,34 @@ async def serve(
     work: Pipeline, watch: Watch, prompts: Iterator[Prompt], ready: Mapping[str, object], answers: TextIO
 ) -> None:
     """Answer each request on standard input, until it ends."""
-    async with work.graph.open(prompts, observers=[watch]) as run:
+    async with work.graph.open(prompts, observers=[watch], lookahead=work.lookahead) as run:
         say(answers, {"ready": ready})
         while line := await anyio.to_thread.run_sync(sys.stdin.readline):
-            steps = [await timed_step(run, work, watch) for _ in range(json.loads(line)["run"])]
+            steps = await timed_steps(run, work, watch, json.loads(line)["run"])
             say(answers, {"steps": [step.as_json() for step in steps], "peak_rss_mb": peak_rss_mb()})
 
 
-async def timed_step(run: Run[StepReport], work: Pipeline, watch: Watch) -> StepRecord:
-    """Run one step and return its record.
+async def timed_steps(run: Run[StepReport], work: Pipeline, watch: Watch, count: int) -> list[StepRecord]:
+    """Run some steps and return their records: no step is in flight before and afterwards.
+
+    A step's seconds are those since the one before it ended. So filling and emptying the pipeline of steps in flight is
+    part of the sum, though not where decode steps and tokens of several steps are told apart.
 
     Raises:
         DataError: there are no more prompts.
     """
+    records: list[StepRecord] = []
     before, start = work.acting.progress(), observe.now()
-    report = await run.step()
-    took, after = observe.now() - start, work.acting.progress()
-    if report is None:
-        raise DataError("the prompts have ended")
-    return watch.record(report, took, after.decode_steps - before.decode_steps, after.tokens - before.tokens)
+    last = watch.done + count - 1
+    while watch.done <= last:
+        (report,) = await run.advance(UNKNOWN, lambda step: step == last) or (None,)
+        if report is None:
+            raise DataError("the prompts have ended")
+        after, now = work.acting.progress(), observe.now()
+        decode_steps, decoded = after.decode_steps - before.decode_steps, after.tokens - before.tokens
+        records.append(watch.record(report, now - start, decode_steps, decoded))
+        before, start = after, now
+    return records
 
 
 def say(answers: TextIO, answer: Mapping[str, object]) -> None:
@@ -171,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--engine", choices=ENGINES, default="transformers")
     chosen = parser.parse_args(arguments)
     workload, mode = workload_in(chosen.directory), MODES[chosen.mode]
-    places = seats(chosen.layout, cores_here(), held=mode.held)
+    places = seats(chosen.layout, cores_here(), held=mode.held, apart=mode.trains_apart(workload))
     files, watch = open_files(chosen.directory, workload), Watch(workload)
     places.actor.take()
     answers = answers_only()

@@ -92,6 +92,7 @@ class Workload:
         micro_batch_tokens: in one forward pass of the update, padding included.
         prompts: number in the workload's directory; they are used in order, again and again.
         prompt_tokens: shortest and longest prompt.
+        trains_apart: updates are made in a process of their own in every mode, not only in those that look ahead.
     """
 
     name: str
@@ -115,6 +116,7 @@ class Workload:
     seed: int = 20261120
     prompts: int = 2048
     prompt_tokens: tuple[int, int] = (12, 24)
+    trains_apart: bool = False
 
     @property
     def positions(self) -> int:
@@ -160,6 +162,14 @@ RULE_REWARD: Final = replace(
     shares=(),
 )
 
+BALANCED: Final = replace(
+    RULE_REWARD,
+    name="balanced",
+    about="a rule as reward, and an update as long as decoding: what there is to gain lies in looking ahead",
+    epochs=3,
+    trains_apart=True,
+)
+
 SHORTER: Final = replace(
     PAPER,
     lengths=Lengths(median=24, sigma=1.35, cap=512),  # of 24 the longest is 6 means
@@ -203,7 +213,9 @@ SMOKE: Final = Workload(
     prompt_tokens=(3, 8),
 )
 
-WORKLOADS: Final = MappingProxyType({each.name: each for each in (PAPER, TRAIN_BOUND, RULE_REWARD, CAPPED, SMOKE)})
+WORKLOADS: Final = MappingProxyType(
+    {each.name: each for each in (PAPER, TRAIN_BOUND, RULE_REWARD, CAPPED, BALANCED, SMOKE)}
+)
 """By name; ``all`` does not include ``smoke``."""
 
 ACTORS_ON_A_GPU: Final[Mapping[str, Shape]] = MappingProxyType(

@@ -1,7 +1,7 @@
 """``python -m benchmarks.simulate check RESULTS ...``: the simulator beside results of ``make bench``.
 
-``python -m benchmarks.simulate paper``: what schedules would take in the OPPO paper's settings; it writes a part of
-``docs/simulate.md``.
+``python -m benchmarks.simulate paper``: what schedules would take in the OPPO paper's settings; it keeps the outcomes
+in ``paper.json`` and writes the tables of ``docs/simulate.md``.
 """
 
 from __future__ import annotations
@@ -16,14 +16,18 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.simulate import paper
 from benchmarks.simulate.check import Checked, Result, check
 from oppo.cli import DONE, FAILED, call, program
 from oppo.report.put import put
+
+PAGE = Path("docs/simulate.md")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     app = program("python -m benchmarks.simulate", "The simulator, checked and used.")
     app.command(check_results, name="check")
+    app.command(simulate_paper, name="paper")
     return call(app, arguments)
 
 
@@ -50,6 +54,22 @@ def check_results(
     if out is not None:
         put(out, [json.dumps({"on": on, "results": [each.as_json() for each in checked]}, indent=2) + "\n"])
     return DONE if all(each.right for each in checked) else FAILED
+
+
+def simulate_paper(*, anew: bool = False) -> int:
+    """Simulate the settings of the OPPO paper, and write the tables of docs/simulate.md.
+
+    Parameters
+    ----------
+    anew
+        Simulate what is known already, too.
+    """
+    if anew:
+        paper.RESULTS.unlink(missing_ok=True)
+    results = paper.Results()
+    paper.simulate(results, lambda sentence: print(sentence, file=sys.stderr, flush=True))
+    put(PAGE, [paper.in_page(PAGE.read_text(encoding="utf-8"), paper.page(results))])
+    return DONE
 
 
 def table(checked: Sequence[Checked]) -> Table:

@@ -1,24 +1,25 @@
-"""The OPPO paper's four settings in simulation: what each schedule takes, on TRL's engine and on one that serves.
+"""The OPPO paper's four settings in simulation: what each schedule takes, on two engines.
 
 The engine like TRL's is that of the profiles. The serving engine decodes as vLLM does on an H200, pads nothing, and
 reaches 40 to 45 % of the FLOP/s. Schedules that decode while they train have devices of their own for each: k decode,
-the others train, reference and critic read along on the reward model's device. k is the one that is fastest with
-lookahead 1 and a Delta of 8.
+the others train, and reference and critic read along on the reward model's device. Each takes the k that is fastest.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
+from multiprocessing import get_context
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Literal, TypeAlias
 
 import numpy as np
 
-from oppo.admission import Admission, Overcommit, Synchronous, TailAdaptive
+from oppo.admission import Admission, Continuous, Overcommit, Synchronous, TailAdaptive
 from oppo.app.profile import load_profile
 from oppo.simulate.course import Course
 from oppo.simulate.outcome import LAST, Outcome
@@ -30,12 +31,22 @@ RESULTS: Final = Path(__file__).with_name("paper.json")
 PROFILES: Final = Path(__file__).with_name("profiles")
 
 SETTINGS: Final = ("se-7b", "se-3b", "gsm8k-7b", "code-3b")
+SPLITS: Final = (1, 2, 3)
+"""Devices that decode, of those that are tried in a split."""
+
 DEVICES: Final = 7
 """Devices that decode and train; one more scores."""
 
-STEPS: Final = 60
-SKIPPED: Final = 12
-SEEDS: Final = (0, 1, 2)
+STEPS: Final = 36
+SKIPPED: Final = 8
+SEEDS: Final[Mapping[str, tuple[int, ...]]] = MappingProxyType(
+    {"se-7b": (0, 1), "se-3b": (0,), "gsm8k-7b": (0,), "code-3b": (0,)}
+)
+"""Of the lengths, by setting."""
+
+FIRST: Final = 0
+"""The seed with which the devices are split."""
+
 CHUNK: Final = 256
 
 Engine: TypeAlias = Literal["like TRL's", "serving"]
@@ -56,7 +67,8 @@ class Row:
 
     Attributes:
         split: whether decoding and training have devices of their own.
-        extra: Delta; ``None``: adaptive.
+        extra: Delta; ``None``: adaptive; with ``refill`` the rollouts that are decoded at a time.
+        refill: each that ends is replaced at once.
         recompute: whether contexts are read again with new weights.
     """
 
@@ -65,6 +77,7 @@ class Row:
     held: bool = False
     chunk: int | None = CHUNK
     extra: int | None = 0
+    refill: bool = False
     lookahead: int = 0
     in_flight: bool = False
     recompute: bool = True
@@ -75,6 +88,8 @@ class Row:
         admission: Callable[[], Admission] = partial(TailAdaptive, batch, max_deferrals=bounded)
         if self.extra is not None:
             admission = partial(Overcommit, batch, self.extra, max_deferrals)
+        if self.extra and self.refill:
+            admission = partial(Continuous, batch, self.extra, max_deferrals)
         if self.extra == 0:
             admission = partial(Synchronous, batch)
         return Schedule(
@@ -96,13 +111,16 @@ ROWS: Final = (
     Row("chunk, adaptive", extra=None),
     Row("lookahead 1", split=True, lookahead=1),
     Row("lookahead 1, Delta 8", split=True, extra=8, lookahead=1),
-    Row("in flight, Delta 8", split=True, extra=8, lookahead=2, in_flight=True),
-    Row("in flight, Delta 28", split=True, extra=28, lookahead=2, in_flight=True),
-    Row("in flight, Delta 28, kept", split=True, extra=28, lookahead=2, in_flight=True, recompute=False),
+    Row("in flight, 56 live", split=True, extra=56, refill=True, lookahead=2, in_flight=True),
+    Row("in flight, 112 live", split=True, extra=112, refill=True, lookahead=2, in_flight=True),
 )
-BASELINE: Final = ROWS[0].name
-TUNED: Final = "lookahead 1, Delta 8"
-"""The row for which the number of decoding devices is chosen."""
+KEPT: Final = replace(ROWS[-1], name="in flight, 112 live, kept", recompute=False)
+"""The same, where keys and values of older weights are kept."""
+
+BY_NAME: Final[Mapping[str, Row]] = MappingProxyType({row.name: row for row in (*ROWS, KEPT)})
+ONE_STEP_OFF: Final = "lookahead 1, Delta 8"
+HALF_LIVE: Final = "in flight, 56 live"
+ALL_LIVE: Final = "in flight, 112 live"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +140,7 @@ class Cell:
 
     def run(self) -> Outcome:
         """Make the run."""
-        row = next(each for each in ROWS if each.name == self.row)
+        row = BY_NAME[self.row]
         profile = profile_of(self.setting, self.engine, self.decode)
         profile = replace(profile, schedule=replace(profile.schedule, recompute=row.recompute))
         schedule = row.schedule(profile.workload.batch, self.max_deferrals)
@@ -148,58 +166,108 @@ def profile_of(setting: str, engine: Engine, decode: int = 0) -> Profile:
 
 
 def bound(setting: str, engine: Engine, decode: int = 0) -> float:
-    """Return the work bound in seconds a step (:meth:`oppo.simulate.profile.Profile.bound`)."""
+    """Return the work bound in seconds for each trained token (:meth:`oppo.simulate.profile.Profile.bound`)."""
     profile = profile_of(setting, engine, decode)
     batches = 200
-    lengths = profile.work().lengths(batches * profile.workload.batch, 1, SEEDS[0])
-    return profile.bound(lengths.reshape(batches, profile.workload.batch))
+    lengths = profile.work().lengths(batches * profile.workload.batch, 1, FIRST)
+    return profile.bound(lengths.reshape(batches, profile.workload.batch)) * batches / float(lengths.sum())
 
 
 class Results:
-    """The outcomes so far; those that are asked for and missing are simulated.
+    """The outcomes that are known.
 
     Args:
-        tell: called with a sentence before each run.
+        path: of the file that holds them.
     """
 
-    def __init__(self, path: Path = RESULTS, tell: Callable[[str], None] | None = None) -> None:
+    def __init__(self, path: Path = RESULTS) -> None:
         self._path = path
-        self._tell = tell
         written = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
         self._outcomes = {Cell(**each["cell"]): _outcome(each["outcome"]) for each in written}
 
-    def outcome(self, cell: Cell) -> Outcome:
-        """Return the outcome of a run.
+    def __len__(self) -> int:
+        return len(self._outcomes)
 
-        Raises:
-            KeyError: it is missing, and nothing is to be simulated.
-        """
-        if cell not in self._outcomes and self._tell is not None:
-            self._tell(f"simulating {cell}")
-            self._outcomes[cell] = cell.run()
-            self._save()
+    def __getitem__(self, cell: Cell) -> Outcome:
         return self._outcomes[cell]
+
+    def simulate(self, cells: Iterable[Cell], tell: Callable[[str], None]) -> None:
+        """Make the runs that are missing, as many at a time as there are cores; each is kept when it is over."""
+        missing = [cell for cell in dict.fromkeys(cells) if cell not in self._outcomes]
+        with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+            runs = {pool.submit(cell.run): cell for cell in missing}
+            for number, run in enumerate(as_completed(runs), 1):
+                self._outcomes[runs[run]] = run.result()
+                tell(f"{number} of {len(missing)}: {runs[run]}")
+                self._save()
 
     def outcomes(
         self, setting: str, engine: Engine, row: Row, *, decode: int | None = None, max_deferrals: int = FORESEEN
     ) -> list[Outcome]:
         """Return the outcomes of a row, by seed."""
         if decode is None:
-            decode = self.decoding(setting, engine) if row.split else 0
-        return [self.outcome(Cell(setting, engine, row.name, decode, max_deferrals, seed)) for seed in SEEDS]
+            decode = self.decoding(setting, engine, row)
+        return [self[Cell(setting, engine, row.name, decode, max_deferrals, seed)] for seed in SEEDS[setting]]
 
-    def decoding(self, setting: str, engine: Engine) -> int:
-        """Return the number of decoding devices with which the tuned row is fastest, with the first seed."""
-        cells = [Cell(setting, engine, TUNED, decode, FORESEEN, SEEDS[0]) for decode in range(1, DEVICES)]
-        return min(cells, key=lambda cell: self.outcome(cell).seconds).decode
+    def decoding(self, setting: str, engine: Engine, row: Row) -> int:
+        """Return the number of decoding devices with which a row is fastest, with the first seed; 0 without a split."""
+        return min(splits(setting, engine, row), key=lambda cell: self[cell].seconds).decode
 
     def _save(self) -> None:
-        records = [{"cell": asdict(cell), "outcome": asdict(outcome)} for cell, outcome in self._outcomes.items()]
+        ordered = sorted(self._outcomes.items(), key=lambda each: str(each[0]))
+        records = [{"cell": asdict(cell), "outcome": asdict(outcome)} for cell, outcome in ordered]
         self._path.write_text("[\n" + ",\n".join(json.dumps(each) for each in records) + "\n]\n", encoding="utf-8")
+
+
+def splits(setting: str, engine: Engine, row: Row) -> list[Cell]:
+    """Return the runs of a row with the first seed, one for each split of the devices."""
+    return [Cell(setting, engine, row.name, decode, FORESEEN, FIRST) for decode in (SPLITS if row.split else (0,))]
+
+
+def simulate(results: Results, tell: Callable[[str], None]) -> None:
+    """Make every run that the tables need and that is missing: first those that say how the devices are split."""
+    tables = [(setting, engine) for setting in SETTINGS for engine in ENGINES]
+    results.simulate((cell for each in tables for row in shown(*each) for cell in splits(*each, row)), tell)
+    results.simulate(
+        [
+            *(
+                replace(cell, decode=results.decoding(*each, row), seed=seed)
+                for each in tables
+                for row in shown(*each)
+                for cell in splits(*each, row)[:1]
+                for seed in SEEDS[each[0]]
+            ),
+            *(cell for each in SPLIT_CELLS for cell in each),
+        ],
+        tell,
+    )
+
+
+def shown(setting: str, engine: Engine) -> list[Row]:
+    """Return the rows of a setting; the ablation's own is simulated for that alone."""
+    ablated = (setting, engine) == ("se-7b", ENGINES[0])
+    return [row for row in ROWS if ablated or not row.name.startswith("inter")]
 
 
 def _outcome(record: Mapping[str, object]) -> Outcome:
     return Outcome(**{**record, "extras": tuple(record["extras"])})  # type: ignore[arg-type]  # written by asdict
+
+
+BEGIN: Final = "<!-- tables of benchmarks/simulate/paper.py -->\n"
+END: Final = "<!-- end of tables -->"
+
+
+def in_page(text: str, tables: str) -> str:
+    """Return the text of a page with these tables between its marks.
+
+    Raises:
+        ValueError: it lacks the marks.
+    """
+    before, _, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise ValueError(f"the page lacks the marks {BEGIN.strip()} and {END}")
+    return f"{before}{BEGIN}\n{tables.strip()}\n\n{END}{after}"
 
 
 def page(results: Results) -> str:
@@ -228,33 +296,40 @@ def ablation(results: Results) -> Iterator[str]:
 
 def settings_table(results: Results, setting: str, engine: Engine) -> Iterator[str]:
     """Yield the schedules of a setting."""
-    decode = results.decoding(setting, engine)
-    split = f"{decode} decode, {DEVICES - decode} train"
     yield f"### {setting}, engine {engine}\n"
     yield "| schedule | devices | s a step | speed | mean lag | largest | idle | of the bound |"
     yield "|---|---|---|---|---|---|---|---|"
     base = results.outcomes(setting, engine, ROWS[0])
-    for row in ROWS:
-        if row.name.startswith("inter"):
-            continue
-        yield line(row.name, split if row.split else f"{DEVICES} in turn", base, results.outcomes(setting, engine, row),
-                   bound(setting, engine, decode if row.split else 0))  # fmt: skip
+    for row in shown(setting, engine):
+        decode = results.decoding(setting, engine, row)
+        devices = f"{decode} decode, {DEVICES - decode} train" if decode else f"{DEVICES} in turn"
+        found = results.outcomes(setting, engine, row)
+        yield line(row.name, devices, base, found, bound(setting, engine, decode))
     yield ""
+
+
+DEFERRALS: Final = ((FORESEEN, "unbounded"), (2, "at most 2"))
+SPLIT_ROWS: Final = ((ONE_STEP_OFF, (1, 2, 6)), (HALF_LIVE, (1, 2)), (ALL_LIVE, (1, 2)), (KEPT.name, (1,)))
+SPLIT_CELLS: Final = tuple(
+    tuple(Cell("se-7b", "serving", name, decode, most, seed) for seed in SEEDS["se-7b"])
+    for name, decoding in SPLIT_ROWS
+    for decode in decoding
+    for most, _ in DEFERRALS
+)
 
 
 def split_table(results: Results) -> Iterator[str]:
     """Yield what the split of the devices makes of the 7B setting on the serving engine, and bounded deferral."""
-    yield "### se-7b on the serving engine: which devices decode\n"
+    yield "### se-7b on the serving engine: which devices decode, and how often a rollout may be carried\n"
     yield "| schedule | devices | deferrals | s a step | speed | mean lag | largest | idle | of the bound |"
     yield "|---|---|---|---|---|---|---|---|---|"
     base = results.outcomes("se-7b", "serving", ROWS[0])
-    named = {row.name: row for row in ROWS}
-    for name in (TUNED, "in flight, Delta 28"):
-        for decode in (1, 2, 6):
-            for most, words in ((FORESEEN, "unbounded"), (2, "at most 2")):
-                found = results.outcomes("se-7b", "serving", named[name], decode=decode, max_deferrals=most)
-                devices = f"{decode} decode, {DEVICES - decode} train | {words}"
-                yield line(name, devices, base, found, bound("se-7b", "serving", decode))
+    words = dict(DEFERRALS)
+    for cells in SPLIT_CELLS:
+        cell = cells[0]
+        devices = f"{cell.decode} decode, {DEVICES - cell.decode} train | {words[cell.max_deferrals]}"
+        found = [results[each] for each in cells]
+        yield line(cell.row, devices, base, found, bound("se-7b", "serving", cell.decode))
     yield ""
 
 
@@ -262,7 +337,9 @@ def line(name: str, devices: str, base: Sequence[Outcome], found: Sequence[Outco
     """Return a line of a table."""
     speed, lag = speeds(base, found), np.mean([each.lag for each in found])
     longest, idle = max(each.longest_lag for each in found), np.mean([each.idle for each in found])
-    figures = f"{mean(found):.1f} | {ranged(speed)} | {lag:.2f} | {longest} | {idle:.0%} | {least / mean(found):.0%}"
+    figures = (
+        f"{mean(found):.1f} | {ranged(speed)} | {lag:.2f} | {longest} | {idle:.0%} | {least / per_token(found):.0%}"
+    )
     return f"| {name} | {devices} | {figures} |".replace("%", " %")
 
 
@@ -271,10 +348,18 @@ def mean(outcomes: Sequence[Outcome]) -> float:
     return float(np.mean([each.seconds for each in outcomes]))
 
 
+def per_token(outcomes: Sequence[Outcome]) -> float:
+    """Return the mean seconds for each trained token."""
+    return float(np.mean([each.per_token for each in outcomes]))
+
+
 def speeds(base: Sequence[Outcome], found: Sequence[Outcome]) -> Spread:
-    """Return the speed over the baseline's, paired by seed."""
-    return Spread.of(one.seconds / other.seconds for one, other in zip(base, found, strict=True))
+    """Return the speed over the baseline's, trained tokens a second, paired by seed."""
+    return Spread.of(one.per_token / other.per_token for one, other in zip(base, found, strict=True))
 
 
 def ranged(spread: Spread) -> str:
+    """Return a mean with its range over seeds, where there are several."""
+    if spread.low == spread.high:
+        return f"{spread.mean:.2f}"
     return f"{spread.mean:.2f} ({spread.low:.2f} - {spread.high:.2f})"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from oppo.app.engines import SERVING, Order, Serve, Serving, serve
 from oppo.app.expected import require_memory
 from oppo.app.layout import devices_of, layout_of
+from oppo.app.reward_models import Bench, Judge, ModelReading, critic_source
 from oppo.app.rewards import UserCode
 from oppo.app.roles import RoleLoader
 from oppo.app.saving import Saving
@@ -28,7 +29,7 @@ from oppo.hf.loading.models import load_tokenizer, quiet
 from oppo.hf.lora import add_lora, share_base
 from oppo.hf.out_of_memory import ModelPlace
 from oppo.hf.serve.proximal import ProximalLogprobs, RecomputedLogprobs
-from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
+from oppo.hf.serve.scorers import ReferenceLogprobs, ValueModel
 from oppo.hf.text import Text
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.train.trainer import HfTrainer
@@ -161,7 +162,7 @@ def assemble(
             return serving
 
         load = RoleLoader(settings.models, text, devices, tell)
-        assembly = _assembled(settings, text, places, code, devices=devices, load=load, serve=started)
+        assembly = _assembled(settings, text, places, code, devices=devices, load=load, serve=started, tell=tell)
         for device in devices.distinct():
             synchronised(device)
         places.wait_until_ready()
@@ -178,23 +179,16 @@ def _assembled(
     devices: Devices,
     load: RoleLoader,
     serve: Serve,
+    tell: Callable[[str], None],
 ) -> Assembly:
     exact = settings.run.exact
     actor, reference = _actor_and_reference(
         settings.models, load, apart=devices.reference != devices.policy, seed=settings.trainer.seed
     )
-
-    def judge(key: str, source: str) -> tuple[PreTrainedModel, RewardModel]:
-        model = load.scalar(key, path=source)
-        name = "reward model" if key == "reward" else f"reward model {key.partition('.')[2]!r}"
-        return model, RewardModel(model, thread=_scoring(places, "reward", name), exact=exact)
-
-    reward, judges = code.reward(judge)
-    served = [actor, *judges] if reference is None else [actor, reference, *judges]
-    critic = None
-    if settings.algorithm.has_critic:
-        critic = value_model_on(actor) if settings.models.shared_trunk else load.scalar("critic", new_head=True)
-        served.append(critic)
+    judges = _judges(settings, text, places, load, tell)
+    critic = _critic(settings, actor, [*judges.values()], load, tell)
+    read = [longest(model) for model in (actor, reference, critic) if model is not None]
+    read += [judge.positions for judge in judges.values() if judge.positions is not None]
     sampling = _sampling(settings.sampling, text, actor)
     trained = ActorCritic(actor, critic)
     if not settings.shares_weights:
@@ -206,7 +200,7 @@ def _assembled(
         reference=None
         if reference is None
         else ReferenceLogprobs(reference, sampling=sampling, thread=_scoring(places, "reference"), exact=exact),
-        reward=reward,
+        reward=code.reward({key: judge.scorer for key, judge in judges.items()}),
         critic=None if critic is None else ValueModel(critic, thread=_scoring(places, "critic"), exact=exact),
         proximal=_proximal(settings, actor, sampling, places) if settings.algorithm.corrects else None,
         environment=code.environment,
@@ -214,7 +208,7 @@ def _assembled(
         saving=Saving(trainer, text, ("actor",) if critic is None else ("actor", "critic"), places.saving),
         text=text,
         sampling=sampling,
-        positions=min(serving.positions, *(longest(model) for model in served)),
+        positions=min(serving.positions, *read),
         places=places,
     )
 
@@ -239,6 +233,44 @@ def _actor_and_reference(
     if models.lora_rank:
         add_lora(actor, models.lora_rank, models.lora_alpha, seed=seed)
     return actor, reference
+
+
+def _judges(
+    settings: Settings, text: Text, places: DeviceLayout, load: RoleLoader, tell: Callable[[str], None]
+) -> dict[str, Judge]:
+    """Return the rewards that are models, each served, by the keys of their sources."""
+    bench = Bench(text, load, settings.data.column, settings.run.exact, tell)
+    judges = {}
+    for key, part in settings.models.rewards.items():
+        if not part.is_function:
+            name = "reward model" if key == "reward" else f"reward model {key.partition('.')[2]!r}"
+            judges[key] = bench.judge(ModelReading.of(settings.models, key), _scoring(places, "reward", name))
+    return judges
+
+
+def _critic(
+    settings: Settings,
+    actor: PreTrainedModel,
+    judges: Sequence[Judge],
+    load: RoleLoader,
+    tell: Callable[[str], None],
+) -> PreTrainedModel | None:
+    """Return the critic of an algorithm with one.
+
+    ``tell`` is told if it cannot start from the model that it is to start from.
+    """
+    models = settings.models
+    if not settings.algorithm.has_critic:
+        return None
+    if models.shared_trunk:
+        return value_model_on(actor)
+    start = critic_source(models, [judge.source for judge in judges if judge.may_be_critic])
+    if start != models.critic:
+        tell(
+            f"models.critic: {models.critic} does not read the policy's tokens one by one, so it cannot be a critic, "
+            f"which starts from {'the policy' if start == models.policy else start} instead"
+        )
+    return load.critic(start)
 
 
 def _trainer(

@@ -18,7 +18,7 @@ from oppo.app.config_errors import SettingsFaults, require_public
 from oppo.app.kinds import NAMED
 from oppo.app.overrides import overridden, seeded, with_correction
 from oppo.app.paths import resolved
-from oppo.app.sections import RewardPart
+from oppo.app.reward_settings import RewardPart
 from oppo.app.settings import Settings
 from oppo.app.sources import within
 from oppo.errors import ConfigError

@@ -12,7 +12,8 @@ from pydantic import ValidationError
 from oppo.algorithms.ppo import PPO
 from oppo.algorithms.registry import ALGORITHMS
 from oppo.app.kinds import Kinds
-from oppo.app.sections import RewardPart, StepSection
+from oppo.app.reward_settings import RewardPart
+from oppo.app.sections import StepSection
 from oppo.app.settings import Settings, keys_of
 from oppo.app.tables import expectation
 from oppo.declared import Declared, declared

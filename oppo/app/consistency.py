@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from oppo.app.sections import EvalSection
+from oppo.app.reward_settings import OF_MODELS
+from oppo.app.sections import EvalSection, ModelsSection
 from oppo.declared import changed, declared
 from oppo.training import OF_THE_CRITIC
 from oppo.user_code import is_of_a_file
@@ -33,6 +34,7 @@ def require_consistent(settings: Settings) -> None:
             f"[vllm] holds {', '.join(settings.vllm)}, which only vLLM reads, and models.engine = "
             f"{settings.models.engine!r}: set models.engine = 'vllm', or leave [vllm] out"
         )
+    _require_models_that_read(settings.models)
     if settings.step.lookahead and settings.models.share_weights:
         raise ValueError(
             f"step.lookahead = {settings.step.lookahead} trains while the next step is decoded, and "
@@ -59,6 +61,20 @@ def require_consistent(settings: Settings) -> None:
             f"step.algorithm = {settings.step.algorithm!r} compares the responses to a prompt with one another, and "
             "sampling.temperature = 0 makes them all the same: give one above 0"
         )
+
+
+def _require_models_that_read(models: ModelsSection) -> None:
+    """Check that what says how a reward model reads is not said of a function."""
+    for key, part in models.rewards.items():
+        if isinstance(models.reward, str):
+            given = [f"models.{name}" for name in changed(models, [f"reward_{name}" for name in OF_MODELS])]
+        else:
+            given = [f"models.{key}.{name}" for name in OF_MODELS if getattr(part, name) is not None]
+        if part.is_function and given:
+            raise ValueError(
+                f"{', '.join(given)} says how a reward model reads, and the reward {part.source!r} is Python code: "
+                "leave that out"
+            )
 
 
 def _require_a_sum(settings: Settings) -> None:

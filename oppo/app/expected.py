@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -13,21 +14,42 @@ from transformers import PreTrainedModel
 
 from oppo.app.compose import most_extra
 from oppo.app.layout import scored
+from oppo.app.reward_models import ModelReading, critic_source
 from oppo.app.settings import Settings
 from oppo.declared import declared
 from oppo.errors import ConfigError, ModelRefused
 from oppo.hf.device import CPU
 from oppo.hf.device_layout import Devices
-from oppo.hf.loading.kinds import CAUSAL, SCALAR, Kind
+from oppo.hf.loading.encoders import transformer_of
+from oppo.hf.loading.hub import located
+from oppo.hf.loading.kinds import CAUSAL, CLASSIFIER, EMBEDDER, PROCESS, SCALAR, Kind
 from oppo.hf.loading.outline import outline
+from oppo.hf.loading.reward_kind import RewardKind, reward_kind
 from oppo.hf.lora import add_lora
 from oppo.hf.memory.capacity import free
-from oppo.hf.memory.estimate import Bytes, Load, at_rest, of_critic, of_policy, of_reference, of_reward, of_trainer
+from oppo.hf.memory.estimate import (
+    Bytes,
+    Load,
+    at_rest,
+    of_critic,
+    of_policy,
+    of_process,
+    of_reference,
+    of_reward,
+    of_trainer,
+)
 from oppo.hf.serve.policy import PREFILL_TOKENS
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.trunk import value_model_on
 from oppo.models import Sampling, SamplingSettings
+from oppo.observe import silent
 
+KINDS: Final[Mapping[RewardKind, Kind]] = {
+    "scalar": SCALAR,
+    "process": PROCESS,
+    "classifier": CLASSIFIER,
+    "similarity": EMBEDDER,
+}
 _SERVED: Final = {"reference": of_reference, "critic": of_critic, "proximal": of_reference}
 
 _SMALLER: Final[Sequence[tuple[str, Mapping[str, Mapping[str, object]]]]] = (
@@ -70,15 +92,33 @@ class Outlines:
         """Return the reference."""
         return self._made("reference", CAUSAL, self.settings.models.reference)
 
-    def reward(self, key: str, path: str) -> PreTrainedModel:
-        """Return a reward model."""
-        return self._made(key, SCALAR, path)
+    def reward(self, key: str, load: Load | None) -> Bytes:
+        """Return what a reward model needs; of one that reads whole responses the weights alone are known."""
+        path, found = self.settings.models.rewards[key].source, self.kind(key)
+        directory = transformer_of(self._located(path)) if found == "similarity" else path
+        make = partial(self._made, key, KINDS[found], str(directory))
+        if load is None or found in {"classifier", "similarity"}:
+            return Bytes(at_rest(make).weights)
+        return (of_process if found == "process" else of_reward)(make, load)
+
+    def kind(self, key: str) -> RewardKind:
+        """Return the kind of a reward model."""
+        reading = ModelReading.of(self.settings.models, key)
+        trusted = self.settings.models.trust_remote_code
+        return reading.kind(reward_kind(self._located(reading.source), trusted=trusted))
+
+    def _located(self, path: str) -> Path:
+        trusted = self.settings.models.trust_remote_code
+        return located(path, weights=False, trust_remote_code=trusted, tell=silent)
 
     def critic(self) -> PreTrainedModel:
         """Return the critic, on a trunk of its own."""
-        if self.settings.models.shared_trunk:
-            return value_model_on(self._made("policy", CAUSAL, self.settings.models.policy))
-        return self._made("critic", SCALAR, self.settings.models.critic)
+        models = self.settings.models
+        if models.shared_trunk:
+            return value_model_on(self._made("policy", CAUSAL, models.policy))
+        judges = {key: part.source for key, part in models.rewards.items() if not part.is_function}
+        fit = [path for key, path in judges.items() if self.kind(key) == "scalar"]
+        return self._made("critic", SCALAR, critic_source(models, fit))
 
     def trained(self) -> ActorCritic:
         """Return the models that are trained."""
@@ -123,9 +163,8 @@ def expected(settings: Settings, devices: Devices, load: Load | None) -> list[Ex
             shares = _shares_the_policy_s(settings, devices, model)
             needs.append(Expected(model, device, replace(served, weights=0) if shares else served))
         for key, part in settings.models.rewards.items() if model == "reward" else ():
-            if part.source in settings.models.reward_models:
-                make = partial(made.reward, key, part.source)
-                needs.append(Expected(key, device, _served(make, of_reward, load)))
+            if not part.is_function:
+                needs.append(Expected(key, device, made.reward(key, load)))
     return [*needs, *_training(settings, devices, _trainer(settings, made, load))]
 
 

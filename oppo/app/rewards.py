@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
-from oppo.app.sections import DataSection, ModelsSection, RewardPart, file_of
+from oppo.app.reward_settings import RewardPart
+from oppo.app.sections import DataSection, ModelsSection
 from oppo.environments import FunctionEnvironment
+from oppo.errors import ConfigError, DataError
 from oppo.events import Drop
+from oppo.gym import LIBRARY, require_library, verify
 from oppo.hf.text import Text
 from oppo.models import Scorer
 from oppo.placement import Hosting
-from oppo.rewards import Rewards, load_reward
-
-M = TypeVar("M")
+from oppo.rewards import FunctionReward, Rewards, load_reward
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,39 +44,27 @@ class UserCode:
             OppoError: a file has no such function, or one that is of no use here.
         """
         leave_retries_to_notices()
-        rewards = {
-            key: load_reward(
-                part.source,
-                text.decode,
-                place=place,
-                tell=tell,
-                on_drop=models.reward_drop,
-                prompt_column=data.column,
-                **_options(models, part),
-            )
-            for key, part in models.rewards.items()
-            if file_of(part.source) is not None
-        }
+
+        def loaded(key: str, part: RewardPart) -> Scorer[float | Drop]:
+            options = {"prompt_column": data.column, "tell": tell, **_options(models, part)}
+            if part.source == LIBRARY:
+                return _of_tasks(key, text, options)
+            return load_reward(part.source, text.decode, place=place, on_drop=models.reward_drop, **options)
+
+        rewards = {key: loaded(key, part) for key, part in models.rewards.items() if part.is_function}
         return cls(models, text, tell, _environment(models, data, text, tell), rewards)
 
-    def reward(
-        self, serve: Callable[[str, str], tuple[M, Scorer[float | Drop]]]
-    ) -> tuple[Scorer[float | Drop], Sequence[M]]:
-        """Return the reward, and the models that are part of it.
+    def reward(self, judges: Mapping[str, Scorer[float | Drop]]) -> Scorer[float | Drop]:
+        """Return the reward.
 
         Args:
-            serve: ``f(key, source)``: loads the model of ``models.KEY``, a directory or hub name, and returns it with
-                the scorer that serves it.
+            judges: the reward models, by the keys of their sources.
         """
-        loaded, scorers = list[M](), dict(self.rewards)
-        for key, part in self.models.rewards.items():
-            if key not in scorers:
-                model, scorers[key] = serve(key, part.source)
-                loaded.append(model)
+        scorers = {**self.rewards, **judges}
         if isinstance(self.models.reward, str):
-            return scorers["reward"], loaded
+            return scorers["reward"]
         parts = {name: (part.weight, scorers[f"reward.{name}"]) for name, part in self.models.reward.items()}
-        return Rewards(parts, on_drop=self.models.reward_drop, tell=self.tell), loaded
+        return Rewards(parts, on_drop=self.models.reward_drop, tell=self.tell)
 
 
 def leave_retries_to_notices() -> None:
@@ -89,19 +78,28 @@ def leave_retries_to_notices() -> None:
 def _options(models: ModelsSection, part: RewardPart) -> dict[str, Any]:
     """Return the options of a reward function: the part's own, or else those of all."""
     several = not isinstance(models.reward, str)
-
-    def chosen(key: str) -> Any:
-        own = getattr(part, key)
-        return getattr(models, f"reward_{key}") if own is None else own
-
+    apart = models.of_reward(part, "process")
     return {
-        "on_failure": chosen("failure"),
-        "process": "sync" if several and part.process is None and models.reward_process else chosen("process"),
-        "concurrency": chosen("concurrency"),
-        "timeout": chosen("timeout"),
-        "each": chosen("each"),
+        "on_failure": models.of_reward(part, "failure"),
+        "process": "sync" if several and part.process is None and apart else apart,
+        "concurrency": models.of_reward(part, "concurrency"),
+        "timeout": models.of_reward(part, "timeout"),
+        "each": models.of_reward(part, "each"),
         "optional": several,
     }
+
+
+def _of_tasks(key: str, text: Text, options: Mapping[str, Any]) -> FunctionReward:
+    """Return the verifier of the tasks of reasoning-gym.
+
+    Raises:
+        ConfigError: reasoning-gym is not installed.
+    """
+    try:
+        require_library()
+    except DataError as error:
+        raise ConfigError(f"models.{key}: {error}") from error
+    return FunctionReward(verify, text.decode, name=LIBRARY, **{**options, "process": bool(options["process"])})
 
 
 def _environment(

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 from transformers import PreTrainedModel
 
 from oppo.app.sections import ModelsSection
 from oppo.errors import ConfigError, ModelRefused
+from oppo.hf.as_text.encoder import Encoder
 from oppo.hf.device_layout import Devices
 from oppo.hf.introspection import vocabulary
 from oppo.hf.loading.directory import holds_tokenizer
+from oppo.hf.loading.encoders import load_encoder
 from oppo.hf.loading.hub import located
-from oppo.hf.loading.models import load_causal, load_scalar, load_tokenizer
+from oppo.hf.loading.models import LoadOptions, load_causal, load_process, load_scalar, load_tokenizer
 from oppo.hf.loading.precision import require_supported
+from oppo.hf.loading.reward_kind import RewardKind, reward_kind
 from oppo.hf.out_of_memory import attributed
 from oppo.hf.text import Text
 
 _LOADING = "choose models.dtype = 'bfloat16', or a smaller model"
 
 _AS_FUNCTION = (
-    "A reward of another kind (several labels, another tokenizer, no causal model) is served as a function: set "
-    "models.reward = 'file.py:function', which is given prompts and completions as text "
-    "(oppo.rewards.FunctionReward)."
+    "A reward of another kind is served as a function: set models.reward = 'file.py:function', which is given prompts "
+    "and completions as text (oppo.rewards.FunctionReward)."
 )
 
 
@@ -39,57 +43,87 @@ class RoleLoader:
 
     def causal(self, name: str) -> PreTrainedModel:
         """Return the causal language model of ``models.<name>``; the first is the policy."""
-        return self._loaded(name, load_causal)
+        path = str(getattr(self._models, name))
+        with self.attributed(name):
+            return self._checked(path, self._loaded(name, load_causal, path))
 
-    def scalar(self, name: str, *, path: str = "", new_head: bool = False) -> PreTrainedModel:
-        """Return the sequence-classification model of ``models.<name>``, with one label.
+    def critic(self, path: str) -> PreTrainedModel:
+        """Return the model of the critic at ``path``; its head may be new."""
+        with self.attributed("critic"):
+            return self._checked(path, self._loaded("critic", partial(load_scalar, new_head=True), path))
 
-        Args:
-            name: the key, in errors and notices.
-            path: directory or hub name, unless the key's value is it.
-            new_head: make a head for a model without one.
+    def reward_kind(self, path: str) -> RewardKind:
+        """Return the kind of a reward model, by its architecture."""
+        return reward_kind(self._located(path), trusted=self._models.trust_remote_code)
+
+    def scalar_reward(self, key: str, path: str) -> tuple[PreTrainedModel, str | None]:
+        """Return a reward model with one label, and its tokenizer's difference to the policy's, in words.
+
+        ``None``: it reads the policy's tokens as they are.
         """
-        return self._loaded(name, partial(load_scalar, new_head=new_head), path)
+        model = self._loaded(key, load_scalar, path)
+        return model, self._difference(path, model)
 
-    def _loaded(self, name: str, load: Callable[..., PreTrainedModel], path: str = "") -> PreTrainedModel:
-        models = self._models
-        path = path or str(getattr(models, name))
+    def process_reward(self, key: str, path: str) -> PreTrainedModel:
+        """Return a token-classification model, which shares the policy's tokenizer."""
+        return self._checked(path, self._loaded(key, load_process, path))
+
+    def encoder(self, key: str, path: str) -> Encoder:
+        """Return a model that reads whole texts."""
+        self._tell(f"loading the {key} {path}")
+        return load_encoder(path, **self._options(key))
+
+    def tokenizer(self, path: str) -> Text:
+        """Return the tokenizer that comes with a model."""
+        return Text(load_tokenizer(path, trust_remote_code=self._models.trust_remote_code, tell=self._tell))
+
+    def _loaded(self, name: str, load: Callable[..., PreTrainedModel], path: str) -> PreTrainedModel:
         self._tell(f"loading the {name} {path}")
+        model = load(path, **self._options(name))
+        require_supported(model.dtype, model.device)
+        return model
+
+    def _checked(self, path: str, model: PreTrainedModel) -> PreTrainedModel:
+        """Return a model that reads token ids as the policy does; the first is the policy."""
+        if self._actor is None:
+            self._actor = model
+        elif (difference := self._difference(path, model)) is not None:
+            raise ConfigError(f"{path} {difference}: expected a model with the policy's tokenizer")
+        return model
+
+    @contextmanager
+    def attributed(self, name: str) -> Iterator[None]:
+        """Name the setting of a model in the errors of loading it."""
         try:
             with attributed(name, "it was loaded", _LOADING):
-                model = load(
-                    path,
-                    dtype=models.dtype,
-                    device=getattr(self._devices, name.partition(".")[0]),
-                    trust_remote_code=models.trust_remote_code,
-                    allow_pickle=models.allow_pickle,
-                    ignore_unused=models.ignore_unused_weights,
-                    attention=models.attention,
-                    tell=self._tell,
-                )
-                require_supported(model.dtype, model.device)
-                self._require_same_tokens(path, model)
+                yield
         except (ConfigError, ModelRefused) as error:
             advice = [_AS_FUNCTION] if name.startswith("reward") else []
             raise type(error)("\n".join([f"models.{name}: {error}", *advice])) from error
-        return model
 
-    def _require_same_tokens(self, path: str, model: PreTrainedModel) -> None:
-        """Check that a model reads token ids as the policy does: otherwise its scores mean nothing."""
-        if self._actor is None:
-            self._actor = model
-            return
-        policy, ours, theirs = self._models.policy, vocabulary(self._actor), vocabulary(model)
+    def _options(self, name: str) -> LoadOptions:
+        """Return the options of loading the model of ``models.<name>``."""
+        models = self._models
+        return {
+            "dtype": models.dtype,
+            "device": getattr(self._devices, name.partition(".")[0]),
+            "trust_remote_code": models.trust_remote_code,
+            "allow_pickle": models.allow_pickle,
+            "ignore_unused": models.ignore_unused_weights,
+            "attention": models.attention,
+            "tell": self._tell,
+        }
+
+    def _located(self, path: str) -> Path:
+        return located(path, weights=False, trust_remote_code=self._models.trust_remote_code, tell=self._tell)
+
+    def _difference(self, path: str, model: PreTrainedModel) -> str | None:
+        """Return how a model reads token ids otherwise than the policy, in words: its scores would mean nothing."""
+        policy = self._models.policy
+        has_tokenizer = path != policy and holds_tokenizer(self._located(path))
+        if has_tokenizer and (difference := self._text.differs(self.tokenizer(path))) is not None:
+            return f"does not share the policy's tokenizer ({difference})"
+        ours, theirs = vocabulary(self._actor or model), vocabulary(model)
         if theirs < ours:
-            raise ConfigError(
-                f"{path} knows the token ids below {theirs}, but the policy {policy} may choose any below {ours}: "
-                "expected a model of the same vocabulary"
-            )
-        if path == policy:
-            return
-        trusted = self._models.trust_remote_code
-        if not holds_tokenizer(located(path, weights=False, trust_remote_code=trusted, tell=self._tell)):
-            return  # nothing to compare
-        other = Text(load_tokenizer(path, trust_remote_code=trusted, tell=self._tell))
-        if (difference := self._text.differs(other)) is not None:
-            raise ConfigError(f"{path} does not share the policy's tokenizer: {difference}")
+            return f"knows the token ids below {theirs}, but the policy {policy} may choose any below {ours}"
+        return None

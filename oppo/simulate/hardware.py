@@ -26,7 +26,7 @@ from typing import Annotated, Final, TypeAlias
 
 from annotated_types import Gt, Le
 
-from oppo.declared import NonNegative, Positive, PositiveCount, require_declared, setting
+from oppo.declared import NonNegative, Positive, PositiveCount, require_declared, required, setting
 from oppo.errors import ConfigError
 from oppo.simulate.system import Decoder, Passes
 
@@ -46,9 +46,9 @@ class Gpu:
         memory: bytes.
     """
 
-    flops: Positive
-    bandwidth: Positive
-    memory: Positive
+    flops: Positive = required("dense FLOP/s in bfloat16")
+    bandwidth: Positive = required("of its memory, bytes/s")
+    memory: Positive = required("bytes")
 
     def __post_init__(self) -> None:
         require_declared(self, error=ConfigError)
@@ -81,10 +81,10 @@ class Transformer:
         cached: w, the width of the keys, and of the values, of a layer: heads for keys and values times their width.
     """
 
-    parameters: Positive
-    layers: PositiveCount
-    width: PositiveCount
-    cached: PositiveCount
+    parameters: Positive = required("their number")
+    layers: PositiveCount = required("their number")
+    width: PositiveCount = required("of the hidden states")
+    cached: PositiveCount = required("width of a layer's keys: heads for keys and values times their width")
 
     def __post_init__(self) -> None:
         require_declared(self, error=ConfigError)

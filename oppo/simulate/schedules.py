@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from oppo.admission import Admission, Overcommit, Synchronous, TailAdaptive
+from oppo.admission import Admission, Continuous, Overcommit, Synchronous, TailAdaptive
 from oppo.chunking import ChunkSize, Fixed, WholeRollout
 from oppo.declared import require_declared
 
@@ -62,6 +62,7 @@ def ladder(batch: int, *, extra: int, chunk: int, max_deferrals: int = 2, price:
     carrying = partial(Overcommit, batch, extra, max_deferrals)
     foreseen = min(max_deferrals, FORESEEN)
     adaptive = partial(TailAdaptive, batch, price=price, max_deferrals=foreseen)
+    live = max(1, batch // 2)
     carried = f"{extra} stragglers carried into the next step"
     schedules = (
         Schedule(name="serial", about="decode, then score, then train", admission=waiting, held=True),
@@ -80,6 +81,14 @@ def ladder(batch: int, *, extra: int, chunk: int, max_deferrals: int = 2, price:
             name="in flight",
             about="the same, weights adopted while tokens are written",
             admission=carrying,
+            chunk=chunk,
+            lookahead=2,
+            in_flight=True,
+        ),
+        Schedule(
+            name="continuous",
+            about=f"the same, {live} decoded at a time: each that ends is replaced at once",
+            admission=partial(Continuous, batch, live, max_deferrals),
             chunk=chunk,
             lookahead=2,
             in_flight=True,

@@ -19,7 +19,7 @@ from oppo.vllm.arguments import engine_arguments, require_arguments
 from oppo.vllm.device_publish import DeviceSender
 from oppo.vllm.heeded import heeded
 from oppo.vllm.plugin import TRANSFER, register
-from oppo.vllm.processes import Children, EngineLog, cores_of, environment, logging_to
+from oppo.vllm.processes import Children, EngineLog, cores_of, environment, guarded, logging_to
 from oppo.vllm.publish import FileSender, WeightSender
 from oppo.vllm.route import route_of
 from oppo.vllm.served_weights import ServedWeights
@@ -115,7 +115,7 @@ class VllmEngine:
             file = stack.enter_context(EngineLog(log))
             stack.callback(children.join, 0.0)
             stack.enter_context(logging_to(file.path))
-            with _telling(began, file.path, tell), environment(file.path, cores_of(cores)):
+            with _telling(began, file.path, tell), guarded(), environment(file.path, cores_of(cores)):
                 try:
                     with heeded():
                         llm, sender = _async_llm(str(model), arguments or {}, trainer)

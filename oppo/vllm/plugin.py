@@ -6,6 +6,7 @@ their environment.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import threading
 import time
@@ -40,9 +41,15 @@ def register() -> None:
     if int(parent) == os.getpid():
         return
     spin_briefly()
-    if int(parent) == os.getppid():
+    if starter() == int(parent):
         leave_terminal()
-        end_with(os.getppid())
+        end_with(int(parent))
+
+
+def starter() -> int:
+    """Return the id of the process that started this one; unlike that of its parent it stays when that has ended."""
+    started = multiprocessing.parent_process()
+    return os.getppid() if started is None or started.pid is None else started.pid
 
 
 def register_transfer() -> None:
@@ -88,7 +95,7 @@ def leave_terminal() -> None:
 
 
 def end_with(parent: int) -> None:
-    """End this process soon after its parent; vLLM's workers end with this process."""
+    """End this process soon after its parent, or now if that has ended; vLLM's workers end with this process."""
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -70,7 +70,12 @@ def _one_thread_here() -> None:
         ("models.policy=file", ["models.policy: ", "file' is no directory here"]),
         ("models.reference=small", ["models.reference: ", "knows the token ids below 64", "any below 96"]),
         ("models.reward=two-labels", ["models.reward: ", "score.weight is [2, 32]", "'file.py:function'"]),
-        ("models.reward=foreign", ["models.reward: ", "does not share the policy's tokenizer", "'file.py:function'"]),
+        (
+            "models.reward=foreign models.reward_form=tokens",
+            ["models.reward: ", "does not share the policy's tokenizer", "reward_form cannot be 'tokens': leave"],
+        ),
+        ("models.reward=foreign models.reward_form=pair", ["models.reward: ", "no pair", "reward_reading = 'whole'"]),
+        ("models.critic=foreign", ["models.critic: ", "does not share the policy's tokenizer"]),
         ("models.policy=pickled", ["models.policy: ", "as pickles (pytorch_model.bin)", "models.allow_pickle = true"]),
         ("models.dtype=float16", ["models.policy: float16 is not for a CPU", "'float32' or 'bfloat16'"]),
         ("models.shared_trunk=true models.critic=reward", ["[models]: shared_trunk = true makes the critic a head on"]),

@@ -20,7 +20,7 @@ from oppo.algorithms.ppo import PPO
 from oppo.algorithms.registry import ALGORITHMS
 from oppo.algorithms.rloo import RLOO
 from oppo.app.config import load, resolve
-from oppo.app.sections import RewardPart
+from oppo.app.reward_settings import RewardPart
 from oppo.app.settings import Settings, keys_of
 from oppo.errors import ConfigError
 from oppo.losses import ClippedLoss, PPOLoss, SequenceLoss
@@ -133,7 +133,7 @@ def test_a_setting_of_one_of_several_rewards_is_overridden_by_its_whole_name(tmp
     ("tables", "sentences"),
     [
         ({}, ["models.reward: expected a text, or at least one named table; got none"]),
-        ({"a": 1}, ["[models.reward.a]: expected a table with the keys source, weight, failure,"]),
+        ({"a": 1}, ["[models.reward.a]: expected a table with the keys source, weight, reading,"]),
         ({"a": {}}, ["models.reward.a.source is missing: directory or hub name of a reward model"]),
         (
             {"a": {"source": "x", "weigth": 1}},

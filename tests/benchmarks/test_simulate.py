@@ -15,7 +15,7 @@ from benchmarks.ladder.measures import Spread
 from benchmarks.ladder.modes import MODES
 from benchmarks.ladder.workloads import PAPER, Layout
 from benchmarks.simulate.__main__ import main
-from benchmarks.simulate.check import CORES, Ratio, Result, adapted, check, system_of, wrong_order
+from benchmarks.simulate.check import CORES, WARM_UP, Ratio, Result, adapted, check, system_of, wrong_order
 from oppo.admission import Observation
 from oppo.chunking import Fixed
 from oppo.errors import DataError
@@ -25,6 +25,7 @@ from oppo.report.work import work_of
 from oppo.simulate.calibrate import LAYOUTS
 from oppo.simulate.course import Course
 from oppo.simulate.lengths import Lognormal
+from oppo.simulate.outcome import LAST
 from oppo.simulate.schedules import Schedule
 from oppo.simulate.system import Workload
 from tests.simulate.systems import machine
@@ -76,10 +77,10 @@ def measured(mode: str, layout: Layout) -> list[dict[str, Any]]:
     )
     lengths = Lognormal(median=(24, 24), sigma=1.5, cap=768)
     workload = Workload(batch=PAPER.batch, lengths=lengths, cap=768, prompt=28)
-    Course(
-        machine(LAYOUTS[layout]), workload, schedule, STEPS, 4, 3, 1, observers=[kept], listener=kept.spans.append
-    ).run()
-    return kept.records
+    steps = WARM_UP + STEPS + LAST
+    system = machine(LAYOUTS[layout])
+    Course(system, workload, schedule, steps, WARM_UP, 3, 1, observers=[kept], listener=kept.spans.append).run()
+    return kept.records[WARM_UP:-LAST]
 
 
 def result(layout: Layout, *modes: str) -> dict[str, Any]:

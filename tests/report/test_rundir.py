@@ -43,6 +43,7 @@ def test_a_run_leaves_every_file(tmp_path: Path) -> None:
         "samples.jsonl",
         "summary.json",
         "trace.json",
+        "work.jsonl",
     ]
     assert (path / "config.toml").read_text() == "a = 1\n"
 

@@ -11,7 +11,17 @@ import torch
 from oppo.cli import main
 from tests.workplace import furnish, oppo, records
 
-SCHEDULES = ("serial", "rollout", "chunk", "fixed", "adaptive", "lookahead 1", "lookahead 1, fixed", "in flight")
+SCHEDULES = (
+    "serial",
+    "rollout",
+    "chunk",
+    "fixed",
+    "adaptive",
+    "lookahead 1",
+    "lookahead 1, fixed",
+    "in flight",
+    "continuous",
+)
 
 PROFILE = """
 [workload]

@@ -218,6 +218,11 @@ class Wrapping(FakePolicy):
         return self.wrapped(live, cut)
 
 
+def of(decode: FakeDecode, response: Response) -> tuple[FakePolicy, Prompt, int, int, list[int]]:
+    """Return the arguments of a decode that was made of a response."""
+    return decode.policy, decode.prompt, decode.length, len(response), response.versions.tolist()
+
+
 class ClosesAllDecode(FakeDecode):
     """Ends the decoding of all when it is given up."""
 
@@ -230,7 +235,7 @@ class ClosesAllDecode(FakeDecode):
 
 class ClosesAll(FakePolicy):
     def _decode(self, response: Response) -> FakeDecode:
-        return ClosesAllDecode(**vars(super()._decode(response)))
+        return ClosesAllDecode(*of(super()._decode(response), response))
 
 
 class ReadableDecode(FakeDecode):
@@ -242,7 +247,7 @@ class ReadableDecode(FakeDecode):
 
 class Undying(FakePolicy):
     def _decode(self, response: Response) -> FakeDecode:
-        return ReadableDecode(**vars(super()._decode(response)))
+        return ReadableDecode(*of(super()._decode(response), response))
 
 
 @pytest.mark.parametrize(

@@ -217,7 +217,7 @@ def test_the_marker_and_the_fixtures_are_listed_with_what_they_are(pytester: pyt
 
 def test_the_tests_that_the_page_shows_pass_and_the_first_has_twelve_lines(pytester: pytest.Pytester) -> None:
     page = (ROOT / "docs" / "testing.md").read_text(encoding="utf-8")
-    shown = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "async def test_" in block]
+    shown = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def test_" in block]
     assert len([line for line in shown[0].splitlines() if line.strip()]) == 12
     pytester.makepyfile(**{f"test_{number}": block for number, block in enumerate(shown)})
     run(pytester).assert_outcomes(passed=len(shown))

@@ -174,6 +174,14 @@ class Incremental:
         """
         self._decode_batch = self._batched(rows, overhead=0)
 
+    def rewind(self, row: int, length: int) -> None:
+        """Keep the first ``length`` tokens of a row, which holds at least so many; later ones may follow them anew.
+
+        Keys and values of what was taken back stay in memory, behind the mask, until others are written over them.
+        """
+        self._decode_batch = None
+        self._lengths[row] = min(length, self.length(row))
+
     @torch.inference_mode()
     def forget(self, rows: Iterable[int]) -> None:
         """Free the memory of ``rows``; unknown rows are fine."""

@@ -141,6 +141,26 @@ class IncrementalPrefill:
         self.forget([state.rollout for state in states])
         return states
 
+    def rewind(self, rollout: int, length: int) -> int:
+        """Take back tokens of a rollout from ``length`` on, prompt included; return how many tokens stay.
+
+        With ``exact`` those are whole blocks, and fewer: a block is read in one pass or not at all. What a scorer kept
+        of tokens that are gone is the scorer's to drop.
+
+        Raises:
+            ProtocolError: the rollout was never opened.
+        """
+        state = self._opened(rollout)
+        if length >= state.read:
+            state.unread = state.unread[: length - state.read]
+        else:
+            length = length // EXACT_BLOCK * EXACT_BLOCK if self._exact else length
+            self._incremental.rewind(rollout, length)
+            state.read, state.unread = length, state.unread[:0]
+        state.support = state.support.slice(0, len(state.unread))
+        state.received = min(length, state.received)
+        return state.received
+
     def forget(self, rollouts: Iterable[int]) -> None:
         """Drop rollouts and their memory; unknown rollouts are fine."""
         rollouts = list(rollouts)

@@ -98,7 +98,7 @@ def load_causal(
             ``config.json`` describes; or the dtype or the kind of attention is unknown.
         ModelRefused: the architecture has no such model, or it cannot be served exactly.
     """
-    return _load(
+    return load(
         CAUSAL,
         path,
         dtype=dtype,
@@ -134,7 +134,7 @@ def load_scalar(
         ConfigError: also if the checkpoint has no scalar head, and none may be new.
         ModelRefused: also if the model has no ``score`` layer.
     """
-    return _load(
+    return load(
         SCALAR,
         path,
         dtype=dtype,
@@ -156,7 +156,7 @@ def load_process(path: str | Path, **options: Unpack[LoadOptions]) -> PreTrained
     Raises:
         ModelRefused: also if the model has no linear head.
     """
-    return _load(PROCESS, path, **options)
+    return load(PROCESS, path, **options)
 
 
 @quiet()
@@ -210,7 +210,7 @@ def reading(directory: Path, failure: str) -> Iterator[None]:
 
 
 @quiet()
-def _load(
+def load(
     kind: Kind,
     path: str | Path,
     *,
@@ -223,6 +223,7 @@ def _load(
     tell: Callable[[str], None] = silent,
     new_head: bool = False,
 ) -> PreTrainedModel:
+    """Return a model of a kind; arguments and errors are those of :func:`load_causal` and :func:`load_scalar`."""
     if dtype not in DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
     if attention not in CHOICES:
@@ -234,15 +235,7 @@ def _load(
     with reading(base, f"no model can be made of {base / CONFIG} and the weights beside it"):
         tensors = require_data(base, trusted=trust_remote_code, allow_pickle=allow_pickle)
         require_kind(kind, base, tensors, trusted=trust_remote_code)
-        options: dict[str, object] = {
-            "dtype": DTYPES[dtype],
-            "trust_remote_code": trust_remote_code,
-            "use_safetensors": None if allow_pickle else True,
-            "weights_only": True,
-            "ignore_mismatched_sizes": True,  # reported below, in one sentence
-            **kind.options,
-            **({"attn_implementation": "eager"} if attention == "eager" else {}),
-        }
+        options = _options(kind, dtype, attention, trusted=trust_remote_code, allow_pickle=allow_pickle)
         trial, info = cast(
             "tuple[PreTrainedModel, Info]",
             kind.auto.from_pretrained(base, device_map="meta", output_loading_info=True, **options),
@@ -270,6 +263,19 @@ def _load(
     if missing:
         tell(f"{path} has no {first_of(missing)}: the head is new, and begins at zero")
     return model
+
+
+def _options(kind: Kind, dtype: str, attention: Choice, *, trusted: bool, allow_pickle: bool) -> dict[str, object]:
+    """Return the options of ``from_pretrained``."""
+    return {
+        "dtype": DTYPES[dtype],
+        "trust_remote_code": trusted,
+        "use_safetensors": None if allow_pickle else True,
+        "weights_only": True,
+        "ignore_mismatched_sizes": True,  # require_fit() reports them, in one sentence
+        **kind.options,
+        **({"attn_implementation": "eager"} if attention == "eager" else {}),
+    }
 
 
 def _adapted(

@@ -19,6 +19,7 @@ from oppo.hf.kv.incremental import Incremental
 from oppo.hf.memory.live_bytes import LiveBytes, ModuleT, strip, without_data
 from oppo.hf.serve.chunked_prefill import ChunkedPrefill
 from oppo.hf.serve.noise import Noise
+from oppo.hf.serve.process_reward import ProcessRewardWorker
 from oppo.hf.serve.sampling import draw
 from oppo.hf.serve.scorer_input import ScorerInput
 from oppo.hf.serve.scorer_workers import ReferenceWorker, RewardWorker, ScorerWorker, ValueWorker
@@ -124,6 +125,11 @@ def of_reference(make: Callable[[], PreTrainedModel], load: Load) -> Bytes:
 def of_reward(make: Callable[[], PreTrainedModel], load: Load) -> Bytes:
     """Return what a served reward model needs."""
     return _of_scorer(make, lambda model: RewardWorker(_scoring(model), False), load)
+
+
+def of_process(make: Callable[[], PreTrainedModel], load: Load) -> Bytes:
+    """Return what a served process reward model needs."""
+    return _of_scorer(make, lambda model: ProcessRewardWorker(_scoring(model), False, (), 0, 0.0), load)
 
 
 def of_critic(make: Callable[[], PreTrainedModel], load: Load) -> Bytes:

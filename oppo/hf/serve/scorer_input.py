@@ -19,39 +19,44 @@ ScorerEvent: TypeAlias = Prompt | Chunk | Given
 class ScorerInput:
     """Events for a scorer, those of each rollout in order.
 
-    Pickled, they are reduced to what a scorer reads of them, token ids. Columns of the data do not cross, and the
-    log-probs and versions of a chunk arrive as 0.
+    Pickled, they are reduced to what a scorer reads of them, token ids. The log-probs and versions of a chunk arrive as
+    0, and of a prompt's columns only those that are named.
 
     Attributes:
         supports: whether the supports of tokens cross.
+        columns: the columns of prompts that cross.
     """
 
     events: Sequence[ScorerEvent]
     supports: bool = False
+    columns: tuple[str, ...] = ()
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        return _unpacked, ([_packed(event, supports=self.supports) for event in self.events],)
+        packed = [_packed(event, supports=self.supports, columns=self.columns) for event in self.events]
+        return _unpacked, (packed,)
 
 
-_Packed: TypeAlias = tuple[type[ScorerEvent], int, int, bytes, bytes, bytes]
-"""Kind, rollout and start of an event; its tokens, the ids of their support and the counts, each int32."""
+_Packed: TypeAlias = tuple[type[ScorerEvent], int, int, Mapping[str, object], bytes, bytes, bytes]
+"""Kind, rollout, start and columns of an event; its tokens, the ids of their support and the counts, each int32."""
 
 
-def _packed(event: ScorerEvent, *, supports: bool) -> _Packed:
+def _packed(event: ScorerEvent, *, supports: bool, columns: Sequence[str]) -> _Packed:
     start = 0 if isinstance(event, Prompt) else event.start
+    given = event.columns if isinstance(event, Prompt) else {}
+    held = {name: given[name] for name in columns if name in given}
     support = event.support if supports and isinstance(event, Chunk) else Support()
     tokens, ids, counts = (
         array.astype(np.int32, copy=False).tobytes() for array in (event.tokens, support.ids, support.counts)
     )
-    return type(event), event.rollout, start, tokens, ids, counts
+    return type(event), event.rollout, start, held, tokens, ids, counts
 
 
 def _unpacked(packed: Sequence[_Packed]) -> ScorerInput:
     events: list[ScorerEvent] = []
-    for kind, rollout, start, *buffers in packed:
+    for kind, rollout, start, columns, *buffers in packed:
         tokens, ids, counts = (np.frombuffer(buffer, np.int32) for buffer in buffers)
         if kind is Prompt:
-            events.append(Prompt(rollout, rollout, tokens))
+            events.append(Prompt(rollout, rollout, tokens, columns=columns))
         elif kind is Given:
             events.append(Given(rollout, start, tokens))
         else:
@@ -68,10 +73,12 @@ class ReplayJournal:
 
     Args:
         extend: the worker's method that reads a ScorerInput; a replay calls it.
+        columns: the columns of prompts that it reads.
     """
 
-    def __init__(self, extend: Callable[..., None]) -> None:
+    def __init__(self, extend: Callable[..., None], columns: tuple[str, ...] = ()) -> None:
         self._extend = extend
+        self._columns = columns
         self._events: dict[int, list[ScorerEvent]] = {}
 
     def note(self, work: Callable[..., object], args: tuple[object, ...]) -> None:
@@ -90,4 +97,4 @@ class ReplayJournal:
     def replay(self) -> Iterator[tuple[Callable[..., object], tuple[object, ...]]]:
         """Return one call with the events of all open rollouts."""
         events = [event for rollout in self._events.values() for event in rollout]
-        yield self._extend, (ScorerInput(events, supports=True),)
+        yield self._extend, (ScorerInput(events, supports=True, columns=self._columns),)

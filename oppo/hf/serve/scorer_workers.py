@@ -120,7 +120,7 @@ class RewardWorker(ScorerWorker[float]):
 
     def __init__(self, model: PreTrainedModel, exact: bool) -> None:
         self._padding = model.config.get_text_config().pad_token_id
-        super().__init__(model, _score_reader(model), exact=exact)
+        super().__init__(model, score_reader(model), exact=exact)
 
     def _result(self, state: ReadState) -> float:
         return float(state.kept[0])
@@ -140,7 +140,7 @@ class ValueWorker(ScorerWorker[FloatArray]):
     """Values of the states before each token, float32 [n]; see :class:`oppo.hf.serve.scorers.ValueModel`."""
 
     def __init__(self, model: PreTrainedModel, exact: bool) -> None:
-        super().__init__(model, _score_reader(model), exact=exact)
+        super().__init__(model, score_reader(model), exact=exact)
 
     def _result(self, state: ReadState) -> FloatArray:
         return _joined(state)[:-1]  # the last value is of the state after the last token
@@ -151,7 +151,7 @@ class ValueWorker(ScorerWorker[FloatArray]):
         span.state.kept.append(outputs[skipped:, 0].float())
 
 
-def _score_reader(model: PreTrainedModel) -> Incremental:
+def score_reader(model: PreTrainedModel) -> Incremental:
     """Return a reader that applies a sequence-classification model's score layer at every position."""
     head = score_head(model)
     model.train(mode=False)

@@ -40,7 +40,7 @@ class StreamedScorer(Generic[T]):
         self, worker: ScorerWorker[T] | Recipe[ScorerWorker[T]], place: Hosting, *, supports: bool = False
     ) -> None:
         self._kind = kind_of(worker)
-        self._worker = place.host(worker, journal=ReplayJournal(self._kind.extend))
+        self._worker = place.host(worker, journal=ReplayJournal(ScorerWorker.extend))
         self._supports = supports
         self._version = 0
 
@@ -65,17 +65,17 @@ class StreamedScorer(Generic[T]):
     async def extend(self, events: Sequence[Prompt | Chunk | Given], *, priority: Priority = IN_ORDER) -> None:
         """Read more of some rollouts."""
         feed = ScorerInput(events, supports=self._supports)
-        await self._worker.at(priority).call("extend", self._kind.extend, feed)
+        await self._worker.at(priority).call("extend", ScorerWorker.extend, feed)
 
     async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> Sequence[T]:
         """Return each rollout's result, and forget it."""
         lengths = {event.rollout: len(event.response) for event in finished}
-        return await self._worker.at(priority).call("finish", self._kind.finish, lengths)
+        return await self._worker.at(priority).call("finish", ScorerWorker[T].finish, lengths)
 
     async def forget(self, rollouts: Sequence[int], *, priority: Priority = IN_ORDER) -> None:
         """Drop sessions; unknown rollouts are ignored."""
         with suppress(ModelLost):  # sessions are lost with the place they were in
-            await self._worker.at(priority).call("forget", self._kind.forget, list(rollouts))
+            await self._worker.at(priority).call("forget", ScorerWorker.forget, list(rollouts))
 
 
 class ReferenceLogprobs(StreamedScorer[FloatArray]):

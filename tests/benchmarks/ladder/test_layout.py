@@ -7,13 +7,22 @@ import threading
 import torch
 
 from benchmarks.ladder.layout import Seat, claim_cores, seats
+from benchmarks.ladder.workloads import Layout
 from benchmarks.machine import cores_here
+
+LAYOUTS: tuple[Layout, ...] = ("split", "shared")
 
 
 def test_split_gives_each_side_its_own_core_in_every_mode() -> None:
     for held in (False, True):
         split = seats("split", (4, 5, 6, 7), held=held)
         assert (split.actor, split.scorers, split.trainer) == (Seat((4,), 1), Seat((5,), 1), Seat((4,), 1))
+
+
+def test_an_update_beside_decoding_is_on_the_scorers_core_or_has_what_decoding_leaves() -> None:
+    split, shared = (seats(layout, (4, 5), held=False, apart=True) for layout in LAYOUTS)
+    assert (split.actor, split.scorers, split.trainer) == (Seat((4,), 1), Seat((5,), 1), Seat((5,), 1))
+    assert [seat.threads for seat in (shared.actor, shared.scorers, shared.trainer)] == [1, 1, 1]
 
 
 def test_shared_gives_scoring_what_decoding_leaves_and_the_update_all_cores() -> None:

@@ -102,6 +102,12 @@ class Program:
                 continue
         return found
 
+    @property
+    def spawned(self) -> bool:
+        """Whether one of its processes was spawned for the engine."""
+        lines = [Path(f"/proc/{pid}/cmdline") for pid in self.pids]
+        return any(b"spawn_main" in line.read_bytes() for line in lines if line.exists())
+
     def leaves_nothing(self, seconds: float = 10) -> bool:
         """Return whether no process of it is left, soon after its end."""
         deadline = time.monotonic() + seconds

@@ -28,7 +28,7 @@ def test_steps_on_vllm_are_recorded_like_those_on_transformers(tmp_path: Path) -
 
     async def main() -> list[StepRecord]:
         async with work.graph.open(files.prompts(), observers=[watch]) as run:
-            return [await worker.timed_step(run, work, watch) for _ in range(3)]
+            return await worker.timed_steps(run, work, watch, 3)
 
     with closing(work):
         records = anyio.run(main)

@@ -20,6 +20,7 @@ ENGINE = "VLLM::EngineCore"
 """The name of the engine's process; the kernel keeps 15 characters."""
 
 SLOW_PUBLISH = """
+from pathlib import Path
 import anyio
 from oppo.vllm import VllmEngine
 start = VllmEngine.start
@@ -28,14 +29,15 @@ def slow(*arguments, **keywords):
     finish = engine.llm.finish_weight_update
     async def late(*arguments, **keywords):
         print('publishing', flush=True)
-        await anyio.sleep(1.5)
+        while not Path('go on').exists():
+            await anyio.sleep(0.05)
         await finish(*arguments, **keywords)
         print('published', flush=True)
     engine.llm.finish_weight_update = late
     return engine
 VllmEngine.start = slow
 """
-"""Takes its time between the weights and the end of their update, and says so."""
+"""Ends no update before there is a file, and says what it does."""
 
 LONG = ("run.steps=1000", "sampling.max_new_tokens=300", "sampling.min_new_tokens=290")
 """A run that decodes most of the time."""
@@ -81,7 +83,7 @@ def test_a_signal_while_the_engine_starts_ends_all_of_it(place: Path, number: si
     with train(place, f"starting-{number.name}") as program:
         program.until("starting vLLM")
         deadline = time.monotonic() + 60
-        while len(program.pids) < 2 and time.monotonic() < deadline:  # its process has not said its name yet
+        while not program.spawned and time.monotonic() < deadline:  # its process has not said its name yet
             time.sleep(0.05)
         if number is signal.SIGINT:
             program.interrupt()
@@ -119,11 +121,12 @@ def test_sigterm_and_then_ctrl_c_while_it_decodes_end_it_at_once(place: Path) ->
 
 
 def test_ctrl_c_twice_while_weights_are_published_ends_it_when_the_engine_has_them(place: Path) -> None:
-    with train(place, "publishing", "run.steps=1000", before=SLOW_PUBLISH) as program:
+    with train(place, "sent", "run.steps=1000", before=SLOW_PUBLISH) as program:
         program.until("publishing")
         program.interrupt()
         program.until("ending after this step")
         program.interrupt()
+        (place / "go on").touch()
         assert program.wait(60) == 130, program.said
         assert program.leaves_nothing()
     assert program.said.count("publishing") == program.said.count("published") == 1
