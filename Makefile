@@ -70,8 +70,9 @@ $(VENV)/.gym: $(STAMP)
 	@touch $@
 
 # On the interpreter at hand, with what it has installed: for machines that come with their own CUDA build of torch.
+# The tests of places on Ray need ray, which such a machine may lack, and no GPU.
 test-gpu:
-	PYTHONPATH=. $(PYTHON) -m pytest -m gpu
+	PYTHONPATH=. $(PYTHON) -m pytest -m gpu --ignore tests/placement/ray
 
 # The site in site/: the pages of docs/ and an API reference made of the docstrings. A broken link is an error.
 docs: $(VENV)/.docs

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from oppo.errors import ModelRefused
 
@@ -51,13 +51,18 @@ def end_ids(model: PreTrainedModel) -> tuple[int, ...]:
 
 
 def longest(model: PreTrainedModel) -> int:
+    """Return how many tokens a sequence of the model may have, see :func:`reach`."""
+    return reach(model.config)
+
+
+def reach(config: PreTrainedConfig) -> int:
     """Return how many tokens a sequence may have, so that the encoding of a position never depends on the length.
 
     That is the size of the position table, or the length of training. With ``longrope`` it is the *original* length:
     beyond it transformers changes the rotary frequencies of all positions of a pass, but cached keys and other rows
     need the old ones. (``dynamic`` frequencies change beyond ``max_position_embeddings``, which is the limit anyway.)
     """
-    text = model.config.get_text_config()
+    text = config.get_text_config()
     limit = int(getattr(text, "max_position_embeddings", None) or UNLIMITED)
     rope: Mapping[str, Any] = getattr(text, "rope_parameters", None) or {}
     groups = [rope, *(group for group in rope.values() if isinstance(group, Mapping))]  # for each kind of layer

@@ -9,12 +9,13 @@ from typing import Concatenate, Generic, ParamSpec, TypeVar
 import torch
 
 from oppo.errors import ModelError
-from oppo.placement import Hosted, Hosting, Journal
+from oppo.placement import Hosted, Hosting, Journal, Recipe
 from oppo.scheduling import Priority, TimeSlice
 
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
+W = TypeVar("W")
 
 _SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "cannot allocate memory")
 
@@ -60,7 +61,7 @@ class ModelPlace:
         self._model = model
         self._remedy = remedy
 
-    def host(self, instance: T, *, track: str = "", journal: Journal | None = None) -> Hosted[T]:
+    def host(self, instance: T | Recipe[T], *, track: str = "", journal: Journal | None = None) -> Hosted[T]:
         """Host ``instance`` in the place.
 
         Raises:
@@ -88,8 +89,8 @@ class _Attributed(Generic[T]):
         with attributed(self._model, f"it did {label!r}", self._remedy):
             return await self._hosted.call(label, work, *args, **kwargs)
 
-    async def call_local(
-        self, label: str, work: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs
-    ) -> R:
-        with attributed(self._model, f"it did {label!r}", self._remedy):
-            return await self._hosted.call_local(label, work, *args, **kwargs)
+    async def load(
+        self, work: Callable[[T, W], object], weights: W, loaded: Callable[[], object] | None = None
+    ) -> None:
+        with attributed(self._model, "it did 'load'", self._remedy):
+            await self._hosted.load(work, weights, loaded)

@@ -8,7 +8,7 @@
 
 No process reads weights while another writes them: frozen models are never written, and at lookahead 0 trained models
 are served only between updates. Weights that come from elsewhere are written in the turn of the served model
-(:meth:`oppo.placement.Hosted.call_local`).
+(:meth:`oppo.placement.Hosted.load`).
 """
 
 from __future__ import annotations

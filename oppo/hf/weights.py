@@ -1,13 +1,16 @@
-"""Loading weights into a module in place: all of them, or none."""
+"""Loading weights into a module in place, all of them or none; and weights that are sent to another machine."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from pickle import PickleBuffer
 
 import torch
 from torch import Tensor, nn
 
 from oppo.errors import ModelError
+from oppo.placement.wire import Bulk
 
 
 @torch.no_grad()
@@ -38,6 +41,54 @@ def adopt(module: nn.Module, weights: Mapping[str, object]) -> int:
     for target, value in copies:
         target.copy_(value)
     return len(copies)
+
+
+class SentWeights(Bulk, Mapping[str, object]):
+    """Weights that may be sent: pickled, their bytes can be taken out of band, so that nothing copies them.
+
+    Unpickled, they are on the CPU and read-only: they may lie in memory that others read too.
+
+    Args:
+        tensors: by name.
+    """
+
+    def __init__(self, tensors: Mapping[str, object]) -> None:
+        self._tensors = tensors
+
+    def __getitem__(self, name: str) -> object:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __reduce_ex__(self, protocol: object) -> tuple[object, tuple[object, ...]]:
+        del protocol  # of at least 5, see oppo.placement.wire
+        return _received, (
+            {
+                name: (tensor.dtype, tuple(tensor.shape), PickleBuffer(_bytes_of(tensor).numpy().data))
+                for name, tensor in self._tensors.items()
+                if isinstance(tensor, Tensor)
+            },
+        )
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor, uint8 [n], on the CPU: its own where it is contiguous there."""
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+
+
+def _received(parts: Mapping[str, tuple[torch.dtype, tuple[int, ...], bytes]]) -> SentWeights:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable")  # nobody writes to what was sent
+        return SentWeights(
+            {
+                name: torch.frombuffer(data, dtype=dtype).view(shape) if len(data) else torch.empty(shape, dtype=dtype)
+                for name, (dtype, shape, data) in parts.items()
+            }
+        )
 
 
 def addresses(module: nn.Module) -> frozenset[int]:

@@ -19,6 +19,19 @@ from oppo.placement.place import Hosted, Hosting, Journal, Place
 from oppo.placement.process import Process
 from oppo.placement.rank_group import Member
 from oppo.placement.ranks import Ranks
+from oppo.placement.recipe import Recipe
 from oppo.placement.thread import Thread
 
-__all__ = ["Callback", "Hosted", "Hosting", "Inline", "Journal", "Member", "Place", "Process", "Ranks", "Thread"]
+__all__ = [
+    "Callback",
+    "Hosted",
+    "Hosting",
+    "Inline",
+    "Journal",
+    "Member",
+    "Place",
+    "Process",
+    "Ranks",
+    "Recipe",
+    "Thread",
+]

@@ -1,134 +1,60 @@
-"""A child process and the socket to it: orders and answers cross it, and a dead child is noticed at once."""
+"""The contract of a child: a process, of this machine or another, that holds instances and executes orders."""
 
 from __future__ import annotations
 
-import signal
-import socket
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection
-from typing import cast
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TypeAlias
 
-from oppo.placement import worker
-from oppo.placement.callback import Callbacks, Request
-from oppo.placement.wire import Answer, Call, Failure, Packet, pack_with_blocks, receive, send, unpack
+from oppo.placement.callback import Callbacks
+from oppo.placement.wire import Outcome, Packet
 
-_PROGRAM = "import sys; name, fd, *sys.path = sys.argv[1:]; from oppo.placement.worker import serve; serve(int(fd))"
-"""The child runs this program, not the parent's: no script or notebook of a user runs twice."""
-
-_GRACE = 5.0
-"""Seconds until a child whose socket is closed at either end is killed."""
+Setup: TypeAlias = Callable[[], object] | None
+"""What a child calls once, before anything else."""
 
 
 class Gone(Exception):  # noqa: N818 - it says what happened; caught in this package, never seen outside
     """The child is dead; the message says how it died."""
 
 
-class Child:
-    """A process that holds instances and executes orders.
+class Child(ABC):
+    """A process that holds instances and executes orders, one at a time.
 
-    The constructor starts the process without waiting for it; its first orders run while the parent goes on.
-
-    Args:
-        name: shown in the list of processes.
-        setup: called once in the child before anything else.
+    Attributes:
+        created: the numbers of the instances that it holds, kept by its owner.
     """
 
-    def __init__(self, name: str, setup: Callable[[], object] | None) -> None:
-        first = [Call(None, worker.search, ([str(folder) for folder in sys.path],))]
-        first += [] if setup is None else [Call(None, setup)]
-        packets = [pack_with_blocks(order) for order in first]
-        ours, theirs = socket.socketpair()
-        with theirs, _interrupts_blocked():
-            # The program is this package's own; the interpreter is the one that runs.
-            self._process = subprocess.Popen(  # noqa: S603
-                [sys.executable, "-c", _PROGRAM, name, str(theirs.fileno()), *map(str, sys.path)],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-            )
-        self._connection: Connection[bytes, bytes] = Connection(ours.detach())
-        self._unanswered = 0
+    def __init__(self) -> None:
         self.created: set[int] = set()
-        with suppress(Gone):  # the first order raises it again
-            for packet in packets:
-                self._send(packet)
-                self._unanswered += 1
 
     @property
+    @abstractmethod
     def pid(self) -> int:
-        """The number of the process."""
-        return self._process.pid
+        """The number of the process, on its machine."""
 
-    def ask(self, packet: Packet, callbacks: Callbacks | None = None) -> Answer | Failure:
-        """Send an order and return its answer; a failed ``setup`` is the answer to the first order instead.
+    @property
+    def whereabouts(self) -> str:
+        """What finds the process, for errors."""
+        return f"pid {self.pid}"
+
+    @abstractmethod
+    def ask(self, packet: Packet, callbacks: Callbacks | None = None) -> Outcome:
+        """Send an order and return its answer; a failed setup is the answer to the first order instead.
 
         Callbacks of the order run here, in this thread.
 
         Raises:
             Gone: the child is dead, or dies meanwhile.
         """
-        while self._unanswered:
-            answer = self._answer(Callbacks())
-            self._unanswered -= 1
-            if isinstance(answer, Failure):
-                return answer
-        self._send(packet)
-        return self._answer(callbacks or Callbacks())
 
-    def _answer(self, callbacks: Callbacks) -> Answer | Failure:
-        """Run the callbacks that are requested, then return the answer, or the error of a callback instead."""
-        while isinstance(message := self._receive(), Request):
-            if (reply := callbacks.run(message)) is not None:
-                self._send(reply)
-        answer = cast("Answer | Failure", message)
-        return answer if callbacks.error is None else Failure(answer.start, answer.end, callbacks.error)
-
+    @abstractmethod
     def end(self) -> None:
-        """Close the socket, upon which the child exits; kill it if it does not; idempotent."""
-        self._connection.close()
-        self._reap()
+        """Let the child exit, which has no order in progress; idempotent."""
 
+    @abstractmethod
     def kill(self) -> None:
         """Kill the child, whatever it is doing; a thread that waits for an answer gets :class:`Gone`."""
-        self._process.kill()
-        self._process.wait()
-
-    def _send(self, packet: Packet) -> None:
-        try:
-            send(self._connection, packet)
-        except OSError:
-            raise Gone(self._death()) from None
-
-    def _receive(self) -> object:
-        try:
-            packet = receive(self._connection)
-        except (EOFError, OSError):
-            raise Gone(self._death()) from None
-        return unpack(packet)
-
-    def _reap(self) -> int:
-        try:
-            return self._process.wait(_GRACE)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            return self._process.wait()
-
-    def _death(self) -> str:
-        code = self._reap()
-        if code >= 0:
-            return f"ended with exit code {code}"
-        name = signal.Signals(-code).name
-        hint = " (as the system does when memory runs out)" if -code == signal.SIGKILL else ""
-        return f"was killed by {name}{hint}"
 
 
-@contextmanager
-def _interrupts_blocked() -> Iterator[None]:
-    """Block Ctrl-C in this thread; a child started meanwhile inherits that, and ignores it from its first moment."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+Start: TypeAlias = Callable[[str, Setup], Child]
+"""Starts a child of this name, without waiting for it, with its setup."""

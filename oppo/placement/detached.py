@@ -15,7 +15,8 @@ from typing import Concatenate, Generic, ParamSpec, TypeVar, cast
 import anyio
 
 from oppo.errors import ModelLost, running_loop
-from oppo.placement.child import Child, Gone
+from oppo.placement.child import Gone
+from oppo.placement.child_process import ChildProcess
 from oppo.placement.wire import Call, Create, Packet, pack, pack_with_blocks
 
 P = ParamSpec("P")
@@ -109,7 +110,7 @@ class _LazyChild:
     def __init__(self, name: str, create: Packet) -> None:
         self._name = name
         self._create = create
-        self._child: Child | None = None
+        self._child: ChildProcess | None = None
         self._killed = False
         self._lock = Lock()
 
@@ -123,7 +124,7 @@ class _LazyChild:
             with self._lock:
                 if self._killed:
                     raise Gone("was killed before it started")
-                self._child = Child(self._name, None)
+                self._child = ChildProcess(self._name, None)
             self._child.ask(self._create).result(self._name)
         return self._child.ask(packet).result(self._name)
 

@@ -11,12 +11,14 @@ from typing import Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
 
 from oppo import observe
 from oppo.errors import ModelLost
+from oppo.placement.recipe import Recipe, made
 from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Priority, TimeSlice
 
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
+W = TypeVar("W")
 
 
 class Hosted(Protocol[T_co]):
@@ -51,13 +53,23 @@ class Hosted(Protocol[T_co]):
             Exception: whatever ``work`` raised.
         """
 
-    async def call_local(
-        self, label: str, work: Callable[Concatenate[T_co, P], R], /, *args: P.args, **kwargs: P.kwargs
-    ) -> R:
-        """Return the same, run in this process on the instance that :meth:`Hosting.host` received.
+    async def load(
+        self, work: Callable[[T_co, W], object], weights: W, loaded: Callable[[], object] | None = None
+    ) -> None:
+        """Give the instance weights, by ``work(instance, weights)``; the place makes no other call meanwhile.
 
-        It queues as calls do, and the place makes no other call meanwhile. If the instance lives in another process,
-        the arguments stay in this one, and both processes see changes to memory that they share.
+        Where its memory is this process's too, ``work`` runs here, on the instance that :meth:`Hosting.host` received,
+        and nothing crosses. Otherwise the weights are sent, and a replacement gets the last ones before it replays
+        anything.
+
+        Args:
+            work: a method of the instance's class.
+            weights: tensors by name, for example; a :class:`~oppo.placement.Bulk` where they are to be sent.
+            loaded: called when it is done, and before the next call is made.
+
+        Raises:
+            ModelLost: the place is closed, or its process died.
+            Exception: whatever ``work`` raised.
         """
 
 
@@ -74,11 +86,12 @@ class Journal(Protocol):
 class Hosting(Protocol):
     """Something that hosts instances."""
 
-    def host(self, instance: T, *, track: str = "", journal: Journal | None = None) -> Hosted[T]:
+    def host(self, instance: T | Recipe[T], *, track: str = "", journal: Journal | None = None) -> Hosted[T]:
         """Move ``instance`` in for good; from now on all use goes through the handle that is returned.
 
         Args:
-            instance: synchronous; it need not be thread-safe, as its calls are made one at a time.
+            instance: synchronous; it need not be thread-safe, as its calls are made one at a time. By its recipe, it is
+                made where it will live.
             track: of its spans; the name of the place when empty.
             journal: replayed by places that restart what is lost; others record nothing.
 
@@ -123,10 +136,10 @@ class Place(Hosting):
             Preempted: the call is preemptible and was not made.
         """
 
-    def host(self, instance: T, *, track: str = "", journal: Journal | None = None) -> Hosted[T]:
+    def host(self, instance: T | Recipe[T], *, track: str = "", journal: Journal | None = None) -> Hosted[T]:
         """Return a handle to ``instance``, which is lost only with this process, so ``journal`` records nothing."""
         del journal
-        return LocalInstance(self, instance, track or self.name)
+        return LocalInstance(self, made(instance), track or self.name)
 
     def close(self) -> None:
         """End the place after the call in progress and refuse further calls; idempotent."""
@@ -176,4 +189,14 @@ class LocalInstance(Generic[T]):
         """Return ``work(instance, *args, **kwargs)``."""
         return await self.place.call_at(self.priority, self.track, label, work, self.instance, *args, **kwargs)
 
-    call_local = call
+    async def load(
+        self, work: Callable[[T, W], object], weights: W, loaded: Callable[[], object] | None = None
+    ) -> None:
+        """Run ``work`` here, whose memory the instance's process shares."""
+
+        def load() -> None:
+            work(self.instance, weights)
+            if loaded is not None:
+                loaded()
+
+        await self.place.call_at(self.priority, self.track, "load", load)

@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from typing import Concatenate, Generic, ParamSpec, TypeVar, cast
 
 from oppo import observe
-from oppo.placement.answered_place import AnsweredPlace
-from oppo.placement.callback import Callbacks
 from oppo.placement.place import Hosted, Journal, LocalInstance
+from oppo.placement.recipe import Recipe, made
+from oppo.placement.supervised_place import SupervisedPlace
 from oppo.placement.supervised_process import HostedInstance, SupervisedProcess
-from oppo.placement.wire import Call, pack, pack_with_blocks
-from oppo.scheduling import DEFAULT_TIME_SLICE, Priority, TimeSlice
+from oppo.placement.wire import Call
+from oppo.scheduling import DEFAULT_TIME_SLICE, TimeSlice
 
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
 
-class Process(AnsweredPlace):
+class Process(SupervisedPlace):
     """One child process, owned by one model or shared by several that should take turns on the same cores.
 
     An instance is pickled when it is hosted, and unpickled in the child at its first call. Its methods are called in
@@ -61,55 +61,17 @@ class Process(AnsweredPlace):
         tell: Callable[[str], None] = observe.silent,
         time_slice: TimeSlice = DEFAULT_TIME_SLICE,
     ) -> None:
-        super().__init__(name, listener=listener, time_slice=time_slice)
-        self._child = SupervisedProcess(name, setup=setup, restarts=restarts, tell=tell)
+        child = SupervisedProcess(name, setup=setup, restarts=restarts, tell=tell)
+        super().__init__(name, child, listener=listener, time_slice=time_slice)
 
-    @property
-    def pid(self) -> int:
-        """The number of the child process."""
-        return self._child.pid
+    def host(self, instance: T | Recipe[T], *, track: str = "", journal: Journal | None = None) -> Hosted[T]:
+        """Host ``instance`` in the child; this object itself, or what its recipe makes, stays here too.
 
-    def host(self, instance: T, *, track: str = "", journal: Journal | None = None) -> Hosted[T]:
-        """Host ``instance`` in the child.
-
-        Args:
-            instance: can be pickled; this object itself stays here, for :meth:`Hosted.call_local`.
-            track: of its spans; the name of the place when empty.
-            journal: replayed after a restart; without one the instance restarts as it was hosted.
-
-        Raises:
-            ModelError: it cannot go to another process.
+        See :meth:`SupervisedPlace.host`.
         """
-        hosted = self._child.host(instance, track or self.name, journal)
-        return _ChildInstance(instance, hosted.track, place=self, hosted=hosted)
-
-    def wait_until_ready(self) -> None:
-        """Return when the child holds every instance; see :meth:`AnsweredPlace.wait_until_ready`."""
-        self._child.wait_until_ready()
-
-    async def call_in_child(self, priority: Priority, hosted: HostedInstance, label: str, call: Call) -> object:
-        """Return what a call returns in the child.
-
-        Raises:
-            ModelLost: the place is closed, or its child died once too often.
-            Preempted: the call is preemptible and was not made.
-            ProtocolError: the call has callbacks, and a restart would repeat it.
-            Exception: whatever the call raised.
-        """
-        callbacks = Callbacks()
-        stubbed = callbacks.extract(call)
-        packet = pack_with_blocks(stubbed) if callbacks else pack(stubbed)
-        return await self.answered(
-            priority, hosted.track, label, lambda: self._child.call(hosted, label, stubbed, packet, callbacks)
-        )
-
-    def abort(self) -> None:
-        """Kill the child, whatever it is doing: the call in progress and every later one raise ``ModelLost``."""
-        self._child.abort()
-
-    def end(self) -> None:
-        """End the child; idempotent."""
-        self._child.close()
+        here = made(instance)
+        hosted = self._child.host(here, track or self.name, journal)
+        return _ChildInstance(here, hosted.track, place=self, hosted=hosted)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

@@ -1,4 +1,4 @@
-"""Child processes that execute every order together, under supervision; synchronous."""
+"""Children that execute every order together, under supervision; synchronous."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Final, Protocol, cast, runtime_checkable
 
 from oppo.errors import ModelError, ModelLost
-from oppo.placement.child import Child
+from oppo.placement.child import Child, Gone, Setup, Start
+from oppo.placement.recipe import kind_of
 from oppo.placement.wire import Call, Create, Failure, Outcome, Packet, pack, pack_with_blocks
 
 _GRACE: Final = 2.0
@@ -32,11 +33,41 @@ class Member(Protocol):
         """
 
 
+class Meeting(Protocol):
+    """Where the copies of an instance meet."""
+
+    def of(self, number: int, first: Child) -> str:
+        """Return the meeting of an instance, with this child as rank 0: see :meth:`Member.join`.
+
+        Raises:
+            Gone: the child is dead.
+        """
+
+    def close(self) -> None:
+        """Leave nothing behind."""
+
+
+class FileMeeting:
+    """Ranks of one machine meet by a file; implements :class:`Meeting`."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="oppo-ranks-")
+
+    def of(self, number: int, first: Child) -> str:
+        """Return a file that is not there yet."""
+        del first
+        return (Path(self._folder.name) / str(number)).as_uri()
+
+    def close(self) -> None:
+        """Remove the files."""
+        self._folder.cleanup()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _RankedInstance:
-    """An instance: the order that creates a copy in a rank, and the method by which its copies meet."""
+    """An instance: the orders that create a copy in each rank, and the method by which its copies meet."""
 
-    create: Packet
+    create: Sequence[Packet]
     join: Callable[..., None]
 
 
@@ -48,15 +79,16 @@ class RankGroup:
 
     Args:
         name: of the place.
-        count: of ranks, at least 1.
+        starts: a rank is started by each, at least one.
         setup: called once in each child before anything else.
+        meeting: of the copies of an instance.
     """
 
-    def __init__(self, name: str, count: int, setup: Callable[[], object] | None) -> None:
+    def __init__(self, name: str, starts: Sequence[Start], setup: Setup, meeting: Meeting) -> None:
         self._name = name
-        self._folder = tempfile.TemporaryDirectory(prefix="oppo-ranks-")
-        self._children = [Child(f"{name} {rank}", setup) for rank in range(count)]
-        self._pool = ThreadPoolExecutor(count, thread_name_prefix=f"oppo-{name}-ranks")
+        self._meeting = meeting
+        self._children = [start(f"{name} {rank}", setup) for rank, start in enumerate(starts)]
+        self._pool = ThreadPoolExecutor(len(starts), thread_name_prefix=f"oppo-{name}-ranks")
         self._instances: list[_RankedInstance] = []
         self._created: set[int] = set()
         self._lost = ""
@@ -67,19 +99,30 @@ class RankGroup:
         """The numbers of the child processes, by rank."""
         return tuple(child.pid for child in self._children)
 
-    def host(self, instance: object) -> int:
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self._children)
+
+    def host(self, instance: object, elsewhere: object = None) -> int:
         """Pickle ``instance`` as it is now; return its number in orders.
+
+        Args:
+            elsewhere: what the ranks but the first get, if they cannot get the instance: its recipe.
 
         Raises:
             ModelError: it is no :class:`Member`, or cannot go to another process.
         """
-        if not isinstance(instance, Member):
+        kind = kind_of(instance)
+        if not issubclass(kind, Member):
             raise ModelError(
-                f"{type(instance).__name__} cannot work in the ranks of {self._name!r}: expected an instance with a "
+                f"{kind.__name__} cannot work in the ranks of {self._name!r}: expected an instance with a "
                 "method join(rank, size, meeting), such as a trainer; host it in a Process or a Thread"
             )
         number = len(self._instances)
-        self._instances.append(_RankedInstance(pack_with_blocks(Create(number, instance)), type(instance).join))
+        first = pack_with_blocks(Create(number, instance))
+        others = first if elsewhere is None else pack(Create(number, elsewhere))
+        self._instances.append(_RankedInstance([first, *[others] * (len(self._children) - 1)], kind.join))
         return number
 
     def create(self, number: int | None = None) -> Failure | None:
@@ -96,10 +139,14 @@ class RankGroup:
 
     def _create(self, number: int) -> Outcome:
         instance, size = self._instances[number], len(self._children)
-        answer = self.ask([instance.create] * size, "'create'")
+        answer = self.ask(instance.create, "'create'")
         if isinstance(answer, Failure):
             return answer
-        meeting = (Path(self._folder.name) / str(number)).as_uri()
+        try:
+            meeting = self._meeting.of(number, self._children[0])
+        except Gone as gone:
+            self._end([], self._death(0, gone))
+            raise ModelLost(f"{self._lost} while it did 'join'; the other ranks were ended") from None
         joins = [pack(Call(number, instance.join, (rank, size, meeting))) for rank in range(size)]
         return self.ask(joins, "'join'")
 
@@ -120,7 +167,7 @@ class RankGroup:
         """Return the answer of rank 0, or a failure; end the ranks if some could wait for others forever."""
         for rank, each in enumerate(asked):
             if each.done() and (gone := each.exception()) is not None:
-                self._end(asked, f"rank {rank} of {self._name!r} (pid {self.pids[rank]}) {gone}")
+                self._end(asked, self._death(rank, gone))
                 raise ModelLost(f"{self._lost} while it did {doing}; the other ranks were ended") from None
         failures = {rank: each.result() for rank, each in enumerate(asked) if each.done() and _failed(each)}
         if failures and len(failures) < len(asked):
@@ -141,7 +188,10 @@ class RankGroup:
         for child in self._children:
             child.end()
         self._pool.shutdown()
-        self._folder.cleanup()
+        self._meeting.close()
+
+    def _death(self, rank: int, gone: BaseException) -> str:
+        return f"rank {rank} of {self._name!r} ({self._children[rank].whereabouts}) {gone}"
 
     def _end(self, asked: Sequence[Future[Outcome]], why: str) -> None:
         self._lost = self._lost or why

@@ -1,4 +1,4 @@
-"""A child process under supervision: one that dies is restarted, and its instances with it; synchronous."""
+"""A child under supervision: one that dies is replaced, and its instances with it; synchronous."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from oppo import observe
 from oppo.errors import ModelLost, ProtocolError
 from oppo.numeric import require_whole
 from oppo.placement.callback import Callbacks
-from oppo.placement.child import Child, Gone
+from oppo.placement.child import Gone, Setup, Start
+from oppo.placement.child_process import ChildProcess
 from oppo.placement.place import Journal
-from oppo.placement.wire import Answer, Call, Create, Failure, Packet, pack, pack_with_blocks
+from oppo.placement.wire import Answer, Call, Create, Failure, Outcome, Packet, pack, pack_with_blocks
 
 A = TypeVar("A")
 
@@ -41,30 +42,39 @@ class HostedInstance:
 
 
 class SupervisedProcess:
-    """A child process with instances; a dead child is replaced, its instances are created again and replay their calls.
+    """A child with instances; a dead child is replaced, its instances are created again and replay their calls.
 
-    A child creates an instance at its first call there, so no instance is replayed before it is needed. A child that
-    died once too often is ``ModelLost``.
+    A child creates an instance at its first call there, so no instance is replayed before it is needed. One that was
+    sent weights gets the last ones before it replays anything. A child that died once too often is ``ModelLost``.
 
     Args:
         name: of the place.
         setup: called once in each child before anything else.
         restarts: how many dead children are replaced in any :data:`RESTART_WINDOW`.
         tell: called with a sentence about each restart.
+        start: starts a child.
     """
 
     def __init__(
-        self, name: str, *, setup: Callable[[], object] | None, restarts: int, tell: Callable[[str], None]
+        self,
+        name: str,
+        *,
+        setup: Setup,
+        restarts: int,
+        tell: Callable[[str], None],
+        start: Start = ChildProcess,
     ) -> None:
         self._name = name
         self._setup = setup
+        self._start = start
         require_whole("restarts", restarts, 0)
         self._restarts = restarts
         self._restart_times: deque[float] = deque()
         self._aborted = False
         self._tell = tell
         self._instances: list[HostedInstance] = []
-        self._child = Child(name, setup)
+        self._loads: dict[int, Packet] = {}
+        self._child = start(name, setup)
         self._turn = threading.Lock()
 
     @property
@@ -87,23 +97,31 @@ class SupervisedProcess:
             if failure is not None:
                 failure.result(self._name)
 
-    def call(
-        self, hosted: HostedInstance, label: str, call: Call, packet: Packet, callbacks: Callbacks
-    ) -> Answer | Failure:
+    def call(self, hosted: HostedInstance, label: str, call: Call, packet: Packet, callbacks: Callbacks) -> Outcome:
         """Return the answer to ``call``, packed in ``packet``, from this child or one that replaces it."""
         if callbacks and self._restarts:
             raise ProtocolError(
                 f"{label!r} for {hosted.track!r} calls back, so it cannot be repeated in another process, but "
                 f"{self._name!r} has restarts={self._restarts}: expected a Process with restarts=0"
             )
-        with self._turn:
-            answer = self._restarting(
-                lambda: self._ensure_created(hosted) or self._child.ask(packet, callbacks),
-                f"{label!r} for {hosted.track!r}",
-            )
+        answer = self._answered(hosted, label, packet, callbacks)
         if isinstance(answer, Answer) and hosted.journal is not None and self._restarts:
             hosted.journal.note(call.work, call.args)
         return answer
+
+    def load(self, hosted: HostedInstance, label: str, packet: Packet) -> Outcome:
+        """Return the answer to a call with weights, which an instance that is created again gets again."""
+        answer = self._answered(hosted, label, packet, Callbacks())
+        if isinstance(answer, Answer) and self._restarts:
+            self._loads[hosted.number] = packet
+        return answer
+
+    def _answered(self, hosted: HostedInstance, label: str, packet: Packet, callbacks: Callbacks) -> Outcome:
+        with self._turn:
+            return self._restarting(
+                lambda: self._ensure_created(hosted) or self._child.ask(packet, callbacks),
+                f"{label!r} for {hosted.track!r}",
+            )
 
     def abort(self) -> None:
         """Kill the child for good: a call in progress raises ``ModelLost``; safe to call from any thread."""
@@ -120,13 +138,14 @@ class SupervisedProcess:
             try:
                 return exchange()
             except Gone as gone:
-                self._restart(f"the process of {self._name!r} (pid {self.pid}) {gone} while it did {doing}")
+                found = self._child.whereabouts
+                self._restart(f"the process of {self._name!r} ({found}) {gone} while it did {doing}")
 
     def _ensure_created(self, hosted: HostedInstance) -> Failure | None:
-        """Create the instance in this child and replay its journal, unless that is done."""
+        """Create the instance in this child with the last weights and replay its journal, unless that is done."""
         if hosted.number in self._child.created:
             return None
-        packets = [hosted.create]
+        packets = [hosted.create, *filter(None, [self._loads.get(hosted.number)])]
         if hosted.journal is not None:
             packets += [pack(Call(hosted.number, work, args)) for work, args in hosted.journal.replay()]
         for packet in packets:
@@ -147,6 +166,6 @@ class SupervisedProcess:
         self._restart_times.append(now)
         self._child.end()
         self._tell(f"{death}: it is started again ({len(self._restart_times)} of {self._restarts})")
-        self._child = Child(self._name, self._setup)
+        self._child = self._start(self._name, self._setup)
         if self._aborted:  # while the child started
             self._child.kill()

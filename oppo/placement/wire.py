@@ -3,7 +3,8 @@
 Each order has one answer, in order. Before the answer to a call the child may send requests for its callbacks; each
 has a reply, unless it is one-way. Messages are pickled, which is safe here and nowhere else: the socket has no name,
 only the child holds its other end, and no pickle is ever written to or read from a file. Blocks of shared memory travel
-beside the pickle, as file descriptors. Packing a message that cannot go to another process raises a ``ModelError``.
+beside the pickle, as file descriptors; where memory is not shared, what is large (:class:`Bulk`) travels beside it.
+Packing a message that cannot go to another process raises a ``ModelError``.
 """
 
 from __future__ import annotations
@@ -81,11 +82,21 @@ class Failure:
 Outcome: TypeAlias = Answer | Failure
 
 
+class Bulk:
+    """Something large, such as weights; pickled, its buffers may be taken out of band (PEP 574)."""
+
+
 class Packet(NamedTuple):
-    """A pickled message and the blocks in it."""
+    """A pickled message and what travels beside it.
+
+    Attributes:
+        blocks: the shared memory in it.
+        bulk: the large things in it, or what stands for them in a store that the child reads.
+    """
 
     data: bytes
     blocks: Sequence[Block] = ()
+    bulk: Sequence[object] = ()
 
 
 class _Packer(Pickler):
@@ -143,9 +154,22 @@ def pack_with_blocks(message: object) -> Packet:
     return Packet(packed(message, aside), blocks)
 
 
+def pack_with_bulk(message: object) -> Packet:
+    """Return ``message``, which holds no blocks, ready to be sent, with the large things in it beside it."""
+    bulk: list[object] = []
+
+    def aside(part: object) -> int | None:
+        if not isinstance(part, Bulk):
+            return None
+        bulk.append(part)
+        return len(bulk) - 1
+
+    return Packet(packed(message, aside), bulk=bulk)
+
+
 def unpack(packet: Packet) -> object:
-    """Return the message of ``packet``."""
-    return unpacked(packet.data, packet.blocks.__getitem__)
+    """Return the message of ``packet``, which holds blocks, or large things, or neither."""
+    return unpacked(packet.data, (packet.blocks or packet.bulk).__getitem__)
 
 
 @contextmanager

@@ -32,10 +32,11 @@ def serve(fd: int) -> None:
     instances: dict[int, object] = {}
     with suppress(EOFError, ConnectionError):
         while True:
-            answer = _answer(receive(connection), instances, Requests(connection))
-            if answer is not None:
+            order, requests = receive(connection), Requests(connection)
+            answered = answer(order, instances, bind=requests.bind)
+            if answered is not None:
                 sys.stdout.flush()
-                send(connection, answer)
+                send(connection, answered)
     _exit()
 
 
@@ -86,15 +87,28 @@ def _exit() -> NoReturn:
     os._exit(0)
 
 
-def _answer(packet: Packet, instances: dict[int, object], requests: Requests) -> Packet | None:
-    """Return the answer to an order; ``None`` for a refusal that came after its call."""
+def answer(
+    packet: Packet,
+    instances: dict[int, object],
+    *,
+    bind: Callable[[object], object],
+    seal: Callable[[object], Packet] = pack,
+) -> Packet | None:
+    """Return the answer to an order; ``None`` for a refusal that came after its call.
+
+    Args:
+        packet: the order.
+        instances: by number; an order may add one.
+        bind: returns what a call is given in place of an argument.
+        seal: packs the answer.
+    """
     start = observe.now()
     try:
         order = unpack(packet)
         if isinstance(order, Refusal):
             return None
-        value = _execute(order, instances, requests.bind)
-        return pack(Answer(start, observe.now(), value))
+        value = _execute(order, instances, bind)
+        return seal(Answer(start, observe.now(), value))
     except Exception as error:  # noqa: BLE001 - the boundary to the parent, which raises it
         return _failure(error, start)
 

@@ -12,7 +12,7 @@ from oppo.errors import RewardError
 from oppo.events import Drop
 from oppo.models import Scorer
 from oppo.observe import Telling, silent
-from oppo.placement import Hosted, Hosting, Journal
+from oppo.placement import Hosted, Hosting, Journal, Recipe
 from oppo.rewards.called import RESERVED
 from oppo.rewards.combined import OnDrop, Rewards, is_scorer
 from oppo.rewards.function import FunctionReward
@@ -76,7 +76,7 @@ class _FilePlace:
     place: Hosting
     file: str
 
-    def host(self, instance: T, *, track: str = "", journal: Journal | None = None) -> Hosted[T]:
+    def host(self, instance: T | Recipe[T], *, track: str = "", journal: Journal | None = None) -> Hosted[T]:
         """Host the instance, after the file."""
         self.place.host(LoadedFile.of(self.file), track=track)
         return self.place.host(instance, track=track, journal=journal)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
 from oppo.events import Batch
@@ -80,3 +81,15 @@ def deadly(folder: Path) -> None:
         return clip(optimisation)
 
     pytest.MonkeyPatch().setattr(Optimisation, "clip", dying)
+
+
+def blind() -> None:
+    """Let no rank but the first open a checkpoint, as on a machine that has none."""
+    torch.set_num_threads(1)
+
+    def refusing(file: Path, framework: str) -> object:
+        if torch.distributed.get_rank():
+            raise FileNotFoundError(file)
+        return safe_open(file, framework=framework)
+
+    pytest.MonkeyPatch().setattr("oppo.hf.train.training_state.safe_open", refusing)

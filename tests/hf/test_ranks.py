@@ -29,7 +29,7 @@ from oppo.placement import Place, Ranks, Thread
 from oppo.testing import check_trainer
 from oppo.training import TrainerSettings
 from tests.hf import tiny
-from tests.hf.ranked import FailsOnce, deadly, gradient, local_bytes
+from tests.hf.ranked import FailsOnce, blind, deadly, gradient, local_bytes
 from tests.hf.test_trainer import rollouts
 from tests.hf.test_trainer_places import KINDS, SAMPLING, Models, plain
 from tests.placement.instances import gone
@@ -199,6 +199,23 @@ async def test_a_checkpoint_opens_in_any_number_of_ranks(  # noqa: PLR0917 - fix
         await trained(trainer, [batch] * count)
     moved = norm(difference(weights_of(models[2]), before))
     assert norm(difference(weights_of(models[0]), weights_of(models[2]))) < 0.01 * moved
+
+
+@pytest.mark.parametrize("shard", [True, False], ids=["sharded", "whole"])
+async def test_only_rank_0_reads_a_checkpoint(shard: bool, thread: Thread, batch: Batch, tmp_path: Path) -> None:
+    models = [tiny.apart(plain)() for _ in range(2)]
+    alone = trainer_of(models[0], thread)
+    await alone.update(batch)
+    await alone.write(tmp_path)
+    with Ranks("trainer", 2, setup=blind) as ranks:
+        together = trainer_of(models[1], ranks, shard=shard)
+        await together.restore(tmp_path)
+        before = weights_of(models[0])
+        for trainer in (alone, together):
+            await trainer.update(batch)
+        assert together.version == alone.version == 2
+    moved = norm(difference(weights_of(models[0]), before))
+    assert norm(difference(weights_of(models[1]), weights_of(models[0]))) < 0.01 * moved
 
 
 async def test_the_models_that_ranks_save_are_those_that_the_parent_has(

@@ -14,7 +14,8 @@ import pytest
 
 from oppo.placement import detached
 from oppo.placement.callback import Callbacks
-from oppo.placement.child import Child, Gone
+from oppo.placement.child import Gone
+from oppo.placement.child_process import ChildProcess
 from oppo.placement.detached import DisposableProcess, run_detached
 from oppo.placement.wire import Answer, Call, Failure, Packet, pack
 
@@ -120,9 +121,9 @@ def add(one: int, other: int) -> int:
 
 async def test_a_call_whose_death_is_noticed_late_leaves_its_successor_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cancelled, killed; the next call starts another child; only then the first one's thread finds its own dead."""
-    noticed, first = threading.Event(), list[Child]()
+    noticed, first = threading.Event(), list[ChildProcess]()
 
-    class SlowToNotice(Child):
+    class SlowToNotice(ChildProcess):
         def ask(self, packet: Packet, callbacks: Callbacks | None = None) -> Answer | Failure:
             first.append(self)
             if self is first[0]:
@@ -130,7 +131,7 @@ async def test_a_call_whose_death_is_noticed_late_leaves_its_successor_alone(mon
                 raise Gone("was killed")
             return super().ask(packet, callbacks)
 
-    monkeypatch.setattr(detached, "Child", SlowToNotice)
+    monkeypatch.setattr(detached, "ChildProcess", SlowToNotice)
     process = DisposableProcess("adding", 1)
     with anyio.move_on_after(0.05):
         await process.call(add, 1)
@@ -143,15 +144,15 @@ async def test_a_call_whose_death_is_noticed_late_leaves_its_successor_alone(mon
 
 
 async def test_a_call_that_is_cancelled_while_its_child_starts_leaves_no_child(monkeypatch: pytest.MonkeyPatch) -> None:
-    starting, started = threading.Event(), list[Child]()
+    starting, started = threading.Event(), list[ChildProcess]()
 
-    class SlowToStart(Child):
+    class SlowToStart(ChildProcess):
         def __init__(self, name: str, setup: Callable[[], object] | None) -> None:
             starting.wait(0.2)
             super().__init__(name, setup)
             started.append(self)
 
-    monkeypatch.setattr(detached, "Child", SlowToStart)
+    monkeypatch.setattr(detached, "ChildProcess", SlowToStart)
     process = DisposableProcess("adding", 1)
     with anyio.move_on_after(0.05):
         await process.call(add, 1)

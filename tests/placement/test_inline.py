@@ -25,14 +25,19 @@ async def test_a_place_says_what_it_is_at_work_on(place: Inline | Thread) -> Non
 
 
 async def test_work_is_done_on_the_caller_in_order_and_reported() -> None:
-    spans: list[Span] = []
+    spans, heard = list[Span](), list[str]()
     with Inline("total", listener=spans.append) as place:
         total = place.host(Total(1), track="sum")
         assert await total.call("add", Total.add, 2, times=3) == 7
-        assert await total.call_local("add", Total.add, 1) == 8
+        await total.load(Total.add, 1, lambda: heard.append(place.at_work))
+        assert await total.call("look", lambda here: here.sum) == 8
         thread = place.host(None)
         assert await thread.call("look", lambda _: threading.get_ident()) == threading.get_ident()
-    assert [(span.track, span.label) for span in spans] == [("sum", "add"), ("sum", "add"), ("total", "look")]
+    assert [(span.track, span.label) for span in spans] == [
+        *(("sum", label) for label in ("add", "load", "look")),
+        ("total", "look"),
+    ]
+    assert heard == ["sum: load"], "in the same turn"
 
 
 @pytest.mark.parametrize("kind", [Inline, Thread, Process])
@@ -47,7 +52,7 @@ async def test_a_span_says_for_which_step_the_call_was_made_and_in_which_role(
             with step.working("score"):
                 await anyio.lowlevel.checkpoint()
                 await total.call("add", Total.add, 1)
-                await total.call_local("add", Total.add, 1)
+                await total.load(Total.add, 1)
 
         async with anyio.create_task_group() as tasks:
             for number in (3, 4):

@@ -233,13 +233,13 @@ async def test_a_process_acts_on_priorities_too_for_calls_there_and_for_local_on
             order.append(number)
 
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(busy.call_local, "work", lambda _: work())
+            tasks.start_soon(busy.load, lambda _, __: work(), None)
             await work.until_begun()
             tasks.start_soon(add, 1, Priority())
             with Urgent() as priority:
                 async with anyio.create_task_group() as urgent:
                     urgent.start_soon(add, 2, priority)
-                    urgent.start_soon(total.at(priority).call_local, "look", lambda _: order.append(3))
+                    urgent.start_soon(total.at(priority).load, lambda _, number: order.append(number), 3)
                     await anyio.wait_all_tasks_blocked()
                     work.go_on.set()
             preempted = total.at(Preemptible(lambda: True))

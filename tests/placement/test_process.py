@@ -56,7 +56,7 @@ async def test_spans_are_the_childs_own_time_on_the_track_of_the_instance(proces
     total = process.host(Total(), track="critic")
     begun = now()
     await total.call("extend", Total.add, 1)
-    await total.call_local("load", Total.add, 1)
+    await total.load(Total.add, 1)
     with pytest.raises(ZeroDivisionError):
         await process.host(Total()).call("fail", Total.fail)
     assert [(span.track, span.label) for span in spans] == [
@@ -69,10 +69,10 @@ async def test_spans_are_the_childs_own_time_on_the_track_of_the_instance(proces
     assert begun <= times[0] <= times[-1] <= now()
 
 
-async def test_work_here_is_done_to_the_instance_that_stayed(process: Process) -> None:
+async def test_weights_are_given_to_the_instance_that_stayed(process: Process) -> None:
     instance = Total()
     total = process.host(instance)
-    assert await total.call_local("add", Total.add, 5) == 5
+    await total.load(Total.add, 5)
     assert instance.sum == 5
     assert await total.call("add", Total.add, 1) == 1
 

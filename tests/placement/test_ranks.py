@@ -37,14 +37,16 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_every_rank_has_a_copy_and_rank_0_answers(ranks: Ranks) -> None:
     spans: list[Span] = []
     ranks.listener = spans.append
-    one, two = ranks.host(Crew(1), track="one"), ranks.host(Crew(10))
+    instance = Crew(1)
+    one, two = ranks.host(instance, track="one"), ranks.host(Crew(10))
     (first, place, pid), (other, elsewhere, _) = [await each.call("add", Crew.add, 1) for each in (one, two)]
     assert (first, other) == (2, 11)
     assert place[:2] == elsewhere[:2] == (0, 3)
     assert place[2] != elsewhere[2], "each instance has a meeting of its own"
     assert pid == ranks.pids[0] != os.getpid()
     assert (await one.call("add", Crew.add, 1))[0] == 3
-    assert await one.call_local("add", Crew.add, 5) == (6, (0, 0, ""), os.getpid())
+    await one.load(Crew.add, 5)
+    assert (instance.sum, instance.place) == (6, (0, 0, ""))
     assert [span.track for span in spans] == ["one", "shared", "one", "one"]
 
 

@@ -128,6 +128,6 @@ async def test_an_instance_is_worked_on_in_the_thread_on_its_own_track() -> None
     with Thread("scorers", listener=spans.append) as thread:
         total, plain = thread.host(Total(1), track="critic"), thread.host(None)
         assert await total.call("add", Total.add, 2, times=3) == 7
-        assert await total.call_local("add", Total.add, 1) == 8
+        await total.load(Total.add, 1)
         assert await plain.call("look", lambda _: threading.get_ident()) != threading.get_ident()
-    assert [(span.track, span.label) for span in spans] == [("critic", "add"), ("critic", "add"), ("scorers", "look")]
+    assert [(span.track, span.label) for span in spans] == [("critic", "add"), ("critic", "load"), ("scorers", "look")]

@@ -147,7 +147,7 @@ class HfPolicy:
             ModelError: a tensor is missing, unknown or of another shape; the old weights are still served.
         """
         async with nullcontext() if self._loop is None else self._loop.between_steps():
-            await self._core.call_local("load", PolicyCore.load, weights)
+            await self._core.load(PolicyCore.load, weights)
             await self._core.call("refresh", PolicyCore.refresh)
 
     def serves(self, weights: Weights) -> bool:

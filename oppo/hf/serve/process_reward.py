@@ -13,6 +13,7 @@ from oppo.errors import ConfigError
 from oppo.hf.introspection import backbone, token_head
 from oppo.hf.kv.incremental import Incremental
 from oppo.hf.kv.incremental_prefill import ReadState, TokenSpan
+from oppo.hf.recipe import ModelRecipe, worker_of
 from oppo.hf.serve.scorer_workers import ScorerWorker
 from oppo.hf.serve.scorers import StreamedScorer
 from oppo.hf.shared_memory import SharedModel
@@ -24,6 +25,9 @@ class ProcessRewardWorker(ScorerWorker[TokenRewards]):
     """The rewards of a response's steps; see :class:`ProcessRewardModel`."""
 
     def __init__(self, model: PreTrainedModel, exact: bool, separators: Sequence[int], label: int, baseline: float):
+        labels = int(model.config.num_labels or 0)
+        if not -labels <= label < labels:
+            raise ConfigError(f"{type(model).__name__} has {labels} labels, and none with the index {label}")
         self._separators = tuple(separators)
         self._label = label
         self._baseline = baseline
@@ -61,7 +65,7 @@ class ProcessRewardModel(StreamedScorer[TokenRewards]):
     ``baseline`` is what a step is worth on average.
 
     Args:
-        model: ``AutoModelForTokenClassification`` of a decoder, which shares the policy's tokenizer.
+        model: ``AutoModelForTokenClassification`` of a decoder, which shares the policy's tokenizer; or its recipe.
         thread: where the model lives: any place.
         separators: ids of the tokens that end a step (:meth:`oppo.hf.text.Text.ending_with`).
         label: the label whose probability counts, by its index; the last one by default.
@@ -75,7 +79,7 @@ class ProcessRewardModel(StreamedScorer[TokenRewards]):
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | ModelRecipe,
         *,
         thread: Hosting,
         separators: Sequence[int],
@@ -83,7 +87,4 @@ class ProcessRewardModel(StreamedScorer[TokenRewards]):
         baseline: float = 0.0,
         exact: bool = False,
     ) -> None:
-        labels = int(model.config.num_labels or 0)
-        if not -labels <= label < labels:
-            raise ConfigError(f"{type(model).__name__} has {labels} labels, and none with the index {label}")
-        super().__init__(ProcessRewardWorker(model, exact, separators, label, baseline), thread)
+        super().__init__(worker_of(ProcessRewardWorker, model, exact, separators, label, baseline), thread)

@@ -15,7 +15,6 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from oppo.events import BoolArray, Chunk, Finish, FloatArray, Given, Prompt, Response
-from oppo.hf.serve.scorer_workers import ScorerWorker
 from oppo.hf.serve.scorers import ReferenceLogprobs
 from oppo.models import Sampling, Weights
 from oppo.placement import Hosting
@@ -46,12 +45,7 @@ class RecomputedLogprobs(ReferenceLogprobs):
         Raises:
             ModelError: a name is missing or unknown, or a shape differs; the old weights are then still served.
         """
-        await self._worker.call_local("load", self._load, weights)
-
-    def _load(self, worker: ScorerWorker[FloatArray], weights: Weights) -> None:
-        if weights.actor:
-            worker.load(weights.actor)
-        self._version = weights.version
+        await self._follow(weights.actor, weights.version)
 
 
 class ProximalLogprobs(RecomputedLogprobs):

@@ -93,6 +93,11 @@ class ReferenceWorker(ScorerWorker[FloatArray]):
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
         return type(self), (SharedModel(self._model), self._exact, self._temperature)
 
+    def load(self, weights: Mapping[str, object]) -> None:
+        """Compute with ``weights`` from now on; without any, go on with those there are."""
+        if weights:
+            super().load(weights)
+
     def _result(self, state: ReadState) -> FloatArray:
         return _joined(state)
 

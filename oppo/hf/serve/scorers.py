@@ -6,19 +6,22 @@ computes there: token ids go in, floats come out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Generic, TypeVar
 
+import anyio.to_thread
 from transformers import PreTrainedModel
 
 from oppo.errors import ModelLost
 from oppo.events import Chunk, Finish, FloatArray, Given, Prompt
+from oppo.hf.recipe import ModelRecipe, worker_of
 from oppo.hf.serve.scorer_input import ReplayJournal, ScorerInput
 from oppo.hf.serve.scorer_workers import ReferenceWorker, RewardWorker, ScorerWorker, ValueWorker
-from oppo.hf.weights import addresses, copies, share_storage
+from oppo.hf.weights import SentWeights, addresses, copies, share_storage
 from oppo.models import Sampling, Weights
-from oppo.placement import Hosting
+from oppo.placement import Hosting, Recipe
+from oppo.placement.recipe import kind_of
 from oppo.scheduling import IN_ORDER, Priority, TimeSlice
 
 T = TypeVar("T")
@@ -28,12 +31,15 @@ class StreamedScorer(Generic[T]):
     """A scorer that reads rollouts as they grow, in the place of its worker.
 
     Args:
-        worker: reads them.
+        worker: reads them; by its recipe (:func:`oppo.hf.recipe.worker_of`), its model is loaded where it lives.
         place: where the worker lives from now on.
         supports: whether the worker needs the supports of tokens.
     """
 
-    def __init__(self, worker: ScorerWorker[T], place: Hosting, *, supports: bool = False) -> None:
+    def __init__(
+        self, worker: ScorerWorker[T] | Recipe[ScorerWorker[T]], place: Hosting, *, supports: bool = False
+    ) -> None:
+        self._kind = kind_of(worker)
         self._worker = place.host(worker, journal=ReplayJournal(ScorerWorker.extend))
         self._supports = supports
         self._version = 0
@@ -47,6 +53,14 @@ class StreamedScorer(Generic[T]):
     def time_slice(self) -> TimeSlice:
         """How long a preemptible call should last, as its place has it."""
         return self._worker.time_slice
+
+    async def _follow(self, weights: Mapping[str, object], version: int) -> None:
+        """Compute with these weights, which have this version, from the next call on."""
+
+        def served() -> None:
+            self._version = version
+
+        await self._worker.load(self._kind.load, SentWeights(weights), served)
 
     async def extend(self, events: Sequence[Prompt | Chunk | Given], *, priority: Priority = IN_ORDER) -> None:
         """Read more of some rollouts."""
@@ -73,7 +87,7 @@ class ReferenceLogprobs(StreamedScorer[FloatArray]):
     ``Given`` tokens get a log-prob too. Between chunks it keeps one row of logits for each open rollout.
 
     Args:
-        model: a causal LM that shares the policy's tokenizer.
+        model: a causal LM that shares the policy's tokenizer; or its recipe, for a place on another machine.
         sampling: the policy's; only the temperature counts.
         thread: where the model lives: any place.
         exact: the bits of results do not depend on arrival patterns and other rollouts; slower.
@@ -82,8 +96,10 @@ class ReferenceLogprobs(StreamedScorer[FloatArray]):
         ModelRefused: the model cannot be served row by row.
     """
 
-    def __init__(self, model: PreTrainedModel, *, sampling: Sampling, thread: Hosting, exact: bool = False) -> None:
-        super().__init__(ReferenceWorker(model, exact, sampling.temperature), thread, supports=True)
+    def __init__(
+        self, model: PreTrainedModel | ModelRecipe, *, sampling: Sampling, thread: Hosting, exact: bool = False
+    ) -> None:
+        super().__init__(worker_of(ReferenceWorker, model, exact, sampling.temperature), thread, supports=True)
 
 
 class RewardModel(StreamedScorer[float]):
@@ -93,7 +109,8 @@ class RewardModel(StreamedScorer[float]):
     *that is not padding*: where the padding token is also the end-of-text token, at the token before it.
 
     Args:
-        model: ``AutoModelForSequenceClassification`` with ``num_labels == 1``.
+        model: ``AutoModelForSequenceClassification`` with ``num_labels == 1``; or its recipe, see
+            :class:`~oppo.hf.recipe.ModelRecipe`.
         thread: where the model lives: any place.
         exact: the bits of results do not depend on arrival patterns and other rollouts; slower.
 
@@ -101,8 +118,8 @@ class RewardModel(StreamedScorer[float]):
         ModelRefused: the model has several labels, no ``score`` layer, or cannot be served row by row.
     """
 
-    def __init__(self, model: PreTrainedModel, *, thread: Hosting, exact: bool = False) -> None:
-        super().__init__(RewardWorker(model, exact), thread)
+    def __init__(self, model: PreTrainedModel | ModelRecipe, *, thread: Hosting, exact: bool = False) -> None:
+        super().__init__(worker_of(RewardWorker, model, exact), thread)
 
 
 class ValueModel(StreamedScorer[FloatArray]):
@@ -115,7 +132,8 @@ class ValueModel(StreamedScorer[FloatArray]):
     replays them.
 
     Args:
-        model: ``AutoModelForSequenceClassification`` with ``num_labels == 1``.
+        model: ``AutoModelForSequenceClassification`` with ``num_labels == 1``; or its recipe, see
+            :class:`~oppo.hf.recipe.ModelRecipe`.
         thread: where the model lives: any place.
         exact: the bits of results do not depend on arrival patterns and other rollouts; slower.
 
@@ -123,38 +141,29 @@ class ValueModel(StreamedScorer[FloatArray]):
         ModelRefused: the model has several labels, no ``score`` layer, or cannot be served row by row.
     """
 
-    def __init__(self, model: PreTrainedModel, *, thread: Hosting, exact: bool = False) -> None:
-        super().__init__(ValueWorker(model, exact), thread)
+    def __init__(self, model: PreTrainedModel | ModelRecipe, *, thread: Hosting, exact: bool = False) -> None:
+        super().__init__(worker_of(ValueWorker, model, exact), thread)
         self._model = model
 
     def serves(self, weights: Weights) -> bool:
         """Return whether it scores with the very tensors of ``weights``."""
-        return share_storage(self._model, weights.critic)
+        return not isinstance(self._model, ModelRecipe) and share_storage(self._model, weights.critic)
 
     def tensors(self) -> frozenset[int]:
         """Return the addresses of the tensors that new weights change: a trunk that the policy has too, for example."""
-        return addresses(self._model)
+        return frozenset() if isinstance(self._model, ModelRecipe) else addresses(self._model)
 
     async def copied(self, weights: Weights) -> Weights:
-        """Return the critic's part of ``weights`` in memory of its own, copied in this scorer's place."""
-        return await self._worker.call_local("copy", _copied, weights)
+        """Return the critic's part of ``weights`` in memory of its own."""
+        return Weights(weights.version, critic=await anyio.to_thread.run_sync(copies, weights.critic))
 
     async def load(self, weights: Weights) -> None:
         """Serve ``weights.critic`` from the next call on; tensors that are the model's own are not copied.
 
-        No tensor crosses to another process: this process writes the memory that both share, while no other call is
-        made there.
+        No tensor crosses to another process of this machine: this one writes the memory that both share, while no other
+        call is made there. To another machine they are sent.
 
         Raises:
             ModelError: a name is missing or unknown, or a shape differs; the old weights are then still served.
         """
-        await self._worker.call_local("load", self._load, weights)
-
-    def _load(self, worker: ScorerWorker[FloatArray], weights: Weights) -> None:
-        worker.load(weights.critic)
-        self._version = weights.version
-
-
-def _copied(worker: ScorerWorker[FloatArray], weights: Weights) -> Weights:
-    del worker
-    return Weights(weights.version, critic=copies(weights.critic))
+        await self._follow(weights.critic, weights.version)

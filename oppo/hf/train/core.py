@@ -14,7 +14,7 @@ whole life: they may be serving rollouts at any time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -32,11 +32,13 @@ from oppo.hf.loading.models import quiet
 from oppo.hf.lora import has_adapters, merged
 from oppo.hf.shared_memory import SharedModel
 from oppo.hf.train.actor_critic import ActorCritic
+from oppo.hf.train.actor_critic_recipe import ActorCriticRecipe
 from oppo.hf.train.optimisation import Optimisation
 from oppo.hf.train.packing import MicroBatch, micro_batches, minibatches, pack, tokens_read, units
 from oppo.hf.train.partial_gradient import PartialGradient
 from oppo.hf.train.recompute import recompute
-from oppo.hf.train.sharding import reset, shard, whole
+from oppo.hf.train.replicas import SHARDS, Replicas
+from oppo.hf.train.sharding import reset, whole
 from oppo.hf.train.team import Alone, Ranked, Team
 from oppo.hf.train.training_state import gather_training, read_training, write_training
 from oppo.hf.train.update_metrics import StalenessMetrics, Sums, UpdateMetrics
@@ -44,6 +46,7 @@ from oppo.hosted_trainer import TrainerCounts
 from oppo.losses import Divided, Evaluated, Input, Inputs, Loss, Whole, entropies, token_logprobs
 from oppo.losses.protocol import require_inputs, require_loss
 from oppo.models import Sampling, Trained, Weights
+from oppo.placement import Recipe
 from oppo.training import TrainerSettings
 
 
@@ -55,8 +58,9 @@ class HfTrainerCore:
 
     Args:
         models: what is trained.
-        sampling, settings, loss, shard, devices: see :class:`oppo.hf.HfTrainer`.
+        sampling, settings, loss: see :class:`oppo.hf.HfTrainer`.
         counts: of updates and their work.
+        replicas: how several ranks have the models.
 
     Raises:
         ConfigError, ModelRefused: as :class:`oppo.hf.HfTrainer` does.
@@ -70,8 +74,7 @@ class HfTrainerCore:
         loss: Loss,
         counts: TrainerCounts,
         *,
-        shard: bool = True,
-        devices: Sequence[torch.device] = (),
+        replicas: Replicas = SHARDS,
     ) -> None:
         self.actor, self.critic = models.actor, models.critic
         self.settings, self.loss, self.counts = settings, loss, counts
@@ -86,13 +89,22 @@ class HfTrainerCore:
         self._whole = self._models = models
         self._sampling = sampling
         self._inputs = loss.reads | loss.measures
-        self._shard, self._devices = shard, devices
+        self._replicas = replicas
         self._team: Team = Alone()
         self._partial: PartialGradient | None = None
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        made = partial(type(self), shard=self._shard, devices=self._devices)
+        made = partial(type(self), replicas=self._replicas)
         return made, (SharedModel(self._whole), self._sampling, self.settings, self.loss, self.counts)
+
+    def recipe(self) -> Recipe[HfTrainerCore]:
+        """Return how a copy is made on another machine, where it gets the trained weights when it joins.
+
+        Raises:
+            ModelError: there is no recipe of the models.
+        """
+        recipe, replicas = self._replicas.elsewhere()
+        return Recipe(HfTrainerCore, _elsewhere, (recipe, self._sampling, self.settings, self.loss, replicas))
 
     def join(self, rank: int, size: int, meeting: str) -> None:
         """Train with the copies of this core in other processes; see :class:`oppo.placement.Member`.
@@ -101,18 +113,12 @@ class HfTrainerCore:
             ModelRefused: a model cannot be sharded.
             ConfigError: there are not as many devices as ranks.
         """
-        if self._devices and len(self._devices) != size:
-            raise ConfigError(f"expected a device for each of {size} ranks, got {len(self._devices)}")
-        device = self._devices[rank] if self._devices else self.actor.device
+        device = self._replicas.device(rank, size, self._whole)
         use_stream(device)
         team = Ranked(rank, size, meeting, device)
         if rank:
             self.counts = self.counts.copy()
-        if rank or self._shard or device != self.actor.device:
-            self._models = self._whole.copied(device)
-        if self._shard:
-            shard(self._models, team.mesh)
-        self._team = team
+        self._models, self._team = self._replicas.of(self._whole, team), team
 
     @cached_property
     def optimisation(self) -> Optimisation:
@@ -158,7 +164,7 @@ class HfTrainerCore:
             CheckpointError: it was written of other models.
         """
         self._discard()
-        counts = read_training(directory, self.optimisation)
+        counts = read_training(directory, self.optimisation, self._team)
         self._keep_whole()
         self.counts.version = self.counts.restored = counts["version"]
         self.counts.episodes = counts["episodes"]
@@ -367,11 +373,18 @@ class HfTrainerCore:
     @torch.no_grad()
     def _keep_whole(self) -> None:
         """Copy the trained weights to the models that are whole, in the process that keeps them."""
-        if self._models is self._whole:
+        if self._models is self._whole and not self._team.rank:
             return
-        trained = dict(self._models.named_parameters())
-        for name, kept in self._whole.named_parameters():
-            if kept.requires_grad:
-                weight = whole(trained[name])
+        kept = dict(self._whole.named_parameters())
+        for name, trained in self._models.named_parameters():
+            if trained.requires_grad:
+                weight = whole(trained)
                 if not self._team.rank:
-                    kept.copy_(weight)
+                    kept[name].copy_(weight)
+
+
+def _elsewhere(
+    recipe: ActorCriticRecipe, sampling: Sampling, settings: TrainerSettings, loss: Loss, replicas: Replicas
+) -> HfTrainerCore:
+    """Return the core of a rank on another machine."""
+    return HfTrainerCore(recipe.load(), sampling, settings, loss, TrainerCounts.new(), replicas=replicas)

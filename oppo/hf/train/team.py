@@ -44,6 +44,9 @@ class Team(Protocol):
     def sum_gradients(self, weights: Iterable[nn.Parameter]) -> None:
         """Replace the gradients of ``weights`` by their sums; a weight that no rank has a gradient of keeps none."""
 
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Return rank 0's tensor; the others give one of its shape and dtype."""
+
     def first(self, value: T) -> T:
         """Return the value of the first rank that gave a true one, which can be pickled; that of rank 0 without one."""
 
@@ -67,6 +70,10 @@ class Alone:
 
     def sum_gradients(self, weights: Iterable[nn.Parameter]) -> None:
         """Leave the gradients alone."""
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Return the tensor."""
+        return tensor
 
     def first(self, value: T) -> T:
         """Return the value."""
@@ -93,7 +100,7 @@ class Ranked:
     def __init__(self, rank: int, size: int, meeting: str, device: torch.device) -> None:
         for name in _LAUNCHER & os.environ.keys():
             del os.environ[name]
-        self.rank, self.size, self._device = rank, size, device
+        self.rank, self.size, self.device = rank, size, device
         self._had = [0.0] * size
         backend = "nccl" if device.type == "cuda" else "gloo"
         if not dist.is_initialized():  # by another trainer of these processes
@@ -106,19 +113,25 @@ class Ranked:
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum of the ranks' tensors."""
-        total = values.to(self._device, copy=True)
+        total = values.to(self.device, copy=True)
         dist.all_reduce(total)
         return total
 
     def sum_gradients(self, weights: Iterable[nn.Parameter]) -> None:
         """Replace gradients by their sums; those of sharded weights are summed as they are made."""
         weights = [weight for weight in weights if not isinstance(weight, DTensor)]
-        have = torch.tensor([weight.grad is not None for weight in weights], dtype=torch.uint8, device=self._device)
+        have = torch.tensor([weight.grad is not None for weight in weights], dtype=torch.uint8, device=self.device)
         dist.all_reduce(have, dist.ReduceOp.MAX)
         for weight, has in zip(weights, have.tolist(), strict=True):
             if has:
                 weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
                 dist.all_reduce(weight.grad)
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Return rank 0's tensor."""
+        given = tensor.detach().to(self.device, copy=bool(self.rank)).contiguous()
+        dist.broadcast(given, src=0)
+        return given
 
     def first(self, value: T) -> T:
         """Return the value of the first rank that gave a true one."""

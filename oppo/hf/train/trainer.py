@@ -9,7 +9,9 @@ from transformers import PreTrainedModel
 
 from oppo.events import Batch
 from oppo.hf.train.actor_critic import ActorCritic
+from oppo.hf.train.actor_critic_recipe import ActorCriticRecipe
 from oppo.hf.train.core import HfTrainerCore
+from oppo.hf.train.replicas import Replicas
 from oppo.hosted_trainer import HostedTrainer, TrainerCounts
 from oppo.losses import Loss, default_loss
 from oppo.models import Sampling, Trained
@@ -50,10 +52,11 @@ class HfTrainer(HostedTrainer[HfTrainerCore]):
             :mod:`oppo.hf.train.sharding`); otherwise each has all of them.
         devices: of the ranks; those of the models when empty. Ranks on GPUs are given models on the CPU, which then
             hold the weights that are published and saved.
+        recipe: how ranks on other machines load the models; the trained weights they get from this one.
 
     Raises:
         ConfigError: settings or loss need a critic and there is none, or there is a critic and the loss ignores it.
-        ModelError: models or loss cannot cross to another process.
+        ModelError: models or loss cannot cross to another process, or there is no recipe for another machine.
         ModelRefused: the critic has no single-label ``score`` head, or a model has nothing to train, no layers to
             recompute, or is in float16.
     """
@@ -69,6 +72,7 @@ class HfTrainer(HostedTrainer[HfTrainerCore]):
         loss: Loss | None = None,
         shard: bool = True,
         devices: Sequence[torch.device] = (),
+        recipe: ActorCriticRecipe | None = None,
     ) -> None:
         core = HfTrainerCore(
             ActorCritic(actor, critic),
@@ -76,8 +80,7 @@ class HfTrainer(HostedTrainer[HfTrainerCore]):
             settings or TrainerSettings(),
             default_loss(critic=critic is not None) if loss is None else loss,
             TrainerCounts.new(),
-            shard=shard,
-            devices=devices,
+            replicas=Replicas(shard, devices, recipe),
         )
         super().__init__(core, thread)
 

@@ -14,6 +14,7 @@ from oppo.durable import writing
 from oppo.errors import CheckpointError
 from oppo.hf.train.optimisation import Optimisation
 from oppo.hf.train.sharding import alike, whole
+from oppo.hf.train.team import Team
 
 _FILE = "trainer.safetensors"
 _PARAMETER = "parameter"
@@ -41,28 +42,41 @@ def write_training(directory: Path, tensors: Mapping[str, Tensor], counts: Mappi
 
 
 @torch.no_grad()
-def read_training(directory: Path, optimisation: Optimisation) -> dict[str, int]:
+def read_training(directory: Path, optimisation: Optimisation, team: Team) -> dict[str, int]:
     """Restore parameters and optimizer in place; return the counts.
+
+    Only rank 0 reads the file, which other machines may lack.
 
     Raises:
         CheckpointError: the file was written of other parameters; nothing is changed.
     """
-    stored = dict[str, dict[str, Tensor]]()
-    with safe_open(directory / _FILE, framework="pt") as file:
-        for key in file.keys():  # noqa: SIM118 - it is no mapping
-            kind, name = key.split("/", 1)
-            stored.setdefault(name, {})[kind] = file.get_tensor(key)
-        counts: dict[str, str] = file.metadata() or {}
+    stored, counts = dict[str, dict[str, Tensor]](), dict[str, int]()
     trained = optimisation.named_weights()
-    _require_alike(directory / _FILE, trained, {name: kinds[_PARAMETER] for name, kinds in stored.items()})
+
+    def read() -> None:
+        with safe_open(directory / _FILE, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 - it is no mapping
+                kind, name = key.split("/", 1)
+                stored.setdefault(name, {})[kind] = file.get_tensor(key)
+            counts.update({name: int(count) for name, count in (file.metadata() or {}).items() if count.isdecimal()})
+        _require_alike(directory / _FILE, trained, {name: kinds[_PARAMETER] for name, kinds in stored.items()})
+
+    team.once(read)
+    shapes = team.first(
+        {name: {kind: (each.shape, each.dtype) for kind, each in kinds.items()} for name, kinds in stored.items()}
+    )
     for name, parameter in trained.items():
-        parameter.copy_(alike(stored[name].pop(_PARAMETER), parameter))
+        given = {
+            kind: team.broadcast(stored[name].pop(kind) if stored else torch.empty(shape, dtype=dtype))
+            for kind, (shape, dtype) in shapes[name].items()
+        }
+        parameter.copy_(alike(given.pop(_PARAMETER), parameter))
         optimisation.optimizer.state[parameter] = {
             kind: tensor.to(parameter.device) if kind == _STEP else alike(tensor, parameter)
-            for kind, tensor in stored[name].items()
+            for kind, tensor in given.items()
         }
     optimisation.masters.write_back()
-    return {name: int(count) for name, count in counts.items() if count.isdecimal()}
+    return team.first(counts)
 
 
 def _require_alike(file: Path, ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:

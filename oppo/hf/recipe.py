@@ -1,0 +1,124 @@
+"""Models as recipes: what crosses to another machine in place of a model, which is loaded and probed there.
+
+::
+
+    ModelRecipe  ──path, dtype, device ...──>  load()          never code, never weights
+
+A directory must be found under its path on each machine that loads it: on a file system that they share, or as a copy.
+A hub name is fetched there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, Literal, TypeAlias, TypeVar
+
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from oppo.errors import ConfigError
+from oppo.hf.device import device_of
+from oppo.hf.introspection import reach
+from oppo.hf.kv.attention import Choice
+from oppo.hf.loading.hub import located
+from oppo.hf.loading.models import load_causal, load_process, load_scalar
+from oppo.hf.loading.precision import require_supported
+from oppo.hf.lora import add_lora
+from oppo.placement import Recipe
+
+T = TypeVar("T")
+
+ModelKind: TypeAlias = Literal["causal", "scalar", "process"]
+
+_LOADERS: Final[dict[ModelKind, Callable[..., PreTrainedModel]]] = {
+    "causal": load_causal,
+    "scalar": load_scalar,
+    "process": load_process,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRecipe:
+    """How a model is loaded, wherever that is done; the arguments are those of :func:`oppo.hf.load_causal`.
+
+    Attributes:
+        path: a directory, or a hub name.
+        kind: ``causal`` (a policy, a reference), ``scalar`` (a reward model, a critic) or ``process``.
+        device: by name; ``auto`` is the first CUDA device of the process that loads it, or the CPU without one.
+        new_head: of a ``scalar`` model, see :func:`oppo.hf.load_scalar`.
+        lora_rank, lora_alpha, lora_seed: of adapters that are added to it; rank 0: none.
+
+    Example:
+        >>> ModelRecipe(path="Qwen/Qwen3-0.6B", dtype="bfloat16", device="cuda").kind
+        'causal'
+    """
+
+    path: str
+    kind: ModelKind = "causal"
+    dtype: str = "float32"
+    device: str = "auto"
+    attention: Choice = "auto"
+    trust_remote_code: bool = False
+    allow_pickle: bool = False
+    ignore_unused: bool = False
+    new_head: bool = False
+    lora_rank: int = 0
+    lora_alpha: int = 32
+    lora_seed: int = 0
+
+    def load(self) -> PreTrainedModel:
+        """Return the model, in evaluation mode, probed.
+
+        Raises:
+            ConfigError: it is not there, or is not what the recipe says; or there is no such device.
+            ModelRefused: it cannot be served exactly.
+        """
+        load = _LOADERS[self.kind]
+        if self.new_head:
+            load = partial(load, new_head=True)
+        model = load(
+            self.path,
+            dtype=self.dtype,
+            device=device_of(self.device),
+            trust_remote_code=self.trust_remote_code,
+            allow_pickle=self.allow_pickle,
+            ignore_unused=self.ignore_unused,
+            attention=self.attention,
+        )
+        require_supported(model.dtype, model.device)
+        if self.lora_rank:
+            add_lora(model, self.lora_rank, self.lora_alpha, seed=self.lora_seed)
+        return model
+
+    def config(self) -> PreTrainedConfig:
+        """Return the model's configuration, read here; no weights are.
+
+        Raises:
+            ConfigError: there is no such model, or its configuration cannot be read.
+        """
+        directory = located(self.path, weights=False, trust_remote_code=self.trust_remote_code)
+        try:
+            found: PreTrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=self.trust_remote_code)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"the model at {self.path!r} has no configuration that can be read: {error}") from error
+        return found
+
+    def positions(self) -> int:
+        """Return how many tokens a sequence may have, see :func:`oppo.hf.introspection.reach`."""
+        return reach(self.config())
+
+    def vocabulary(self) -> int:
+        """Return how many token ids the model reads, as its configuration says."""
+        return int(self.config().get_text_config().vocab_size)
+
+
+def worker_of(kind: type[T], model: PreTrainedModel | ModelRecipe, *args: object) -> T | Recipe[T]:
+    """Return ``kind(model, *args)``, or the recipe of it if that is what the model is given by."""
+    if isinstance(model, ModelRecipe):
+        return Recipe(kind, _make, (kind, model, *args))
+    return kind(model, *args)  # type: ignore[call-arg]  # each kind of worker has a model as its first argument
+
+
+def _make(kind: Callable[..., T], recipe: ModelRecipe, *args: object) -> T:
+    return kind(recipe.load(), *args)

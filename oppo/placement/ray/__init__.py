@@ -1,0 +1,23 @@
+"""Places on the machines of a Ray cluster. Ray starts processes and finds room for them; nothing else is asked of it.
+
+::
+
+    RayPlace    one actor               scorers, given by recipes; replaced, also by one on another machine, if it dies
+    RayRanks    an actor for each rank  a trainer, given by a recipe; each rank in a bundle of one placement group
+
+An order, its answer and the weights that a follower is given cross by Ray; what ranks exchange crosses by
+``torch.distributed``. No code does: oppo, and what calls name, must be installed on each machine, in one version.
+"""
+
+from oppo.errors import ConfigError
+
+try:
+    import ray  # noqa: F401 - the modules below need it
+except ImportError as missing:
+    raise ConfigError("a place on other machines needs Ray, here and there: pip install 'oppo[ray]'") from missing
+
+from oppo.placement.ray.cluster import Cluster, Room
+from oppo.placement.ray.place import RayPlace
+from oppo.placement.ray.ranks import RayRanks
+
+__all__ = ["Cluster", "RayPlace", "RayRanks", "Room"]

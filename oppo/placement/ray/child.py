@@ -1,0 +1,216 @@
+"""A child on some machine of a cluster: a Ray actor that answers orders."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, Final, TypeVar, cast
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskError
+
+from oppo import observe
+from oppo.errors import ModelError, ProtocolError, one_line
+from oppo.placement.callback import Callbacks
+from oppo.placement.child import Child, Gone, Setup
+from oppo.placement.ray.cluster import ONE_CORE, Cluster, Room
+from oppo.placement.ray.servant import Arrival, Servant, versions
+from oppo.placement.wire import Call, Failure, Outcome, Packet, pack, unpack
+
+R = TypeVar("R")
+
+PATIENCE: Final = 300.0
+"""Seconds that an actor may wait for room on some machine; a cluster may have to start one."""
+
+_WHY: Final = re.compile(r"The actor (?:died|is dead) because (?P<why>[^.\n]+)")
+
+
+class _MachineDied(Gone):
+    """The machine of the child is dead."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class ActorStart:
+    """Starts a child (:data:`oppo.placement.child.Start`) as an actor.
+
+    Attributes:
+        room: what it takes of its machine.
+        strategy: where Ray puts it, one of its scheduling strategies.
+        patience: seconds that it may wait for that room.
+    """
+
+    cluster: Cluster
+    room: Room = ONE_CORE
+    strategy: object = "SPREAD"
+    patience: float = PATIENCE
+
+    def __call__(self, name: str, setup: Setup) -> RayChild:
+        """Return a child that starts."""
+        return RayChild(name, setup, self)
+
+    def actor(self) -> ActorHandle[Any]:
+        """Ask Ray for an actor, without waiting for it."""
+        room = self.room
+        servant = ray.remote(Servant).options(
+            num_cpus=room.cpus,
+            num_gpus=room.gpus,
+            resources=dict(room.resources),
+            scheduling_strategy=self.strategy,
+            max_restarts=0,
+            max_task_retries=0,
+        )
+        return cast("ActorHandle[Any]", servant.remote())
+
+
+class RayChild(Child):
+    """An actor; the constructor asks for it without waiting.
+
+    Ray neither restarts it nor repeats a call: whoever supervises children does both. It ends with this process.
+
+    Args:
+        name: in errors.
+        setup: called once in the actor before anything else.
+        start: how it is started.
+    """
+
+    def __init__(self, name: str, setup: Setup, start: ActorStart) -> None:
+        super().__init__()
+        self._name = name
+        self._how = start
+        self._killed = False
+        self._actor = start.actor()
+        self._arrival: Arrival | None = None
+        self._setup: Packet | None = None if setup is None else pack(Call(None, setup))
+
+    @property
+    def pid(self) -> int:
+        """The number of the process on its machine; 0 before it has started."""
+        return 0 if self._arrival is None else self._arrival.pid
+
+    @property
+    def address(self) -> str:
+        """The address of its machine; empty before it has started."""
+        return "" if self._arrival is None else self._arrival.address
+
+    @property
+    def whereabouts(self) -> str:
+        """Process and machine."""
+        return "not started yet" if self._arrival is None else f"pid {self.pid} on {self.address}"
+
+    def ask(self, packet: Packet, callbacks: Callbacks | None = None) -> Outcome:
+        """Send an order and return its answer; see :meth:`Child.ask`. Its times are on the clock of this machine.
+
+        Raises:
+            Gone: the actor is dead, or dies meanwhile.
+            ModelError: no machine has room for it, or what it needs; or the order holds shared memory.
+            ProtocolError: the order calls back.
+        """
+        if callbacks:
+            raise ProtocolError(
+                f"an actor, as that of {self._name!r}, cannot call back: expected a Process or a Thread"
+            )
+        if packet.blocks:
+            raise ModelError("memory is not shared between machines: host a recipe")
+        self._await_arrival()
+        if self._setup is not None:
+            done = self._answer(self._setup)
+            if isinstance(done, Failure):
+                return done
+            self._setup = None
+        return self._answer(packet)
+
+    def end(self) -> None:
+        """End the actor; idempotent."""
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill the actor, whatever it is doing."""
+        self._killed = True
+        with suppress(RayError, RuntimeError, ValueError):  # it is dead, or the cluster is
+            ray.kill(self._actor)
+
+    def _await_arrival(self) -> None:
+        if self._arrival is not None:
+            return
+        try:
+            arrival = self._first_arrival(observe.now() + self._how.patience)
+        except GetTimeoutError:
+            self.kill()
+            raise ModelError(
+                f"no machine of the cluster had room for {self._name!r}, which takes {self._how.room}, in "
+                f"{self._how.patience:g} s; free, in all: {self._how.cluster.free()}"
+            ) from None
+        here = versions()
+        if arrival.versions != here:
+            self.kill()
+            raise ModelError(
+                f"the machine {arrival.address} has {arrival.versions}, and this one {here}: install the same there"
+            )
+        self._arrival = arrival
+
+    def _first_arrival(self, deadline: float) -> Arrival:
+        """Return what the actor says when it has started, or another, if its machine dies before that.
+
+        Ray may place an actor on a dead machine until it has noticed the death.
+        """
+        while True:
+            coming: ray.ObjectRef[Arrival] = self._got(self._actor.arrive.remote)
+            try:
+                return self._got(lambda: ray.get(coming, timeout=max(0.0, deadline - observe.now())))  # noqa: B023
+            except _MachineDied:
+                if self._killed or observe.now() > deadline:
+                    raise
+            self._actor = self._how.actor()
+            if self._killed:  # meanwhile
+                self.kill()
+
+    def _answer(self, packet: Packet) -> Outcome:
+        sent = observe.now()
+        answered: ray.ObjectRef[tuple[bytes, Sequence[object]]]
+        answered = self._got(lambda: self._actor.answer.remote(packet.data, *packet.bulk))
+        data, bulk = self._got(lambda: ray.get(answered))
+        return on_this_clock(cast("Outcome", unpack(Packet(data, bulk=bulk))), sent, observe.now())
+
+    def _got(self, get: Callable[[], R]) -> R:
+        """Return what ``get`` returns.
+
+        Raises:
+            Gone: the actor is dead, or cannot be reached.
+            ModelError: it cannot work on its machine.
+        """
+        try:
+            return get()
+        except GetTimeoutError:
+            raise
+        except RayTaskError as error:
+            raise self._unable(error) from error
+        except RayError as error:
+            if isinstance(error, ActorDiedError) and error.actor_init_failed:
+                raise self._unable(error) from error
+            found = _WHY.search(str(error))
+            if found is None:
+                raise Gone(f"was lost ({one_line(error)})") from None
+            kind = _MachineDied if "its node" in found["why"] else Gone
+            raise kind(f"died, because {found['why']}") from None
+
+    def _unable(self, error: RayError) -> ModelError:
+        return ModelError(
+            f"{self._name!r} cannot work on its machine, where oppo and what is called must be installed as here: "
+            f"{str(error).strip().splitlines()[-1]}"
+        )
+
+
+def on_this_clock(outcome: Outcome, sent: float, received: float) -> Outcome:
+    """Return an outcome of another machine with its times on this one's clock.
+
+    As in the network time protocol, an order and its answer are taken to be equally long under way.
+
+    Args:
+        outcome: begun and ended there.
+        sent, received: when the order was sent and its answer received, on this machine's clock.
+    """
+    ahead = (outcome.start + outcome.end - sent - received) / 2
+    return replace(outcome, start=outcome.start - ahead, end=outcome.end - ahead)

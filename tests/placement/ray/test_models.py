@@ -1,0 +1,182 @@
+"""Scorers on other machines: the scores of this one, the weights that are published, and deaths that change nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import anyio
+import numpy as np
+import pytest
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from transformers import PreTrainedModel
+
+from oppo.admission import Overcommit
+from oppo.algorithms.ppo import ppo
+from oppo.chunking import Fixed
+from oppo.errors import ConfigError, ModelError
+from oppo.events import Finish, FloatArray
+from oppo.hf.digest import weights_digest
+from oppo.hf.recipe import ModelRecipe
+from oppo.hf.serve.policy import HfPolicy
+from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
+from oppo.hf.train.trainer import HfTrainer
+from oppo.models import Sampling, Scorer, Weights
+from oppo.placement import Hosting, Place, Thread
+from oppo.placement.ray import Cluster, RayPlace
+from oppo.scheduling import Preemptible
+from oppo.testing import check_scorer
+from oppo.training import TrainerSettings
+from tests.hf import child, tiny
+from tests.placement.ray.machines import Machine, Machines
+from tests.responses import responses, stream
+
+pytestmark = pytest.mark.timeout(600)
+
+SAMPLING = Sampling(max_new_tokens=40, temperature=0.9, stop=tuple(range(3, 9)), seed=3)
+
+Made = Callable[[Hosting], Scorer[object]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models on a disk that all machines share."""
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("actor", "reference"):
+        tiny.causal("llama", seed=1).save_pretrained(folder / name)
+    tiny.scalar("llama", seed=2).save_pretrained(folder / "reward")
+    tiny.scalar("llama", seed=3).save_pretrained(folder / "critic")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def thread() -> Iterator[Thread]:
+    with Thread("scorers", setup=child.set_up) as thread:
+        yield thread
+
+
+@pytest.fixture(scope="module")
+def place(cluster: Cluster) -> Iterator[RayPlace]:
+    with RayPlace("scorers", cluster, setup=child.set_up) as place:
+        yield place
+
+
+def recipe(folder: Path, name: str) -> ModelRecipe:
+    causal = name in {"actor", "reference"}
+    return ModelRecipe(path=str(folder / name), kind="causal" if causal else "scalar")
+
+
+def on(machine: Machine) -> NodeAffinitySchedulingStrategy:
+    """On this machine as long as it is there."""
+    return NodeAffinitySchedulingStrategy(machine.node, soft=True)
+
+
+async def test_scores_are_those_of_this_machine(place: RayPlace, thread: Thread, folder: Path) -> None:
+    made: list[Made] = [
+        lambda at: ReferenceLogprobs(recipe(folder, "actor"), sampling=SAMPLING, thread=at),
+        lambda at: RewardModel(recipe(folder, "reward"), thread=at),
+        lambda at: ValueModel(recipe(folder, "critic"), thread=at),
+    ]
+    for scorer in made:
+        here = await stream(tiny.apart(scorer)(thread), responses(), seed=1)
+        there = await stream(scorer(place), responses(), seed=2)
+        for rollout, score in here.items():
+            np.testing.assert_allclose(np.asarray(there[rollout]), np.asarray(score), rtol=1e-5, atol=1e-5)
+
+
+async def test_a_scorer_keeps_the_contract(place: RayPlace, folder: Path) -> None:
+    finished = [Finish(response.prompt.rollout, response, "eos") for response in responses(3, seed=4)]
+
+    async def critic() -> ValueModel:
+        return ValueModel(recipe(folder, "critic"), thread=place)
+
+    def close(a: FloatArray, b: FloatArray) -> bool:
+        return np.allclose(a, b, rtol=1e-5, atol=1e-5)
+
+    await check_scorer(critic, finished, close)
+
+
+async def test_a_critic_follows_and_its_replacement_has_the_weights_that_were_published_before_it_reads(
+    cluster: Cluster, two: Machines, thread: Thread, folder: Path
+) -> None:
+    other, (response,) = tiny.scalar("llama", seed=9), responses(1, seed=6)
+    finish = Finish(response.prompt.rollout, response, "eos")
+    expected = ValueModel(other, thread=thread, exact=True)
+    with RayPlace("critic", cluster, setup=child.set_up, restarts=1) as place, anyio.fail_after(300):
+        critic = ValueModel(recipe(folder, "critic"), thread=place, exact=True)
+        await critic.load(Weights(1, critic=other.state_dict()))
+        assert critic.version == 1
+        assert not critic.serves(Weights(1, critic=other.state_dict()))
+        with pytest.raises(ModelError, match="cannot take these weights"):
+            await critic.load(Weights(2))
+        assert critic.version == 1
+        await critic.extend([response.prompt])
+        await expected.extend([response.prompt])
+        os.kill(place.pid, signal.SIGKILL)
+        await critic.extend([response.chunk()], priority=Preemptible(lambda: False))
+        await expected.extend([response.chunk()])
+        (values,), (right,) = await critic.finish([finish]), await expected.finish([finish])
+        assert np.array_equal(values, right)
+
+
+async def test_a_model_that_is_not_there_is_an_error_as_it_would_be_here(place: RayPlace, folder: Path) -> None:
+    scorer = RewardModel(replace(recipe(folder, "reward"), path=str(folder / "nothing")), thread=place)
+    with pytest.raises(ConfigError, match="nothing"):
+        await scorer.extend([responses(1)[0].prompt])
+
+
+async def test_the_policy_stays_with_the_driver(place: RayPlace) -> None:
+    with pytest.raises(ModelError, match="the policy stays with the driver"):
+        HfPolicy(tiny.causal(), sampling=SAMPLING, thread=place)
+
+
+async def trained(folder: Path, scoring: Place, between: Callable[[int], None]) -> tuple[str, str]:
+    """Make three steps of PPO in exact mode, with rollouts carried over; return what actor and critic have become."""
+    recipes = {name: recipe(folder, name) for name in ("actor", "reference", "reward", "critic")}
+    models = {name: tiny.apart(each.load)() for name, each in recipes.items()}
+    actor, critic = models["actor"], models["critic"]
+    given: Mapping[str, PreTrainedModel | ModelRecipe] = recipes if isinstance(scoring, RayPlace) else models
+    settings = TrainerSettings(learning_rate=1e-3, epochs=2, minibatches=2)
+    prompts = [
+        replace(response.prompt, rollout=n, admission=n, group=n) for n, response in enumerate(responses(14, seed=2))
+    ]
+    with Thread("decode", setup=child.set_up) as decoding:
+        graph = ppo(
+            policy=HfPolicy(actor, sampling=SAMPLING, thread=decoding, exact=True),
+            reference=ReferenceLogprobs(given["reference"], sampling=SAMPLING, thread=scoring, exact=True),
+            reward=RewardModel(given["reward"], thread=scoring, exact=True),
+            critic=ValueModel(given["critic"], thread=scoring, exact=True),
+            trainer=HfTrainer(actor, critic, sampling=SAMPLING, thread=decoding, settings=settings),
+            admission=Overcommit(batch=4, extra=2),
+            chunks=Fixed(5),
+        )
+        async with graph.open(prompts) as run:
+            carried = 0
+            async for step in run.steps(3):
+                carried += len(step.deferred)
+                between(step.index)
+    assert carried, "this run is meant to carry rollouts over"
+    return weights_digest(actor), weights_digest(critic)
+
+
+async def test_a_machine_dies_and_the_run_is_the_same(
+    cluster: Cluster, two: Machines, thread: Thread, folder: Path
+) -> None:
+    _, other = two.all
+    told: list[str] = []
+
+    def lose(step: int) -> None:
+        if step == 1:
+            two.lose(other)
+
+    with (
+        RayPlace("scorers", cluster, setup=child.set_up, strategy=on(other), restarts=1, tell=told.append) as place,
+        anyio.fail_after(500),
+    ):
+        there = await trained(folder, place, lose)
+    assert there == await trained(folder, thread, lambda step: None)
+    assert len(told) == 1, told
+    assert "it is started again (1 of 1)" in told[0]
