@@ -8,13 +8,13 @@ PEER   := .venv-peer
 LOWEST := .venv-lowest
 VLLM   := .venv-vllm
 
-.PHONY: demo test test-deep test-lowest test-vllm test-gpu test-gym lint types docs bench bench-peer bench-peer-sweep clean
+.PHONY: demo test test-deep test-lowest test-vllm test-gpu test-gym test-ray lint types docs bench bench-peer bench-peer-sweep clean
 
 demo: $(STAMP)
 	@$(BIN)/oppo demo $(DEMO)
 
 test: $(STAMP) lint types
-	$(BIN)/pytest $(WORKERS) -m "not deep and not gpu and not gym and not vllm" --durations=15
+	$(BIN)/pytest $(WORKERS) -m "not deep and not gpu and not gym and not ray and not vllm" --durations=15
 
 # A file's tests share what they have made, so each file is one worker's.
 WORKERS ?= --numprocesses logical --maxprocesses 8 --dist loadfile
@@ -29,11 +29,11 @@ types: $(STAMP)
 # Random schedules in all; fewer are quicker: make test-deep SCHEDULES=2000
 SCHEDULES ?= 10000
 test-deep: $(STAMP)
-	OPPO_SCHEDULES=$(SCHEDULES) $(BIN)/pytest $(WORKERS) -m "(deep or schedules) and not gpu and not gym and not vllm" --timeout=1800 --durations=15
+	OPPO_SCHEDULES=$(SCHEDULES) $(BIN)/pytest $(WORKERS) -m "(deep or schedules) and not gpu and not gym and not ray and not vllm" --timeout=1800 --durations=15
 
 # The lowest versions that pyproject.toml allows: the examples, what loads and serves models, whole runs.
 test-lowest: $(LOWEST)/.installed
-	$(LOWEST)/bin/python -m pytest $(WORKERS) -m "not deep and not gpu and not gym and not vllm" --durations=5 $(LOWEST_TESTS)
+	$(LOWEST)/bin/python -m pytest $(WORKERS) -m "not deep and not gpu and not gym and not ray and not vllm" --durations=5 $(LOWEST_TESTS)
 
 LOWEST_TESTS ?= tests/examples tests/graph tests/hf/test_cache.py tests/hf/test_load.py tests/hf/test_lora.py \
 	tests/hf/test_probe.py tests/hf/test_trainer.py tests/report tests/app/test_checkpoint.py tests/app/test_config.py \
@@ -60,6 +60,10 @@ $(VLLM)/.installed: pyproject.toml constraints.txt tests/vllm/requirements.txt
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check --no-deps -r tests/vllm/requirements.txt
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check -c $(VLLM)/constraints.txt -e '.[test]'
 	@touch $@
+
+# Clusters of several machines on this one.
+test-ray: $(STAMP)
+	$(BIN)/pytest -m ray --durations=10 tests/placement/ray
 
 # Tasks of reasoning-gym itself; a stand-in has its place in the other tests, since it needs a compiler.
 test-gym: $(VENV)/.gym

@@ -34,7 +34,7 @@ from tests.hf import child, tiny
 from tests.placement.ray.machines import Machine, Machines
 from tests.responses import responses, stream
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
 SAMPLING = Sampling(max_new_tokens=40, temperature=0.9, stop=tuple(range(3, 9)), seed=3)
 

@@ -19,7 +19,7 @@ from oppo.placement.ray import Cluster, RayPlace, Room
 from tests.placement.instances import Additions, Caller, Slate, Total, fail_to_set_up
 from tests.placement.ray.machines import MARK, Machines
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
 
 async def test_calls_are_made_in_an_actor_and_timed_on_this_clock(cluster: Cluster) -> None:

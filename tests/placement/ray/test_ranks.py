@@ -30,7 +30,7 @@ from tests.hf.test_trainer_places import SAMPLING, Models
 from tests.placement.instances import Total, gone
 from tests.placement.ray.machines import Machines
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
 ONE = partial(use_cores, 1)
 
