@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from oppo.declared import Count, Limit, NonNegative, Positive, require_declared
 from oppo.events import BoolArray, FloatArray
+
+_LEAST_DEVIATION: Final = float(np.finfo(np.float32).tiny)
+"""What divides scores must not make infinities of them in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +40,9 @@ class RunningMoments:
 
     @property
     def std(self) -> float:
-        """The unbiased standard deviation; 1 if there are fewer than two scores, or all are equal."""
+        """The unbiased standard deviation; 1 if there are fewer than two scores, or all are equal in float32."""
         deviation = math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
-        return deviation or 1.0
+        return deviation if deviation >= _LEAST_DEVIATION else 1.0
 
     def after(self, scores: FloatArray) -> RunningMoments:
         """Return the moments with a batch of scores, float32 [n], included."""

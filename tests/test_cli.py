@@ -169,7 +169,7 @@ def test_exact_runs_learn_the_same_bits_streamed_and_serial(workplace: Path) -> 
     [
         ("step.bathc=3", "error: unknown key 'step.bathc' (did you mean 'batch'?)"),
         ("models.policy=./nowhere", "nowhere' is no directory here"),
-        ("models.reward=foreign", "does not share the policy's tokenizer: token 'w3' is 3 here and absent there"),
+        ("models.critic=foreign", "does not share the policy's tokenizer (token 'w3' is 3 here and absent there)"),
         ("models.reward=reward.py:shrot", "has no 'shrot'; the functions and classes there are short, odd, broken,"),
         ("models.reward=actor", "a reward from an untrained head would be noise"),
         ("data.prompts=none.jsonl", "there is no prompt file"),

@@ -16,7 +16,7 @@ import json
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,14 @@ REWARDED = 3
 HELD_OUT = 2
 
 Row = Mapping[str, Any]
+
+
+def installed(name: str) -> str:
+    """Return the version of a package; ``"none"`` where another one provides its modules."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "none"
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -90,7 +98,7 @@ def learn(options: argparse.Namespace) -> list[dict[str, float]]:
         "task": {"name": TASK, **CONFIG, "held_out": len(rows)},
         "settings": tomllib.loads((HERE / "config.toml").read_text(encoding="utf-8")),
         "set": options.set,
-        "versions": {name: version(name) for name in ("reasoning-gym", "torch", "transformers")},
+        "versions": {name: installed(name) for name in ("reasoning-gym", "torch", "transformers")},
         "processor": processor(),
         "curve": measured,
     }

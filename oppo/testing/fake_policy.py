@@ -174,8 +174,9 @@ class FakePolicy:
     def _adopt(self, load: _Load, lane: Lane[FakeDecode]) -> None:
         """Serve new weights from the next decode step of a lane on, and altogether once every lane does."""
         del load.lanes[lane]
+        self.version = load.version  # the newest that makes tokens
         if not load.lanes:
-            self.version, self._adopted = load.version, load.number
+            self._adopted = load.number
             load.adopted.set()
         for decode in self._live:
             if decode.lane is lane or not load.lanes:
