@@ -34,7 +34,7 @@ WITHIN: Final = 0.10
 """The relative error of a ratio up to which the simulator is right."""
 
 SEEDS: Final = (0, 1, 2)
-"""Orders in which the measured prompts are dealt again after their first time."""
+"""Orders in which the measured prompts are dealt before and after their own time."""
 
 WARM_UP: Final = 4
 """Simulated steps before those that are compared."""
@@ -123,18 +123,22 @@ def _step(record: Mapping[str, Any]) -> tuple[MeasuredStep, float]:
 
 @dataclass(frozen=True, slots=True)
 class Dealt:
-    """The measured lengths, in the order of the prompts, and then again in another order."""
+    """The measured lengths in the order of the prompts, between others of them: of warm-up, and of the last steps.
+
+    Attributes:
+        before: responses of the steps that warm up.
+    """
 
     lengths: Sequence[int]
+    before: int
 
     def __call__(self, units: int, samples: int, seed: int) -> NDArray[np.int64]:
         """Return the lengths of the responses to ``units`` prompts, int64 [units, samples], in tokens."""
         del samples
         random, known = np.random.default_rng(seed), np.array(self.lengths, np.int64)
-        found = [known]
-        while sum(map(len, found)) < units:
-            found.append(random.permutation(known))
-        return np.concatenate(found)[:units, None]
+        first = np.resize(random.permutation(known), self.before)
+        rest = np.resize(random.permutation(known), max(0, units - self.before - len(known)))
+        return np.concatenate([first, known, rest])[:units, None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +225,7 @@ def simulated(system: System, result: Result, mode: str) -> float:
     )
     workload = Workload(
         batch=bench.batch,
-        lengths=Dealt(lengths),
+        lengths=Dealt(lengths, WARM_UP * bench.batch),
         cap=bench.lengths.cap,
         prompt=round(sum(bench.prompt_tokens) / 2),
     )
