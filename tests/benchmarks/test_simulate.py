@@ -39,7 +39,6 @@ class Kept(Observer):
     def __init__(self) -> None:
         self.records: list[dict[str, Any]] = []
         self.spans: list[Span] = []
-        self.report: StepReport | None = None
 
     def on_item(self, step: int, stage: str, item: object, at: float) -> None:
         if isinstance(item, Observation):
@@ -47,6 +46,9 @@ class Kept(Observer):
 
     def on_span(self, span: Span) -> None:
         pass
+
+    def on_work(self, span: Span) -> None:
+        self.spans.append(span)
 
     def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
         assert isinstance(result, StepReport)
@@ -79,7 +81,7 @@ def measured(mode: str, layout: Layout) -> list[dict[str, Any]]:
     workload = Workload(batch=PAPER.batch, lengths=lengths, cap=768, prompt=28)
     steps = WARM_UP + STEPS + LAST
     system = machine(LAYOUTS[layout])
-    Course(system, workload, schedule, steps, WARM_UP, 3, 1, observers=[kept], listener=kept.spans.append).run()
+    Course(system, workload, schedule, steps, WARM_UP, 3, 1, observers=[kept], listener=kept.on_work).run()
     return kept.records[WARM_UP:-LAST]
 
 
