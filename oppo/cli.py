@@ -205,8 +205,8 @@ def simulate(
     override: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), show_default=False)] = (),
     layout: Literal["shared", "split"] = "shared",
     lag: float = 1.0,
-    steps: int = 30,
-    seeds: int = 5,
+    steps: int = 24,
+    seeds: int = 4,
     json: Path | None = None,
 ) -> int:
     """Say what each schedule would take: for a run that has finished, or for hardware as a TOML file describes it.
@@ -224,7 +224,7 @@ def simulate(
     lag
         The most updates between a token and its training, on average, of a schedule that is recommended.
     steps
-        Steps of each simulated run that count; more take longer and vary less.
+        Steps of each simulated run, of which the first quarter does not count; more take longer and vary less.
     seeds
         Runs of each schedule, with other lengths.
     json

@@ -1,8 +1,9 @@
 """The simulator beside ``make bench``: calibrated on one mode of one result, checked on the other modes and results.
 
 A result is calibrated on if it comes first. It and every further one of the same models is checked: each mode is
-simulated on the prompts that the result's steps had, and its speed over ``serial`` is compared with the measured one,
-the median over interleaved rounds. What the layouts do not share is stated in :data:`CORES`.
+simulated in the measured rounds, on the lengths that the prompts of each step had, and its speed over ``serial`` is
+compared with the measured one, both of them medians over pairs of rounds. What the layouts do not share is stated in
+:data:`CORES`.
 """
 
 from __future__ import annotations
@@ -10,20 +11,24 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import combinations
+from functools import partial
+from itertools import accumulate, combinations, pairwise
 from pathlib import Path
 from typing import Any, Final
 
+import anyio
 import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.ladder.measures import Spread
-from benchmarks.ladder.modes import MODES
+from benchmarks.ladder.modes import MODES, Mode
 from benchmarks.ladder.workloads import WORKLOADS, Layout, Workload as BenchWorkload
 from oppo.admission import Observation
 from oppo.chunking import Fixed
 from oppo.errors import DataError
-from oppo.simulate.calibrate import LAYOUTS, MeasuredStep, calibrated
+from oppo.events import StepReport
+from oppo.observe import Observer, Span
+from oppo.simulate.calibrate import LAYOUTS, Contention, MeasuredStep, calibrated
 from oppo.simulate.course import Course
 from oppo.simulate.outcome import LAST
 from oppo.simulate.records import measured_step
@@ -34,27 +39,36 @@ WITHIN: Final = 0.10
 """The relative error of a ratio up to which the simulator is right."""
 
 SEEDS: Final = (0, 1, 2)
-"""Orders in which the measured prompts are dealt before and after their own time."""
-
-WARM_UP: Final = 4
-"""Simulated steps before those that are compared."""
+"""Of what the records lack: the order of a step's prompts, and the lengths before and after the measured steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """How much faster work is in a layout than in ``split``, where it has one core.
+    """What the seats of a layout make of work.
 
     Attributes:
-        score: with nothing beside it.
+        score: how much faster it is, with nothing beside it, than on the one core that it has in ``split``.
         train: likewise.
+        contention: of what runs side by side.
     """
 
     score: float
     train: float
+    contention: Contention
 
 
-CORES: Final[Mapping[Layout, Cores]] = {"split": Cores(1.0, 1.0), "shared": Cores(1.65, 1.26)}
-"""From the serial steps of the results of record of three workloads in both layouts (geometric means)."""
+CORES: Final[Mapping[tuple[Layout, bool], Cores]] = {
+    ("split", False): Cores(1.0, 1.0, LAYOUTS["split"]),
+    ("split", True): Cores(1.0, 1.0, replace(LAYOUTS["split"], score_train=1.0)),
+    ("shared", False): Cores(1.65, 1.26, LAYOUTS["shared"]),
+    ("shared", True): Cores(1.65, 1.0, replace(LAYOUTS["shared"], train=0.11, score_train=0.11)),
+}
+"""By layout, and whether updates are made apart (:meth:`benchmarks.ladder.modes.Mode.trains_apart`).
+
+The speeds are from the serial steps of the results of record of three workloads in both layouts (geometric means).
+Updates apart have one thread. In ``split`` it takes turns with the scorers on their core; in ``shared`` it is beside
+decoding what scoring is, which has one thread there, too: this is by analogy, not measured.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +77,14 @@ class Result:
 
     Attributes:
         rounds: the measured steps of each mode, round by round, and the seconds of each.
+        warm_up: steps before the first round.
     """
 
     workload: BenchWorkload
     layout: Layout
     models: Mapping[str, Any]
     rounds: Mapping[str, Sequence[Sequence[tuple[MeasuredStep, float]]]]
+    warm_up: int
 
     @classmethod
     def read(cls, path: Path) -> list[Result]:
@@ -87,18 +103,19 @@ class Result:
         if not records or name not in WORKLOADS:
             raise DataError(f"{path} lacks the records of steps of a workload: it was made by an older `make bench`")
         rounds = {mode: [[_step(step) for step in steps] for steps in each] for mode, each in records.items()}
-        return cls(WORKLOADS[name], written["layout"], written["recipe"]["models"], rounds)
+        plan, models = written["plan"], written["recipe"]["models"]
+        return cls(WORKLOADS[name], written["layout"], models, rounds, plan["warm_up"])
 
     def steps(self, mode: str) -> list[MeasuredStep]:
         """Return the measured steps of a mode."""
         return [step for steps in self.rounds[mode] for step, _ in steps]
 
-    def lengths(self) -> list[int]:
-        """Return the lengths of the responses in the order of the prompts: from a mode that carries nothing over."""
+    def lengths(self) -> list[Sequence[int]]:
+        """Return the lengths of each step's responses, shortest first: from a mode that carries nothing over."""
         whole = next((mode for mode in ("serial", "chunk", "rollout") if mode in self.rounds), None)
         if whole is None:
             raise DataError("a check needs a mode that carries nothing over: serial, chunk or rollout")
-        return [length for step in self.steps(whole) for length in step.seen.finished]
+        return [sorted(step.seen.finished) for step in self.steps(whole)]
 
     def per_token(self, mode: str) -> list[float]:
         """Return the seconds for each trained token, round by round."""
@@ -106,9 +123,11 @@ class Result:
 
     def measured(self, mode: str) -> Spread:
         """Return the speed of a mode over that of ``serial``, by pairs of rounds."""
-        return Spread.of(
-            theirs / ours for ours, theirs in zip(self.per_token(mode), self.per_token("serial"), strict=True)
-        )
+        return _speed(self.per_token(mode), self.per_token("serial"))
+
+
+def _speed(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
+    return Spread.of(their / our for our, their in zip(ours, theirs, strict=True))
 
 
 def _step(record: Mapping[str, Any]) -> tuple[MeasuredStep, float]:
@@ -123,22 +142,45 @@ def _step(record: Mapping[str, Any]) -> tuple[MeasuredStep, float]:
 
 @dataclass(frozen=True, slots=True)
 class Dealt:
-    """The measured lengths in the order of the prompts, between others of them: of warm-up, and of the last steps.
+    """The measured lengths of each step, and some of them again before and after.
 
     Attributes:
-        before: responses of the steps that warm up.
+        steps: the lengths by step, whose order within a step is unknown.
+        before: number of prompts before the measured steps.
     """
 
-    lengths: Sequence[int]
+    steps: Sequence[Sequence[int]]
     before: int
 
     def __call__(self, units: int, samples: int, seed: int) -> NDArray[np.int64]:
         """Return the lengths of the responses to ``units`` prompts, int64 [units, samples], in tokens."""
         del samples
-        random, known = np.random.default_rng(seed), np.array(self.lengths, np.int64)
-        first = np.resize(random.permutation(known), self.before)
-        rest = np.resize(random.permutation(known), max(0, units - self.before - len(known)))
-        return np.concatenate([first, known, rest])[:units, None]
+        random = np.random.default_rng(seed)
+        known = np.concatenate([random.permutation(np.array(step, np.int64)) for step in self.steps])
+        before = np.resize(random.permutation(known), self.before)
+        after = np.resize(random.permutation(known), max(0, units - len(before) - len(known)))
+        return np.concatenate([before, known, after])[:units, None]
+
+
+class Ends(Observer):
+    """Notes when each step ends, in seconds, and the response tokens that it trained."""
+
+    def __init__(self) -> None:
+        self.at: list[float] = []
+        self.tokens: list[float] = []
+
+    def on_item(self, step: int, stage: str, item: object, at: float) -> None:
+        """Ignore what stages yield."""
+
+    def on_span(self, span: Span) -> None:
+        """Ignore the stages."""
+
+    def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
+        """Note the end of a step."""
+        del step, channels
+        if isinstance(result, StepReport):
+            self.at.append(anyio.current_time())
+            self.tokens.append(result.metrics["response_length/tokens"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,21 +223,29 @@ class Checked:
 
 
 def system_of(result: Result, mode: str) -> System:
-    """Return the system that one mode of a result is calibrated to, as it is in the layout ``split``."""
-    contention, cores = LAYOUTS[result.layout], CORES[result.layout]
-    prompt = sum(result.workload.prompt_tokens) / 2
-    return _faster(
-        calibrated(result.steps(mode), prompt=prompt, contention=contention), 1 / cores.score, 1 / cores.train
-    )
+    """Return the system that one mode of a result is calibrated to, as it is in the layout ``split``.
+
+    Raises:
+        DataError: some steps do not say how long the models worked; their calls include the wait for each other.
+    """
+    if not all(step.reading for step in result.steps(mode)):
+        raise DataError(f"some steps of mode {mode!r} do not say how long the models worked: measure them anew")
+    cores, prompt = _cores(result, mode), sum(result.workload.prompt_tokens) / 2
+    found = calibrated(result.steps(mode), prompt=prompt, contention=cores.contention)
+    return _faster(found, 1 / cores.score, 1 / cores.train)
 
 
-def adapted(system: System, of: Result, to: Result) -> System:
-    """Return a system for another layout, another number of epochs, or without a reward model."""
-    cores = CORES[to.layout]
+def adapted(system: System, of: Result, to: Result, mode: str) -> System:
+    """Return a system for a mode of a result: another layout, another number of epochs, no reward model."""
+    cores = _cores(to, mode)
     found = _faster(system, cores.score, cores.train * of.workload.epochs / to.workload.epochs)
     if to.workload.reward == "rule":
         found = replace(found, readers={name: each for name, each in found.readers.items() if name != "reward"})
-    return replace(found, interference=LAYOUTS[to.layout])
+    return replace(found, interference=cores.contention)
+
+
+def _cores(result: Result, mode: str) -> Cores:
+    return CORES[result.layout, MODES[mode].trains_apart(result.workload)]
 
 
 def _faster(system: System, score: float, train: float) -> System:
@@ -212,26 +262,48 @@ def _scaled(passes: Passes, speed: float) -> Passes:
     return Passes(token=passes.token / speed, pair=passes.pair / speed)
 
 
-def simulated(system: System, result: Result, mode: str) -> float:
-    """Return the simulated seconds for each trained token of a mode, on the prompts that the result's steps had."""
+def simulated(system: System, result: Result, mode: str) -> list[float]:
+    """Return the simulated seconds for each trained token of a mode, round by round, with each seed.
+
+    Rounds are those that were measured: no step is in flight between two of them.
+    """
+    return [each for seed in SEEDS for each in _simulated(system, result, mode, seed)]
+
+
+def _simulated(system: System, result: Result, mode: str, seed: int) -> list[float]:
     chosen, bench, lengths = MODES[mode], result.workload, result.lengths()
-    chunks = chosen.chunks(bench)
-    schedule = Schedule(
-        name=mode,
-        about=chosen.about,
-        admission=lambda: chosen.admission(bench),
-        chunk=chunks.tokens if isinstance(chunks, Fixed) else None,
-        held=chosen.held,
-    )
     workload = Workload(
         batch=bench.batch,
-        lengths=Dealt(lengths, WARM_UP * bench.batch),
+        lengths=Dealt(lengths, result.warm_up * bench.batch),
         cap=bench.lengths.cap,
         prompt=round(sum(bench.prompt_tokens) / 2),
     )
-    steps = max(1, len(lengths) // bench.batch) + WARM_UP + LAST
-    return float(
-        np.mean([Course(system, workload, schedule, steps, WARM_UP, seed, 1).run().per_token for seed in SEEDS])
+    bounds = list(accumulate(map(len, result.rounds[mode]), initial=result.warm_up))
+    ends, steps = Ends(), bounds[-1] + LAST + chosen.lookahead
+    Course(
+        system,
+        workload,
+        schedule_of(chosen, bench),
+        steps,
+        result.warm_up,
+        seed,
+        grain=1,
+        observers=[ends],
+        drain_after={bound - 1 for bound in bounds},
+    ).run()
+    return [(ends.at[stop - 1] - ends.at[start - 1]) / sum(ends.tokens[start:stop]) for start, stop in pairwise(bounds)]
+
+
+def schedule_of(mode: Mode, workload: BenchWorkload) -> Schedule:
+    """Return the schedule of a mode on a workload."""
+    chunks = mode.chunks(workload)
+    return Schedule(
+        name=mode.name,
+        about=mode.about,
+        admission=partial(mode.admission, workload),
+        chunk=chunks.tokens if isinstance(chunks, Fixed) else None,
+        held=mode.held,
+        lookahead=mode.lookahead,
     )
 
 
@@ -239,7 +311,7 @@ def check(results: Sequence[Result], on: str) -> Iterator[Checked]:
     """Yield every result that has the models of the first, checked by a system that one mode of the first gives.
 
     Raises:
-        DataError: the first result lacks that mode.
+        DataError: the first result lacks that mode, or what a calibration needs of it.
     """
     source = results[0]
     if on not in source.rounds:
@@ -248,10 +320,9 @@ def check(results: Sequence[Result], on: str) -> Iterator[Checked]:
     for result in results:
         if result.models != source.models or "serial" not in result.rounds:
             continue
-        there = adapted(system, source, result)
-        speeds = {mode: 1 / simulated(there, result, mode) for mode in result.rounds}
+        took = {mode: simulated(adapted(system, source, result, mode), result, mode) for mode in result.rounds}
         modes = [mode for mode in result.rounds if mode != "serial"]
-        ratios = [Ratio(mode, result.measured(mode), speeds[mode] / speeds["serial"]) for mode in modes]
+        ratios = [Ratio(mode, result.measured(mode), _speed(took[mode], took["serial"]).median) for mode in modes]
         yield Checked(result.workload.name, result.layout, ratios, wrong_order(ratios))
 
 

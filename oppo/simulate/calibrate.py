@@ -40,23 +40,25 @@ class Contention:
         decode: beside scoring.
         score: beside decoding.
         train: of decoding and of training beside each other.
+        score_train: of scoring and of training beside each other.
     """
 
     decode: float
     score: float
     train: float
+    score_train: float
 
     def __call__(self, kind: str, other: str) -> float:
         """Return the share for a kind of work beside another."""
         if "train" in {kind, other}:
-            return self.train
+            return self.train if "decode" in {kind, other} else self.score_train
         return self.decode if kind == "decode" else self.score
 
 
 LAYOUTS: Final[Mapping[str, Contention]] = MappingProxyType(
     {
-        "split": Contention(decode=0.05, score=0.0, train=0.05),
-        "shared": Contention(decode=0.11, score=0.65, train=1.0),
+        "split": Contention(decode=0.05, score=0.0, train=0.05, score_train=0.05),
+        "shared": Contention(decode=0.11, score=0.65, train=1.0, score_train=1.0),
     }
 )
 """``split``: each side has cores, or a device, of its own. ``shared``: they share them.
@@ -147,7 +149,7 @@ def _shares(times: ScorerTimes) -> tuple[float, float]:
 def _alone(times: ScorerTimes, contention: Contention) -> float:
     """Return the share of a scorer's seconds that its work would have taken with nothing beside it."""
     decoding, training = _shares(times)
-    return decoding / (1 + contention.score) + training / (1 + contention.train) + 1 - decoding - training
+    return decoding / (1 + contention.score) + training / (1 + contention.score_train) + 1 - decoding - training
 
 
 def _reading(step: MeasuredStep, times: ScorerTimes) -> float:
@@ -177,7 +179,7 @@ def _readers(steps: Sequence[MeasuredStep], contention: Contention) -> dict[Scor
 
 
 def _updater(steps: Sequence[MeasuredStep], prompt: float, contention: Contention) -> Updater:
-    lost = contention.train / (1 + contention.train)
+    lost = contention.score_train / (1 + contention.score_train)
     seconds = [step.update - lost * _beside(step)[1] for step in steps]
     fixed, token = fitted([(1.0, step.tokens + prompt * step.trained) for step in steps], seconds)
     alone = [step for step in steps if not step.seen.lookahead]

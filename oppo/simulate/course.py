@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
@@ -88,6 +88,7 @@ class Course:
         grain: tokens for which a fake token stands; 0: as many as keep the longest response short.
         observers: of the run.
         listener: called with the span of each call of a scorer.
+        drain_after: indexes of steps that end before any later one begins, whatever the lookahead.
     """
 
     system: System
@@ -99,6 +100,7 @@ class Course:
     grain: int = 0
     observers: Sequence[Observer] = ()
     listener: SpanListener = silent
+    drain_after: Collection[int] = ()
 
     def __post_init__(self) -> None:
         workload = self.workload
@@ -146,7 +148,7 @@ class Course:
         prompts = [Prompt(n, n, prompt, group=n) for n in range(len(self._lengths))]
         ahead = self.schedule.lookahead
         async with self.graph().open(prompts, observers=[self._longest, *self.observers], lookahead=ahead) as run:
-            async for report in run.steps(self.steps):
+            async for report in run.steps(self.steps, drain_after=self.drain_after.__contains__):
                 reports.append(report)
                 ends.append(anyio.current_time())
                 busy.append(sum(lane.busy for lane in self.policy.lanes))

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from oppo.simulate.study import Spread, Standing, Study
 
-WIDTH: Final = 100
+WIDTH: Final = 120
 """Columns where the output is no terminal."""
 
 LEGEND: Final = (

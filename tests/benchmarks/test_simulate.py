@@ -5,32 +5,29 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 from benchmarks.ladder.measures import Spread
 from benchmarks.ladder.modes import MODES
-from benchmarks.ladder.workloads import PAPER, Layout
+from benchmarks.ladder.workloads import BALANCED, PAPER, Workload as BenchWorkload
 from benchmarks.simulate.__main__ import main
-from benchmarks.simulate.check import CORES, WARM_UP, Ratio, Result, adapted, check, system_of, wrong_order
+from benchmarks.simulate.check import CORES, Ratio, Result, adapted, check, schedule_of, system_of, wrong_order
 from oppo.admission import Observation
-from oppo.chunking import Fixed
 from oppo.errors import DataError
 from oppo.events import StepReport
 from oppo.observe import Observer, Span
 from oppo.report.work import work_of
-from oppo.simulate.calibrate import LAYOUTS
 from oppo.simulate.course import Course
 from oppo.simulate.lengths import Lognormal
 from oppo.simulate.outcome import LAST
-from oppo.simulate.schedules import Schedule
-from oppo.simulate.system import Workload
+from oppo.simulate.system import Passes, System, Workload
 from tests.simulate.systems import machine
 
-STEPS = 12
+STEPS, ROUNDS, WARM_UP = 4, 3, 4
 
 
 class Kept(Observer):
@@ -39,6 +36,7 @@ class Kept(Observer):
     def __init__(self) -> None:
         self.records: list[dict[str, Any]] = []
         self.spans: list[Span] = []
+        self.before = 0.0
 
     def on_item(self, step: int, stage: str, item: object, at: float) -> None:
         if isinstance(item, Observation):
@@ -53,9 +51,10 @@ class Kept(Observer):
     def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
         assert isinstance(result, StepReport)
         spans, self.spans = self.spans, []
+        before, self.before = self.before, anyio.current_time()
         self.records.append(
             {
-                "seconds": result.seconds,
+                "seconds": self.before - before,
                 "tokens": int(result.metrics["response_length/tokens"]),
                 "samples": len(result.trained),
                 "update": result.metrics["timing_s/update"],
@@ -66,43 +65,56 @@ class Kept(Observer):
         )
 
 
-def measured(mode: str, layout: Layout) -> list[dict[str, Any]]:
-    """Return the records of a mode on a virtual machine of which nobody knows the costs."""
+def truth(mode: str, bench: BenchWorkload) -> System:
+    """Return the costs of a virtual machine with a core for each side, which nobody knows."""
+    found = machine(CORES["split", MODES[mode].trains_apart(bench)].contention)
+    updater = found.updater
+    passes = Passes(token=bench.epochs * updater.passes.token)
+    readers = {name: each for name, each in found.readers.items() if bench.reward == "model" or name != "reward"}
+    return replace(found, readers=readers, updater=replace(updater, passes=passes, fixed=bench.epochs * updater.fixed))
+
+
+def measured(mode: str, bench: BenchWorkload) -> list[dict[str, Any]]:
+    """Return the records of a mode on the virtual machine."""
     chosen, kept = MODES[mode], Kept()
-    chunks = chosen.chunks(PAPER)
-    schedule = Schedule(
-        name=mode,
-        about="",
-        admission=partial(chosen.admission, PAPER),
-        chunk=chunks.tokens if isinstance(chunks, Fixed) else None,
-        held=chosen.held,
-    )
-    lengths = Lognormal(median=(24, 24), sigma=1.5, cap=768)
-    workload = Workload(batch=PAPER.batch, lengths=lengths, cap=768, prompt=28)
-    steps = WARM_UP + STEPS + LAST
-    system = machine(LAYOUTS[layout])
-    Course(system, workload, schedule, steps, WARM_UP, 3, 1, observers=[kept], listener=kept.on_work).run()
-    return kept.records[WARM_UP:-LAST]
+    steps = WARM_UP + ROUNDS * STEPS
+    Course(
+        truth(mode, bench),
+        Workload(batch=bench.batch, lengths=Lognormal(median=(24, 24), sigma=1.5, cap=768), cap=768, prompt=28),
+        schedule_of(chosen, bench),
+        steps + LAST + chosen.lookahead,
+        WARM_UP,
+        seed=3,
+        grain=1,
+        observers=[kept],
+        listener=kept.on_work,
+        drain_after=range(WARM_UP - 1, steps, STEPS),
+    ).run()
+    return kept.records[WARM_UP:steps]
 
 
-def result(layout: Layout, *modes: str) -> dict[str, Any]:
-    """Return the content of a file of results."""
+def write(path: Path, bench: BenchWorkload, *modes: str) -> Path:
+    """Write a file of results, and return its path."""
     records = {
-        mode: [steps[k : k + 4] for k in range(0, STEPS, 4)] for mode in modes for steps in [measured(mode, layout)]
+        mode: [steps[k : k + STEPS] for k in range(0, len(steps), STEPS)]
+        for mode in modes
+        for steps in [measured(mode, bench)]
     }
-    return {
-        "workload": "paper",
-        "layout": layout,
-        "recipe": json.loads(json.dumps(asdict(PAPER))),
+    written = {
+        "workload": bench.name,
+        "layout": "split",
+        "plan": {"warm_up": WARM_UP},
+        "recipe": asdict(bench),
         "records": records,
     }
+    path.write_text(json.dumps(written))
+    return path
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("results") / "paper.json"
-    path.write_text(json.dumps(result("split", "serial", "rollout", "chunk", "fixed")))
-    return path
+    return write(path, PAPER, "serial", "rollout", "chunk", "fixed", "lookahead")
 
 
 def test_a_result_is_checked_on_every_mode_from_one_of_them(
@@ -113,18 +125,35 @@ def test_a_result_is_checked_on_every_mode_from_one_of_them(
     assert written["on"] == "chunk"
     (checked,) = written["results"]
     assert checked["right"] is True
-    assert [ratio["mode"] for ratio in checked["ratios"]] == ["rollout", "chunk", "fixed"]
+    assert [ratio["mode"] for ratio in checked["ratios"]] == ["rollout", "chunk", "fixed", "lookahead"]
     assert all(abs(ratio["error"]) < 0.05 for ratio in checked["ratios"])
     printed = capsys.readouterr().out
-    assert sum("paper, split" in line and "right" in line for line in printed.splitlines()) == 3
+    assert sum("paper, split" in line and "right" in line for line in printed.splitlines()) == 4
+
+
+def test_updates_apart_are_checked_from_a_mode_that_makes_them_beside_the_actor(file: Path, tmp_path: Path) -> None:
+    balanced = write(tmp_path / "balanced.json", BALANCED, "serial", "chunk", "lookahead", "lookahead+adaptive")
+    (paper,), (apart,) = Result.read(file), Result.read(balanced)
+    (checked,) = check([replace(paper, rounds={"chunk": paper.rounds["chunk"]}), apart], "chunk")
+    assert [ratio.mode for ratio in checked.ratios] == ["chunk", "lookahead", "lookahead+adaptive"]
+    assert all(abs(ratio.error) < 0.05 for ratio in checked.ratios), checked.ratios
+    assert checked.right
+
+
+def test_steps_that_do_not_say_how_long_models_worked_are_no_calibration(file: Path) -> None:
+    (first,) = Result.read(file)
+    bare = [[(replace(step, reading={}), took) for step, took in steps] for steps in first.rounds["chunk"]]
+    with pytest.raises(DataError, match="some steps of mode 'chunk' do not say how long the models worked"):
+        list(check([replace(first, rounds={**first.rounds, "chunk": bare})], "chunk"))
 
 
 def test_only_results_of_the_same_models_are_checked_and_without_a_baseline_none(file: Path) -> None:
-    (first,) = Result.read(file)
+    (whole,) = Result.read(file)
+    first = replace(whole, rounds={mode: whole.rounds[mode] for mode in ("serial", "chunk")})
     other = replace(first, models={})
     bare = replace(first, rounds={"chunk": first.rounds["chunk"]})
     assert [each.workload for each in check([first, other, bare], "chunk")] == ["paper"]
-    with pytest.raises(DataError, match="has no mode 'adaptive' to calibrate on; it has serial, rollout, chunk, fixed"):
+    with pytest.raises(DataError, match="has no mode 'adaptive' to calibrate on; it has serial, chunk"):
         list(check([first], "adaptive"))
 
 
@@ -133,10 +162,10 @@ def test_another_layout_and_another_reward_are_what_they_are_stated_to_be(file: 
     shared = replace(split, layout="shared")
     ruled = replace(shared, workload=replace(PAPER, reward="rule", epochs=4))
     found = system_of(split, "chunk")
-    there, alone = adapted(found, split, shared), adapted(found, split, ruled)
-    assert there.readers["reward"].call == pytest.approx(found.readers["reward"].call / CORES["shared"].score)
-    assert there.updater.passes.token == pytest.approx(found.updater.passes.token / CORES["shared"].train)
-    assert there.interference is LAYOUTS["shared"]
+    there, alone = adapted(found, split, shared, "chunk"), adapted(found, split, ruled, "chunk")
+    assert there.readers["reward"].call == pytest.approx(found.readers["reward"].call / CORES["shared", False].score)
+    assert there.updater.passes.token == pytest.approx(found.updater.passes.token / CORES["shared", False].train)
+    assert there.interference is CORES["shared", False].contention
     assert alone.readers.keys() == {"reference", "critic"}
     assert alone.updater.passes.token == pytest.approx(4 * there.updater.passes.token)
 

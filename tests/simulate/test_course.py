@@ -47,6 +47,15 @@ def test_constant_phases_take_what_the_slowest_device_takes(update: float, in_fl
     assert period(update, 2, in_flight=in_flight) == max(DECODE, EXPOSED, update)
 
 
+def test_steps_that_are_drained_after_stand_alone() -> None:
+    """Of each two steps the first has nothing before it, and the second is decoded while the first is trained."""
+    system = System(decoder=Decoder(step=DECODE / 8), updater=Updater(fixed=2.0, device="trainer"))
+    waiting = Schedule(name="it", about="", admission=partial(Synchronous, 2), lookahead=1)
+    workload = Workload(batch=2, lengths=always, cap=8, prompt=2)
+    pairs = Course(system, workload, waiting, 24 + LAST + 1, 12, drain_after=range(1, 36, 2)).run()
+    assert pairs.seconds == (DECODE + 2.0 + 2.0) / 2
+
+
 @pytest.mark.deep
 def test_ten_thousand_rollouts_are_live_at_once() -> None:
     """Three steps of them took 23 s of one core and 0.37 GB; six run here, since the last ones do not count."""
