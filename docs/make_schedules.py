@@ -27,7 +27,8 @@ from oppo.report.timeline import Excerpt, timeline
 from oppo.stages import Update
 
 HERE: Final = Path(__file__).parent
-STEPS, SHOWN = 8, 3
+STEPS, LAST, SHOWN = 8, 5, 3
+"""Steps of a run, the last one shown, and how many are."""
 
 WORKLOAD: Final = replace(
     PAPER,
@@ -35,6 +36,7 @@ WORKLOAD: Final = replace(
     models=replace(PAPER.models, taught=0, reward=replace(PAPER.models.reward, layers=6)),
     lengths=replace(PAPER.lengths, sigma=1.1, cap=256),
     batch=12,
+    epochs=3,
     extra=3,
     trains_apart=True,
     shares=(),
@@ -67,7 +69,7 @@ PICTURES: Final = {
 
 
 def excerpt(files: Files, shown: Shown) -> Excerpt:
-    """Return the last steps of a run."""
+    """Return some steps of a run, from before it runs empty."""
     keeper = Timekeeper(kept=SHOWN)
 
     def keep(span: Span) -> None:
@@ -80,10 +82,13 @@ def excerpt(files: Files, shown: Shown) -> Excerpt:
         graph = graph.replace(update=replace(graph.stage("update", Update), after=()))
 
     async def run() -> list[TimedStep]:
+        shown: list[TimedStep] = []
         async with graph.open(files.prompts(), observers=[keeper], lookahead=work.lookahead) as running:
-            async for _ in running.steps(STEPS):
+            async for report in running.steps(STEPS):
                 keeper.take()
-        return list(keeper.steps)
+                if report.index == LAST:
+                    shown = list(keeper.steps)
+        return shown
 
     with closing(work):
         return Excerpt(shown.name, anyio.run(run))
