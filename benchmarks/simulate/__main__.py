@@ -75,14 +75,15 @@ def simulate_paper(*, anew: bool = False) -> int:
 def table(checked: Sequence[Checked]) -> Table:
     """Return a line for each mode of each result."""
     found = Table(show_edge=False, header_style="bold")
-    for name in ("workload, layout", "mode", "measured", "simulated", "error", "order"):
-        found.add_column(name, justify="left" if name in {"workload, layout", "mode", "order"} else "right")
+    for name in ("workload, layout", "mode", "over", "measured", "simulated", "error", "order"):
+        found.add_column(name, justify="left" if name in {"workload, layout", "mode", "over", "order"} else "right")
     for each in checked:
         for ratio in each.ratios:
             wrong = [f"not faster than {slow}" for slow, fast in each.wrong_order if fast == ratio.mode]
             found.add_row(
                 f"{each.workload}, {each.layout}",
                 ratio.mode,
+                each.over,
                 f"{ratio.measured.median:.2f} ({ratio.measured.low:.2f} - {ratio.measured.high:.2f})",
                 f"{ratio.simulated:.2f}",
                 f"{ratio.error:+.0%}".replace("%", " %"),

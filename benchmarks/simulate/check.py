@@ -2,8 +2,8 @@
 
 A result is calibrated on if it comes first. It and every further one of the same models is checked: each mode is
 simulated in the measured rounds, on the lengths that the prompts of each step had, and its speed over ``serial`` is
-compared with the measured one, both of them medians over pairs of rounds. What the layouts do not share is stated in
-:data:`CORES`.
+compared with the measured one, both of them medians over pairs of rounds. Where ``serial`` was not measured, the mode
+that is calibrated on takes its place. What the layouts do not share is stated in :data:`CORES`.
 """
 
 from __future__ import annotations
@@ -121,9 +121,9 @@ class Result:
         """Return the seconds for each trained token, round by round."""
         return [sum(took for _, took in steps) / sum(step.tokens for step, _ in steps) for steps in self.rounds[mode]]
 
-    def measured(self, mode: str) -> Spread:
-        """Return the speed of a mode over that of ``serial``, by pairs of rounds."""
-        return _speed(self.per_token(mode), self.per_token("serial"))
+    def measured(self, mode: str, over: str) -> Spread:
+        """Return the speed of a mode over that of another, by pairs of rounds."""
+        return _speed(self.per_token(mode), self.per_token(over))
 
 
 def _speed(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
@@ -185,7 +185,7 @@ class Ends(Observer):
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """A mode's speed over that of ``serial``, measured and simulated."""
+    """A mode's speed over that of the baseline, measured and simulated."""
 
     mode: str
     measured: Spread
@@ -202,12 +202,14 @@ class Checked:
     """One result, checked.
 
     Attributes:
+        over: the baseline of the ratios.
         wrong_order: pairs of modes of which the simulation says the wrong one is faster, though measured ranges are
             disjoint.
     """
 
     workload: str
     layout: str
+    over: str
     ratios: Sequence[Ratio]
     wrong_order: Sequence[tuple[str, str]]
 
@@ -318,12 +320,13 @@ def check(results: Sequence[Result], on: str) -> Iterator[Checked]:
         raise DataError(f"the first result has no mode {on!r} to calibrate on; it has {', '.join(source.rounds)}")
     system = system_of(source, on)
     for result in results:
-        if result.models != source.models or "serial" not in result.rounds:
+        over = "serial" if "serial" in result.rounds else on
+        modes = [mode for mode in result.rounds if mode != over]
+        if result.models != source.models or over not in result.rounds or not modes:
             continue
         took = {mode: simulated(adapted(system, source, result, mode), result, mode) for mode in result.rounds}
-        modes = [mode for mode in result.rounds if mode != "serial"]
-        ratios = [Ratio(mode, result.measured(mode), _speed(took[mode], took["serial"]).median) for mode in modes]
-        yield Checked(result.workload.name, result.layout, ratios, wrong_order(ratios))
+        ratios = [Ratio(mode, result.measured(mode, over), _speed(took[mode], took[over]).median) for mode in modes]
+        yield Checked(result.workload.name, result.layout, over, ratios, wrong_order(ratios))
 
 
 def wrong_order(ratios: Sequence[Ratio]) -> list[tuple[str, str]]:

@@ -160,7 +160,7 @@ class Course:
             self.trainer.facts,
             counted=slice(first, last),
             grain=self.grain,
-            idle=1 - working / (ends[last - 1] - ends[first - 1]),
+            idle=max(0.0, 1 - working / (ends[last - 1] - ends[first - 1])),  # a decode step may end after the step
             peak_tokens=sum(
                 self.grain * lane.peak_tokens + self.workload.prompt * lane.peak_rows for lane in self.policy.lanes
             ),

@@ -140,6 +140,15 @@ def test_updates_apart_are_checked_from_a_mode_that_makes_them_beside_the_actor(
     assert checked.right
 
 
+def test_without_the_serial_mode_the_one_that_is_calibrated_on_is_the_baseline(file: Path) -> None:
+    (whole,) = Result.read(file)
+    (checked,) = check([replace(whole, rounds={mode: whole.rounds[mode] for mode in ("rollout", "chunk")})], "chunk")
+    (found,) = checked.ratios
+    assert (checked.over, found.mode) == ("chunk", "rollout")
+    assert found.measured == whole.measured("rollout", "chunk")
+    assert abs(found.error) < 0.05
+
+
 def test_steps_that_do_not_say_how_long_models_worked_are_no_calibration(file: Path) -> None:
     (first,) = Result.read(file)
     bare = [[(replace(step, reading={}), took) for step, took in steps] for steps in first.rounds["chunk"]]
@@ -147,7 +156,7 @@ def test_steps_that_do_not_say_how_long_models_worked_are_no_calibration(file: P
         list(check([replace(first, rounds={**first.rounds, "chunk": bare})], "chunk"))
 
 
-def test_only_results_of_the_same_models_are_checked_and_without_a_baseline_none(file: Path) -> None:
+def test_only_results_of_the_same_models_are_checked_and_of_a_single_mode_none(file: Path) -> None:
     (whole,) = Result.read(file)
     first = replace(whole, rounds={mode: whole.rounds[mode] for mode in ("serial", "chunk")})
     other = replace(first, models={})
