@@ -82,7 +82,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 def _received(parts: Mapping[str, tuple[torch.dtype, tuple[int, ...], bytes]]) -> SentWeights:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given buffer is not writable")  # nobody writes to what was sent
+        warnings.filterwarnings("ignore", "The given buffer is not writable")  # what was sent is only read
         return SentWeights(
             {
                 name: torch.frombuffer(data, dtype=dtype).view(shape) if len(data) else torch.empty(shape, dtype=dtype)

@@ -124,7 +124,7 @@ def logging_to(log: Path) -> Iterator[None]:
 
 
 class EngineLog:
-    """The file for what an engine writes; a context manager that removes one that nobody has named, unless it is kept.
+    """The file for what an engine writes; a context manager that removes one without a name, unless it is kept.
 
     Args:
         chosen: the file; ``None``: a temporary one.
@@ -139,7 +139,7 @@ class EngineLog:
         self.path = chosen
 
     def keep(self) -> None:
-        """Leave the file where it is: somebody may want to read why an engine failed."""
+        """Leave the file where it is: it says why an engine failed."""
         self._temporary = False
 
     def __enter__(self) -> Self:

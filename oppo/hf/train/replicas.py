@@ -22,7 +22,7 @@ class Replicas:
 
     Attributes:
         shard, devices, recipe: see :class:`oppo.hf.HfTrainer`.
-        loaded: this rank has loaded the models, which nobody else computes with, and is sent the trained weights.
+        loaded: this rank has loaded the models, which compute for it alone, and is sent the trained weights.
     """
 
     shard: bool = True

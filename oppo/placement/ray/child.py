@@ -68,7 +68,7 @@ class ActorStart:
 class RayChild(Child):
     """An actor; the constructor asks for it without waiting.
 
-    Ray neither restarts it nor repeats a call: whoever supervises children does both. It ends with this process.
+    Ray neither restarts it nor repeats a call: the supervisor of children does both. It ends with this process.
 
     Args:
         name: in errors.
