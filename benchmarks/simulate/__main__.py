@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.simulate import paper
-from benchmarks.simulate.check import Checked, Result, check
+from benchmarks.simulate.check import CheckedResult, LadderResult, check
 from oppo.cli import DONE, FAILED, call, program
 from oppo.report.put import put
 
@@ -49,7 +49,7 @@ def check_results(
     out
         Write the comparison to this file too.
     """
-    checked = list(check([result for path in results for result in Result.read(path)], on))
+    checked = list(check([result for path in results for result in LadderResult.read(path)], on))
     Console(width=110).print(table(checked))
     if out is not None:
         put(out, [json.dumps({"on": on, "results": [each.as_json() for each in checked]}, indent=2) + "\n"])
@@ -72,7 +72,7 @@ def simulate_paper(*, anew: bool = False) -> int:
     return DONE
 
 
-def table(checked: Sequence[Checked]) -> Table:
+def table(checked: Sequence[CheckedResult]) -> Table:
     """Return a line for each mode of each result."""
     found = Table(show_edge=False, header_style="bold")
     for name in ("workload, layout", "mode", "over", "measured", "simulated", "error", "order"):

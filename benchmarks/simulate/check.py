@@ -3,7 +3,7 @@
 A result is calibrated on if it comes first. It and every further one of the same models is checked: each mode is
 simulated in the measured rounds, on the lengths that the prompts of each step had, and its speed over ``serial`` is
 compared with the measured one, both of them medians over pairs of rounds. Where ``serial`` was not measured, the mode
-that is calibrated on takes its place. What the layouts do not share is stated in :data:`CORES`.
+that is calibrated on takes its place. What the layouts do not share is stated by :func:`cores_of`.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ import anyio
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.ladder.layout import seats
 from benchmarks.ladder.measures import Spread
 from benchmarks.ladder.modes import MODES, Mode
-from benchmarks.ladder.workloads import WORKLOADS, Layout, Workload as BenchWorkload
+from benchmarks.ladder.workloads import WORKLOADS, BenchWorkload, Layout
 from oppo.admission import Observation
 from oppo.chunking import Fixed
 from oppo.errors import DataError
 from oppo.events import StepReport
 from oppo.observe import Observer, Span
 from oppo.simulate.calibrate import LAYOUTS, Contention, MeasuredStep, calibrated
-from oppo.simulate.course import Course
 from oppo.simulate.outcome import LAST
 from oppo.simulate.records import measured_step
 from oppo.simulate.schedules import Schedule
-from oppo.simulate.system import Passes, Reader, System, Updater, Workload
+from oppo.simulate.simulated_run import SimulatedRun
+from oppo.simulate.system import Passes, Reader, ScorerName, System, Updater, Workload
 
 WITHIN: Final = 0.10
 """The relative error of a ratio up to which the simulator is right."""
@@ -44,7 +45,7 @@ SEEDS: Final = (0, 1, 2)
 
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """What the seats of a layout make of work.
+    """Speeds of the seats of a layout.
 
     Attributes:
         score: how much faster it is, with nothing beside it, than on the one core that it has in ``split``.
@@ -57,22 +58,31 @@ class Cores:
     contention: Contention
 
 
-CORES: Final[Mapping[tuple[Layout, bool], Cores]] = {
-    ("split", False): Cores(1.0, 1.0, LAYOUTS["split"]),
-    ("split", True): Cores(1.0, 1.0, replace(LAYOUTS["split"], score_train=1.0)),
-    ("shared", False): Cores(1.65, 1.26, LAYOUTS["shared"]),
-    ("shared", True): Cores(1.65, 1.0, replace(LAYOUTS["shared"], train=0.11, score_train=0.11)),
-}
-"""By layout, and whether updates are made apart (:meth:`benchmarks.ladder.modes.Mode.trains_apart`).
+SCORE_ON_TWO: Final = 1.65
+TRAIN_ON_TWO: Final = 1.35
+"""Speed on two cores over that on one, from the serial steps of results in both layouts on two machines, as means."""
 
-The speeds are from the serial steps of the results of record of three workloads in both layouts (geometric means).
-Updates apart have one thread. In ``split`` it takes turns with the scorers on their core; in ``shared`` it is beside
-decoding what scoring is, which has one thread there, too: this is by analogy, not measured.
-"""
+THREE_ON_TWO: Final = 0.25
+"""How much longer work takes for each of two other kinds, if all three have a thread and share two cores."""
+
+
+def cores_of(layout: Layout, mode: Mode, *, apart: bool) -> Cores:
+    """Return what the seats of a mode (:func:`benchmarks.ladder.layout.seats`) make of work; ``apart`` as there."""
+    place = seats(layout, (0, 1), held=mode.held, apart=apart)
+    contention = LAYOUTS[layout]
+    if apart and layout == "split":
+        contention = replace(contention, score_train=1.0)  # in turn, on the core of the scorers
+    elif apart:
+        contention = replace(contention, train=THREE_ON_TWO, score_train=THREE_ON_TWO)
+    return Cores(
+        score=SCORE_ON_TWO if place.scorers.threads > 1 else 1.0,
+        train=TRAIN_ON_TWO if place.trainer.threads > 1 else 1.0,
+        contention=contention,
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class LadderResult:
     """A file of results of ``make bench``, for a simulation.
 
     Attributes:
@@ -87,7 +97,7 @@ class Result:
     warm_up: int
 
     @classmethod
-    def read(cls, path: Path) -> list[Result]:
+    def read(cls, path: Path) -> list[LadderResult]:
         """Return the results in a file.
 
         Raises:
@@ -97,7 +107,7 @@ class Result:
         return [cls.of(each, path) for each in (written if isinstance(written, list) else [written])]
 
     @classmethod
-    def of(cls, written: Mapping[str, Any], path: Path) -> Result:
+    def of(cls, written: Mapping[str, Any], path: Path) -> LadderResult:
         """Return one result."""
         records, name = written.get("records"), str(written.get("workload"))
         if not records or name not in WORKLOADS:
@@ -105,6 +115,24 @@ class Result:
         rounds = {mode: [[_step(step) for step in steps] for steps in each] for mode, each in records.items()}
         plan, models = written["plan"], written["recipe"]["models"]
         return cls(WORKLOADS[name], written["layout"], models, rounds, plan["warm_up"])
+
+    def layers(self, model: str) -> int:
+        """Return the depth of a model."""
+        return int(self.models[model]["layers"])
+
+    @property
+    def trained_layers(self) -> int:
+        """The depth of actor and critic together; they are equally wide."""
+        return self.layers("actor") + self.layers("critic")
+
+    def fits(self, other: LadderResult) -> bool:
+        """Return whether the models are those of another result, but for the depth of reward model and critic."""
+
+        def widths(result: LadderResult) -> Mapping[str, Any]:
+            free = ("reward", "critic")
+            return {name: {**each, "layers": None} if name in free else each for name, each in result.models.items()}
+
+        return widths(self) == widths(other)
 
     def steps(self, mode: str) -> list[MeasuredStep]:
         """Return the measured steps of a mode."""
@@ -198,7 +226,7 @@ class Ratio:
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class CheckedResult:
     """One result, checked.
 
     Attributes:
@@ -224,7 +252,7 @@ class Checked:
         return {**asdict(self), "ratios": ratios, "right": self.right}
 
 
-def system_of(result: Result, mode: str) -> System:
+def system_of(result: LadderResult, mode: str) -> System:
     """Return the system that one mode of a result is calibrated to, as it is in the layout ``split``.
 
     Raises:
@@ -237,34 +265,47 @@ def system_of(result: Result, mode: str) -> System:
     return _faster(found, 1 / cores.score, 1 / cores.train)
 
 
-def adapted(system: System, of: Result, to: Result, mode: str) -> System:
-    """Return a system for a mode of a result: another layout, another number of epochs, no reward model."""
+def adapted(system: System, of: LadderResult, to: LadderResult, mode: str) -> System:
+    """Return a system for a mode of a result: another layout, number of epochs, or depth of models, no reward model."""
     cores = _cores(to, mode)
-    found = _faster(system, cores.score, cores.train * of.workload.epochs / to.workload.epochs)
+    work = (to.trained_layers * to.workload.epochs) / (of.trained_layers * of.workload.epochs)
+    found = _faster(_deeper(system, of, to), cores.score, cores.train / work)
     if to.workload.reward == "rule":
         found = replace(found, readers={name: each for name, each in found.readers.items() if name != "reward"})
     return replace(found, interference=cores.contention)
 
 
-def _cores(result: Result, mode: str) -> Cores:
-    return CORES[result.layout, MODES[mode].trains_apart(result.workload)]
+def _deeper(system: System, of: LadderResult, to: LadderResult) -> System:
+    """Return a system whose reward model and critic have the layers of another result; work is proportional to them."""
+
+    def deeper(name: ScorerName, each: Reader) -> Reader:
+        return each if name == "reference" else _sped(each, of.layers(name) / to.layers(name))
+
+    return replace(system, readers={name: deeper(name, each) for name, each in system.readers.items()})
+
+
+def _cores(result: LadderResult, mode: str) -> Cores:
+    return cores_of(result.layout, MODES[mode], apart=MODES[mode].trains_apart(result.workload))
 
 
 def _faster(system: System, score: float, train: float) -> System:
-    def reader(each: Reader) -> Reader:
-        return replace(each, passes=_scaled(each.passes, score), call=each.call / score, answer=each.answer / score)
-
     updater: Updater = replace(
         system.updater, passes=_scaled(system.updater.passes, train), fixed=system.updater.fixed / train
     )
-    return replace(system, readers={name: reader(each) for name, each in system.readers.items()}, updater=updater)
+    readers = {name: _sped(each, score) for name, each in system.readers.items()}
+    return replace(system, readers=readers, updater=updater)
+
+
+def _sped(reader: Reader, speed: float) -> Reader:
+    passes = _scaled(reader.passes, speed)
+    return replace(reader, passes=passes, call=reader.call / speed, answer=reader.answer / speed)
 
 
 def _scaled(passes: Passes, speed: float) -> Passes:
     return Passes(token=passes.token / speed, pair=passes.pair / speed)
 
 
-def simulated(system: System, result: Result, mode: str) -> list[float]:
+def simulated(system: System, result: LadderResult, mode: str) -> list[float]:
     """Return the simulated seconds for each trained token of a mode, round by round, with each seed.
 
     Rounds are those that were measured: no step is in flight between two of them.
@@ -272,7 +313,7 @@ def simulated(system: System, result: Result, mode: str) -> list[float]:
     return [each for seed in SEEDS for each in _simulated(system, result, mode, seed)]
 
 
-def _simulated(system: System, result: Result, mode: str, seed: int) -> list[float]:
+def _simulated(system: System, result: LadderResult, mode: str, seed: int) -> list[float]:
     chosen, bench, lengths = MODES[mode], result.workload, result.lengths()
     workload = Workload(
         batch=bench.batch,
@@ -282,7 +323,7 @@ def _simulated(system: System, result: Result, mode: str, seed: int) -> list[flo
     )
     bounds = list(accumulate(map(len, result.rounds[mode]), initial=result.warm_up))
     ends, steps = Ends(), bounds[-1] + LAST + chosen.lookahead
-    Course(
+    SimulatedRun(
         system,
         workload,
         schedule_of(chosen, bench),
@@ -309,8 +350,8 @@ def schedule_of(mode: Mode, workload: BenchWorkload) -> Schedule:
     )
 
 
-def check(results: Sequence[Result], on: str) -> Iterator[Checked]:
-    """Yield every result that has the models of the first, checked by a system that one mode of the first gives.
+def check(results: Sequence[LadderResult], on: str) -> Iterator[CheckedResult]:
+    """Yield every result that fits the first, checked by a system that one mode of the first gives.
 
     Raises:
         DataError: the first result lacks that mode, or what a calibration needs of it.
@@ -318,15 +359,20 @@ def check(results: Sequence[Result], on: str) -> Iterator[Checked]:
     source = results[0]
     if on not in source.rounds:
         raise DataError(f"the first result has no mode {on!r} to calibrate on; it has {', '.join(source.rounds)}")
+    if source.workload.reward == "rule" and any(result.workload.reward == "model" for result in results):
+        raise DataError(
+            f"{source.workload.name} has no reward model, so a calibration on it does not say what one costs: name a "
+            "result with one first"
+        )
     system = system_of(source, on)
     for result in results:
         over = "serial" if "serial" in result.rounds else on
         modes = [mode for mode in result.rounds if mode != over]
-        if result.models != source.models or over not in result.rounds or not modes:
+        if not result.fits(source) or over not in result.rounds or not modes:
             continue
         took = {mode: simulated(adapted(system, source, result, mode), result, mode) for mode in result.rounds}
         ratios = [Ratio(mode, result.measured(mode, over), _speed(took[mode], took[over]).median) for mode in modes]
-        yield Checked(result.workload.name, result.layout, over, ratios, wrong_order(ratios))
+        yield CheckedResult(result.workload.name, result.layout, over, ratios, wrong_order(ratios))
 
 
 def wrong_order(ratios: Sequence[Ratio]) -> list[tuple[str, str]]:

@@ -21,10 +21,10 @@ import numpy as np
 
 from oppo.admission import Admission, Continuous, Overcommit, Synchronous, TailAdaptive
 from oppo.app.profile import load_profile
-from oppo.simulate.course import Course
-from oppo.simulate.outcome import LAST, Outcome
+from oppo.simulate.outcome import LAST, ScheduleOutcome
 from oppo.simulate.profile import EngineSection, Profile
 from oppo.simulate.schedules import FORESEEN, Schedule
+from oppo.simulate.simulated_run import SimulatedRun
 from oppo.simulate.study import Spread
 
 RESULTS: Final = Path(__file__).with_name("paper.json")
@@ -138,14 +138,14 @@ class Cell:
     max_deferrals: int
     seed: int
 
-    def run(self) -> Outcome:
+    def run(self) -> ScheduleOutcome:
         """Make the run."""
         row = BY_NAME[self.row]
         profile = profile_of(self.setting, self.engine, self.decode)
         profile = replace(profile, schedule=replace(profile.schedule, recompute=row.recompute))
         schedule = row.schedule(profile.workload.batch, self.max_deferrals)
         steps = STEPS + LAST + schedule.lookahead
-        return Course(profile.system(), profile.work(), schedule, steps, SKIPPED, self.seed).run()
+        return SimulatedRun(profile.system(), profile.work(), schedule, steps, SKIPPED, self.seed).run()
 
 
 @cache
@@ -188,7 +188,7 @@ class Results:
     def __len__(self) -> int:
         return len(self._outcomes)
 
-    def __getitem__(self, cell: Cell) -> Outcome:
+    def __getitem__(self, cell: Cell) -> ScheduleOutcome:
         return self._outcomes[cell]
 
     def simulate(self, cells: Iterable[Cell], tell: Callable[[str], None]) -> None:
@@ -203,7 +203,7 @@ class Results:
 
     def outcomes(
         self, setting: str, engine: Engine, row: Row, *, decode: int | None = None, max_deferrals: int = FORESEEN
-    ) -> list[Outcome]:
+    ) -> list[ScheduleOutcome]:
         """Return the outcomes of a row, by seed."""
         if decode is None:
             decode = self.decoding(setting, engine, row)
@@ -249,8 +249,8 @@ def shown(setting: str, engine: Engine) -> list[Row]:
     return [row for row in ROWS if ablated or not row.name.startswith("inter")]
 
 
-def _outcome(record: Mapping[str, object]) -> Outcome:
-    return Outcome(**{**record, "extras": tuple(record["extras"])})  # type: ignore[arg-type]  # written by asdict
+def _outcome(record: Mapping[str, object]) -> ScheduleOutcome:
+    return ScheduleOutcome(**{**record, "extras": tuple(record["extras"])})  # type: ignore[arg-type]  # written by asdict
 
 
 BEGIN: Final = "<!-- tables of benchmarks/simulate/paper.py -->\n"
@@ -333,7 +333,9 @@ def split_table(results: Results) -> Iterator[str]:
     yield ""
 
 
-def line(name: str, devices: str, base: Sequence[Outcome], found: Sequence[Outcome], least: float) -> str:
+def line(
+    name: str, devices: str, base: Sequence[ScheduleOutcome], found: Sequence[ScheduleOutcome], least: float
+) -> str:
     """Return a line of a table."""
     speed, lag = speeds(base, found), np.mean([each.lag for each in found])
     longest, idle = max(each.longest_lag for each in found), np.mean([each.idle for each in found])
@@ -343,17 +345,17 @@ def line(name: str, devices: str, base: Sequence[Outcome], found: Sequence[Outco
     return f"| {name} | {devices} | {figures} |".replace("%", " %")
 
 
-def mean(outcomes: Sequence[Outcome]) -> float:
+def mean(outcomes: Sequence[ScheduleOutcome]) -> float:
     """Return the mean seconds of a step."""
     return float(np.mean([each.seconds for each in outcomes]))
 
 
-def per_token(outcomes: Sequence[Outcome]) -> float:
+def per_token(outcomes: Sequence[ScheduleOutcome]) -> float:
     """Return the mean seconds for each trained token."""
     return float(np.mean([each.per_token for each in outcomes]))
 
 
-def speeds(base: Sequence[Outcome], found: Sequence[Outcome]) -> Spread:
+def speeds(base: Sequence[ScheduleOutcome], found: Sequence[ScheduleOutcome]) -> Spread:
     """Return the speed over the baseline's, trained tokens a second, paired by seed."""
     return Spread.of(one.per_token / other.per_token for one, other in zip(base, found, strict=True))
 

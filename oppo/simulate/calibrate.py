@@ -1,8 +1,10 @@
 """Calibration: the costs of a system, from the measured steps of one run.
 
-Decode steps are fitted to the stretches of the steps' decode phases, which differ in how many rows are live and how
-long they are; reading to the scorers' calls and tokens; the update to its tokens. What runs side by side slows the
-other down, which one run cannot tell apart from its own cost: :class:`Contention` states it.
+Decode steps are fitted to the stretches of the steps' decode phases, which differ in how many rows are live, how long
+they are and how many end; reading to the scorers' calls and tokens; the update to its tokens. The actor reads a prompt
+as the reference does, which is the same model: a phase reads its prompts at once, which says little of what they cost.
+Work slows down other work beside it. One run cannot tell that apart from the work's own cost: :class:`Contention`
+states it.
 """
 
 from __future__ import annotations
@@ -14,12 +16,14 @@ from typing import Final
 
 import numpy as np
 
-from oppo.admission import Observation, Scoring as ScorerTimes
+from oppo.admission import Observation, Scoring
 from oppo.errors import DataError
 from oppo.simulate.fitting import fitted
-from oppo.simulate.system import Decoder, Passes, Reader, Scoring, System, Updater
+from oppo.simulate.system import Decoder, Passes, Reader, ScorerName, System, Updater
 
-ROLES: Final[Mapping[str, Scoring]] = MappingProxyType({"ref_logp": "reference", "reward": "reward", "value": "critic"})
+ROLES: Final[Mapping[str, ScorerName]] = MappingProxyType(
+    {"ref_logp": "reference", "reward": "reward", "value": "critic"}
+)
 """The scorer of each stage."""
 
 WARM_UP: Final = 2
@@ -57,20 +61,20 @@ class Contention:
 
 LAYOUTS: Final[Mapping[str, Contention]] = MappingProxyType(
     {
-        "split": Contention(decode=0.05, score=0.0, train=0.05, score_train=0.05),
-        "shared": Contention(decode=0.11, score=0.65, train=1.0, score_train=1.0),
+        "split": Contention(decode=0.08, score=0.0, train=0.05, score_train=0.05),
+        "shared": Contention(decode=0.12, score=0.12, train=1.0, score_train=1.0),
     }
 )
 """``split``: each side has cores, or a device, of its own. ``shared``: they share them.
 
-From the results of record on two cores (``benchmarks/results``): decoding beside scoring takes 1.02 to 1.06 times as
-long in ``split`` and 1.09 to 1.14 times in ``shared``, without anything carried over; scoring takes 1.5 to 1.8 times as
-long on the one core that decoding leaves as on both. Training on the cores of decoding takes turns with it."""
+Of two machines with two cores (``benchmarks/results``), without anything carried over: decoding beside scoring takes
+1.02 to 1.16 times as long in ``split`` and 1.07 to 1.19 times in ``shared``, where each has one thread. Training on all
+cores takes turns with what works there."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """What was measured of a step.
+    """The measurements of one step.
 
     Attributes:
         seen: its observation.
@@ -111,25 +115,39 @@ def calibrated(
             "some more, with this version of oppo"
         )
     known = known[WARM_UP:] if len(known) >= LEAST + WARM_UP else known
+    readers = _readers(known, contention)
+    reading = readers["reference"].passes if "reference" in readers else None
     return System(
-        decoder=_decoder(known, contention, recomputes=recomputes),
-        readers=_readers(known, contention),
+        decoder=_decoder(known, contention, reading, recomputes=recomputes),
+        readers=readers,
         updater=_updater(known, prompt, contention),
         interference=contention,
     )
 
 
-def _decoder(steps: Sequence[MeasuredStep], contention: Contention, *, recomputes: bool) -> Decoder:
+def _decoder(
+    steps: Sequence[MeasuredStep], contention: Contention, reading: Passes | None, *, recomputes: bool
+) -> Decoder:
+    """Return the costs of decode steps; ``reading`` are those of prompts, which are fitted too when ``None``."""
+    known = 0.0 if reading is None else reading.token
     work, seconds = [], []
     for step in steps:
         share = _beside(step)[0] / step.seen.decode_seconds if step.seen.decode_seconds > 0 else 0.0
         for each in step.seen.stretches:
             read = each.opened + (each.resumed if recomputes else 0)
-            work.append((float(each.steps), float(each.tokens), float(each.context), float(read)))
-            seconds.append(each.seconds / (1 + contention.decode * share))
-    per_step, row, context, token = fitted(work, seconds)
+            ended = each.ended or len(step.seen.finished) / len(step.seen.stretches)  # older journals do not say
+            unknown = read if reading is None else 0
+            work.append((float(each.steps), float(each.tokens), float(each.context), float(ended), float(unknown)))
+            seconds.append(each.seconds / (1 + contention.decode * share) - known * read)
+    per_step, row, context, ending, token = fitted(work, seconds)
     return Decoder(
-        step=per_step, row=row, context=context, prefill=Passes(token=token), recomputes=recomputes, device=DEVICE
+        step=per_step,
+        row=row,
+        context=context,
+        ending=ending,
+        prefill=Passes(token=known or token),
+        recomputes=recomputes,
+        device=DEVICE,
     )
 
 
@@ -140,28 +158,28 @@ def _beside(step: MeasuredStep) -> tuple[float, float]:
     return min(decoding, step.seen.decode_seconds), min(training, step.update)
 
 
-def _shares(times: ScorerTimes) -> tuple[float, float]:
+def _shares(times: Scoring) -> tuple[float, float]:
     """Return the shares of a scorer's work that it did beside decoding, and beside the update."""
     work = times.busy + times.spare
     return (times.before / work, times.spare / work) if work > 0 else (0.0, 0.0)
 
 
-def _alone(times: ScorerTimes, contention: Contention) -> float:
+def _alone(times: Scoring, contention: Contention) -> float:
     """Return the share of a scorer's seconds that its work would have taken with nothing beside it."""
     decoding, training = _shares(times)
     return decoding / (1 + contention.score) + training / (1 + contention.score_train) + 1 - decoding - training
 
 
-def _reading(step: MeasuredStep, times: ScorerTimes) -> float:
+def _reading(step: MeasuredStep, times: Scoring) -> float:
     return step.reading.get(times.stage, times.busy + times.spare - times.answering)
 
 
-def _answering(step: MeasuredStep, times: ScorerTimes) -> float:
+def _answering(step: MeasuredStep, times: Scoring) -> float:
     return step.answering.get(times.stage, times.answering)
 
 
-def _readers(steps: Sequence[MeasuredStep], contention: Contention) -> dict[Scoring, Reader]:
-    found: dict[Scoring, Reader] = {}
+def _readers(steps: Sequence[MeasuredStep], contention: Contention) -> dict[ScorerName, Reader]:
+    found: dict[ScorerName, Reader] = {}
     for stage, role in ROLES.items():
         times = [(step, each) for step in steps for each in step.seen.scoring if each.stage == stage]
         if not times:

@@ -116,7 +116,7 @@ MODELS: Final[Mapping[str, Transformer]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reached:
-    """What engines reach of the data sheet.
+    """Shares of a data sheet's figures that engines reach.
 
     The defaults for decoding are those of vLLM, fitted to the speeds that Qwen publishes for 3B and 7B on an A100 (one
     request, bfloat16: 127.61 and 84.28 tokens a second; their slopes over 30,000 tokens of context).

@@ -1,4 +1,4 @@
-"""What a simulated run comes to: figures of its steps without the first and the last ones."""
+"""Statistics of a simulated run, without its first and last steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAST = 3
 
 @dataclass(frozen=True, slots=True)
 class BatchFacts:
-    """What counts of a batch.
+    """Lengths and lags of a batch.
 
     Attributes:
         lengths: of its responses, in tokens.
@@ -51,7 +51,7 @@ class Restarts:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ScheduleOutcome:
     """Statistics of a run without its first and last steps.
 
     Attributes:
@@ -99,7 +99,7 @@ class Outcome:
         idle: float = 0.0,
         peak_tokens: float = 0.0,
         restarts: bool = False,
-    ) -> Outcome:
+    ) -> ScheduleOutcome:
         """Return the statistics of a run.
 
         Args:

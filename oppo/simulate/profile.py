@@ -27,7 +27,7 @@ from oppo.declared import (
 from oppo.errors import ConfigError
 from oppo.simulate.hardware import GPUS, MODELS, TRAINED_PASSES, Gpu, Reached, Transformer
 from oppo.simulate.lengths import Lognormal, Observed
-from oppo.simulate.system import Decoder, DrawLengths, Reader, Scoring, System, Updater, Workload
+from oppo.simulate.system import Decoder, DrawLengths, Reader, ScorerName, System, Updater, Workload
 
 T = TypeVar("T")
 
@@ -234,15 +234,15 @@ class Profile:
             cache=actor.cache,
         )
 
-    def _readers(self) -> dict[Scoring, Reader]:
+    def _readers(self) -> dict[ScorerName, Reader]:
         layout, engine = self.layout, self.engine
         devices = {
             "decode": ("actor", layout.decode),
             "train": ("trainer", layout.train),
             "score": ("scorers" if layout.score else "actor", layout.score or layout.decode),
         }
-        readers: dict[Scoring, Reader] = {}
-        forward: dict[Scoring, str] = {"reference": "actor"} if self.models.reference else {}
+        readers: dict[ScorerName, Reader] = {}
+        forward: dict[ScorerName, str] = {"reference": "actor"} if self.models.reference else {}
         for name, key in ({**forward, "critic": "critic"} if self.models.critic else forward).items():
             device, count = devices[layout.forward]
             readers[name] = Reader(

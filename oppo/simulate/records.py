@@ -1,4 +1,4 @@
-"""What a run directory says of its steps: the input of a calibration."""
+"""The measured steps in a run directory: the input of a calibration."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NOTHING: Final = [0, 0.0]
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """What a run directory says.
+    """The records of a run directory.
 
     Attributes:
         steps: measured, in order.

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from oppo.simulate.course import Course
-from oppo.simulate.outcome import LAST, Outcome
+from oppo.simulate.outcome import LAST, ScheduleOutcome
 from oppo.simulate.schedules import Schedule
+from oppo.simulate.simulated_run import SimulatedRun
 from oppo.simulate.system import System, Workload
 
 WORTHWHILE: Final = 1.05
@@ -49,7 +49,7 @@ class Standing:
     """
 
     schedule: Schedule
-    outcomes: Sequence[Outcome]
+    outcomes: Sequence[ScheduleOutcome]
     speeds: Sequence[float]
 
     @property
@@ -130,12 +130,12 @@ def study(
         steps: of each run; a quarter of them, and the last ones, do not count.
         tell: called with a sentence before each schedule.
     """
-    outcomes: dict[str, list[Outcome]] = {}
+    outcomes: dict[str, list[ScheduleOutcome]] = {}
     for name, schedule in schedules.items():
         tell(f"simulating {name}: {steps} steps, {len(seeds)} seeds")
         extra = LAST + schedule.lookahead
-        courses = [Course(system, workload, schedule, steps + extra, max(1, steps // WARM), seed) for seed in seeds]
-        outcomes[name] = [course.run() for course in courses]
+        runs = [SimulatedRun(system, workload, schedule, steps + extra, max(1, steps // WARM), seed) for seed in seeds]
+        outcomes[name] = [each.run() for each in runs]
     base = outcomes[baseline]
     standings = {
         name: Standing(

@@ -1,8 +1,9 @@
-"""What the work of a step costs, in seconds: decode steps, reading, updates; and which of it shares a device.
+"""Costs of a step's work, in seconds: decode steps, reading, updates; and which of it shares a device.
 
 Costs are linear in what there is to do, as a roofline or a fit gives them::
 
     decode step of one replica   max(floor, step + row * rows + context * tokens in the rows' context)
+    end of a rollout             ending
     reading start .. stop        token * (stop - start) + pair * (stop^2 - start^2) / 2
     update                       fixed + the same over whole rows, prompts included
 """
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from oppo.declared import require_declared
 from oppo.testing.device import Interference, time_shared
 
-Scoring: TypeAlias = Literal["reward", "reference", "critic"]
+ScorerName: TypeAlias = Literal["reward", "reference", "critic"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +59,7 @@ class Decoder:
         step: for itself, as for reading the weights.
         row: for each live row.
         context: for each token in the context of the live rows, prompts included.
+        ending: for each rollout that ends: what is left of its rows is put together anew.
         prefill: of reading a rollout's context before it is decoded; decode steps wait meanwhile.
         recomputes: whether that is read again with new weights.
         replicas: copies of the actor, each with rows and decode steps of its own.
@@ -69,6 +71,7 @@ class Decoder:
     step: float = 0.0
     row: float = 0.0
     context: float = 0.0
+    ending: float = 0.0
     prefill: Passes = Passes()
     recomputes: bool = True
     replicas: int = 1
@@ -140,7 +143,7 @@ class System:
     """
 
     decoder: Decoder
-    readers: Mapping[Scoring, Reader] = field(default_factory=dict)
+    readers: Mapping[ScorerName, Reader] = field(default_factory=dict)
     updater: Updater = Updater()
     interference: Interference = time_shared
     cache: float = 0.0
@@ -152,7 +155,7 @@ DrawLengths: TypeAlias = Callable[[int, int, int], NDArray[np.int64]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What is trained.
+    """Size of a batch and lengths of its prompts and responses.
 
     Attributes:
         batch: units in a batch: rollouts, or groups of ``samples`` rollouts.

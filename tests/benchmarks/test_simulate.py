@@ -13,17 +13,28 @@ import pytest
 
 from benchmarks.ladder.measures import Spread
 from benchmarks.ladder.modes import MODES
-from benchmarks.ladder.workloads import BALANCED, PAPER, Workload as BenchWorkload
+from benchmarks.ladder.workloads import BALANCED, PAPER, BenchWorkload
 from benchmarks.simulate.__main__ import main
-from benchmarks.simulate.check import CORES, Ratio, Result, adapted, check, schedule_of, system_of, wrong_order
+from benchmarks.simulate.check import (
+    SCORE_ON_TWO,
+    TRAIN_ON_TWO,
+    LadderResult,
+    Ratio,
+    adapted,
+    check,
+    cores_of,
+    schedule_of,
+    system_of,
+    wrong_order,
+)
 from oppo.admission import Observation
 from oppo.errors import DataError
 from oppo.events import StepReport
 from oppo.observe import Observer, Span
 from oppo.report.work import work_of
-from oppo.simulate.course import Course
 from oppo.simulate.lengths import Lognormal
 from oppo.simulate.outcome import LAST
+from oppo.simulate.simulated_run import SimulatedRun
 from oppo.simulate.system import Passes, System, Workload
 from tests.simulate.systems import machine
 
@@ -67,7 +78,7 @@ class Kept(Observer):
 
 def truth(mode: str, bench: BenchWorkload) -> System:
     """Return the costs of a virtual machine with a core for each side, which nobody knows."""
-    found = machine(CORES["split", MODES[mode].trains_apart(bench)].contention)
+    found = machine(cores_of("split", MODES[mode], apart=MODES[mode].trains_apart(bench)).contention)
     updater = found.updater
     passes = Passes(token=bench.epochs * updater.passes.token)
     readers = {name: each for name, each in found.readers.items() if bench.reward == "model" or name != "reward"}
@@ -78,7 +89,7 @@ def measured(mode: str, bench: BenchWorkload) -> list[dict[str, Any]]:
     """Return the records of a mode on the virtual machine."""
     chosen, kept = MODES[mode], Kept()
     steps = WARM_UP + ROUNDS * STEPS
-    Course(
+    SimulatedRun(
         truth(mode, bench),
         Workload(batch=bench.batch, lengths=Lognormal(median=(24, 24), sigma=1.5, cap=768), cap=768, prompt=28),
         schedule_of(chosen, bench),
@@ -133,7 +144,7 @@ def test_a_result_is_checked_on_every_mode_from_one_of_them(
 
 def test_updates_apart_are_checked_from_a_mode_that_makes_them_beside_the_actor(file: Path, tmp_path: Path) -> None:
     balanced = write(tmp_path / "balanced.json", BALANCED, "serial", "chunk", "lookahead", "lookahead+adaptive")
-    (paper,), (apart,) = Result.read(file), Result.read(balanced)
+    (paper,), (apart,) = LadderResult.read(file), LadderResult.read(balanced)
     (checked,) = check([replace(paper, rounds={"chunk": paper.rounds["chunk"]}), apart], "chunk")
     assert [ratio.mode for ratio in checked.ratios] == ["chunk", "lookahead", "lookahead+adaptive"]
     assert all(abs(ratio.error) < 0.05 for ratio in checked.ratios), checked.ratios
@@ -141,7 +152,7 @@ def test_updates_apart_are_checked_from_a_mode_that_makes_them_beside_the_actor(
 
 
 def test_without_the_serial_mode_the_one_that_is_calibrated_on_is_the_baseline(file: Path) -> None:
-    (whole,) = Result.read(file)
+    (whole,) = LadderResult.read(file)
     (checked,) = check([replace(whole, rounds={mode: whole.rounds[mode] for mode in ("rollout", "chunk")})], "chunk")
     (found,) = checked.ratios
     assert (checked.over, found.mode) == ("chunk", "rollout")
@@ -150,14 +161,14 @@ def test_without_the_serial_mode_the_one_that_is_calibrated_on_is_the_baseline(f
 
 
 def test_steps_that_do_not_say_how_long_models_worked_are_no_calibration(file: Path) -> None:
-    (first,) = Result.read(file)
+    (first,) = LadderResult.read(file)
     bare = [[(replace(step, reading={}), took) for step, took in steps] for steps in first.rounds["chunk"]]
     with pytest.raises(DataError, match="some steps of mode 'chunk' do not say how long the models worked"):
         list(check([replace(first, rounds={**first.rounds, "chunk": bare})], "chunk"))
 
 
 def test_only_results_of_the_same_models_are_checked_and_of_a_single_mode_none(file: Path) -> None:
-    (whole,) = Result.read(file)
+    (whole,) = LadderResult.read(file)
     first = replace(whole, rounds={mode: whole.rounds[mode] for mode in ("serial", "chunk")})
     other = replace(first, models={})
     bare = replace(first, rounds={"chunk": first.rounds["chunk"]})
@@ -167,16 +178,32 @@ def test_only_results_of_the_same_models_are_checked_and_of_a_single_mode_none(f
 
 
 def test_another_layout_and_another_reward_are_what_they_are_stated_to_be(file: Path) -> None:
-    (split,) = Result.read(file)
+    (split,) = LadderResult.read(file)
     shared = replace(split, layout="shared")
     ruled = replace(shared, workload=replace(PAPER, reward="rule", epochs=4))
     found = system_of(split, "chunk")
     there, alone = adapted(found, split, shared, "chunk"), adapted(found, split, ruled, "chunk")
-    assert there.readers["reward"].call == pytest.approx(found.readers["reward"].call / CORES["shared", False].score)
-    assert there.updater.passes.token == pytest.approx(found.updater.passes.token / CORES["shared", False].train)
-    assert there.interference is CORES["shared", False].contention
+    assert there.readers["reward"].call == pytest.approx(found.readers["reward"].call), "one thread in both"
+    held = adapted(found, split, shared, "serial").readers["reward"].call
+    assert held == pytest.approx(there.readers["reward"].call / SCORE_ON_TWO), "as many threads as cores"
+    assert there.updater.passes.token == pytest.approx(found.updater.passes.token / TRAIN_ON_TWO)
+    assert there.interference == cores_of("shared", MODES["chunk"], apart=False).contention
     assert alone.readers.keys() == {"reference", "critic"}
     assert alone.updater.passes.token == pytest.approx(4 * there.updater.passes.token)
+
+
+def test_another_depth_of_reward_model_and_critic_is_that_much_more_work(file: Path) -> None:
+    (shallow,) = LadderResult.read(file)
+    layers = {name: shallow.layers(name) for name in ("reward", "critic")}
+    models = {name: {**shallow.models[name], "layers": 2 * depth} for name, depth in layers.items()}
+    deep = replace(shallow, models={**shallow.models, **models})
+    assert deep.fits(shallow)
+    found = system_of(shallow, "chunk")
+    same, deeper = adapted(found, shallow, shallow, "chunk"), adapted(found, shallow, deep, "chunk")
+    assert deeper.readers["reward"].call == pytest.approx(2 * same.readers["reward"].call)
+    assert deeper.readers["critic"].call == pytest.approx(2 * same.readers["critic"].call)
+    assert deeper.readers["reference"] == same.readers["reference"]
+    assert same.readers["critic"].call > 0
 
 
 def test_a_file_without_records_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

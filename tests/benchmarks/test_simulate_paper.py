@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.simulate import paper
 from benchmarks.simulate.paper import ALL_LIVE, BY_NAME, HALF_LIVE, ONE_STEP_OFF, PAPER, Cell, Results
-from oppo.simulate.outcome import Outcome
+from oppo.simulate.outcome import ScheduleOutcome
 from oppo.simulate.schedules import FORESEEN
 
 RESULTS = Results()
@@ -25,7 +25,7 @@ def speed(row: paper.Row, engine: paper.Engine = TRL) -> float:
     return paper.speeds(RESULTS.outcomes("se-7b", engine, BASE), RESULTS.outcomes("se-7b", engine, row)).mean
 
 
-def written(outcome: Outcome) -> str:
+def written(outcome: ScheduleOutcome) -> str:
     """Return an outcome as text, in which what was not predicted is alike."""
     return json.dumps(asdict(outcome))
 

@@ -6,18 +6,18 @@ from pathlib import Path
 
 from oppo.report import RunDirectory
 from oppo.simulate.calibrate import DEVICE, Contention
-from oppo.simulate.course import Course
 from oppo.simulate.lengths import Lognormal
 from oppo.simulate.schedules import Schedule
+from oppo.simulate.simulated_run import SimulatedRun
 from oppo.simulate.system import Decoder, Passes, Reader, System, Updater, Workload
 
 WORKLOAD = Workload(batch=16, lengths=Lognormal(median=(40, 40), sigma=0.9, cap=300), cap=300, prompt=20)
 
 
 def machine(contention: Contention) -> System:
-    """Return what one machine costs, on which everything meets."""
+    """Return what one machine costs, on which everything meets; the actor reads as the reference does."""
     return System(
-        decoder=Decoder(step=4e-3, row=1.5e-4, context=6e-7, prefill=Passes(token=2e-5), device=DEVICE),
+        decoder=Decoder(step=4e-3, row=1.5e-4, context=6e-7, ending=3e-3, prefill=Passes(token=1e-4), device=DEVICE),
         readers={
             "reward": Reader(passes=Passes(token=5e-4), call=4e-3, device=DEVICE),
             "reference": Reader(passes=Passes(token=1e-4), call=3e-3, device=DEVICE),
@@ -32,10 +32,10 @@ def recorded(system: System, schedule: Schedule, folder: Path, *, steps: int = 1
     """Write the run directory of a simulated run, and return it."""
     directory = folder / schedule.name.replace(" ", "-")
     with RunDirectory(directory, threaded=False) as records:
-        course = Course(
+        simulated = SimulatedRun(
             system, WORKLOAD, schedule, steps, steps // 5, seed=7, observers=[records], listener=records.model_span
         )
-        course.run()
+        simulated.run()
         if finished:
             records.conclude()
     return directory

@@ -12,10 +12,10 @@ from hypothesis import given, strategies as st
 from oppo.admission import Observation, Scoring, Stretch
 from oppo.errors import ConfigError, DataError
 from oppo.simulate.calibrate import LAYOUTS, MeasuredStep, calibrated
-from oppo.simulate.course import Course
 from oppo.simulate.fitting import fitted
 from oppo.simulate.records import RunRecord
 from oppo.simulate.schedules import ladder
+from oppo.simulate.simulated_run import SimulatedRun
 from oppo.simulate.system import System
 from tests.simulate.systems import WORKLOAD, machine, recorded
 
@@ -23,7 +23,7 @@ SCHEDULES = ladder(WORKLOAD.batch, extra=3, chunk=32)
 
 
 def seconds(system: System, name: str) -> float:
-    return Course(system, WORKLOAD, SCHEDULES[name], 18, 4, seed=1).run().seconds
+    return SimulatedRun(system, WORKLOAD, SCHEDULES[name], 18, 4, seed=1).run().seconds
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -43,6 +43,8 @@ def test_costs_that_differ_are_told_apart(tmp_path: Path) -> None:
     found = calibrated(record.steps, prompt=record.prompt, contention=LAYOUTS["split"])
     assert found.decoder.step == pytest.approx(truth.decoder.step, rel=0.05)
     assert found.decoder.row == pytest.approx(truth.decoder.row, rel=0.1)
+    assert found.decoder.ending == pytest.approx(truth.decoder.ending, rel=0.25)
+    assert found.decoder.prefill.token == pytest.approx(truth.decoder.prefill.token, rel=0.05)
     assert found.updater.passes.token == pytest.approx(truth.updater.passes.token, rel=0.02)
     for name, reader in truth.readers.items():
         assert found.readers[name].passes.token == pytest.approx(reader.passes.token, rel=0.05)

@@ -10,13 +10,13 @@ import pytest
 from rich.console import Console
 
 from oppo.simulate.calibrate import LAYOUTS
-from oppo.simulate.outcome import Outcome
+from oppo.simulate.outcome import ScheduleOutcome
 from oppo.simulate.schedules import ladder
 from oppo.simulate.show import advice, as_json, legend, ranged, table
 from oppo.simulate.study import Spread, Standing, Study, study
 from tests.simulate.systems import WORKLOAD, machine
 
-OUTCOME = Outcome(
+OUTCOME = ScheduleOutcome(
     seconds=2.0,
     tokens=100.0,
     lag=0.0,

@@ -19,9 +19,9 @@ from oppo.events import Batch, Finish, FloatArray, Prompt, StepReport
 from oppo.graph import Graph
 from oppo.models import Capabilities, Trained
 from oppo.observe import Observer, Span, SpanListener, silent
-from oppo.simulate.outcome import LAST, BatchFacts, Outcome
+from oppo.simulate.outcome import LAST, BatchFacts, ScheduleOutcome
 from oppo.simulate.schedules import Schedule
-from oppo.simulate.system import Passes, Reader, Scoring, System, Workload
+from oppo.simulate.system import Passes, Reader, ScorerName, System, Workload
 from oppo.stages import Generate, Update
 from oppo.stages.hold import held
 from oppo.testing import Device, FakeCritic, FakePolicy, FakeScorer, FakeTrainer, run_virtual
@@ -29,12 +29,12 @@ from oppo.testing.fake_place import FakePlace, PlacedScorer, placed
 
 T = TypeVar("T")
 
-STAGES: Final[Mapping[Scoring, str]] = MappingProxyType(
+STAGES: Final[Mapping[ScorerName, str]] = MappingProxyType(
     {"reference": "ref_logp", "reward": "reward", "critic": "value"}
 )
 """The stage of each scorer."""
 
-TRACKS: Final[Mapping[Scoring, str]] = MappingProxyType(
+TRACKS: Final[Mapping[ScorerName, str]] = MappingProxyType(
     {"reference": "reference", "reward": "reward model", "critic": "critic"}
 )
 """The track of the spans of each scorer's model, as in ``oppo train``."""
@@ -79,7 +79,7 @@ class CostTrainer(FakeTrainer):
 
 
 @dataclass(eq=False)
-class Course:
+class SimulatedRun:
     """A graph of fakes with the costs of a system.
 
     Attributes:
@@ -136,11 +136,11 @@ class Course:
         waiting = [stage for name, stage in STAGES.items() if self.schedule.held or not self._reader(name).streams]
         return held(graph, waiting) if waiting else graph
 
-    def run(self) -> Outcome:
+    def run(self) -> ScheduleOutcome:
         """Run it in virtual time."""
         return run_virtual(self._run)
 
-    async def _run(self) -> Outcome:
+    async def _run(self) -> ScheduleOutcome:
         reports: list[StepReport] = []
         ends: list[float] = []
         busy: list[float] = []
@@ -154,7 +154,7 @@ class Course:
                 busy.append(sum(lane.busy for lane in self.policy.lanes))
         first, last = self.skipped, self.steps - LAST - ahead
         working = (busy[last - 1] - busy[first - 1]) / len(self.policy.lanes)
-        return Outcome.of(
+        return ScheduleOutcome.of(
             reports,
             ends,
             self.trainer.facts,
@@ -177,6 +177,7 @@ class Course:
             lambda prompt_: int(self._lengths[prompt_.admission, prompt_.sample]),
             seconds,
             reading=partial(self._reading, decoder.prefill),
+            ending=decoder.ending,
             on_publish="recompute" if decoder.recomputes else "keep",
             cap=max(1, self.workload.cap // grain),
             replicas=decoder.replicas,
@@ -193,7 +194,7 @@ class Course:
             device=self._device(updater.device),
         )
 
-    def _scorer(self, name: Scoring, fake: FakeScorer[T]) -> PlacedScorer[T]:
+    def _scorer(self, name: ScorerName, fake: FakeScorer[T]) -> PlacedScorer[T]:
         """Give a fake scorer its costs and its place."""
         reader = self._reader(name)
         fake.device = self._device(reader.device)
@@ -205,7 +206,7 @@ class Course:
         place = "scorers" if self.schedule.held else reader.place
         return placed(fake, self._places.setdefault(place, FakePlace(self.listener)), TRACKS[name])
 
-    def _reader(self, name: Scoring) -> Reader:
+    def _reader(self, name: ScorerName) -> Reader:
         return self.system.readers.get(name, Reader(place=name, device=name))
 
     def _reading(self, passes: Passes, start: int, stop: int) -> float:
