@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from statistics import fmean
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.convergence.arms import SERIAL
 from benchmarks.convergence.results import Answers, Estimate, Outcome, Results
-
-Quantity: TypeAlias = Literal["score", "kl"]
 
 LEVEL: Final = 0.9
 BAND: Final = 0.1
-"""Differences within this fraction of serial's own gain count as none."""
+"""Differences within this fraction of the baseline's own gain count as none."""
 
 LEAST: Final = 5
 """Least seeds for a decision: fewer show too little of their spread."""
 
 DRAWS: Final = 10_000
+
+TARGET: Final = 0.75
+"""The part of the baseline's gain by which the pace of learning is told: the last of it is slow and noisy for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,37 +42,70 @@ class Interval:
         return -band <= self.low and self.high <= band
 
 
+def resampled(seeds: int) -> NDArray[np.int64]:
+    """Return the seeds of every draw, int64 [DRAWS, seeds]; the same in every call."""
+    return np.random.default_rng(0).integers(seeds, size=(DRAWS, seeds))
+
+
 def bootstrap(values: Sequence[float] | NDArray[np.float64], level: float = LEVEL) -> Interval:
     """Return the mean over seeds of one value each, with the percentile interval of resampled seeds.
 
     The draws are the same in every call. For n values the interval is too narrow, by about sqrt((n - 1) / n).
     """
     seeds = np.asarray(values, np.float64)
-    picked = np.random.default_rng(0).integers(len(seeds), size=(DRAWS, len(seeds)))
-    low, high = np.quantile(seeds[picked].mean(1), [(1 - level) / 2, (1 + level) / 2])
+    low, high = np.quantile(seeds[resampled(len(seeds))].mean(1), [(1 - level) / 2, (1 + level) / 2])
     return Interval(float(seeds.mean()), float(low), float(high))
 
 
 @dataclass(frozen=True, slots=True)
+class Quantity:
+    """What is compared of two arms.
+
+    Attributes:
+        of: its value in an outcome.
+        gained: what an outcome gained of it over the base policy, whose answers are given.
+    """
+
+    of: Callable[[Outcome], float]
+    gained: Callable[[Outcome, Answers], float]
+
+
+SCORE: Final = Quantity(
+    lambda outcome: outcome.answers.score.mean,
+    lambda outcome, start: outcome.answers.score.mean - start.score.mean,
+)
+"""Mean score of the final policy's answers."""
+
+KL: Final = Quantity(
+    lambda outcome: outcome.answers.kl.mean,
+    lambda outcome, start: outcome.answers.kl.mean - start.kl.mean,
+)
+"""Of the final policy's answers, from the base policy."""
+
+FIRST_HALF: Final = Quantity(
+    lambda outcome: fmean(early(outcome)),
+    lambda outcome, _start: fmean(early(outcome)) - by_updates(outcome)[0],
+)
+"""Mean score of what was trained, written after 1, 2, ... updates, up to half of all: the faster the rise, the more."""
+
+
+@dataclass(frozen=True, slots=True)
 class Difference:
-    """The final value of an arm against serial's.
+    """A quantity of an arm against that of another.
 
     Attributes:
         seeds: pairs that were compared.
-        gain: mean gain of serial over the start.
-        relative: the arm's final value less serial's, as a fraction of that gain.
-        noise: standard error of ``relative.mean`` due to the number of examined responses alone.
+        gain: mean gain of the baseline.
+        relative: the arm's value less the other's, as a fraction of that gain.
     """
 
-    quantity: Quantity
     seeds: int
     gain: float
     relative: Interval
-    noise: float
 
     @property
     def holds(self) -> bool | None:
-        """Whether the interval lies within the band; ``None``: too few seeds, or serial gained nothing."""
+        """Whether the interval lies within the band; ``None``: too few seeds, or the baseline gained nothing."""
         if self.seeds < LEAST or not self.gain > 0:
             return None
         return self.relative.within(BAND)
@@ -81,39 +115,124 @@ class Difference:
         """Whether it holds, in words."""
         return {True: "holds", False: "does not hold", None: "is undecided"}[self.holds]
 
+    @property
+    def sign(self) -> int | None:
+        """1 or -1 where all of the interval lies above or below 0, else 0; ``None`` as for ``holds``."""
+        if self.holds is None:
+            return None
+        return (self.relative.low > 0) - (self.relative.high < 0)
 
-def difference(results: Results, arm: str, quantity: Quantity) -> Difference:
-    """Return the difference of an arm to serial, over the seeds of which every arm has been run.
+
+def difference(results: Results, arm: str, against: str, quantity: Quantity, baseline: str = "") -> Difference:
+    """Return the difference of an arm to another, over the seeds of which every arm has been run.
+
+    Args:
+        baseline: whose gain is the unit; the other arm unless given.
 
     Raises:
         ValueError: there is no such seed, or the base policy has not been examined.
     """
-    ours, serial = ([_of(each.answers, quantity) for each in results.of(name)] for name in (arm, SERIAL.name))
-    if results.start is None or not ours:
-        raise ValueError("nothing can be compared before the base policy and all arms of one seed have been run")
-    gain = float(np.mean([each.mean for each in serial])) - _of(results.start, quantity).mean
-    pairs = list(zip(ours, serial, strict=True))
-    errors = [a.error**2 + b.error**2 for a, b in pairs]
-    return Difference(
-        quantity,
-        len(pairs),
-        gain,
-        bootstrap([a.mean - b.mean for a, b in pairs]).in_parts_of(gain),
-        float(np.sqrt(sum(errors))) / len(pairs) / abs(gain),
-    )
+    ours, others, unit = (results.of(name) for name in (arm, against, baseline or against))
+    if not ours:
+        raise ValueError("nothing can be compared before all arms of one seed have been run")
+    start = results.known_start
+    gain = fmean(quantity.gained(each, start) for each in unit)
+    pairs = [quantity.of(a) - quantity.of(b) for a, b in zip(ours, others, strict=True)]
+    return Difference(len(pairs), gain, bootstrap(pairs).in_parts_of(gain))
 
 
-def harm(results: Results, arm: str) -> bool | None:
-    """Return whether an arm's final score lies below serial's, all of the interval; ``None``: too few seeds."""
-    found = difference(results, arm, "score")
-    return None if found.holds is None else found.relative.high < 0
+def examination_error(
+    results: Results, arm: str, against: str, quantity: Quantity, estimate: Callable[[Answers], Estimate]
+) -> float:
+    """Return the standard error of a relative difference that is due to the number of examined responses alone."""
+    pairs = zip(results.of(arm), results.of(against), strict=True)
+    squares = [estimate(each.answers).error ** 2 for pair in pairs for each in pair]
+    found = difference(results, arm, against, quantity)
+    return float(np.sqrt(sum(squares))) / found.seeds / abs(found.gain)
 
 
 def curve(results: Results, arm: str, of: Callable[[Outcome], Sequence[float]]) -> list[Interval]:
-    """Return the mean over seeds of a value of each step, by step."""
-    table = np.array([of(outcome) for outcome in results.of(arm)], np.float64)
-    return [bootstrap(column) for column in table.T]
+    """Return the mean over seeds of a value at each point, for the points that every seed has."""
+    columns = zip(*(of(outcome) for outcome in results.of(arm)), strict=False)
+    return [bootstrap(column) for column in columns]
 
 
-def _of(answers: Answers, quantity: Quantity) -> Estimate:
-    return answers.score if quantity == "score" else answers.kl
+def by_updates(outcome: Outcome) -> tuple[float, ...]:
+    """Return the mean score of what was trained by the updates that its writer had seen: 0, 1, and so on.
+
+    A step's rollouts lag behind its update, so that with the same learning their scores come later: by the steps of
+    lookahead, and less for what is published in flight. Between two steps the score is interpolated.
+
+    Raises:
+        ValueError: the lags of the steps were not kept.
+    """
+    seen = np.arange(len(outcome.scores)) - np.array(outcome.known_off_policy.lags, np.float64)
+    points, step_of = np.unique(seen, return_inverse=True)
+    scores = np.bincount(step_of, outcome.scores) / np.bincount(step_of)
+    return tuple(np.interp(np.arange(int(points[-1]) + 1), points, scores).tolist())
+
+
+def early(outcome: Outcome) -> tuple[float, ...]:
+    """Return the scores by updates, from the first to half of all.
+
+    Raises:
+        ValueError: the run ended before what was written then was trained.
+    """
+    half = len(outcome.scores) // 2
+    scores = by_updates(outcome)[1 : half + 1]
+    if not half or len(scores) < half:
+        raise ValueError(
+            f"of {len(outcome.scores)} steps none trained what was written after {half} updates: make more --steps"
+        )
+    return scores
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How long an arm takes to learn.
+
+    Attributes:
+        updates: until the mean over seeds of what was trained scores ``TARGET`` of the baseline's gain; infinite where
+            it does not within the run.
+        ratio: to the updates of the baseline: a step has to be so many times as fast for the arm to take no longer.
+        last: updates that the writer of the last rollouts had seen: an infinite number is one above it.
+        last_ratio: the same to the updates of the baseline.
+    """
+
+    updates: float
+    ratio: Interval
+    last: int
+    last_ratio: float
+
+
+def pace(results: Results, arm: str, baseline: str) -> Pace:
+    """Return how long an arm takes to learn, beside the baseline with the same seeds.
+
+    Raises:
+        ValueError: the base policy has not been examined.
+    """
+    start, picked = results.known_start, resampled(len(results.whole()))
+    target = start.score.mean + TARGET * fmean(SCORE.gained(each, start) for each in results.of(baseline))
+    ours, others = (
+        np.array(list(zip(*map(by_updates, results.of(name)), strict=False)), np.float64).T for name in (arm, baseline)
+    )
+    updates, unit = (float(reached(curves.mean(0)[None], target)[0]) for curves in (ours, others))
+    draws, units = (reached(curves[picked].mean(1), target) for curves in (ours, others))
+    ratios = np.divide(draws, units, out=np.full(DRAWS, np.inf), where=np.isfinite(draws))
+    low, high = np.quantile(ratios, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], method="nearest")
+    last = ours.shape[1] - 1
+    return Pace(updates, Interval(updates / unit, float(low), float(high)), last, last / unit)
+
+
+def reached(curves: NDArray[np.float64], target: float) -> NDArray[np.float64]:
+    """Return where each curve first reaches a value, in points and parts of them, float64 [N] (or infinity).
+
+    Args:
+        curves: float64 [N, points].
+    """
+    above = curves >= target
+    at = np.maximum(above.argmax(1), 1)
+    rows = np.arange(len(curves))
+    before, after = curves[rows, at - 1], curves[rows, at]
+    part = np.clip((target - before) / np.where(after > before, after - before, 1.0), 0.0, 1.0)
+    return np.where(above.any(1), at - 1 + part, np.inf)

@@ -1,12 +1,12 @@
 """``python -m benchmarks.convergence.one REQUEST ANSWER``: a run in a process of its own, with JSON in and out.
 
-The request is ``{"plan": {...}, "arm": ..., "seed": ...}``; without an arm the base policy is examined.
+The request is ``{"plan": {...}, "study": ..., "arm": ..., "seed": ...}``; without an arm the base policy is examined.
 """
 
 from __future__ import annotations
 
 import json
-import subprocess
+import os
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -14,36 +14,46 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import anyio
+
 from benchmarks import CHECKOUT
-from benchmarks.convergence.arms import ARMS
 from benchmarks.convergence.results import Answers, Cell, Outcome, Plan, answers_of
+from benchmarks.convergence.studies import STUDIES
+from benchmarks.machine import cores_here
 
 
-def outcome(plan: Plan, cell: Cell) -> Outcome:
-    """Return the outcome of a run in a process of its own.
+async def outcome(study: str, plan: Plan, cell: Cell) -> Outcome:
+    """Return the outcome of a run in a process of its own, which ends if it is cancelled.
 
     Raises:
         CalledProcessError: it failed; its output is on standard error.
     """
-    return Outcome.of(_answer({"plan": asdict(plan), "arm": cell.arm, "seed": cell.seed}))
+    return Outcome.of(await _answer(plan, {"study": study, "arm": cell.arm, "seed": cell.seed}))
 
 
-def start(plan: Plan) -> Answers:
+async def start(plan: Plan) -> Answers:
     """Return the answers of the base policy, which is made first if it is missing.
 
     Raises:
         CalledProcessError: the process failed.
     """
-    return answers_of(_answer({"plan": asdict(plan)}))
+    return answers_of(await _answer(plan, {}))
 
 
-def _answer(request: Mapping[str, object]) -> Mapping[str, Any]:
+async def _answer(plan: Plan, request: Mapping[str, object]) -> Mapping[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "answer.json"
-        command = [sys.executable, "-m", "benchmarks.convergence.one", json.dumps(request), str(answer)]
-        subprocess.run(command, cwd=CHECKOUT, check=True)
-        content: Mapping[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+        answer = anyio.Path(folder) / "answer.json"
+        asked = json.dumps({"plan": asdict(plan), **request})
+        command = [sys.executable, "-m", "benchmarks.convergence.one", asked, str(answer)]
+        await anyio.run_process(command, stdout=None, stderr=None, cwd=CHECKOUT, env=_environment(plan.jobs))
+        content: Mapping[str, Any] = json.loads(await answer.read_text(encoding="utf-8"))
         return content
+
+
+def _environment(jobs: int) -> dict[str, str]:
+    """Return the environment of one of ``jobs`` processes that share the cores."""
+    share = {} if jobs == 1 else {"OMP_NUM_THREADS": str(max(1, len(cores_here()) // jobs))}
+    return {**os.environ, **share}
 
 
 def main(request: str, answer: str) -> None:
@@ -54,7 +64,8 @@ def main(request: str, answer: str) -> None:
     assets = training.assets_of(plan)
     if "arm" in cell:
         with tempfile.TemporaryDirectory() as runs:
-            done: Outcome | Answers = training.train(plan, ARMS[cell["arm"]], cell["seed"], assets, Path(runs))
+            arm = STUDIES[cell["study"]].arms[cell["arm"]]
+            done: Outcome | Answers = training.train(plan, arm, cell["seed"], assets, Path(runs))
     else:
         done = training.answers(plan, assets, assets.actor)
     Path(answer).write_text(json.dumps(asdict(done)), encoding="utf-8")

@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Self
 
-from benchmarks.convergence.arms import ARMS
 from oppo.errors import ConfigError
-
-FILE: Final = "results.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The size of every run of a study.
+    """What all runs of a study have in common.
 
     Attributes:
         steps: of PPO.
         batch: rollouts trained in a step.
         examined: held-out prompts that the final policy of every run answers.
         small: the demo's tiny models, for tests.
+        jobs: runs made at a time, which share the cores: it decides how sums are rounded, and what seconds mean.
     """
 
     steps: int = 24
     batch: int = 32
     examined: int = 256
     small: bool = False
+    jobs: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +54,30 @@ class Answers:
 
 
 @dataclass(frozen=True, slots=True)
+class OffPolicy:
+    """How far what was trained was from the policy that was trained.
+
+    Attributes:
+        lags: mean versions between a token and its update, by step.
+        samples: effective sample size of the tokens as importance samples, as a fraction of them, by step.
+        largest: lag of any token.
+        kl: of the policy that wrote a stale token to the one that was trained on it, nats a token, mean over the steps.
+        clipped: fraction of the tokens whose loss was clipped, mean over the steps.
+    """
+
+    lags: tuple[float, ...]
+    samples: tuple[float, ...]
+    largest: float
+    kl: float
+    clipped: float
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Self:
+        """Return what a record holds."""
+        return cls(**{**record, **{name: tuple(record[name]) for name in ("lags", "samples")}})
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """The outcome of one run.
 
@@ -65,6 +88,7 @@ class Outcome:
         extra: mean number of rollouts kept in flight beyond the batch.
         lag: mean versions between a token and its update.
         late: fraction of the trained rollouts that had been carried over.
+        off_policy: ``None`` in files from before it was kept.
     """
 
     answers: Answers
@@ -73,12 +97,29 @@ class Outcome:
     extra: float
     lag: float
     late: float
+    off_policy: OffPolicy | None = None
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Self:
         """Return the outcome that a record holds."""
         curves = {name: tuple(record[name]) for name in ("seconds", "scores")}
-        return cls(**{**record, **curves, "answers": answers_of(record["answers"])})
+        off_policy = record.get("off_policy")
+        parts = {
+            "answers": answers_of(record["answers"]),
+            "off_policy": None if off_policy is None else OffPolicy.of(off_policy),
+        }
+        return cls(**{**record, **curves, **parts})
+
+    @property
+    def known_off_policy(self) -> OffPolicy:
+        """How far what was trained was from the policy that was trained.
+
+        Raises:
+            ValueError: it was not kept.
+        """
+        if self.off_policy is None:
+            raise ValueError("this outcome is from before lags were kept for each step: make the run again")
+        return self.off_policy
 
 
 def answers_of(record: Mapping[str, Mapping[str, float]]) -> Answers:
@@ -98,20 +139,23 @@ class Results:
     """The results so far.
 
     Attributes:
+        arms: that make a seed whole, by name.
         machine: of the study.
         start: answers of the base policy; ``None`` before they are sampled.
     """
 
+    arms: tuple[str, ...]
     plan: Plan
     machine: Mapping[str, object] = field(default_factory=dict)
     start: Answers | None = None
     outcomes: dict[Cell, Outcome] = field(default_factory=dict)
 
     @classmethod
-    def load(cls, directory: Path) -> Self:
-        """Return the results in the file of ``directory``."""
-        content = json.loads((directory / FILE).read_text(encoding="utf-8"))
+    def load(cls, file: Path, arms: Iterable[str]) -> Self:
+        """Return the results in a file."""
+        content = json.loads(file.read_text(encoding="utf-8"))
         return cls(
+            tuple(arms),
             Plan(**content["plan"]),
             content["machine"],
             None if content["start"] is None else answers_of(content["start"]),
@@ -119,23 +163,23 @@ class Results:
         )
 
     @classmethod
-    def go_on(cls, directory: Path, plan: Plan) -> Self:
-        """Return the results in the file of ``directory``; empty ones without the file.
+    def go_on(cls, file: Path, arms: Iterable[str], plan: Plan) -> Self:
+        """Return the results in a file; empty ones without the file.
 
         Raises:
             ConfigError: it is of another plan.
         """
-        if not (directory / FILE).exists():
-            return cls(plan)
-        found = cls.load(directory)
+        if not file.exists():
+            return cls(tuple(arms), plan)
+        found = cls.load(file, arms)
         if found.plan != plan:
             raise ConfigError(
-                f"{directory / FILE} is of {found.plan}, but this study is of {plan}, and the two cannot be put "
-                "together: choose another --out"
+                f"{file} is of {found.plan}, but this study is of {plan}, and the two cannot be put together: choose "
+                "another --out"
             )
         return found
 
-    def save(self, directory: Path) -> None:
+    def save(self, file: Path) -> None:
         """Write the file, so that it is whole whenever the study is stopped."""
         runs = [{"cell": asdict(cell), "outcome": asdict(outcome)} for cell, outcome in sorted(self.outcomes.items())]
         head = {
@@ -145,15 +189,26 @@ class Results:
         }
         lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
         lines.append('"runs": [\n' + ",\n".join(json.dumps(run) for run in runs) + "\n]")
-        directory.mkdir(parents=True, exist_ok=True)
-        aside = directory / f".{FILE}.partial"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        aside = file.with_name(f".{file.name}.partial")
         aside.write_text("{" + ",\n".join(lines) + "}\n", encoding="utf-8")
-        aside.replace(directory / FILE)
+        aside.replace(file)
+
+    @property
+    def known_start(self) -> Answers:
+        """The answers of the base policy.
+
+        Raises:
+            ValueError: it has not been examined.
+        """
+        if self.start is None:
+            raise ValueError("the base policy has not been examined, so that nobody knows what was gained")
+        return self.start
 
     def whole(self) -> list[int]:
         """Return the seeds of which every arm has been run; only they are compared."""
         seeds = sorted({cell.seed for cell in self.outcomes})
-        return [seed for seed in seeds if all(Cell(seed, arm) in self.outcomes for arm in ARMS)]
+        return [seed for seed in seeds if all(Cell(seed, arm) in self.outcomes for arm in self.arms)]
 
     def of(self, arm: str) -> list[Outcome]:
         """Return the outcomes of an arm, by seed."""

@@ -1,41 +1,55 @@
-"""Makes the missing runs of a study, one at a time, and saves each outcome at once."""
+"""What a study is: its arms, its files, and its words."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
-from benchmarks.convergence.arms import ARMS
-from benchmarks.convergence.results import Answers, Cell, Outcome, Plan, Results
+from benchmarks.convergence.arms import Arm
+from benchmarks.convergence.results import Results
 
-
-def cells(seeds: int) -> Iterator[Cell]:
-    """Yield all runs: the arms of a seed in a row, for fair seconds, and each seed beginning with another."""
-    names = list(ARMS)
-    for seed in range(seeds):
-        first = seed % len(names)
-        yield from (Cell(seed, name) for name in names[first:] + names[:first])
+Axis: TypeAlias = Literal["steps", "seconds", "updates"]
+"""What scores are drawn against; ``updates``: those that the policy had seen that wrote the rollouts."""
 
 
-def study(
-    results: Results,
-    directory: Path,
-    seeds: int,
-    *,
-    start: Callable[[Plan], Answers],
-    outcome: Callable[[Plan, Cell], Outcome],
-    tell: Callable[[str], None],
-) -> None:
-    """Add the missing runs of ``seeds`` seeds to the results; the file in ``directory`` is written after every run."""
-    if results.start is None:
-        results.start = start(results.plan)
-        results.save(directory)
-    missing = [cell for cell in cells(seeds) if cell not in results.outcomes]
-    for number, cell in enumerate(missing, 1):
-        results.outcomes[cell] = found = outcome(results.plan, cell)
-        results.save(directory)
-        answers = found.answers
-        tell(
-            f"{number}/{len(missing)}  seed {cell.seed}  {cell.arm:<8}  {sum(found.seconds):5.1f} s  "
-            f"score {answers.score.mean:+.3f}  kl {answers.kl.mean:.2f}  lag {found.lag:.2f}  extra {found.extra:.1f}"
-        )
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """A part of the figure: the scores of some arms, by name.
+
+    Attributes:
+        label: of the x axis.
+    """
+
+    axis: Axis
+    label: str
+    arms: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """A question to training, whose arms are its possible answers.
+
+    Attributes:
+        arms: by name, in the order of the table.
+        file: name of the file of results.
+        picture: name of the figure, beside the page and beside the results.
+        panels: of the figure.
+        section: returns the section of ``docs/learning.md``, with its heading.
+        findings: returns what was found, a line each.
+        table: returns the results as a table.
+    """
+
+    name: str
+    arms: Mapping[str, Arm]
+    file: str
+    picture: str
+    panels: Sequence[Panel]
+    table: Callable[[Results], str]
+    findings: Callable[[Results], str]
+    section: Callable[[Results], str]
+
+    @property
+    def begin(self) -> str:
+        """The line of the page after which the section is."""
+        return f"<!-- python -m benchmarks.convergence --study {self.name} --page -->\n"

@@ -14,14 +14,14 @@ import numpy as np
 from rich.console import Console
 
 from benchmarks.convergence.arms import Arm
-from benchmarks.convergence.results import Answers, Estimate, Outcome, Plan
+from benchmarks.convergence.results import Answers, Estimate, OffPolicy, Outcome, Plan
 from oppo.app.train import FINAL, PreparedRun, prepare, run
 from oppo.demo.assets import Assets, cache_directory, make_assets
 from oppo.demo.examination import examine
-from oppo.demo.run import FULL, SHORT, Plan as Demo, settings_of
+from oppo.demo.run import FULL, SHORT, DemoPlan, settings_of
 from oppo.hf.cpu import available_cores, use_cores
 from oppo.hf.loading.models import load_tokenizer
-from oppo.hf.text import Text
+from oppo.hf.tokenizer import HfTokenizer
 from oppo.models import Sampling
 from oppo.stages.hold import held
 
@@ -29,7 +29,7 @@ NOISE: Final = 20_000
 """Seed of the noise in the answers to held-out prompts; no run trains with it."""
 
 
-def demo_of(plan: Plan) -> Demo:
+def demo_of(plan: Plan) -> DemoPlan:
     return replace(SHORT if plan.small else FULL, steps=plan.steps)
 
 
@@ -47,16 +47,23 @@ def train(plan: Plan, arm: Arm, seed: int, assets: Assets, directory: Path) -> O
     lines = (settings.run_directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     steps = [json.loads(line) for line in lines]
 
-    def column(name: str) -> list[float]:
-        return [float(step[name]) for step in steps]
+    def column(name: str) -> tuple[float, ...]:
+        return tuple(float(step[name]) for step in steps)
 
     return Outcome(
         answers=answers(plan, assets, settings.run_directory / FINAL / "actor"),
-        seconds=tuple(column("seconds")),
-        scores=tuple(column("score")),
+        seconds=column("seconds"),
+        scores=column("score"),
         extra=fmean(column("deferral/extra")),
         lag=fmean(column("staleness/lag_mean")),
         late=fmean(column("deferral/trained_late")),
+        off_policy=OffPolicy(
+            lags=column("staleness/lag_mean"),
+            samples=column("mismatch/ess"),
+            largest=max(column("staleness/lag_max")),
+            kl=fmean(column("mismatch/kl")),
+            clipped=fmean(column("policy/clipfrac_avg")),
+        ),
     )
 
 
@@ -70,7 +77,7 @@ async def carry_out(session: PreparedRun, arm: Arm) -> None:
 
 
 def answers(plan: Plan, assets: Assets, actor: Path) -> Answers:
-    stop = Text(load_tokenizer(assets.actor)).stop((), ())
+    stop = HfTokenizer(load_tokenizer(assets.actor)).stop((), ())
     sampling = Sampling(max_new_tokens=demo_of(plan).max_new_tokens, stop=stop, seed=NOISE)
     found = examine(
         actor,

@@ -1,27 +1,46 @@
-"""The study of convergence: its statistics, that it goes on where it was stopped, and what it writes."""
+"""The studies of convergence: their statistics, that they go on where they were stopped, and what they write."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, astuple, replace
+from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
+import anyio
 import numpy as np
 import pytest
 
-from benchmarks.convergence.__main__ import HERE, PAGE
-from benchmarks.convergence.arms import ADAPTIVE, ARMS, SERIAL, STALE
-from benchmarks.convergence.comparison import LEAST, bootstrap, difference, harm
+from benchmarks.convergence.__main__ import HERE, PAGE, main
+from benchmarks.convergence.comparison import (
+    FIRST_HALF,
+    LEAST,
+    SCORE,
+    Pace,
+    bootstrap,
+    by_updates,
+    difference,
+    early,
+    examination_error,
+    pace,
+    reached,
+)
 from benchmarks.convergence.figure import figure
-from benchmarks.convergence.page import BEGIN, END, findings, placed, section, table
-from benchmarks.convergence.results import FILE, Answers, Cell, Estimate, Outcome, Plan, Results
-from benchmarks.convergence.study import cells, study
+from benchmarks.convergence.lookahead import ARMS as DEEP, LOOKAHEAD, listed
+from benchmarks.convergence.missing import cells, complete
+from benchmarks.convergence.page import END, placed
+from benchmarks.convergence.results import Answers, Cell, Estimate, OffPolicy, Outcome, Plan, Results
+from benchmarks.convergence.schedules import ADAPTIVE, ARMS, SCHEDULES, SERIAL, STALE, findings, section, table
+from benchmarks.convergence.studies import STUDIES
+from benchmarks.convergence.study import Study
+from benchmarks.machine import cores_here
 from oppo.app.sections import StepSection
 from oppo.app.settings import Settings
 from oppo.demo.assets import Assets, Facts
 from oppo.demo.run import FULL, settings_of
 from oppo.errors import ConfigError
+from oppo.testing import run_virtual
 
 START = Answers(Estimate(0.1, 0.05), Estimate(0.0, 0.0), Estimate(34.0, 2.0))
 PLAN = Plan(steps=3, batch=8, examined=16)
@@ -41,9 +60,35 @@ def outcome(score: float, kl: float = 6.0) -> Outcome:
 def results(seeds: int, shift: Mapping[str, Callable[[int], float]]) -> Results:
     """Return a study in which serial gains 1.0, and some arms end with another score."""
     outcomes = {
-        cell: outcome(1.1 + (shift[cell.arm](cell.seed) if cell.arm in shift else 0.0)) for cell in cells(seeds)
+        cell: outcome(1.1 + (shift[cell.arm](cell.seed) if cell.arm in shift else 0.0))
+        for cell in cells(tuple(ARMS), seeds)
     }
-    return Results(PLAN, {"cpu": "a processor", "cores": 2}, START, outcomes)
+    return Results(tuple(ARMS), PLAN, {"cpu": "a processor", "cores": 2}, START, outcomes)
+
+
+def lagging(
+    n: int, score: float = 1.1, kl: float = 6.0, *, rise: Callable[[int], float] = lambda k: 0.1 * k
+) -> Outcome:
+    """Return an outcome of 12 steps at lookahead n, of which a rollout scores ``rise`` of the updates before it."""
+    lags = tuple(float(min(n, k)) for k in range(12))
+    return Outcome(
+        answers=Answers(Estimate(score, 0.02), Estimate(kl, 0.2), Estimate(30.0, 1.0)),
+        seconds=(1.0,) * 12,
+        scores=tuple(rise(k - int(lags[k])) for k in range(12)),
+        extra=0.0,
+        lag=sum(lags) / 12,
+        late=0.0,
+        off_policy=OffPolicy(lags=lags, samples=(1.0 - 0.01 * n,) * 12, largest=float(n), kl=0.001 * n, clipped=0.1),
+    )
+
+
+def deep(seeds: int, changed: Mapping[str, Outcome]) -> Results:
+    """Return a study of lookahead in which all arms learn the same, some excepted."""
+    found = {arm: changed.get(arm) or lagging(int(arm[1])) for arm in DEEP}
+    outcomes = {cell: found[cell.arm] for cell in cells(tuple(DEEP), seeds)}
+    return Results(
+        tuple(DEEP), Plan(steps=12, batch=8, examined=16, jobs=2), {"cpu": "a processor", "cores": 2}, START, outcomes
+    )
 
 
 def test_the_interval_of_two_values_is_bounded_by_them() -> None:
@@ -69,7 +114,7 @@ def test_pairs_remove_what_seeds_have_in_common() -> None:
         Cell(seed, ADAPTIVE.name): outcome(made.outcomes[Cell(seed, SERIAL.name)].answers.score.mean + 0.01)
         for seed in range(8)
     }
-    found = difference(made, ADAPTIVE.name, "score")
+    found = difference(made, ADAPTIVE.name, SERIAL.name, SCORE)
     assert found.gain == pytest.approx(1.0 + 0.3 * 3.5)
     assert (found.relative.low, found.relative.high) == pytest.approx((0.01 / found.gain,) * 2)
 
@@ -89,26 +134,124 @@ def test_it_holds_where_all_of_the_interval_is_within_ten_percent(
     shift: Callable[[int], float], seeds: int, conclusion: str
 ) -> None:
     made = results(seeds, {ADAPTIVE.name: shift})
-    assert difference(made, ADAPTIVE.name, "score").conclusion == conclusion
+    assert difference(made, ADAPTIVE.name, SERIAL.name, SCORE).conclusion == conclusion
     assert f"**{conclusion}**" in findings(made).splitlines()[0]
 
 
 def test_what_gains_nothing_decides_nothing() -> None:
     made = results(8, {arm: lambda _seed: -1.1 for arm in ARMS})
-    assert difference(made, ADAPTIVE.name, "score").holds is None
+    assert difference(made, ADAPTIVE.name, SERIAL.name, SCORE).holds is None
 
 
 def test_harm_is_a_score_that_is_lower_beyond_chance() -> None:
-    assert harm(results(8, {STALE.name: lambda seed: -0.3 + 0.05 * seed}), STALE.name) is True
-    assert harm(results(8, {STALE.name: lambda seed: 0.3 * (-1) ** seed}), STALE.name) is False
-    assert harm(results(LEAST - 1, {STALE.name: lambda _seed: -0.3}), STALE.name) is None
-    assert "shows no harm" in findings(results(8, {}))
+    def judged(made: Results) -> str:
+        return next(line for line in findings(made).splitlines() if line.startswith(f"- `{STALE.name}`"))
+
+    assert "does harm" in judged(results(8, {STALE.name: lambda seed: -0.3 + 0.05 * seed}))
+    assert "shows no harm" in judged(results(8, {STALE.name: lambda seed: 0.3 * (-1) ** seed}))
+    assert "is not judged" in judged(results(LEAST - 1, {STALE.name: lambda _seed: -0.3}))
+    assert "shows no harm" in judged(results(8, {}))
+
+
+@pytest.mark.parametrize(
+    ("shift", "seeds", "sign"),
+    [
+        (lambda _seed: 0.1, 8, 1),
+        (lambda _seed: -0.1, 8, -1),
+        (lambda seed: 0.1 * (-1) ** seed, 8, 0),
+        (lambda _seed: 0.1, LEAST - 1, None),
+    ],
+    ids=["higher", "lower", "chance", "few"],
+)
+def test_a_difference_has_a_sign_where_all_of_its_interval_has(
+    shift: Callable[[int], float], seeds: int, sign: int | None
+) -> None:
+    found = difference(results(seeds, {ADAPTIVE.name: shift}), ADAPTIVE.name, SERIAL.name, SCORE)
+    assert found.sign == sign
+
+
+def test_two_arms_are_compared_in_parts_of_what_a_third_gained() -> None:
+    made = results(8, {ADAPTIVE.name: lambda _seed: 0.2, STALE.name: lambda _seed: -0.1})
+    found = difference(made, ADAPTIVE.name, STALE.name, SCORE, SERIAL.name)
+    assert (found.gain, found.relative.mean) == pytest.approx((1.0, 0.3))
+
+
+def test_nothing_is_compared_without_a_whole_seed_or_the_base_policy() -> None:
+    for made, sentence in (
+        (replace(results(5, {}), start=None), "base policy has not been examined"),
+        (replace(results(5, {}), outcomes={}), "before all arms of one seed"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            difference(made, ADAPTIVE.name, SERIAL.name, SCORE)
 
 
 def test_the_noise_of_examining_falls_with_the_seeds() -> None:
-    few, many = (difference(results(seeds, {}), ADAPTIVE.name, "score").noise for seeds in (5, 20))
+    few, many = (
+        examination_error(results(seeds, {}), ADAPTIVE.name, SERIAL.name, SCORE, lambda answers: answers.score)
+        for seeds in (5, 20)
+    )
     assert few == pytest.approx(0.02 * 2**0.5 / 5**0.5)
     assert many == pytest.approx(few / 2)
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 4])
+def test_by_the_updates_its_writer_had_seen_equal_learning_has_equal_curves_at_any_lookahead(n: int) -> None:
+    found = lagging(n)
+    assert by_updates(found) == pytest.approx([0.1 * k for k in range(12 - n)])
+    assert early(found) == pytest.approx([0.1 * k for k in range(1, 7)])
+    assert FIRST_HALF.of(found) == pytest.approx(0.35)
+    assert FIRST_HALF.gained(found, START) == pytest.approx(0.35)
+
+
+def test_what_was_written_by_the_same_weights_counts_as_one_point() -> None:
+    first = iter((0.0, 0.3))
+    found = lagging(1, rise=lambda k: next(first) if k == 0 else 1.0)
+    assert by_updates(found)[:2] == pytest.approx((0.15, 1.0))
+
+
+def test_between_two_numbers_of_updates_the_score_is_interpolated() -> None:
+    found = lagging(0)
+    assert found.off_policy is not None
+    half = replace(found.off_policy, lags=(0.0, *(0.5,) * 11))  # written in flight: 0, 0.5, 1.5, 2.5 ...
+    assert by_updates(replace(found, off_policy=half))[:3] == pytest.approx((0.0, 0.15, 0.25))
+
+
+def test_a_run_that_is_too_short_for_its_lookahead_has_no_first_half() -> None:
+    cut = lagging(4)
+    assert cut.off_policy is not None
+    short = replace(cut, scores=cut.scores[:8], off_policy=replace(cut.off_policy, lags=cut.off_policy.lags[:8]))
+    with pytest.raises(ValueError, match="make more --steps"):
+        early(short)
+
+
+def test_a_curve_reaches_a_value_between_two_points_at_its_start_or_never() -> None:
+    curves = np.array([[0.0, 0.4, 0.8, 0.2], [0.7, 0.0, 0.0, 0.0], [0.0, 0.1, 0.2, 0.3], [0.0, 0.6, 0.0, 0.9]])
+    assert reached(curves, 0.6).tolist() == pytest.approx([1.5, 0.0, np.inf, 1.0])
+
+
+def test_the_pace_of_an_arm_is_told_in_updates_and_beside_the_baselines() -> None:
+    def found(rise: Callable[[int], float], n: int) -> Pace:
+        return pace(deep(6, {f"n{n}": lagging(n, rise=rise)}), f"n{n}", "n0")
+
+    same, slower, never = found(lambda k: 0.1 * k, 1), found(lambda k: 0.09 * k, 1), found(lambda k: 0.01 * k, 4)
+    assert (same.updates, same.last, same.last_ratio) == pytest.approx((8.5, 10, 10 / 8.5))
+    assert astuple(same.ratio) == pytest.approx((1.0, 1.0, 1.0))
+    assert astuple(slower.ratio) == pytest.approx((10 / 9,) * 3)
+    assert (never.updates, never.ratio.low, never.ratio.high) == (np.inf, np.inf, np.inf)
+
+
+def test_the_interval_of_a_pace_is_that_of_the_seeds() -> None:
+    made = deep(6, {})
+    slopes = {0.09: lagging(1, rise=lambda k: 0.09 * k), 0.11: lagging(1, rise=lambda k: 0.11 * k)}
+    made.outcomes |= {Cell(seed, "n1"): slopes[(0.09, 0.11)[seed % 2]] for seed in range(6)}
+    found = pace(made, "n1", "n0").ratio
+    assert found.low < found.mean < found.high
+    assert found.mean == pytest.approx(1.0)
+
+
+def test_lags_that_were_not_kept_are_asked_for() -> None:
+    with pytest.raises(ValueError, match="make the run again"):
+        by_updates(outcome(1.0))
 
 
 class StoppedError(Exception):
@@ -118,12 +261,13 @@ class StoppedError(Exception):
 def test_a_study_that_was_stopped_goes_on_where_it_was(tmp_path: Path) -> None:
     asked: list[Cell] = []
     started: list[Plan] = []
+    file = tmp_path / "made" / "results.json"
 
-    def start(plan: Plan) -> Answers:
+    async def start(plan: Plan) -> Answers:
         started.append(plan)
         return START
 
-    def run(plan: Plan, cell: Cell) -> Outcome:
+    async def run(plan: Plan, cell: Cell) -> Outcome:
         assert plan == PLAN
         if len(asked) == 7:
             raise StoppedError
@@ -131,41 +275,106 @@ def test_a_study_that_was_stopped_goes_on_where_it_was(tmp_path: Path) -> None:
         return outcome(1.0 + cell.seed)
 
     def go_on(seeds: int) -> Results:
-        found = Results.go_on(tmp_path, PLAN)
-        study(found, tmp_path, seeds, start=start, outcome=run, tell=lambda _line: None)
+        found = Results.go_on(file, tuple(ARMS), PLAN)
+        anyio.run(partial(complete, found, file, seeds, start=start, outcome=run, tell=lambda _line: None))
         return found
 
     with pytest.raises(StoppedError):
         go_on(2)
-    assert len(Results.load(tmp_path).outcomes) == 7
-    assert Results.load(tmp_path).whole() == [0]
+    assert len(Results.load(file, ARMS).outcomes) == 7
+    assert Results.load(file, ARMS).whole() == [0]
     first, asked[:] = list(asked), []
     assert go_on(2).whole() == [0, 1]
-    assert [*first, *asked] == list(cells(2))
+    assert [*first, *asked] == list(cells(tuple(ARMS), 2))
     assert started == [PLAN]
     asked.clear()
     go_on(1)
     assert not asked, "everything is there"
 
 
-def test_arms_take_turns_within_a_seed_and_none_is_always_first() -> None:
-    every = list(cells(5))
-    for seed in range(5):
-        assert {cell.arm for cell in every[5 * seed : 5 * seed + 5]} == set(ARMS)
-    assert {every[5 * seed].arm for seed in range(5)} == set(ARMS)
+class Runs:
+    """Runs that take a second each in virtual time, and one that fails after half of it."""
+
+    def __init__(self, fails: Cell | None = None) -> None:
+        self.fails = fails
+        self.now: set[Cell] = set()
+        self.most = 0
+        self.cancelled: list[Cell] = []
+
+    async def start(self, _plan: Plan) -> Answers:
+        return START
+
+    async def outcome(self, _plan: Plan, cell: Cell) -> Outcome:
+        self.now.add(cell)
+        self.most = max(self.most, len(self.now))
+        try:
+            await anyio.sleep(0.5 if cell == self.fails else 1.0)
+            if cell == self.fails:
+                raise StoppedError
+        except anyio.get_cancelled_exc_class():
+            self.cancelled.append(cell)
+            raise
+        finally:
+            self.now.remove(cell)
+        return outcome(1.0 + cell.seed)
 
 
-def test_the_file_gives_back_what_was_saved(tmp_path: Path) -> None:
-    saved = results(2, {ADAPTIVE.name: lambda seed: 0.1 * seed})
-    saved.save(tmp_path)
-    assert Results.load(tmp_path) == saved
-    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+@pytest.mark.parametrize(("jobs", "seconds"), [(1, 10.0), (2, 5.0), (3, 4.0)])
+def test_so_many_runs_are_made_at_a_time_and_each_is_saved(tmp_path: Path, jobs: int, seconds: float) -> None:
+    runs, told = Runs(), list[str]()
+    file = tmp_path / "results.json"
+    found = Results(tuple(ARMS), replace(PLAN, jobs=jobs))
+
+    async def make() -> float:
+        def tell(line: str) -> None:
+            told.append(line)
+            assert len(Results.load(file, ARMS).outcomes) == len(told), "told before it was saved"
+
+        await complete(found, file, 2, start=runs.start, outcome=runs.outcome, tell=tell)
+        return anyio.current_time()
+
+    assert run_virtual(make) == pytest.approx(seconds)
+    assert runs.most == jobs
+    assert set(found.outcomes) == set(cells(tuple(ARMS), 2))
+    assert Results.load(file, ARMS) == found
 
 
-def test_studies_of_two_plans_are_not_put_together(tmp_path: Path) -> None:
-    results(1, {}).save(tmp_path)
+def test_a_run_that_fails_ends_the_others_and_what_was_done_is_kept(tmp_path: Path) -> None:
+    first, second, third, *_ = cells(tuple(ARMS), 1)
+    runs, file = Runs(fails=third), tmp_path / "results.json"
+    found = Results(tuple(ARMS), replace(PLAN, jobs=2))
+
+    async def make() -> None:
+        await complete(found, file, 1, start=runs.start, outcome=runs.outcome, tell=lambda _line: None)
+
+    with pytest.raises(StoppedError):
+        run_virtual(make)
+    assert set(Results.load(file, ARMS).outcomes) == {first, second}
+    assert len(runs.cancelled) == 1
+    assert not runs.now
+
+
+@pytest.mark.parametrize("study", STUDIES.values(), ids=STUDIES)
+def test_arms_take_turns_within_a_seed_and_none_is_always_first(study: Study) -> None:
+    count = len(study.arms)
+    every = list(cells(tuple(study.arms), count))
+    for seed in range(count):
+        assert {cell.arm for cell in every[count * seed : count * (seed + 1)]} == set(study.arms)
+    assert {every[count * seed].arm for seed in range(count)} == set(study.arms)
+
+
+@pytest.mark.parametrize("saved", [results(2, {ADAPTIVE.name: lambda seed: 0.1 * seed}), deep(2, {})], ids=STUDIES)
+def test_the_file_gives_back_what_was_saved(saved: Results, tmp_path: Path) -> None:
+    saved.save(tmp_path / "made.json")
+    assert Results.load(tmp_path / "made.json", saved.arms) == saved
+    assert [path.name for path in tmp_path.iterdir()] == ["made.json"]
+
+
+@pytest.mark.parametrize("other", [replace(PLAN, steps=4), replace(PLAN, jobs=2)], ids=["steps", "jobs"])
+def test_runs_of_two_plans_are_not_put_together(other: Plan, tmp_path: Path) -> None:
+    results(1, {}).save(tmp_path / "made.json")
     with pytest.raises(ConfigError, match="choose another --out"):
-        Results.go_on(tmp_path, Plan(steps=4, batch=8, examined=16))
+        Results.go_on(tmp_path / "made.json", ARMS, other)
 
 
 def demo() -> Settings:
@@ -177,20 +386,37 @@ def vars_of(step: StepSection, without: set[str]) -> dict[str, object]:
     return {key: value for key, value in asdict(step).items() if key not in without}
 
 
-def test_arms_differ_from_the_demo_in_their_schedule_only() -> None:
+@pytest.mark.parametrize("study", STUDIES.values(), ids=STUDIES)
+def test_arms_differ_from_the_demo_in_their_schedule_only(study: Study) -> None:
     ours = demo()
-    for arm in ARMS.values():
+    schedule = {"batch", "extra", "max_deferrals", "admission", "chunk", "lookahead", "publish"}
+    for name, arm in study.arms.items():
         settings = arm.settings(ours, batch=32)
-        assert settings.model_copy(update={"step": ours.step, "run": ours.run}) == ours
+        assert name == arm.name
         assert (settings.run.steps, settings.run.seed, settings.run.exact) == (FULL.steps, 3, False)
-        schedule = {"batch", "extra", "max_deferrals", "admission", "chunk"}
         assert vars_of(settings.step, schedule) == vars_of(ours.step, schedule)
+        base = {"ratio_base": "proximal"} if name.endswith("-tis") else {}
+        weights = {"is_correction": "truncated"} if "-tis" in name else {}
+        tables = {**ours.tables(), "step": {}, "run": {}}
+        tables["algorithm"] = {**tables["algorithm"], **base, **weights}
+        assert {**settings.tables(), "step": {}, "run": {}} == tables
+
+
+def test_schedules_carry_what_they_say() -> None:
+    ours = demo()
     chosen = {name: arm.settings(ours, batch=32).step for name, arm in ARMS.items()}
     assert {name: step.extra for name, step in chosen.items()} == {
         "serial": 0, "chunk": 0, "fixed": 8, "adaptive": None, "stale": 32,
     }  # fmt: skip
     assert chosen["stale"].max_deferrals == 8
     assert chosen["adaptive"] == ours.step, "the adaptive arm is the demo itself"
+
+
+def test_arms_of_lookahead_carry_nothing_and_begin_as_many_steps_as_their_name_says() -> None:
+    for name, arm in DEEP.items():
+        step = arm.settings(demo(), batch=32).step
+        assert (step.lookahead, step.extra, step.admission) == (int(name[1]), 0, "overcommit")
+        assert step.publish == ("in-flight" if name.endswith("-flight") else "cut")
 
 
 def test_the_table_has_a_row_for_every_arm() -> None:
@@ -200,42 +426,145 @@ def test_the_table_has_a_row_for_every_arm() -> None:
     assert "| 4.5 | 0.25 | 20% |" in rows[2]
 
 
-def test_the_figure_has_both_panels_with_a_line_and_a_band_for_every_arm() -> None:
-    drawn = ET.fromstring(figure(results(3, {STALE.name: lambda seed: -0.1 * seed})))
+def test_the_table_of_lookahead_has_a_row_for_every_arm_in_parts_of_what_n0_gained() -> None:
+    slower = lagging(4, 0.9, 4.5, rise=lambda k: 0.08 * k)
+    rows = LOOKAHEAD.table(deep(8, {"n4": slower})).splitlines()
+    assert [row.split(" | ")[0].removeprefix("| ") for row in rows[2:]] == list(DEEP)
+    by_arm = {row.split(" | ")[0].removeprefix("| "): row for row in rows[2:]}
+    assert "| 1.10 | - | - | 8.5 | 6.0 (6.0) | - | 30 | 0.00 (0) | 0.0000 | 1.000 | 10.0% |" in by_arm["n0"]
+    score, first_half, kl = (f"{part:+.1%} ({part:+.1%} to {part:+.1%})" for part in (-0.2, -0.2, -0.25))
+    assert (
+        f"| 0.90 | {score} | {first_half} | over 7.0 | 4.5 (4.5) | {kl} | 30 | 3.17 (4) | 0.0040 | 0.960 | 10.0% |"
+        in by_arm["n4"]
+    )
+
+
+def test_findings_of_lookahead_name_the_arms_that_differ_and_what_the_one_difference_of_a_pair_changes() -> None:
+    lines = LOOKAHEAD.findings(deep(8, {"n4": lagging(4, 0.9), "n2-tis": lagging(2, 1.13)})).splitlines()
+    final, first_half, *_ = lines
+    equal = "`n1`, `n2`, `n1-tis`, `n2-tis`, `n4-tis`, `n4-tis-b` and `n2-flight`"
+    assert f"within 10% of `n0`'s gain for {equal}; not shown to be within 10% of `n0`'s gain for `n4`." in final
+    assert final.endswith("Beyond chance it is lower for `n4` and higher for `n2-tis`.")
+    assert first_half.endswith("Beyond chance it is no different for any.")
+    weights = {line.split(":")[0]: line for line in lines if line.startswith("- The weights")}
+    assert "the final score is higher, +20.0% (+20.0% to +20.0%)" in weights["- The weights at lookahead 4"]
+    assert "the final score is no different beyond chance, +0.0%" in weights["- The weights at lookahead 1"]
+
+
+def test_findings_of_lookahead_count_the_runs_whose_kl_ran_away() -> None:
+    made = deep(6, {"n2": lagging(2, kl=11.9)})
+    assert "of `n0`: none of any arm." in LOOKAHEAD.findings(made)
+    made.outcomes |= {Cell(seed, "n4"): lagging(4, kl=13.0) for seed in (1, 3)}
+    assert "Of 6 runs so many ended with more than 2 times the largest KL of `n0`: `n4` 2." in LOOKAHEAD.findings(made)
+
+
+def test_few_seeds_judge_no_arm() -> None:
+    found = LOOKAHEAD.findings(deep(LEAST - 1, {"n4": lagging(4, 0.5)}))
+    assert "Beyond chance" not in found
+    assert "not judged to be within 10% of `n0`'s gain for `n1`, `n2`, `n4`" in found
+    assert "is not judged by fewer than" in found
+    assert "higher" not in found
+    assert "lower" not in found
+
+
+def test_names_are_listed_as_a_sentence_has_them() -> None:
+    assert [listed(["a"]), listed(["a", "b"]), listed(["a", "b", "c"])] == ["`a`", "`a` and `b`", "`a`, `b` and `c`"]
+
+
+@pytest.mark.parametrize(
+    ("study", "made", "labels"),
+    [
+        (SCHEDULES, results(3, {STALE.name: lambda seed: -0.1 * seed}), {"steps", "seconds"}),
+        (LOOKAHEAD, deep(3, {}), {"with truncated weights", "published in flight, or not"}),
+    ],
+    ids=STUDIES,
+)
+def test_the_figure_has_a_line_and_a_band_for_every_arm_of_a_panel(
+    study: Study, made: Results, labels: set[str]
+) -> None:
+    drawn = ET.fromstring(figure(study, made))
     said = [text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")]
-    assert {"steps", "seconds", *ARMS} <= set(said)
-    assert len(list(drawn.iter("{http://www.w3.org/2000/svg}path"))) == 2 * 2 * len(ARMS)
+    assert {*labels, *study.arms} <= set(said)
+    lines = sum(len(panel.arms) for panel in study.panels)
+    assert len(list(drawn.iter("{http://www.w3.org/2000/svg}path"))) == 2 * lines
+    assert {arm for panel in study.panels for arm in panel.arms} == set(study.arms)
 
 
-def test_the_section_is_put_between_its_markers_and_takes_the_place_of_an_older_one() -> None:
-    page = f"# oppo\n\n{BEGIN}{END}\n\nmore\n"
-    made = results(8, {})
-    once = placed(page, section(made))
-    assert once == f"# oppo\n\n{BEGIN}{section(made)}{END}\n\nmore\n"
-    assert placed(placed(page, "old\n"), section(made)) == once
+def test_sections_are_put_between_their_own_markers_and_take_the_place_of_older_ones() -> None:
+    one, other = SCHEDULES.begin, LOOKAHEAD.begin
+    page = f"# oppo\n\n{one}{END}\n\nmore\n\n{other}{END}\n"
+    made = section(results(8, {}))
+    once = placed(page, one, made)
+    assert once == f"# oppo\n\n{one}{made}{END}\n\nmore\n\n{other}{END}\n"
+    assert placed(placed(page, one, "old\n"), one, made) == once
+    assert placed(once, other, "new\n") == f"# oppo\n\n{one}{made}{END}\n\nmore\n\n{other}new\n{END}\n"
     with pytest.raises(ValueError, match="no place"):
-        placed("# oppo\n", section(made))
+        placed("# oppo\n", one, made)
 
 
-def test_the_page_shows_what_was_measured_and_nothing_where_nothing_was() -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    found = section(Results.load(HERE)) if (HERE / FILE).exists() else ""
-    assert placed(page, found) == page, "run: python -m benchmarks.convergence --page"
+@pytest.mark.parametrize("study", STUDIES.values(), ids=STUDIES)
+def test_the_page_and_its_figure_show_what_was_measured(study: Study) -> None:
+    page, measured = PAGE.read_text(encoding="utf-8"), Results.load(HERE / study.file, study.arms)
+    again = f"run: python -m benchmarks.convergence --study {study.name} --page"
+    assert placed(page, study.begin, study.section(measured)) == page, again
+    assert (PAGE.parent / study.picture).read_text(encoding="utf-8") == figure(study, measured), again
+    assert f"]({study.picture})" in page
+
+
+def test_a_section_says_how_its_runs_shared_the_cores() -> None:
+    assert "a processor, 2 cores, all of them for one run at a time" in section(results(5, {}))
+    assert "a processor, 2 cores, 2 runs at a time" in LOOKAHEAD.section(deep(5, {}))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--study", "momentum"], "choose from schedules, lookahead"),
+        (["--jobs", "0"], "--jobs: expected 1 to"),
+        (["--jobs", str(len(cores_here()) + 1)], f"got {len(cores_here()) + 1}"),
+        (["--study", "lookahead", "--table"], "lookahead.json has no seed of which every arm has been run"),
+    ],
+    ids=["study", "no job", "jobs", "nothing"],
+)
+def test_what_cannot_be_done_is_refused(
+    arguments: Sequence[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([*arguments, "--out", str(tmp_path)])
+    assert sentence in capsys.readouterr().err.replace("'", "")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_study_of_which_some_arms_are_missing_shows_the_whole_seeds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = deep(3, {})
+    del made.outcomes[Cell(1, "n4")]
+    made.save(tmp_path / LOOKAHEAD.file)
+    main(["--study", "lookahead", "--table", "--out", str(tmp_path)])
+    assert "mean of 2 seeds" in (tmp_path / LOOKAHEAD.picture).read_text(encoding="utf-8")
+    assert "| n4-tis |" in capsys.readouterr().out
 
 
 @pytest.mark.deep
-def test_every_arm_trains_and_is_examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks.convergence import one
-
+@pytest.mark.parametrize("study", STUDIES.values(), ids=STUDIES)
+def test_every_arm_trains_and_is_examined(study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPPO_CACHE", str(tmp_path / "cache"))
-    plan = Plan(steps=5, batch=8, examined=16, small=True)
-    found = Results.go_on(tmp_path, plan)
-    study(found, tmp_path, 1, start=one.start, outcome=one.outcome, tell=lambda _line: None)
-    assert Results.load(tmp_path) == found
-    for arm, (done,) in ((arm, found.of(arm)) for arm in ARMS):
-        assert len(done.seconds) == len(done.scores) == plan.steps
+    common = ["--steps", "10", "--batch", "8", "--examined", "16", "--small", "--jobs", str(min(2, len(cores_here())))]
+    main(["--study", study.name, "--seeds", "1", "--out", str(tmp_path), *common])
+    found = Results.load(tmp_path / study.file, study.arms)
+    by_arm = {arm: done for arm in study.arms for done in found.of(arm)}
+    assert set(by_arm) == set(study.arms)
+    for arm, done in by_arm.items():
+        assert len(done.seconds) == len(done.scores) == 10
         assert done.answers.score.error > 0
-        assert (done.late > 0, done.lag > 0) == (arm in {"fixed", "stale"},) * 2 or arm == "adaptive"
-    (serial,), (chunk,) = found.of("serial"), found.of("chunk")
-    assert serial.scores == pytest.approx(chunk.scores, abs=0.2), "they differ in rounding"
-    assert "is not judged" in findings(found)
+        assert done.lag == pytest.approx(np.mean(done.known_off_policy.lags))
+        if study is SCHEDULES:
+            assert (done.late > 0, done.lag > 0) == (arm in {"fixed", "stale"},) * 2 or arm == "adaptive"
+        else:
+            steps = [min(int(arm[1]), k) for k in range(10)]
+            lags = done.known_off_policy.lags
+            assert max(lags) <= max(steps) if arm.endswith("-flight") else lags == pytest.approx(steps)
+            assert (min(done.known_off_policy.samples) < 0.9999) == (arm != "n0")
+    if study is SCHEDULES:
+        assert by_arm["serial"].scores == pytest.approx(by_arm["chunk"].scores, abs=0.2), "they differ in rounding"
