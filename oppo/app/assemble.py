@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,10 +10,11 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from oppo.app.engines import SERVING, Order, Serve, Serving, serve
+from oppo.app.critics import Critic, load_critic
+from oppo.app.engines import SERVING, Serve, ServeRequest, Serving, serve
 from oppo.app.expected import require_memory
 from oppo.app.layout import devices_of, layout_of
-from oppo.app.reward_models import Bench, Judge, ModelReading, critic_source
+from oppo.app.reward_models import Judge, JudgeFactory, ModelReading
 from oppo.app.rewards import UserCode
 from oppo.app.roles import RoleLoader
 from oppo.app.saving import Saving
@@ -24,16 +25,17 @@ from oppo.errors import ConfigError
 from oppo.events import Drop, FloatArray
 from oppo.hf.device import CPU, synchronised
 from oppo.hf.device_layout import DeviceLayout, Devices
-from oppo.hf.introspection import end_ids, longest
+from oppo.hf.introspection import end_ids
 from oppo.hf.loading.models import load_tokenizer, quiet
 from oppo.hf.lora import add_lora, share_base
 from oppo.hf.out_of_memory import ModelPlace
+from oppo.hf.recipe import Loadable, positions_of
 from oppo.hf.serve.proximal import ProximalLogprobs, RecomputedLogprobs
 from oppo.hf.serve.scorers import ReferenceLogprobs, ValueModel
-from oppo.hf.text import Text
+from oppo.hf.tokenizer import HfTokenizer
 from oppo.hf.train.actor_critic import ActorCritic
+from oppo.hf.train.actor_critic_recipe import ActorCriticRecipe
 from oppo.hf.train.trainer import HfTrainer
-from oppo.hf.trunk import value_model_on
 from oppo.models import Policy, ReportsProgress, ResumableTrainer, Sampling, SamplingSettings, Scorer
 from oppo.observe import Span, SpanListener
 from oppo.placement import Hosting
@@ -54,6 +56,8 @@ class Assembly:
         proximal: ``None`` without a correction for stale tokens.
         environment: ``None`` where responses have no turns.
         positions: the longest sequence, in tokens, that every model can read.
+        served_apart: a model is served from weights that were loaded apart from those that are trained, so it needs
+            those before the first step: a head may be new.
     """
 
     serving: Serving
@@ -64,10 +68,11 @@ class Assembly:
     environment: Environment | None
     trainer: ResumableTrainer
     saving: Saving
-    text: Text
+    tokenizer: HfTokenizer
     sampling: Sampling
     positions: int
     places: DeviceLayout
+    served_apart: bool = False
 
     @property
     def policy(self) -> Policy:
@@ -117,21 +122,21 @@ class Assembly:
                 stack.callback(self.environment.close)
 
 
-def load_text(models: ModelsSection, tell: Callable[[str], None]) -> Text:
+def policy_tokenizer(models: ModelsSection, tell: Callable[[str], None]) -> HfTokenizer:
     """Return the policy's tokenizer; ``tell`` receives a sentence before a hub is contacted.
 
     Raises:
         ConfigError: the tokenizer is missing or damaged, or needs code that is not trusted.
     """
     try:
-        return Text(load_tokenizer(models.policy, trust_remote_code=models.trust_remote_code, tell=tell))
+        return HfTokenizer(load_tokenizer(models.policy, trust_remote_code=models.trust_remote_code, tell=tell))
     except ConfigError as error:
         raise ConfigError(f"models.policy: {error}") from error
 
 
 @quiet()
 def assemble(
-    settings: Settings, text: Text, tell: Callable[[str], None], *, engine_log: Path | None = None
+    settings: Settings, tokenizer: HfTokenizer, tell: Callable[[str], None], *, engine_log: Path | None = None
 ) -> Assembly:
     """Return the models of ``settings``, loaded and probed, the policy on its engine.
 
@@ -154,15 +159,15 @@ def assemble(
     places = layout_of(settings, devices, tell)
     with ExitStack() as stack:
         stack.callback(places.close)
-        code = UserCode.of(settings.models, settings.data, text, tell, _scoring(places, "reward"))
+        code = UserCode.of(settings.models, settings.data, tokenizer, tell, _here(places))
 
-        def started(order: Order) -> Serving:
-            serving = serve(replace(order, log=engine_log, tell=tell))
+        def started(request: ServeRequest) -> Serving:
+            serving = serve(replace(request, log=engine_log, tell=tell))
             stack.callback(serving.close)
             return serving
 
-        load = RoleLoader(settings.models, text, devices, tell)
-        assembly = _assembled(settings, text, places, code, devices=devices, load=load, serve=started, tell=tell)
+        load = RoleLoader(settings.models, tokenizer, devices, tell)
+        assembly = _assembled(settings, tokenizer, places, code, devices=devices, load=load, serve=started, tell=tell)
         for device in devices.distinct():
             synchronised(device)
         places.wait_until_ready()
@@ -172,7 +177,7 @@ def assemble(
 
 def _assembled(
     settings: Settings,
-    text: Text,
+    tokenizer: HfTokenizer,
     places: DeviceLayout,
     code: UserCode,
     *,
@@ -182,99 +187,101 @@ def _assembled(
     tell: Callable[[str], None],
 ) -> Assembly:
     exact = settings.run.exact
-    actor, reference = _actor_and_reference(
-        settings.models, load, apart=devices.reference != devices.policy, seed=settings.trainer.seed
-    )
-    judges = _judges(settings, text, places, load, tell)
-    critic = _critic(settings, actor, [*judges.values()], load, tell)
-    read = [longest(model) for model in (actor, reference, critic) if model is not None]
+    apart = devices.reference != devices.policy or "reference" in devices.elsewhere
+    actor, reference = _actor_and_reference(settings.models, load, apart=apart, seed=settings.trainer.seed)
+    judges = _judges(settings, tokenizer, places, load, tell)
+    critic = load_critic(settings, actor, [*judges.values()], load, devices=devices, tell=tell)
+    read = [positions_of(model) for model in (actor, reference, critic.trained) if model is not None]
     read += [judge.positions for judge in judges.values() if judge.positions is not None]
-    sampling = _sampling(settings.sampling, text, actor)
-    trained = ActorCritic(actor, critic)
+    sampling = _sampling(settings.sampling, tokenizer, actor)
+    trained = ActorCritic(actor, critic.trained)
     if not settings.shares_weights:
         trained = trained.copied(CPU if len(devices.trainer) > 1 else devices.trainer[0])
-    trainer = _trainer(settings, trained, sampling, places.training, devices.trainer)
-    serving = serve(Order(settings, actor, sampling, text, places))
+    copies = _copies(settings, load, critic, devices) if "trainer" in devices.elsewhere else None
+    trainer = _trainer(settings, trained, sampling, places.training, devices.trainer, copies=copies)
+    serving = serve(ServeRequest(settings, actor, sampling, tokenizer, places))
+    value = None
+    if critic.served is not None:
+        value = ValueModel(critic.served, thread=_scoring(places, "critic"), exact=exact)
     return Assembly(
         serving=serving,
         reference=None
         if reference is None
         else ReferenceLogprobs(reference, sampling=sampling, thread=_scoring(places, "reference"), exact=exact),
         reward=code.reward({key: judge.scorer for key, judge in judges.items()}),
-        critic=None if critic is None else ValueModel(critic, thread=_scoring(places, "critic"), exact=exact),
+        critic=value,
         proximal=_proximal(settings, actor, sampling, places) if settings.algorithm.corrects else None,
         environment=code.environment,
         trainer=trainer,
-        saving=Saving(trainer, text, ("actor",) if critic is None else ("actor", "critic"), places.saving),
-        text=text,
+        saving=Saving(trainer, tokenizer, ("actor", "critic") if critic.trained else ("actor",), places.saving),
+        tokenizer=tokenizer,
         sampling=sampling,
         positions=min(serving.positions, *read),
         places=places,
+        served_apart=critic.is_apart,
     )
 
 
 def _scoring(places: DeviceLayout, model: str, name: str = "") -> ModelPlace:
     """Return the place of a model that scores, under the model's name."""
-    return ModelPlace(places.scoring[model], name or model, SERVING)
+    return ModelPlace(places.place_of(model), name or model, SERVING)
+
+
+def _here(places: DeviceLayout) -> ModelPlace:
+    """Return the place of scorers that a user's file makes, which is on this machine."""
+    return ModelPlace(places.scoring.get("reward", places.saving), "reward", SERVING)
 
 
 def _actor_and_reference(
     models: ModelsSection, load: RoleLoader, *, apart: bool, seed: int
-) -> tuple[PreTrainedModel, PreTrainedModel | None]:
+) -> tuple[PreTrainedModel, Loadable | None]:
     """Return the trained model, and the reference if there is one; with adapters, both over the same base in memory.
 
     Args:
-        apart: the two are on different devices, so each has a base of its own.
+        apart: the two are on different devices or machines, so each has a base of its own.
     """
-    actor, reference = load.causal("policy"), None
+    actor = load.policy()
+    reference: Loadable | None = None
     if models.reference:
         shared = models.lora_rank > 0 and models.reference == models.policy and not apart
-        reference = share_base(actor) if shared else load.causal("reference")
+        reference = share_base(actor) if shared else load.reference()
     if models.lora_rank:
         add_lora(actor, models.lora_rank, models.lora_alpha, seed=seed)
     return actor, reference
 
 
 def _judges(
-    settings: Settings, text: Text, places: DeviceLayout, load: RoleLoader, tell: Callable[[str], None]
+    settings: Settings, tokenizer: HfTokenizer, places: DeviceLayout, load: RoleLoader, tell: Callable[[str], None]
 ) -> dict[str, Judge]:
     """Return the rewards that are models, each served, by the keys of their sources."""
-    bench = Bench(text, load, settings.data.column, settings.run.exact, tell)
+    factory = JudgeFactory(tokenizer, load, settings.data.column, settings.run.exact, tell)
     judges = {}
     for key, part in settings.models.rewards.items():
         if not part.is_function:
             name = "reward model" if key == "reward" else f"reward model {key.partition('.')[2]!r}"
-            judges[key] = bench.judge(ModelReading.of(settings.models, key), _scoring(places, "reward", name))
+            judges[key] = factory.judge(ModelReading.of(settings.models, key), _scoring(places, "reward", name))
     return judges
 
 
-def _critic(
-    settings: Settings,
-    actor: PreTrainedModel,
-    judges: Sequence[Judge],
-    load: RoleLoader,
-    tell: Callable[[str], None],
-) -> PreTrainedModel | None:
-    """Return the critic of an algorithm with one.
-
-    ``tell`` is told if it cannot start from the model that it is to start from.
-    """
-    models = settings.models
-    if not settings.algorithm.has_critic:
-        return None
-    if models.shared_trunk:
-        return value_model_on(actor)
-    start = critic_source(models, [judge.source for judge in judges if judge.may_be_critic])
-    if start != models.critic:
-        tell(
-            f"models.critic: {models.critic} does not read the policy's tokens one by one, so it cannot be a critic, "
-            f"which starts from {'the policy' if start == models.policy else start} instead"
-        )
-    return load.critic(start)
+def _copies(settings: Settings, load: RoleLoader, critic: Critic, devices: Devices) -> ActorCriticRecipe:
+    """Return how ranks on other machines load what is trained."""
+    models, device = settings.models, devices.trainer[-1]
+    actor = load.recipe("policy", "causal", models.policy, device)
+    return ActorCriticRecipe(
+        actor=replace(actor, lora_rank=models.lora_rank, lora_alpha=models.lora_alpha, lora_seed=settings.trainer.seed),
+        critic=None if critic.source is None else load.recipe("critic", "scalar", critic.source, device),
+        shared_trunk=models.shared_trunk,
+    )
 
 
 def _trainer(
-    settings: Settings, models: ActorCritic, sampling: Sampling, place: Hosting, devices: tuple[torch.device, ...]
+    settings: Settings,
+    models: ActorCritic,
+    sampling: Sampling,
+    place: Hosting,
+    devices: tuple[torch.device, ...],
+    *,
+    copies: ActorCriticRecipe | None,
 ) -> HfTrainer:
     return HfTrainer(
         models.actor,
@@ -285,6 +292,7 @@ def _trainer(
         loss=settings.trained_loss(),
         shard=settings.placement.shard,
         devices=devices if len(devices) > 1 else (),
+        recipe=copies,
     )
 
 
@@ -298,7 +306,7 @@ def _proximal(
     return ProximalLogprobs(actor, sampling=sampling, thread=thread, exact=exact, on_publish=settings.step.on_publish)
 
 
-def _sampling(section: SamplingSection, text: Text, actor: PreTrainedModel) -> Sampling:
+def _sampling(section: SamplingSection, tokenizer: HfTokenizer, actor: PreTrainedModel) -> Sampling:
     settings = {name: getattr(section, name) for name in declared(SamplingSettings)}
-    settings["stop_strings"] = text.stop_strings(section.stop_strings)
-    return Sampling(**settings, stop=text.stop(section.stop, end_ids(actor)))
+    settings["stop_strings"] = tokenizer.stop_strings(section.stop_strings)
+    return Sampling(**settings, stop=tokenizer.stop(section.stop, end_ids(actor)))

@@ -11,6 +11,7 @@ from oppo.admission import Admission, Continuous, Observation, Overcommit, Slope
 from oppo.admission.slope import SlopeRule
 from oppo.algorithms.algorithm import Roles
 from oppo.app.checkpoint import State
+from oppo.app.own_algorithm import graph_of
 from oppo.app.sections import ADMISSIONS, StepSection
 from oppo.app.settings import Settings
 from oppo.app.supply import Supply
@@ -49,9 +50,10 @@ def compose(
 
     Raises:
         GraphError: it has no such stages.
-        ConfigError: it has an environment, and so has ``models.environment``.
+        ConfigError: an algorithm of a file makes none, or it has an environment, and so has ``models.environment``.
     """
-    graph = (make or settings.algorithm.graph)(roles_of(settings, assembly))
+    roles = roles_of(settings, assembly)
+    graph = graph_of(settings.algorithm, roles) if make is None else make(roles)
     update = graph.stage("update", Update)
     dump = partial(dump_batch, folder=settings.run_directory / "nonfinite")
     generate = graph.stage("generate", Generate)

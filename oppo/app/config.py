@@ -71,7 +71,7 @@ def resolve(document: Mapping[str, object], folder: Path) -> Settings:
             "models": replace(
                 models,
                 policy=policy,
-                reference=_model(models.reference, folder) or (policy if settings.algorithm.refers else ""),
+                reference=_model(models.reference, folder) or (policy if settings.has_reference else ""),
                 critic=_model(models.critic, folder) or own_critic,
                 environment=_model(models.environment, folder),
             ),

@@ -1,8 +1,8 @@
-"""What the sections of a settings file require of one another."""
+"""Consistency of the sections of a settings file with one another."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from oppo.app.reward_settings import OF_MODELS
 from oppo.app.sections import EvalSection, ModelsSection
@@ -143,6 +143,15 @@ def _require_possible_placement(settings: Settings) -> None:
             f"models.share_weights = true trains the weights that are served, and placement.trainer = "
             f"{list(devices['trainer'])} is not where they are served: leave one of the two out"
         )
+    if impossible := settings.elsewhere - settings.can_be_elsewhere:
+        _refuse_elsewhere(settings, min(impossible))
+    for model in sorted(settings.elsewhere):
+        there = devices[model][1:] if model == "trainer" else devices[model]
+        if numbered := [device for device in there if ":" in device]:
+            raise ValueError(
+                f"{settings.placement.key_of(model)} names {numbered[0]!r}, and an actor has the GPU that Ray gives "
+                "it: expected 'cuda' or 'cpu'"
+            )
     if models.shared_trunk and devices["critic"] != devices["policy"]:
         raise ValueError(
             f"models.shared_trunk = true makes the critic a head on the policy's trunk, which is on "
@@ -155,7 +164,7 @@ def _require_possible_placement(settings: Settings) -> None:
             f"placement.trainer = {list(ranks)} has devices of several kinds, and ranks exchange tensors of one: name "
             "GPUs only, or 'cpu' only"
         )
-    if ranks[0] != "cpu" and len(set(ranks)) < len(ranks):
+    if ranks[0] != "cpu" and len(set(ranks)) < len(ranks) and "trainer" not in settings.elsewhere:
         raise ValueError(
             f"placement.trainer = {list(ranks)} names a device twice: expected one of its own for each rank"
         )
@@ -169,6 +178,18 @@ def _require_possible_placement(settings: Settings) -> None:
             f"step.algorithm = {settings.step.algorithm!r} has no critic and cannot use placement.critic = "
             f"{settings.placement.critic!r}: leave that out"
         )
+
+
+def _refuse_elsewhere(settings: Settings, model: str) -> NoReturn:
+    why = {
+        "reference": f"step.algorithm = {settings.step.algorithm!r} refers to none, and models.reference names none",
+        "reward": "models.reward names no model",
+        "critic": "models.shared_trunk = true makes it a head on the policy's trunk"
+        if settings.models.shared_trunk
+        else f"step.algorithm = {settings.step.algorithm!r} has none",
+        "trainer": "its first rank is here, and placement.trainer names no other",
+    }
+    raise ValueError(f"placement.remote has {model!r}, and {why[model]}: leave it out")
 
 
 def _require_possible_in_flight(settings: Settings) -> None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Final, TypeAlias
+from typing import Annotated, Final, Literal, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator
 
-from oppo.declared import FromList, setting
+from oppo.declared import FromList, PositiveCount, setting
 
 _DEVICE: Final = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 SCORERS: Final = ("reference", "reward", "critic")
 """The models that score."""
+
+Remote: TypeAlias = Literal["reference", "reward", "critic", "trainer"]
+"""A model that can be in an actor of a cluster; of the trainer, every rank but the first."""
 
 
 def _require_device(device: str) -> str:
@@ -58,6 +61,22 @@ class PlacementSection:
         default=True,
         description="give each training rank a shard of weights, gradients and optimizer states (FSDP2), in place of "
         "all of them; one rank has all",
+    )
+    cluster: str = setting(
+        "",
+        "a Ray cluster whose machines take the models of `placement.remote`: `auto`, which is that of `RAY_ADDRESS` or "
+        "of `ray start` on this machine, or the `host:port` of its head; none when empty",
+    )
+    remote: Annotated[tuple[Remote, ...], FromList()] = setting(
+        (),
+        "with a cluster, the models that are actors there, each of its own; of the trainer, every rank but the first; "
+        "all that can be when empty",
+    )
+    actor_cpus: PositiveCount = setting(
+        1, "with a cluster, the cores that each actor takes of its machine and computes with, as rank 0 does here"
+    )
+    spread: bool = setting(
+        default=False, description="with a cluster, put each rank of the trainer on a machine of its own"
     )
 
     def names(self, device: str) -> Mapping[str, tuple[str, ...]]:

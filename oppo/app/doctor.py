@@ -10,7 +10,7 @@ from typing import Final
 
 from rich.filesize import decimal
 
-from oppo.app.assemble import load_text
+from oppo.app.assemble import policy_tokenizer
 from oppo.app.expected import Expected, advice, by_device, crowded, expected, load_of
 from oppo.app.layout import devices_of
 from oppo.app.provenance import Provenance
@@ -28,7 +28,7 @@ _PARTS: Final = [each.name for each in fields(Bytes)]
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What was found out about a run without loading its models.
+    """Memory that a run needs, found without loading its models.
 
     Attributes:
         needs: of each model.
@@ -64,8 +64,8 @@ def examine(settings: Settings) -> Diagnosis:
         OppoError: a setting, the data or a model cannot be used.
     """
     devices = devices_of(settings)
-    text = load_text(settings.models, silent)
-    load = load_of(settings, supplied(settings, text, silent, Provenance.of(settings)).longest)
+    tokenizer = policy_tokenizer(settings.models, silent)
+    load = load_of(settings, supplied(settings, tokenizer, silent, Provenance.of(settings)).longest)
     needs = expected(settings, devices, load)
     found = crowded(needs)
     return Diagnosis(needs, load, [*found, advice(settings, devices, load)] if found else ())
@@ -86,7 +86,7 @@ def _table(needs: Sequence[Expected]) -> Iterator[str]:
     rows = [("model", "device", *(name.replace("_", ", ") for name in _PARTS), "total")]
     for each in needs:
         parts = (decimal(getattr(each.bytes, name)) if getattr(each.bytes, name) else "-" for name in _PARTS)
-        rows.append((each.model, str(each.device), *parts, decimal(each.bytes.total)))
+        rows.append((each.model, each.where, *parts, decimal(each.bytes.total)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         names = [cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True)]

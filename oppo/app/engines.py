@@ -22,7 +22,7 @@ from oppo.hf.introspection import longest
 from oppo.hf.loading.hub import located
 from oppo.hf.out_of_memory import ModelPlace
 from oppo.hf.serve.policy import HfPolicy
-from oppo.hf.text import Text
+from oppo.hf.tokenizer import HfTokenizer
 from oppo.models import Policy, Sampling
 from oppo.observe import SpanListener, silent
 
@@ -64,8 +64,8 @@ class Serving:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Order:
-    """What an engine is started for.
+class ServeRequest:
+    """The policy that an engine is to serve.
 
     Attributes:
         actor: the model that is trained, as transformers has loaded it.
@@ -76,23 +76,23 @@ class Order:
     settings: Settings
     actor: PreTrainedModel
     sampling: Sampling
-    text: Text
+    tokenizer: HfTokenizer
     places: DeviceLayout
     log: Path | None = None
     tell: Callable[[str], None] = silent
 
 
-Serve: TypeAlias = Callable[[Order], Serving]
+Serve: TypeAlias = Callable[[ServeRequest], Serving]
 
 
-def serve(order: Order) -> Serving:
+def serve(request: ServeRequest) -> Serving:
     """Return the policy on the engine that ``models.engine`` names, started.
 
     Raises:
         ConfigError: the engine cannot be started with its arguments.
         ModelRefused: the engine cannot serve the model exactly.
     """
-    return ENGINES[order.settings.models.engine](order)
+    return ENGINES[request.settings.models.engine](request)
 
 
 def require_engine(name: str, arguments: Mapping[str, object], device: str = "auto") -> None:
@@ -114,44 +114,44 @@ def require_engine(name: str, arguments: Mapping[str, object], device: str = "au
         require_route(arguments, device_of(device))
 
 
-def _on_transformers(order: Order) -> Serving:
+def _on_transformers(request: ServeRequest) -> Serving:
     """Serve the very module that is trained, unless ``share_weights`` is off, in the actor's place."""
     policy = HfPolicy(
-        order.actor,
-        sampling=order.sampling,
-        thread=ModelPlace(order.places.acting, "policy", SERVING),
-        exact=order.settings.run.exact,
-        on_publish=order.settings.step.on_publish,
-        decode=order.text.decode,
+        request.actor,
+        sampling=request.sampling,
+        thread=ModelPlace(request.places.acting, "policy", SERVING),
+        exact=request.settings.run.exact,
+        on_publish=request.settings.step.on_publish,
+        decode=request.tokenizer.decode,
     )
-    return Serving(policy, longest(order.actor))
+    return Serving(policy, longest(request.actor))
 
 
-def _on_vllm(order: Order) -> Serving:
+def _on_vllm(request: ServeRequest) -> Serving:
     """Serve a copy of the weights in processes of their own, with the actor's share of the cores."""
     from oppo.vllm import VllmEngine, VllmPolicy  # noqa: PLC0415 - vLLM takes seconds to import, and may be missing
 
-    settings, models, data = order.settings, order.settings.models, order.settings.data
-    directory = located(models.policy, weights=True, allow_pickle=models.allow_pickle, tell=order.tell)
-    if order.log is not None:
-        make(order.log.parent)
-    reach = min(longest(order.actor), data.max_prompt_tokens + order.sampling.max_new_tokens)
+    settings, models, data = request.settings, request.settings.models, request.settings.data
+    directory = located(models.policy, weights=True, allow_pickle=models.allow_pickle, tell=request.tell)
+    if request.log is not None:
+        make(request.log.parent)
+    reach = min(longest(request.actor), data.max_prompt_tokens + request.sampling.max_new_tokens)
     given: dict[str, object] = {
-        "dtype": str(order.actor.dtype).removeprefix("torch."),
+        "dtype": str(request.actor.dtype).removeprefix("torch."),
         "trust_remote_code": models.trust_remote_code,
         "max_model_len": reach,
     }
     engine = VllmEngine.start(
         directory,
         arguments={**given, **settings.vllm},
-        trainer=order.actor.device,
+        trainer=request.actor.device,
         cores=acting_share(settings.run.cores or available_cores()),
-        log=order.log,
-        tell=order.tell,
+        log=request.log,
+        tell=request.tell,
     )
     try:
         policy = VllmPolicy(
-            engine, sampling=order.sampling, on_publish=settings.step.on_publish, decode=order.text.decode
+            engine, sampling=request.sampling, on_publish=settings.step.on_publish, decode=request.tokenizer.decode
         )
     except BaseException:
         engine.close()

@@ -13,8 +13,9 @@ from rich.filesize import decimal
 from transformers import PreTrainedModel
 
 from oppo.app.compose import most_extra
+from oppo.app.critics import critic_source
 from oppo.app.layout import scored
-from oppo.app.reward_models import ModelReading, critic_source
+from oppo.app.reward_models import ModelReading
 from oppo.app.settings import Settings
 from oppo.declared import declared
 from oppo.errors import ConfigError, ModelRefused
@@ -62,16 +63,23 @@ _SMALLER: Final[Sequence[tuple[str, Mapping[str, Mapping[str, object]]]]] = (
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a model will need where it is; weights that several models share are those of the first.
+    """Memory that a model will need on its device; weights that several models share count for the first.
 
     Attributes:
         model: its name, with the number of a training rank.
         bytes: at its worst moment.
+        elsewhere: the device is one of another machine, whose memory is not known here.
     """
 
     model: str
     device: torch.device
     bytes: Bytes
+    elsewhere: bool = False
+
+    @property
+    def where(self) -> str:
+        """The device, and whether it is in the cluster."""
+        return f"{self.device} in the cluster" if self.elsewhere else str(self.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,16 +164,19 @@ def expected(settings: Settings, devices: Devices, load: Load | None) -> list[Ex
     made = Outlines(settings)
     needs = [Expected("policy", devices.policy, _policy(settings, made, load))]
     for model in scored(settings):
-        device = devices.scoring()[model]
+        device, elsewhere = devices.scoring()[model], model in devices.elsewhere
         if model != "reward":
             make = made.critic if model == "critic" else made.actor if model == "proximal" else made.reference
             served = _served(make, _SERVED[model], load)
             shares = _shares_the_policy_s(settings, devices, model)
-            needs.append(Expected(model, device, replace(served, weights=0) if shares else served))
+            needs.append(Expected(model, device, replace(served, weights=0) if shares else served, elsewhere))
         for key, part in settings.models.rewards.items() if model == "reward" else ():
             if not part.is_function:
-                needs.append(Expected(key, device, made.reward(key, load)))
-    return [*needs, *_training(settings, devices, _trainer(settings, made, load))]
+                needs.append(Expected(key, device, made.reward(key, load), elsewhere))
+    unshared = None
+    if settings.shares_weights:
+        unshared = at_rest(made.critic).weights if "critic" in devices.elsewhere else 0
+    return [*needs, *_training(settings, devices, _trainer(settings, made, load), unshared)]
 
 
 def _policy(settings: Settings, made: Outlines, load: Load | None) -> Bytes:
@@ -184,7 +195,8 @@ def _shares_the_policy_s(settings: Settings, devices: Devices, model: str) -> bo
     """Return whether a model that scores is served over the policy's weights."""
     models = settings.models
     if model == "reference":
-        return bool(models.lora_rank) and models.reference == models.policy and devices.reference == devices.policy
+        apart = devices.reference != devices.policy or model in devices.elsewhere
+        return bool(models.lora_rank) and models.reference == models.policy and not apart
     return model == "proximal" or (model == "critic" and models.shared_trunk)
 
 
@@ -194,13 +206,17 @@ def _trainer(settings: Settings, made: Outlines, load: Load | None) -> Bytes:
     return of_trainer(made.trained, load, _sampling(settings), settings.trainer, settings.trained_loss())
 
 
-def _training(settings: Settings, devices: Devices, whole: Bytes) -> list[Expected]:
-    """Return what each training rank needs, of what one that has everything needs."""
-    ranks, shares = devices.trainer, settings.shares_weights
+def _training(settings: Settings, devices: Devices, whole: Bytes, unshared: int | None) -> list[Expected]:
+    """Return what each training rank needs, of what one that has everything needs.
+
+    Args:
+        unshared: bytes of trained weights that are not served here; ``None``: all.
+    """
+    ranks, own = devices.trainer, whole.weights if unshared is None else unshared
     if len(ranks) == 1:
-        return [Expected("trainer", ranks[0], replace(whole, weights=0) if shares else whole)]
+        return [Expected("trainer", ranks[0], replace(whole, weights=own))]
     parts = len(ranks) if settings.placement.shard else 1
-    needs = [] if shares else [Expected("trainer, whole weights", CPU, Bytes(whole.weights))]
+    needs = [Expected("trainer, whole weights", CPU, Bytes(own))] if own else []
     for rank, device in enumerate(ranks):
         in_place = rank == 0 and parts == 1 and device == CPU
         needs.append(
@@ -213,6 +229,7 @@ def _training(settings: Settings, devices: Devices, whole: Bytes) -> list[Expect
                     optimizer=whole.optimizer // parts,
                     gradients=whole.gradients // parts,
                 ),
+                elsewhere=rank > 0 and "trainer" in devices.elsewhere,
             )
         )
     return needs
@@ -224,9 +241,11 @@ def _sampling(settings: Settings) -> Sampling:
 
 
 def by_device(needs: Iterable[Expected]) -> dict[torch.device, list[Expected]]:
-    """Return what is needed on each device."""
+    """Return what is needed on each device of this machine."""
     found: dict[torch.device, list[Expected]] = {}
     for each in needs:
+        if each.elsewhere:
+            continue
         found.setdefault(each.device, []).append(each)
     return found
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 from oppo.algorithms.algorithm import Algorithm
 from oppo.algorithms.ppo import PPO
-from oppo.app.own import NoSettings, Part, part
+from oppo.app.own import NoSettings, OwnPart, part
 from oppo.app.own_algorithm import find
 from oppo.app.sections import StepSection
 from oppo.errors import ConfigError
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
-    """What a part of one's own must be.
+class OwnRequirements:
+    """Requirements of a part of one's own.
 
     Attributes:
         protocol: its name.
@@ -33,13 +33,13 @@ class Own:
     has: frozenset[str] = frozenset()
 
 
-OWN: Final[Mapping[str, Own]] = {
-    "admission": Own(
+OWN: Final[Mapping[str, OwnRequirements]] = {
+    "admission": OwnRequirements(
         "oppo.Admission",
         ("batch", "max_deferrals", "admit", "cut", "observe"),
         frozenset({"batch", "extra", "max_deferrals", "lag_price"}),
     ),
-    "loss": Own("oppo.losses.Loss", ("unit", "reads", "measures", "metrics", "__call__")),
+    "loss": OwnRequirements("oppo.losses.Loss", ("unit", "reads", "measures", "metrics", "__call__")),
 }
 """The parts of one's own besides the algorithm, each by its key in ``[step]`` and its table."""
 
@@ -57,7 +57,7 @@ class Kinds:
     """
 
     algorithm: type[Algorithm] | None = PPO
-    own: Mapping[str, Part] = field(default_factory=dict)
+    own: Mapping[str, OwnPart] = field(default_factory=dict)
 
     @classmethod
     def of(cls, document: Mapping[str, object]) -> Self:

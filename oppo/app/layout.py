@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 
+from oppo.app.actors import places_elsewhere
 from oppo.app.settings import Settings
 from oppo.hf.cpu import available_cores
 from oppo.hf.device_layout import SCORED, DeviceLayout, Devices
@@ -15,13 +17,15 @@ def devices_of(settings: Settings) -> Devices:
     Raises:
         ConfigError: there is no such device.
     """
-    return Devices.found(settings.devices, settings.placement.key_of, exact=settings.run.exact)
+    return Devices.found(
+        settings.devices, settings.placement.key_of, exact=settings.run.exact, elsewhere=settings.elsewhere
+    )
 
 
 def scored(settings: Settings) -> list[str]:
-    """Return the models of a run that score, which need a place."""
+    """Return the models of a run that score."""
     exist = {
-        "reference": bool(settings.models.reference),
+        "reference": settings.has_reference,
         "reward": True,
         "critic": settings.algorithm.has_critic,
         "proximal": settings.algorithm.corrects,
@@ -33,7 +37,9 @@ def layout_of(settings: Settings, devices: Devices, tell: Callable[[str], None])
     """Return the places of a run; ``tell`` receives a sentence about each process that is started.
 
     Raises:
-        ConfigError: a process is chosen for models on a GPU, whose memory is not shared.
+        ConfigError: a process is chosen for models on a GPU, whose memory is not shared; or the cluster that the
+            settings name cannot be used.
+        ModelError: the cluster has no room for the trainer's ranks.
     """
     run, available = settings.run, available_cores()
     if (cores := run.cores or available) > available:
@@ -41,13 +47,26 @@ def layout_of(settings: Settings, devices: Devices, tell: Callable[[str], None])
             f"run.cores = {cores} is more than the {available} that this process may use: threads will wait for each "
             "other"
         )
-    return DeviceLayout.of(
-        cores,
-        devices,
-        run.scorers,
-        tell,
-        scored=scored(settings),
-        policy=run.policy,
-        trainer=run.trainer,
-        restarts=run.scorer_restarts,
-    )
+    with ExitStack() as stack:
+        elsewhere = places_elsewhere(settings, devices, tell)
+        stack.callback(elsewhere.close)
+        layout = DeviceLayout.of(
+            cores,
+            devices,
+            run.scorers,
+            tell,
+            scored=_scored_here(settings),
+            policy=run.policy,
+            trainer=run.trainer,
+            restarts=run.scorer_restarts,
+            elsewhere=elsewhere,
+        )
+        stack.pop_all()
+    return layout
+
+
+def _scored_here(settings: Settings) -> list[str]:
+    """Return the models that score on this machine; a reward function does, beside models that do not."""
+    functions = any(part.is_function for part in settings.models.rewards.values())
+    here = [model for model in scored(settings) if model not in settings.elsewhere]
+    return [*here, "reward"] if functions and "reward" not in here else here

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
 from functools import cache
 from types import NoneType, SimpleNamespace, UnionType
@@ -23,13 +24,33 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 
+@contextmanager
+def naming(key: str, spec: str) -> Iterator[None]:
+    """Raise a ``ConfigError`` that names the setting, the code and its line instead of an error of the body.
+
+    An error of this library stays itself, with the code and the line as a note.
+
+    Args:
+        key: the setting that names the code.
+        spec: the code, ``file.py:name``.
+    """
+    try:
+        with user_code.contained(lambda words: ConfigError(f"{key}: {spec} raised {words}")):
+            yield
+    except ConfigError as error:
+        if isinstance(own := error.__cause__, OppoError):
+            own.add_note(f"{key}: raised by {spec}{user_code.place_of(own)}")
+            raise own from None
+        raise
+
+
 @dataclass(frozen=True, kw_only=True)
 class NoSettings:
     """The table of a part without settings."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class OwnPart:
     """A class or a function of a file.
 
     Attributes:
@@ -62,17 +83,12 @@ class Part:
         arguments = {name: has[name] for name in self.given}
         arguments |= {each.name: getattr(settings, each.name) for each in fields(self.settings)}
         first = () if self.whole is None else (whole,)
-        try:
-            with user_code.contained(lambda words: ConfigError(f"{self.key}: {self.spec} raised {words}")):
-                return self.make(*first, **arguments)
-        except ConfigError as error:
-            if isinstance(error.__cause__, OppoError):
-                raise error.__cause__ from None
-            raise
+        with naming(self.key, self.spec):
+            return self.make(*first, **arguments)
 
 
 @cache
-def part(key: str, spec: str, has: frozenset[str], *, takes_whole: bool = False) -> Part:
+def part(key: str, spec: str, has: frozenset[str], *, takes_whole: bool = False) -> OwnPart:
     """Return what ``file.py:name`` names; a file is run once in a process.
 
     Args:
@@ -92,7 +108,7 @@ def part(key: str, spec: str, has: frozenset[str], *, takes_whole: bool = False)
 
 def part_of(
     make: Callable[..., object], key: str, spec: str, has: Collection[str], *, takes_whole: bool = False
-) -> Part:
+) -> OwnPart:
     """Return a class or a function as a part; see :func:`part`."""
     given: list[str] = []
     settings: list[tuple[str, Any, Any]] = []
@@ -112,7 +128,7 @@ def part_of(
                 f"{key}: nothing is given for the parameter {parameter.name!r} of {spec}: a run has "
                 f"{', '.join(sorted(has))}, and a setting has a type that a file can hold, such as int, float or str"
             )
-    return Part(key, spec, make, tuple(given), whole, _table(spec, settings))
+    return OwnPart(key, spec, make, tuple(given), whole, _table(spec, settings))
 
 
 def _parameters(make: Callable[..., object], key: str, spec: str) -> list[inspect.Parameter]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Final, cast
 from oppo import user_code
 from oppo.algorithms.algorithm import Algorithm, Roles
 from oppo.algorithms.registry import ALGORITHMS
-from oppo.app.own import Part, part_of
+from oppo.app.own import OwnPart, naming, part_of
 from oppo.errors import ConfigError
 from oppo.events import StepReport
 from oppo.graph import Graph
@@ -67,7 +67,7 @@ class FunctionAlgorithm:
     """
 
     has_critic: ClassVar[bool]
-    part: ClassVar[Part]
+    part: ClassVar[OwnPart]
 
     @property
     def responses(self) -> int:
@@ -91,10 +91,7 @@ class FunctionAlgorithm:
             ConfigError: the function raised, or returned something else.
         """
         has = {name: getattr(roles, name) for name in ROLES}
-        graph = self.part(self, has, roles)
-        if not isinstance(graph, Graph):
-            raise _refuse(f"{self.part.spec} must return the graph of a step; got {user_code.shown(graph)}")
-        return graph
+        return _graph(self.part(self, has, roles), self.part.spec)
 
     def loss(self) -> Loss:
         """Return PPO's loss."""
@@ -103,13 +100,60 @@ class FunctionAlgorithm:
         return default_loss(critic=self.has_critic)
 
 
-def of_function(spec: str, part: Part) -> type[Algorithm]:
+def of_function(spec: str, part: OwnPart) -> type[Algorithm]:
     """Return the algorithm of a function."""
     members = {"has_critic": "critic" in part.given, "part": part, "__doc__": part.make.__doc__}
     kind = make_dataclass(
         spec.rpartition(":")[2], [], bases=(part.settings, FunctionAlgorithm), namespace=members, frozen=True
     )
     return cast("type[Algorithm]", kind)
+
+
+def checked(algorithm: Algorithm) -> Algorithm:
+    """Return an algorithm whose properties can be read.
+
+    Raises:
+        ConfigError: a class of a file raised while one was.
+    """
+    spec = user_code.spec_of(type(algorithm))
+    for name in ("responses", "refers", "corrects") if spec else ():
+        with naming(KEY, f"{spec}.{name}"):
+            getattr(algorithm, name)
+    return algorithm
+
+
+def graph_of(algorithm: Algorithm, roles: Roles) -> Graph[StepReport]:
+    """Return the graph of a step.
+
+    Raises:
+        ConfigError: a class or a function of a file raised, or returned something else.
+        GraphError: the graph is wired wrongly.
+    """
+    spec = user_code.spec_of(type(algorithm))
+    if not spec:
+        return algorithm.graph(roles)
+    with naming(KEY, f"{spec}.graph"):
+        graph: object = algorithm.graph(roles)
+    return _graph(graph, f"{spec}.graph")
+
+
+def loss_of(algorithm: Algorithm) -> Loss:
+    """Return the loss of an algorithm; this loads torch.
+
+    Raises:
+        ConfigError: a class of a file raised.
+    """
+    spec = user_code.spec_of(type(algorithm))
+    if not spec:
+        return algorithm.loss()
+    with naming(KEY, f"{spec}.loss"):
+        return algorithm.loss()
+
+
+def _graph(made: object, spec: str) -> Graph[StepReport]:
+    if not isinstance(made, Graph):
+        raise _refuse(f"{spec} must return the graph of a step; got {user_code.shown(made)}")
+    return made
 
 
 def _refuse(words: str) -> ConfigError:

@@ -14,7 +14,7 @@ from oppo.app.overrides import overridden
 from oppo.app.resume import settings_of
 from oppo.app.settings import Settings
 from oppo.app.sources import ROWS
-from oppo.app.supply import Given, Rows
+from oppo.app.supply import ProgramRows, Rows
 from oppo.app.train import prepare, run
 from oppo.observe import Observer, silent
 from oppo.report import RunDirectory
@@ -61,7 +61,7 @@ def train(
     held_out = None if eval_prompts is None else list(eval_prompts)
     given = {"data.prompts": prompts, "eval.prompts": held_out}
     named = [f"{key}={ROWS}" for key, rows in given.items() if rows is not None]
-    settings, rows = _settings(config, [*overrides, *named]), Given(prompts, held_out)
+    settings, rows = _settings(config, [*overrides, *named]), ProgramRows(prompts, held_out)
     with prepare(settings, tell, resume=resume, graph=graph, rows=rows) as session:
         return anyio.run(run, session, Console(), observers)
 

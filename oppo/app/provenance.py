@@ -1,4 +1,4 @@
-"""What a run is made of besides its models: settings, files by their content, libraries. Checkpoints record it.
+"""Provenance of a run: settings, files by their content, libraries. Checkpoints record it.
 
 The files are the prompts, and those of a reward function, an environment, an algorithm and other parts of one's own.
 The modules that these import are left out, and so are model directories, which are too large to be read for this.
@@ -27,7 +27,7 @@ HELD_OUT = "eval.prompts"
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """What a run is made of.
+    """Settings, files and libraries of a run, models apart.
 
     Attributes:
         settings: a digest of each, under ``section.key``.

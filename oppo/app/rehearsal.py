@@ -23,7 +23,7 @@ from oppo.stages import Generate
 
 if TYPE_CHECKING:
     from oppo.app.train import PreparedRun
-    from oppo.hf.text import Text
+    from oppo.hf.tokenizer import HfTokenizer
 
 LONGEST: Final = 32
 """Tokens that are drawn at most."""
@@ -54,7 +54,7 @@ async def rehearse(session: PreparedRun) -> list[str]:
     Raises:
         Exception: what a model, an environment or the reward raised.
     """
-    text = session.assembly.text
+    tokenizer = session.assembly.tokenizer
     prompts = session.prompts
     if not isinstance(prompts, PromptStream):
         return []
@@ -62,10 +62,10 @@ async def rehearse(session: PreparedRun) -> list[str]:
         tried = await _try(session, prompts.at(0))
     lines = [
         f"prompts: {prompts.size}, the longest of {prompts.longest} tokens; the first is",
-        *_shown(text, tried.finish.response.prompt.tokens.tolist()),
-        *_ending(text, session.assembly.sampling),
+        *_shown(tokenizer, tried.finish.response.prompt.tokens.tolist()),
+        *_ending(tokenizer, session.assembly.sampling),
         f"a response to it, cut off at {LONGEST} tokens at the latest, is ({tried.finish.reason})",
-        *_shown(text, tried.finish.response.tokens.tolist()),
+        *_shown(tokenizer, tried.finish.response.tokens.tolist()),
         _scored([part.source for part in session.settings.models.rewards.values()], tried),
     ]
     return [harmless(line) for line in lines]
@@ -89,14 +89,14 @@ async def _try(session: PreparedRun, prompt: Prompt) -> Tried:
     return Tried(finish, score, seconds, {name: values[0] for name, values in measured.items() if values})
 
 
-def _shown(text: Text, tokens: list[int]) -> Iterator[str]:
+def _shown(tokenizer: HfTokenizer, tokens: list[int]) -> Iterator[str]:
     """Yield text as the model reads it, special tokens included, indented."""
-    for line in text.decode_whole(tokens).splitlines():
+    for line in tokenizer.decode_whole(tokens).splitlines():
         yield from textwrap.wrap(line, WIDTH, initial_indent="    ", subsequent_indent="    ") or [""]
 
 
-def _ending(text: Text, sampling: Sampling) -> Iterator[str]:
-    ids = ", ".join(f"{number} {text.name_of(number)!r}" for number in sampling.stop)
+def _ending(tokenizer: HfTokenizer, sampling: Sampling) -> Iterator[str]:
+    ids = ", ".join(f"{number} {tokenizer.name_of(number)!r}" for number in sampling.stop)
     yield f"a response ends at {sampling.max_new_tokens} tokens, or with one of these: {ids or 'none'}"
     if sampling.stop_strings:
         yield f"or with the text {' or '.join(map(repr, sampling.stop_strings))}"

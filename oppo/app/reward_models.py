@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from oppo.app.reward_settings import OF_MODELS, As, OverLong, When
@@ -13,11 +13,11 @@ from oppo.events import Drop
 from oppo.hf.as_text.bridge import Bridge, BridgedReward
 from oppo.hf.as_text.rendering import Form
 from oppo.hf.as_text.whole import ClassifierReward, SimilarityReward
-from oppo.hf.introspection import longest
 from oppo.hf.loading.reward_kind import RewardKind
+from oppo.hf.recipe import ModelRecipe, positions_of
 from oppo.hf.serve.process_reward import ProcessRewardModel
 from oppo.hf.serve.scorers import RewardModel
-from oppo.hf.text import Text
+from oppo.hf.tokenizer import HfTokenizer
 from oppo.models import Scorer
 from oppo.placement import Hosting
 
@@ -93,16 +93,16 @@ class Judge:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Bench:
-    """Where reward models are made judges.
+class JudgeFactory:
+    """Makes judges of reward models.
 
     Attributes:
-        text: the policy's tokenizer.
+        tokenizer: the policy's.
         prompt_column: the column of the data with the prompt.
-        tell: is told how a model reads, where that is not as the policy does.
+        tell: receives a sentence about each model that does not read the policy's tokens.
     """
 
-    text: Text
+    tokenizer: HfTokenizer
     load: RoleLoader
     prompt_column: str
     exact: bool
@@ -132,7 +132,7 @@ class Bench:
         model, difference = self.load.scalar_reward(reading.key, source)
         if given in {"auto", "tokens"} and difference is None:
             scorer = RewardModel(model, thread=place, exact=self.exact)
-            return Judge(source, scorer, longest(model), may_be_critic=True)
+            return Judge(source, scorer, positions_of(model), may_be_critic=True)
         reader = self.load.tokenizer(source)
         form: Form = "chat" if reader.has_chat_template else "joined"
         refused = f"{reading.setting('form')} cannot be {given!r}"
@@ -143,21 +143,23 @@ class Bench:
             raise ConfigError(f"{source} reads one text as it grows, and no pair, so {refused}: {remedy}")
         if given != "auto":
             form = given
-        bridge = Bridge(self.text, reader, form, self.prompt_column, reading.over_long)
+        if isinstance(model, ModelRecipe):
+            raise self.load.not_here(reading.key, source)
+        bridge = Bridge(self.tokenizer, reader, form, self.prompt_column, reading.over_long)
         why = difference or "is to read text"
         self._say(reading, f"{why}: it reads rollouts as text while they grow, {FORMS[form]}")
         return Judge(source, BridgedReward(model, bridge, thread=place, exact=self.exact))
 
     def _process(self, reading: ModelReading, place: Hosting) -> Judge:
         try:
-            ends = self.text.ending_with(reading.separators)
+            ends = self.tokenizer.ending_with(reading.separators)
         except ConfigError as error:
             raise ConfigError(f"{reading.setting('separators')}: {error}") from error
         model = self.load.process_reward(reading.key, reading.source)
         words = f"rewards steps: it scores the last token of a response, and the {len(ends)} tokens that end one"
         self._say(reading, words)
         scorer = ProcessRewardModel(model, thread=place, separators=ends, exact=self.exact)
-        return Judge(reading.source, scorer, longest(model))
+        return Judge(reading.source, scorer, positions_of(model))
 
     def _classifier(self, reading: ModelReading, place: Hosting) -> Judge:
         if reading.form == "tokens":
@@ -165,13 +167,13 @@ class Bench:
                 f"{reading.source} reads whole responses as text, so {reading.setting('form')} cannot be 'tokens'"
             )
         encoder = self.load.encoder(reading.key, reading.source)
-        form: Form = "chat" if encoder.text.has_chat_template else "pair"
+        form: Form = "chat" if encoder.tokenizer.has_chat_template else "pair"
         if reading.form != "auto":
             form = reading.form
         try:
             scorer = ClassifierReward(
                 encoder,
-                self.text,
+                self.tokenizer,
                 thread=place,
                 form=form,
                 label=reading.label or None,
@@ -195,7 +197,7 @@ class Bench:
         self._say(reading, f"({type(encoder.model).__name__}) {words}")
         scorer = SimilarityReward(
             encoder,
-            self.text,
+            self.tokenizer,
             column=reading.column,
             thread=place,
             over_long=reading.over_long,
@@ -205,14 +207,3 @@ class Bench:
 
     def _say(self, reading: ModelReading, words: str) -> None:
         self.tell(f"models.{reading.key}: {reading.source} {words}")
-
-
-def critic_source(models: ModelsSection, fit: Sequence[str]) -> str:
-    """Return what the critic starts from: its model, unless that is a reward model that cannot be a critic.
-
-    Args:
-        fit: the reward models that can; else the first of them, or the policy.
-    """
-    if models.critic in fit or models.critic not in models.reward_models:
-        return models.critic
-    return next(iter(fit), models.policy)

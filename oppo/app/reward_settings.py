@@ -8,14 +8,14 @@ from typing import Annotated, Final, Literal, TypeAlias
 
 from oppo.declared import Filled, FromList, Positive, PositiveCount, required, setting
 from oppo.gym import LIBRARY
+from oppo.rewards import OnFailure
 from oppo.user_code import SPEC
 
-OnFailure: TypeAlias = Literal["fail", "drop", "retry"]
 When: TypeAlias = Literal["auto", "whole"]
 """When a reward model reads."""
 
 As: TypeAlias = Literal["auto", "tokens", "chat", "joined", "pair", "response"]
-"""What a reward model reads."""
+"""The form in which a reward model reads a rollout."""
 
 OverLong: TypeAlias = Literal["error", "drop", "truncate"]
 Separators: TypeAlias = Annotated[tuple[Filled, ...], FromList()]

@@ -13,7 +13,7 @@ from oppo.environments import FunctionEnvironment
 from oppo.errors import ConfigError, DataError
 from oppo.events import Drop
 from oppo.gym import LIBRARY, require_library, verify
-from oppo.hf.text import Text
+from oppo.hf.tokenizer import HfTokenizer
 from oppo.models import Scorer
 from oppo.placement import Hosting
 from oppo.rewards import FunctionReward, Rewards, load_reward
@@ -21,7 +21,7 @@ from oppo.rewards import FunctionReward, Rewards, load_reward
 
 @dataclass(frozen=True, slots=True)
 class UserCode:
-    """What of a run is a user's own code, loaded and checked before any model is.
+    """The user's own code in a run, loaded and checked before any model is.
 
     Attributes:
         environment: ``None`` where responses have no turns.
@@ -29,14 +29,19 @@ class UserCode:
     """
 
     models: ModelsSection
-    text: Text
+    tokenizer: HfTokenizer
     tell: Callable[[str], None]
     environment: FunctionEnvironment | None = None
     rewards: Mapping[str, Scorer[float | Drop]] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, models: ModelsSection, data: DataSection, text: Text, tell: Callable[[str], None], place: Hosting
+        cls,
+        models: ModelsSection,
+        data: DataSection,
+        tokenizer: HfTokenizer,
+        tell: Callable[[str], None],
+        place: Hosting,
     ) -> UserCode:
         """Return the code that the settings name; scorers that a file makes work in ``place``.
 
@@ -48,11 +53,11 @@ class UserCode:
         def loaded(key: str, part: RewardPart) -> Scorer[float | Drop]:
             options = {"prompt_column": data.column, "tell": tell, **_options(models, part)}
             if part.source == LIBRARY:
-                return _of_tasks(key, text, options)
-            return load_reward(part.source, text.decode, place=place, on_drop=models.reward_drop, **options)
+                return _of_tasks(key, tokenizer, options)
+            return load_reward(part.source, tokenizer.decode, place=place, on_drop=models.reward_drop, **options)
 
         rewards = {key: loaded(key, part) for key, part in models.rewards.items() if part.is_function}
-        return cls(models, text, tell, _environment(models, data, text, tell), rewards)
+        return cls(models, tokenizer, tell, _environment(models, data, tokenizer, tell), rewards)
 
     def reward(self, judges: Mapping[str, Scorer[float | Drop]]) -> Scorer[float | Drop]:
         """Return the reward.
@@ -68,7 +73,7 @@ class UserCode:
 
 
 def leave_retries_to_notices() -> None:
-    """Have the retries of HTTP rewards told by the run's notices alone, not by stamina's log as well, process-wide."""
+    """Silence stamina's log in this process: the run's notices report the retries of HTTP rewards."""
     with suppress(ImportError):  # an extra
         from stamina.instrumentation import set_on_retry_hooks  # noqa: PLC0415 - an extra
 
@@ -89,7 +94,7 @@ def _options(models: ModelsSection, part: RewardPart) -> dict[str, Any]:
     }
 
 
-def _of_tasks(key: str, text: Text, options: Mapping[str, Any]) -> FunctionReward:
+def _of_tasks(key: str, tokenizer: HfTokenizer, options: Mapping[str, Any]) -> FunctionReward:
     """Return the verifier of the tasks of reasoning-gym.
 
     Raises:
@@ -99,18 +104,18 @@ def _of_tasks(key: str, text: Text, options: Mapping[str, Any]) -> FunctionRewar
         require_library()
     except DataError as error:
         raise ConfigError(f"models.{key}: {error}") from error
-    return FunctionReward(verify, text.decode, name=LIBRARY, **{**options, "process": bool(options["process"])})
+    return FunctionReward(verify, tokenizer.decode, name=LIBRARY, **{**options, "process": bool(options["process"])})
 
 
 def _environment(
-    models: ModelsSection, data: DataSection, text: Text, tell: Callable[[str], None]
+    models: ModelsSection, data: DataSection, tokenizer: HfTokenizer, tell: Callable[[str], None]
 ) -> FunctionEnvironment | None:
     if not models.environment:
         return None
     return FunctionEnvironment(
         models.environment,
-        text.decode,
-        text.encode_exactly,
+        tokenizer.decode,
+        tokenizer.encode_exactly,
         on_failure=models.environment_failure,
         timeout=models.environment_timeout,
         concurrency=models.environment_concurrency,

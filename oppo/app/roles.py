@@ -7,21 +7,22 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel
 
 from oppo.app.sections import ModelsSection
 from oppo.errors import ConfigError, ModelRefused
 from oppo.hf.as_text.encoder import Encoder
 from oppo.hf.device_layout import Devices
-from oppo.hf.introspection import vocabulary
 from oppo.hf.loading.directory import holds_tokenizer
 from oppo.hf.loading.encoders import load_encoder
 from oppo.hf.loading.hub import located
-from oppo.hf.loading.models import LoadOptions, load_causal, load_process, load_scalar, load_tokenizer
+from oppo.hf.loading.models import LoadOptions, load_causal, load_scalar, load_tokenizer
 from oppo.hf.loading.precision import require_supported
 from oppo.hf.loading.reward_kind import RewardKind, reward_kind
 from oppo.hf.out_of_memory import attributed
-from oppo.hf.text import Text
+from oppo.hf.recipe import LOADERS, Loadable, ModelKind, ModelRecipe, vocabulary_of
+from oppo.hf.tokenizer import HfTokenizer
 
 _LOADING = "choose models.dtype = 'bfloat16', or a smaller model"
 
@@ -34,48 +35,96 @@ _AS_FUNCTION = (
 class RoleLoader:
     """Loads the models of a run; errors name the setting of the model and the remedy."""
 
-    def __init__(self, models: ModelsSection, text: Text, devices: Devices, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, models: ModelsSection, tokenizer: HfTokenizer, devices: Devices, tell: Callable[[str], None]
+    ) -> None:
         self._models = models
-        self._text = text
+        self._tokenizer = tokenizer
         self._devices = devices
         self._tell = tell
         self._actor: PreTrainedModel | None = None
 
-    def causal(self, name: str) -> PreTrainedModel:
-        """Return the causal language model of ``models.<name>``; the first is the policy."""
-        path = str(getattr(self._models, name))
-        with self.attributed(name):
-            return self._checked(path, self._loaded(name, load_causal, path))
+    def policy(self) -> PreTrainedModel:
+        """Return the causal language model that is trained."""
+        path = self._models.policy
+        with self.attributed("policy"):
+            self._actor = self._loaded("policy", load_causal, path)
+        return self._actor
+
+    def reference(self) -> Loadable:
+        """Return the causal language model that the policy is compared with."""
+        path = self._models.reference
+        with self.attributed("reference"):
+            return self._checked(path, self._served("reference", "causal", path))
 
     def critic(self, path: str) -> PreTrainedModel:
-        """Return the model of the critic at ``path``; its head may be new."""
+        """Return the critic that is trained, at ``path``; its head may be new."""
         with self.attributed("critic"):
-            return self._checked(path, self._loaded("critic", partial(load_scalar, new_head=True), path))
+            model = self._loaded("critic", partial(load_scalar, new_head=True), path)
+            self._require_the_policy_s_tokens(path, model)
+        return model
 
     def reward_kind(self, path: str) -> RewardKind:
         """Return the kind of a reward model, by its architecture."""
         return reward_kind(self._located(path), trusted=self._models.trust_remote_code)
 
-    def scalar_reward(self, key: str, path: str) -> tuple[PreTrainedModel, str | None]:
+    def scalar_reward(self, key: str, path: str) -> tuple[Loadable, str | None]:
         """Return a reward model with one label, and its tokenizer's difference to the policy's, in words.
 
         ``None``: it reads the policy's tokens as they are.
         """
-        model = self._loaded(key, load_scalar, path)
+        model = self._served(key, "scalar", path)
         return model, self._difference(path, model)
 
-    def process_reward(self, key: str, path: str) -> PreTrainedModel:
+    def process_reward(self, key: str, path: str) -> Loadable:
         """Return a token-classification model, which shares the policy's tokenizer."""
-        return self._checked(path, self._loaded(key, load_process, path))
+        return self._checked(path, self._served(key, "process", path))
 
     def encoder(self, key: str, path: str) -> Encoder:
-        """Return a model that reads whole texts."""
+        """Return a model that reads whole texts.
+
+        Raises:
+            ConfigError: it is to be an actor of a cluster.
+        """
+        if key.partition(".")[0] in self._devices.elsewhere:
+            raise self.not_here(key, path)
         self._tell(f"loading the {key} {path}")
         return load_encoder(path, **self._options(key))
 
-    def tokenizer(self, path: str) -> Text:
+    def tokenizer(self, path: str) -> HfTokenizer:
         """Return the tokenizer that comes with a model."""
-        return Text(load_tokenizer(path, trust_remote_code=self._models.trust_remote_code, tell=self._tell))
+        return HfTokenizer(load_tokenizer(path, trust_remote_code=self._models.trust_remote_code, tell=self._tell))
+
+    def recipe(self, name: str, kind: ModelKind, path: str, device: torch.device) -> ModelRecipe:
+        """Return how the model of ``models.<name>`` is loaded on another machine, on such a device."""
+        models = self._models
+        return ModelRecipe(
+            path=path,
+            kind=kind,
+            dtype=models.dtype,
+            device=device.type,
+            attention=models.attention,
+            trust_remote_code=models.trust_remote_code,
+            allow_pickle=models.allow_pickle,
+            ignore_unused=models.ignore_unused_weights,
+            new_head=name == "critic",
+        )
+
+    def not_here(self, key: str, path: str) -> ConfigError:
+        """Return the error of a model that reads text and is to be on another machine."""
+        return ConfigError(
+            f"{path} reads text, and an actor of a cluster serves models that read the policy's tokens: name in "
+            f"placement.remote the models that are actors, without {key.partition('.')[0]!r}"
+        )
+
+    def _served(self, name: str, kind: ModelKind, path: str) -> Loadable:
+        """Return a model that scores, or, of one on another machine, how it is loaded there."""
+        model = name.partition(".")[0]
+        if model not in self._devices.elsewhere:
+            return self._loaded(name, LOADERS[kind], path)
+        recipe = self.recipe(name, kind, path, self._devices.scoring()[model])
+        recipe.config()  # an error of a path comes now
+        return recipe
 
     def _loaded(self, name: str, load: Callable[..., PreTrainedModel], path: str) -> PreTrainedModel:
         self._tell(f"loading the {name} {path}")
@@ -83,13 +132,14 @@ class RoleLoader:
         require_supported(model.dtype, model.device)
         return model
 
-    def _checked(self, path: str, model: PreTrainedModel) -> PreTrainedModel:
-        """Return a model that reads token ids as the policy does; the first is the policy."""
-        if self._actor is None:
-            self._actor = model
-        elif (difference := self._difference(path, model)) is not None:
-            raise ConfigError(f"{path} {difference}: expected a model with the policy's tokenizer")
+    def _checked(self, path: str, model: Loadable) -> Loadable:
+        """Return a model that reads token ids as the policy does."""
+        self._require_the_policy_s_tokens(path, model)
         return model
+
+    def _require_the_policy_s_tokens(self, path: str, model: Loadable) -> None:
+        if (difference := self._difference(path, model)) is not None:
+            raise ConfigError(f"{path} {difference}: expected a model with the policy's tokenizer")
 
     @contextmanager
     def attributed(self, name: str) -> Iterator[None]:
@@ -106,7 +156,7 @@ class RoleLoader:
         models = self._models
         return {
             "dtype": models.dtype,
-            "device": getattr(self._devices, name.partition(".")[0]),
+            "device": self._device(name.partition(".")[0]),
             "trust_remote_code": models.trust_remote_code,
             "allow_pickle": models.allow_pickle,
             "ignore_unused": models.ignore_unused_weights,
@@ -114,16 +164,21 @@ class RoleLoader:
             "tell": self._tell,
         }
 
+    def _device(self, model: str) -> torch.device:
+        """Return the device that a model is loaded on; of a critic that is served elsewhere, where it is trained."""
+        found: torch.device = getattr(self._devices, model)
+        return self._devices.trainer[0] if model in self._devices.elsewhere else found
+
     def _located(self, path: str) -> Path:
         return located(path, weights=False, trust_remote_code=self._models.trust_remote_code, tell=self._tell)
 
-    def _difference(self, path: str, model: PreTrainedModel) -> str | None:
+    def _difference(self, path: str, model: Loadable) -> str | None:
         """Return how a model reads token ids otherwise than the policy, in words: its scores would mean nothing."""
         policy = self._models.policy
         has_tokenizer = path != policy and holds_tokenizer(self._located(path))
-        if has_tokenizer and (difference := self._text.differs(self.tokenizer(path))) is not None:
+        if has_tokenizer and (difference := self._tokenizer.differs(self.tokenizer(path))) is not None:
             return f"does not share the policy's tokenizer ({difference})"
-        ours, theirs = vocabulary(self._actor or model), vocabulary(model)
+        ours, theirs = vocabulary_of(self._actor or model), vocabulary_of(model)
         if theirs < ours:
             return f"knows the token ids below {theirs}, but the policy {policy} may choose any below {ours}"
         return None

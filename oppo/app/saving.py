@@ -11,7 +11,7 @@ from oppo.app.checkpoint import Checkpoints, State, write_state
 from oppo.durable import whole, writing
 from oppo.errors import ModelError
 from oppo.hf.loading.models import quiet
-from oppo.hf.text import Text
+from oppo.hf.tokenizer import HfTokenizer
 from oppo.models import ResumableTrainer
 from oppo.placement import Thread
 
@@ -30,16 +30,18 @@ class Saving:
         is_saving: whether :meth:`save` is at work.
     """
 
-    def __init__(self, trainer: ResumableTrainer, text: Text, models: Sequence[str], thread: Thread) -> None:
+    def __init__(
+        self, trainer: ResumableTrainer, tokenizer: HfTokenizer, models: Sequence[str], thread: Thread
+    ) -> None:
         self._trainer = trainer
-        self._text = text
+        self._tokenizer = tokenizer
         self._models = models
         self._thread = thread
         self.is_saving = False
 
     def of(self, trainer: ResumableTrainer) -> Saving:
         """Return what writes another trainer's models in the same way."""
-        return Saving(trainer, self._text, self._models, self._thread)
+        return Saving(trainer, self._tokenizer, self._models, self._thread)
 
     async def checkpoint(self, checkpoints: Checkpoints, step: int, score: tuple[float, str], state: State) -> None:
         """Write a checkpoint: ``state``, the trainer's state, and each trained model with its tokenizer.
@@ -83,4 +85,4 @@ class Saving:
     def _write_tokenizers(self, directory: Path) -> None:
         for path in (directory / name for name in self._models if (directory / name).is_dir()):
             with writing(path):
-                self._text.tokenizer.save_pretrained(path)
+                self._tokenizer.inner.save_pretrained(path)

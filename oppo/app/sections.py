@@ -13,7 +13,6 @@ from oppo.app.devices import DeviceName
 from oppo.app.reward_settings import (
     SOURCE,
     As,
-    OnFailure,
     OverLong,
     RewardPart,
     Separators,
@@ -34,6 +33,7 @@ from oppo.declared import (
     setting,
 )
 from oppo.models import SamplingSettings
+from oppo.rewards import OnFailure
 from oppo.user_code import SPEC
 
 Engine: TypeAlias = Literal["transformers", "vllm"]

@@ -29,6 +29,7 @@ from oppo.algorithms.ppo import PPO
 from oppo.app.consistency import require_consistent
 from oppo.app.devices import PlacementSection
 from oppo.app.kinds import NAMED, OWN, Kinds
+from oppo.app.own_algorithm import checked, loss_of
 from oppo.app.reward_settings import file_of
 from oppo.app.sections import (
     DataSection,
@@ -38,7 +39,7 @@ from oppo.app.sections import (
     SamplingSection,
     StepSection,
 )
-from oppo.app.sources import Source, named
+from oppo.app.sources import PromptSource, named
 from oppo.app.tables import STRICT, Table, adapter
 from oppo.declared import (
     MOST,
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
 def _algorithm(table: object, info: ValidationInfo) -> Algorithm:
     kind = None if info.context is None else info.context.algorithm
     chosen: Algorithm = PPO() if kind is None else adapter(kind).validate_python(table)
-    return chosen
+    return checked(chosen)
 
 
 def _own(table: object, info: ValidationInfo) -> object:
@@ -127,7 +128,7 @@ class Settings(BaseModel):
         Raises:
             ConfigError: it cannot be made.
         """
-        return cast("Loss | None", self.kinds.make("loss", self.loss, self.step)) or self.algorithm.loss()
+        return cast("Loss | None", self.kinds.make("loss", self.loss, self.step)) or loss_of(self.algorithm)
 
     @property
     def shares_weights(self) -> bool:
@@ -143,10 +144,35 @@ class Settings(BaseModel):
 
     @property
     def trains_where_it_serves(self) -> bool:
-        """Whether updates are made on the device of the policy and the critic that are served."""
+        """Whether updates are made on the device of the policy and the critic that are served on this machine."""
         devices = self.devices
-        served = {*devices["policy"], *(devices["critic"] if self.algorithm.has_critic else ())}
+        has_critic = self.algorithm.has_critic and "critic" not in self.elsewhere
+        served = {*devices["policy"], *(devices["critic"] if has_critic else ())}
         return served == set(devices["trainer"])
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether there is a reference: one that is named, or the policy as it began, if the algorithm refers to it."""
+        return bool(self.models.reference) or self.algorithm.refers
+
+    @property
+    def can_be_elsewhere(self) -> frozenset[str]:
+        """The models of this run that can be actors of a cluster."""
+        models = self.models
+        can = {
+            "reference": self.has_reference,
+            "reward": bool(models.reward_models),
+            "critic": self.algorithm.has_critic and not models.shared_trunk,
+            "trainer": len(self.devices["trainer"]) > 1,
+        }
+        return frozenset(name for name, possible in can.items() if possible)
+
+    @property
+    def elsewhere(self) -> frozenset[str]:
+        """The models that are actors of a cluster; of the ``trainer``, every rank but the first."""
+        if not self.placement.cluster:
+            return frozenset()
+        return frozenset(self.placement.remote) or self.can_be_elsewhere
 
     @property
     def run_directory(self) -> Path:
@@ -190,8 +216,8 @@ class Settings(BaseModel):
 
 def _spelt(value: object) -> object:
     """Return a value as in a file: a table of tables, or a list of them, where it is one, without absent keys."""
-    if isinstance(value, tuple) and any(isinstance(each, Source) for each in value):
-        return [each.table() for each in cast("tuple[Source, ...]", value)]
+    if isinstance(value, tuple) and any(isinstance(each, PromptSource) for each in value):
+        return [each.table() for each in cast("tuple[PromptSource, ...]", value)]
     if not isinstance(value, Mapping):
         return value
     return {

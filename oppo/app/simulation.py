@@ -1,4 +1,4 @@
-"""What ``oppo simulate`` simulates: the schedules of a run that has finished, or of a profile."""
+"""``oppo simulate``: the schedules of a run that has finished, or of a profile."""
 
 from __future__ import annotations
 

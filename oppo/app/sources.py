@@ -22,7 +22,7 @@ ROWS: Final = "<rows of a program>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class PromptSource:
     """One source of prompts."""
 
     path: Filled = required("a file, a directory that datasets wrote, or a dataset's name at a hub")
@@ -36,7 +36,7 @@ class Source:
         """The file or directory; ``None`` for a dataset at a hub, and for rows of a program."""
         return None if self.path == ROWS or is_hub_name(self.path) else Path(self.path)
 
-    def within(self, folder: Path) -> Source:
+    def within(self, folder: Path) -> PromptSource:
         """Return the source that a settings file in ``folder`` names: paths are absolute afterwards.
 
         Raises:
@@ -50,7 +50,7 @@ class Source:
         return {each.name: value for each in fields(self) if (value := getattr(self, each.name)) != each.default}
 
 
-def _sources(value: object) -> str | tuple[Source, ...]:
+def _sources(value: object) -> str | tuple[PromptSource, ...]:
     """Return the value of a setting for prompts.
 
     Raises:
@@ -76,12 +76,12 @@ def _sources(value: object) -> str | tuple[Source, ...]:
     return found
 
 
-def _source(value: object, number: int) -> Source:
-    if isinstance(value, Source):
+def _source(value: object, number: int) -> PromptSource:
+    if isinstance(value, PromptSource):
         return value
     if isinstance(value, str):
         value = {"path": value}
-    names, table = [each.name for each in fields(Source)], value if isinstance(value, Mapping) else {}
+    names, table = [each.name for each in fields(PromptSource)], value if isinstance(value, Mapping) else {}
     if not table:
         raise ValueError(f"source {number}: expected text or a table, got {shortened(repr(value), 200)}")
     if unknown := [key for key in table if key not in names]:
@@ -89,9 +89,9 @@ def _source(value: object, number: int) -> Source:
         guess = f" (did you mean {near[0]!r}?)" if near else ""
         raise ValueError(f"source {number}: unknown key {unknown[0]!r}{guess}; the keys are {', '.join(names)}")
     if "path" not in table:
-        raise ValueError(f"source {number}: path is missing: {declared(Source)['path'].description}")
+        raise ValueError(f"source {number}: path is missing: {declared(PromptSource)['path'].description}")
     try:
-        found: Source = adapter(Source).validate_python(table)
+        found: PromptSource = adapter(PromptSource).validate_python(table)
     except ValidationError as error:
         detail = error.errors(include_url=False)[0]
         key, got = detail["loc"][0], shortened(repr(detail["input"]), 200)
@@ -99,7 +99,7 @@ def _source(value: object, number: int) -> Source:
     return found
 
 
-def _held_out(value: object) -> str | tuple[Source, ...]:
+def _held_out(value: object) -> str | tuple[PromptSource, ...]:
     """Return the value of a setting for held-out prompts, each of which is answered; empty for none.
 
     Raises:
@@ -113,32 +113,32 @@ def _held_out(value: object) -> str | tuple[Source, ...]:
     return found
 
 
-Prompts: TypeAlias = Annotated[str | tuple[Source, ...], PlainValidator(_sources)]
+Prompts: TypeAlias = Annotated[str | tuple[PromptSource, ...], PlainValidator(_sources)]
 """The value of a setting that names prompts: one source, or several."""
 
 
-HeldOut: TypeAlias = Annotated[str | tuple[Source, ...], PlainValidator(_held_out)]
+HeldOut: TypeAlias = Annotated[str | tuple[PromptSource, ...], PlainValidator(_held_out)]
 """The value of a setting that names held-out prompts, or none."""
 
 
-def sources(prompts: str | tuple[Source, ...]) -> tuple[Source, ...]:
+def sources(prompts: str | tuple[PromptSource, ...]) -> tuple[PromptSource, ...]:
     """Return the sources that a setting names."""
     return tuple(named("", prompts).values())
 
 
-def named(key: str, prompts: str | tuple[Source, ...]) -> dict[str, Source]:
+def named(key: str, prompts: str | tuple[PromptSource, ...]) -> dict[str, PromptSource]:
     """Return the sources of a setting, each by its name: ``data.prompts``, or ``data.prompts[0]`` of several."""
     if isinstance(prompts, str):
-        return {key: Source(path=prompts)} if prompts else {}
+        return {key: PromptSource(path=prompts)} if prompts else {}
     return {f"{key}[{number}]": each for number, each in enumerate(prompts)}
 
 
-def within(prompts: str | tuple[Source, ...], folder: Path) -> str | tuple[Source, ...]:
+def within(prompts: str | tuple[PromptSource, ...], folder: Path) -> str | tuple[PromptSource, ...]:
     """Return what a settings file in ``folder`` names, with absolute paths.
 
     Raises:
         ConfigError: a path cannot be followed.
     """
     if isinstance(prompts, str):
-        return Source(path=prompts).within(folder).path if prompts else ""
+        return PromptSource(path=prompts).within(folder).path if prompts else ""
     return tuple(each.within(folder) for each in prompts)

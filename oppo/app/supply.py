@@ -13,12 +13,12 @@ from typing import Any, Final, Literal, TypeAlias, cast
 from oppo.app.provenance import Provenance
 from oppo.app.sections import DataSection
 from oppo.app.settings import Settings
-from oppo.app.sources import ROWS, Source, named, sources
+from oppo.app.sources import ROWS, PromptSource, named, sources
 from oppo.data import PromptStream, RowStream, Tokenizer, read_prompts
 from oppo.errors import ConfigError, DataError
 from oppo.events import Prompt
 from oppo.report.files import ended
-from oppo.training import Schedule
+from oppo.training import LearningRateSchedule
 
 Rows: TypeAlias = Iterable[Mapping[str, object]] | AsyncIterable[Mapping[str, object]]
 """Rows of a program, a mapping of columns each. Those of a length are read at once; others as they come."""
@@ -28,7 +28,7 @@ Supply: TypeAlias = PromptStream | RowStream
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Given:
+class ProgramRows:
     """Rows that a program gives in place of what settings name.
 
     Attributes:
@@ -40,7 +40,7 @@ class Given:
     held_out: Iterable[Mapping[str, object]] | None = None
 
 
-NOTHING: Final = Given()
+NOTHING: Final = ProgramRows()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,10 +67,10 @@ class Supplied:
 
 def supplied(
     settings: Settings,
-    text: Tokenizer,
+    tokenizer: Tokenizer,
     tell: Callable[[str], None],
     provenance: Provenance,
-    rows: Given = NOTHING,
+    rows: ProgramRows = NOTHING,
 ) -> Supplied:
     """Return the prompts of a run, tokenized; ``tell`` receives a sentence about what is left out, and their end.
 
@@ -89,14 +89,14 @@ def supplied(
                 f"prompts of the run are rows of a program: go on with it there, oppo.train(directory, {argument}=rows)"
             )
     as_they_come = prompts is not None and not isinstance(prompts, Sized)
-    trained = {} if as_they_come else _pools("data.prompts", settings, text, tell, prompts)
-    apart = _pools("eval.prompts", settings, text, tell, held_out)
+    trained = {} if as_they_come else _pools("data.prompts", settings, tokenizer, tell, prompts)
+    apart = _pools("eval.prompts", settings, tokenizer, tell, held_out)
     for file in provenance.changed(settings):
         raise DataError(f"{file} changed while it was read: start again when its writer is done")
     pools = trained | apart
     unfiled = {name: content_digest(pool) for name, pool in pools.items() if name not in settings.files}
     stream = (
-        RowStream(cast("Rows", prompts), text, tell=tell, **_encoding(data))
+        RowStream(cast("Rows", prompts), tokenizer, tell=tell, **_encoding(data))
         if as_they_come
         else _stream(data, list(trained.values()))
     )
@@ -110,13 +110,13 @@ def supplied(
 def _pools(
     key: Literal["data.prompts", "eval.prompts"],
     settings: Settings,
-    text: Tokenizer,
+    tokenizer: Tokenizer,
     tell: Callable[[str], None],
     rows: Rows | None,
 ) -> dict[str, list[Prompt]]:
     """Return the prompts of each source of a setting, by its name."""
     found = named(key, settings.data.prompts if key == "data.prompts" else settings.eval.prompts)
-    return {name: read(each, settings.data, text, tell, rows) for name, each in found.items()}
+    return {name: read(each, settings.data, tokenizer, tell, rows) for name, each in found.items()}
 
 
 def _stream(data: DataSection, pools: Sequence[Sequence[Prompt]]) -> PromptStream:
@@ -127,7 +127,7 @@ def _stream(data: DataSection, pools: Sequence[Sequence[Prompt]]) -> PromptStrea
 
 
 def read(
-    source: Source, data: DataSection, text: Tokenizer, tell: Callable[[str], None], rows: Rows | None = None
+    source: PromptSource, data: DataSection, tokenizer: Tokenizer, tell: Callable[[str], None], rows: Rows | None = None
 ) -> list[Prompt]:
     """Return the prompts of a source, or of a program's rows.
 
@@ -138,7 +138,7 @@ def read(
         tell(f"reading {source.path}")
     found = source.file or source.path if rows is None else cast("Iterable[Mapping[str, object]]", rows)
     encoding = _encoding(data) | ({} if source.column is None else {"column": source.column})
-    return read_prompts(found, text, split=source.split, subset=source.subset, tell=tell, **encoding)
+    return read_prompts(found, tokenizer, split=source.split, subset=source.subset, tell=tell, **encoding)
 
 
 def _encoding(data: DataSection) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def steps_of(steps: int, data: DataSection, batch: int, prompts: Supply) -> int:
     return min(steps, math.ceil(len(prompts) / batch)) if known and isinstance(prompts, Sized) else steps
 
 
-def short_of(steps: int, lasts: int, data: DataSection, schedule: Schedule) -> str:
+def short_of(steps: int, lasts: int, data: DataSection, schedule: LearningRateSchedule) -> str:
     """Return the notice that the data ends before the steps do, with the effect on the learning rate."""
     laid_out = f" and the {schedule} schedule of the learning rate breaks off there" * (schedule != "constant")
     return (

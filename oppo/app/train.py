@@ -22,7 +22,7 @@ from oppo.app.interrupt import Interrupt, Stopped, interruptible
 from oppo.app.provenance import Provenance
 from oppo.app.resume import CHECKPOINTS, locked, newest, require_same_run
 from oppo.app.settings import Settings
-from oppo.app.supply import NOTHING, Given, Supply, require_room, require_unfinished, steps_of, supplied
+from oppo.app.supply import NOTHING, ProgramRows, Supply, require_room, require_unfinished, steps_of, supplied
 from oppo.app.trackers import require_trackers
 from oppo.app.watching import watching
 from oppo.errors import CheckpointError, HangError, behind
@@ -33,7 +33,7 @@ from oppo.liveness.heartbeat import GAP
 from oppo.observe import Notices, Observer, silent
 from oppo.report import RunDirectory, RunLog
 from oppo.report.files import require_unused
-from oppo.report.journal import JOURNAL, Course, course
+from oppo.report.journal import JOURNAL, Replay, read_replay
 from oppo.report.lock import Lock
 from oppo.stages import Generate, Update
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from oppo.app.assemble import Assembly
 
 ENGINE_LOG = "vllm.log"
-"""What the processes of vLLM write, in the run directory."""
+"""The output of vLLM's processes, in the run directory."""
 
 FINAL = Path(CHECKPOINTS, "final")
 """The trained models in a run directory: ``actor`` and, with one, ``critic``, each with its tokenizer."""
@@ -56,7 +56,7 @@ class PreparedRun:
         notices: receives every sentence about the run, while it is prepared too.
         checkpoint: where the run is resumed; ``None`` for a new run.
         lock: of the run directory of a resumed run.
-        course: what the journal of a resumed run says of steps that it repeats.
+        replay: the decisions that a resumed run repeats.
     """
 
     settings: Settings
@@ -68,7 +68,7 @@ class PreparedRun:
     notices: Notices
     checkpoint: Checkpoint | None = None
     lock: Lock | None = None
-    course: Course = field(default_factory=Course)
+    replay: Replay = field(default_factory=Replay)
 
     @property
     def steps(self) -> int:
@@ -83,15 +83,17 @@ class PreparedRun:
 
     def is_checkpointed(self, index: int) -> bool:
         """Return whether the run drains after this step and writes a checkpoint."""
-        return is_due(index, self.settings.run.checkpoint_every, self.steps) or index in self.course.drains
+        return is_due(index, self.settings.run.checkpoint_every, self.steps) or index in self.replay.drains
 
     async def restore(self, running: Run[StepReport]) -> None:
-        """Load the state of run, prompts and models from the checkpoint.
+        """Load the state of run, prompts and models from the checkpoint, if there is one.
 
         Raises:
             CheckpointError: it does not fit this run.
         """
         if self.checkpoint is None:
+            if self.assembly.served_apart:
+                await self._publish()
             return
         state = self.checkpoint.state()
         require_trainer(state, self.assembly.trainer)
@@ -104,6 +106,9 @@ class PreparedRun:
                 "of another version of oppo, or was edited; start a new run"
             ) from error
         await self.assembly.trainer.restore(self.checkpoint.path)
+        await self._publish()
+
+    async def _publish(self) -> None:
         await self.assembly.trainer.publish(*self.graph.stage("update", Update).publish)
 
     async def keep(self, running: Run[StepReport], report: StepReport) -> None:
@@ -139,7 +144,7 @@ def prepare(
     dry_run: bool = False,
     accept_changed_code: bool = False,
     graph: MakeGraph | None = None,
-    rows: Given = NOTHING,
+    rows: ProgramRows = NOTHING,
 ) -> PreparedRun:
     """Return a run with everything loaded and checked; writes nothing but the log of an engine with one.
 
@@ -160,36 +165,43 @@ def prepare(
         settings.run_directory / CHECKPOINTS, keep_last=chosen.keep_last, keep_best=chosen.keep_best, tell=tell
     )
     with ExitStack() as stack:
-        lock: Lock | None = None
-        checkpoint: Checkpoint | None = None
-        if resume:
-            lock = locked(settings)
-            stack.callback(lock.release)
-            checkpoint = newest(settings, checkpoints)
-            if checkpoint is None:
-                tell(f"the run in {settings.run_directory} ended before its first checkpoint, so it begins anew")
-        elif not dry_run:
+        lock, checkpoint = _resumed(settings, checkpoints, stack, tell) if resume else (None, None)
+        if not resume and not dry_run:
             require_unused(settings.run_directory)
-        from oppo.app.assemble import assemble, load_text  # noqa: PLC0415 - torch takes seconds to import
+        from oppo.app.assemble import assemble, policy_tokenizer  # noqa: PLC0415 - torch takes seconds to import
 
         require_installed(settings)
-        text = load_text(settings.models, tell)
-        supply = supplied(settings, text, tell, Provenance.of(settings), rows)
+        tokenizer = policy_tokenizer(settings.models, tell)
+        supply = supplied(settings, tokenizer, tell, Provenance.of(settings), rows)
         stream, provenance = supply.stream, supply.provenance
         if checkpoint is not None:
             require_same_run(checkpoint, settings, provenance, tell, accept_changed_code=accept_changed_code)
             require_unfinished(settings.run_directory, supply.steps)
         done = 0 if checkpoint is None else checkpoint.step
-        assembly = assemble(settings, text, tell, engine_log=None if dry_run else settings.run_directory / ENGINE_LOG)
+        assembly = assemble(
+            settings, tokenizer, tell, engine_log=None if dry_run else settings.run_directory / ENGINE_LOG
+        )
         stack.callback(assembly.close)
         require_room(supply.longest, assembly.sampling.max_new_tokens, assembly.positions)
-        told = course(settings.run_directory / JOURNAL, done) if resume else Course()
-        composed = compose(settings, assembly, stream, told.observations, graph)
+        replay = read_replay(settings.run_directory / JOURNAL, done) if resume else Replay()
+        composed = compose(settings, assembly, stream, replay.observations, graph)
         assembly = assembly.wired(trainer_of(composed), composed.stage("generate", Generate).environment)
         due = partial(evaluates, settings, supply.steps)
         composed = with_evaluations(composed, settings, assembly, supply.held_out, due)
         stack.pop_all()
-    return PreparedRun(settings, assembly, composed, stream, provenance, checkpoints, tell, checkpoint, lock, told)
+    return PreparedRun(settings, assembly, composed, stream, provenance, checkpoints, tell, checkpoint, lock, replay)
+
+
+def _resumed(
+    settings: Settings, checkpoints: Checkpoints, stack: ExitStack, tell: Callable[[str], None]
+) -> tuple[Lock, Checkpoint | None]:
+    """Return the lock of the run directory, which ``stack`` releases, and its newest checkpoint."""
+    lock = locked(settings)
+    stack.callback(lock.release)
+    checkpoint = newest(settings, checkpoints)
+    if checkpoint is None:
+        tell(f"the run in {settings.run_directory} ended before its first checkpoint, so it begins anew")
+    return lock, checkpoint
 
 
 def require_installed(settings: Settings) -> None:
@@ -274,7 +286,7 @@ def directory_of(session: PreparedRun) -> RunDirectory:
     return RunDirectory(
         settings.run_directory,
         config=settings.toml(),
-        decode=session.assembly.text.decode,
+        decode=session.assembly.tokenizer.decode,
         keep=settings.run.logged_samples,
         trace=None if settings.run.trace == "all" else settings.run.trace,
         resumed_at=None if session.lock is None else session.done,

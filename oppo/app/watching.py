@@ -1,4 +1,4 @@
-"""What watches a run and tells of it: its log, the panel, the trackers, and the watchdog that may end it."""
+"""The observers of a run: its log, the panel, the trackers, and the watchdog that may end it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from oppo.app.settings import Settings
 from oppo.app.trackers import tracking
 from oppo.errors import HangError
 from oppo.graph import Run
-from oppo.liveness import Stall, Watchdog
+from oppo.liveness import Stall, StallLimits, Vitals, Watchdog
 from oppo.observe import Expendable, Notices, Observer
 from oppo.report import Panel, RunDirectory, RunLog
-from oppo.report.samples import Detokenize
+from oppo.stopping import Detokenize
 
 if TYPE_CHECKING:
     from oppo.app.assemble import Assembly
@@ -28,8 +28,8 @@ HANG_REPORT = "hang-report.json"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Watch:
-    """What watches a run.
+class RunObservers:
+    """The observers of a run.
 
     Attributes:
         observers: all of them, the run directory included.
@@ -64,12 +64,12 @@ def watching(
     *,
     first: int,
     last_resort: Callable[[HangError], None] | None = None,
-) -> Iterator[Watch]:
-    """Give what watches a run, which listens to its models, and complete it.
+) -> Iterator[RunObservers]:
+    """Open the observers of a run, which listen to its models too, and close them at its end.
 
     Args:
-        directory: of the run; what was damaged in it is told first.
-        notices: sentences about the run; those of its course are logged too.
+        directory: of the run; the first notices name its damaged records.
+        notices: sentences about the run; those that come while it goes on are logged too.
         console: shows the panel.
         first: the step with which the run begins or goes on.
         last_resort: as of :class:`oppo.liveness.Watchdog`.
@@ -80,7 +80,7 @@ def watching(
     chosen = settings.run
     with ExitStack() as stack:
         log = stack.enter_context(RunLog(directory.path / "log.jsonl", chosen.name))
-        panel = panel_of(chosen, console, assembly.text.decode)
+        panel = panel_of(chosen, console, assembly.tokenizer.decode)
         # A live panel would be drawn over what is written to the terminal beside it, so it shows the notices itself.
         shown = (panel.on_notice,) if panel.is_live else notices.listeners
         stack.enter_context(notices.passed_to(log.notice, *shown))
@@ -92,7 +92,7 @@ def watching(
         stack.enter_context(watchdog)
         assembly.listen(directory.model_span, watchdog.on_span)
         observers = [directory, log, Expendable(panel, notices), watchdog, *trackers]
-        yield Watch(console, log, panel, watchdog, observers)
+        yield RunObservers(console, log, panel, watchdog, observers)
 
 
 def panel_of(chosen: RunSection, console: Console, decode: Detokenize) -> Panel:
@@ -117,13 +117,14 @@ def watchdog_of(
             last_resort(error)
 
     return Watchdog(
-        chosen.watchdog_seconds,
+        StallLimits(chosen.watchdog_seconds, call_timeout=chosen.call_timeout),
         report=directory.path / HANG_REPORT,
+        vitals=Vitals(
+            progress=assembly.progress,
+            calls=assembly.at_work,
+            saving=lambda: assembly.saving.is_saving,
+            free=assembly.abort,
+        ),
         listeners=listeners,
-        progress=assembly.progress,
-        calls=assembly.at_work,
-        call_timeout=chosen.call_timeout,
-        saving=lambda: assembly.saving.is_saving,
-        free=assembly.abort,
         last_resort=None if last_resort is None else leave,
     )

@@ -10,7 +10,7 @@ from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.process_reward import ProcessRewardModel
 from oppo.hf.serve.proximal import ProximalLogprobs, RecomputedLogprobs
 from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
-from oppo.hf.text import Text
+from oppo.hf.tokenizer import HfTokenizer
 from oppo.hf.train.trainer import HfTrainer
 from oppo.hf.trunk import value_model_on
 
@@ -19,6 +19,7 @@ __all__ = [
     "BridgedReward",
     "ClassifierReward",
     "HfPolicy",
+    "HfTokenizer",
     "HfTrainer",
     "ProcessRewardModel",
     "ProximalLogprobs",
@@ -26,7 +27,6 @@ __all__ = [
     "ReferenceLogprobs",
     "RewardModel",
     "SimilarityReward",
-    "Text",
     "ValueModel",
     "end_ids",
     "load_causal",

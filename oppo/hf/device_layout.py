@@ -10,9 +10,9 @@ for bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import torch
 
@@ -36,6 +36,8 @@ class Devices:
     Attributes:
         policy: decodes; proximal log-probs are read there too.
         trainer: of each training rank.
+        elsewhere: the models that are on other machines, which have such a device; of the ``trainer``, every rank but
+            the first.
     """
 
     policy: torch.device
@@ -43,6 +45,7 @@ class Devices:
     reference: torch.device
     reward: torch.device
     critic: torch.device
+    elsewhere: frozenset[str] = frozenset()
 
     @classmethod
     def all_on(cls, device: torch.device) -> Devices:
@@ -50,25 +53,40 @@ class Devices:
         return cls(device, (device,), device, device, device)
 
     @classmethod
-    def found(cls, names: Mapping[str, Sequence[str]], key_of: Callable[[str], str], *, exact: bool = False) -> Devices:
+    def found(
+        cls,
+        names: Mapping[str, Sequence[str]],
+        key_of: Callable[[str], str],
+        *,
+        exact: bool = False,
+        elsewhere: frozenset[str] = frozenset(),
+    ) -> Devices:
         """Return the devices of these names.
 
         Args:
             names: by model, one or, of the trainer, several.
             key_of: returns the setting that names a model's device.
             exact: see :func:`~oppo.hf.device.device_of`.
+            elsewhere: models on other machines, whose devices are not looked for here; ``auto`` is as it is here.
 
         Raises:
             ConfigError: there is no such device; it names the setting.
         """
-        each: dict[str, tuple[torch.device, ...]] = {}
-        for model, named in names.items():
+
+        def found(model: str, number: int, name: str) -> torch.device:
+            if model in elsewhere and (number or model != "trainer") and name != "auto":
+                return torch.device(name)
             try:
-                each[model] = tuple(device_of(name, exact=exact) for name in named)
+                return device_of(name, exact=exact)
             except ConfigError as error:
                 raise ConfigError(f"{key_of(model)}: {error}") from error
+
+        each = {
+            model: tuple(found(model, number, name) for number, name in enumerate(named))
+            for model, named in names.items()
+        }
         one = {model: devices[0] for model, devices in each.items()}
-        return cls(one["policy"], each["trainer"], one["reference"], one["reward"], one["critic"])
+        return cls(one["policy"], each["trainer"], one["reference"], one["reward"], one["critic"], elsewhere)
 
     @property
     def proximal(self) -> torch.device:
@@ -80,8 +98,25 @@ class Devices:
         return {model: getattr(self, model) for model in models}
 
     def distinct(self) -> list[torch.device]:
-        """Return each device once."""
-        return list(dict.fromkeys([self.policy, *self.trainer, *self.scoring().values()]))
+        """Return each device of this machine once."""
+        ranks = self.trainer[:1] if "trainer" in self.elsewhere else self.trainer
+        scoring = self.scoring([model for model in SCORED if model not in self.elsewhere])
+        return list(dict.fromkeys([self.policy, *ranks, *scoring.values()]))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Elsewhere:
+    """The places of a run on other machines.
+
+    Attributes:
+        scoring: by model.
+        training: of ranks, one of which is on this machine; ``None``: all are.
+        close: called when the places have been closed.
+    """
+
+    scoring: Mapping[str, Place] = field(default_factory=dict)
+    training: Place | None = None
+    close: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,13 +124,15 @@ class DeviceLayout:
     """The places of a run; iterable.
 
     Attributes:
-        scoring: by model; those of one device share a place.
+        scoring: on this machine, by model; those of one device share a place.
+        elsewhere: those of other machines.
     """
 
     acting: Place
     scoring: Mapping[str, Place]
     training: Place
     saving: Thread
+    elsewhere: Elsewhere
 
     @classmethod
     def of(
@@ -109,6 +146,7 @@ class DeviceLayout:
         policy: Home = "thread",
         trainer: Home = "thread",
         restarts: int = 3,
+        elsewhere: Elsewhere | None = None,
     ) -> DeviceLayout:
         """Return places that share ``cores``, for models on ``devices``.
 
@@ -118,15 +156,17 @@ class DeviceLayout:
             scorers: place of the scorers. ``auto`` is a process on a CPU with two cores or more, where scorers can
                 compute beside the actor: both spend much of their time in Python, which threads of one interpreter
                 cannot do in parallel; elsewhere it is a thread.
-            tell: told, in a sentence, of processes that are started.
-            scored: the models that score.
+            tell: receives a sentence about each process that is started.
+            scored: the models that score here.
             policy: place of the actor. A dead process is not replaced: its rows, and their keys and values, are lost.
             trainer: place of the updates, unless there are several ranks; a dead process is not replaced.
             restarts: how many dead processes of the scorers are replaced in an hour.
+            elsewhere: places on other machines, which the layout closes.
 
         Raises:
             ConfigError: a process is chosen for models on a GPU, whose memory is not shared.
         """
+        elsewhere = elsewhere or Elsewhere()
         _require_cpu("policy", policy, [devices.policy])
         _require_cpu("trainer", trainer, devices.trainer)
         _require_cpu("scorers", scorers, devices.scoring(scored).values())
@@ -147,20 +187,22 @@ class DeviceLayout:
         distinct = dict.fromkeys(on.values())
         names = {device: "scorers" if len(distinct) == 1 else f"scorers on {device}" for device in distinct}
         places = {device: scoring(device, name) for device, name in names.items()}
-        if (count := len(devices.trainer)) > 1:
-            tell(f"starting {count} training ranks")
-            training: Place = Ranks("trainer", count, setup=partial(use_cores, max(1, cores // count)))
-        else:
-            training = place("trainer", trainer, cores, devices.trainer[0])
+        ranks = elsewhere.training or _ranks(len(devices.trainer), cores, tell)
         return cls(
             place("actor", policy, acting_share(cores), devices.policy),
             {model: places[device] for model, device in on.items()},
-            training,
+            ranks or place("trainer", trainer, cores, devices.trainer[0]),
             Thread("saver"),
+            elsewhere,
         )
 
     def __iter__(self) -> Iterator[Place]:
-        yield from dict.fromkeys([self.acting, *self.scoring.values(), self.training, self.saving])
+        scoring = (*self.scoring.values(), *self.elsewhere.scoring.values())
+        yield from dict.fromkeys([self.acting, *scoring, self.training, self.saving])
+
+    def place_of(self, model: str) -> Place:
+        """Return the place of a model that scores."""
+        return self.elsewhere.scoring.get(model) or self.scoring[model]
 
     def wait_until_ready(self) -> None:
         """Return when all processes have received their models, so that their errors come before the run begins.
@@ -181,13 +223,22 @@ class DeviceLayout:
             if place is not self.training or place.at_work:
                 place.abort()
 
-    def _processes(self) -> list[AnsweredPlace]:
+    def _processes(self) -> list[AnsweredPlace[Any]]:
         return [place for place in self if isinstance(place, AnsweredPlace)]
 
     def close(self) -> None:
         """Close each place after its call in progress; the saver first, since saving needs the trainer."""
         for place in reversed(list(self)):
             place.close()
+        self.elsewhere.close()
+
+
+def _ranks(count: int, cores: int, tell: Callable[[str], None]) -> Place | None:
+    """Return training ranks on this machine; ``None`` for one."""
+    if count == 1:
+        return None
+    tell(f"starting {count} training ranks")
+    return Ranks("trainer", count, setup=partial(use_cores, max(1, cores // count)))
 
 
 def _require_cpu(setting: str, home: Scorers, devices: Iterable[torch.device]) -> None:

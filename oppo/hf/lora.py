@@ -46,7 +46,7 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: int, *, seed: int = 0) ->
             f"{type(model).__name__} is a mixture of experts, to which no adapters are added: set models.lora_rank = 0"
         )
     try:
-        from peft import LoraConfig  # noqa: PLC0415 - an extra: whoever trains all weights does not need it
+        from peft import LoraConfig  # noqa: PLC0415 - an extra, for adapters only
     except ImportError as error:
         raise ConfigError("models.lora_rank needs PEFT: pip install 'oppo[lora]'") from error
     transposed = any(isinstance(module, Conv1D) for module in model.modules())

@@ -19,7 +19,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from oppo.errors import ConfigError
 from oppo.hf.device import device_of
-from oppo.hf.introspection import reach
+from oppo.hf.introspection import longest, reach, vocabulary
 from oppo.hf.kv.attention import Choice
 from oppo.hf.loading.hub import located
 from oppo.hf.loading.models import load_causal, load_process, load_scalar
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 ModelKind: TypeAlias = Literal["causal", "scalar", "process"]
 
-_LOADERS: Final[dict[ModelKind, Callable[..., PreTrainedModel]]] = {
+LOADERS: Final[dict[ModelKind, Callable[..., PreTrainedModel]]] = {
     "causal": load_causal,
     "scalar": load_scalar,
     "process": load_process,
@@ -74,7 +74,7 @@ class ModelRecipe:
             ConfigError: it is not there, or is not what the recipe says; or there is no such device.
             ModelRefused: it cannot be served exactly.
         """
-        load = _LOADERS[self.kind]
+        load = LOADERS[self.kind]
         if self.new_head:
             load = partial(load, new_head=True)
         model = load(
@@ -113,7 +113,21 @@ class ModelRecipe:
         return int(self.config().get_text_config().vocab_size)
 
 
-def worker_of(kind: type[T], model: PreTrainedModel | ModelRecipe, *args: object) -> T | Recipe[T]:
+Loadable: TypeAlias = PreTrainedModel | ModelRecipe
+"""A model, or how it is loaded where it lives."""
+
+
+def positions_of(model: Loadable) -> int:
+    """Return how many tokens a sequence may have."""
+    return model.positions() if isinstance(model, ModelRecipe) else longest(model)
+
+
+def vocabulary_of(model: Loadable) -> int:
+    """Return how many token ids the model reads."""
+    return model.vocabulary() if isinstance(model, ModelRecipe) else vocabulary(model)
+
+
+def worker_of(kind: type[T], model: Loadable, *args: object) -> T | Recipe[T]:
     """Return ``kind(model, *args)``, or the recipe of it if that is what the model is given by."""
     if isinstance(model, ModelRecipe):
         return Recipe(kind, _make, (kind, model, *args))

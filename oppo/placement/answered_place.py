@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable
-from typing import ClassVar, ParamSpec, TypeVar
+from typing import ClassVar, Generic, ParamSpec, Protocol, TypeVar
 
 from oppo import observe
 from oppo.placement.place import Place
@@ -16,11 +15,33 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class AnsweredPlace(Place):
+class ChildProcesses(Protocol):
+    """One or more child processes, wherever they run."""
+
+    def wait_until_ready(self) -> None:
+        """Return when the children hold every instance.
+
+        Raises:
+            ModelLost: a child died once too often.
+            Exception: ``setup`` or the unpickling of an instance failed.
+        """
+
+    def abort(self) -> None:
+        """Kill the children, whatever they are doing: the call in progress and later ones raise ``ModelLost``."""
+
+    def close(self) -> None:
+        """End the children, which have no call in progress; idempotent."""
+
+
+C = TypeVar("C", bound=ChildProcesses)
+
+
+class AnsweredPlace(Place, Generic[C]):
     """A place of one or more child processes; calls there, and local ones, are made one at a time.
 
     Args:
         name, listener, time_slice: see :class:`Place`.
+        children: from now on this place's.
 
     Attributes:
         what: the children, in the error of a closed place.
@@ -31,14 +52,15 @@ class AnsweredPlace(Place):
     def __init__(
         self,
         name: str,
+        children: C,
         *,
         listener: observe.SpanListener = observe.silent,
         time_slice: TimeSlice = DEFAULT_TIME_SLICE,
     ) -> None:
         super().__init__(name, listener=listener, time_slice=time_slice)
+        self._children = children
         self._thread = Thread(name)
 
-    @abstractmethod
     def wait_until_ready(self) -> None:
         """Return when the children hold every instance; without this, each is unpickled at its first call.
 
@@ -46,14 +68,11 @@ class AnsweredPlace(Place):
             ModelLost: a child died once too often.
             Exception: ``setup`` or the unpickling of an instance failed.
         """
+        self._children.wait_until_ready()
 
-    @abstractmethod
     def abort(self) -> None:
         """Kill the children, whatever they are doing: the call in progress and later ones raise ``ModelLost``."""
-
-    @abstractmethod
-    def end(self) -> None:
-        """End the children, which have no call in progress; idempotent."""
+        self._children.abort()
 
     async def answered(self, priority: Priority, track: str, label: str, ask: Callable[[], Outcome]) -> object:
         """Return the result of what ``ask`` returns, called in this place's thread; its span is on ``track``.
@@ -96,4 +115,4 @@ class AnsweredPlace(Place):
         """End the children after the call in progress; idempotent."""
         super().close()
         self._thread.close()
-        self.end()
+        self._children.close()

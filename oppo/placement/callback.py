@@ -36,7 +36,7 @@ class Callback(Generic[P, R]):
 
 @dataclass(frozen=True, slots=True)
 class Stub:
-    """What crosses to the child in place of a callback: its number among those of the call."""
+    """Crosses to the child in place of a callback, with its number among those of the call."""
 
     number: int
     oneway: bool

@@ -10,7 +10,7 @@ from oppo.placement.callback import Callbacks
 from oppo.placement.wire import Outcome, Packet
 
 Setup: TypeAlias = Callable[[], object] | None
-"""What a child calls once, before anything else."""
+"""A function that a child calls once, before anything else."""
 
 
 class Gone(Exception):  # noqa: N818 - it says what happened; caught in this package, never seen outside
@@ -34,7 +34,7 @@ class Child(ABC):
 
     @property
     def whereabouts(self) -> str:
-        """What finds the process, for errors."""
+        """How to find the process, for errors."""
         return f"pid {self.pid}"
 
     @abstractmethod

@@ -70,7 +70,7 @@ class Process(SupervisedPlace):
         See :meth:`SupervisedPlace.host`.
         """
         here = made(instance)
-        hosted = self._child.host(here, track or self.name, journal)
+        hosted = self._children.host(here, track or self.name, journal)
         return _ChildInstance(here, hosted.track, place=self, hosted=hosted)
 
 

@@ -125,6 +125,16 @@ class RankGroup:
         self._instances.append(_RankedInstance([first, *[others] * (len(self._children) - 1)], kind.join))
         return number
 
+    def wait_until_ready(self) -> None:
+        """Return when every rank holds every instance.
+
+        Raises:
+            ModelLost: a rank is dead, or dies meanwhile.
+            Exception: ``setup`` or the unpickling of an instance failed.
+        """
+        if (failure := self.create()) is not None:
+            failure.result(self._name)
+
     def create(self, number: int | None = None) -> Failure | None:
         """Create an instance in every child, or all of them, and let its copies meet, unless that is done."""
         wanted = range(len(self._instances)) if number is None else (number,)

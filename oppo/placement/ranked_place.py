@@ -7,53 +7,31 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Concatenate, Generic, ParamSpec, TypeVar, cast
 
-from oppo import observe
 from oppo.errors import ProtocolError
 from oppo.placement.answered_place import AnsweredPlace
 from oppo.placement.callback import Callbacks
 from oppo.placement.place import LocalInstance
 from oppo.placement.rank_group import RankGroup
 from oppo.placement.wire import Call, pack
-from oppo.scheduling import DEFAULT_TIME_SLICE, Priority, TimeSlice
+from oppo.scheduling import Priority
 
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
 
-class RankedPlace(AnsweredPlace):
-    """A place of several children, which make every call together.
-
-    Args:
-        name, listener, time_slice: see :class:`Place`.
-        group: the children, from now on this place's.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        group: RankGroup,
-        *,
-        listener: observe.SpanListener = observe.silent,
-        time_slice: TimeSlice = DEFAULT_TIME_SLICE,
-    ) -> None:
-        super().__init__(name, listener=listener, time_slice=time_slice)
-        self._group = group
+class RankedPlace(AnsweredPlace[RankGroup]):
+    """A place of several children, which make every call together."""
 
     @property
     def count(self) -> int:
         """The number of ranks."""
-        return self._group.size
+        return self._children.size
 
     @property
     def pids(self) -> tuple[int, ...]:
         """The numbers of the child processes, by rank."""
-        return self._group.pids
-
-    def wait_until_ready(self) -> None:
-        """Return when every rank holds every instance; see :meth:`AnsweredPlace.wait_until_ready`."""
-        if (failure := self._group.create()) is not None:
-            failure.result(self.name)
+        return self._children.pids
 
     async def call_in_ranks(self, priority: Priority, track: str, label: str, call: Call) -> object:
         """Return what a call returns in rank 0, made by every rank.
@@ -68,16 +46,8 @@ class RankedPlace(AnsweredPlace):
         packet = pack(callbacks.extract(call))
         if callbacks:
             raise ProtocolError(f"{label!r} for {track!r} calls back, and ranks cannot: expected a Process or a Thread")
-        ask = partial(self._group.ask, [packet] * self.count, f"{label!r} for {track!r}")
-        return await self.answered(priority, track, label, lambda: self._group.create(call.instance) or ask())
-
-    def abort(self) -> None:
-        """Kill the ranks, whatever they are doing: the call in progress and every later one raise ``ModelLost``."""
-        self._group.abort()
-
-    def end(self) -> None:
-        """End the ranks; idempotent."""
-        self._group.close()
+        ask = partial(self._children.ask, [packet] * self.count, f"{label!r} for {track!r}")
+        return await self.answered(priority, track, label, lambda: self._children.create(call.instance) or ask())
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

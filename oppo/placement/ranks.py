@@ -65,4 +65,4 @@ class Ranks(RankedPlace):
         """
         del journal
         here = made(instance)
-        return RanksInstance(here, track or self.name, place=self, number=self._group.host(here))
+        return RanksInstance(here, track or self.name, place=self, number=self._children.host(here))

@@ -38,7 +38,7 @@ class RemotePlace(SupervisedPlace):
             ModelError: it holds memory of this process, or cannot go to another process.
         """
         require_portable(instance, self.name)
-        return _RemoteInstance(self, self._child.host(instance, track or self.name, journal))
+        return _RemoteInstance(self, self._children.host(instance, track or self.name, journal))
 
     async def load_in_child(
         self, priority: Priority, hosted: HostedInstance, call: Call, loaded: Callable[[], object] | None
@@ -46,7 +46,7 @@ class RemotePlace(SupervisedPlace):
         """Make a call with weights in the child; they are sent once, however often it is made."""
 
         def load() -> Outcome:
-            outcome = self._child.load(hosted, "load", self.stored(pack_with_bulk(call)))
+            outcome = self._children.load(hosted, "load", self.stored(pack_with_bulk(call)))
             if loaded is not None and isinstance(outcome, Answer):
                 loaded()
             return outcome

@@ -5,41 +5,24 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TypeVar
 
-from oppo import observe
 from oppo.placement.answered_place import AnsweredPlace
 from oppo.placement.callback import Callbacks
 from oppo.placement.place import Hosted, Journal
 from oppo.placement.recipe import Recipe
 from oppo.placement.supervised_process import HostedInstance, SupervisedProcess
 from oppo.placement.wire import Call, pack, pack_with_blocks
-from oppo.scheduling import DEFAULT_TIME_SLICE, Priority, TimeSlice
+from oppo.scheduling import Priority
 
 T = TypeVar("T")
 
 
-class SupervisedPlace(AnsweredPlace):
-    """A place of one child, which makes the calls of its instances.
-
-    Args:
-        name, listener, time_slice: see :class:`Place`.
-        child: from now on this place's.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        child: SupervisedProcess,
-        *,
-        listener: observe.SpanListener = observe.silent,
-        time_slice: TimeSlice = DEFAULT_TIME_SLICE,
-    ) -> None:
-        super().__init__(name, listener=listener, time_slice=time_slice)
-        self._child = child
+class SupervisedPlace(AnsweredPlace[SupervisedProcess]):
+    """A place of one child, which makes the calls of its instances."""
 
     @property
     def pid(self) -> int:
         """The number of the child process, on its machine."""
-        return self._child.pid
+        return self._children.pid
 
     @abstractmethod
     def host(self, instance: T | Recipe[T], *, track: str = "", journal: Journal | None = None) -> Hosted[T]:
@@ -54,10 +37,6 @@ class SupervisedPlace(AnsweredPlace):
             ModelError: it cannot go to another process.
         """
 
-    def wait_until_ready(self) -> None:
-        """Return when the child holds every instance; see :meth:`AnsweredPlace.wait_until_ready`."""
-        self._child.wait_until_ready()
-
     async def call_in_child(self, priority: Priority, hosted: HostedInstance, label: str, call: Call) -> object:
         """Return what a call returns in the child.
 
@@ -71,13 +50,5 @@ class SupervisedPlace(AnsweredPlace):
         stubbed = callbacks.extract(call)
         packet = pack_with_blocks(stubbed) if callbacks else pack(stubbed)
         return await self.answered(
-            priority, hosted.track, label, lambda: self._child.call(hosted, label, stubbed, packet, callbacks)
+            priority, hosted.track, label, lambda: self._children.call(hosted, label, stubbed, packet, callbacks)
         )
-
-    def abort(self) -> None:
-        """Kill the child, whatever it is doing: the call in progress and every later one raise ``ModelLost``."""
-        self._child.abort()
-
-    def end(self) -> None:
-        """End the child; idempotent."""
-        self._child.close()

@@ -14,7 +14,7 @@ import torch
 import oppo.hf.train.core
 from oppo.events import Batch
 from oppo.hf.train.packing import MicroBatch, pack
-from oppo.losses import Evaluated, Input, Inputs, PPOLoss
+from oppo.losses import Input, Inputs, LossValue, PPOLoss
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Pausing(PPOLoss):
     begun: Path = Path()
     go_on: Path = Path()
 
-    def __call__(self, inputs: Inputs) -> Evaluated:
+    def __call__(self, inputs: Inputs) -> LossValue:
         if self.begun.exists():
             self.begun.write_text("begun")
             self.begun.unlink()

@@ -20,7 +20,7 @@ from oppo.hf.train.core import HfTrainerCore
 from oppo.hf.train.optimisation import Optimisation
 from oppo.hf.train.packing import units
 from oppo.hf.train.sharding import whole
-from oppo.losses import Evaluated, Inputs, PPOLoss, Whole
+from oppo.losses import Inputs, LossValue, PPOLoss, Whole
 
 
 def gradient(core: HfTrainerCore, batch: Batch) -> dict[str, NDArray[np.float32]]:
@@ -60,7 +60,7 @@ class FailsOnce(PPOLoss):
 
     mark: Path = Path()
 
-    def __call__(self, inputs: Inputs) -> Evaluated:
+    def __call__(self, inputs: Inputs) -> LossValue:
         mark = self.mark / str(torch.distributed.get_rank())
         if not mark.exists():
             mark.touch()

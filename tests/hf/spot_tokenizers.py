@@ -17,7 +17,7 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from oppo.hf.text import Text
+from oppo.hf.tokenizer import HfTokenizer
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog, and the dog sleeps on",
@@ -112,7 +112,7 @@ MAKES: Mapping[str, Callable[[], Tokenizer]] = {
 
 
 @cache
-def spot(make: str, template: str = "") -> Text:
+def spot(make: str, template: str = "") -> HfTokenizer:
     """Return the tokenizer of a make, with a chat template if one is given."""
     bert = make == "word-piece"
     tokenizer = PreTrainedTokenizerFast(
@@ -124,4 +124,4 @@ def spot(make: str, template: str = "") -> Text:
     )
     if template:
         tokenizer.chat_template = template
-    return Text(tokenizer)
+    return HfTokenizer(tokenizer)

@@ -31,7 +31,7 @@ from oppo.hf.loading.models import load_causal, load_tokenizer
 from oppo.hf.probe import probe
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
-from oppo.hf.text import Text
+from oppo.hf.tokenizer import HfTokenizer
 from oppo.hf.train.trainer import HfTrainer
 from oppo.models import Sampling
 from oppo.placement import Thread
@@ -306,9 +306,9 @@ def run(*command: str, path: Sequence[Path] = ()) -> None:
 
 
 def questions(model: Path, count: int) -> list[Prompt]:
-    text = Text(load_tokenizer(model))
+    tokenizer = HfTokenizer(load_tokenizer(model))
     lines = (ROOT / "examples" / "smollm2" / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:count]
-    encoded = [text.encode_chat(json.loads(line)["prompt"]) for line in lines]
+    encoded = [tokenizer.encode_chat(json.loads(line)["prompt"]) for line in lines]
     return [Prompt(n, n, np.array(tokens, np.int32), group=n) for n, tokens in enumerate(encoded)]
 
 

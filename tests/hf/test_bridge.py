@@ -22,7 +22,7 @@ from oppo.hf.as_text.bridge import REREAD, TAIL_TOKENS, Bridge, BridgedReward
 from oppo.hf.as_text.reader import EMPTY, OverLong
 from oppo.hf.as_text.rendering import Form, Rendering, prompt_text
 from oppo.hf.cpu import use_cores
-from oppo.hf.text import Text
+from oppo.hf.tokenizer import HfTokenizer
 from oppo.placement import Place, Process, Thread
 from oppo.report.catalogue import metric
 from oppo.stages import GAE
@@ -48,7 +48,7 @@ def model_of(name: str = "llama", *, pad: int | None = 0) -> PreTrainedModel:
     return tiny.scalar_of(config)
 
 
-def rollouts(policy: Text, count: int = 5, seed: int = 0) -> list[Response]:
+def rollouts(policy: HfTokenizer, count: int = 5, seed: int = 0) -> list[Response]:
     dice = random.Random(seed)
     made = []
     for number in range(count):
@@ -64,7 +64,7 @@ def rollouts(policy: Text, count: int = 5, seed: int = 0) -> list[Response]:
 def library_score(model: PreTrainedModel, bridge: Bridge, response: Response) -> float:
     prompt = prompt_text(response.prompt, "prompt", bridge.policy.decode)
     rendered = Rendering(bridge.form, bridge.reader).whole(prompt, bridge.policy.decode(response.tokens.tolist()))
-    ids = bridge.reader.tokenizer(rendered.text, add_special_tokens=rendered.special, return_tensors="pt")["input_ids"]
+    ids = bridge.reader.inner(rendered.text, add_special_tokens=rendered.special, return_tensors="pt")["input_ids"]
     return float(model.eval()(ids).logits[0, 0])
 
 
@@ -86,7 +86,7 @@ def close(a: object, b: object) -> bool:
     ids=lambda given: given if isinstance(given, str) else "chat" if given.has_chat_template else "joined",
 )
 async def test_a_score_streamed_as_text_is_that_of_the_librarys_own_call_on_the_whole_text(
-    policy: str, reader: Text, name: str, exact: bool, thread: Thread
+    policy: str, reader: HfTokenizer, name: str, exact: bool, thread: Thread
 ) -> None:
     bridge = Bridge(spot(policy), reader, "chat" if reader.has_chat_template else "joined")
     model, made = model_of(name), rollouts(spot(policy))

@@ -22,10 +22,10 @@ from oppo.hf.train.packing import units
 from oppo.hf.train.trainer import HfTrainer
 from oppo.losses import (
     ClippedLoss,
-    Evaluated,
     Input,
     Inputs,
     Loss,
+    LossValue,
     PairwiseLoss,
     PPOLoss,
     SequenceLoss,
@@ -56,11 +56,11 @@ class Clipped:
     reads: frozenset[Input] = frozenset({"logprobs", "behaviour", "advantages"})
     measures: frozenset[Input] = frozenset()
 
-    def __call__(self, inputs: Inputs) -> Evaluated:
+    def __call__(self, inputs: Inputs) -> LossValue:
         advantages, ratio = inputs["advantages"], (inputs["logprobs"] - inputs["behaviour"]).exp()
         plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - LOW, 1 + HIGH)
         loss = masked_mean(torch.maximum(plain, clipped), inputs.mask, inputs.whole.tokens)
-        return Evaluated(loss, {"loss/policy_avg": loss}, clipped=inputs.mask & (clipped > plain))
+        return LossValue(loss, {"loss/policy_avg": loss}, clipped=inputs.mask & (clipped > plain))
 
     def metrics(self, minibatches: Sequence[Mapping[str, float]]) -> dict[str, float]:
         return means(minibatches)
@@ -317,9 +317,9 @@ class OfValues(Clipped):
     reads: frozenset[Input] = frozenset({"values", "returns"})
     measures: frozenset[Input] = frozenset({"logprobs"})
 
-    def __call__(self, inputs: Inputs) -> Evaluated:
+    def __call__(self, inputs: Inputs) -> LossValue:
         each = (inputs["values"] - inputs["returns"]).square() + inputs["logprobs"]
-        return Evaluated(masked_mean(each, inputs.mask, inputs.whole.tokens))
+        return LossValue(masked_mean(each, inputs.mask, inputs.whole.tokens))
 
 
 async def test_through_what_a_loss_only_measures_nothing_is_learnt(thread: Thread) -> None:
@@ -334,8 +334,8 @@ async def test_through_what_a_loss_only_measures_nothing_is_learnt(thread: Threa
 class Unsummed(Clipped):
     """It leaves a number for each token."""
 
-    def __call__(self, inputs: Inputs) -> Evaluated:
-        return Evaluated(inputs["logprobs"] / inputs.whole.tokens)
+    def __call__(self, inputs: Inputs) -> LossValue:
+        return LossValue(inputs["logprobs"] / inputs.whole.tokens)
 
 
 async def test_a_loss_is_one_number(thread: Thread) -> None:
@@ -346,8 +346,8 @@ async def test_a_loss_is_one_number(thread: Thread) -> None:
 class Sly(Clipped):
     """It reads what it does not declare."""
 
-    def __call__(self, inputs: Inputs) -> Evaluated:
-        return Evaluated(inputs["reference"].sum())
+    def __call__(self, inputs: Inputs) -> LossValue:
+        return LossValue(inputs["reference"].sum())
 
 
 async def test_what_a_loss_does_not_declare_it_is_not_given(thread: Thread) -> None:

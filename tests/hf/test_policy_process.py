@@ -27,7 +27,7 @@ from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.policy_core import PolicyCore
 from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
 from oppo.hf.serve.signals import Signals
-from oppo.hf.text import Text
+from oppo.hf.tokenizer import HfTokenizer
 from oppo.hf.train.trainer import HfTrainer
 from oppo.losses import ClippedLoss
 from oppo.models import Sampling, Weights
@@ -69,7 +69,7 @@ async def ran(
         thread=acting,
         exact=True,
         on_publish="keep" if keep else "recompute",
-        decode=Text(tokenizer()).decode,
+        decode=HfTokenizer(tokenizer()).decode,
     )
     reference = ReferenceLogprobs(tiny.causal(seed=1), sampling=sampling, thread=scoring, exact=True)
     reward = RewardModel(tiny.scalar(seed=2), thread=scoring, exact=True)
@@ -136,11 +136,11 @@ async def test_an_exact_run_is_the_same_wherever_its_policy_lives(
 
 async def test_stop_strings_end_responses_in_a_process(actor_process: Process) -> None:
     sampling = Sampling(max_new_tokens=60, seed=3, stop_strings=("w7", "w40"))
-    policy = HfPolicy(tiny.causal(), sampling=sampling, thread=actor_process, decode=Text(tokenizer()).decode)
+    policy = HfPolicy(tiny.causal(), sampling=sampling, thread=actor_process, decode=HfTokenizer(tokenizer()).decode)
     story = await told(policy, prompts(8))
     assert "stop" in story.states()
     for tokens, state in zip(story.tokens(), story.states(), strict=True):
-        assert (state == "stop") == ("w7" in (text := Text(tokenizer()).decode(tokens)) or "w40" in text)
+        assert (state == "stop") == ("w7" in (text := HfTokenizer(tokenizer()).decode(tokens)) or "w40" in text)
 
 
 async def test_a_decode_that_cannot_cross_is_refused_by_name(actor_process: Process) -> None:

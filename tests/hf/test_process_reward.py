@@ -15,7 +15,7 @@ from oppo.events import Finish, FloatArray, Prompt, Response
 from oppo.hf.cpu import use_cores
 from oppo.hf.loading.models import load_process
 from oppo.hf.serve.process_reward import ProcessRewardModel
-from oppo.hf.text import Text
+from oppo.hf.tokenizer import HfTokenizer
 from oppo.placement import Place, Process, Thread
 from oppo.stages import GAE, ScoredRollout
 from oppo.testing import check_scorer
@@ -145,7 +145,7 @@ def test_a_bidirectional_model_is_refused_since_it_cannot_be_read_as_it_grows(tm
 
 
 def test_tokens_are_found_by_the_text_that_they_end_with() -> None:
-    text = Text(tokenizer())
+    text = HfTokenizer(tokenizer())
     assert text.ending_with(["w5", "7"]) == (5, 7, 17, 27, 37, 47, 57, 67, 77, 87)
     with pytest.raises(ConfigError, match="no token of the policy's tokenizer ends with any of"):
         text.ending_with(["\n"])

@@ -10,7 +10,7 @@ from oppo.hf.as_text.growing_text import GrowingText
 from oppo.hf.as_text.reader import OverLong, Pieces, Reader, TooLong
 from oppo.hf.as_text.rendering import Form, PromptText, Rendering
 from oppo.hf.as_text.retokenizer import MAX_REWINDS, TAIL, Edit, Retokenizer
-from oppo.hf.text import Text
+from oppo.hf.tokenizer import HfTokenizer
 from tests.hf.spot_tokenizers import CORPUS, MAKES, TEMPLATE, TRIMMING, spot
 
 PIECES = [
@@ -46,9 +46,9 @@ def parts_of(tokens: list[int], sizes: list[int]) -> list[list[int]]:
     return [part for part in [*parts, tokens[start:]] if part]
 
 
-def read_back(text: Text, tokens: list[int]) -> str:
+def read_back(tokenizer: HfTokenizer, tokens: list[int]) -> str:
     """Return the text of tokens with the special ones."""
-    return str(text.tokenizer.decode(tokens))
+    return str(tokenizer.inner.decode(tokens))
 
 
 class Model:
@@ -64,7 +64,9 @@ class Model:
         self.ids[edit.keep :] = edit.ids
 
 
-def streamed(policy: Text, rendering: Rendering, reader: Reader, prompt: PromptText, parts: list[list[int]]) -> Model:
+def streamed(
+    policy: HfTokenizer, rendering: Rendering, reader: Reader, prompt: PromptText, parts: list[list[int]]
+) -> Model:
     found, model = Retokenizer(rendering, reader, policy.decode, prompt), Model()
     for part in [[], *parts]:
         model.read(found.grow(part))
@@ -231,7 +233,7 @@ def test_a_text_that_is_longer_than_the_model_reads_is_refused_or_cut_as_its_tok
             found.finish()
         return
     found.finish()
-    assert found.sent == theirs.tokenizer("the lazy dog: " + CORPUS[0], truncation=True, max_length=20)["input_ids"]
+    assert found.sent == theirs.inner("the lazy dog: " + CORPUS[0], truncation=True, max_length=20)["input_ids"]
     assert len(found.sent) == 20
 
 

@@ -20,21 +20,21 @@ def chunk(rollout: int, start: int, *tokens: int, ids: tuple[int, ...] = (), cou
     return Chunk(rollout, start, ints(*tokens), np.full(n, -1, np.float32), np.ones(n, np.int32), support)
 
 
-def told(feed: object) -> list[tuple[object, ...]]:
-    """Return what a scorer reads of a feed."""
-    assert isinstance(feed, ScorerInput)
-    heads = [(type(event).__name__, event.rollout, event.tokens.tolist()) for event in feed.events]
-    starts = [() if isinstance(event, Prompt) else (event.start,) for event in feed.events]
+def read(scorer_input: object) -> list[tuple[object, ...]]:
+    """Return what a scorer reads of its input."""
+    assert isinstance(scorer_input, ScorerInput)
+    heads = [(type(event).__name__, event.rollout, event.tokens.tolist()) for event in scorer_input.events]
+    starts = [() if isinstance(event, Prompt) else (event.start,) for event in scorer_input.events]
     supports = [
         (event.support.ids.tolist(), event.support.counts.tolist())
         if isinstance(event, Chunk) and not event.support.whole
         else ()
-        for event in feed.events
+        for event in scorer_input.events
     ]
     return [head + start + support for head, start, support in zip(heads, starts, supports, strict=True)]
 
 
-def feed() -> ScorerInput:
+def inputs() -> ScorerInput:
     return ScorerInput(
         [
             Prompt(7, 7, ints(1, 2), columns={"judge": lambda: None}),
@@ -48,43 +48,43 @@ def feed() -> ScorerInput:
     )
 
 
-def test_a_feed_crosses_as_its_token_ids_and_their_supports() -> None:
-    crossed = pickle.loads(pickle.dumps(feed()))
-    assert told(crossed) == told(feed())
+def test_a_scorers_input_crosses_as_its_token_ids_and_their_supports() -> None:
+    crossed = pickle.loads(pickle.dumps(inputs()))
+    assert read(crossed) == read(inputs())
     assert all(event.tokens.dtype == np.int32 for event in crossed.events)
     assert crossed.events[0].columns == {}
-    assert told(pickle.loads(pickle.dumps(ScorerInput([])))) == []
+    assert read(pickle.loads(pickle.dumps(ScorerInput([])))) == []
 
 
 def test_supports_stay_behind_unless_the_scorer_needs_them() -> None:
-    crossed = pickle.loads(pickle.dumps(ScorerInput(feed().events)))
+    crossed = pickle.loads(pickle.dumps(ScorerInput(inputs().events)))
     assert all(event.support.whole for event in crossed.events if isinstance(event, Chunk))
-    assert [event.tokens.tolist() for event in crossed.events] == [event.tokens.tolist() for event in feed().events]
+    assert [event.tokens.tolist() for event in crossed.events] == [event.tokens.tolist() for event in inputs().events]
 
 
-def test_a_feed_costs_few_bytes() -> None:
+def test_a_scorers_input_costs_few_bytes() -> None:
     long = ScorerInput([chunk(rollout, 0, *range(32)) for rollout in range(32)], supports=True)
     assert len(pickle.dumps(long, 5)) < 1.5 * 4 * 32 * 32
 
 
 def test_the_journal_holds_the_open_rollouts_with_their_tokens_so_far() -> None:
-    fed = ReplayJournal(ScorerWorker.extend)
-    fed.note(
+    journal = ReplayJournal(ScorerWorker.extend)
+    journal.note(
         ScorerWorker.extend, (ScorerInput([Prompt(0, 0, ints(1)), Prompt(1, 1, ints(2, 3)), Prompt(2, 2, ints(4))]),)
     )
-    fed.note(ScorerWorker.extend, (ScorerInput([chunk(0, 0, 5, 6, ids=(5, 9), counts=(2, 0)), chunk(1, 0, 7)]),))
-    fed.note(ScorerWorker.extend, (ScorerInput([Given(0, 2, ints(8)), Prompt(3, 3, ints(9))]),))
-    fed.note(ScorerWorker.forget, ([1, 77],))
-    fed.note(ScorerWorker.extend, (ScorerInput([chunk(0, 3, 10)]),))
-    fed.note(ScorerWorker.forget, ({2: 0},))
-    ((work, (argument,)),) = fed.replay()
+    journal.note(ScorerWorker.extend, (ScorerInput([chunk(0, 0, 5, 6, ids=(5, 9), counts=(2, 0)), chunk(1, 0, 7)]),))
+    journal.note(ScorerWorker.extend, (ScorerInput([Given(0, 2, ints(8)), Prompt(3, 3, ints(9))]),))
+    journal.note(ScorerWorker.forget, ([1, 77],))
+    journal.note(ScorerWorker.extend, (ScorerInput([chunk(0, 3, 10)]),))
+    journal.note(ScorerWorker.forget, ({2: 0},))
+    ((work, (argument,)),) = journal.replay()
     assert work == ScorerWorker.extend
-    assert told(argument) == [
+    assert read(argument) == [
         ("Prompt", 0, [1]),
         ("Chunk", 0, [5, 6], 0, [5, 9], [2, 0]),
         ("Given", 0, [8], 2),
         ("Chunk", 0, [10], 3),
         ("Prompt", 3, [9]),
     ]
-    fed.note(ScorerWorker.forget, ([0, 3],))
-    assert [told(argument) for _, (argument,) in fed.replay()] == [[]]
+    journal.note(ScorerWorker.forget, ([0, 3],))
+    assert [read(argument) for _, (argument,) in journal.replay()] == [[]]

@@ -32,7 +32,7 @@ from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import ValueModel
 from oppo.hf.train.packing import MicroBatch, pack
 from oppo.hf.train.trainer import HfTrainer
-from oppo.losses import ClippedLoss, Evaluated, Input, PPOLoss, Whole
+from oppo.losses import ClippedLoss, Input, LossValue, PPOLoss, Whole
 from oppo.models import Sampling, Weights
 from oppo.placement import Thread
 from oppo.testing import check_trainer
@@ -381,7 +381,7 @@ async def test_an_update_that_failed_half_way_leaves_no_gradient_for_the_next(
         if failing:
             backward, parts = trainer.core.backward, iter(range(9))
 
-            def half_an_update(part: MicroBatch, outputs: Mapping[Input, Tensor], whole: Whole) -> Evaluated:
+            def half_an_update(part: MicroBatch, outputs: Mapping[Input, Tensor], whole: Whole) -> LossValue:
                 if next(parts) == 2:
                     raise MemoryError("out of memory")
                 return backward(part, outputs, whole)

@@ -28,7 +28,7 @@ from transformers import (
 
 from oppo.errors import ConfigError, ModelError, ModelRefused, ProtocolError, RewardError
 from oppo.events import Drop, Finish, Prompt, Response
-from oppo.hf import ClassifierReward, SimilarityReward, Text, load_encoder as load_here
+from oppo.hf import ClassifierReward, HfTokenizer, SimilarityReward, load_encoder as load_here
 from oppo.hf.as_text.reader import OverLong
 from oppo.hf.as_text.rendering import Form
 from oppo.hf.cpu import use_cores
@@ -89,7 +89,7 @@ def classifier(
     model = _made(AutoModelForSequenceClassification, config)
     model.save_pretrained(folder / name)
     make = {"roberta": "byte-level", "t5": "unigram", "llama": "unigram"}.get(name, make)
-    tokenizer = spot(make).tokenizer
+    tokenizer = spot(make).inner
     tokenizer.save_pretrained(folder / name)
     return folder / name
 
@@ -99,7 +99,7 @@ def sentence_encoder(
 ) -> Path:
     """Write a sentence encoder as sentence-transformers does, and return its directory."""
     _made(AutoModel, CONFIGS["bert"]()).save_pretrained(folder)
-    spot("word-piece").tokenizer.save_pretrained(folder)
+    spot("word-piece").inner.save_pretrained(folder)
     parts = [
         {
             "idx": at,
@@ -141,8 +141,8 @@ def said(response: Response) -> str:
 
 @tiny.apart
 @torch.no_grad()
-def logits(model: PreTrainedModel, text: Text, *parts: str) -> list[float]:
-    features = text.tokenizer(*parts, return_tensors="pt")
+def logits(model: PreTrainedModel, tokenizer: HfTokenizer, *parts: str) -> list[float]:
+    features = tokenizer.inner(*parts, return_tensors="pt")
     taken = {
         name: value for name, value in features.items() if name != "token_type_ids" or model.config.model_type == "bert"
     }
@@ -168,7 +168,7 @@ async def test_the_score_is_the_librarys_own_call_on_the_whole_text(
     values = await stream(scorer, made, seed=1)
     for response in made:
         parts = ("say it", said(response)) if form == "pair" else ("say it" + said(response),)
-        assert close(values[response.prompt.rollout], logits(encoder.model, encoder.text, *parts)[0])
+        assert close(values[response.prompt.rollout], logits(encoder.model, encoder.tokenizer, *parts)[0])
 
 
 async def test_of_several_labels_the_one_that_is_named_scores(thread: Thread, tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ async def test_of_several_labels_the_one_that_is_named_scores(thread: Thread, tm
     for label, at in (("POSITIVE", 2), (0, 0), ("1", 1)):
         scorer = ClassifierReward(encoder, POLICY, thread=thread, form="response", label=label)
         values = await stream(scorer, made, seed=0)
-        assert close(values[1], logits(encoder.model, encoder.text, said(made[1]))[at])
+        assert close(values[1], logits(encoder.model, encoder.tokenizer, said(made[1]))[at])
     for wrong in (None, "GOOD", 3):
         with pytest.raises(ConfigError, match=r"labels NEGATIVE, NEUTRAL, POSITIVE: expected one of them as the label"):
             ClassifierReward(encoder, POLICY, thread=thread, label=wrong)
@@ -185,13 +185,13 @@ async def test_of_several_labels_the_one_that_is_named_scores(thread: Thread, tm
 
 async def test_a_chat_template_of_its_own_renders_prompt_and_response(thread: Thread, tmp_path: Path) -> None:
     path = classifier(tmp_path, "llama")
-    spot("byte-level", TEMPLATE).tokenizer.save_pretrained(path)
+    spot("byte-level", TEMPLATE).inner.save_pretrained(path)
     encoder, made = load_encoder(path), rollouts(3)
     values = await stream(ClassifierReward(encoder, POLICY, thread=thread, form="chat"), made, seed=0)
     for response in made:
         messages = [{"role": "user", "content": "say it"}, {"role": "assistant", "content": said(response)}]
-        text = str(encoder.text.tokenizer.apply_chat_template(messages, tokenize=False))
-        assert close(values[response.prompt.rollout], logits(encoder.model, encoder.text, text)[0])
+        text = str(encoder.tokenizer.inner.apply_chat_template(messages, tokenize=False))
+        assert close(values[response.prompt.rollout], logits(encoder.model, encoder.tokenizer, text)[0])
 
 
 async def test_texts_of_similar_length_are_read_together(thread: Thread, tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ async def test_texts_of_similar_length_are_read_together(thread: Thread, tmp_pat
     await scorer.extend([part for each in finished for part in (each.response.prompt, each.response.chunk())])
     await scorer.finish(finished)
     assert 1 < len(shapes) < 12
-    used = sum(len(encoder.text.encode(said(each))) for each in made)
+    used = sum(len(encoder.tokenizer.encode(said(each))) for each in made)
     assert sum(rows * columns for rows, columns in shapes) < 1.5 * used
 
 
@@ -270,12 +270,12 @@ async def test_a_text_longer_than_the_model_reads_ends_as_chosen(
             await scorer.finish(finished)
         return
     first, second = await scorer.finish(finished)
-    assert close(second, logits(encoder.model, encoder.text, "say it", said(made[1]))[0])
+    assert close(second, logits(encoder.model, encoder.tokenizer, "say it", said(made[1]))[0])
     if over_long == "drop":
         assert isinstance(first, Drop)
         assert f"more than the {encoder.limit} " in first.reason
     else:
-        cut = encoder.text.tokenizer(
+        cut = encoder.tokenizer.inner(
             "say it", said(long), truncation=True, max_length=encoder.limit, return_tensors="pt"
         )
         with torch.no_grad():
@@ -300,7 +300,7 @@ async def test_a_response_scores_its_cosine_similarity_to_the_text_of_its_row(
     @tiny.apart
     @torch.no_grad()
     def embedded(text: str) -> torch.Tensor:
-        states = encoder.model(**encoder.text.tokenizer(text, return_tensors="pt")).last_hidden_state[0]
+        states = encoder.model(**encoder.tokenizer.inner(text, return_tensors="pt")).last_hidden_state[0]
         vector = {"mean": states.mean(0), "cls": states[0], "max": states.amax(0), "last": states[-1]}[pooling]
         unit: torch.Tensor = vector / vector.norm()
         return unit

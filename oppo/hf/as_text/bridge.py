@@ -21,7 +21,7 @@ from oppo.hf.kv.incremental_prefill import IncrementalPrefill, ReadState, TokenS
 from oppo.hf.serve.scorer_input import ReplayJournal, ScorerInput
 from oppo.hf.serve.scorer_workers import score_reader
 from oppo.hf.shared_memory import SharedModel
-from oppo.hf.text import Text
+from oppo.hf.tokenizer import HfTokenizer
 from oppo.placement import Hosting
 from oppo.scheduling import IN_ORDER, Priority, TimeSlice
 
@@ -44,8 +44,8 @@ class Bridge:
         over_long: what becomes of a rollout that is longer than the model reads, in its own tokens.
     """
 
-    policy: Text
-    reader: Text
+    policy: HfTokenizer
+    reader: HfTokenizer
     form: Form = "joined"
     prompt_column: str = "prompt"
     over_long: OverLong = "error"
@@ -80,14 +80,14 @@ class BridgeWorker:
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
         return type(self), (SharedModel(self._model), self._exact, self._bridge)
 
-    def extend(self, feed: ScorerInput) -> None:
+    def extend(self, inputs: ScorerInput) -> None:
         """Receive more of some rollouts, and read of their text what is certain.
 
         Raises:
             ProtocolError: a rollout is opened twice, was never opened, or has a gap.
         """
         grown: dict[int, list[int]] = {}
-        for event in feed.events:
+        for event in inputs.events:
             tokens = grown.setdefault(event.rollout, [])
             tokens += self._received(event, len(tokens))
         self._read({rollout: self._open[rollout].grow(tokens) for rollout, tokens in grown.items()})
@@ -225,8 +225,8 @@ class BridgedReward:
 
     async def extend(self, events: Sequence[Prompt | Chunk | Given], *, priority: Priority = IN_ORDER) -> None:
         """Read more of some rollouts."""
-        feed = ScorerInput(events, columns=self._columns)
-        await self._worker.at(priority).call("extend", BridgeWorker.extend, feed)
+        inputs = ScorerInput(events, columns=self._columns)
+        await self._worker.at(priority).call("extend", BridgeWorker.extend, inputs)
 
     async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> list[float | Drop]:
         """Return each rollout's score, or a ``Drop`` of one that is too long, and forget it.

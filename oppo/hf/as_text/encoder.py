@@ -17,7 +17,7 @@ from oppo.hf.introspection import longest
 from oppo.hf.kv.incremental_prefill import TOKENS_PER_PASS
 from oppo.hf.kv.length_bucketing import cheapest_groups, overhead_on
 from oppo.hf.shared_memory import SharedModel
-from oppo.hf.text import Text
+from oppo.hf.tokenizer import HfTokenizer
 
 Pooling: TypeAlias = Literal["cls", "last", "max", "mean"]
 """Which of the last hidden states stand for a text: the first, the last, their largest components, their mean."""
@@ -26,7 +26,7 @@ TOLERANCE: Final = 1e-3
 """Largest difference, relative to the largest output, that padding may make before texts are read one by one."""
 
 FAILURES: Final = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
-"""What models raise that cannot read what they are given."""
+"""Errors of a model that cannot read its input."""
 
 Features: TypeAlias = Mapping[str, Sequence[int]]
 """A tokenizer's output for one text: the model's inputs by name, one number for each token."""
@@ -37,20 +37,20 @@ class Encoder:
     """A model with its tokenizer.
 
     Attributes:
-        text: the tokenizer.
+        tokenizer: splits the texts.
         limit: tokens that the model reads at most.
         pooling: of the last hidden states; ``None``: the outputs are the logits of a classifier.
         beside: whether texts are read side by side, padded; otherwise one by one.
     """
 
     model: PreTrainedModel
-    text: Text
+    tokenizer: HfTokenizer
     limit: int
     pooling: Pooling | None
     beside: bool = True
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        return type(self), (SharedModel(self.model), self.text, self.limit, self.pooling, self.beside)
+        return type(self), (SharedModel(self.model), self.tokenizer, self.limit, self.pooling, self.beside)
 
     def outputs(self, texts: Sequence[Features], *, alone: bool = False) -> Tensor:
         """Return the logits or the pooled states of each text: float32 [n, D], on the CPU.
@@ -75,7 +75,7 @@ class Encoder:
     def _pass(self, texts: Sequence[Features]) -> Tensor:
         device = self.model.device
         taken = inspect.signature(self.model.forward).parameters
-        tokenizer = self.text.tokenizer
+        tokenizer = self.tokenizer.inner
         padding = {"input_ids": tokenizer.pad_token_id or 0, "token_type_ids": tokenizer.pad_token_type_id}
         inputs = {
             name: pad_sequence(
@@ -107,7 +107,7 @@ def pooled(states: Tensor, lengths: Tensor, pooling: Pooling) -> Tensor:
             return (states * real).sum(1) / lengths[:, None]
 
 
-def reach(model: PreTrainedModel, text: Text) -> int:
+def reach(model: PreTrainedModel, tokenizer: HfTokenizer) -> int:
     """Return how many tokens a text may have: of the tokenizer's limit and the model's positions the smaller."""
     tables = [
         module
@@ -116,7 +116,7 @@ def reach(model: PreTrainedModel, text: Text) -> int:
     ]
     # A table with a row for padding, as RoBERTa's, begins to count behind that.
     rows = [table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1) for table in tables]
-    return min([longest(model), int(text.tokenizer.model_max_length), *rows])
+    return min([longest(model), int(tokenizer.inner.model_max_length), *rows])
 
 
 def reads_beside(encoder: Encoder) -> bool:
@@ -125,7 +125,7 @@ def reads_beside(encoder: Encoder) -> bool:
     Raises:
         ModelRefused: the model reads no text at all.
     """
-    ids = [number for number in range(len(encoder.text.tokenizer)) if number != encoder.text.tokenizer.pad_token_id]
+    ids = [number for number in range(len(encoder.tokenizer.inner)) if number != encoder.tokenizer.inner.pad_token_id]
     end = encoder.model.config.eos_token_id
     texts = []
     for length in (3, 5, 9):
@@ -136,7 +136,7 @@ def reads_beside(encoder: Encoder) -> bool:
         alone = encoder.outputs(texts, alone=True)
     except FAILURES as error:
         raise ModelRefused(f"{type(encoder.model).__name__} failed when it was given a text: {error!r}") from error
-    if encoder.text.tokenizer.pad_token_id is None:
+    if encoder.tokenizer.inner.pad_token_id is None:
         return False
     try:
         beside = encoder.outputs(texts)

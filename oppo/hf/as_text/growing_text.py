@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-"""What an incomplete character is decoded to."""
+"""Stands in decoded text for an incomplete character."""
 
 
 class GrowingText:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
 from oppo.hf.as_text.rendering import Rendered
-from oppo.hf.text import Text
+from oppo.hf.tokenizer import HfTokenizer
 
 OverLong: TypeAlias = Literal["error", "drop", "truncate"]
 """A rollout that is longer than the model reads ends the run, is dropped, or is cut as the tokenizer cuts."""
@@ -38,21 +38,21 @@ class Reader:
     """Turns text into the tokens of one model.
 
     Args:
-        text: the model's tokenizer.
+        tokenizer: the model's.
         limit: tokens that the model reads at most.
         over_long: with ``truncate``, longer texts are cut as the tokenizer cuts them: the longer segment of a pair, at
             its ``truncation_side``. Otherwise they are refused.
     """
 
-    def __init__(self, text: Text, limit: int, over_long: OverLong = "error") -> None:
-        self.text = text
+    def __init__(self, tokenizer: HfTokenizer, limit: int, over_long: OverLong = "error") -> None:
+        self.tokenizer = tokenizer
         self.limit = limit
         self.over_long: OverLong = over_long
 
     @property
     def knows_offsets(self) -> bool:
         """Whether it says where in the text each token ends."""
-        return bool(self.text.tokenizer.is_fast)
+        return bool(self.tokenizer.inner.is_fast)
 
     def features(self, rendered: Rendered) -> Mapping[str, list[int]]:
         """Return the model's inputs for a whole text, each one row.
@@ -60,7 +60,7 @@ class Reader:
         Raises:
             TooLong: it has more tokens than the model reads, and is not to be cut.
         """
-        found = self.text.tokenizer(
+        found = self.tokenizer.inner(
             rendered.text,
             rendered.pair,
             add_special_tokens=rendered.special,
@@ -80,7 +80,7 @@ class Reader:
             text: the beginning of one, or a part.
             special: add the special tokens before it.
         """
-        found = self.text.tokenizer(
+        found = self.tokenizer.inner(
             text,
             add_special_tokens=special,
             return_offsets_mapping=True,

@@ -1,4 +1,4 @@
-"""What a reward model reads of a rollout, as text: prompt and response, in one of several forms."""
+"""A rollout as the text that a reward model reads: prompt and response, in one of several forms."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final, Literal, TypeAlias
 from oppo.data.prompts import Message
 from oppo.errors import ConfigError, one_line
 from oppo.events import Prompt
-from oppo.hf.text import Text
+from oppo.hf.tokenizer import HfTokenizer
 
 Form: TypeAlias = Literal["chat", "joined", "pair", "response"]
 """The model's own chat template; one text after the other; two segments; the response alone."""
@@ -48,7 +48,7 @@ class Rendering:
         ConfigError: the tokenizer has no chat template, and needs one.
     """
 
-    def __init__(self, form: Form, reader: Text) -> None:
+    def __init__(self, form: Form, reader: HfTokenizer) -> None:
         if form == "chat" and not reader.has_chat_template:
             raise ConfigError(
                 "its tokenizer has no chat template, so prompt and response cannot be rendered by one: choose another "
@@ -89,7 +89,7 @@ class Rendering:
     def _chat(self, prompt: PromptText, response: str) -> str:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         try:
-            rendered = self._reader.tokenizer.apply_chat_template(
+            rendered = self._reader.inner.apply_chat_template(
                 [*messages, {"role": "assistant", "content": response}], tokenize=False
             )
         except Exception as error:  # any kind: a template is a program

@@ -1,8 +1,8 @@
 """One rollout on its way from the policy's tokens to those of another tokenizer, as it grows.
 
 A token is sent on when what follows can hardly change it: the last word is held back, and of a word without end its
-last tokens. That is a guess. What the model reads in the end is the tokens of the whole text, in one call of its
-tokenizer: where they differ from what was sent, the model goes back to the first difference.
+last tokens. That is a guess. In the end the model has read the tokens of the whole text, in one call of its
+tokenizer: where they differ from those that were sent, it goes back to the first difference.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_REWINDS: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """What becomes of the tokens that were sent: the first ``keep`` of them stay, and ``ids`` follow."""
+    """A change of the tokens that were sent: the first ``keep`` of them stay, and ``ids`` follow."""
 
     keep: int
     ids: Sequence[int]

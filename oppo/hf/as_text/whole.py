@@ -14,7 +14,7 @@ from oppo.events import Chunk, Drop, Finish, Given, Prompt
 from oppo.hf.as_text.encoder import Encoder, Features
 from oppo.hf.as_text.reader import EMPTY, OverLong, Reader, TooLong
 from oppo.hf.as_text.rendering import Form, PromptText, Rendered, Rendering, prompt_text
-from oppo.hf.text import Text
+from oppo.hf.tokenizer import HfTokenizer
 from oppo.placement import Hosting
 from oppo.scheduling import IN_ORDER, Priority
 from oppo.user_code import shown
@@ -22,7 +22,7 @@ from oppo.user_code import shown
 
 @dataclass(frozen=True, slots=True)
 class EndedRollout:
-    """What crosses to a worker of a rollout that has ended.
+    """A rollout that has ended, as it crosses to a worker.
 
     Attributes:
         prompt: as the data has it.
@@ -46,11 +46,11 @@ class WholeReader(ABC):
         exact: read each text alone.
     """
 
-    def __init__(self, encoder: Encoder, policy: Text, over_long: OverLong, *, exact: bool) -> None:
+    def __init__(self, encoder: Encoder, policy: HfTokenizer, over_long: OverLong, *, exact: bool) -> None:
         self._encoder = encoder
         self._policy = policy
         self._exact = exact
-        self._reader = Reader(encoder.text, encoder.limit, over_long)
+        self._reader = Reader(encoder.tokenizer, encoder.limit, over_long)
 
     def finish(self, ended: Sequence[EndedRollout]) -> list[float | Drop]:
         """Return the score of each rollout, or a ``Drop`` of one that is too long.
@@ -104,7 +104,7 @@ class WholeReward:
         prompt_column: the column of the data that holds the prompt.
     """
 
-    def __init__(self, reader: WholeReader, *, thread: Hosting, policy: Text, prompt_column: str) -> None:
+    def __init__(self, reader: WholeReader, *, thread: Hosting, policy: HfTokenizer, prompt_column: str) -> None:
         self._worker = thread.host(reader)
         self._policy = policy
         self._prompt_column = prompt_column
@@ -171,10 +171,10 @@ class ClassifierReader(WholeReader):
     """A logit of a classifier; see :class:`ClassifierReward`."""
 
     def __init__(
-        self, encoder: Encoder, policy: Text, over_long: OverLong, *, form: Form, label: int, exact: bool
+        self, encoder: Encoder, policy: HfTokenizer, over_long: OverLong, *, form: Form, label: int, exact: bool
     ) -> None:
         super().__init__(encoder, policy, over_long, exact=exact)
-        self._rendering = Rendering(form, encoder.text)
+        self._rendering = Rendering(form, encoder.tokenizer)
         self._label = label
 
     def _texts(self, ended: EndedRollout) -> Sequence[Rendered]:
@@ -207,7 +207,7 @@ class ClassifierReward(WholeReward):
     def __init__(
         self,
         encoder: Encoder,
-        policy: Text,
+        policy: HfTokenizer,
         *,
         thread: Hosting,
         form: Form = "pair",
@@ -250,7 +250,7 @@ class SimilarityReward(WholeReward):
     def __init__(
         self,
         encoder: Encoder,
-        policy: Text,
+        policy: HfTokenizer,
         *,
         column: str,
         thread: Hosting,

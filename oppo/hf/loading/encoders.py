@@ -13,7 +13,7 @@ from oppo.hf.loading.directory import CONFIG, read_object
 from oppo.hf.loading.hub import located
 from oppo.hf.loading.kinds import CLASSIFIER, EMBEDDER
 from oppo.hf.loading.models import LoadOptions, load, load_tokenizer
-from oppo.hf.text import Text
+from oppo.hf.tokenizer import HfTokenizer
 from oppo.observe import silent
 
 MODULES: Final = "modules.json"
@@ -55,9 +55,9 @@ def load_encoder(path: str | Path, **options: Unpack[LoadOptions]) -> Encoder:
         tell(f"{path} has no {MODULES}, which would say how a text becomes one vector: it is the mean of its states")
         pooling = "mean"
     model = load(CLASSIFIER if classifies else EMBEDDER, home, **options)
-    text = Text(load_tokenizer(home, trust_remote_code=trusted, tell=tell))
-    limit = min(reach(model, text), _sentence_limit(transformer))
-    encoder = Encoder(model, text, limit, pooling)
+    tokenizer = HfTokenizer(load_tokenizer(home, trust_remote_code=trusted, tell=tell))
+    limit = min(reach(model, tokenizer), _sentence_limit(transformer))
+    encoder = Encoder(model, tokenizer, limit, pooling)
     if not reads_beside(encoder):
         tell(f"{path} reads texts one by one: padding would change its outputs")
         encoder = replace(encoder, beside=False)

@@ -35,7 +35,7 @@ def located(
         weights: fetch weights too from a hub.
         allow_pickle: fetch pickles if the hub has no other weights.
         trust_remote_code: fetch code too.
-        tell: told, in a sentence, that a hub is asked, and that a local copy is used instead.
+        tell: receives a sentence when a hub is contacted, or a local copy is used instead.
 
     Raises:
         ConfigError: there is no such directory, and no hub has a model of that name or can be reached.

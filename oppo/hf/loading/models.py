@@ -90,8 +90,8 @@ def load_causal(
         allow_pickle: without safetensors, read tensors from pickles (``weights_only``).
         ignore_unused: leave out weights that the model does not use.
         attention: the kind of attention; ``auto``: the fastest that serves it exactly (:mod:`oppo.hf.kv.attention`).
-        tell: told, in a sentence, that a hub is asked, which weights are left out, that a head is new, and the kind of
-            attention if it is a slower one.
+        tell: receives a sentence when a hub is contacted, weights are left out, a head is new, or attention is of a
+            slower kind.
 
     Raises:
         ConfigError: there is no such model, a file of it is damaged, or its weights are not those that its
@@ -163,7 +163,7 @@ def load_process(path: str | Path, **options: Unpack[LoadOptions]) -> PreTrained
 def load_tokenizer(
     path: str | Path, *, trust_remote_code: bool = False, tell: Callable[[str], None] = silent
 ) -> PreTrainedTokenizerBase:
-    """Return the tokenizer at a directory or hub name; ``tell`` is told, in a sentence, that a hub is asked.
+    """Return the tokenizer at a directory or hub name; ``tell`` receives a sentence when a hub is contacted.
 
     Raises:
         ConfigError: there is no such tokenizer, a file of it is damaged, or it needs code that is not trusted.

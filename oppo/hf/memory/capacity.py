@@ -10,7 +10,7 @@ import psutil
 import torch
 
 _LIMITS: Final = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-"""What a container may use, where there is one."""
+"""The memory limit of a container, where there is one."""
 
 
 def free(device: torch.device) -> int:

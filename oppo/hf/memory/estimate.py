@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """What one model needs.
+    """Memory of one model.
 
     Attributes:
         weights: parameters and buffers.

@@ -28,7 +28,7 @@ from oppo.placement import Hosting
 from oppo.stopping import StopCriteria, turn_ended
 
 PREFILL_TOKENS: Final = 2048
-"""Tokens that are prefilled between two decode steps, unless told otherwise."""
+"""Tokens that are prefilled between two decode steps by default."""
 
 
 class HfPolicy:
@@ -49,7 +49,7 @@ class HfPolicy:
         prefill_tokens: tokens, padding included, that are prefilled between two decode steps, so that live rows do not
             wait for a long prompt; ignored if ``exact``, which prefills all at once.
         decode: returns the text of tokens; ``sampling.stop_strings`` need it. It is called where the model lives: for a
-            process it must be picklable, as :meth:`oppo.hf.text.Text.decode` is.
+            process it must be picklable, as :meth:`oppo.hf.tokenizer.HfTokenizer.decode` is.
         limit: returns the length in tokens at which the response to a prompt ends; ``sampling.max_new_tokens`` bounds
             it, and is the default.
         counters: continued, of another policy over the same model; new ones unless given.
@@ -115,7 +115,7 @@ class HfPolicy:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What it can do: in exact mode, weights wait for the end of decoding, and no rollout joins others."""
+        """Its capabilities: in exact mode, weights wait for the end of decoding, and no rollout joins others."""
         loads: Loads = "when decoding ends" if self._exact else "between decode steps"
         return Capabilities(adds_while_decoding=not self._exact, loads_while_decoding=loads, turns=True)
 

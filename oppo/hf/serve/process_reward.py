@@ -13,7 +13,7 @@ from oppo.errors import ConfigError
 from oppo.hf.introspection import backbone, token_head
 from oppo.hf.kv.incremental import Incremental
 from oppo.hf.kv.incremental_prefill import ReadState, TokenSpan
-from oppo.hf.recipe import ModelRecipe, worker_of
+from oppo.hf.recipe import Loadable, worker_of
 from oppo.hf.serve.scorer_workers import ScorerWorker
 from oppo.hf.serve.scorers import StreamedScorer
 from oppo.hf.shared_memory import SharedModel
@@ -67,7 +67,7 @@ class ProcessRewardModel(StreamedScorer[TokenRewards]):
     Args:
         model: ``AutoModelForTokenClassification`` of a decoder, which shares the policy's tokenizer; or its recipe.
         thread: where the model lives: any place.
-        separators: ids of the tokens that end a step (:meth:`oppo.hf.text.Text.ending_with`).
+        separators: ids of the tokens that end a step (:meth:`oppo.hf.tokenizer.HfTokenizer.ending_with`).
         label: the label whose probability counts, by its index; the last one by default.
         baseline: subtracted from each reward of a step.
         exact: the bits of results do not depend on arrival patterns and other rollouts; slower.
@@ -79,7 +79,7 @@ class ProcessRewardModel(StreamedScorer[TokenRewards]):
 
     def __init__(
         self,
-        model: PreTrainedModel | ModelRecipe,
+        model: Loadable,
         *,
         thread: Hosting,
         separators: Sequence[int],

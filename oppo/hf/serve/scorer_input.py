@@ -12,7 +12,7 @@ from oppo.events import Chunk, Given, Prompt
 from oppo.support import Support
 
 ScorerEvent: TypeAlias = Prompt | Chunk | Given
-"""What a scorer reads."""
+"""An event that a scorer reads."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

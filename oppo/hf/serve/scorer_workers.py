@@ -54,9 +54,9 @@ class ScorerWorker(ABC, Generic[T]):
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
         return type(self), (SharedModel(self._model), self._exact)
 
-    def extend(self, feed: ScorerInput) -> None:
+    def extend(self, inputs: ScorerInput) -> None:
         """Read more of some rollouts."""
-        self._reader.extend(feed.events)
+        self._reader.extend(inputs.events)
 
     def finish(self, lengths: Mapping[int, int]) -> list[T]:
         """Return each rollout's result, and forget it; ``lengths`` are the tokens of the responses, by rollout."""

@@ -11,11 +11,10 @@ from contextlib import suppress
 from typing import Generic, TypeVar
 
 import anyio.to_thread
-from transformers import PreTrainedModel
 
 from oppo.errors import ModelLost
 from oppo.events import Chunk, Finish, FloatArray, Given, Prompt
-from oppo.hf.recipe import ModelRecipe, worker_of
+from oppo.hf.recipe import Loadable, ModelRecipe, worker_of
 from oppo.hf.serve.scorer_input import ReplayJournal, ScorerInput
 from oppo.hf.serve.scorer_workers import ReferenceWorker, RewardWorker, ScorerWorker, ValueWorker
 from oppo.hf.weights import SentWeights, addresses, copies, share_storage
@@ -64,8 +63,8 @@ class StreamedScorer(Generic[T]):
 
     async def extend(self, events: Sequence[Prompt | Chunk | Given], *, priority: Priority = IN_ORDER) -> None:
         """Read more of some rollouts."""
-        feed = ScorerInput(events, supports=self._supports)
-        await self._worker.at(priority).call("extend", ScorerWorker.extend, feed)
+        inputs = ScorerInput(events, supports=self._supports)
+        await self._worker.at(priority).call("extend", ScorerWorker.extend, inputs)
 
     async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> Sequence[T]:
         """Return each rollout's result, and forget it."""
@@ -96,9 +95,7 @@ class ReferenceLogprobs(StreamedScorer[FloatArray]):
         ModelRefused: the model cannot be served row by row.
     """
 
-    def __init__(
-        self, model: PreTrainedModel | ModelRecipe, *, sampling: Sampling, thread: Hosting, exact: bool = False
-    ) -> None:
+    def __init__(self, model: Loadable, *, sampling: Sampling, thread: Hosting, exact: bool = False) -> None:
         super().__init__(worker_of(ReferenceWorker, model, exact, sampling.temperature), thread, supports=True)
 
 
@@ -118,7 +115,7 @@ class RewardModel(StreamedScorer[float]):
         ModelRefused: the model has several labels, no ``score`` layer, or cannot be served row by row.
     """
 
-    def __init__(self, model: PreTrainedModel | ModelRecipe, *, thread: Hosting, exact: bool = False) -> None:
+    def __init__(self, model: Loadable, *, thread: Hosting, exact: bool = False) -> None:
         super().__init__(worker_of(RewardWorker, model, exact), thread)
 
 
@@ -141,7 +138,7 @@ class ValueModel(StreamedScorer[FloatArray]):
         ModelRefused: the model has several labels, no ``score`` layer, or cannot be served row by row.
     """
 
-    def __init__(self, model: PreTrainedModel | ModelRecipe, *, thread: Hosting, exact: bool = False) -> None:
+    def __init__(self, model: Loadable, *, thread: Hosting, exact: bool = False) -> None:
         super().__init__(worker_of(ValueWorker, model, exact), thread)
         self._model = model
 

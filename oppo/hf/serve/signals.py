@@ -1,4 +1,4 @@
-"""What a policy and its decode loop exchange while the loop runs: a few bytes of shared memory, without a message."""
+"""Signals between a policy and its decode loop while that runs: a few bytes of shared memory, without a message."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _RAISED = b"\1"
 
 
 class Counters(Structure):
-    """What a decoder has done so far: written where it decodes, readable anywhere while it does.
+    """Counts of a decoder's work so far: written where it decodes, readable anywhere while it does.
 
     Attributes:
         decode_steps: made.

@@ -43,7 +43,7 @@ from oppo.hf.train.team import Alone, Ranked, Team
 from oppo.hf.train.training_state import gather_training, read_training, write_training
 from oppo.hf.train.update_metrics import StalenessMetrics, Sums, UpdateMetrics
 from oppo.hosted_trainer import TrainerCounts
-from oppo.losses import Divided, Evaluated, Input, Inputs, Loss, Whole, entropies, token_logprobs
+from oppo.losses import Divided, Input, Inputs, Loss, LossValue, Whole, entropies, token_logprobs
 from oppo.losses.protocol import require_inputs, require_loss
 from oppo.models import Sampling, Trained, Weights
 from oppo.placement import Recipe
@@ -350,13 +350,13 @@ class HfTrainerCore:
         outputs = self.outputs(part).values()
         self.optimisation.backward(torch.stack([output.sum() for output in outputs]).sum() * 0.0)
 
-    def backward(self, part: MicroBatch, outputs: Mapping[Input, Tensor], size: Whole) -> Evaluated:
+    def backward(self, part: MicroBatch, outputs: Mapping[Input, Tensor], size: Whole) -> LossValue:
         """Add the gradient of a micro-batch of a minibatch of this size; return the loss's result."""
         evaluated = self._evaluated(part, outputs, size)
         self.optimisation.backward(evaluated.loss)
         return evaluated
 
-    def _evaluated(self, part: MicroBatch, outputs: Mapping[Input, Tensor], size: Whole) -> Evaluated:
+    def _evaluated(self, part: MicroBatch, outputs: Mapping[Input, Tensor], size: Whole) -> LossValue:
         inputs = {name: tensor if name in self.loss.reads else tensor.detach() for name, tensor in outputs.items()}
         return self.loss(Inputs(part.mask, part.row, part.groups, size, {**part.given, **inputs}))
 

@@ -18,7 +18,7 @@ _COMPARED = ("tokens", "sampled", "logprobs", "versions", "advantages", "proxima
 
 @dataclass(slots=True, eq=False)
 class PartialGradient:
-    """What has been accumulated of a batch; the gradient itself is held by the optimisation.
+    """The accumulated part of a batch; the gradient itself is held by the optimisation.
 
     Attributes:
         version: of the weights that it is of.

@@ -1,4 +1,4 @@
-"""What one update measures: losses, gradient norms, the work done, and how stale its tokens are."""
+"""Metrics of one update: losses, gradient norms, the work done, and the staleness of its tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from oppo.hf.train.packing import MicroBatch
 from oppo.hf.train.team import Team
-from oppo.losses import Evaluated, Loss
+from oppo.losses import Loss, LossValue
 
 LAGS = ("0", "1", "2plus")
 """Classes of tokens by lag: updates between the weights that sampled a token and those trained now."""
@@ -39,7 +39,7 @@ class StalenessMetrics:
         self._mismatch: list[Tensor] = []
 
     @torch.no_grad()
-    def add(self, part: MicroBatch, logprobs: Tensor, evaluated: Evaluated) -> None:
+    def add(self, part: MicroBatch, logprobs: Tensor, evaluated: LossValue) -> None:
         """Add the tokens of a micro-batch, with their current log-probs, float32 [T], and the loss's result."""
         lag = (self._version - part.versions).clamp(0, len(LAGS) - 1)
         by_lag = (lag == torch.arange(len(LAGS), device=lag.device)[:, None]) & part.mask  # [L, T]
@@ -109,7 +109,7 @@ class Sums:
         self._names: tuple[str, ...] = ()
         self._parts: list[Tensor] = []
 
-    def add(self, evaluated: Evaluated) -> None:
+    def add(self, evaluated: LossValue) -> None:
         """Add the loss's result for a micro-batch."""
         self._names = tuple(evaluated.measured)
         self._parts.append(torch.stack((*evaluated.measured.values(), evaluated.loss)).detach())
@@ -122,7 +122,7 @@ class Sums:
 
 @dataclass(slots=True)
 class UpdateMetrics:
-    """What the minibatches of one update add up to.
+    """Sums over the minibatches of one update.
 
     Attributes:
         loss: which is minimised.
@@ -147,7 +147,7 @@ class UpdateMetrics:
     padding: int = 0
     tokens: int = 0
 
-    def add(self, part: MicroBatch, logprobs: Tensor, evaluated: Evaluated) -> None:
+    def add(self, part: MicroBatch, logprobs: Tensor, evaluated: LossValue) -> None:
         """Add a micro-batch that is trained on: its current log-probs, float32 [T], and the loss's result."""
         self.staleness.add(part, logprobs, evaluated)
         self.micro_batches += 1

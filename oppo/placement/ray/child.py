@@ -25,6 +25,9 @@ R = TypeVar("R")
 PATIENCE: Final = 300.0
 """Seconds that an actor may wait for room on some machine; a cluster may have to start one."""
 
+SILENCE: Final = 10.0
+"""Seconds of waiting for room, or for a process to start, after which that is told."""
+
 _WHY: Final = re.compile(r"The actor (?:died|is dead) because (?P<why>[^.\n]+)")
 
 
@@ -40,12 +43,14 @@ class ActorStart:
         room: what it takes of its machine.
         strategy: where Ray puts it, one of its scheduling strategies.
         patience: seconds that it may wait for that room.
+        tell: called with a sentence about a long wait.
     """
 
     cluster: Cluster
     room: Room = ONE_CORE
     strategy: object = "SPREAD"
     patience: float = PATIENCE
+    tell: Callable[[str], None] = observe.silent
 
     def __call__(self, name: str, setup: Setup) -> RayChild:
         """Return a child that starts."""
@@ -159,13 +164,27 @@ class RayChild(Child):
         while True:
             coming: ray.ObjectRef[Arrival] = self._got(self._actor.arrive.remote)
             try:
-                return self._got(lambda: ray.get(coming, timeout=max(0.0, deadline - observe.now())))  # noqa: B023
+                return self._in_time(coming, deadline)
             except _MachineDied:
                 if self._killed or observe.now() > deadline:
                     raise
             self._actor = self._how.actor()
             if self._killed:  # meanwhile
                 self.kill()
+
+    def _in_time(self, coming: ray.ObjectRef[Arrival], deadline: float) -> Arrival:
+        """Return what comes before the deadline; a long wait is told once."""
+        left = max(0.0, deadline - observe.now())
+        if left > SILENCE:
+            with suppress(GetTimeoutError):
+                return self._got(lambda: ray.get(coming, timeout=SILENCE))
+            how = self._how
+            how.tell(
+                f"{self._name!r} waits for room in the cluster: it takes {how.room}, and free are, in all, "
+                f"{how.cluster.free()}; at most {how.patience:g} s"
+            )
+            left = max(0.0, deadline - observe.now())
+        return self._got(lambda: ray.get(coming, timeout=left))
 
     def _answer(self, packet: Packet) -> Outcome:
         sent = observe.now()

@@ -22,7 +22,7 @@ class RayPlace(RemotePlace):
     a critic is after each update, cross by Ray's object store. Calls with callbacks, as a policy makes, are refused.
 
     A dead actor, or one on a dead machine, is replaced on any machine with room for it: the instances are made again,
-    are given their last weights, and are told what they had read.
+    get their last weights, and read their rollouts again.
 
     Args:
         name, listener, time_slice: see :class:`~oppo.placement.Place`.
@@ -31,7 +31,7 @@ class RayPlace(RemotePlace):
         setup: called once in each actor before anything else; importable by name.
         strategy: where Ray puts an actor: one of its scheduling strategies.
         restarts: how many dead actors are replaced in an hour.
-        tell: called with a sentence about each restart, from another thread.
+        tell: called with a sentence about each restart and about a long wait for room, from another thread.
         patience: seconds that an actor may wait for room on some machine.
 
     Raises:
@@ -58,7 +58,7 @@ class RayPlace(RemotePlace):
         time_slice: TimeSlice = DEFAULT_TIME_SLICE,
         patience: float = PATIENCE,
     ) -> None:
-        start = ActorStart(cluster=cluster, room=room, strategy=strategy, patience=patience)
+        start = ActorStart(cluster=cluster, room=room, strategy=strategy, patience=patience, tell=tell)
         child = SupervisedProcess(name, setup=setup, restarts=restarts, tell=tell, start=start)
         super().__init__(name, child, listener=listener, time_slice=time_slice)
         self._cluster = cluster

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final, TypeVar
 
 import ray
@@ -16,7 +17,7 @@ from oppo.placement.child_process import ChildProcess
 from oppo.placement.place import Hosted, Journal
 from oppo.placement.rank_group import RankGroup
 from oppo.placement.ranked_place import RankedPlace, RanksInstance
-from oppo.placement.ray.child import PATIENCE, ActorStart
+from oppo.placement.ray.child import PATIENCE, SILENCE, ActorStart
 from oppo.placement.ray.cluster import ONE_CORE, Cluster, Room
 from oppo.placement.ray.servant import free_port
 from oppo.placement.recipe import HasRecipe, Recipe, made
@@ -46,7 +47,8 @@ class RayRanks(RankedPlace):
         room: what each rank but the first takes of its machine.
         spread: each on a machine of its own; otherwise all on as few as have room.
         setup: called once in each rank before anything else; importable by name.
-        patience: seconds that the ranks may wait for room.
+        tell: called with a sentence about a long wait for room.
+        patience: seconds that the ranks may wait for it.
 
     Raises:
         ModelError: there was no room for them, or ``setup`` cannot go to another process.
@@ -69,11 +71,12 @@ class RayRanks(RankedPlace):
         spread: bool = False,
         listener: observe.SpanListener = observe.silent,
         setup: Setup = None,
+        tell: Callable[[str], None] = observe.silent,
         time_slice: TimeSlice = DEFAULT_TIME_SLICE,
         patience: float = PATIENCE,
     ) -> None:
         require_whole("ranks", count, 2)
-        bundles = _reserved(name, cluster, count, room, spread=spread, patience=patience)
+        bundles = _reserved(name, cluster, count, room, spread=spread, patience=patience, tell=tell)
         starts: list[Start] = [ChildProcess]
         starts += [
             ActorStart(
@@ -101,7 +104,7 @@ class RayRanks(RankedPlace):
         else:
             elsewhere = here.recipe() if isinstance(here, HasRecipe) else here
         require_portable(elsewhere, self.name)
-        return RanksInstance(here, track or self.name, place=self, number=self._group.host(here, elsewhere))
+        return RanksInstance(here, track or self.name, place=self, number=self._children.host(here, elsewhere))
 
 
 class _PortMeeting:
@@ -122,7 +125,16 @@ class _PortMeeting:
         remove_placement_group(self._bundles)
 
 
-def _reserved(name: str, cluster: Cluster, count: int, room: Room, *, spread: bool, patience: float) -> PlacementGroup:
+def _reserved(
+    name: str,
+    cluster: Cluster,
+    count: int,
+    room: Room,
+    *,
+    spread: bool,
+    patience: float,
+    tell: Callable[[str], None],
+) -> PlacementGroup:
     """Return room for all ranks but the first."""
     apart = {_NODE: f"!{ray.get_runtime_context().get_node_id()}"} if spread else {}
     reserved: PlacementGroup = placement_group(
@@ -130,9 +142,17 @@ def _reserved(name: str, cluster: Cluster, count: int, room: Room, *, spread: bo
         "STRICT_SPREAD" if spread else "PACK",
         bundle_label_selector=[apart] * (count - 1),
     )
-    if not reserved.wait(patience):
+    where = "each on another machine" if spread else "on any machines"
+    begun = min(SILENCE, patience)
+    there = reserved.wait(begun)
+    if not there and patience > begun:
+        tell(
+            f"the ranks of {name!r} wait for room in the cluster, {where}: each of {count - 1} takes {room}, and free "
+            f"are, in all, {cluster.free()}; at most {patience:g} s"
+        )
+        there = reserved.wait(patience - begun)
+    if not there:
         remove_placement_group(reserved)
-        where = "each on another machine" if spread else "on any machines"
         raise ModelError(
             f"the cluster had no room for the ranks of {name!r} beside the first, {where}, in {patience:g} s: each of "
             f"{count - 1} takes {room}, and free are, in all, {cluster.free()}"

@@ -1,0 +1,78 @@
+"""The critic of a run: what it starts from, trained here, and served here or on another machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from oppo.app.reward_models import Judge
+from oppo.app.roles import RoleLoader
+from oppo.app.sections import ModelsSection
+from oppo.app.settings import Settings
+from oppo.hf.device_layout import Devices
+from oppo.hf.recipe import Loadable
+from oppo.hf.trunk import value_model_on
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Critic:
+    """A critic, or none.
+
+    Attributes:
+        trained: ``None`` without a critic.
+        served: the same module; of one that is served on another machine, how it is loaded there.
+        source: what it starts from; ``None`` without a critic, or on the actor's trunk.
+    """
+
+    trained: PreTrainedModel | None = None
+    served: Loadable | None = None
+    source: str | None = None
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether it is served from weights that were loaded apart from those that are trained: a head may be new."""
+        return self.served is not self.trained
+
+
+def load_critic(
+    settings: Settings,
+    actor: PreTrainedModel,
+    judges: Sequence[Judge],
+    load: RoleLoader,
+    *,
+    devices: Devices,
+    tell: Callable[[str], None],
+) -> Critic:
+    """Return the critic of an algorithm with one.
+
+    ``tell`` receives a sentence if it cannot start from the reward model.
+    """
+    models = settings.models
+    if not settings.algorithm.has_critic:
+        return Critic()
+    if models.shared_trunk:
+        trunk = value_model_on(actor)
+        return Critic(trunk, trunk)
+    source = critic_source(models, [judge.source for judge in judges if judge.may_be_critic])
+    if source != models.critic:
+        tell(
+            f"models.critic: {models.critic} does not read the policy's tokens one by one, so it cannot be a critic, "
+            f"which starts from {'the policy' if source == models.policy else source} instead"
+        )
+    trained = load.critic(source)
+    if "critic" not in devices.elsewhere:
+        return Critic(trained, trained, source)
+    return Critic(trained, load.recipe("critic", "scalar", source, devices.critic), source)
+
+
+def critic_source(models: ModelsSection, fit: Sequence[str]) -> str:
+    """Return what the critic starts from: its model, unless that is a reward model that cannot be a critic.
+
+    Args:
+        fit: the reward models that can; else the first of them, or the policy.
+    """
+    if models.critic in fit or models.critic not in models.reward_models:
+        return models.critic
+    return next(iter(fit), models.policy)

@@ -1,0 +1,104 @@
+"""``[placement]`` with a cluster: which models are elsewhere, what is refused, and what is counted here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from oppo.app.config import load
+from oppo.app.expected import by_device, expected
+from oppo.app.layout import devices_of
+from oppo.app.settings import Settings
+from oppo.cli import UNUSABLE, main
+from oppo.errors import ConfigError
+from tests.workplace import furnish
+
+CLUSTER = "placement.cluster=auto"
+BOTH = 'placement.trainer=["cpu", "cpu"]'
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return furnish(tmp_path_factory.mktemp("cluster"))
+
+
+def settings(folder: Path, *overrides: str) -> Settings:
+    return load(folder / "config.toml", overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "elsewhere"),
+    [
+        ((), {"reference", "reward", "critic"}),
+        ((BOTH,), {"reference", "reward", "critic", "trainer"}),
+        (('placement.remote=["reward"]',), {"reward"}),
+        (('placement.remote=["reference"]',), {"reference"}),
+        (("models.reward=reward.py:short", "models.critic=actor"), {"reference", "critic"}),
+        (("models.shared_trunk=true", "models.critic="), {"reference", "reward"}),
+        (("step.algorithm=rloo", "step.batch=4"), {"reference", "reward"}),
+    ],
+)
+def test_every_model_that_can_be_elsewhere_is_unless_some_are_named(
+    folder: Path, overrides: tuple[str, ...], elsewhere: set[str]
+) -> None:
+    assert settings(folder, CLUSTER, *overrides).elsewhere == elsewhere
+    assert not settings(folder, *overrides).elsewhere
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (('placement.remote=["trainer"]',), "'trainer', and its first rank is here"),
+        (('placement.remote=["reward"]', "models.reward=reward.py:short", "models.critic=actor"), "names no model"),
+        (('placement.remote=["critic"]', "models.shared_trunk=true", "models.critic="), "a head on the policy's trunk"),
+        (('placement.remote=["critic"]', "step.algorithm=rloo"), "step.algorithm = 'rloo' has none"),
+        (
+            ('placement.remote=["reference"]', "algorithm.kl=0", "step.algorithm=rloo", "step.batch=4"),
+            "refers to none, and models.reference names none",
+        ),
+        (("placement.reward=cuda:1",), "an actor has the GPU that Ray gives it"),
+        (('placement.trainer=["cpu", "cuda"]',), "devices of several kinds"),
+        (('placement.remote=["policy"]',), "placement.remote"),
+        (("placement.actor_cpus=0",), "placement.actor_cpus"),
+    ],
+)
+def test_what_cannot_be_elsewhere_is_refused_by_name(folder: Path, overrides: tuple[str, ...], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence.replace("(", r"\(")):
+        settings(folder, CLUSTER, *overrides)
+
+
+def test_the_devices_of_other_machines_are_not_looked_for_here(folder: Path) -> None:
+    here = settings(folder, CLUSTER, "placement.scorers=cuda", 'placement.trainer=["cpu", "cpu"]')
+    devices = devices_of(here)
+    assert {str(device) for device in devices.scoring(["reference", "reward", "critic"]).values()} == {"cuda"}
+    assert [str(device) for device in devices.distinct()] == ["cpu"]
+    with pytest.raises(ConfigError, match=r"placement\.policy: there is no 'cuda'"):
+        devices_of(settings(folder, CLUSTER, "placement.policy=cuda"))
+
+
+def test_memory_of_other_machines_is_shown_and_not_counted_here(folder: Path) -> None:
+    there = settings(folder, CLUSTER, BOTH, "models.device=cpu")
+    needs = {each.model: each for each in expected(there, devices_of(there), None)}
+    assert {name for name, each in needs.items() if each.elsewhere} == {
+        "reference",
+        "reward",
+        "critic",
+        "trainer, rank 1",
+    }
+    assert needs["critic"].where == "cpu in the cluster"
+    assert needs["trainer, whole weights"].bytes.weights == needs["critic"].bytes.weights, "the actor's are shared"
+    (counted,) = by_device(needs.values()).values()
+    assert [each.model for each in counted] == ["policy", "trainer, whole weights", "trainer, rank 0"]
+
+
+def test_a_cluster_that_is_not_there_is_an_error_before_anything_is_loaded(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("ray")
+    assert main(["train", str(folder / "config.toml"), "--ray", "127.0.0.1:1"]) == UNUSABLE
+    said = capsys.readouterr().err
+    assert "there is no Ray cluster at '127.0.0.1:1'" in said
+    assert "ray start --head" in said
+    assert "loading the" not in said
+    assert not (folder / "runs").exists()

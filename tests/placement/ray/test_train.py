@@ -1,0 +1,117 @@
+"""``oppo train --ray``: the same run with models on other machines, and nothing left of it."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from oppo.app.program import train
+from oppo.app.train import FINAL
+from oppo.cli import DONE, INTERRUPTED, UNUSABLE
+from oppo.demo.assets import cache_directory, make_assets
+from oppo.demo.run import SHORT, settings_of
+from oppo.report.records import read
+from tests.placement.ray.machines import MARK, Machines
+from tests.workplace import furnish, oppo, records, resume, start
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+
+BOTH = 'placement.trainer=["cpu", "cpu"]'
+SPREAD = "placement.spread=true"
+EXACT = ("run.exact=true", "models.dtype=float32", "run.scorers=thread", "run.cores=1", "run.checkpoint_every=1")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return furnish(tmp_path_factory.mktemp("train"))
+
+
+def weights(folder: Path, name: str) -> dict[str, np.ndarray]:
+    final = folder / "runs" / name / FINAL
+    return {
+        f"{model}/{key}": tensor
+        for model in ("actor", "critic")
+        for key, tensor in load_file(final / model / "model.safetensors").items()
+    }
+
+
+def apart(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
+    return float(np.sqrt(sum(float(np.square(one[name] - other[name]).sum()) for name in one)))
+
+
+@pytest.mark.parametrize("options", [(), ("models.critic=actor",), ("models.lora_rank=2",), ("step.lookahead=1",)])
+def test_scorers_on_other_machines_change_no_bit(two: Machines, folder: Path, options: tuple[str, ...]) -> None:
+    """Also with a critic whose head is new, which the other machine is sent, and a reference without the adapters."""
+    name = (*options, "plain")[0].partition("=")[0]
+    assert oppo(folder, "", *EXACT, *options, f"run.name=here-{name}") == DONE
+    assert oppo(folder, f"--ray {two.address}", *EXACT, *options, f"run.name=there-{name}") == DONE
+    scores = [
+        [line["score"] for line in records(folder, f"{place}-{name}", "metrics.jsonl")] for place in ("here", "there")
+    ]
+    assert scores[0] == scores[1]
+    for model in ("actor", "critic"):
+        here, there = (
+            load_file(next((folder / "runs" / f"{place}-{name}" / FINAL / model).glob("*.safetensors")))
+            for place in ("here", "there")
+        )
+        assert all(np.array_equal(here[key], there[key]) for key in here), model
+
+
+def test_two_ranks_on_two_machines_learn_what_one_learns_and_either_goes_on_with_the_other_s_checkpoint(
+    two: Machines, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    still = ("run.steps=2", "run.checkpoint_every=1", "step.extra=0", "sampling.temperature=0")
+    assert oppo(folder, "", *still, "run.name=alone") == DONE
+    assert oppo(folder, f"--ray {two.address}", *still, "run.name=ranked", BOTH, SPREAD) == DONE
+    assert "starting 2 training ranks, 1 of them in the cluster" in capsys.readouterr().err
+    begun = {
+        f"{model}/{key}": tensor
+        for model, path in (("actor", "actor"), ("critic", "reward"))
+        for key, tensor in load_file(folder / path / "model.safetensors").items()
+    }
+    moved = apart(weights(folder, "alone"), begun)
+    assert moved > 0
+    assert apart(weights(folder, "ranked"), weights(folder, "alone")) < 0.01 * moved
+    cluster = f"placement.cluster={two.address}"
+    assert resume(folder, "alone", "run.steps=3", cluster, BOTH, SPREAD) == DONE
+    assert resume(folder, "ranked", "run.steps=3", "placement.trainer=[]", "placement.cluster=") == DONE
+    assert apart(weights(folder, "ranked"), weights(folder, "alone")) < 0.01 * moved
+
+
+def test_the_demo_s_actor_learns_on_two_machines(two: Machines, tmp_path: Path) -> None:
+    demo = settings_of(SHORT, make_assets(cache_directory(), small=True), tmp_path / "demo", 0)
+    places = {"cluster": two.address, "trainer": ["cpu", "cpu"], "spread": True}
+    directory = train(demo.changed({"placement": places, "run": {"panel": "off"}}))
+    scores = [float(str(line["score"])) for line in read(directory.path / "metrics.jsonl")]
+    assert len(scores) == SHORT.steps
+    third = len(scores) // 3
+    assert np.mean(scores[-third:]) > np.mean(scores[:third]) + 0.1
+
+
+def test_nothing_is_left_of_a_run_that_is_interrupted(two: Machines, folder: Path) -> None:
+    before = two.pids()
+    overrides = ("run.name=interrupted", "run.steps=100000", BOTH, SPREAD, f"placement.cluster={two.address}")
+    with start(folder, *overrides, **{MARK: two.mark}) as process:
+        assert process.stdout is not None
+        for _ in range(2):
+            process.stdout.readline()
+        assert len(two.pids() - before) == 5, "two ranks and three scorers"
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=120)
+    assert process.returncode == INTERRUPTED, said
+    assert "go on with" in said
+    assert not two.settled(before)
+
+
+def test_a_reward_model_that_reads_text_is_refused_by_name(
+    two: Machines, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("models.reward_form=joined", "models.critic=actor", "run.name=text")
+    assert oppo(folder, f"--ray {two.address}", *options) == UNUSABLE
+    assert "name in placement.remote the models that are actors, without 'reward'" in " ".join(
+        capsys.readouterr().err.split()
+    )
