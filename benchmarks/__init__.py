@@ -8,7 +8,7 @@
       --decoding                       decoding/: our decoder beside ``generate``
     python -m benchmarks.ladder        the README's table and picture, from results/
     python -m benchmarks.peer.sweep    the fastest settings of the peer
-    python -m benchmarks.convergence   whether schedules differ in what is learned
+    python -m benchmarks.convergence   docs/learning.md: what schedules and lookahead do to learning
     python -m benchmarks.controllers   docs/controllers.md: controllers of overcommit in virtual time
     python -m benchmarks.on_publish    keys and values after an update: recomputed or kept
     python -m benchmarks.policy_place  decoding in a thread and in a process

@@ -25,6 +25,7 @@ class Request:
         layout: split (each side on a core of its own), shared (all cores for the running side), or all;
             a GPU is always shared.
         modes: serial, rollout, chunk, overcommit, fixed, adaptive, several with commas between them, or all.
+        against: run every mode as this commit does, too, in the same rounds.
         peer: compare with another program too: trl (make bench-peer installs it).
         steps: PPO steps of each mode in a round.
         rounds: rounds that count, after the warm-up.
@@ -43,6 +44,7 @@ class Request:
     workload: str = "paper"
     layout: str = "all"
     modes: str = "serial,rollout,chunk,fixed,adaptive"
+    against: str | None = None
     peer: str | None = None
     steps: int = 3
     rounds: int = 5

@@ -3,8 +3,8 @@
 Each commit makes the same exact runs through ``oppo train`` and ``oppo resume``: every algorithm, adapters, a shared
 trunk, corrections for stale tokens, truncated sampling, deferral, resumption, scorers in a process. Their trained
 tensors, the text and scores of every rollout, the journals, and all metrics but times must be equal. NEW is the working
-tree unless given. ``RENAMED`` has the present names of renamed keys; each commit's ``docs/settings.md`` decides between
-the two.
+tree unless given. ``RENAMED`` has the present names of renamed keys, ``ADDED`` the settings under which today's code
+does what it did before it had them; each commit's ``docs/settings.md`` decides what applies to it.
 
 Prints a line for each run, and ends with exit code 1 if one differs.
 """
@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -27,7 +26,7 @@ from typing import Final
 import torch
 from safetensors.torch import load_file
 
-from benchmarks import CHECKOUT
+from benchmarks.revision import checkout
 from tests.workplace import furnish
 
 EXACT: Final = {
@@ -100,6 +99,9 @@ RENAMED: Final[Mapping[str, str]] = {
 }
 """Names of keys today, by those above."""
 
+ADDED: Final[Mapping[str, str]] = {"algorithm.aggregation": '"tokens"'}
+"""Keys whose default is not what commits did that do not know them, and the value that is."""
+
 TIMED_KEYS: Final = ("at", "seen")
 """Keys of a journal's record that depend on time."""
 
@@ -156,29 +158,22 @@ class Made:
             theirs = other.records[kind]
             for before, after in zip(mine, theirs, strict=False):
                 if before != after:
-                    return f"{kind}: {before[:300]} is now {after[:300]}"
+                    return f"{kind}: {_changed(before, after)} is now {_changed(after, before)}"
             if len(mine) != len(theirs):
                 return f"{kind}: {len(mine)} lines are now {len(theirs)}"
         return ""
+
+
+def _changed(record: str, other: str) -> str:
+    """Return the part of a record that another one has not."""
+    there = json.loads(other)
+    return json.dumps({key: value for key, value in json.loads(record).items() if there.get(key, ...) != value})[:300]
 
 
 def _lines(path: Path) -> Iterator[str]:
     for line in path.read_text(encoding="utf-8").splitlines():
         record = {key: value for key, value in json.loads(line).items() if key not in TIMED_KEYS}
         yield json.dumps({key: value for key, value in record.items() if not key.startswith(TIMES)}, sort_keys=True)
-
-
-@contextmanager
-def checkout(revision: str | None, folder: Path) -> Iterator[Path]:
-    """Yield a folder that holds a commit; the working tree without one."""
-    if revision is None:
-        yield CHECKOUT
-        return
-    subprocess.run(["git", "worktree", "add", "--quiet", "--detach", str(folder), revision], cwd=CHECKOUT, check=True)
-    try:
-        yield folder
-    finally:
-        subprocess.run(["git", "worktree", "remove", "--force", str(folder)], cwd=CHECKOUT, check=True)
 
 
 def make_runs(source: Path, workplace: Path, runs: Sequence[str]) -> dict[str, Made]:
@@ -189,7 +184,8 @@ def make_runs(source: Path, workplace: Path, runs: Sequence[str]) -> dict[str, M
     every = {name: RUNS[name] for name in runs} | again
     for name, changes in every.items():
         settings = {**EXACT, **changes, "run.directory": f'"{directory}"', "run.name": f'"{name}"'}
-        document = _document({_spelled(key, known): value for key, value in settings.items() if value})
+        spelled = {_spelled(key, known): value for key, value in settings.items() if value}
+        document = _document(spelled | {key: value for key, value in ADDED.items() if _knows(known, key)})
         (workplace / f"{name}.toml").write_text(document, encoding="utf-8")
     _oppo(source, [["train", str(workplace / f"{name}.toml")] for name in every])
     for name in again:
@@ -209,10 +205,13 @@ def _document(settings: Mapping[str, str]) -> str:
 
 
 def _spelled(key: str, known: str) -> str:
+    return key if _knows(known, key) else RENAMED.get(key, key)
+
+
+def _knows(known: str, key: str) -> bool:
     section, name = key.split(".")
-    today = RENAMED.get(key, key)
     part = known.partition(f"## `[{section}]`")[2].partition("\n## ")[0]
-    return key if f"| `{name}` |" in part else today
+    return f"| `{name}` |" in part
 
 
 def _oppo(source: Path, commands: Sequence[Sequence[str]]) -> None:

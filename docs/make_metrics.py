@@ -16,7 +16,7 @@ Every metric of a step, made from the declarations in `oppo/report/catalogue.py`
 `python -m docs.make_metrics`. The names are the same in `StepReport.metrics` of any run, in `metrics.jsonl`, in
 [TensorBoard and Weights & Biases](runs.md#trackers). Those of the objective, the loss and the policy are TRL's for PPO
 where it has them. A number that is not finite is `null` in `metrics.jsonl`, and left out by the trackers; a metric is
-absent where there is nothing to measure. What a trainer or a loss of your own returns is added under its own names.
+absent where there is nothing to measure. Metrics of a trainer or a loss of your own are added under their own names.
 """
 
 

@@ -18,7 +18,7 @@ from benchmarks.ladder.directory import Files, files_of
 from benchmarks.ladder.layout import seats
 from benchmarks.ladder.modes import MODES, Mode
 from benchmarks.ladder.pipeline import pipeline
-from benchmarks.ladder.workloads import PAPER, Workload
+from benchmarks.ladder.workloads import PAPER, BenchWorkload
 from benchmarks.machine import cores_here
 from oppo.chunking import WholeRollout
 from oppo.observe import Span
@@ -94,7 +94,7 @@ def excerpt(files: Files, shown: Shown) -> Excerpt:
         return Excerpt(shown.name, anyio.run(run))
 
 
-def draw(workload: Workload, to: Path) -> None:
+def draw(workload: BenchWorkload, to: Path) -> None:
     """Write the pictures of a workload."""
     with tempfile.TemporaryDirectory() as cache:
         files = files_of(workload, Path(cache))

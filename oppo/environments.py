@@ -11,10 +11,10 @@ from typing import Literal, Self, TypeAlias
 
 import numpy as np
 
-from oppo.errors import ModelError, OppoError
+from oppo.errors import OppoError
 from oppo.events import Drop, IntArray
 from oppo.observe import Telling, silent
-from oppo.turns import Answer, State, Turn
+from oppo.turns import Answer, EnvironmentState, Turn
 from oppo.user_calls import CONCURRENCY, UserCalls
 from oppo.user_code import UserFunction, contained, shown
 
@@ -41,7 +41,7 @@ class TextTurn:
     prompt: object
     text: str
     number: int
-    state: State
+    state: EnvironmentState
     columns: Mapping[str, object]
 
 
@@ -49,27 +49,15 @@ EnvironmentFunction: TypeAlias = Callable[[TextTurn], object]
 """``f(turn)``, sync or async: returns the answer as text or ``(text, state)``, ``None`` to end the response, or a
 ``Drop``."""
 
-Said: TypeAlias = tuple[str, State] | Drop | None
+Said: TypeAlias = tuple[str, EnvironmentState] | Drop | None
 """What a function answered."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class CalledEnvironment:
     """An environment's function as it is called, and its answer, checked."""
 
     user: UserFunction
-
-    @property
-    def name(self) -> str:
-        return self.user.name
-
-    @property
-    def function(self) -> object:
-        return self.user.function
-
-    @property
-    def is_async(self) -> bool:
-        return self.user.is_async
 
     def call(self, turn: TextTurn, where: str) -> Said:
         """Call the function; return the answer.
@@ -90,7 +78,7 @@ class _Call:
 
     def failure(self, what: str, where: str) -> EnvironmentFailure:
         """Return an error that names the function and the turn."""
-        return EnvironmentFailure(f"environment {self.name!r} {what} ({where})")
+        return EnvironmentFailure(f"environment {self.user.name!r} {what} ({where})")
 
     def _said(self, result: object, where: str) -> Said:
         if result is None or isinstance(result, Drop):
@@ -147,21 +135,19 @@ class FunctionEnvironment:
         prompt_column: str = "prompt",
         tell: Callable[[str], None] = silent,
     ) -> None:
-        self._call = _Call(UserFunction.of(function, None, EnvironmentFailure))
-        self.name = self._call.name
+        user = UserFunction.of(function, None, EnvironmentFailure)
+        self.name = user.name
+        self._function = CalledEnvironment(user)
         default = PROCESSES if process else CONCURRENCY
-        try:
-            self._calls = UserCalls(
-                "environment",
-                self._call,
-                concurrency=default if concurrency is None else concurrency,
-                timeout=timeout,
-                process=process,
-            )
-        except ModelError as error:
-            raise EnvironmentFailure(f"environment {self.name!r}: {error}") from error
-        if tell is not silent and isinstance(self._call.function, Telling):
-            self._call.function.tell = tell
+        self._calls = UserCalls(
+            "environment",
+            self._function,
+            concurrency=default if concurrency is None else concurrency,
+            timeout=timeout,
+            process=process,
+        )
+        if tell is not silent and isinstance(user.function, Telling):
+            user.function.tell = tell
         self._decode = decode
         self._encode = encode
         self._drops = on_failure == "drop"
@@ -193,7 +179,7 @@ class FunctionEnvironment:
             raise
 
     def _failure(self, where: str, what: str) -> EnvironmentFailure:
-        return self._call.failure(what, where)
+        return self._function.failure(what, where)
 
     def _as_text(self, turn: Turn) -> TextTurn:
         prompt = turn.prompt
@@ -205,7 +191,7 @@ class FunctionEnvironment:
     def _tokens(self, text: str, where: str) -> IntArray:
         tokens = np.array(self._encode(text), np.int32)
         if not len(tokens):
-            raise self._call.failure(f"returned {text!r}, which is no token", where)
+            raise self._function.failure(f"returned {text!r}, which is no token", where)
         return tokens
 
     async def __aenter__(self) -> Self:

@@ -333,7 +333,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class BatchPart:
     """Rows of a step's batch that are complete before the batch is, which follows and holds them too."""
 
     batch: Batch

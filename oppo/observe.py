@@ -14,10 +14,10 @@ now: Callable[[], float] = time.monotonic
 
 
 Role: TypeAlias = Literal["decode", "score", "update", "other"]
-"""What work contributes to a step: tokens, scores, new weights (publishing included), or something else."""
+"""A work's contribution to a step: tokens, scores, new weights (publishing included), or something else."""
 
 SpanKind: TypeAlias = Literal["work", "execution", "step"]
-"""What a span covers: a piece of work, one execution of a stage with its waits, or a whole step."""
+"""The extent of a span: a piece of work, one execution of a stage with its waits, or a whole step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class WorkContext:
-    """What a call is made for: a step, and a role in it. The calls of a model do not say; a task's context does.
+    """The step that a call is made for, and its role in it: carried by the task's context, not by the call.
 
     Attributes:
         step, role: as of :class:`Span`.
@@ -159,7 +159,7 @@ class Telling(Protocol):
     """Something with news of itself, such as a service that is left alone for a while.
 
     Attributes:
-        tell: called with each sentence; whoever uses it may put another function there.
+        tell: called with each sentence; its user may assign another function.
     """
 
     tell: Callable[[str], None]

@@ -22,7 +22,7 @@ from oppo.declared import (
 )
 from oppo.errors import ConfigError
 
-Schedule: TypeAlias = Literal["constant", "constant_with_warmup", "linear", "cosine"]
+LearningRateSchedule: TypeAlias = Literal["constant", "constant_with_warmup", "linear", "cosine"]
 Aggregation: TypeAlias = Literal["tokens", "responses", "constant"]
 """How the losses of tokens become the loss of a minibatch; see :meth:`oppo.losses.Inputs.mean`."""
 Beta: TypeAlias = Annotated[float, Ge(0), Lt(1)]
@@ -59,7 +59,7 @@ class TrainerSettings:
     weight_decay: NonNegative = setting(0.0, "of AdamW, for matrices only")
     betas: Annotated[tuple[Beta, Beta], FromList()] = setting((0.9, 0.999), "of AdamW")
     eps: Positive = setting(1e-5, "of AdamW")
-    schedule: Schedule = setting("constant", "a transformers scheduler, such as constant, linear or cosine")
+    schedule: LearningRateSchedule = setting("constant", "a transformers scheduler, such as constant, linear or cosine")
     warmup_steps: Count = setting(0, "updates over which the learning rate grows from 0; not with `constant`")
     total_steps: PositiveCount | None = setting(
         None, "updates in the run; `linear` and `cosine` reach 0 there and need it"

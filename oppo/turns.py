@@ -15,7 +15,7 @@ import numpy as np
 from oppo.events import Drop, IntArray, Prompt, Response
 from oppo.models import Decode, Policy
 
-State: TypeAlias = object
+EnvironmentState: TypeAlias = object
 """What an environment remembers of a conversation: JSON values, since checkpoints hold it."""
 
 
@@ -33,7 +33,7 @@ class Turn:
     prompt: Prompt
     number: int
     tokens: IntArray
-    state: State = None
+    state: EnvironmentState = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,7 +46,7 @@ class Answer:
     """
 
     tokens: IntArray
-    state: State = None
+    state: EnvironmentState = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import anyio
 from oppo.errors import ConfigError, ModelError, running_loop
 from oppo.numeric import require_real, require_whole
 from oppo.placement.detached import DisposableProcess, run_detached
+from oppo.user_code import UserFunction
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -26,20 +27,12 @@ Refuse = Callable[[str], Exception]
 """Returns the error of a call that took too long or was lost, given what happened to it."""
 
 
-class Target(Protocol[P, R_co]):
+class CheckedFunction(Protocol[P, R_co]):
     """A user function together with the check of what it returns. Calls in a process need one that can be pickled."""
 
     @property
-    def name(self) -> str:
-        """The function's name."""
-
-    @property
-    def function(self) -> object:
+    def user(self) -> UserFunction:
         """The function."""
-
-    @property
-    def is_async(self) -> bool:
-        """Whether the function is async."""
 
     def call(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
         """Return the result of a sync function, checked."""
@@ -61,7 +54,7 @@ class UserCalls(Generic[P, R]):
 
     Args:
         what: the function's kind, as in ``reward function``.
-        target: calls it.
+        checked: the function.
         concurrency: calls at a time.
         timeout: seconds after which a call has failed; ``None``: never.
         process: call a sync function in processes, as many as calls overlap: it may then hold the interpreter lock or
@@ -72,26 +65,37 @@ class UserCalls(Generic[P, R]):
 
     Raises:
         ConfigError: ``concurrency`` or ``timeout`` is out of range.
-        ModelError: calls cannot be made in a process: the function is async, or cannot be pickled.
+        OppoError: calls cannot be made in a process: the function is async, or cannot be pickled; the type is the
+            function's :attr:`~oppo.user_code.UserFunction.refuse`.
     """
 
     def __init__(
-        self, what: str, target: Target[P, R], *, concurrency: int, timeout: float | None = None, process: bool = False
+        self,
+        what: str,
+        checked: CheckedFunction[P, R],
+        *,
+        concurrency: int,
+        timeout: float | None = None,
+        process: bool = False,
     ) -> None:
         if timeout is not None:
             require_real("timeout", timeout, 0, error=ConfigError)
         require_whole("concurrency", concurrency, 1, error=ConfigError)
-        if process and target.is_async:
-            raise ModelError(f"{target.name!r} is async, and a process of its own is for sync ones: leave that out")
+        user = checked.user
         self.at_work = ""
-        self._title = f"{what} {target.name!r}"
-        self._target = target
+        self._title = f"{what} {user.name!r}"
+        if process and user.is_async:
+            raise user.refuse(f"{self._title} is async, and a process of its own is for sync ones: leave that out")
+        self._checked = checked
         self._concurrency = concurrency
         self._timeout = math.inf if timeout is None else timeout
         self._limiter: anyio.CapacityLimiter | None = None
         self._calls = 0
         self._users = 0
-        self._processes = [DisposableProcess(target.name, target) for _ in range(concurrency)] if process else []
+        try:
+            self._processes = [DisposableProcess(user.name, checked) for _ in range(concurrency)] if process else []
+        except ModelError as error:
+            raise user.refuse(f"{self._title}: {error}") from error
         self._idle = list(self._processes)
 
     @property
@@ -100,12 +104,12 @@ class UserCalls(Generic[P, R]):
         return self._concurrency > 1
 
     async def make(self, refuse: Refuse, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Return what the target returns for these arguments, when its turn has come.
+        """Return what the function returns for these arguments; at most ``concurrency`` calls overlap.
 
         Args:
             refuse: returns the error of a call that took too long, or whose process died.
-            args: of the target.
-            kwargs: of the target.
+            args: of the function.
+            kwargs: of the function.
         """
         self._limiter = self._limiter or anyio.CapacityLimiter(self._concurrency)
         async with self._limiter:
@@ -114,12 +118,13 @@ class UserCalls(Generic[P, R]):
             raise refuse(f"took longer than {self._timeout:g} s")
 
     async def _made(self, refuse: Refuse, *args: P.args, **kwargs: P.kwargs) -> R:
-        if self._target.is_async:
-            return await self._target.answer(*args, **kwargs)
+        checked = self._checked
+        if checked.user.is_async:
+            return await checked.answer(*args, **kwargs)
         if getattr(running_loop(), "virtual", False):
-            return self._target.call(*args, **kwargs)
+            return checked.call(*args, **kwargs)
         if not self._processes:
-            return await run_detached(f"oppo-{self._target.name}", partial(self._target.call, *args, **kwargs))
+            return await run_detached(f"oppo-{checked.user.name}", partial(checked.call, *args, **kwargs))
         process = self._idle.pop()  # the limiter lets in as many calls as there are processes
         try:
             return await process.call(_call, *args, **kwargs)
@@ -140,8 +145,8 @@ class UserCalls(Generic[P, R]):
             self.at_work = self.at_work if self._calls else ""
 
     async def __aenter__(self) -> Self:
-        if not self._users and isinstance(self._target.function, AbstractAsyncContextManager):
-            await self._target.function.__aenter__()
+        if not self._users and isinstance(self._checked.user.function, AbstractAsyncContextManager):
+            await self._checked.user.function.__aenter__()
         self._users += 1
         return self
 
@@ -153,8 +158,8 @@ class UserCalls(Generic[P, R]):
             return
         self._limiter = None  # the next run may be on another event loop
         self.close()
-        if isinstance(self._target.function, AbstractAsyncContextManager):
-            await self._target.function.__aexit__(kind, error, tb)
+        if isinstance(self._checked.user.function, AbstractAsyncContextManager):
+            await self._checked.user.function.__aexit__(kind, error, tb)
 
     def close(self) -> None:
         """Kill the function's processes, if it has some; idempotent."""
@@ -162,5 +167,5 @@ class UserCalls(Generic[P, R]):
             process.close()
 
 
-def _call(target: Target[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-    return target.call(*args, **kwargs)
+def _call(checked: CheckedFunction[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+    return checked.call(*args, **kwargs)

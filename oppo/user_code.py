@@ -64,7 +64,7 @@ def worded(error: BaseException) -> str:
         text = f"({type(failure).__name__} in its __str__)"
     message = f": {shortened(text)}" if text else ""
     more = f", and {len(others)} more" if others else ""
-    return f"{type(first).__name__}{message}{more}{_place(first)}"
+    return f"{type(first).__name__}{message}{more}{place_of(first)}"
 
 
 def shown(value: object) -> str:
@@ -76,8 +76,8 @@ def shown(value: object) -> str:
     return f"{shortened(text, 200)} ({type(value).__name__})"
 
 
-def _place(error: BaseException) -> str:
-    """Return the last traceback entry in the user's code, or in a library if there is none."""
+def place_of(error: BaseException) -> str:
+    """Return the last traceback entry in the user's code, or in a library without one, as `` at file:line in f``."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_OURS)]
     theirs = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<frozen"))]
     last = next(reversed(theirs or frames), None)
@@ -107,7 +107,7 @@ def load_object(spec: str, refuse: Callable[[str], Exception]) -> object:
     if not text or path.suffix != ".py":
         raise refuse(f"a function is named as file.py:function; got {spec!r}")
     if not path.is_file():
-        raise refuse(f"there is no file {path} to take the function {name!r} from")
+        raise refuse(f"there is no file {path} to take {name!r} from")
     module = _module(path, refuse)
     found: object = getattr(module, name, None)
     if found is None:

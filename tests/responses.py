@@ -1,4 +1,4 @@
-"""Responses for scorers, and a scorer fed with them in random pieces and company."""
+"""Responses for scorers, and a scorer that reads them in random pieces and company."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ def responses(count: int = 5, seed: int = 0) -> list[Response]:
 
 
 async def stream(scorer: Scorer[object], made: Sequence[Response], seed: int) -> dict[int, object]:
-    """Feed the responses in random pieces and company; some tokens come as ``Given``; finish in random groups."""
+    """Stream the responses in random pieces and company; some tokens come as ``Given``; finish in random groups."""
     dice = random.Random(seed)
-    fed: dict[int, int] = {}
+    sent: dict[int, int] = {}
     values: dict[int, object] = {}
     waiting = {response.prompt.rollout: response for response in made}
     while waiting:
         events: list[Prompt | Chunk | Given] = []
         for rollout in dice.sample(sorted(waiting), dice.randint(1, len(waiting))):
             response = waiting[rollout]
-            if rollout not in fed:
+            if rollout not in sent:
                 events.append(response.prompt)
-                fed[rollout] = 0
+                sent[rollout] = 0
                 if dice.random() < 0.5:
                     continue
-            tokens = response.tokens[fed[rollout] : fed[rollout] + dice.choice([1, 3, 16, 32, 70])]
+            tokens = response.tokens[sent[rollout] : sent[rollout] + dice.choice([1, 3, 16, 32, 70])]
             if len(tokens):
                 given = dice.random() < 0.2
-                start = fed[rollout]
+                start = sent[rollout]
                 events.append(Given(rollout, start, tokens) if given else chunk(rollout, start, tokens))
-                fed[rollout] += len(tokens)
+                sent[rollout] += len(tokens)
         await scorer.extend(events)
-        ended = [rollout for rollout in waiting if fed.get(rollout) == len(waiting[rollout].tokens)]
+        ended = [rollout for rollout in waiting if sent.get(rollout) == len(waiting[rollout].tokens)]
         dice.shuffle(ended)
         if ended:
             got = await scorer.finish([Finish(rollout, waiting[rollout], "eos") for rollout in ended])

@@ -203,7 +203,7 @@ async def test_processes_go_on_from_call_to_call_until_one_hangs_and_is_killed(t
 @pytest.mark.parametrize(
     ("function", "sentence"),
     [
-        ("waiting", "environment 'waiting': 'waiting' is async, and a process of its own is for sync ones"),
+        ("waiting", "environment 'waiting' is async, and a process of its own is for sync ones"),
         (lambda turn: None, "environment '<lambda>': this cannot go to another process"),
     ],
 )

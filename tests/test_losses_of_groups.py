@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from oppo.estimators import GroupAdvantage, group_advantages, kl_estimate
-from oppo.losses import ClippedLoss, Evaluated, Inputs, Loss, PairwiseLoss, SequenceLoss, Whole
+from oppo.losses import ClippedLoss, Inputs, Loss, LossValue, PairwiseLoss, SequenceLoss, Whole
 from oppo.training import Aggregation
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "groups.json").read_text(encoding="utf-8"))
@@ -38,7 +38,7 @@ def close(ours: Tensor | float, theirs: Tensor | float) -> None:
     torch.testing.assert_close(torch.as_tensor(ours), torch.as_tensor(theirs), rtol=1e-5, atol=1e-6)
 
 
-def evaluated(loss: Loss, *, rows: list[int], groups: list[int], **columns: Tensor) -> tuple[Evaluated, Tensor]:
+def evaluated(loss: Loss, *, rows: list[int], groups: list[int], **columns: Tensor) -> tuple[LossValue, Tensor]:
     """Return the loss of the golden responses, in the order of ``rows``, and its gradient, padded as theirs."""
     order = torch.cat([torch.arange(ROWS).repeat_interleave(LENGTHS).eq(row).nonzero()[:, 0] for row in rows])
     logprobs = flat("logprobs").requires_grad_()
@@ -60,7 +60,7 @@ def evaluated(loss: Loss, *, rows: list[int], groups: list[int], **columns: Tens
     return result, gradient
 
 
-def by_group(loss: Loss, advantages: str, old: Tensor) -> tuple[Evaluated, Tensor]:
+def by_group(loss: Loss, advantages: str, old: Tensor) -> tuple[LossValue, Tensor]:
     """Return the loss of the golden groups, and its gradient."""
     each = torch.tensor(GOLDEN["advantages"][advantages]).repeat_interleave(LENGTHS)
     groups = [row // SAMPLES for row in range(ROWS)]

@@ -14,7 +14,7 @@ import pytest
 
 import oppo
 from oppo.declared import require_declared
-from oppo.liveness import Watchdog
+from oppo.liveness import StallLimits
 from oppo.losses import PPOLoss
 from oppo.numeric import require_real, require_whole
 from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_scalar, prompts
@@ -56,7 +56,7 @@ MADE: dict[str, Callable[..., object]] = {
     "GAE": oppo.GAE,
     "Update": partial(oppo.Update, FakeTrainer()),
     "Generate": partial(oppo.Generate, FakePolicy(lambda _: 2), oppo.Synchronous(2)),
-    "Watchdog": partial(Watchdog, seconds=1.0, report=Path("/proc/none")),
+    "StallLimits": partial(StallLimits, seconds=1.0),
     "PromptStream": partial(oppo.PromptStream, prompts(2)),
     "Process": partial(oppo.Process, "scorers"),
     "RunDirectory": partial(oppo.RunDirectory, Path("/proc/none")),

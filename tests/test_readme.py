@@ -207,12 +207,12 @@ def test_the_reward_models_of_the_page_are_made(tmp_path: Path, monkeypatch: pyt
     config = tiny.CONFIGS["llama"]()
     config.vocab_size, config.num_labels = 420, 1
     tiny.scalar_of(config).save_pretrained(tmp_path / "reward-model")
-    spot("byte-level").tokenizer.save_pretrained(tmp_path / "reward-model")
+    spot("byte-level").inner.save_pretrained(tmp_path / "reward-model")
     blocks = [block for block in fenced(ROOT / "docs" / "rewards.md", "python") if "oppo.hf.load_" in block]
     with Thread("scorers") as scorers:
         kinds = (BridgedReward, ClassifierReward, SimilarityReward, ProcessRewardModel)
         for block, kind in zip(blocks, kinds, strict=True):
-            names: dict[str, object] = {"oppo": oppo, "text": spot("byte-level"), "scorers": scorers}
+            names: dict[str, object] = {"oppo": oppo, "tokenizer": spot("byte-level"), "scorers": scorers}
             exec(block, names)
             assert isinstance(names["reward"], kind)
 
@@ -247,6 +247,30 @@ def test_the_algorithm_that_the_page_adds_trains_by_its_file(algorithm: Path) ->
     steps = records(algorithm, "first", "metrics.jsonl")
     assert [(step["trained"], step["objective/kl_coef"]) for step in steps] == [(4, 0.1), (4, 0.1)]
     assert all(step["loss/policy_avg"] for step in steps)
+
+
+def test_the_algorithm_on_the_page_of_the_architecture_trains_and_bounds_its_advantages(tmp_path: Path) -> None:
+    """By its own settings, which the page shows; another bound is another run, and no bound is RLOO's."""
+    page = ROOT / "docs" / "architecture.md"
+    (file,) = fenced(page, "python")
+    (settings,) = fenced(page, "toml")
+    furnish(tmp_path)
+    (tmp_path / "bounded.py").write_text(file)
+    shown = tomllib.loads(settings)
+    given = [f"step.algorithm={shown['step']['algorithm']}", "algorithm.samples=2", "step.batch=2"]
+    kinds = {
+        "shown": [*given, f"algorithm.bound={shown['algorithm']['bound']}"],
+        "tight": [*given, "algorithm.bound=1e-6"],
+        "loose": [*given, "algorithm.bound=1e6"],
+        "rloo": ["step.algorithm=rloo", *given[1:]],
+    }
+    losses = {}
+    for name, chosen in kinds.items():
+        assert oppo_train(tmp_path, "", "run.exact=true", f"run.name={name}", *chosen) == 0
+        losses[name] = [step["loss/policy_avg"] for step in records(tmp_path, name, "metrics.jsonl")]
+    assert losses["loose"] == losses["rloo"]
+    assert losses["tight"] != losses["rloo"]
+    assert max(map(abs, losses["tight"])) < 1e-4 < max(map(abs, losses["rloo"]))
 
 
 def test_the_parts_that_the_page_shows_train_by_their_files(tmp_path: Path) -> None:

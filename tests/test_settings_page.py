@@ -9,7 +9,7 @@ import pytest
 from docs.make_settings import DEMO, NAMES, PAGE, page, tables
 from oppo.app.config import resolve
 from oppo.demo.assets import Assets, Facts
-from oppo.demo.run import FULL, SHORT, Plan, settings_of
+from oppo.demo.run import FULL, SHORT, DemoPlan, settings_of
 
 
 def keys() -> list[str]:
@@ -31,7 +31,7 @@ def test_every_key_says_what_it_does() -> None:
 
 
 @pytest.mark.parametrize("plan", [FULL, SHORT], ids=["full", "short"])
-def test_the_demo_is_at_the_defaults_but_where_the_page_says_why(plan: Plan) -> None:
+def test_the_demo_is_at_the_defaults_but_where_the_page_says_why(plan: DemoPlan) -> None:
     facts = Facts(0, {}, 0, 0, 0, 0, {}, {}, 0, {})
     ours = settings_of(plan, Assets(Path("/made"), facts), Path("/runs/demo-1"), seed=0)
     models = {key: getattr(ours.models, key) for key in ("policy", "reward", "critic")}

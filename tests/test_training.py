@@ -12,11 +12,11 @@ from transformers import get_scheduler
 from oppo.errors import ConfigError
 from oppo.losses import PPOLoss
 from oppo.stages import GAE
-from oppo.training import Schedule, TrainerSettings
+from oppo.training import LearningRateSchedule, TrainerSettings
 
 
 @pytest.mark.parametrize("schedule", ["constant", "constant_with_warmup", "linear", "cosine"])
-def test_the_schedules_are_those_of_transformers(schedule: Schedule) -> None:
+def test_the_schedules_are_those_of_transformers(schedule: LearningRateSchedule) -> None:
     warmup = 0 if schedule == "constant" else 3
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     theirs = get_scheduler(schedule, optimizer, num_warmup_steps=warmup, num_training_steps=11)

@@ -13,9 +13,9 @@ import numpy as np
 
 from benchmarks.controllers.regimes import ENGINES, REGIMES, system
 from oppo.admission import Admission, Overcommit, SlopeAdaptive, TailAdaptive, TailBatched
-from oppo.simulate.course import Course
-from oppo.simulate.outcome import Outcome, Restarts
+from oppo.simulate.outcome import Restarts, ScheduleOutcome
 from oppo.simulate.schedules import Schedule
+from oppo.simulate.simulated_run import SimulatedRun
 
 RESULTS = Path(__file__).with_name("results.json")
 
@@ -61,11 +61,11 @@ class Cell:
             return Overcommit(batch, int(self.controller.removeprefix("fixed ")))
         return CONTROLLERS[self.controller](batch)
 
-    def run(self) -> Outcome:
+    def run(self) -> ScheduleOutcome:
         """Make the run."""
         regime = next(regime for regime in REGIMES if regime.name == self.regime)
         costs = system(regime, ENGINES[self.engine])
-        return Course(costs, regime.workload, self.schedule(regime.batch), STEPS, SKIPPED, self.seed, GRAIN).run()
+        return SimulatedRun(costs, regime.workload, self.schedule(regime.batch), STEPS, SKIPPED, self.seed, GRAIN).run()
 
     def schedule(self, batch: int) -> Schedule:
         """Return the schedule: the reward model reads along."""
@@ -97,13 +97,13 @@ class Standing:
     speed: float
     lag: float
     frontier: float
-    outcome: Outcome
+    outcome: ScheduleOutcome
 
 
 class Results:
     """All outcomes so far, by cell."""
 
-    def __init__(self, outcomes: dict[Cell, Outcome]) -> None:
+    def __init__(self, outcomes: dict[Cell, ScheduleOutcome]) -> None:
         self.outcomes = outcomes
 
     @classmethod
@@ -138,10 +138,10 @@ class Results:
         return found
 
 
-def outcome_of(record: dict[str, Any]) -> Outcome:
+def outcome_of(record: dict[str, Any]) -> ScheduleOutcome:
     restarts = record.get("restarts")
     given = {"extras": tuple(record["extras"]), "restarts": Restarts(**restarts) if restarts else None}
-    return Outcome(**record | given)
+    return ScheduleOutcome(**record | given)
 
 
 def mean_speed(standings: Sequence[Standing]) -> float:

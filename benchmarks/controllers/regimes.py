@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from oppo.simulate.hardware import GPUS, MODELS, TRAINED_PASSES
 from oppo.simulate.lengths import Lognormal
-from oppo.simulate.system import Decoder, Reader, Scoring, System, Updater, Workload
+from oppo.simulate.system import Decoder, Reader, ScorerName, System, Updater, Workload
 
 PEAK = GPUS["h200"].flops
 DEVICES = 7
@@ -123,7 +123,7 @@ REGIMES = (
 def system(regime: Regime, engine: Engine) -> System:
     """Return the costs of a regime on an engine; the seven replicas of the actor decode equal shares of every row."""
     size, actor = SIZES[regime.actor], regime.actor
-    readers: dict[Scoring, Reader] = {
+    readers: dict[ScorerName, Reader] = {
         name: Reader(
             passes=size.passes(DEVICES * PEAK * engine.forward),
             streams=False,

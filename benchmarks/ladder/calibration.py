@@ -14,7 +14,7 @@ from itertools import product
 from typing import Final, get_args
 
 from benchmarks.ladder.record import StepRecord
-from benchmarks.ladder.workloads import Bound, Layout, Phase, Workload
+from benchmarks.ladder.workloads import BenchWorkload, Bound, Layout, Phase
 
 TRIES: Final = 4
 """Serial runs, at most."""
@@ -32,11 +32,11 @@ class Depths:
     critic: int
 
     @classmethod
-    def of(cls, workload: Workload) -> Depths:
+    def of(cls, workload: BenchWorkload) -> Depths:
         """Return the depths of a workload's models."""
         return cls(workload.models.reward.layers, workload.models.critic.layers)
 
-    def applied(self, workload: Workload) -> Workload:
+    def applied(self, workload: BenchWorkload) -> BenchWorkload:
         """Return the workload with models of these depths."""
         models = workload.models
         reward, critic = replace(models.reward, layers=self.reward), replace(models.critic, layers=self.critic)
@@ -116,7 +116,7 @@ class Calibration:
         )
 
 
-def bounds_of(workload: Workload, layout: Layout) -> Sequence[Bound]:
+def bounds_of(workload: BenchWorkload, layout: Layout) -> Sequence[Bound]:
     """Return the bounds of all phases, or none if a phase has none: the workload is not calibrated then."""
     bounds = [bound for bound in workload.shares if bound.layout == layout]
     return bounds if {bound.phase for bound in bounds} == set(get_args(Phase)) else ()
@@ -144,7 +144,10 @@ def choose(costs: Costs, depths: Depths, actor_layers: int, bounds: Sequence[Bou
 
 
 def calibrate(
-    workload: Workload, bounds: Sequence[Bound], measure: Callable[[Workload], Costs], tell: Callable[[str], None]
+    workload: BenchWorkload,
+    bounds: Sequence[Bound],
+    measure: Callable[[BenchWorkload], Costs],
+    tell: Callable[[str], None],
 ) -> Calibration:
     """Return the attempts, up to shares well within their bounds or until no better ones are predicted.
 

@@ -9,13 +9,14 @@ from rich.console import Console
 
 from benchmarks import CHECKOUT
 from benchmarks.ladder.acting import ENGINES
+from benchmarks.ladder.against import earlier
 from benchmarks.ladder.calibration import Calibration, bounds_of, calibrate
 from benchmarks.ladder.directory import Files, cache_directory, files_of
 from benchmarks.ladder.modes import MODES
 from benchmarks.ladder.plot import plot, require_svg
 from benchmarks.ladder.rounds import Entry, Ladder, Plan, Tell, entries, run, seating, serial_costs
 from benchmarks.ladder.show import render
-from benchmarks.ladder.workloads import ACTORS_ON_A_GPU, SMOKE, WORKLOADS, Layout, Workload, on_gpu
+from benchmarks.ladder.workloads import ACTORS_ON_A_GPU, SMOKE, WORKLOADS, BenchWorkload, Layout, on_gpu
 from benchmarks.machine import cores_here
 from benchmarks.peer.cells import SWEEP, Sweep, choose, command, interpreter
 from benchmarks.request import Request
@@ -49,7 +50,8 @@ def bench(request: Request, console: Console, tell: Tell) -> list[Ladder]:
                 tell(f"{workload.name}, {layout}: {line}")
             contestants = entries(files, modes, layout, plan)
             contestants += [peer(files)] if request.peer is not None else []
-            ladder = run(files, layout, contestants, plan, tell, calibration=calibration)
+            with earlier(request.against, files, modes, layout, plan) as others:
+                ladder = run(files, layout, [*contestants, *others], plan, tell, calibration=calibration)
             console.print(render(ladder), highlight=False)
             ladders.append(ladder)
             write(ladders, request)  # after each, in case the next one fails
@@ -57,7 +59,7 @@ def bench(request: Request, console: Console, tell: Tell) -> list[Ladder]:
 
 
 def made(
-    workload: Workload, layout: Layout, request: Request, plan: Plan, tell: Tell
+    workload: BenchWorkload, layout: Layout, request: Request, plan: Plan, tell: Tell
 ) -> tuple[Files, Calibration | None]:
     """Return the files of a workload; if it states all shares of a step, its models are calibrated.
 
@@ -108,7 +110,7 @@ def layouts_of(request: Request) -> list[Layout]:
     return layouts if request.device == "cpu" else ["shared"]  # which a GPU is
 
 
-def workloads_of(request: Request) -> list[Workload]:
+def workloads_of(request: Request) -> list[BenchWorkload]:
     """Return the requested workloads.
 
     Raises:

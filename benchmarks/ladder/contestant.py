@@ -33,6 +33,7 @@ class Contestant:
 
     Args:
         log: receives its standard error.
+        directory: that it is started in; ``None``: this process's.
         patience: most seconds for one answer.
 
     Raises:
@@ -46,6 +47,7 @@ class Contestant:
         *,
         log: Path,
         environment: Mapping[str, str] | None = None,
+        directory: Path | None = None,
         patience: float = PATIENCE,
     ) -> None:
         self.name = name
@@ -61,6 +63,7 @@ class Contestant:
                     stdout=subprocess.PIPE,
                     stderr=errors,
                     env=None if environment is None else dict(environment),
+                    cwd=directory,
                 )
         except OSError as error:
             raise ModelLost(f"contestant {name!r} cannot be started: {error}; its command is {command[0]}") from error

@@ -21,7 +21,7 @@ import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.ladder.workloads import Lengths, Workload
+from benchmarks.ladder.workloads import BenchWorkload, Lengths
 
 PAD: Final = 0
 EOS: Final = 1
@@ -76,7 +76,7 @@ class Countdown:
         )
 
 
-def language_of(workload: Workload) -> Countdown:
+def language_of(workload: BenchWorkload) -> Countdown:
     """Return the language of a workload, whose numbers exceed the cap a little."""
     return Countdown(workload.lengths.cap + BEYOND)
 
@@ -96,7 +96,7 @@ def announced(lengths: Lengths, count: int, seed: int) -> list[int]:
     return [int(length) for length in wanted]
 
 
-def write_prompts(path: Path, workload: Workload) -> None:
+def write_prompts(path: Path, workload: BenchWorkload) -> None:
     """Write the workload's prompts as JSON lines: token ids, and the length of the response."""
     language, lengths = language_of(workload), workload.lengths
     rng = np.random.default_rng((workload.seed, 2))

@@ -29,7 +29,7 @@ import transformers
 
 from benchmarks.ladder.countdown import EOS, PAD, language_of, write_prompts
 from benchmarks.ladder.teach import AS_ANNOUNCED, lengths_written, scalar_model, taught
-from benchmarks.ladder.workloads import Bound, Lengths, Models, Shape, Workload
+from benchmarks.ladder.workloads import BenchWorkload, Bound, Lengths, Models, Shape
 from oppo.demo.assets import cache_directory as demos
 from oppo.demo.once import alone, made_once
 from oppo.demo.pretrain import Progress
@@ -73,7 +73,7 @@ class Files:
     """A workload and the directory that holds it."""
 
     directory: Path
-    workload: Workload
+    workload: BenchWorkload
     facts: Facts
 
     def model(self, name: str) -> Path:
@@ -93,7 +93,7 @@ def cache_directory() -> Path:
     return demos().with_name("bench")
 
 
-def files_of(workload: Workload, cache: Path, progress: Progress = lambda *_: None) -> Files:
+def files_of(workload: BenchWorkload, cache: Path, progress: Progress = lambda *_: None) -> Files:
     """Return the files of a workload from ``cache``, where they are made first if they are missing.
 
     Raises:
@@ -107,7 +107,7 @@ def files_of(workload: Workload, cache: Path, progress: Progress = lambda *_: No
     return open_files(target, workload)
 
 
-def open_files(directory: Path, workload: Workload) -> Files:
+def open_files(directory: Path, workload: BenchWorkload) -> Files:
     facts = json.loads((directory / "spec.json").read_text(encoding="utf-8"))["measured"]
     written = facts["written"]
     return Files(
@@ -121,7 +121,7 @@ def open_files(directory: Path, workload: Workload) -> Files:
     )
 
 
-def workload_in(directory: Path) -> Workload:
+def workload_in(directory: Path) -> BenchWorkload:
     """Return the workload of a directory.
 
     Raises:
@@ -141,7 +141,7 @@ def workload_in(directory: Path) -> Workload:
         "capped": tuple(recipe["capped"]),
         "prompt_tokens": tuple(recipe["prompt_tokens"]),
     }
-    return Workload(**{**recipe, **typed})
+    return BenchWorkload(**{**recipe, **typed})
 
 
 def read_prompts(directory: Path) -> list[Prompt]:
@@ -174,7 +174,7 @@ def _digest(recipe: object) -> str:
     return digest.hexdigest()[:12]
 
 
-def _build(directory: Path, workload: Workload, cache: Path, progress: Progress) -> None:
+def _build(directory: Path, workload: BenchWorkload, cache: Path, progress: Progress) -> None:
     parameters: dict[str, int] = {}
     write_prompts(directory / "prompts.jsonl", workload)
     if not workload.models.scripted:
@@ -206,7 +206,7 @@ def _build(directory: Path, workload: Workload, cache: Path, progress: Progress)
     (directory / "spec.json").write_text(json.dumps(spec, indent=2) + "\n", encoding="utf-8")
 
 
-def _model(role: str, workload: Workload, cache: Path, progress: Progress) -> Path:
+def _model(role: str, workload: BenchWorkload, cache: Path, progress: Progress) -> Path:
     """Return the directory of a model in ``cache``, made first if it is missing; workloads may share it."""
     models, language, positions = workload.models, language_of(workload), workload.positions
     shape: Shape = getattr(models, role)
@@ -228,7 +228,7 @@ def _model(role: str, workload: Workload, cache: Path, progress: Progress) -> Pa
 
 
 def _examine(
-    directory: Path, workload: Workload, progress: Progress
+    directory: Path, workload: BenchWorkload, progress: Progress
 ) -> tuple[LengthStatistics, LengthStatistics | None]:
     """Return the statistics of the announced lengths and of the actor's responses; ``None`` for scripted ones.
 

@@ -14,7 +14,7 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from benchmarks.ladder.record import StepRecord
-from benchmarks.ladder.workloads import Layout, Workload
+from benchmarks.ladder.workloads import BenchWorkload, Layout
 from oppo.admission import Bottleneck, together
 
 Rounds: TypeAlias = Sequence[Sequence[StepRecord]]
@@ -179,7 +179,7 @@ def per_token(steps: Sequence[StepRecord]) -> float:
     return math.fsum(step.seconds for step in steps) / sum(step.tokens for step in steps)
 
 
-def faults(workload: Workload, layout: Layout, figures: Mapping[str, Figures], capped: float) -> list[str]:
+def faults(workload: BenchWorkload, layout: Layout, figures: Mapping[str, Figures], capped: float) -> list[str]:
     """Return the reasons why a run is INVALID, a sentence each; none: it is valid.
 
     ``capped`` is the fraction of all prompts that announce the cap or more; a few steps see a random part of them.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from benchmarks.ladder.workloads import Workload
+from benchmarks.ladder.workloads import BenchWorkload
 from oppo.admission import Admission, Overcommit, Synchronous, TailAdaptive
 from oppo.chunking import ChunkSize, Fixed, WholeRollout
 
@@ -26,33 +26,33 @@ class Mode:
     name: str
     about: str
     held: bool
-    chunks: Callable[[Workload], ChunkSize]
-    admission: Callable[[Workload], Admission]
+    chunks: Callable[[BenchWorkload], ChunkSize]
+    admission: Callable[[BenchWorkload], Admission]
     over: str = "serial"
     lookahead: int = 0
 
-    def trains_apart(self, workload: Workload) -> bool:
+    def trains_apart(self, workload: BenchWorkload) -> bool:
         """Return whether updates are made in a process, and on weights, of their own."""
         return workload.trains_apart or self.lookahead > 0
 
 
-def _whole(_: Workload) -> ChunkSize:
+def _whole(_: BenchWorkload) -> ChunkSize:
     return WholeRollout()
 
 
-def _fixed(workload: Workload) -> ChunkSize:
+def _fixed(workload: BenchWorkload) -> ChunkSize:
     return Fixed(workload.chunk)
 
 
-def _synchronous(workload: Workload) -> Admission:
+def _synchronous(workload: BenchWorkload) -> Admission:
     return Synchronous(workload.batch)
 
 
-def _overcommitted(workload: Workload) -> Admission:
+def _overcommitted(workload: BenchWorkload) -> Admission:
     return Overcommit(batch=workload.batch, extra=workload.extra)
 
 
-def _adaptive(workload: Workload) -> Admission:
+def _adaptive(workload: BenchWorkload) -> Admission:
     return TailAdaptive(batch=workload.batch)
 
 

@@ -16,7 +16,7 @@ from benchmarks.ladder.directory import Files
 from benchmarks.ladder.layout import Seats, claim_cores
 from benchmarks.ladder.modes import Mode
 from benchmarks.ladder.teach import config_of
-from benchmarks.ladder.workloads import Phase, Scorers, Shape, Workload
+from benchmarks.ladder.workloads import BenchWorkload, Phase, Scorers, Shape
 from oppo.algorithms.ppo import ppo
 from oppo.demo.once import alone
 from oppo.events import Drop, Prompt, StepReport
@@ -167,7 +167,7 @@ def load(files: Files, device: str) -> Models:
     )
 
 
-def drawn(workload: Workload, shape: Shape, device: str, *, scalar: bool) -> PreTrainedModel:
+def drawn(workload: BenchWorkload, shape: Shape, device: str, *, scalar: bool) -> PreTrainedModel:
     """Return a model with random weights, equal for equal workloads and devices."""
     config = config_of(shape, workload.models.vocabulary or language_of(workload).vocabulary, workload.positions)
     dtype = getattr(torch, workload.models.dtype)
@@ -182,13 +182,13 @@ def drawn(workload: Workload, shape: Shape, device: str, *, scalar: bool) -> Pre
     return model
 
 
-def _words(workload: Workload) -> Callable[[Sequence[int]], str]:
+def _words(workload: BenchWorkload) -> Callable[[Sequence[int]], str]:
     """Return a detokenizer to words between blanks, as many as tokens without padding."""
     words = language_of(workload).words()
     return lambda tokens: " ".join(words[token] if token < len(words) else "?" for token in tokens if token != PAD)
 
 
-def _settings(workload: Workload) -> TrainerSettings:
+def _settings(workload: BenchWorkload) -> TrainerSettings:
     return TrainerSettings(
         learning_rate=workload.learning_rate,
         epochs=workload.epochs,

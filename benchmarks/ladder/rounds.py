@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Final
 
 from benchmarks import CHECKOUT
 from benchmarks.ladder.calibration import Calibration, Costs
@@ -23,19 +24,23 @@ from benchmarks.ladder.layout import seats
 from benchmarks.ladder.measures import Baseline, DecodeCost, Figures, Rounds, Spread, faults, speedup
 from benchmarks.ladder.modes import MODES, SERIAL
 from benchmarks.ladder.record import StepRecord
-from benchmarks.ladder.workloads import Layout, Scorers, Workload
+from benchmarks.ladder.workloads import BenchWorkload, Layout, Scorers
 from benchmarks.machine import Machine, cores_here
 
 Tell = Callable[[str], None]
 
+EARLIER: Final = "@"
+"""Between a mode and the commit that ran it, in the name of a contestant that is not of this checkout."""
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A contestant to run: its name, its command, and a remark on its settings."""
+    """A contestant to run: its name, its command, a remark on its settings, and the checkout that it runs."""
 
     name: str
     command: tuple[str, ...]
     remark: str = ""
+    source: Path = CHECKOUT
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +94,7 @@ class Ladder:
     records: Mapping[str, Rounds] = field(default_factory=dict)
 
     @property
-    def workload(self) -> Workload:
+    def workload(self) -> BenchWorkload:
         """The workload of the files."""
         return self.files.workload
 
@@ -193,11 +198,12 @@ def run(
 
 
 def start(entry: Entry, logs: Path) -> Contestant:
-    """Start a contestant of this checkout, without the environment's limits on threads."""
+    """Start a contestant without the environment's limits on threads."""
     limits = {"OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"}
     environment = {name: value for name, value in os.environ.items() if name not in limits}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(CHECKOUT), environment.get("PYTHONPATH"))))
-    return Contestant(entry.name, entry.command, log=logs / f"{entry.name}.log", environment=environment)
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(entry.source), environment.get("PYTHONPATH"))))
+    log = logs / f"{entry.name}.log"
+    return Contestant(entry.name, entry.command, log=log, environment=environment, directory=entry.source)
 
 
 def _figures(counted: Mapping[str, Rounds], peaks: Mapping[str, float]) -> dict[str, Figures]:
@@ -224,12 +230,14 @@ def ratios(counted: Mapping[str, Rounds]) -> dict[str, Spread]:
 
 
 def _compared(name: str, other: str) -> bool:
+    if EARLIER in other:
+        return other.partition(EARLIER)[0] == name
     if other == "serial":
-        return True
+        return EARLIER not in name
     return name in MODES and (other not in MODES or other == MODES[name].over)
 
 
-def seating(workload: Workload, layout: Layout, modes: Sequence[str]) -> list[str]:
+def seating(workload: BenchWorkload, layout: Layout, modes: Sequence[str]) -> list[str]:
     """Return the seats in words, a line for the modes with the same ones, and a warning on a single core."""
     cores = cores_here()
     lines: dict[str, list[str]] = {}

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 from benchmarks.ladder.countdown import EOS, FILLERS, PAD, Countdown, lessons
 from benchmarks.ladder.workloads import Shape
-from oppo.demo.pretrain import IGNORED, Progress, Schedule, descend, rate
+from oppo.demo.pretrain import IGNORED, Progress, TrainingBudget, descend, rate
 from oppo.evaluation import Answering, respond
 from oppo.events import Prompt
 from oppo.hf.cpu import use_cores
@@ -67,13 +67,13 @@ def taught(language: Countdown, shape: Shape, *, steps: int, positions: int, pro
                 parameter.zero_()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
     rng = np.random.default_rng(torch.initial_seed() % 2**32)
-    schedule = Schedule(steps=steps, rows=0, learning_rate=RATE)
+    budget = TrainingBudget(steps=steps, rows=0, learning_rate=RATE)
     model.train()
     for step in range(steps):
         width = min(WIDTHS[step % len(WIDTHS)], positions)
         tokens, labels = _packed(language, TOKENS // width, width, rng)
         loss = cast("torch.Tensor", model(input_ids=tokens, labels=labels, use_cache=False).loss)
-        descended = descend(optimizer, model, [loss], rate(step, schedule))
+        descended = descend(optimizer, model, [loss], rate(step, budget))
         progress(f"teaching the actor to count down, loss {descended:.4f}", (step + 1) / steps)
     model.train(mode=False)
     with torch.no_grad():

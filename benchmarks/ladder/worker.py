@@ -36,7 +36,7 @@ from benchmarks.ladder.layout import Seats, seats
 from benchmarks.ladder.modes import MODES
 from benchmarks.ladder.pipeline import WORK, Pipeline, pipeline
 from benchmarks.ladder.record import StepRecord
-from benchmarks.ladder.workloads import Workload
+from benchmarks.ladder.workloads import BenchWorkload
 from benchmarks.machine import cores_here
 from benchmarks.memory import peak_rss_mb
 from oppo import observe
@@ -59,7 +59,7 @@ class Watch(Observer):
         done: steps that are over.
     """
 
-    workload: Workload
+    workload: BenchWorkload
     spans: dict[int | None, list[Span]] = field(default_factory=lambda: defaultdict(list))
     batches: dict[int, Batch] = field(default_factory=dict)
     seen: dict[int, Observation] = field(default_factory=dict)

@@ -78,7 +78,7 @@ class Models:
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class BenchWorkload:
     """One row of the table.
 
     Attributes:
@@ -135,7 +135,7 @@ DEEP_AND_THIN: Final = Models(
 On the machine it was tuned on, 32 rows take 1.5 times as long as 8.
 """
 
-PAPER: Final = Workload(
+PAPER: Final = BenchWorkload(
     name="paper",
     about="a reward model eight times the actor, a long tail of lengths, one epoch: the regime of the OPPO paper",
     lengths=Lengths(median=24, sigma=1.5, cap=768),  # of 24 the longest is 7 means, as of 112 with a sigma of 0.95
@@ -196,7 +196,7 @@ CAPPED: Final = replace(
     capped=(0.10, 0.15),
 )
 
-SMOKE: Final = Workload(
+SMOKE: Final = BenchWorkload(
     name="smoke",
     about="shows that everything works, and measures nothing",
     lengths=Lengths(median=8, sigma=0.5, cap=24),
@@ -227,7 +227,7 @@ ACTORS_ON_A_GPU: Final[Mapping[str, Shape]] = MappingProxyType(
 """Qwen2.5's shapes."""
 
 
-def on_gpu(workload: Workload, actor: str) -> Workload:
+def on_gpu(workload: BenchWorkload, actor: str) -> BenchWorkload:
     """Return the workload with models of usual sizes: random weights, bf16, a 7B-shaped reward model.
 
     Their lengths are scripted, since teaching them takes too long. It states no shares, which depend on the machine.

@@ -1,6 +1,6 @@
 """The decode phase of a synchronous step beside bare ``AsyncLLM``, in turns, in one engine.
 
-Ours is a step of a graph with one stage, ``Generate`` under ``Synchronous``, and nobody who scores or trains. Bare is
+Ours is a step of a graph with one stage, ``Generate`` under ``Synchronous``, without scorers and trainer. Bare is
 what a program without oppo would write: a task for each request that iterates over ``AsyncLLM.generate``. It is given
 the very requests that the last step of ours has sent: the same prompts, settings and seeds, so the same tokens.
 """

@@ -18,8 +18,8 @@ import anyio
 from rich.console import Console
 
 from benchmarks import CHECKOUT
-from benchmarks.convergence.arms import CHUNK
 from benchmarks.convergence.results import Plan, Results
+from benchmarks.convergence.schedules import CHUNK, SCHEDULES
 from benchmarks.convergence.training import answers, assets_of, demo_of
 from benchmarks.machine import Machine
 from benchmarks.vllm.versions import versions
@@ -66,7 +66,7 @@ def recorded() -> tuple[Plan, tuple[float, ...]]:
     Raises:
         DataError: there is no such study.
     """
-    results = Results.load(CHECKOUT / "benchmarks" / "convergence")
+    results = Results.load(CHECKOUT / "benchmarks" / "convergence" / SCHEDULES.file, SCHEDULES.arms)
     scores = [outcome.answers.score.mean for cell, outcome in results.outcomes.items() if cell.arm == CHUNK.name]
     if results.start is None or not scores:
         raise DataError("benchmarks/convergence holds no runs of the streamed schedule: make them first")

@@ -28,7 +28,7 @@ from oppo.evaluation import Answering, Comparison, compare, respond
 from oppo.events import Finish, FloatArray, Prompt
 from oppo.hf.loading.models import load_causal, load_tokenizer
 from oppo.hf.serve.policy import HfPolicy
-from oppo.hf.text import Text
+from oppo.hf.tokenizer import HfTokenizer
 from oppo.models import Sampling
 from oppo.placement import Thread
 
@@ -64,12 +64,12 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 async def answers(directory: str, options: argparse.Namespace) -> list[Answer]:
     """Return the answer of the model in ``directory`` to every prompt of the file, in its order."""
-    text = Text(load_tokenizer(directory))
-    prompts = read_prompts(options.prompts, text)
+    tokenizer = HfTokenizer(load_tokenizer(directory))
+    prompts = read_prompts(options.prompts, tokenizer)
     sampling = Sampling(
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
-        stop=text.stop((), ()),
+        stop=tokenizer.stop((), ()),
         seed=options.seed,
     )
 
@@ -81,12 +81,12 @@ async def answers(directory: str, options: argparse.Namespace) -> list[Answer]:
         model = await thread.call("load", load_causal, directory)
         policy = HfPolicy(model, sampling=sampling, thread=thread)
         finished = await respond(policy, prompts, Answering(batch=options.batch, progress=told))
-    return [_answer(each, text) for each in finished]
+    return [_answer(each, tokenizer) for each in finished]
 
 
-def _answer(finished: Finish, text: Text) -> Answer:
+def _answer(finished: Finish, tokenizer: HfTokenizer) -> Answer:
     tokens = finished.response.tokens.tolist()
-    completion = text.decode(tokens)
+    completion = tokenizer.decode(tokens)
     messages = _messages(finished.response.prompt)
     return Answer(str(messages[-1]["content"]), completion, len(tokens), finished.reason, judge(messages, completion))
 

@@ -34,7 +34,7 @@ from oppo.evaluation import respond
 from oppo.events import Prompt
 from oppo.hf.loading.models import load_causal, load_tokenizer
 from oppo.hf.serve.policy import HfPolicy
-from oppo.hf.text import Text
+from oppo.hf.tokenizer import HfTokenizer
 from oppo.models import Sampling
 from oppo.placement import Thread
 
@@ -187,14 +187,14 @@ def convert(gguf: Path, output: Path, dtype: torch.dtype) -> None:
 
 async def answer(directory: Path, question: str) -> str:
     """Return the saved model's greedy answer: it loads, passes the probe, and stops by itself."""
-    text = Text(load_tokenizer(directory))
-    prompt = Prompt(0, 0, np.array(text.encode_chat([{"role": "user", "content": question}]), np.int32))
-    sampling = Sampling(max_new_tokens=32, temperature=0, stop=text.stop((), ()))
+    tokenizer = HfTokenizer(load_tokenizer(directory))
+    prompt = Prompt(0, 0, np.array(tokenizer.encode_chat([{"role": "user", "content": question}]), np.int32))
+    sampling = Sampling(max_new_tokens=32, temperature=0, stop=tokenizer.stop((), ()))
     with Thread("policy") as thread:
         model = await thread.call("load", load_causal, directory)
         policy = HfPolicy(model, sampling=sampling, thread=thread)
         (finished,) = await respond(policy, [prompt])
-    return f"{text.decode(finished.response.tokens.tolist())} ({finished.reason})"
+    return f"{tokenizer.decode(finished.response.tokens.tolist())} ({finished.reason})"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

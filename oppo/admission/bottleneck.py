@@ -37,10 +37,10 @@ from typing import Literal, TypeAlias, cast, get_args
 
 from oppo.admission.observation import Observation, Scoring
 
-Part: TypeAlias = Literal["decode", "tail", "cap", "score", "train"]
+StepPart: TypeAlias = Literal["decode", "tail", "cap", "score", "train"]
 """A part of a step's time."""
 
-PARTS: tuple[Part, ...] = get_args(Part)
+PARTS: tuple[StepPart, ...] = get_args(StepPart)
 """All parts; of equal ones the first is the largest."""
 
 NUMBERS = ("limit", "scoring", "capped", "finished")
@@ -72,14 +72,14 @@ class Bottleneck:
     """
 
     seconds: float
-    shares: Mapping[Part, float]
+    shares: Mapping[StepPart, float]
     limit: float
     scoring: float = 0.0
     capped: float = 0.0
     finished: float = 0.0
 
     @property
-    def largest(self) -> Part:
+    def largest(self) -> StepPart:
         """The largest part."""
         return max(PARTS, key=lambda part: self.shares[part])
 
@@ -150,7 +150,7 @@ def bottleneck(seen: Observation) -> Bottleneck | None:
     phases = _overlapping(seen) if seen.lookahead else _in_turn(seen)
     lost = phases.decode * (1 - full)
     at_cap = seen.capped > 0 and seen.decode_steps >= max(seen.finished, default=0)
-    parts: dict[Part, float] = {
+    parts: dict[StepPart, float] = {
         "decode": phases.decode - lost,
         "tail": 0.0 if at_cap else lost,
         "cap": lost if at_cap else 0.0,
@@ -201,7 +201,7 @@ def _overlapping(seen: Observation) -> _Phases:
     left = max(0.0, seen.seconds - whole[longest])
     others = {**whole, "score": slowest.after, longest: 0.0}
     waited = math.fsum(others.values())
-    parts = {phase: left * others[phase] / waited if waited else 0.0 for phase in whole}
+    parts = {phase: left * (others[phase] / waited) if waited else 0.0 for phase in whole}
     parts[longest] = whole[longest] + (0.0 if waited else left)
     return _Phases(parts["decode"], parts["score"], parts["train"], slowest.busy)
 

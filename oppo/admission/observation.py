@@ -51,6 +51,7 @@ class Stretch:
         context: the sum over the steps of the tokens in these rollouts' context, prompts included.
         opened: tokens of the prompts that were read before them, to begin responses.
         resumed: tokens in the context of rollouts that were carried and decoded on from here.
+        ended: rollouts that ended in them.
     """
 
     seconds: float
@@ -59,6 +60,7 @@ class Stretch:
     context: int
     opened: int = 0
     resumed: int = 0
+    ended: int = 0
 
 
 @dataclass(frozen=True, slots=True)

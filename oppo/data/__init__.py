@@ -4,8 +4,8 @@ A prompt's admission number is its ordinal in its stream, whatever the schedule.
 same seed a prompt meets the same noise at any chunk size, overcommit or resume.
 """
 
-from oppo.data.prompts import OverLong, Tokenizer, read_prompts
+from oppo.data.prompts import OverLongPrompt, Tokenizer, read_prompts
 from oppo.data.row_stream import RowStream
 from oppo.data.stream import PromptStream
 
-__all__ = ["OverLong", "PromptStream", "RowStream", "Tokenizer", "read_prompts"]
+__all__ = ["OverLongPrompt", "PromptStream", "RowStream", "Tokenizer", "read_prompts"]

@@ -19,12 +19,12 @@ from oppo.user_code import shown
 
 T = TypeVar("T")
 
-OverLong: TypeAlias = Literal["filter", "truncate", "error"]
+OverLongPrompt: TypeAlias = Literal["filter", "truncate", "error"]
 Message: TypeAlias = dict[str, str]
 
 
 class Tokenizer(Protocol):
-    """A tokenizer, as far as reading prompts needs one; implemented by :class:`oppo.hf.text.Text`."""
+    """A tokenizer, as far as reading prompts needs one; implemented by :class:`oppo.hf.tokenizer.HfTokenizer`."""
 
     @property
     def has_chat_template(self) -> bool:
@@ -56,7 +56,7 @@ class Encoding:
     tokenizer: Tokenizer
     column: str = "prompt"
     max_prompt_tokens: int = 512
-    over_long: OverLong = "filter"
+    over_long: OverLongPrompt = "filter"
 
     def __post_init__(self) -> None:
         require_whole("max_prompt_tokens", self.max_prompt_tokens, 1)
@@ -84,7 +84,7 @@ def read_prompts(
     *,
     column: str = "prompt",
     max_prompt_tokens: int = 512,
-    over_long: OverLong = "filter",
+    over_long: OverLongPrompt = "filter",
     split: str = "train",
     subset: str = "",
     tell: Callable[[str], None] = silent,

@@ -9,7 +9,7 @@ from typing import Any, Final, Self
 
 import anyio.to_thread
 
-from oppo.data.prompts import Encoding, OverLong, Tokenizer
+from oppo.data.prompts import Encoding, OverLongPrompt, Tokenizer
 from oppo.data.rows import located
 from oppo.errors import DataError, running_loop
 from oppo.events import IntArray, Prompt
@@ -44,7 +44,7 @@ class RowStream(AsyncIterator[Prompt]):
         *,
         column: str = "prompt",
         max_prompt_tokens: int = 512,
-        over_long: OverLong = "filter",
+        over_long: OverLongPrompt = "filter",
         tell: Callable[[str], None] = silent,
     ) -> None:
         self._rows: Iterator[object] | AsyncIterator[object] = (
@@ -54,7 +54,7 @@ class RowStream(AsyncIterator[Prompt]):
             tokenizer=tokenizer, column=column, max_prompt_tokens=max_prompt_tokens, over_long=over_long
         )
         self._tell = tell
-        self._told = False
+        self._noted = False
         self._taken = 0  # rows
         self._served = 0  # prompts
         self._digest = ""
@@ -141,7 +141,7 @@ class RowStream(AsyncIterator[Prompt]):
         sentence = f"{place}: a prompt of {length} tokens, longer than {self._encoding.max_prompt_tokens}"
         if self._encoding.over_long == "error":
             raise DataError(f"{sentence}; filter or truncate such prompts, or raise max_prompt_tokens")
-        if not self._told:
-            self._told = True
+        if not self._noted:
+            self._noted = True
             done = "is left out" if self._encoding.over_long == "filter" else "loses its beginning"
             self._tell(f"{sentence}, {done}, as are all others" if done == "is left out" else f"{sentence}, {done}")

@@ -31,7 +31,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerF
 from oppo import observe
 from oppo.demo import language, preference
 from oppo.demo.once import alone, made_once
-from oppo.demo.pretrain import Progress, Schedule, Shape, train_policy, write
+from oppo.demo.pretrain import Progress, Shape, TrainingBudget, train_policy, write
 from oppo.demo.reward import normalise, pair_accuracy, scalar_model, score, train_reward
 from oppo.demo.tokenizer import train_tokenizer
 from oppo.hf.loading.models import quiet
@@ -41,7 +41,7 @@ SAMPLED_AT_ONCE: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class AssetRecipe:
     """The sizes of models and data; equal recipes give equal assets on one machine.
 
     Attributes:
@@ -54,8 +54,8 @@ class Recipe:
 
     seed: int = 0
     shape: Shape = field(default_factory=Shape)
-    policy: Schedule = field(default_factory=lambda: Schedule(steps=350, rows=2, learning_rate=2.5e-3))
-    reward: Schedule = field(default_factory=lambda: Schedule(steps=75, rows=8, learning_rate=8e-4))
+    policy: TrainingBudget = field(default_factory=lambda: TrainingBudget(steps=350, rows=2, learning_rate=2.5e-3))
+    reward: TrainingBudget = field(default_factory=lambda: TrainingBudget(steps=75, rows=8, learning_rate=8e-4))
     limit: int = 256
     corpus: int = 3000
     samples: int = 128
@@ -64,13 +64,13 @@ class Recipe:
     held_out: int = 256
 
     @classmethod
-    def small(cls, seed: int) -> Recipe:
+    def small(cls, seed: int) -> AssetRecipe:
         """Return a recipe for tests, whose policy has only begun to learn the language."""
         return cls(
             seed=seed,
             shape=Shape(vocabulary=512, hidden=64, intermediate=128, heads=2),
-            policy=Schedule(steps=150, rows=2, learning_rate=1e-2),
-            reward=Schedule(steps=40, rows=4, learning_rate=4e-3),
+            policy=TrainingBudget(steps=150, rows=2, learning_rate=1e-2),
+            reward=TrainingBudget(steps=40, rows=4, learning_rate=4e-3),
             limit=64,
             corpus=500,
             samples=64,
@@ -165,7 +165,7 @@ def make_assets(directory: Path, *, seed: int = 0, small: bool = False, progress
         small: make tiny models quickly, for tests.
         progress: called about every second.
     """
-    recipe = Recipe.small(seed) if small else Recipe(seed=seed)
+    recipe = AssetRecipe.small(seed) if small else AssetRecipe(seed=seed)
     target = directory / recipe.digest()
 
     def build(built: Path) -> None:
@@ -182,7 +182,7 @@ def _part(progress: Progress, start: float, end: float) -> Progress:
     return lambda words, done: progress(words, start + done * (end - start))
 
 
-def _build(directory: Path, recipe: Recipe, progress: Progress) -> None:
+def _build(directory: Path, recipe: AssetRecipe, progress: Progress) -> None:
     began = observe.now()
     progress("learning a vocabulary", 0.0)
     rng = Random(f"corpus {recipe.seed}")  # noqa: S311 - a corpus, not a secret
@@ -235,8 +235,8 @@ def percentiles(lengths: Sequence[int]) -> dict[str, float]:
 
 def _sample(
     actor: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str], limit: int, progress: Progress
-) -> list[tuple[preference.Text, int]]:
-    written: list[tuple[preference.Text, int]] = []
+) -> list[tuple[preference.Review, int]]:
+    written: list[tuple[preference.Review, int]] = []
     for first in range(0, len(prompts), SAMPLED_AT_ONCE):
         progress("reading what the untrained policy writes", first / len(prompts))
         written += write(actor, tokenizer, prompts[first : first + SAMPLED_AT_ONCE], limit=limit)

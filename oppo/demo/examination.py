@@ -17,14 +17,14 @@ from oppo.hf.cpu import available_cores, use_cores
 from oppo.hf.loading.models import load_causal, load_scalar, load_tokenizer
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel
-from oppo.hf.text import Text
+from oppo.hf.tokenizer import HfTokenizer
 from oppo.models import Sampling
 from oppo.placement import Thread
 from oppo.stages import ScoredRollout
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Answers:
+class DemoAnswers:
     """A policy's responses to the held-out prompts.
 
     Attributes:
@@ -41,22 +41,22 @@ class Answers:
     texts: Sequence[str]
 
 
-def examine(actor: Path, *, base: Path, reward: Path, held_out: Path, sampling: Sampling, count: int) -> Answers:
+def examine(actor: Path, *, base: Path, reward: Path, held_out: Path, sampling: Sampling, count: int) -> DemoAnswers:
     """Return the answers of ``actor`` to the first ``count`` held-out prompts, with the KL from ``base``."""
-    text = Text(load_tokenizer(base))
-    prompts = read_prompts(held_out, text)[:count]
+    tokenizer = HfTokenizer(load_tokenizer(base))
+    prompts = read_prompts(held_out, tokenizer)[:count]
     with Thread("examination", setup=lambda: use_cores(available_cores())) as thread:
         policy = HfPolicy(load_causal(actor), sampling=sampling, thread=thread)
         reference = ReferenceLogprobs(load_causal(base), sampling=sampling, thread=thread)
         judge = RewardModel(load_scalar(reward), thread=thread)
         how = Answering(batch=count)
         found = anyio.run(partial(answers_of, policy, judge, prompts, how, reference=reference)).rollouts
-    return Answers(
+    return DemoAnswers(
         scores=np.array([each.score for each in found], np.float32),
         kl=np.array([kl_of(each) for each in found], np.float32),
         lengths=[len(each.finish.response) for each in found],
-        prompts=[text.decode(each.finish.response.prompt.tokens.tolist()) for each in found],
-        texts=[text.decode(each.finish.response.tokens.tolist()) for each in found],
+        prompts=[tokenizer.decode(each.finish.response.prompt.tokens.tolist()) for each in found],
+        texts=[tokenizer.decode(each.finish.response.tokens.tolist()) for each in found],
     )
 
 

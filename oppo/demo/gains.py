@@ -33,7 +33,7 @@ class Effort:
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class TimedRound:
     """The steps of one schedule in one round, and the tokens they trained."""
 
     tokens: int
@@ -61,7 +61,7 @@ class Standing:
     Attributes:
         seconds: of a step.
         speedup: of a trained token over the serial schedule.
-        idle: see :attr:`Round.idle`.
+        idle: see :attr:`TimedRound.idle`.
     """
 
     schedule: str
@@ -70,7 +70,7 @@ class Standing:
     idle: float
 
     @classmethod
-    def of(cls, schedule: str, rounds: Sequence[Round], serial: Sequence[Round]) -> Standing:
+    def of(cls, schedule: str, rounds: Sequence[TimedRound], serial: Sequence[TimedRound]) -> Standing:
         """Return the standing of a schedule; its rounds are compared with the serial ones in pairs."""
         pairs = zip(rounds, serial, strict=True)
         return cls(
@@ -89,7 +89,7 @@ class Gains:
     standings: Sequence[Standing]
 
     @classmethod
-    def of(cls, effort: Effort, rounds: Mapping[str, Sequence[Round]]) -> Gains:
+    def of(cls, effort: Effort, rounds: Mapping[str, Sequence[TimedRound]]) -> Gains:
         """Return the gains from the rounds of each schedule by name, the serial one first."""
         serial = next(iter(rounds.values()))
         return cls(effort, [Standing.of(name, made, serial) for name, made in rounds.items()])

@@ -32,7 +32,7 @@ UNFINISHED: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class Review:
     """One response to a prompt; ``ended``: it was not cut off."""
 
     words: str
@@ -48,18 +48,18 @@ class Preferences:
     """
 
     ask: language.Ask
-    texts: tuple[Text, ...]
+    texts: tuple[Review, ...]
     pairs: tuple[tuple[int, int], ...]
 
 
-def utility(topic: str, text: Text) -> float:
-    r"""Return the utility of ``text`` as a review of a place of ``topic``; 0 is indifferent.
+def utility(topic: str, review: Review) -> float:
+    r"""Return the utility of ``review`` as one of a place of ``topic``; 0 is indifferent.
 
     Sentiment and topicality are shrunk means over the distinct clauses, :math:`(p - n) / (c + 1)` and
     :math:`(a - b) / (a + b + 1)`: one clause counts less than three that agree, and a repeated one adds nothing. That
     and the cost of brevity balance the cost of length.
     """
-    clauses = language.clauses(text.words)
+    clauses = language.clauses(review.words)
     distinct = dict.fromkeys(clauses)
     known = [meaning for clause in distinct if (meaning := language.read(clause)) is not None]
     own = language.things(topic)
@@ -72,13 +72,13 @@ def utility(topic: str, text: Text) -> float:
         + TOPICALITY * (2 * sum(about) - len(about)) / (len(about) + 1)
         - FLUENCY * strangeness
         - REPETITION * repetition
-        - LENGTH * len(text.words.split()) / 100
+        - LENGTH * len(review.words.split()) / 100
         - max(0.0, math.log(ENOUGH / max(1, words)))
-        - UNFINISHED * (not text.ended)
+        - UNFINISHED * (not review.ended)
     )
 
 
-def fluency(texts: Sequence[Text]) -> float:
+def fluency(texts: Sequence[Review]) -> float:
     """Return the fraction of clauses that belong to the language, over the texts that ended."""
     clauses = [clause for text in texts if text.ended for clause in language.clauses(text.words)]
     return sum(language.read(clause) is not None for clause in clauses) / max(1, len(clauses))
@@ -97,7 +97,7 @@ def sample_preferences(
 
 
 def _preferences(ask: language.Ask, rng: random.Random, count: int, noise: float) -> Preferences:
-    texts = tuple(_text(ask, rng) for _ in range(count))
+    texts = tuple(_review(ask, rng) for _ in range(count))
     utilities = [utility(ask.topic, text) for text in texts]
     pairs = []
     for one, two in combinations(range(count), 2):
@@ -106,32 +106,37 @@ def _preferences(ask: language.Ask, rng: random.Random, count: int, noise: float
     return Preferences(ask, texts, tuple(pairs))
 
 
-def _text(ask: language.Ask, rng: random.Random) -> Text:
+def _review(ask: language.Ask, rng: random.Random) -> Review:
     """Return a review, one in six spoiled: the reward model must know the faults of bad policies."""
-    text = Text(language.review(ask.topic, rng))
-    return rng.choice(_SPOILERS)(text, rng) if rng.random() < 1 / 6 else text
+    review = Review(language.review(ask.topic, rng))
+    return rng.choice(_SPOILERS)(review, rng) if rng.random() < 1 / 6 else review
 
 
-def _shuffled(text: Text, rng: random.Random) -> Text:
-    words = text.words.split()
+def _shuffled(review: Review, rng: random.Random) -> Review:
+    words = review.words.split()
     rng.shuffle(words)
-    return Text(" " + " ".join(words))
+    return Review(" " + " ".join(words))
 
 
-def _repeated(text: Text, rng: random.Random) -> Text:
-    sentences = text.words.split(". ")
+def _repeated(review: Review, rng: random.Random) -> Review:
+    sentences = review.words.split(". ")
     again = rng.choice(sentences).strip().rstrip(".")
-    return Text(text.words + f" {again}." * rng.randint(1, 4))
+    return Review(review.words + f" {again}." * rng.randint(1, 4))
 
 
-def _broken_off(text: Text, rng: random.Random) -> Text:
-    words = text.words.split(" ")
-    return Text(" ".join(words[: rng.randint(2, max(2, len(words) - 1))]), ended=False)
+def _broken_off(review: Review, rng: random.Random) -> Review:
+    words = review.words.split(" ")
+    return Review(" ".join(words[: rng.randint(2, max(2, len(words) - 1))]), ended=False)
 
 
-def _elsewhere(text: Text, rng: random.Random) -> Text:
-    del text
-    return Text(language.review(rng.choice(language.TOPICS).name, rng))
+def _elsewhere(review: Review, rng: random.Random) -> Review:
+    del review
+    return Review(language.review(rng.choice(language.TOPICS).name, rng))
 
 
-_SPOILERS: Final[tuple[Callable[[Text, random.Random], Text], ...]] = (_shuffled, _repeated, _broken_off, _elsewhere)
+_SPOILERS: Final[tuple[Callable[[Review, random.Random], Review], ...]] = (
+    _shuffled,
+    _repeated,
+    _broken_off,
+    _elsewhere,
+)

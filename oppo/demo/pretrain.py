@@ -16,7 +16,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from oppo.demo import language
-from oppo.demo.preference import Text
+from oppo.demo.preference import Review
 
 Progress: TypeAlias = Callable[[str, float], None]
 """``progress(sentence, fraction)``: the work in progress, and the fraction done."""
@@ -58,7 +58,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class TrainingBudget:
     """Steps, rows a step, and peak learning rate; a row: ``WIDTH`` packed tokens, or the preferences of one prompt."""
 
     steps: int
@@ -66,19 +66,19 @@ class Schedule:
     learning_rate: float
 
 
-def rate(step: int, schedule: Schedule) -> float:
+def rate(step: int, budget: TrainingBudget) -> float:
     """Return the learning rate of a step: a linear rise, then half a cosine."""
-    rise = max(1.0, WARMUP * schedule.steps)
+    rise = max(1.0, WARMUP * budget.steps)
     if step < rise:
-        return schedule.learning_rate * (step + 1) / rise
-    done = (step - rise) / max(1.0, schedule.steps - rise)
-    return schedule.learning_rate * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done)))
+        return budget.learning_rate * (step + 1) / rise
+    done = (step - rise) / max(1.0, budget.steps - rise)
+    return budget.learning_rate * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done)))
 
 
 def train_policy(
     tokenizer: PreTrainedTokenizerFast,
     shape: Shape,
-    schedule: Schedule,
+    budget: TrainingBudget,
     *,
     seed: int,
     progress: Progress,
@@ -93,11 +93,11 @@ def train_policy(
     examples = _packed(_documents(tokenizer, rng), WIDTH)
     smooth = 0.0
     model.train()
-    for step in range(schedule.steps):
-        losses = (_row_loss(model, next(examples), schedule.rows) for _ in range(schedule.rows))
-        loss = descend(optimizer, model, losses, rate(step, schedule))
+    for step in range(budget.steps):
+        losses = (_row_loss(model, next(examples), budget.rows) for _ in range(budget.rows))
+        loss = descend(optimizer, model, losses, rate(step, budget))
         smooth = loss if step == 0 else 0.95 * smooth + 0.05 * loss
-        progress(f"teaching the policy to write reviews, loss {smooth:.2f}", (step + 1) / schedule.steps)
+        progress(f"teaching the policy to write reviews, loss {smooth:.2f}", (step + 1) / budget.steps)
     model.eval()
     return model, smooth
 
@@ -165,7 +165,7 @@ class _Writer(Protocol):
 @torch.no_grad()
 def write(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str], *, limit: int
-) -> list[tuple[Text, int]]:
+) -> list[tuple[Review, int]]:
     """Return a sampled response to each prompt of one batch, and its number of tokens, the end token included.
 
     Samples at temperature 1 from torch's global generator: seed it first.
@@ -184,5 +184,5 @@ def write(
         ended = tokenizer.eos_token_id in row
         count = row.index(tokenizer.eos_token_id) + 1 if ended else len(row)
         words = str(tokenizer.decode(row[: count - ended], skip_special_tokens=True))
-        written.append((Text(words, ended), count))
+        written.append((Review(words, ended), count))
     return written

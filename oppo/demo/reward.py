@@ -16,8 +16,8 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 from oppo.demo.language import held_out_prompts, training_prompts
-from oppo.demo.preference import Preferences, Text, sample_preferences
-from oppo.demo.pretrain import Progress, Schedule, descend, rate
+from oppo.demo.preference import Preferences, Review, sample_preferences
+from oppo.demo.pretrain import Progress, TrainingBudget, descend, rate
 
 PARTS: Final = 2
 """Micro-batches of a step, so that memory holds the graph of one."""
@@ -40,12 +40,12 @@ def scalar_model(source: LlamaForCausalLM | LlamaForSequenceClassification) -> L
 def train_reward(
     policy: LlamaForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
-    schedule: Schedule,
+    budget: TrainingBudget,
     *,
     seed: int,
     progress: Progress,
 ) -> LlamaForSequenceClassification:
-    r"""Return a reward model trained on ``schedule.rows`` prompts a step, with the preferences among four texts each.
+    r"""Return a reward model trained on ``budget.rows`` prompts a step, with the preferences among four texts each.
 
     The loss is that of Bradley and Terry (1952), :math:`-\log \sigma(r_\text{better} - r_\text{worse})`.
     """
@@ -54,12 +54,12 @@ def train_reward(
     rng = random.Random(f"reward {seed}")  # noqa: S311 - a corpus, not a secret
     smooth = 0.0
     model.train()
-    for step in range(schedule.steps):
-        batch = sample_preferences(training_prompts(schedule.rows, rng.getrandbits(32)), rng)
+    for step in range(budget.steps):
+        batch = sample_preferences(training_prompts(budget.rows, rng.getrandbits(32)), rng)
         losses = (_loss(model, tokenizer, batch[k::PARTS]) for k in range(PARTS))
-        loss = descend(optimizer, model, losses, rate(step, schedule))
+        loss = descend(optimizer, model, losses, rate(step, budget))
         smooth = loss if step == 0 else 0.9 * smooth + 0.1 * loss
-        progress(f"teaching the reward model what readers prefer, loss {smooth:.2f}", (step + 1) / schedule.steps)
+        progress(f"teaching the reward model what readers prefer, loss {smooth:.2f}", (step + 1) / budget.steps)
     model.eval()
     return model
 
@@ -80,7 +80,7 @@ def score(
     model: LlamaForSequenceClassification,
     tokenizer: PreTrainedTokenizerFast,
     prompts: Sequence[str],
-    texts: Sequence[Text],
+    texts: Sequence[Review],
 ) -> list[float]:
     """Return the model's score of each text as a response to its prompt."""
     last = _last_states(model, tokenizer, prompts, texts)
@@ -92,7 +92,7 @@ def normalise(
     model: LlamaForSequenceClassification,
     tokenizer: PreTrainedTokenizerFast,
     prompts: Sequence[str],
-    texts: Sequence[Text],
+    texts: Sequence[Review],
 ) -> None:
     r"""Change the head so that these texts have scores of mean 0 and standard deviation 1.
 
@@ -144,7 +144,7 @@ def _last_states(
     model: LlamaForSequenceClassification,
     tokenizer: PreTrainedTokenizerFast,
     prompts: Sequence[str],
-    texts: Sequence[Text],
+    texts: Sequence[Review],
 ) -> torch.Tensor:
     """Return float32 [texts, hidden]: the hidden state of each text's last token.
 

@@ -21,9 +21,9 @@ from oppo.app.settings import Settings
 from oppo.app.train import FINAL, prepare, run
 from oppo.demo.assets import Assets, cache_directory, make_assets
 from oppo.demo.exactness import compare_schedules
-from oppo.demo.examination import Answers, examine
+from oppo.demo.examination import DemoAnswers, examine
+from oppo.demo.findings import Findings, deferrals, hidden_fraction
 from oppo.demo.gains import Effort, Gains
-from oppo.demo.outcome import Outcome, deferrals, hidden_fraction
 from oppo.demo.schedules import excerpt, measure, starting
 from oppo.evaluation import compare
 from oppo.models import Sampling
@@ -42,7 +42,7 @@ SECONDS_BETWEEN_LINES = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class DemoPlan:
     """How large a demo is.
 
     Attributes:
@@ -62,7 +62,7 @@ class Plan:
     effort: Effort | None
 
 
-FULL = Plan(
+FULL = DemoPlan(
     small=False,
     steps=14,
     max_new_tokens=256,
@@ -70,7 +70,7 @@ FULL = Plan(
     examined=128,
     effort=Effort(batch=12, extra=3, steps=5, rounds=3, deeper=4),
 )
-SHORT = Plan(
+SHORT = DemoPlan(
     small=True,
     steps=20,
     max_new_tokens=64,
@@ -117,7 +117,7 @@ def demo(
     digests = compare_schedules(settings)
     gains = None if plan.effort is None else compare_seconds(settings, plan.effort, narrator)
     deferred_fraction, deferral_steps = deferrals(settings.run_directory)
-    outcome = Outcome(
+    findings = Findings(
         scores=compare(before.scores, after.scores),
         kl=float(after.kl.mean()),
         length_before=float(np.mean(before.lengths)),
@@ -131,9 +131,9 @@ def demo(
         steps=plan.steps,
         seconds=narrator.seconds,
     )
-    note(settings.run_directory / "summary.json", outcome.facts() | ({} if gains is None else gains.facts()))
+    note(settings.run_directory / "summary.json", findings.facts() | ({} if gains is None else gains.facts()))
     show_samples(console, before, after)
-    console.out("", *outcome.lines(), "", sep="\n", highlight=False)
+    console.out("", *findings.lines(), "", sep="\n", highlight=False)
     console.print(UNMEASURED if gains is None else gains.table(), highlight=False)
     return settings.run_directory
 
@@ -145,7 +145,7 @@ def train(settings: Settings, console: Console, narrator: Narrator) -> Sampling:
         return session.assembly.sampling
 
 
-def examined(actor: Path, assets: Assets, sampling: Sampling, count: int) -> Answers:
+def examined(actor: Path, assets: Assets, sampling: Sampling, count: int) -> DemoAnswers:
     """Return the answers of ``actor`` to the first ``count`` held-out prompts."""
     return examine(
         actor, base=assets.actor, reward=assets.reward, held_out=assets.held_out, sampling=sampling, count=count
@@ -165,7 +165,7 @@ def compare_seconds(settings: Settings, effort: Effort, narrator: Narrator) -> G
     return Gains.of(effort, rounds)
 
 
-def settings_of(plan: Plan, assets: Assets, target: Path, seed: int, engine: Engine = "transformers") -> Settings:
+def settings_of(plan: DemoPlan, assets: Assets, target: Path, seed: int, engine: Engine = "transformers") -> Settings:
     """Return the settings of the run."""
     return resolve(
         {
@@ -236,7 +236,7 @@ def introduce(console: Console, assets: Assets) -> None:
     )
 
 
-def show_samples(console: Console, before: Answers, after: Answers) -> None:
+def show_samples(console: Console, before: DemoAnswers, after: DemoAnswers) -> None:
     """Show the first held-out prompts with the responses of both policies."""
     for k in range(SHOWN):
         console.print(Text(f"\n{harmless(before.prompts[k])}", style="bold"))

@@ -20,7 +20,7 @@ from transformers import LlamaForSequenceClassification, PreTrainedModel
 from oppo.app.compose import roles_of
 from oppo.app.settings import Settings
 from oppo.app.train import PreparedRun, prepare
-from oppo.demo.gains import Effort, Round
+from oppo.demo.gains import Effort, TimedRound
 from oppo.hf.loading.models import load_scalar, load_tokenizer, quiet
 from oppo.observe import silent
 from oppo.report.timed import TimedStep, Timekeeper
@@ -30,7 +30,7 @@ LEARNING_RATE: Final = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Mode:
+class DemoSchedule:
     """One schedule.
 
     Attributes:
@@ -43,16 +43,16 @@ class Mode:
     step: Mapping[str, object]
 
 
-def modes(effort: Effort) -> list[Mode]:
+def schedules(effort: Effort) -> list[DemoSchedule]:
     """Return the schedules, the serial one first."""
     return [
-        Mode("serial: decode, score, update", serial=True, step={"chunk": "whole", "extra": 0}),
-        Mode("streamed: score while decoding", serial=False, step={"extra": 0}),
-        Mode(f"streamed, up to {effort.extra} stragglers carried", serial=False, step={"extra": effort.extra}),
+        DemoSchedule("serial: decode, score, update", serial=True, step={"chunk": "whole", "extra": 0}),
+        DemoSchedule("streamed: score while decoding", serial=False, step={"extra": 0}),
+        DemoSchedule(f"streamed, up to {effort.extra} stragglers carried", serial=False, step={"extra": effort.extra}),
     ]
 
 
-def measure(settings: Settings, effort: Effort, tell: Callable[[str], None]) -> dict[str, list[Round]]:
+def measure(settings: Settings, effort: Effort, tell: Callable[[str], None]) -> dict[str, list[TimedRound]]:
     """Return the rounds of each schedule, by name; ``tell`` receives a sentence about each round; writes nothing.
 
     Raises:
@@ -60,25 +60,25 @@ def measure(settings: Settings, effort: Effort, tell: Callable[[str], None]) -> 
     """
     with TemporaryDirectory(prefix="oppo-demo-") as folder:
         write_deeper(Path(settings.models.reward_models[0]), Path(folder), effort.deeper)
-        variants = [(mode, varied(settings, mode, effort, Path(folder))) for mode in modes(effort)]
+        variants = [(schedule, varied(settings, schedule, effort, Path(folder))) for schedule in schedules(effort)]
         with prepare(variants[0][1], starting(settings, tell), dry_run=True) as session:
             return anyio.run(make_rounds, session, variants, effort, tell)
 
 
 async def make_rounds(
-    session: PreparedRun, variants: Sequence[tuple[Mode, Settings]], effort: Effort, tell: Callable[[str], None]
-) -> dict[str, list[Round]]:
+    session: PreparedRun, variants: Sequence[tuple[DemoSchedule, Settings]], effort: Effort, tell: Callable[[str], None]
+) -> dict[str, list[TimedRound]]:
     """Return the rounds of each schedule; one event loop makes them all, as an engine knows no other."""
     beginning = session.prompts.state_dict()
-    rounds: dict[str, list[Round]] = {mode.name: [] for mode, _ in variants}
+    rounds: dict[str, list[TimedRound]] = {schedule.name: [] for schedule, _ in variants}
     for number in range(effort.rounds + 1):
         steps = effort.steps if number else 1  # the first round is slower, and not counted
         tell(f"round {number} of {effort.rounds}, every schedule in turn" if number else "warming up")
-        for mode, chosen in variants if number % 2 else reversed(variants):
+        for schedule, chosen in variants if number % 2 else reversed(variants):
             session.prompts.load_state_dict(beginning)
-            made = await make_round(session, mode, chosen, steps)
+            made = await make_round(session, schedule, chosen, steps)
             if number:
-                rounds[mode.name].append(made)
+                rounds[schedule.name].append(made)
     return rounds
 
 
@@ -87,12 +87,12 @@ def starting(settings: Settings, tell: Callable[[str], None]) -> Callable[[str],
     return silent if settings.models.engine == "transformers" else tell
 
 
-def varied(settings: Settings, mode: Mode, effort: Effort, reward: Path) -> Settings:
+def varied(settings: Settings, schedule: DemoSchedule, effort: Effort, reward: Path) -> Settings:
     """Return the settings of a schedule."""
     return settings.changed(
         {
             "models": {"reward": str(reward), "shared_trunk": True, "critic": ""},
-            "step": {"batch": effort.batch, "admission": "overcommit", **mode.step},
+            "step": {"batch": effort.batch, "admission": "overcommit", **schedule.step},
             "trainer": {
                 "epochs": 1,
                 "minibatches": 1,
@@ -103,16 +103,16 @@ def varied(settings: Settings, mode: Mode, effort: Effort, reward: Path) -> Sett
     )
 
 
-async def make_round(session: PreparedRun, mode: Mode, settings: Settings, steps: int) -> Round:
+async def make_round(session: PreparedRun, schedule: DemoSchedule, settings: Settings, steps: int) -> TimedRound:
     """Return a round of one schedule; it begins and ends with nothing carried over."""
     graph = settings.algorithm.graph(roles_of(settings, session.assembly))
     keeper = Timekeeper(kept=steps)
     session.assembly.listen(keeper.model_span)
     tokens = 0
-    async with (held(graph) if mode.serial else graph).open(session.prompts, observers=[keeper]) as run:
+    async with (held(graph) if schedule.serial else graph).open(session.prompts, observers=[keeper]) as run:
         async for report in run.steps(steps):
             tokens += int(report.metrics["response_length/tokens"])
-    return Round(tokens, tuple(keeper.steps))
+    return TimedRound(tokens, tuple(keeper.steps))
 
 
 def write_deeper(source: Path, target: Path, times: int) -> None:
@@ -144,7 +144,7 @@ def deepened(model: PreTrainedModel, times: int) -> PreTrainedModel:
     return model
 
 
-def excerpt(rounds: Sequence[Round]) -> Sequence[TimedStep]:
+def excerpt(rounds: Sequence[TimedRound]) -> Sequence[TimedStep]:
     """Return the two steps in the middle of the last round."""
     steps = rounds[-1].steps
     middle = max(1, len(steps) // 2)

@@ -108,7 +108,7 @@ class Evaluate:
         evaluation: what is measured.
         due: whether it is measured after the step with this index.
         after: names of the stages that use the policy and the reward.
-        progress: is told of each response that has ended.
+        progress: called with the counts whenever a response has ended.
     """
 
     evaluation: Evaluation

@@ -68,7 +68,7 @@ class Answering:
         batch: prompts that are answered at a time.
         environment: answers the turns of a response.
         chunks: tokens per chunk.
-        progress: is told of each response that has ended.
+        progress: called with the counts whenever a response has ended.
     """
 
     samples: int = 1
@@ -132,7 +132,7 @@ async def examine(
     are written, as in training.
 
     Args:
-        policy: draws as it was told; :class:`oppo.models.VariesSampling` gives the same one with other sampling.
+        policy: draws by its own sampling; :class:`oppo.models.VariesSampling` gives the same one with other sampling.
         reward: the score of a finished response, or a ``Drop``.
         prompts: their numbers are unique, also among the rollouts that a scorer has not finished.
         how: by default one response to each, 64 prompts at a time.

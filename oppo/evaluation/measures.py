@@ -1,4 +1,4 @@
-"""What scores of held-out responses come to: means with their confidence, pass@k, paired differences."""
+"""Statistics of held-out scores: means with their confidence, pass@k, paired differences."""
 
 from __future__ import annotations
 

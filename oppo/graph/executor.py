@@ -58,7 +58,7 @@ class FanOut(Generic[T]):
             self._on_delivered(item)
 
 
-class Result(Generic[T]):
+class ResultSlot(Generic[T]):
     """Takes the one item a step results in; a second one raises ``ProtocolError``."""
 
     def __init__(self, stage: str) -> None:
@@ -90,7 +90,7 @@ class Execution(Generic[T]):
         step.runtime.channels, step.runtime.notify = self.statistics, self._notify
         self._source = source
         self._observers = observers
-        self._result = Result[T](topology.result)
+        self._result = ResultSlot[T](topology.result)
         self._failures: list[BaseException] = []
         self._running: list[str] = []
         self._returned: set[str] = set()
@@ -152,8 +152,8 @@ class Execution(Generic[T]):
         # Only a stage that has returned ends its output: its readers must not take a failed stage's items for all.
         for reader in self._topology.readers(node.name):
             self._channels[node.name, reader.name].close()
-        if step.runtime.turn is not None:
-            step.runtime.turn.note_return(node.name)
+        if step.runtime.link is not None:
+            step.runtime.link.note_return(node.name)
 
     def _reader(self, name: str, node: Node) -> Channel[Any] | Source:
         return self._source if name == SOURCE else self._channels[name, node.name]

@@ -26,8 +26,8 @@ from oppo.graph.executor import Execution, notify_span
 from oppo.graph.snapshot import Snapshot
 from oppo.graph.source import Source
 from oppo.graph.step import UNKNOWN, Gauge, Step, StepRuntime, WorkLog
+from oppo.graph.step_link import StepLink
 from oppo.graph.topology import Topology
-from oppo.graph.turn import Turn
 from oppo.observe import Observer, Span
 
 O = TypeVar("O")  # noqa: E741 - O for output, as in the stage protocols
@@ -52,9 +52,9 @@ class StepRun(Generic[O]):
         scope: cancels it, and not who waits for it.
     """
 
-    def __init__(self, step: Step, turn: Turn, execution: Execution[O]) -> None:
+    def __init__(self, step: Step, link: StepLink, execution: Execution[O]) -> None:
         self.step = step
-        self.turn = turn
+        self.link = link
         self.execution = execution
         self.results: Sequence[O] = ()
         self.error: Exception | None = None
@@ -68,7 +68,7 @@ class StepRun(Generic[O]):
                 self.results = await self.execution.run()
         except Exception as error:  # noqa: BLE001 - raised again when the steps before it have ended
             self.error = error
-            self.turn.fail()
+            self.link.fail()
         finally:
             self.over.set()
 
@@ -152,7 +152,7 @@ class Pipeline(Generic[O]):
             raise
         finally:
             self._alive.popleft()
-        oldest.turn.end()
+        oldest.link.end()
         since = self._alive[0].step.started if self._alive else anyio.current_time()
         self._work[:] = [span for span in self._work if span.end > since]
         if not self._alive:
@@ -165,24 +165,24 @@ class Pipeline(Generic[O]):
         alive, most = self._alive, min(self._lookahead + 1, remaining)
         while len(alive) < most and not (alive and self._draining):
             left = remaining if remaining == UNKNOWN else remaining - len(alive)
-            turn = Turn(list(self._topology.by_name), alive[-1].turn if alive else None, self._lookahead)
+            link = StepLink(list(self._topology.by_name), alive[-1].link if alive else None, self._lookahead)
             log = WorkLog(self._work, partial(notify_span, observers))
-            runtime = StepRuntime(turn=turn, work=log, gauges=self.gauges)
+            runtime = StepRuntime(link=link, work=log, gauges=self.gauges)
             step = Step(index + len(alive), left, anyio.current_time(), ahead=len(alive), runtime=runtime)
-            begun = StepRun[O](step, turn, Execution(self._topology, step, self._source, observers))
+            begun = StepRun[O](step, link, Execution(self._topology, step, self._source, observers))
             alive.append(begun)
             if self._tasks is not None:
                 self._tasks.start_soon(begun.run, name=f"step {step.index} of {self._topology.name}")
             if drain_after(step.index):
                 self._draining = True
         if self._draining or len(alive) == remaining:
-            alive[-1].turn.followed.set()
+            alive[-1].link.followed.set()
 
     def drain(self) -> None:
         """Begin no step until all that are alive have ended."""
         if self._alive:
             self._draining = True
-            self._alive[-1].turn.followed.set()
+            self._alive[-1].link.followed.set()
 
     def snapshots(self) -> list[Snapshot]:
         """Return which stage waits for which, in each step that is alive; from any thread."""

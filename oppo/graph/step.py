@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 import anyio
 
-from oppo.graph.turn import Turn
+from oppo.graph.step_link import StepLink
 from oppo.observe import Role, Span, SpanListener, WorkContext, silent, working_for
 
 M = TypeVar("M")
@@ -28,7 +28,7 @@ Gauge: TypeAlias = Callable[[], float]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WorkLog:
-    """The latest work of a run's stages, and who is told of it."""
+    """The latest work of a run's stages, and its listener."""
 
     spans: list[Span] = field(default_factory=list)
     tell: SpanListener = silent
@@ -40,17 +40,17 @@ class WorkLog:
 
 
 def _nobody(stage: str, item: object) -> None:
-    """Notify nobody."""
+    """Discard the item."""
     del stage, item
 
 
 @dataclass(slots=True, eq=False)
 class StepRuntime:
-    """What the run that executes a step gives to it, one for all of its stages; not for the stages themselves.
+    """The run's side of a step, one for all of its stages; not for the stages themselves.
 
     Attributes:
         records: of the stages, by class, each with the name of its stage.
-        turn: of the step among those that are alive; ``None`` outside of a run.
+        link: to the steps that are alive beside it; ``None`` outside of a run.
         work: of this step and of those alive beside it.
         gauges: of the run (:meth:`oppo.Graph.open`), by metric.
         channels: returns the counters of the step's channels so far.
@@ -58,7 +58,7 @@ class StepRuntime:
     """
 
     records: dict[type, list[tuple[str, Any]]] = field(default_factory=dict)
-    turn: Turn | None = None
+    link: StepLink | None = None
     work: WorkLog = field(default_factory=WorkLog)
     gauges: Mapping[str, Gauge] = field(default_factory=dict)
     channels: Callable[[], ChannelCounters] = dict
@@ -158,12 +158,12 @@ class Step:
     @property
     def lookahead(self) -> int:
         """The number of later steps that may begin before this one has ended."""
-        return 0 if self.runtime.turn is None else self.runtime.turn.lookahead
+        return 0 if self.runtime.link is None else self.runtime.link.lookahead
 
     @property
     def followed(self) -> bool:
         """Whether a later step has begun; whether one has, by the end of this step, does not depend on timing."""
-        return self.runtime.turn is not None and self.runtime.turn.after is not None
+        return self.runtime.link is not None and self.runtime.link.after is not None
 
     async def previous(self, *stages: str) -> None:
         """Wait until the stages have returned in the step before.
@@ -171,8 +171,8 @@ class Step:
         Raises:
             GraphError: a name is unknown.
         """
-        if self.runtime.turn is not None:
-            await self.runtime.turn.previous(stages)
+        if self.runtime.link is not None:
+            await self.runtime.link.previous(stages)
 
     async def later(self, *stages: str) -> None:
         """Wait until the stages have returned in every later step that begins before this one has ended.
@@ -183,8 +183,8 @@ class Step:
         Raises:
             GraphError: a name is unknown.
         """
-        if self.runtime.turn is not None:
-            await self.runtime.turn.later(stages)
+        if self.runtime.link is not None:
+            await self.runtime.link.later(stages)
 
     async def settled(self, *stages: str) -> None:
         """Wait until the stages have returned in this step, and in every later one as :meth:`later` does.
@@ -192,5 +192,5 @@ class Step:
         Raises:
             GraphError: a name is unknown.
         """
-        if self.runtime.turn is not None:
-            await self.runtime.turn.settled(stages)
+        if self.runtime.link is not None:
+            await self.runtime.link.settled(stages)

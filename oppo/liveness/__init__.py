@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from oppo.liveness.heartbeat import Heartbeat
-from oppo.liveness.watchdog import Stall, Watchdog
+from oppo.liveness.limits import StallLimits
+from oppo.liveness.watchdog import Stall, Vitals, Watchdog
 from oppo.liveness.watched import watched
 
-__all__ = ["Heartbeat", "Stall", "Watchdog", "watched"]
+__all__ = ["Heartbeat", "Stall", "StallLimits", "Vitals", "Watchdog", "watched"]

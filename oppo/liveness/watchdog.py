@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -34,18 +33,9 @@ from oppo.events import Chunk, Defer, Drop, Finish, Given, Prompt, StepReport
 from oppo.graph import Snapshot
 from oppo.liveness.hang import hang_report
 from oppo.liveness.last_word import LastWord
-from oppo.numeric import require_real
+from oppo.liveness.limits import StallLimits
 from oppo.observe import Observer, Span, now
 from oppo.redact import redacted_values
-
-NOTICE_SECONDS = 30.0
-"""Seconds without a move before a stall is reported, and again whenever they have doubled."""
-
-CALL_TIMEOUT = 3600.0
-"""Seconds that one call may last while nothing else moves."""
-
-GRACE_SECONDS = 30.0
-"""Seconds without a move or a save after which a cancelled run is ended by force."""
 
 RolloutState: TypeAlias = Literal["in flight", "parked", "finished"]
 
@@ -77,63 +67,59 @@ class Stall:
         return f"nothing has moved for {self.seconds:.0f} s: {state}{calls}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vitals:
+    """The signs of life of a run's models, called from the watchdog's thread.
+
+    Attributes:
+        progress: returns a value that changes while work sends no items, such as a count of decode steps.
+        calls: returns the names of the calls in progress.
+        saving: whether models are being saved: a cancelled run has time for that.
+        free: ends what can be ended, such as child processes.
+    """
+
+    progress: Callable[[], object] = int
+    calls: Callable[[], tuple[str, ...]] = tuple
+    saving: Callable[[], bool] = bool
+    free: Callable[[], object] = int
+
+
 class Watchdog(Observer):
     """An observer that ends a run in which nothing moves; a context manager around everything it may have to end.
 
+    A cancelled run that has neither moved nor saved for ``grace`` seconds is ended by force: first by ``vitals.free``,
+    then by the last resort.
+
     Args:
-        seconds: without a move, after which the run is ended; 0: never, stalls are only reported.
+        limits: of a stall.
         report: the path of ``hang-report.json``.
-        notice: seconds without a move before the listeners are called.
+        vitals: of the run's models.
         listeners: called with each stall, in the watchdog's thread.
-        progress: returns a value that changes while work sends no items, such as a count of decode steps.
-        calls: returns the names of the calls in progress.
-        call_timeout: replaces ``seconds`` while a call is in progress, if it is longer; 0 sets no limit.
-        saving: whether models are being saved: a cancelled run has time for that.
-        free: called in the watchdog's thread when a cancelled run has neither moved nor saved for ``grace`` seconds:
-            ends what can be ended, such as child processes.
-        last_resort: called the same way after that, or ``call_timeout`` after the cancellation: only the end of the
-            process ends a thread that never returns.
-        grace: seconds.
-        names: of the settings for ``seconds`` and ``call_timeout``, for the error.
+        last_resort: called in that thread when nothing else has ended the run, ``call_timeout`` after its cancellation
+            at the latest: only the end of the process ends a thread that never returns.
         clock: seconds.
     """
 
     def __init__(
         self,
-        seconds: float,
+        limits: StallLimits,
         *,
         report: Path,
-        notice: float = NOTICE_SECONDS,
+        vitals: Vitals | None = None,
         listeners: Sequence[Callable[[Stall], object]] = (),
-        progress: Callable[[], object] = int,
-        calls: Callable[[], tuple[str, ...]] = tuple,
-        call_timeout: float = CALL_TIMEOUT,
-        saving: Callable[[], bool] = bool,
-        free: Callable[[], object] = int,
         last_resort: Callable[[HangError], None] | None = None,
-        grace: float = GRACE_SECONDS,
-        names: tuple[str, str] = ("run.watchdog_seconds", "run.call_timeout"),
         clock: Callable[[], float] = now,
     ) -> None:
-        for name, value in zip((*names, "notice", "grace"), (seconds, call_timeout, notice, grace), strict=True):
-            require_real(name, value, 0, infinite=True)
-        self._seconds = seconds
+        self._limits = limits
         self._report = report
-        self._notice = notice
+        self._vitals = vitals or Vitals()
         self._listeners = listeners
-        self._progress = progress
-        self._calls = calls
-        self._call_timeout = call_timeout
-        self._saving = saving
-        self._free = free
         self._last_resort = last_resort
-        self._grace = grace
-        self._names = names
         self._clock = clock
         self._moves = 0
         self._seen: tuple[int, object] = (0, None)
         self._since = clock()
-        self._due = notice
+        self._due = limits.notice
         self._rollouts: dict[int, RolloutState] = {}
         self._guarding = False
         self._run: Watched | None = None
@@ -141,7 +127,7 @@ class Watchdog(Observer):
         self._scope: anyio.CancelScope | None = None
         self._hang: HangError | None = None
         self._over = threading.Event()
-        self._last_word = LastWord(seconds) if seconds and last_resort is not None else None
+        self._last_word = LastWord(limits.seconds) if limits.seconds and last_resort is not None else None
         self._thread = threading.Thread(target=self._watch, name="oppo-watchdog", daemon=True)
 
     def on_item(self, step: int, stage: str, item: object, at: float) -> None:
@@ -184,7 +170,7 @@ class Watchdog(Observer):
         self._run = run
         with anyio.CancelScope() as scope:
             self._scope = scope
-            self._since, self._due = self._clock(), self._notice
+            self._since, self._due = self._clock(), self._limits.notice
             self._guarding = True
             try:
                 yield
@@ -205,22 +191,17 @@ class Watchdog(Observer):
     def look(self) -> Stall | None:
         """Return the stall to report now, if any."""
         at = self._clock()
-        seen = (self._moves, self._progress())
+        seen = (self._moves, self._vitals.progress())
         if not self._guarding or seen != self._seen:
-            self._seen, self._since, self._due = seen, at, self._notice
+            self._seen, self._since, self._due = seen, at, self._limits.notice
             return None
-        still, calls = at - self._since, self._calls()
-        final = still >= self._limit(calls)[1]
+        still, calls = at - self._since, self._vitals.calls()
+        _, limit = self._limits.end(calling=bool(calls))
+        final = still >= limit
         if not final and still < self._due:
             return None
         self._due *= 2
         return Stall(still, () if self._run is None else self._run.snapshots(), final=final, calls=calls)
-
-    def _limit(self, calls: tuple[str, ...]) -> tuple[str, float]:
-        """Return the setting that limits a stall, and its seconds."""
-        if calls and self._seconds and (not self._call_timeout or self._call_timeout > self._seconds):
-            return self._names[1], self._call_timeout or math.inf
-        return self._names[0], self._seconds or math.inf
 
     def __enter__(self) -> Self:
         if self._last_word is not None:
@@ -235,7 +216,8 @@ class Watchdog(Observer):
             self._last_word.__exit__(kind, error, tb)
 
     def _watch(self) -> None:
-        pause = min(1.0, self._notice / 4, *([self._seconds / 4] if self._seconds else []))
+        limits = self._limits
+        pause = min(1.0, limits.notice / 4, *([limits.seconds / 4] if limits.seconds else []))
         while not self._over.wait(pause):
             self._wind_up()
             stall = self.look()
@@ -257,14 +239,14 @@ class Watchdog(Observer):
         self._hang = hang = HangError(f"{stall.sentence()} ({self._write_report(stall)})")
         if self._loop is not None and self._scope is not None:
             self._loop.call_soon_threadsafe(self._scope.cancel)
-        until = self._clock() + (self._call_timeout or math.inf)
-        remedies: list[Callable[[], object]] = [self._free]
+        until = self._clock() + self._limits.longest_cancellation
+        remedies: list[Callable[[], object]] = [self._vitals.free]
         if self._last_resort is not None:
             remedies.append(partial(self._last_resort, hang))
-        while remedies and not self._over.wait(self._grace):
+        while remedies and not self._over.wait(self._limits.grace):
             self._wind_up()
-            before, self._seen = self._seen, (self._moves, self._progress())
-            still = self._seen == before and not self._saving()
+            before, self._seen = self._seen, (self._moves, self._vitals.progress())
+            still = self._seen == before and not self._vitals.saving()
             if still or self._clock() >= until:
                 remedies.pop(0)()
 
@@ -277,5 +259,5 @@ class Watchdog(Observer):
             self._report.write_text(json.dumps(redacted_values(report), indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             return f"{self._report} could not be written: {error.strerror or error}"
-        name, limit = self._limit(stall.calls)
+        name, limit = self._limits.end(calling=bool(stall.calls))
         return f"see {self._report}; {name} = {limit:g} is the limit, 0 sets none"

@@ -12,7 +12,8 @@ import structlog
 from oppo.errors import running_loop
 from oppo.graph import Run
 from oppo.liveness.heartbeat import GAP, Heartbeat
-from oppo.liveness.watchdog import CALL_TIMEOUT, NOTICE_SECONDS, Watchdog
+from oppo.liveness.limits import CALL_TIMEOUT, NOTICE_SECONDS, StallLimits
+from oppo.liveness.watchdog import Vitals, Watchdog
 
 T = TypeVar("T")
 
@@ -59,13 +60,10 @@ async def watched(
     """
     warn = tell or structlog.get_logger("oppo").warning
     watchdog = Watchdog(
-        seconds,
+        StallLimits(seconds, call_timeout=call_timeout, notice=notice, names=("seconds", "call_timeout")),
         report=report,
-        notice=notice,
+        vitals=Vitals(calls=lambda: tuple(filter(None, (each.at_work for each in working)))),
         listeners=[lambda stall: warn(stall.sentence())],
-        calls=lambda: tuple(filter(None, (each.at_work for each in working))),
-        call_timeout=call_timeout,
-        names=("seconds", "call_timeout"),
     )
     run.listen(watchdog)
     with watchdog:

@@ -6,7 +6,7 @@
 from oppo.losses.distribution import SupportIndex, entropies, token_logprobs
 from oppo.losses.pairs import PairwiseLoss
 from oppo.losses.ppo import ClippedLoss, PPOLoss, default_loss, importance_weights
-from oppo.losses.protocol import Divided, Divisor, Evaluated, Input, Inputs, Loss, Unit, Whole, means
+from oppo.losses.protocol import Divided, Divisor, Input, Inputs, Loss, LossValue, Unit, Whole, means
 from oppo.losses.sequence import SequenceLoss
 from oppo.losses.terms import kl_loss, kl_losses, masked_mean, policy_loss, policy_losses, value_loss
 
@@ -14,10 +14,10 @@ __all__ = [
     "ClippedLoss",
     "Divided",
     "Divisor",
-    "Evaluated",
     "Input",
     "Inputs",
     "Loss",
+    "LossValue",
     "PPOLoss",
     "PairwiseLoss",
     "SequenceLoss",

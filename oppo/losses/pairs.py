@@ -10,7 +10,7 @@ from torch.nn.functional import logsigmoid
 
 from oppo.declared import Positive, require_declared
 from oppo.errors import ConfigError
-from oppo.losses.protocol import Divisor, Evaluated, Input, Inputs, Unit, means
+from oppo.losses.protocol import Divisor, Input, Inputs, LossValue, Unit, means
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class PairwiseLoss:
         """Nothing else."""
         return frozenset()
 
-    def __call__(self, inputs: Inputs) -> Evaluated:
+    def __call__(self, inputs: Inputs) -> LossValue:
         """Return the loss of the pairs, with the mean margin and the share of pairs that the policy ranks right."""
         if len(inputs.groups) % 2 or (inputs.groups[::2] != inputs.groups[1::2]).any():
             raise ConfigError("PairwiseLoss compares two responses to each prompt: give the recipe samples=2")
@@ -64,7 +64,7 @@ class PairwiseLoss:
         loss = -(order.abs() * logsigmoid(margins)).sum() / pairs
         with torch.no_grad():
             right = (margins > 0).to(margins.dtype).sum() / pairs
-            return Evaluated(
+            return LossValue(
                 loss,
                 {
                     "loss/policy_avg": loss,

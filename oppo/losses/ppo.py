@@ -13,7 +13,7 @@ from torch import Tensor
 from oppo.declared import Limit, NonNegative, Positive, require_declared
 from oppo.errors import ConfigError
 from oppo.estimators import KLEstimator
-from oppo.losses.protocol import OF_A_CRITIC, Divisor, Evaluated, Input, Inputs, Loss, Unit, means
+from oppo.losses.protocol import OF_A_CRITIC, Divisor, Input, Inputs, Loss, LossValue, Unit, means
 from oppo.losses.terms import PolicyTerm, kl_losses, policy_losses, value_loss
 from oppo.staleness import Correction
 from oppo.training import Aggregation
@@ -82,7 +82,7 @@ class ClippedLoss:
         """Entropy and KL, which are metrics without a weight too."""
         return frozenset[Input]({"entropies", "reference"}) - self.reads
 
-    def __call__(self, inputs: Inputs) -> Evaluated:
+    def __call__(self, inputs: Inputs) -> LossValue:
         """Return the policy loss, with TRL's metrics."""
         weights = None if self.correction.weight == "none" else importance_weights(self.correction, inputs)
         policy, clipped = self.policy_term(inputs, weights)
@@ -102,7 +102,7 @@ class ClippedLoss:
             measured["policy/kl_avg"] = inputs.mean(kl)
             if self.kl:
                 loss = loss + self.kl * inputs.mean(kl, self.aggregation)
-        return Evaluated(loss, measured, clipped, weights)
+        return LossValue(loss, measured, clipped, weights)
 
     def policy_term(self, inputs: Inputs, weights: Tensor | None) -> tuple[PolicyTerm, Tensor]:
         """Return the clipped surrogate, and the tokens that it clips, bool [T].
@@ -152,14 +152,14 @@ class PPOLoss(ClippedLoss):
         """The inputs of the policy loss, and those of the value loss."""
         return super().reads | OF_A_CRITIC
 
-    def __call__(self, inputs: Inputs) -> Evaluated:
+    def __call__(self, inputs: Inputs) -> LossValue:
         """Return the sum of both losses, with TRL's metrics."""
         policy = super().__call__(inputs)
         values, old, returns = inputs["values"], inputs["old_values"], inputs["returns"]
         value = value_loss(values, old, returns, inputs.mask, self.value_clip, total=inputs.whole.tokens)
         measured = {**policy.measured, "loss/value_avg": value.loss, "val/clipfrac_avg": value.clipfrac}
         loss = policy.loss + self.value_coefficient * value.loss
-        return Evaluated(loss, measured, policy.clipped, policy.weights)
+        return LossValue(loss, measured, policy.clipped, policy.weights)
 
 
 def default_loss(*, critic: bool) -> Loss:

@@ -21,10 +21,10 @@ from oppo.losses.terms import masked_mean
 from oppo.training import Aggregation
 
 Divisor: TypeAlias = Literal["tokens", "rows", "groups"]
-"""What a loss divides a sum by: a size of the whole minibatch."""
+"""The divisor of a loss's sum: a size of the whole minibatch."""
 
 Unit: TypeAlias = Literal["token", "row", "group"]
-"""What a loss needs at once: a token; a row, which is one response; or a group, the rows of one prompt."""
+"""The least that a loss needs at once: a token; a row, which is one response; or a group, the rows of one prompt."""
 
 Input: TypeAlias = Literal[
     "logprobs",
@@ -145,7 +145,7 @@ class Inputs:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Evaluated:
+class LossValue:
     """The value of a loss for one micro-batch.
 
     Attributes:
@@ -189,10 +189,10 @@ class Loss(Protocol):
             reads: frozenset[Input] = frozenset({"logprobs", "advantages"})
             measures: frozenset[Input] = frozenset()
 
-            def __call__(self, inputs: Inputs) -> Evaluated:
+            def __call__(self, inputs: Inputs) -> LossValue:
                 each = -inputs["advantages"] * inputs["logprobs"]
                 loss = inputs.row_sums(each).sum() / inputs.whole.rows
-                return Evaluated(loss, {"loss/policy_avg": loss})
+                return LossValue(loss, {"loss/policy_avg": loss})
 
             def metrics(self, minibatches: Sequence[Mapping[str, float]]) -> dict[str, float]:
                 return means(minibatches)
@@ -213,7 +213,7 @@ class Loss(Protocol):
     def measures(self) -> frozenset[Input]:
         """Further inputs for measurements: without gradient, and only if the batch has them."""
 
-    def __call__(self, inputs: Inputs) -> Evaluated:
+    def __call__(self, inputs: Inputs) -> LossValue:
         """Return these tokens' part of the minibatch's loss, and the measurements."""
 
     def metrics(self, minibatches: Sequence[Mapping[str, float]]) -> Mapping[str, float]:

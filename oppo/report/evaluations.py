@@ -9,7 +9,7 @@ from oppo.evaluation import Evaluated
 from oppo.redact import redacted
 from oppo.report.metrics import finite
 from oppo.report.records import Record
-from oppo.report.samples import Detokenize
+from oppo.stopping import Detokenize
 
 SCORE = "eval/score"
 

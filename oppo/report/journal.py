@@ -47,7 +47,7 @@ def entry(step: int, item: object, at: float) -> Record | None:
 
 
 def rounds(step: int, selected: Rounds, at: float) -> Iterator[Record]:
-    """Yield a line for each round of a step's selection; prompts are told by their admission numbers, their groups."""
+    """Yield a line for each round of a step's selection; prompts are identified by their admission numbers."""
     for number, each in enumerate(selected, 1):
         yield {"step": step, "at": round(at, 6), "event": "round", "round": number, **asdict(each)}
 
@@ -71,8 +71,8 @@ def story(path: Path, rollout: int) -> list[Record]:
 
 
 @dataclass(frozen=True)
-class Course:
-    """What steers the steps that a resumed run repeats.
+class Replay:
+    """The decisions that a resumed run repeats, from its journal.
 
     Attributes:
         observations: of the controllers, by step.
@@ -83,8 +83,8 @@ class Course:
     drains: frozenset[int] = frozenset()
 
 
-def course(path: Path, first: int = 0) -> Course:
-    """Return the course of a run by the journal at ``path``, its observations from step ``first`` on."""
+def read_replay(path: Path, first: int = 0) -> Replay:
+    """Return what a resumed run repeats by the journal at ``path``, with the observations from step ``first`` on."""
     observed: dict[int, Observation] = {}
     drained: set[int] = set()
     for record in read(path):
@@ -94,12 +94,12 @@ def course(path: Path, first: int = 0) -> Course:
             last = cast("int", record["step"])
             drained.add(last)
             observed = {step: each for step, each in observed.items() if step <= last}  # later ones are made anew
-    return Course({step: each for step, each in observed.items() if step >= first}, frozenset(drained))
+    return Replay({step: each for step, each in observed.items() if step >= first}, frozenset(drained))
 
 
 def observations(path: Path, first: int = 0) -> Mapping[int, Observation]:
     """Return the observations of the steps from ``first`` on, by step, from the journal at ``path``."""
-    return course(path, first).observations
+    return read_replay(path, first).observations
 
 
 def _observation(seen: object) -> Observation | None:

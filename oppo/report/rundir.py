@@ -60,13 +60,14 @@ from oppo.report.metrics import Metrics, step_metrics, summary
 from oppo.report.page import page
 from oppo.report.put import put
 from oppo.report.records import gaps, read, rewind
-from oppo.report.samples import Detokenize, samples
+from oppo.report.samples import samples
 from oppo.report.timed import Timekeeper
 from oppo.report.timeline import Excerpt, timeline
 from oppo.report.trace import TRACED, Trace, TraceFile
 from oppo.report.work import work_of
 from oppo.report.writer import Writer
 from oppo.stages.selection import Rounds
+from oppo.stopping import Detokenize
 
 RECORDS = (METRICS, SAMPLES, WORK, JOURNAL)
 """Files of one object a line, each with its ``step`` (:mod:`oppo.report.records`)."""

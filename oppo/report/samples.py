@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
+from collections.abc import Iterator
 
 from oppo.events import Batch
 from oppo.redact import redacted
 from oppo.report.records import Record
-
-Detokenize: TypeAlias = Callable[[Sequence[int]], str]
+from oppo.stopping import Detokenize
 
 
 def samples(step: int, batch: Batch, count: int, decode: Detokenize) -> Iterator[Record]:

@@ -16,9 +16,9 @@ from oppo.events import Chunk, Defer, Finish, Given, Prompt
 from oppo.observe import Span
 
 Event: TypeAlias = dict[str, object]
-Process: TypeAlias = Literal["stages", "models"]
+TraceProcess: TypeAlias = Literal["stages", "models"]
 
-_PIDS: dict[Process, int] = {"stages": 1, "models": 2}
+_PIDS: dict[TraceProcess, int] = {"stages": 1, "models": 2}
 
 TRACED = 20
 """Steps at the beginning of a run, and as many at its end, that its trace shows by default."""
@@ -28,7 +28,7 @@ class Trace:
     """Turns spans and items into trace events, and names each track once; writes nothing itself."""
 
     def __init__(self) -> None:
-        self._tids: dict[tuple[Process, str], int] = {}
+        self._tids: dict[tuple[TraceProcess, str], int] = {}
         self._parked: set[int] = set()
         self._lanes: list[float] = []  # when the last step of each track of whole steps ended
         self._names: list[Event] = [
@@ -36,7 +36,7 @@ class Trace:
         ]
         self._events: list[Event] = []
 
-    def span(self, span: Span, process: Process) -> None:
+    def span(self, span: Span, process: TraceProcess) -> None:
         """Add a slice to the span's track; its arguments name the step."""
         duration = _microseconds(max(0.0, span.end - span.start))
         place = self._place(process, self._lane(span) if span.kind == "step" else span.track)
@@ -76,7 +76,7 @@ class Trace:
         arrow: Event = {"ph": phase, "name": "rollout", "cat": "rollout", "id": rollout, "ts": _microseconds(at)}
         self._events.append(arrow | self._place("stages", stage) | ({"bp": "e"} if phase == "f" else {}))
 
-    def _place(self, process: Process, track: str) -> dict[str, int]:
+    def _place(self, process: TraceProcess, track: str) -> dict[str, int]:
         pid, key = _PIDS[process], (process, track)
         if key not in self._tids:
             self._tids[key] = len(self._tids) + 1

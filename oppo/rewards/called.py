@@ -20,7 +20,7 @@ from oppo.user_code import UserFunction, contained, shown
 RESERVED: Final = ("prompts", "completions")
 """The arguments of a reward function that are no columns."""
 
-Score: TypeAlias = float | Placed | Drop | None
+ReturnedScore: TypeAlias = float | Placed | Drop | None
 """A finite number, or several at places of the response; a ``Drop`` by choice; ``None``: the reward does not apply."""
 
 
@@ -39,22 +39,7 @@ class CalledFunction:
     user: UserFunction
     optional: bool = False
 
-    @property
-    def name(self) -> str:
-        """The function's name in errors."""
-        return self.user.name
-
-    @property
-    def function(self) -> object:
-        """The function."""
-        return self.user.function
-
-    @property
-    def is_async(self) -> bool:
-        """Whether the function is async."""
-        return self.user.is_async
-
-    def call(self, arguments: Mapping[str, object], rollouts: Sequence[int]) -> list[Score]:
+    def call(self, arguments: Mapping[str, object], rollouts: Sequence[int]) -> list[ReturnedScore]:
         """Call the function; return a score for each rollout.
 
         Raises:
@@ -64,7 +49,7 @@ class CalledFunction:
             items, wrong = _items(self.user.function(**arguments), len(rollouts))
         return self._scores(items, wrong, rollouts)
 
-    async def answer(self, arguments: Mapping[str, object], rollouts: Sequence[int]) -> list[Score]:
+    async def answer(self, arguments: Mapping[str, object], rollouts: Sequence[int]) -> list[ReturnedScore]:
         """Do the same with an async function."""
         with self._contained(rollouts):
             result = self.user.function(**arguments)
@@ -73,20 +58,20 @@ class CalledFunction:
 
     def failure(self, what: str, rollouts: Sequence[int]) -> RewardFailure:
         """Return an error that names the function and the rollouts."""
-        return RewardFailure(f"reward function {self.name!r} {what} (rollouts {', '.join(map(str, rollouts))})")
+        return RewardFailure(f"reward function {self.user.name!r} {what} (rollouts {', '.join(map(str, rollouts))})")
 
     def _contained(self, rollouts: Sequence[int]) -> AbstractContextManager[None]:
         return contained(lambda words: self.failure(f"raised {words}", rollouts))
 
-    def _scores(self, items: Sequence[object], wrong: str, rollouts: Sequence[int]) -> list[Score]:
+    def _scores(self, items: Sequence[object], wrong: str, rollouts: Sequence[int]) -> list[ReturnedScore]:
         if wrong:
             raise RewardFailure(
-                f"reward function {self.name!r} must return {len(rollouts)} numbers, one for each completion, in a "
-                f"list; got {wrong}"
+                f"reward function {self.user.name!r} must return {len(rollouts)} numbers, one for each completion, "
+                f"in a list; got {wrong}"
             )
         return [self._score(item, rollout) for item, rollout in zip(items, rollouts, strict=True)]
 
-    def _score(self, item: object, rollout: int) -> Score:
+    def _score(self, item: object, rollout: int) -> ReturnedScore:
         if item is None and self.optional:
             return None
         if isinstance(item, Drop):
@@ -100,7 +85,7 @@ class CalledFunction:
                 score = float(item)
         if not math.isfinite(score):
             raise RewardFailure(
-                f"reward function {self.name!r} must return a finite number for each completion; "
+                f"reward function {self.user.name!r} must return a finite number for each completion; "
                 f"for rollout {rollout} it returned {shown(item)}"
             )
         return score
@@ -110,8 +95,8 @@ class CalledFunction:
             return placed(item)
         except Exception as error:  # any kind: the objects are the function's own
             raise RewardFailure(
-                f"reward function {self.name!r} must return finite numbers, one for each token or by whole positions; "
-                f"for rollout {rollout} it returned {shown(item)}: {one_line(error)}"
+                f"reward function {self.user.name!r} must return finite numbers, one for each token or by whole "
+                f"positions; for rollout {rollout} it returned {shown(item)}: {one_line(error)}"
             ) from error
 
 

@@ -78,7 +78,7 @@ class Rewards(Scorer["float | Drop"]):
         self._readers = [part for part in self._parts if not isinstance(part.scorer, FunctionReward)]
         self._turn = anyio.Lock()
         self._opened: list[AsyncExitStack] = []
-        self._told: Callable[[str], None] = silent
+        self._tell: Callable[[str], None] = silent
         if tell is not silent:
             self.tell = tell
         self._samples: dict[str, list[float]] = {}
@@ -187,11 +187,11 @@ class Rewards(Scorer["float | Drop"]):
     @property
     def tell(self) -> Callable[[str], None]:
         """Called with the news of the parts."""
-        return self._told
+        return self._tell
 
     @tell.setter
     def tell(self, tell: Callable[[str], None]) -> None:
-        self._told = tell
+        self._tell = tell
         for part in self._parts:
             if isinstance(part.scorer, Telling):
                 part.scorer.tell = tell
@@ -249,7 +249,7 @@ class _Part:
         if decode is None:
             raise ConfigError(
                 f"reward {name!r} is a function, which reads text: give Rewards the tokenizer's decode, for example "
-                "decode=text.decode"
+                "decode=tokenizer.decode"
             )
         function = UserFunction.of(cast("RewardFunction | str", reward), name, RewardError)
         apart = options.get("process", False) and not function.is_async

@@ -17,12 +17,12 @@ from typing import Final, Literal, Self, TypeAlias, cast
 
 import anyio
 
-from oppo.errors import ModelError, RewardError, as_itself
+from oppo.errors import RewardError, as_itself
 from oppo.events import Chunk, Drop, Finish, Given, Prompt
 from oppo.models import RewardFunction, Scorer
 from oppo.numeric import require_real
 from oppo.observe import Telling, silent
-from oppo.rewards.called import RESERVED, CalledFunction, RewardFailure, Score, parameters_of
+from oppo.rewards.called import RESERVED, CalledFunction, ReturnedScore, RewardFailure, parameters_of
 from oppo.rewards.per_token import Placed, is_placed, token_rewards
 from oppo.user_calls import CONCURRENCY, UserCalls
 from oppo.user_code import UserFunction
@@ -108,23 +108,20 @@ class FunctionReward(Scorer[float | Drop]):
         self.name = user.name
         self._function = CalledFunction(user, optional)
         default = CONCURRENCY if user.is_async else 1
-        try:
-            self._calls = UserCalls(
-                "reward function",
-                self._function,
-                concurrency=default if concurrency is None else concurrency,
-                timeout=timeout,
-                process=process,
-            )
-        except ModelError as error:
-            raise RewardError(f"reward function {self.name!r}: {error}") from error
+        self._calls = UserCalls(
+            "reward function",
+            self._function,
+            concurrency=default if concurrency is None else concurrency,
+            timeout=timeout,
+            process=process,
+        )
         self._decode = decode
         self._prompt_column = prompt_column
         self._on_failure = on_failure
         self._pauses = tuple(pauses) if on_failure == "retry" else ()
         for pause in self._pauses:
             require_real("a pause", pause, 0)
-        self._told: Callable[[str], None] = silent
+        self._tell: Callable[[str], None] = silent
         if tell is not silent:
             self.tell = tell
         self._each = each
@@ -138,13 +135,13 @@ class FunctionReward(Scorer[float | Drop]):
     @property
     def tell(self) -> Callable[[str], None]:
         """Called with a sentence about each failure that is tried again, and with the news of the function itself."""
-        return self._told
+        return self._tell
 
     @tell.setter
     def tell(self, tell: Callable[[str], None]) -> None:
-        self._told = tell
-        if isinstance(self._function.function, Telling):
-            self._function.function.tell = tell
+        self._tell = tell
+        if isinstance(self._function.user.function, Telling):
+            self._function.user.function.tell = tell
 
     @property
     def at_work(self) -> str:
@@ -235,7 +232,7 @@ class FunctionReward(Scorer[float | Drop]):
                 f"returned rewards that do not fit the completion: {error}", [finish.rollout]
             ) from error
 
-    async def _attempt(self, finished: Sequence[Finish]) -> list[Score]:
+    async def _attempt(self, finished: Sequence[Finish]) -> list[ReturnedScore]:
         """Return the score of each rollout; raise a ``RewardFailure`` if the function itself is at fault."""
         arguments, rollouts = self._arguments(finished), [each.rollout for each in finished]
         return await self._calls.make(partial(self._failure, rollouts), arguments, rollouts)

@@ -198,7 +198,7 @@ class HttpReward:
 
     @cached_property
     def _tls(self) -> ssl.SSLContext | bool:
-        """What https needs; reading the certificates takes a while, so it is done once."""
+        """The certificates for https; reading them takes a while, so it is done once."""
         return ssl.create_default_context() if self.url.startswith("https") else False
 
     async def _answered(self, client: httpx.AsyncClient, body: object, attempts: int) -> JSON:

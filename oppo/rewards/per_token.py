@@ -1,4 +1,4 @@
-"""What a reward function may return beside a number: rewards by token, by position, or by character."""
+"""Rewards at places of a response, which a function may return beside a number: by token, position or character."""
 
 from __future__ import annotations
 

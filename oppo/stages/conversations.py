@@ -21,7 +21,7 @@ from oppo.stages.in_flight import InFlightRollout
 from oppo.stages.measure import Averaged
 from oppo.turns import Answer, Answered, Environment, Turn, TurnDecode
 
-Outcome: TypeAlias = Answer | Drop | None
+TurnOutcome: TypeAlias = Answer | Drop | None
 
 
 @dataclass(slots=True)
@@ -40,10 +40,10 @@ class _Call:
     ended: float = 0.0
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     done: anyio.Event = field(default_factory=anyio.Event)
-    outcome: Outcome = None
+    outcome: TurnOutcome = None
     error: Exception | None = None
 
-    def result(self) -> Outcome:
+    def result(self) -> TurnOutcome:
         """Return its outcome.
 
         Raises:
@@ -164,7 +164,7 @@ class Conversations:
         self._memories = {int(rollout): _Memory(each["answered"], each["state"]) for rollout, each in state.items()}
 
 
-def _require_outcome(outcome: object) -> Outcome:
+def _require_outcome(outcome: object) -> TurnOutcome:
     """Return what an environment answered; raise ``ProtocolError`` unless it is an answer, a ``Drop`` or ``None``."""
     if outcome is None or isinstance(outcome, Drop):
         return outcome

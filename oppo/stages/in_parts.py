@@ -10,7 +10,7 @@ from typing import Any
 
 from oppo.errors import ConfigError
 from oppo.estimators import FixedKL
-from oppo.events import Batch, Drop, FloatArray, Part, RolloutEvent, Scored
+from oppo.events import Batch, BatchPart, Drop, FloatArray, RolloutEvent, Scored
 from oppo.graph import Receiver, Sender
 from oppo.numeric import require_whole
 from oppo.stages.group import GroupRelative
@@ -19,7 +19,7 @@ from oppo.stages.scored_rollouts import ScoredRollout, ScoredRollouts
 
 @dataclass(eq=False)
 class InParts:
-    """Sends each group of a step as a :class:`~oppo.events.Part` once all of its responses are scored.
+    """Sends each group of a step as a :class:`~oppo.events.BatchPart` once all of its responses are scored.
 
     The trainer accumulates its gradient while others are still being written. The step's batch follows, as the
     estimator makes it, and holds the same rows. Parts come in an order that depends on timing, and so does the sum of
@@ -55,7 +55,7 @@ class InParts:
         score: Receiver[Scored[float] | Drop],
         /,
         *,
-        out: Sender[Batch | Part],
+        out: Sender[Batch | BatchPart],
         reference: Receiver[Scored[FloatArray] | Drop] | None = None,
         value: Receiver[Scored[FloatArray] | Drop] | None = None,
         proximal: Receiver[Scored[FloatArray] | Drop] | None = None,
@@ -72,7 +72,7 @@ class InParts:
             members = groups[each.group]
             members.append(each)
             if len(members) == self.samples:
-                await out.send(Part(self._early(members)))
+                await out.send(BatchPart(self._early(members)))
 
         scored = await ScoredRollouts.of(
             rollout, score, each=send_complete, reference=reference, values=value, proximal=proximal

@@ -17,7 +17,7 @@ from oppo.stages.stretches import Grown, stretches
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """What a step's rollouts gained; recorded by the stage that decodes, once for each round of the step.
+    """Tokens that a step's rollouts gained; recorded by the stage that decodes, once for each round of the step.
 
     Attributes:
         decode_steps, tokens, rows, finished, capped, parked, chunk: as of :class:`oppo.Observation`.

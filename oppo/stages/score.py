@@ -31,8 +31,8 @@ METHODS: Final = ("extend", "finish", "forget")
 
 
 @dataclass(slots=True)
-class SessionState:
-    """What a scorer has read of one rollout.
+class ScorerSession:
+    """A scorer's session: the part of one rollout that it has read.
 
     Attributes:
         version: of the weights that read it.
@@ -79,7 +79,7 @@ class Score(Generic[T]):
     after: str = ""
     _prioritised: PrioritisedScorer[T | Drop] = field(init=False, repr=False)
     _slice: TimeSlice = field(init=False, repr=False)
-    _sessions: dict[int, SessionState] = field(default_factory=dict, init=False, repr=False)
+    _sessions: dict[int, ScorerSession] = field(default_factory=dict, init=False, repr=False)
     _carried: list[Growth] = field(default_factory=list, init=False, repr=False)
     _seconds_per_token: float = field(default=0.0, init=False, repr=False)
     """Of the fastest call, inflated by the slice's ``rise`` for each call since; 0 before the first call."""
@@ -224,7 +224,7 @@ class Score(Generic[T]):
 
     def _accepts(self, event: Growth) -> bool:
         if isinstance(event, Prompt):
-            self._sessions[event.rollout] = SessionState(self.scorer.version)
+            self._sessions[event.rollout] = ScorerSession(self.scorer.version)
             return True
         session = self._sessions.get(event.rollout)
         return session is not None and session.version == self.scorer.version

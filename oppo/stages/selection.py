@@ -40,7 +40,7 @@ def differ(scores: FloatArray) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A round of a step, recorded by the stage that generates; prompts are told by their admission numbers.
+    """A round of a step, recorded by the stage that generates; prompts are identified by their admission numbers.
 
     Attributes:
         placed: those with a place in the batch, in the order in which they took it; all of them are judged.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,7 +16,7 @@ MOST: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Grown:
-    """What was decoded of a rollout in a phase.
+    """The tokens of a rollout that were decoded in a phase.
 
     Attributes:
         prompt: tokens of its prompt.
@@ -74,4 +75,5 @@ def _stretch(rollouts: Sequence[Grown], first: int, begin: float, last: int, end
         sum(context),
         opened=sum(each.context for each in began if not each.start),
         resumed=sum(each.context for each in began if each.start),
+        ended=sum(first < each.last <= last and not math.isnan(each.ended) for each in rollouts),
     )

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from oppo.admission import bottleneck
 from oppo.errors import ConfigError, ModelDiverged
-from oppo.events import Batch, Drop, Part, StepReport
+from oppo.events import Batch, BatchPart, Drop, StepReport
 from oppo.graph import Receiver, Sender, Step
 from oppo.models import Follower, StreamingTrainer, Trained, Trainer
 from oppo.numeric import require_whole
@@ -89,7 +89,7 @@ class Update:
         self._nonfinite = int(state["nonfinite"])
         self._lengths.load_state_dict(state["lengths"])
 
-    async def run(self, batches: Receiver[Batch | Part], /, *, out: Sender[StepReport], step: Step) -> None:
+    async def run(self, batches: Receiver[Batch | BatchPart], /, *, out: Sender[StepReport], step: Step) -> None:
         """Train, publish, report; a trainer that can accumulates the parts of the batch that come before it.
 
         Raises:
@@ -100,7 +100,7 @@ class Update:
         """
         self._publishing.require_possible(step)
         async for batch in batches:
-            if isinstance(batch, Part):
+            if isinstance(batch, BatchPart):
                 await self._accumulate(batch, step)
                 continue
             version = self.trainer.version
@@ -145,7 +145,7 @@ class Update:
             self._ended = end
             await out.send(report)
 
-    async def _accumulate(self, part: Part, step: Step) -> None:
+    async def _accumulate(self, part: BatchPart, step: Step) -> None:
         if not isinstance(self.trainer, StreamingTrainer):
             raise ConfigError(
                 f"the batch comes in parts, and {type(self.trainer).__name__} takes it whole: leave InParts out, or "

@@ -36,7 +36,7 @@ class FakePlace:
     Example:
         >>> place = FakePlace()
         >>> async def call() -> float:
-        ...     async with place.turn():
+        ...     async with place.reserved():
         ...         await anyio.sleep(1)
         ...     return anyio.current_time()
         >>> from oppo.testing import run_virtual
@@ -52,7 +52,9 @@ class FakePlace:
         self._busy = False
 
     @asynccontextmanager
-    async def turn(self, priority: Priority = IN_ORDER, track: str = "", label: str = "call") -> AsyncIterator[None]:
+    async def reserved(
+        self, priority: Priority = IN_ORDER, track: str = "", label: str = "call"
+    ) -> AsyncIterator[None]:
         """Hold the place while the context lasts; its span has this track and label.
 
         Raises:
@@ -108,7 +110,7 @@ class FakePlace:
 
 
 class PlacedScorer(Generic[T]):
-    """A scorer that takes its turns in a place."""
+    """A scorer that is called in a place."""
 
     def __init__(self, scorer: Scorer[T], place: FakePlace, track: str = "") -> None:
         self._scorer = scorer
@@ -122,22 +124,22 @@ class PlacedScorer(Generic[T]):
 
     async def extend(self, events: Sequence[Prompt | Chunk | Given], *, priority: Priority = IN_ORDER) -> None:
         """Read more of some rollouts."""
-        async with self._place.turn(priority, self._track, "extend"):
+        async with self._place.reserved(priority, self._track, "extend"):
             await self._scorer.extend(events)
 
     async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> Sequence[T]:
         """Return one value for each rollout, and forget its session."""
-        async with self._place.turn(priority, self._track, "finish"):
+        async with self._place.reserved(priority, self._track, "finish"):
             return await self._scorer.finish(finished)
 
     async def forget(self, rollouts: Sequence[int], *, priority: Priority = IN_ORDER) -> None:
         """Drop sessions."""
-        async with self._place.turn(priority, self._track, "forget"):
+        async with self._place.reserved(priority, self._track, "forget"):
             await self._scorer.forget(rollouts)
 
 
 class PlacedFollower(PlacedScorer[T]):
-    """A scorer that takes its turns in a place, and follows the trainer."""
+    """A scorer that is called in a place, and follows the trainer."""
 
     def __init__(self, scorer: FollowingScorer[T], place: FakePlace, track: str = "") -> None:
         super().__init__(scorer, place, track)
@@ -153,7 +155,7 @@ class PlacedFollower(PlacedScorer[T]):
 
 
 def placed(scorer: Scorer[T], place: FakePlace, track: str = "") -> PlacedScorer[T]:
-    """Return a scorer that takes its turns in a place; it follows the trainer if the given one does."""
+    """Return a scorer that is called in a place; it follows the trainer if the given one does."""
     if isinstance(scorer, Follower):
         return PlacedFollower(cast("FollowingScorer[T]", scorer), place, track)
     return PlacedScorer(scorer, place, track)

@@ -66,6 +66,7 @@ class FakePolicy:
         capabilities: those it claims; it implements all of them.
         reading: seconds for each token that is read before its rollout goes on, or a function of the positions read.
             Decode steps wait meanwhile.
+        ending: seconds for each rollout that ends. Decode steps wait meanwhile.
         on_publish: whether keys and values of other weights are computed again or kept.
         prefilled: tokens read so far before their rollouts went on.
         replicas: engines, each with rollouts and decode steps of its own; a rollout stays with the one that has the
@@ -92,6 +93,7 @@ class FakePolicy:
     device: Device | None = None
     capabilities: Capabilities = field(default_factory=lambda: Capabilities(turns=True))
     reading: float | ReadSeconds = 0.0
+    ending: float = 0.0
     on_publish: Literal["recompute", "keep"] = "recompute"
     prefilled: int = 0
 
@@ -312,6 +314,8 @@ class FakePolicy:
         if not ended or self._cut is None:
             return
         for decode in ended:
+            if self.ending and decode.lane is not None:
+                decode.lane.pause(self.ending)
             self._remove(decode)
             decode.move_out()
         if self._cut(sorted(decode.prompt.rollout for decode in ended)):

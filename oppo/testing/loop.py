@@ -123,7 +123,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     ) -> asyncio.Handle:
         """Call ``callback`` soon; a call from another thread is an error that the loop raises."""
         if threading.get_ident() != self._owner:
-            # The loop raises the error, so that whoever runs the loop gets it.
+            # The loop raises the error, so that its caller gets it.
             self._intruder = threading.current_thread().name
         return super().call_soon_threadsafe(callback, *args, context=context)
 

@@ -97,8 +97,8 @@ class Recorder(Observer):
 
     def story(self, rollout: int) -> list[Happening]:
         """Return all that happened to a rollout, in order; nothing for one that was never admitted."""
-        told = ((sent, _event(sent.item, rollout)) for sent in self.items)
-        return [Happening(event, sent.step, sent.stage, sent.at, sent.item) for sent, event in told if event]
+        events = ((sent, _event(sent.item, rollout)) for sent in self.items)
+        return [Happening(event, sent.step, sent.stage, sent.at, sent.item) for sent, event in events if event]
 
     def busy(self, track: str) -> float:
         """Return the seconds in which a stage or a model worked: spans that overlap count once.

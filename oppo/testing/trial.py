@@ -60,7 +60,7 @@ class Trial:
 
     Attributes:
         transcripts: what was read of each.
-        reported: the rollouts that the cut was told of.
+        reported: the rollouts that were reported to the cut.
         cut_at: the number of these at which it answers true.
         turns: whether a response may end after its last token.
     """

@@ -1,4 +1,4 @@
-"""What must hold of every run, checked on what its stages sent and what its steps reported."""
+"""Invariants of every run, checked on the items of its stages and the reports of its steps."""
 
 from __future__ import annotations
 
@@ -59,20 +59,20 @@ def faults(items: Sequence[Sent], reports: Sequence[StepReport], source: str) ->
 
 @dataclass(slots=True)
 class Life:
-    """What the source has told of one rollout so far.
+    """The events of one rollout so far.
 
     Attributes:
-        known: whether it was told from the beginning; false in a resumed run, until it begins again.
+        known: whether its events begin with its prompt; false in a resumed run, until it begins again.
         state: of its events.
         pieces: of its response so far.
         length: tokens in them.
         newest: version of its last sampled token; -1 without one.
         age: at its last deferral; 0 without one.
         prompt: as it was announced.
-        touched: the steps that told of it.
+        touched: the steps with events of it.
         deferred: those at whose end it was deferred.
         ended: the step in which it finished or was dropped.
-        outcomes: what reports said became of it.
+        outcomes: by the reports of the steps.
         scorers: that have scored it.
     """
 
@@ -136,10 +136,10 @@ class Life:
         self.ended = step
         if self.prompt is None or not self.known:
             return
-        told = Response.of(self.prompt, self.pieces) if self.pieces else Response.empty(self.prompt)
-        if not np.array_equal(told.tokens, event.response.tokens):
-            yield f"its response has {len(event.response)} tokens, which are not the {len(told)} of its chunks"
-        elif not np.array_equal(told.sampled, event.response.sampled):
+        streamed = Response.of(self.prompt, self.pieces) if self.pieces else Response.empty(self.prompt)
+        if not np.array_equal(streamed.tokens, event.response.tokens):
+            yield f"its response has {len(event.response)} tokens, which are not the {len(streamed)} of its chunks"
+        elif not np.array_equal(streamed.sampled, event.response.sampled):
             yield "its response and its chunks differ in which tokens were sampled"
 
 

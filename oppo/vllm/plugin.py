@@ -1,4 +1,4 @@
-"""What vLLM's processes run first: the plugin that the entry point ``vllm.general_plugins`` names.
+"""The first code that vLLM's processes run: the plugin that the entry point ``vllm.general_plugins`` names.
 
 It acts only in processes that a :class:`~oppo.vllm.engine.VllmEngine` has started, which it knows by :data:`PARENT` in
 their environment.

@@ -88,7 +88,7 @@ class VllmPolicy:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What it can do, under its sampling."""
+        """Its capabilities under its sampling."""
         return Capabilities(
             supports=reports_supports(self.sampling),
             resumes="with other tokens",

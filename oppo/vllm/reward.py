@@ -20,7 +20,7 @@ from uuid import uuid4
 
 from oppo.errors import ModelError, ModelRefused, ProtocolError
 from oppo.events import Chunk, Finish, Given, Prompt
-from oppo.vllm.lost import Watched, answered
+from oppo.vllm.lost import StartedEngine, answered
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -39,7 +39,7 @@ class Pooled(Protocol):
 
     @property
     def outputs(self) -> PooledData:
-        """What was pooled."""
+        """The pooled logits."""
 
 
 class PooledData(Protocol):
@@ -81,7 +81,7 @@ class PoolingEngine(Protocol):
         """Discard requests; those that are over are ignored."""
 
 
-class PoolingServer(Watched, Protocol):
+class PoolingServer(StartedEngine, Protocol):
     """A started engine: :class:`oppo.vllm.VllmEngine`."""
 
     @property
@@ -103,7 +103,7 @@ class PoolingServer(Watched, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ScalarModel:
-    """What must be known of the engine's model.
+    """The engine's model, as a scorer needs to know it.
 
     Attributes:
         name: for errors.
@@ -247,7 +247,7 @@ class VllmReward:
         return [session.score for session in sessions]
 
     async def forget(self, rollouts: Sequence[int]) -> None:
-        """Drop sessions; unknown rollouts are fine. What the engine caches of them stays until it needs the room."""
+        """Drop sessions; unknown rollouts are fine. The engine keeps their cached blocks until it needs the room."""
         for rollout in rollouts:
             self._sessions.pop(rollout, None)
 

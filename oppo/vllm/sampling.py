@@ -32,7 +32,7 @@ class VllmSampling:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the policy can do, under this sampling."""
+        """The policy's capabilities under this sampling."""
         return replace(self._policy.capabilities, supports=reports_supports(self._sampling))
 
     async def load(self, weights: Weights) -> None:

@@ -6,10 +6,10 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 
 from oppo.admission import Bottleneck, Observation, Scoring, bottleneck, together
-from oppo.admission.bottleneck import PARTS, Part
+from oppo.admission.bottleneck import PARTS, StepPart
 
 STEP = Observation(
     step=3,
@@ -31,7 +31,7 @@ def judge(seen: Observation) -> Bottleneck:
     return found
 
 
-def shares(**parts: float) -> dict[Part, float]:
+def shares(**parts: float) -> dict[StepPart, float]:
     return {part: parts.get(part, 0.0) for part in PARTS}
 
 
@@ -200,6 +200,7 @@ def test_a_busier_scorer_in_the_same_time_never_raises_the_limit(seen: Observati
     assert judge(replace(seen, scoring=tuple(busier))).limit <= judge(seen).limit * (1 + 1e-9)
 
 
+@example(Observation(0, seconds=1.0, decode_seconds=1.0, decode_steps=1, tokens=1, rows=1, rest_seconds=5e-324), 1, 0.5)
 @given(observations(), st.integers(1, 3), st.floats(0, 1e4))
 def test_with_steps_in_flight_too_parts_add_up_and_the_longest_phase_is_the_bottleneck_where_nothing_waits(
     seen: Observation, lookahead: int, idle: float

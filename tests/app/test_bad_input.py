@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 from oppo.cli import UNTRAINED
 from oppo.data import read_prompts
 from oppo.hf.train.packing import MicroBatch
-from oppo.liveness import Watchdog
+from oppo.liveness import StallLimits
 from oppo.report.lock import Lock
 from tests.hf import tiny
 from tests.workplace import furnish, oppo, records, run, tokenizer
@@ -272,7 +272,7 @@ def test_a_reward_that_blocks_is_named_on_the_terminal_and_in_the_log(
         f"    while 'stalled' not in Path({str(log)!r}).read_text():\n        time.sleep(0.01)\n"
         "    return [0.0 for _ in completions]\n"
     )
-    monkeypatch.setattr("oppo.app.watching.Watchdog", partial(Watchdog, notice=0.2))
+    monkeypatch.setattr("oppo.app.watching.StallLimits", partial(StallLimits, notice=0.2))
     assert oppo(workplace, "", "run.name=blocked", "run.steps=1", "models.reward=blocking.py:block") == 0
     stalls = [each for each in records(workplace, "blocked", "log.jsonl") if each["event"] == "stalled"]
     assert {"advantage": "waits for reward", "reward": "at work"}.items() <= stalls[-1]["steps"]["0"].items()
@@ -300,7 +300,7 @@ def test_a_model_that_never_returns_ends_the_process_with_a_report(workplace: Pa
         "import functools, threading\n"
         "import oppo.hf.train.core, oppo.app.watching\n"
         "oppo.hf.train.core.pack = lambda *_: threading.Event().wait()\n"
-        "oppo.app.watching.Watchdog = functools.partial(oppo.app.watching.Watchdog, grace=1)\n"
+        "oppo.app.watching.StallLimits = functools.partial(oppo.app.watching.StallLimits, grace=1)\n"
     )
     code, _, said = run(workplace, "run.name=model-stuck", "run.watchdog_seconds=4", "run.call_timeout=4", before=hang)
     assert code == 1, said

@@ -22,7 +22,7 @@ from oppo.app.checkpoint import read_state, write_state
 from oppo.chunking import Fixed
 from oppo.events import Batch
 from oppo.report import RunDirectory, observations
-from oppo.report.journal import JOURNAL, course
+from oppo.report.journal import JOURNAL, read_replay
 from oppo.report.records import DRAINED, OBSERVED, Record, read
 from oppo.testing import run_virtual
 from tests.pipelines import Pipeline, Setting, same_batches
@@ -86,7 +86,7 @@ class Life:
         told: frozenset[int] = frozenset(),
     ) -> None:
         self.path, self.policy, self.every, self.start, self.lookahead = path, policy, every, start, lookahead
-        self.signal, self.drained = signal, course(path / JOURNAL).drains | told
+        self.signal, self.drained = signal, read_replay(path / JOURNAL).drains | told
         self.extras: list[float | None] = []
         self._inherited = 0  # lines of the journal with which it went on
         self._lines: dict[int, int] = {}  # of the journal, by the step of the checkpoint that was written then

@@ -92,6 +92,36 @@ def nothing(roles):
     return None
 
 
+class Blunder(Doubled):
+    """Raises where a run asks for its graph."""
+
+    def graph(self, roles):
+        return roles.polcy
+
+
+class Empty(Doubled):
+    def graph(self, roles):
+        super().graph(roles)
+
+
+class Lossless(Doubled):
+    def loss(self):
+        return {}["loss"]
+
+
+class Unsure(Doubled):
+    @property
+    def refers(self):
+        return self.reference.refers
+
+
+class Miswired(Doubled):
+    def graph(self, roles):
+        from oppo.stages import GroupRelative
+
+        return super().graph(roles).replace(advantages=GroupRelative())
+
+
 def asks(policy, weather: object):
     """Asks for something that no run has."""
 
@@ -170,14 +200,35 @@ def test_a_function_that_names_the_critic_has_one(folder: Path) -> None:
     [
         ("broken", "own.py:broken raised ValueError: no such stage at"),
         ("nothing", "own.py:nothing must return the graph of a step; got None (NoneType)"),
+        (
+            "Blunder",
+            "own.py:Blunder.graph raised AttributeError: 'Roles' object has no attribute 'polcy' at {file}:{line}",
+        ),
+        ("Empty", "own.py:Empty.graph must return the graph of a step; got None (NoneType)"),
+        ("Lossless", "own.py:Lossless.loss raised KeyError: 'loss' at {file}:{line} in loss"),
+        ("Unsure", "own.py:Unsure.refers raised AttributeError: 'Unsure' object has no attribute 'reference' at"),
     ],
 )
-def test_a_function_that_makes_no_graph_is_named(
+def test_a_function_or_a_class_that_fails_is_named_with_the_line(
     folder: Path, name: str, sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert oppo(folder, "", f"step.algorithm=own.py:{name}") == UNUSABLE
-    assert sentence in " ".join(capsys.readouterr().err.split())
+    assert oppo(folder, "", f"step.algorithm=own.py:{name}", "models.reward=reward.py:short") == UNUSABLE
+    said = " ".join(capsys.readouterr().err.split())
+    lines = {"Blunder": "return roles.polcy", "Lossless": 'return {}["loss"]'}
+    line = 1 + next((at for at, text in enumerate(OWN.splitlines()) if text.strip() == lines.get(name)), -1)
+    assert sentence.format(file=folder / "own.py", line=line) in said
+    assert "error: step.algorithm: " in said
     assert not (folder / "runs").exists()
+
+
+def test_a_graph_that_is_wired_wrongly_is_refused_in_the_words_of_the_graph(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert oppo(folder, "", "step.algorithm=own.py:Miswired", "models.reward=reward.py:short") == UNUSABLE
+    said = capsys.readouterr().err
+    assert "'advantages'" in said
+    assert "Traceback" not in said
+    assert f"raised by {folder / 'own.py'}:Miswired.graph at {folder / 'own.py'}:" in " ".join(said.split())
 
 
 @pytest.mark.parametrize(
@@ -191,7 +242,7 @@ def test_a_function_that_makes_no_graph_is_named(
         (("step.algorithm=own.py:recipe", "algorithm.scale=0"), "algorithm.scale: expected a number greater than 0"),
         (("step.algorithm=own.py:recipe", "algorithm.tag=1"), "unknown key 'algorithm.tag'"),
         (("step.algorithm=own.py:Trippled",), "has no 'Trippled'; the functions and classes there are DoubledLoss,"),
-        (("step.algorithm=none.py:Doubled",), "none.py to take the function 'Doubled' from"),
+        (("step.algorithm=none.py:Doubled",), "none.py to take 'Doubled' from"),
         (("step.algorithm=own.py:Bare",), "own.py:Bare must be a dataclass, whose fields are the settings of"),
         (("step.algorithm=own.py:number",), "own.py:number is not a function but 7 (int)"),
         (("step.algorithm=own.py:Lacking",), "own.py:Lacking is no algorithm, since it lacks has_critic, refers,"),

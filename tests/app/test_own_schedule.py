@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 from oppo.admission import Overcommit
 from oppo.declared import Fraction, setting
-from oppo.losses import ClippedLoss, Evaluated, Input, Inputs, Unit, masked_mean, means
+from oppo.losses import ClippedLoss, LossValue, Input, Inputs, Unit, masked_mean, means
 
 
 @dataclass
@@ -77,10 +77,10 @@ class Reinforce:
     reads: frozenset[Input] = frozenset({"logprobs", "advantages"})
     measures: frozenset[Input] = frozenset()
 
-    def __call__(self, inputs: Inputs) -> Evaluated:
+    def __call__(self, inputs: Inputs) -> LossValue:
         each = -self.factor * inputs["advantages"] * inputs["logprobs"]
         loss = masked_mean(each, inputs.mask, total=inputs.whole.rows)
-        return Evaluated(loss, {"loss/policy_avg": loss, "loss/mine": loss / self.factor})
+        return LossValue(loss, {"loss/policy_avg": loss, "loss/mine": loss / self.factor})
 
     def metrics(self, minibatches: Sequence[Mapping[str, float]]) -> dict[str, float]:
         return means(minibatches)

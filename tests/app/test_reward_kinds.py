@@ -25,7 +25,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config.vocab_size, config.num_labels = 420, 1
     for name, template in (("other", ""), ("chatty", TEMPLATE)):
         tiny.scalar_of(config).save_pretrained(folder / name)
-        spot("byte-level", template).tokenizer.save_pretrained(folder / name)
+        spot("byte-level", template).inner.save_pretrained(folder / name)
     tiny.steps().save_pretrained(folder / "steps")
     tokenizer().save_pretrained(folder / "steps")
     tiny.steps().save_pretrained(folder / "foreign-steps")

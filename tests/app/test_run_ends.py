@@ -154,7 +154,7 @@ def test_a_run_outlives_its_display(folder: Path) -> None:
 IMPATIENT = """
 import functools
 import oppo.app.watching
-oppo.app.watching.Watchdog = functools.partial(oppo.app.watching.Watchdog, grace=0.5)
+oppo.app.watching.StallLimits = functools.partial(oppo.app.watching.StallLimits, grace=0.5)
 """
 """Has a run's watchdog wait less long for what it has cancelled."""
 

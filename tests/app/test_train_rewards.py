@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from oppo.app.assemble import assemble, load_text
+from oppo.app.assemble import assemble, policy_tokenizer
 from oppo.app.config import load
 from oppo.app.resume import settings_of
 from oppo.cli import DONE, UNUSABLE, main
@@ -87,7 +87,7 @@ def test_models_and_functions_are_one_score(folder: Path) -> None:
 
 def test_each_model_has_a_place_and_a_track_like_the_only_one(folder: Path) -> None:
     settings = load(folder / "config.toml", [*BOTH, "run.scorers=thread"])
-    assembly = assemble(settings, load_text(settings.models, silent), silent)
+    assembly = assemble(settings, policy_tokenizer(settings.models, silent), silent)
     try:
         assert isinstance(assembly.reward, Rewards)
         assert assembly.reward.names == ("first", "second")

@@ -78,7 +78,7 @@ def test_a_run_whose_trainer_is_killed_ends_and_says_how_to_go_on(folder: Path) 
 IMPATIENT = """
 import functools
 import oppo.app.watching
-oppo.app.watching.Watchdog = functools.partial(oppo.app.watching.Watchdog, grace=0.5)
+oppo.app.watching.StallLimits = functools.partial(oppo.app.watching.StallLimits, grace=0.5)
 """
 """Has a run's watchdog wait less long for what it has cancelled."""
 

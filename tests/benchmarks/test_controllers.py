@@ -23,8 +23,8 @@ from benchmarks.controllers.compare import (
 from benchmarks.controllers.page import DOCS, page
 from benchmarks.controllers.regimes import ENGINES, REGIMES, system
 from oppo.admission import Admission, Overcommit, TailAdaptive
-from oppo.simulate.course import Course
 from oppo.simulate.schedules import Schedule
+from oppo.simulate.simulated_run import SimulatedRun
 from oppo.simulate.system import System, Workload
 from tests.benchmarks.desk import desk, desk_workload
 
@@ -118,16 +118,18 @@ def test_one_in_twenty_nine_of_what_is_published_comes_out_again(results: Result
     assert_comes_out_again(results, cell)
 
 
-def course(system: System, workload: Workload, admission: Callable[[], Admission], steps: int, skipped: int) -> Course:
+def simulated(
+    system: System, workload: Workload, admission: Callable[[], Admission], steps: int, skipped: int
+) -> SimulatedRun:
     schedule = Schedule(name="", about="", admission=admission, chunk=256 if workload.cap > 512 else 32)
-    return Course(system, workload, schedule, steps, skipped)
+    return SimulatedRun(system, workload, schedule, steps, skipped)
 
 
 def test_a_small_run_gains_time_from_deferring_and_foretells_it() -> None:
     regime = replace(REGIMES[0], batch=32, cap=1024, median=(150, 150))
     costs = system(regime, ENGINES["modern"])
-    waiting = course(costs, regime.workload, partial(Overcommit, 32), steps=30, skipped=8).run()
-    adaptive = course(costs, regime.workload, partial(TailAdaptive, 32), steps=30, skipped=8).run()
+    waiting = simulated(costs, regime.workload, partial(Overcommit, 32), steps=30, skipped=8).run()
+    adaptive = simulated(costs, regime.workload, partial(TailAdaptive, 32), steps=30, skipped=8).run()
     assert adaptive.seconds < 0.95 * waiting.seconds
     assert adaptive.predicted == pytest.approx(1, abs=0.15)
     assert adaptive.extras[0] == 0, "it only watches at first"
@@ -142,7 +144,7 @@ def test_a_short_run_of_small_batches_is_nearly_as_good_as_the_best_delta_for_it
     batch, steps, seeds = 24, 14, range(3)
 
     def cost(admission: Callable[[], Admission]) -> float:
-        one = course(desk(row), desk_workload(batch), admission, steps, skipped=1)
+        one = simulated(desk(row), desk_workload(batch), admission, steps, skipped=1)
         runs = [replace(one, seed=seed).run() for seed in seeds]
         return float(np.mean([run.seconds * (1 + run.extra / batch) for run in runs]))
 

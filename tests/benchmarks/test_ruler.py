@@ -33,8 +33,8 @@ def test_times_make_no_difference(tmp_path: Path) -> None:
     ("change", "sentence"),
     [
         ({"weight": 1.0 + 2**-23}, "tensor actor/model.safetensors:weight by up to 1.19e-07"),
-        ({"reason": "length"}, 'journal: {"event": "finished", "reason": "stop"} is now'),
-        ({"score": 0.25}, 'metrics: {"objective/scores": 0.5, "step": 0} is now'),
+        ({"reason": "length"}, 'journal: {"reason": "stop"} is now {"reason": "length"}'),
+        ({"score": 0.25}, 'metrics: {"objective/scores": 0.5} is now {"objective/scores": 0.25}'),
     ],
 )
 def test_what_differs_is_named(tmp_path: Path, change: dict[str, float], sentence: str) -> None:

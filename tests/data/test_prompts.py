@@ -14,10 +14,10 @@ from transformers import PreTrainedTokenizerFast
 
 from oppo.data import read_prompts
 from oppo.errors import DataError
-from oppo.hf.text import Text
+from oppo.hf.tokenizer import HfTokenizer
 
 if TYPE_CHECKING:
-    from oppo.data import OverLong
+    from oppo.data import OverLongPrompt
 
 VOCABULARY = ["[UNK]", "</s>", "a", "b", "c", "d", "user", "assistant", ":"]
 TEMPLATE = (
@@ -26,12 +26,12 @@ TEMPLATE = (
 )
 
 
-def text(template: str | None = None) -> Text:
+def tokenizer_of(template: str | None = None) -> HfTokenizer:
     words = Words(models.WordLevel({word: i for i, word in enumerate(VOCABULARY)}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", eos_token="</s>")
     tokenizer.chat_template = template
-    return Text(tokenizer)
+    return HfTokenizer(tokenizer)
 
 
 def words(tokens: Sequence[int]) -> str:
@@ -46,12 +46,12 @@ def jsonl(folder: Path, *rows: object) -> Path:
 
 def refused(path: Path, **options: str) -> str:
     with pytest.raises(DataError) as caught:
-        read_prompts(path, text(), column=options.get("column", "prompt"))
+        read_prompts(path, tokenizer_of(), column=options.get("column", "prompt"))
     return str(caught.value)
 
 
 def test_text_prompts_keep_their_order_and_their_columns(tmp_path: Path) -> None:
-    prompts = read_prompts(jsonl(tmp_path, {"prompt": "a b", "answer": 3}, {"prompt": "c"}), text())
+    prompts = read_prompts(jsonl(tmp_path, {"prompt": "a b", "answer": 3}, {"prompt": "c"}), tokenizer_of())
     assert [words(prompt.tokens.tolist()) for prompt in prompts] == ["a b", "c"]
     assert prompts[0].tokens.dtype == np.int32
     assert prompts[0].columns == {"prompt": "a b", "answer": 3}
@@ -60,7 +60,7 @@ def test_text_prompts_keep_their_order_and_their_columns(tmp_path: Path) -> None
 
 def test_a_chat_ends_where_the_assistant_is_to_speak(tmp_path: Path) -> None:
     path = jsonl(tmp_path, {"prompt": [{"role": "user", "content": "a b"}]})
-    (prompt,) = read_prompts(path, text(TEMPLATE))
+    (prompt,) = read_prompts(path, tokenizer_of(TEMPLATE))
     assert words(prompt.tokens.tolist()) == "user : a b assistant :"
 
 
@@ -73,7 +73,7 @@ def test_a_chat_needs_a_template(tmp_path: Path) -> None:
 def test_parquet_is_read_like_json_lines(tmp_path: Path) -> None:
     path = tmp_path / "prompts.parquet"
     parquet.write_table(pa.table({"question": ["a b", "c"], "answer": [1, 2]}), path)
-    prompts = read_prompts(path, text(), column="question")
+    prompts = read_prompts(path, tokenizer_of(), column="question")
     assert [words(prompt.tokens.tolist()) for prompt in prompts] == ["a b", "c"]
     assert prompts[1].columns["answer"] == 2
 
@@ -81,7 +81,7 @@ def test_parquet_is_read_like_json_lines(tmp_path: Path) -> None:
 def test_csv_is_read_with_its_header_and_quotes_and_every_column_is_text(tmp_path: Path) -> None:
     path = tmp_path / "prompts.csv"
     path.write_bytes('\ufeffprompt,answer\r\n"a\nb",1\r\n\r\n"c",""\r\n'.encode())
-    prompts = read_prompts(path, text())
+    prompts = read_prompts(path, tokenizer_of())
     assert [words(prompt.tokens.tolist()) for prompt in prompts] == ["a b", "c"]
     assert [prompt.columns for prompt in prompts] == [
         {"prompt": "a\nb", "answer": "1"},
@@ -113,16 +113,16 @@ def test_a_dataset_on_the_disk_is_read_like_a_file(tmp_path: Path) -> None:
 
     rows = {"prompt": ["a b", "a b"], "answer": [1, 2]}
     datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "one")
-    prompts = read_prompts(tmp_path / "one", text())
+    prompts = read_prompts(tmp_path / "one", tokenizer_of())
     assert [(words(prompt.tokens.tolist()), prompt.columns["answer"]) for prompt in prompts] == [("a b", 1), ("a b", 2)]
     split = datasets.DatasetDict(
         {"train": datasets.Dataset.from_dict({"prompt": ["a"]}), "test": datasets.Dataset.from_dict({"prompt": ["b"]})}
     )
     split.save_to_disk(tmp_path / "several")
-    assert [words(p.tokens.tolist()) for p in read_prompts(tmp_path / "several", text())] == ["a"]
-    assert [words(p.tokens.tolist()) for p in read_prompts(tmp_path / "several", text(), split="test")] == ["b"]
+    assert [words(p.tokens.tolist()) for p in read_prompts(tmp_path / "several", tokenizer_of())] == ["a"]
+    assert [words(p.tokens.tolist()) for p in read_prompts(tmp_path / "several", tokenizer_of(), split="test")] == ["b"]
     with pytest.raises(DataError, match="has no split 'dev'; the splits there are train, test"):
-        read_prompts(tmp_path / "several", text(), split="dev")
+        read_prompts(tmp_path / "several", tokenizer_of(), split="dev")
     (tmp_path / "one" / "state.json").write_text("{}")
     assert "cannot be read as a dataset: " in refused(tmp_path / "one")
 
@@ -134,7 +134,7 @@ def test_chats_of_a_dataset_go_through_the_template(tmp_path: Path) -> None:
         [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
     ]
     datasets.Dataset.from_dict({"prompt": chats}).save_to_disk(tmp_path / "chats")
-    (prompt,) = read_prompts(tmp_path / "chats", text(TEMPLATE))
+    (prompt,) = read_prompts(tmp_path / "chats", tokenizer_of(TEMPLATE))
     assert words(prompt.tokens.tolist()) == "user : a assistant : b user : c assistant :"
 
 
@@ -142,7 +142,7 @@ def test_chats_of_a_dataset_go_through_the_template(tmp_path: Path) -> None:
 def test_a_dataset_of_a_hub_that_cannot_be_asked_is_one_sentence(name: str) -> None:
     told: list[str] = []
     with pytest.raises(DataError) as caught:
-        read_prompts(name, text(), tell=told.append)
+        read_prompts(name, tokenizer_of(), tell=told.append)
     said = str(caught.value)
     assert said.startswith(f"{name!r} is no file or directory here, and as a dataset of a hub it could not be had (")
     assert len(said.splitlines()) == 1
@@ -164,16 +164,16 @@ def test_a_dataset_of_a_hub_is_asked_for_by_name_split_and_subset(
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     monkeypatch.setattr("oppo.data.datasets_library.HfApi.dataset_info", lambda self, name, timeout: None)
-    (prompt,) = read_prompts("someone/sums", text(), split="test", subset="main")
+    (prompt,) = read_prompts("someone/sums", tokenizer_of(), split="test", subset="main")
     assert prompt.columns == {"prompt": "a b", "answer": 3}
     with pytest.raises(DataError, match=r"the dataset 'someone/sums', split 'dev', cannot be loaded \(ValueError"):
-        read_prompts("someone/sums", text(), split="dev")
+        read_prompts("someone/sums", tokenizer_of(), split="dev")
     assert asked == [("someone/sums", "main", "test"), ("someone/sums", None, "dev")]
     monkeypatch.undo()
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
     (tmp_path / "someone___sums").mkdir()
-    assert len(read_prompts("someone/sums", text())) == 1, "this machine's copy needs no hub"
+    assert len(read_prompts("someone/sums", tokenizer_of())) == 1, "this machine's copy needs no hub"
 
 
 def test_without_the_library_a_dataset_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,11 +184,11 @@ def test_without_the_library_a_dataset_says_what_to_install(tmp_path: Path, monk
 
 def test_rows_of_a_program_are_read_like_a_file() -> None:
     rows = [{"prompt": "a b", "answer": 1}, {"prompt": "c", "answer": 2}]
-    assert [words(prompt.tokens.tolist()) for prompt in read_prompts(rows, text())] == ["a b", "c"]
+    assert [words(prompt.tokens.tolist()) for prompt in read_prompts(rows, tokenizer_of())] == ["a b", "c"]
     with pytest.raises(DataError, match=r"row 2: expected a mapping of columns, got 'c' \(str\)"):
-        read_prompts([{"prompt": "a"}, "c"], text())  # type: ignore[list-item]
+        read_prompts([{"prompt": "a"}, "c"], tokenizer_of())  # type: ignore[list-item]
     with pytest.raises(DataError, match="the program's rows holds no prompt"):
-        read_prompts([], text())
+        read_prompts([], tokenizer_of())
 
 
 @pytest.mark.parametrize(
@@ -226,10 +226,12 @@ def test_a_file_that_cannot_be_read_is_a_sentence(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("policy", "kept"), [("filter", ["a"]), ("truncate", ["a", "c d"])])
-def test_over_long_prompts_are_left_out_or_cut_and_counted(tmp_path: Path, policy: OverLong, kept: list[str]) -> None:
+def test_over_long_prompts_are_left_out_or_cut_and_counted(
+    tmp_path: Path, policy: OverLongPrompt, kept: list[str]
+) -> None:
     path = jsonl(tmp_path, {"prompt": "a"}, {"prompt": "a b c d"})
     notices: list[str] = []
-    prompts = read_prompts(path, text(), max_prompt_tokens=2, over_long=policy, tell=notices.append)
+    prompts = read_prompts(path, tokenizer_of(), max_prompt_tokens=2, over_long=policy, tell=notices.append)
     assert [words(prompt.tokens.tolist()) for prompt in prompts] == kept
     assert len(notices) == 1
     assert notices[0].startswith(f"1 of 2 prompts of {path} are longer than 2 tokens")
@@ -238,9 +240,9 @@ def test_over_long_prompts_are_left_out_or_cut_and_counted(tmp_path: Path, polic
 def test_over_long_prompts_can_be_refused(tmp_path: Path) -> None:
     path = jsonl(tmp_path, {"prompt": "a"}, {"prompt": "a b c"})
     with pytest.raises(DataError, match=r"1 of 2 prompts .* longer than 2 tokens, the first at .*line 2"):
-        read_prompts(path, text(), max_prompt_tokens=2, over_long="error")
+        read_prompts(path, tokenizer_of(), max_prompt_tokens=2, over_long="error")
 
 
 def test_no_prompt_left_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no prompt .* is left: all are over-long"):
-        read_prompts(jsonl(tmp_path, {"prompt": "a b c"}), text(), max_prompt_tokens=2)
+        read_prompts(jsonl(tmp_path, {"prompt": "a b c"}), tokenizer_of(), max_prompt_tokens=2)

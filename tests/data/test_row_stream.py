@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 from oppo.data import RowStream
 from oppo.errors import DataError
 from oppo.testing import run_virtual
-from tests.data.test_prompts import text, words
+from tests.data.test_prompts import tokenizer_of, words
 
 
 def rows(count: int) -> list[dict[str, object]]:
@@ -44,7 +44,7 @@ def taken(stream: RowStream, count: int = 1000) -> list[tuple[int, str, object]]
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_rows_come_in_their_order_and_the_stream_ends_with_them(asynchronous: bool) -> None:
     given = rows(7)
-    stream = RowStream(served(given) if asynchronous else iter(given), text())
+    stream = RowStream(served(given) if asynchronous else iter(given), tokenizer_of())
     assert taken(stream) == [(i, row["prompt"], i) for i, row in enumerate(given)]
     assert stream.ended
 
@@ -57,7 +57,7 @@ def test_a_row_is_asked_for_when_its_prompt_is() -> None:
             asked.append(i)
             yield {"prompt": "a", "number": i}
 
-    stream = RowStream(endless(), text())
+    stream = RowStream(endless(), tokenizer_of())
     assert [number for number, _, _ in taken(stream, 3)] == [0, 1, 2]
     assert asked == [0, 1, 2]
     assert not stream.ended
@@ -71,7 +71,7 @@ def test_a_sync_iterable_is_asked_in_a_thread() -> None:
         yield {"prompt": "a", "number": 0}
 
     async def main() -> int:
-        return len([prompt async for prompt in RowStream(slow(), text())])
+        return len([prompt async for prompt in RowStream(slow(), tokenizer_of())])
 
     assert anyio.run(main) == 1
     assert threads.isdisjoint({threading.get_ident()})
@@ -80,7 +80,7 @@ def test_a_sync_iterable_is_asked_in_a_thread() -> None:
 @given(count=st.integers(0, 12), position=st.integers(0, 12), longest=st.integers(1, 5))
 def test_a_stream_over_the_same_rows_goes_on_from_anywhere(count: int, position: int, longest: int) -> None:
     def stream() -> RowStream:
-        return RowStream(iter(rows(count)), text(), max_prompt_tokens=longest)
+        return RowStream(iter(rows(count)), tokenizer_of(), max_prompt_tokens=longest)
 
     first, second = stream(), stream()
     taken(first, position)
@@ -92,13 +92,13 @@ def test_a_stream_over_the_same_rows_goes_on_from_anywhere(count: int, position:
 
 
 def test_other_rows_are_not_taken_for_those_that_a_run_had(tmp_path: object) -> None:
-    first = RowStream(iter(rows(9)), text())
+    first = RowStream(iter(rows(9)), tokenizer_of())
     taken(first, 5)
-    other = RowStream(iter(rows(9)[1:]), text())
+    other = RowStream(iter(rows(9)[1:]), tokenizer_of())
     other.load_state_dict(first.state_dict())
     with pytest.raises(DataError, match="the first 5 rows of the program are not those that the run had taken"):
         taken(other)
-    fewer = RowStream(iter(rows(3)), text())
+    fewer = RowStream(iter(rows(3)), tokenizer_of())
     fewer.load_state_dict(first.state_dict())
     with pytest.raises(DataError, match="had taken 5 rows of the program, and now there are 3"):
         taken(fewer)
@@ -107,10 +107,10 @@ def test_other_rows_are_not_taken_for_those_that_a_run_had(tmp_path: object) -> 
 def test_over_long_prompts_are_left_out_or_cut_and_told_once() -> None:
     told: list[str] = []
     given = rows(10)
-    left = taken(RowStream(iter(given), text(), max_prompt_tokens=3, tell=told.append))
+    left = taken(RowStream(iter(given), tokenizer_of(), max_prompt_tokens=3, tell=told.append))
     assert [number for number, _, _ in left] == list(range(6)), "numbers are consecutive"
     assert [row for _, _, row in left] == [0, 1, 2, 5, 6, 7]
-    cut = taken(RowStream(iter(given), text(), max_prompt_tokens=3, over_long="truncate", tell=told.append))
+    cut = taken(RowStream(iter(given), tokenizer_of(), max_prompt_tokens=3, over_long="truncate", tell=told.append))
     assert len(cut) == 10
     assert max(len(prompt.split()) for _, prompt, _ in cut) == 3
     assert told == [
@@ -118,10 +118,10 @@ def test_over_long_prompts_are_left_out_or_cut_and_told_once() -> None:
         "row 4: a prompt of 4 tokens, longer than 3, loses its beginning",
     ]
     with pytest.raises(DataError, match="row 4: a prompt of 4 tokens, longer than 3; filter or truncate such prompts"):
-        taken(RowStream(iter(given), text(), max_prompt_tokens=3, over_long="error"))
+        taken(RowStream(iter(given), tokenizer_of(), max_prompt_tokens=3, over_long="error"))
 
 
 def test_a_malformed_row_is_named() -> None:
     given: list[Mapping[str, object]] = [{"prompt": "a", "number": 0}, {"question": "b"}]
     with pytest.raises(DataError, match="row 2: no column 'prompt'; the columns there are question"):
-        taken(RowStream(iter(given), text()))
+        taken(RowStream(iter(given), tokenizer_of()))

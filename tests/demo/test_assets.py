@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from oppo.demo import language
-from oppo.demo.assets import Assets, Recipe, cache_directory, make_assets
+from oppo.demo.assets import AssetRecipe, Assets, cache_directory, make_assets
 from oppo.demo.once import COMPLETE
 
 
@@ -104,8 +104,8 @@ def test_torch_is_left_as_it_was(cache: Path, assets: Assets) -> None:
 
 
 def test_the_digest_names_the_recipe() -> None:
-    assert Recipe().digest() == Recipe().digest()
-    assert len({Recipe().digest(), Recipe(seed=1).digest(), Recipe.small(0).digest()}) == 3
+    assert AssetRecipe().digest() == AssetRecipe().digest()
+    assert len({AssetRecipe().digest(), AssetRecipe(seed=1).digest(), AssetRecipe.small(0).digest()}) == 3
 
 
 def test_the_cache_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from oppo.app.config import load
-from oppo.demo.gains import Effort, Gains, Round, Standing
+from oppo.demo.gains import Effort, Gains, Standing, TimedRound
 from oppo.demo.schedules import deepened, excerpt, measure
 from oppo.hf.loading.models import load_scalar
 from oppo.observe import Role, Span
@@ -26,11 +26,11 @@ ROLES: dict[str, Role] = {
 EFFORT = Effort(batch=12, extra=3, steps=2, rounds=3, deeper=4)
 
 
-def made(seconds: float, *spans: tuple[str, float, float], tokens: int = 100) -> Round:
+def made(seconds: float, *spans: tuple[str, float, float], tokens: int = 100) -> TimedRound:
     """Return a round of two steps, the models' work in the first."""
     work = [Span(track, "work", start, end, 0, ROLES.get(track)) for track, start, end in spans]
     middle = seconds / 2
-    return Round(tokens, [TimedStep(0, 0.0, middle, None, 0, work), TimedStep(1, middle, seconds, None, 0, [])])
+    return TimedRound(tokens, [TimedStep(0, 0.0, middle, None, 0, work), TimedStep(1, middle, seconds, None, 0, [])])
 
 
 @pytest.mark.parametrize(

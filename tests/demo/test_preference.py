@@ -9,23 +9,23 @@ import numpy as np
 from hypothesis import given, settings, strategies as st
 
 from oppo.demo import language
-from oppo.demo.preference import Text, fluency, sample_preferences, utility
+from oppo.demo.preference import Review, fluency, sample_preferences, utility
 
-WARM = Text(" The cake was superb. The staff were kind. I loved the tea.")
+WARM = Review(" The cake was superb. The staff were kind. I loved the tea.")
 
 
 def test_warm_and_specific_reviews_are_preferred() -> None:
-    cold = Text(" The cake was awful. The staff were rude. I regret the tea.")
-    elsewhere = Text(" The helmet was superb. The staff were kind. I loved the saddle.")
+    cold = Review(" The cake was awful. The staff were rude. I regret the tea.")
+    elsewhere = Review(" The helmet was superb. The staff were kind. I loved the saddle.")
     assert utility("coffee", WARM) > utility("coffee", elsewhere) > utility("coffee", cold)
 
 
 def test_spoiling_a_review_costs_utility() -> None:
     words = WARM.words.split()
-    shuffled = Text(" " + " ".join(reversed(words)))
-    repeated = Text(WARM.words + " I loved the tea." * 4)
-    unfinished = Text(WARM.words + " The", ended=False)
-    for spoiled in (shuffled, repeated, unfinished, Text("")):
+    shuffled = Review(" " + " ".join(reversed(words)))
+    repeated = Review(WARM.words + " I loved the tea." * 4)
+    unfinished = Review(WARM.words + " The", ended=False)
+    for spoiled in (shuffled, repeated, unfinished, Review("")):
         assert utility("coffee", WARM) > utility("coffee", spoiled)
 
 
@@ -33,7 +33,7 @@ def test_length_explains_little_of_what_is_liked() -> None:
     rng = random.Random(0)
     asks = language.training_prompts(2000, 0)
     texts = [language.review(ask.topic, rng) for ask in asks]
-    liked = [utility(ask.topic, Text(text)) for ask, text in zip(asks, texts, strict=True)]
+    liked = [utility(ask.topic, Review(text)) for ask, text in zip(asks, texts, strict=True)]
     assert abs(np.corrcoef(liked, [len(text.split()) for text in texts])[0, 1]) < 0.25
 
 
@@ -53,10 +53,10 @@ def test_every_two_texts_are_compared_once() -> None:
 @given(st.sampled_from([topic.name for topic in language.TOPICS]), st.text(max_size=60), st.booleans())
 @settings(deadline=None)
 def test_every_text_has_a_finite_utility(topic: str, words: str, ended: bool) -> None:
-    assert np.isfinite(utility(topic, Text(words, ended)))
+    assert np.isfinite(utility(topic, Review(words, ended)))
 
 
 def test_fluency_counts_the_clauses_of_complete_texts() -> None:
-    assert fluency([WARM, Text(" Gibberish the of.", ended=False)]) == 1
-    assert fluency([Text(" The cake was superb. Cake the was.")]) == 0.5
+    assert fluency([WARM, Review(" Gibberish the of.", ended=False)]) == 1
+    assert fluency([Review(" The cake was superb. Cake the was.")]) == 0.5
     assert fluency([]) == 0

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from oppo.app.config import load
 from oppo.cli import main
 from oppo.demo.exactness import Digests
-from oppo.demo.outcome import Outcome
+from oppo.demo.findings import Findings
 from oppo.demo.run import UNMEASURED, demo
 from oppo.evaluation import Comparison
 from oppo.hf import load_causal
@@ -67,8 +67,8 @@ def test_a_short_demo_learns_whatever_the_seed(seed: int, tmp_path: Path) -> Non
     learned(demo(tmp_path / "runs", short=True, seed=seed, cache=tmp_path / "cache"))
 
 
-def outcome(length_after: float, deferral_steps: Mapping[int, int] | None = None) -> Outcome:
-    return Outcome(
+def findings(length_after: float, deferral_steps: Mapping[int, int] | None = None) -> Findings:
+    return Findings(
         scores=Comparison(before=0.0, after=1.5, spread=1.0, gain=1.5, half_width=0.2),
         kl=5.0,
         length_before=30.0,
@@ -85,16 +85,16 @@ def outcome(length_after: float, deferral_steps: Mapping[int, int] | None = None
 
 
 def test_responses_that_have_become_far_longer_are_called_a_length_hack() -> None:
-    assert "length hack: 2.3 times as long" in "\n".join(outcome(70.0).lines())
-    assert "length hack" not in "\n".join(outcome(59.0).lines())
+    assert "length hack: 2.3 times as long" in "\n".join(findings(70.0).lines())
+    assert "length hack" not in "\n".join(findings(59.0).lines())
 
 
 def test_runs_that_made_other_tokens_are_said_to_have_done_so() -> None:
-    assert "made OTHER tokens: aa and ab" in "\n".join(outcome(30.0).lines())
-    assert outcome(30.0).facts()["tokens_identical_to_serial"] is False
+    assert "made OTHER tokens: aa and ab" in "\n".join(findings(30.0).lines())
+    assert findings(30.0).facts()["tokens_identical_to_serial"] is False
 
 
 def test_what_was_carried_over_is_told_and_so_is_that_nothing_was() -> None:
-    told = "\n".join(outcome(30.0).lines())
+    told = "\n".join(findings(30.0).lines())
     assert "20.0% of the rollouts were carried over; steps carried: 90 for 1, 5 for 2" in told
-    assert "nothing was carried over" in "\n".join(outcome(30.0, {}).lines())
+    assert "nothing was carried over" in "\n".join(findings(30.0, {}).lines())

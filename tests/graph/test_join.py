@@ -16,7 +16,7 @@ def number(item: object) -> int | None:
     return abs(int(item)) if isinstance(item, float | int) and item >= 0 else None
 
 
-async def feed(channel: Channel[float], items: Sequence[float], pause: float = 0.0) -> None:
+async def send_all(channel: Channel[float], items: Sequence[float], pause: float = 0.0) -> None:
     for item in items:
         await anyio.sleep(pause)
         await channel.send(item)
@@ -31,8 +31,8 @@ def test_rows_come_as_soon_as_they_are_complete() -> None:
     async def main() -> None:
         a, b = channels(2)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(feed, a, [1, 2, 3])
-            tasks.start_soon(feed, b, [3, 1, 2], 1.0)
+            tasks.start_soon(send_all, a, [1, 2, 3])
+            tasks.start_soon(send_all, b, [3, 1, 2], 1.0)
             rows = [(anyio.current_time(), row) async for row in join(a, b, key=number)]
         assert rows == [(1.0, (3, 3)), (2.0, (1, 1)), (3.0, (2, 2))]
 
@@ -45,7 +45,7 @@ def test_no_order_of_the_inputs_blocks_a_join(a: list[int], b: list[int], c: lis
         lanes = channels(3, capacity)
         async with anyio.create_task_group() as tasks:
             for lane, items in zip(lanes, (a, b, c), strict=True):
-                tasks.start_soon(feed, lane, items)
+                tasks.start_soon(send_all, lane, items)
             rows = [row async for row in join(lanes[0], lanes[1], lanes[2], key=number)]
         assert sorted(rows) == [(n, n, n) for n in range(12)]
 
@@ -56,8 +56,8 @@ def test_items_of_the_primary_without_a_key_go_aside() -> None:
     async def main() -> None:
         a, b = channels(2, 8)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(feed, a, [-1, 5, -2])
-            tasks.start_soon(feed, b, [5, -3])
+            tasks.start_soon(send_all, a, [-1, 5, -2])
+            tasks.start_soon(send_all, b, [5, -3])
             aside: list[float] = []
             assert [row async for row in join(a, b, key=number, aside=aside.append)] == [(5, 5)]
         assert aside == [-1, -2]

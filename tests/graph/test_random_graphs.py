@@ -81,7 +81,7 @@ class Plan:
 
 
 @dataclass(eq=False)
-class ScorerInput:
+class First:
     """Takes ``count`` numbers in each step and deals them to the lanes."""
 
     plan: Plan
@@ -149,14 +149,14 @@ class Last:
 
 def graph_of(plan: Plan) -> Graph[Mapping[Lane, int]]:
     g = GraphBuilder[int]("random", capacity=plan.capacity, merge=merge, key=lane_of)
-    feed = g.add("feed", ScorerInput(plan), g.prompts)
+    first = g.add("first", First(plan), g.prompts)
     nodes: dict[str, tuple[AnyStage, *tuple[str, ...]]] = {}
     for number, place in enumerate(plan.places):
         fails_at = plan.fails[1] if plan.fails and plan.fails[0] == number else None
-        inputs = ["feed" if source < 0 else f"s{source}" for source in place.inputs]
+        inputs = ["first" if source < 0 else f"s{source}" for source in place.inputs]
         nodes[f"s{number}"] = (Pass(f"s{number}", place, fails_at), *inputs)
     nodes["last"] = (Last(), *(f"s{number}" for number in plan.sinks))
-    return g.build(g.add("last", Last(), feed)).rebuild(without=(), **nodes)
+    return g.build(g.add("last", Last(), first)).rebuild(without=(), **nodes)
 
 
 PACE = st.sampled_from((0.0, 0.0, 0.1, 0.3, 1.0, 2.0))

@@ -21,7 +21,7 @@ from oppo.algorithms.ppo import ppo
 from oppo.errors import HangError
 from oppo.events import Finish, StepReport
 from oppo.graph import Graph, Snapshot, Wait
-from oppo.liveness import Stall, Watchdog, watched
+from oppo.liveness import Stall, StallLimits, Vitals, Watchdog, watched
 from oppo.observe import Span
 from oppo.rewards import FunctionReward
 from oppo.stages import Score
@@ -60,13 +60,10 @@ class Scene:
 
     def __post_init__(self) -> None:
         self.dog = Watchdog(
-            100,
+            StallLimits(100, notice=10, call_timeout=self.limit),
             report=self.path,
-            notice=10,
+            vitals=Vitals(progress=lambda: self.work, calls=lambda: self.calls),
             clock=self.time,
-            progress=lambda: self.work,
-            calls=lambda: self.calls,
-            call_timeout=self.limit,
         )
 
     def at(self, seconds: float) -> tuple[float, bool] | None:
@@ -198,7 +195,7 @@ async def hang(graph: Graph[StepReport], watchdog: Watchdog, trap: Trap, lookahe
 async def test_a_run_that_hangs_is_ended_and_the_report_names_who_hangs(tmp_path: Path) -> None:
     trap, told = Trap(), list[Stall]()
     report = tmp_path / "hang-report.json"
-    watchdog = Watchdog(0.2, report=report, notice=0.05, listeners=[told.append], clock=trap.clock)
+    watchdog = Watchdog(StallLimits(0.2, notice=0.05), report=report, listeners=[told.append], clock=trap.clock)
     error = await hang(hanging(trap), watchdog, trap)
     assert "advantage waits for reward; " in str(error)
     assert "; reward is at work (see " in str(error)
@@ -220,7 +217,7 @@ async def test_a_run_that_hangs_is_ended_and_the_report_names_who_hangs(tmp_path
 async def test_the_report_of_a_run_with_steps_in_flight_names_the_step_that_hangs(tmp_path: Path) -> None:
     trap, told = Trap(), list[Stall]()
     report = tmp_path / "hang-report.json"
-    watchdog = Watchdog(0.2, report=report, notice=0.05, listeners=[told.append], clock=trap.clock)
+    watchdog = Watchdog(StallLimits(0.2, notice=0.05), report=report, listeners=[told.append], clock=trap.clock)
     error = await hang(hanging(trap), watchdog, trap, lookahead=1)
     assert [snapshot.step for snapshot in told[-1].snapshots] == [0, 1]
     assert re.search(r"in step 0 .*; reward is at work; in step 1 .*no stage is at work|in step 1 ", str(error))
@@ -250,7 +247,7 @@ async def test_what_cannot_be_cancelled_is_left_to_the_last_resort(tmp_path: Pat
         errors.append(error)
         trap.opened.set()  # a command would end the process here
 
-    watchdog = Watchdog(0.1, report=tmp_path / "r.json", last_resort=end, grace=0.05, clock=trap.clock)
+    watchdog = Watchdog(StallLimits(0.1, grace=0.05), report=tmp_path / "r.json", last_resort=end, clock=trap.clock)
     graph = hanging(trap).replace(reward=Score(Unbearable(trap)))
     assert errors == [await hang(graph, watchdog, trap)]
 
@@ -271,12 +268,10 @@ async def test_a_cancelled_run_is_waited_for_while_it_saves_up_to_the_limit_of_a
         trap.opened.set()
 
     watchdog = Watchdog(
-        0.1,
+        StallLimits(0.1, call_timeout=limit, grace=0.01),
         report=tmp_path / "r.json",
-        call_timeout=limit,
-        saving=saving,
+        vitals=Vitals(saving=saving),
         last_resort=end,
-        grace=0.01,
         clock=trap.clock,
     )
     error = await hang(hanging(trap).replace(reward=Score(Unbearable(trap))), watchdog, trap)
@@ -297,7 +292,11 @@ async def test_a_cancelled_run_is_waited_for_while_it_moves(tmp_path: Path) -> N
         return len(left)
 
     watchdog = Watchdog(
-        0.1, report=tmp_path / "r.json", progress=progress, last_resort=end, grace=0.01, clock=trap.clock
+        StallLimits(0.1, grace=0.01),
+        report=tmp_path / "r.json",
+        vitals=Vitals(progress=progress),
+        last_resort=end,
+        clock=trap.clock,
     )
     error = await hang(hanging(trap).replace(reward=Score(Unbearable(trap))), watchdog, trap)
     assert errors == [error]
@@ -316,7 +315,7 @@ async def test_a_loop_that_is_blocked_is_reported_from_outside(tmp_path: Path) -
         trap.fall()
         return [0.0 for _ in completions]
 
-    watchdog = Watchdog(0.1, report=tmp_path / "r.json", last_resort=end, grace=0.05, clock=trap.clock)
+    watchdog = Watchdog(StallLimits(0.1, grace=0.05), report=tmp_path / "r.json", last_resort=end, clock=trap.clock)
     await hang(hanging(trap).replace(reward=Score(FunctionReward(blocking, str))), watchdog, trap)
     assert "reward is at work" in str(errors[0])
     written = json.loads((tmp_path / "r.json").read_text())
@@ -326,7 +325,7 @@ async def test_a_loop_that_is_blocked_is_reported_from_outside(tmp_path: Path) -
 
 async def test_a_report_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     trap = Trap()
-    watchdog = Watchdog(0.1, report=tmp_path / "nowhere" / "r.json", clock=trap.clock)
+    watchdog = Watchdog(StallLimits(0.1), report=tmp_path / "nowhere" / "r.json", clock=trap.clock)
     error = await hang(hanging(trap), watchdog, trap)
     assert "could not be written: No such file or directory" in str(error)
 
@@ -334,7 +333,7 @@ async def test_a_report_that_cannot_be_written_is_said(tmp_path: Path) -> None:
 async def test_a_run_that_moves_is_left_alone(tmp_path: Path) -> None:
     trap = Trap()
     trap.opened.set()
-    with Watchdog(60, report=tmp_path / "r.json") as watchdog:
+    with Watchdog(StallLimits(60), report=tmp_path / "r.json") as watchdog:
         await play_on(hanging(trap), watchdog)
     assert not (tmp_path / "r.json").exists()
 
@@ -342,14 +341,14 @@ async def test_a_run_that_moves_is_left_alone(tmp_path: Path) -> None:
 LOCKED = """
 import re, sys
 from pathlib import Path
-from oppo.liveness import Watchdog, last_word
+from oppo.liveness import StallLimits, Watchdog, last_word
 
 last_word.CPU_SECONDS = 0.1
 
 def hold_the_lock():
     re.match(r"(a+)+$", "a" * 60 + "b")
 
-with Watchdog(0.5, report=Path(sys.argv[1]), last_resort=print):
+with Watchdog(StallLimits(0.5), report=Path(sys.argv[1]), last_resort=print):
     hold_the_lock()
 """
 

@@ -13,7 +13,7 @@ from oppo.errors import ConfigError
 from oppo.events import Defer
 from oppo.observe import Span
 from oppo.report import RunDirectory, observations, story
-from oppo.report.journal import JOURNAL, course
+from oppo.report.journal import JOURNAL, read_replay
 from oppo.report.records import Record, rewind
 from oppo.report.rundir import RECORDS, write_page
 from oppo.report.timed import TimedStep
@@ -255,9 +255,9 @@ def test_drains_outlive_the_steps_that_are_taken_back_and_end_the_course_of_what
     for resumed_at in (2, 1):
         with RunDirectory(path, threaded=False, resumed_at=resumed_at):
             pass
-        assert course(path / JOURNAL).drains == {2}
+        assert read_replay(path / JOURNAL).drains == {2}
         assert told() == {0: 1.0, 1: 1.0, 2: 1.0, 3: 2.0, 4: 2.0}
-    assert course(tmp_path / "nowhere").drains == frozenset()
+    assert read_replay(tmp_path / "nowhere").drains == frozenset()
 
 
 def test_text_with_other_line_ends_and_a_line_torn_within_a_character_are_read_as_written(tmp_path: Path) -> None:

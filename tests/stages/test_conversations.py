@@ -22,7 +22,7 @@ from oppo.turns import Answer, Answered, Turn, turns_answered
 from tests.known import known
 from tests.pipelines import Pipeline, Setting, same_batches, settings
 
-Outcome = Answer | Drop | None
+TurnOutcome = Answer | Drop | None
 
 
 @dataclass
@@ -31,10 +31,10 @@ class Tool:
 
     seconds: Callable[[Turn], float] = lambda turn: 0.0
     length: int = 2
-    outcome: Callable[[Turn], Outcome] | None = None
+    outcome: Callable[[Turn], TurnOutcome] | None = None
     asked: list[tuple[int, int, list[int], object]] = field(default_factory=list)
 
-    async def answer(self, turn: Turn) -> Outcome:
+    async def answer(self, turn: Turn) -> TurnOutcome:
         self.asked.append((turn.prompt.rollout, turn.number, turn.tokens.tolist(), turn.state))
         await anyio.sleep(self.seconds(turn))
         if self.outcome is not None:
@@ -123,7 +123,7 @@ def test_observers_are_told_why_there_was_no_answer() -> None:
     assert answers(dropped) == [(0, Answered(0, 0, 0, 0.0, "no power"))]
     assert answers(ended) == [(0, Answered(0, 0, 0, 0.0))]
 
-    def fail(turn: Turn) -> Outcome:
+    def fail(turn: Turn) -> TurnOutcome:
         raise OSError("unplugged")
 
     broken = pipeline(ONE_STEP, Tool(outcome=fail), first_has_turns)
@@ -189,7 +189,7 @@ def test_a_call_whose_rollout_begins_anew_is_cancelled() -> None:
     ended = list[tuple[int, float]]()
 
     class Slow:
-        async def answer(self, turn: Turn) -> Outcome:
+        async def answer(self, turn: Turn) -> TurnOutcome:
             try:
                 await anyio.sleep(50.0 if turn.prompt.rollout == 0 and not ended else 0.0)
             finally:
@@ -207,7 +207,7 @@ def test_a_call_whose_rollout_begins_anew_is_cancelled() -> None:
 
 
 def test_an_error_names_the_rollout_and_the_turn() -> None:
-    def fail(turn: Turn) -> Outcome:
+    def fail(turn: Turn) -> TurnOutcome:
         raise OSError("unplugged")
 
     with pytest.raises(OSError, match="unplugged") as caught:

@@ -13,7 +13,7 @@ from oppo.admission import Overcommit
 from oppo.algorithms.grpo import grpo
 from oppo.errors import ConfigError
 from oppo.estimators import AdaptiveKL
-from oppo.events import Batch, Drop, Finish, Part, Prompt, StepReport
+from oppo.events import Batch, BatchPart, Drop, Finish, Prompt, StepReport
 from oppo.graph import Graph
 from oppo.models import Trained
 from oppo.shaping import ScoreShaping
@@ -71,7 +71,7 @@ def test_the_update_is_hidden_behind_the_tail() -> None:
     assert whole.seconds == pytest.approx(9 + 0.5 * 9)
     assert streamed.seconds == pytest.approx(9 + 0.5 * 3 + 0.25)
     sent = [item for _, stage, item in tap.items if stage == "advantage"]
-    assert [type(item) for item in sent] == [Part, Part, Part, Batch]
+    assert [type(item) for item in sent] == [BatchPart, BatchPart, BatchPart, Batch]
     assert streamed.metrics["timing_s/update"] == pytest.approx(0.25), "what is hidden is not an update's time"
 
 
@@ -89,7 +89,7 @@ def test_parts_are_rows_of_the_batch_that_follows(lengths: list[int], extra: int
     assert [report.trained for report in reports] == [report.trained for report in expected]
     parts: list[Batch] = []
     for _, stage, item in tap.items:
-        if stage == "advantage" and isinstance(item, Part):
+        if stage == "advantage" and isinstance(item, BatchPart):
             parts.append(item.batch)
         elif stage == "advantage" and isinstance(item, Batch):
             for part in parts:

@@ -178,9 +178,9 @@ def test_stretches_say_what_was_decoded_between_the_ends_of_rollouts() -> None:
         Grown(10, 0, 9, math.nan),
     ]
     assert stretches(rollouts, 5.0, 26.0) == (
-        Stretch(8.0, 2, 8, 3 * (10 + 11) + (13 + 14), opened=30, resumed=13),
-        Stretch(6.0, 2, 6, 3 * (12 + 13)),
-        Stretch(4.0, 2, 4, 2 * (14 + 15)),
+        Stretch(8.0, 2, 8, 3 * (10 + 11) + (13 + 14), opened=30, resumed=13, ended=1),
+        Stretch(6.0, 2, 6, 3 * (12 + 13), ended=1),
+        Stretch(4.0, 2, 4, 2 * (14 + 15), ended=1),
         Stretch(3.0, 3, 3, 16 + 17 + 18),
     )
 
@@ -188,9 +188,9 @@ def test_stretches_say_what_was_decoded_between_the_ends_of_rollouts() -> None:
 def test_what_joins_a_phase_counts_from_the_decode_step_in_which_it_did() -> None:
     rollouts = [Grown(10, 0, 2, 4.0), Grown(10, 0, 6, 12.0), Grown(20, 0, 3, 10.0, joined=2)]
     assert stretches(rollouts, 0.0, 12.0) == (
-        Stretch(4.0, 2, 4, 2 * (10 + 11), opened=20),
-        Stretch(6.0, 3, 6, (12 + 13 + 14) + (20 + 21 + 22), opened=20),
-        Stretch(2.0, 1, 1, 15),
+        Stretch(4.0, 2, 4, 2 * (10 + 11), opened=20, ended=1),
+        Stretch(6.0, 3, 6, (12 + 13 + 14) + (20 + 21 + 22), opened=20, ended=1),
+        Stretch(2.0, 1, 1, 15, ended=1),
     )
 
 

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from oppo.admission import Bottleneck, together
-from oppo.admission.bottleneck import Part
+from oppo.admission.bottleneck import StepPart
 from oppo.errors import ModelDiverged
 from oppo.events import Batch
 from oppo.models import Trained
@@ -106,7 +106,7 @@ def test_a_batch_of_nothing_can_be_written(tmp_path: Path) -> None:
     assert load_file(dump_batch(GAE().batch([]), tmp_path) / "batch.safetensors")["offsets"].tolist() == [0]
 
 
-REGIMES: dict[Part, Setting] = {
+REGIMES: dict[StepPart, Setting] = {
     "decode": Setting(lengths=(30,)),
     "tail": Setting(lengths=(5, 9, 3, 30)),
     "cap": Setting(lengths=(5, 9, 3, 60)),
@@ -117,7 +117,7 @@ REGIMES: dict[Part, Setting] = {
 
 
 @pytest.mark.parametrize("bottleneck", REGIMES)
-def test_each_step_says_what_it_is_bound_by(bottleneck: Part) -> None:
+def test_each_step_says_what_it_is_bound_by(bottleneck: StepPart) -> None:
     pipeline = Pipeline(REGIMES[bottleneck])
     pipeline.policy.cap = 40
     run_virtual(pipeline.run)
@@ -131,7 +131,7 @@ def test_each_step_says_what_it_is_bound_by(bottleneck: Part) -> None:
 
 @pytest.mark.parametrize("lookahead", [1, 2])
 @pytest.mark.parametrize("bottleneck", [part for part in REGIMES if part != "score"])
-def test_each_step_in_flight_says_what_it_is_bound_by(bottleneck: Part, lookahead: int) -> None:
+def test_each_step_in_flight_says_what_it_is_bound_by(bottleneck: StepPart, lookahead: int) -> None:
     pipeline = Pipeline(replace(REGIMES[bottleneck], lookahead=lookahead, steps=9))
     pipeline.policy.cap = 40
     run_virtual(pipeline.run)

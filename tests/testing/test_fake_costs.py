@@ -96,3 +96,16 @@ def test_what_was_written_by_others_is_read_whole() -> None:
         assert spans == [(-4, 4)], "all but the last token, which the decode step reads"
 
     run_virtual(main)
+
+
+def test_decode_steps_wait_for_each_rollout_that_ends() -> None:
+    async def main() -> None:
+        policy = FakePolicy(lambda prompt: 2 if prompt.rollout == 0 else 4, 1.0, ending=3.0)
+        decodes = await policy.open(prompts(2))
+        async with policy.decoding(decodes, lambda ended: False):
+            await decodes[0].read(2)
+            assert anyio.current_time() == 2
+            await decodes[1].read(3)
+            assert anyio.current_time() == 2 + 3 + 1
+
+    run_virtual(main)

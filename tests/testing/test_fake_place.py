@@ -29,7 +29,7 @@ def ends(*calls: tuple[str, float, Priority], cancel: str = "") -> dict[str, flo
                     await one(name, priority)
 
         async def one(name: str, priority: Priority) -> None:
-            async with place.turn(priority):
+            async with place.reserved(priority):
                 await anyio.sleep(1)
             found[name] = anyio.current_time()
 
@@ -62,17 +62,17 @@ def test_while_one_holds_the_place_only_urgent_calls_are_made() -> None:
         place, urgent = FakePlace(), Urgent()
 
         async def other() -> None:
-            async with place.turn():
+            async with place.reserved():
                 order.append("other")
 
         async with anyio.create_task_group() as tasks:
             with urgent:
-                async with place.turn(urgent):
+                async with place.reserved(urgent):
                     order.append("first")
                     tasks.start_soon(other)
                     await anyio.sleep(1)
                 await anyio.sleep(1)
-                async with place.turn(urgent):
+                async with place.reserved(urgent):
                     order.append("second")
 
     run_virtual(main)
@@ -84,7 +84,7 @@ def test_a_call_with_something_better_to_do_is_given_up_while_it_queues(better: 
     async def main() -> bool:
         place = FakePlace()
         try:
-            async with place.turn(Preemptible(better)):
+            async with place.reserved(Preemptible(better)):
                 return True
         except Preempted:
             return False

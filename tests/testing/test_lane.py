@@ -76,7 +76,8 @@ def rollouts(draw: st.DrawFn) -> list[Rollout]:
     made += [Rollout(draw(st.integers(1, 40)), joins=draw(times)) for _ in range(draw(st.integers(0, 3)))]
     for each in made:
         if draw(st.booleans()):
-            each.parked = each.joins + draw(times)
+            sevenths = round(7 * each.joins)
+            each.parked = draw(st.integers(1, 400).map(sevenths.__add__).filter(lambda n: n % 7)) / 7
     return made
 
 

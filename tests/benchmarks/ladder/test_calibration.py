@@ -20,13 +20,13 @@ from benchmarks.ladder.calibration import (
     distance,
 )
 from benchmarks.ladder.record import StepRecord
-from benchmarks.ladder.workloads import PAPER, RULE_REWARD, TRAIN_BOUND, Bound, Workload
+from benchmarks.ladder.workloads import PAPER, RULE_REWARD, TRAIN_BOUND, BenchWorkload, Bound
 
 BOUNDS = bounds_of(PAPER, "split")
 ACTOR = PAPER.models.actor.layers
 
 
-def host(score: float, update: float, fixed: float = 0.0) -> Callable[[Workload], Costs]:
+def host(score: float, update: float, fixed: float = 0.0) -> Callable[[BenchWorkload], Costs]:
     """Return what measures on a host where a layer costs so much of a decode of one second.
 
     Args:
@@ -35,7 +35,7 @@ def host(score: float, update: float, fixed: float = 0.0) -> Callable[[Workload]
         fixed: what scoring and updating cost without a layer.
     """
 
-    def measure(workload: Workload) -> Costs:
+    def measure(workload: BenchWorkload) -> Costs:
         depths = Depths.of(workload)
         reward, critic = fixed + score * depths.reward, 0.1 * score * depths.critic
         changed = fixed + update * (ACTOR + depths.critic)
@@ -44,7 +44,7 @@ def host(score: float, update: float, fixed: float = 0.0) -> Callable[[Workload]
     return measure
 
 
-def calibrated(measure: Callable[[Workload], Costs]) -> Calibration:
+def calibrated(measure: Callable[[BenchWorkload], Costs]) -> Calibration:
     return calibrate(PAPER, BOUNDS, measure, lambda _: None)
 
 

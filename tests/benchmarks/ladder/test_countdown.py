@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.ladder.countdown import BEYOND, EOS, FILLERS, Countdown, announced, language_of, lessons, write_prompts
-from benchmarks.ladder.workloads import CAPPED, PAPER, SMOKE, WORKLOADS, Lengths, Workload
+from benchmarks.ladder.workloads import CAPPED, PAPER, SMOKE, WORKLOADS, BenchWorkload, Lengths
 
 
 def test_a_response_has_as_many_tokens_as_its_prompt_announces() -> None:
@@ -30,7 +30,7 @@ def test_the_tokenizer_writes_the_words_of_the_language() -> None:
 
 
 @pytest.mark.parametrize("workload", WORKLOADS.values(), ids=lambda each: each.name)
-def test_announced_lengths_are_those_of_the_table(workload: Workload) -> None:
+def test_announced_lengths_are_those_of_the_table(workload: BenchWorkload) -> None:
     lengths = announced(workload.lengths, 4000, seed=1)
     assert min(lengths) >= workload.lengths.shortest
     assert max(lengths) <= language_of(workload).numbers

@@ -17,7 +17,7 @@ from benchmarks.ladder.layout import Seat, Seats
 from benchmarks.ladder.modes import MODES
 from benchmarks.ladder.pipeline import pipeline
 from benchmarks.ladder.record import StepRecord
-from benchmarks.ladder.workloads import SMOKE, Scorers, Workload, on_gpu
+from benchmarks.ladder.workloads import SMOKE, BenchWorkload, Scorers, on_gpu
 from benchmarks.machine import cores_here
 from oppo.errors import ConfigError
 from oppo.observe import Span
@@ -114,7 +114,7 @@ def test_a_workload_is_read_back_from_its_directory(files: Files, tmp_path: Path
 
 @pytest.mark.parametrize("size", ["0.5b", "1.5b"])
 def test_the_workloads_of_a_gpu_are_scripted_and_large(size: str) -> None:
-    workload: Workload = on_gpu(SMOKE, size)
+    workload: BenchWorkload = on_gpu(SMOKE, size)
     assert workload.models.scripted
     assert workload.models.dtype == "bfloat16"
     assert workload.batch == 64

@@ -20,7 +20,7 @@ LENGTH_HACK = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class Findings:
     """The findings of a run.
 
     Attributes:

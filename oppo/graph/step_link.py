@@ -1,4 +1,4 @@
-"""The order of steps that are alive together: which stages of each have returned."""
+"""Steps that are alive together, each linked to the next: a stage waits for the stages of another step."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ import anyio
 from oppo.errors import GraphError
 
 
-class Turn:
-    """The returns of one step's stages, and the turns next to it.
+class StepLink:
+    """One step among those that are alive: which of its stages have returned, and the links of the steps next to it.
 
     Args:
         stages: names of the graph's stages.
-        before: the turn of the step before, if that is alive.
+        before: the link of the step before, if that is alive.
         lookahead: number of later steps that begin before this one has ended, unless the run ends or drains.
 
     Attributes:
         returned: by stage, set when it returns.
         followed: set once ``after`` is known.
-        after: the turn of the next step; ``None`` if that begins when this one has ended.
+        after: the link of the next step; ``None`` if that begins when this one has ended.
         lookahead: as given.
         failed: whether the step has failed.
     """
 
-    def __init__(self, stages: Sequence[str], before: Turn | None = None, lookahead: int = 0) -> None:
+    def __init__(self, stages: Sequence[str], before: StepLink | None = None, lookahead: int = 0) -> None:
         self.returned = {name: anyio.Event() for name in stages}
         self.followed = anyio.Event()
         self.before = before
-        self.after: Turn | None = None
+        self.after: StepLink | None = None
         self.lookahead = lookahead
         self.failed = False
         if before is not None:
@@ -63,15 +63,15 @@ class Turn:
     async def later(self, stages: Sequence[str]) -> None:
         """Wait until the stages have returned in the later steps; see :meth:`oppo.graph.Step.later`."""
         self._require_known(stages)
-        turn: Turn = self
+        link: StepLink = self
         for _ in range(self.lookahead):
-            if turn.failed:
+            if link.failed:
                 return
-            await turn.followed.wait()
-            if turn.after is None:
+            await link.followed.wait()
+            if link.after is None:
                 return
-            turn = turn.after
-            await turn.all_returned(stages)
+            link = link.after
+            await link.all_returned(stages)
 
     async def settled(self, stages: Sequence[str]) -> None:
         """Wait until the stages have returned here and in the later steps; see :meth:`oppo.graph.Step.settled`."""
