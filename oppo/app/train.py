@@ -249,6 +249,7 @@ async def run(
     ):
         show_progress(session.graph, watch.panel.on_evaluation)
         async with (
+            interruptible(watch.on_signal) as interrupt,
             saving(assembly, directory.path / FINAL),
             heartbeat.beating(),
             watch.watchdog.guarding(),
@@ -258,7 +259,6 @@ async def run(
                 lookahead=settings.step.lookahead,
                 gauges={GAP: heartbeat.take},
             ) as running,
-            interruptible(lambda by: watch.on_signal(by, running.alive)) as interrupt,
         ):
             watch.look_at(running)
             await make_steps(session, running, interrupt, directory)

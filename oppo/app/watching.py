@@ -27,12 +27,13 @@ HANG_REPORT = "hang-report.json"
 """The report in the directory of a run that was ended because nothing moved."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class RunObservers:
     """The observers of a run.
 
     Attributes:
         observers: all of them, the run directory included.
+        alive: returns the steps in flight.
     """
 
     console: Console
@@ -40,14 +41,17 @@ class RunObservers:
     panel: Panel
     watchdog: Watchdog
     observers: Sequence[Observer]
+    alive: Callable[[], Sequence[int]] = tuple
 
     def look_at(self, running: Run[Any]) -> None:
         """Look from now on at which stage waits for which in each step that is alive."""
         self.watchdog.watch(running)
         self.panel.watch(running.snapshots)
+        self.alive = lambda: running.alive
 
-    def on_signal(self, by: signal.Signals, alive: Sequence[int]) -> None:
-        """Log and show what a signal does while the steps ``alive`` are in flight."""
+    def on_signal(self, by: signal.Signals) -> None:
+        """Log and show what a signal does to the steps in flight."""
+        alive = self.alive()
         self.log.on_interrupt(by, alive)
         name = "Ctrl-C" if by is signal.SIGINT else by.name
         steps = f"the {len(alive)} steps in flight" if len(alive) > 1 else "this step"

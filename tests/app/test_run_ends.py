@@ -140,6 +140,31 @@ def test_a_signal_while_models_are_loaded_ends_a_run_by_its_own_code(folder: Pat
     assert output == "interrupted\n"
 
 
+SAVING = """
+import anyio
+from oppo.app.saving import Saving
+save = Saving.save
+async def slowly(self, directory):
+    print("saving", flush=True)
+    await anyio.sleep(1)
+    await save(self, directory)
+Saving.save = slowly
+"""
+"""Has a process take its time over saving the trained models."""
+
+
+def test_a_second_signal_while_models_are_saved_ends_a_run_by_the_code_of_the_first(folder: Path) -> None:
+    with start(folder, "run.name=saving", "run.steps=99", "run.panel=lines", before=SAVING) as process:
+        assert any(line.startswith("step 1/") for line in iter(process.stdout.readline, ""))
+        process.send_signal(signal.SIGTERM)
+        assert any(line == "saving\n" for line in iter(process.stdout.readline, ""))
+        process.send_signal(signal.SIGINT)
+        _, output = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, output
+    assert f"interrupted by SIGTERM; what was learned is in {folder / 'runs' / 'saving' / FINAL}" in output
+    assert AutoModelForCausalLM.from_pretrained(folder / "runs" / "saving" / FINAL / "actor").config.model_type
+
+
 def test_a_run_outlives_its_display(folder: Path) -> None:
     reading, writing = os.pipe()
     command = [sys.executable, "-m", "oppo", "train", str(folder / "config.toml"), "--set", "run.name=unseen"]
