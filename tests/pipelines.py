@@ -157,7 +157,7 @@ class Pipeline:
             batch = g.add("advantage", GAE(), rollout, score, reference=ref, value=value, proximal=again)
         else:
             batch = g.add("advantage", GAE(), rollout, score, reference=ref, value=value)
-        update = Update(self.trainer, publish=followers(self.policy, values), after=self.setting.after)
+        update = Update(self.trainer, publish=followers(self.generate.policy, values), after=self.setting.after)
         return g.build(g.add("update", update, batch))
 
     async def run(self) -> None:

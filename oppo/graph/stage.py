@@ -15,7 +15,7 @@ the state of a step: two executions of a graph can be alive.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from oppo.graph.channel import Receiver, Sender
@@ -120,10 +120,15 @@ class Observing(Protocol[R_contra]):
 
 @runtime_checkable
 class Demanding(Protocol):
-    """A stage that works with others of its graph directly, and not only over a channel."""
+    """A stage that needs more of its graph than the types of its inputs say."""
 
-    def faults(self, stages: Sequence[object], /) -> Sequence[str]:
-        """Return a sentence for each thing that is wrong with a graph of these stages; asked when one is built."""
+    def faults(self, stages: Sequence[object], named: Collection[str], /) -> Sequence[str]:
+        """Return a sentence for each thing that is wrong; asked when a graph is built.
+
+        Args:
+            stages: all of the graph.
+            named: keywords of ``run`` under which this stage is given an input.
+        """
 
 
 @runtime_checkable

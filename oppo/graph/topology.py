@@ -138,7 +138,7 @@ class Topology:
             f"{node.name!r} {fault}"
             for node in self.nodes
             if isinstance(node.stage, Demanding)
-            for fault in node.stage.faults(stages)
+            for fault in node.stage.faults(stages, node.named)
         ]
 
     def _cycles(self) -> Sequence[str]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from oppo.errors import ConfigError
 from oppo.events import Batch, Defer, Drop, FloatArray, RolloutEvent, Scored
 from oppo.graph import Receiver, Sender
 from oppo.stages.scored_rollouts import ScoredRollout, ScoredRollouts
@@ -35,23 +34,16 @@ class BatchStage(ABC):
         value: Receiver[Scored[FloatArray] | Drop] | None = None,
         proximal: Receiver[Scored[FloatArray] | Drop] | None = None,
     ) -> None:
-        """Send the step's batch once every finished rollout is scored; send nothing without a rollout.
-
-        Raises:
-            ConfigError: log-probs of a reference are needed, and not connected.
-        """
-        self.require_reference(connected=reference is not None)
+        """Send the step's batch once every finished rollout is scored; send nothing without a rollout."""
         scored = await ScoredRollouts.of(rollout, score, reference=reference, values=value, proximal=proximal)
         if scored:
             await out.send(self.batch(scored.rollouts, scored.dropped, scored.deferred))
 
-    def require_reference(self, *, connected: bool) -> None:
-        """Raise ``ConfigError`` if log-probs of a reference are needed, and not connected."""
-        if self.refers and not connected:
-            raise ConfigError(
-                f"{type(self).__name__} has a KL penalty, which needs a reference: connect reference=stream, or set kl "
-                "to 0"
-            )
+    def faults(self, stages: Sequence[object], named: Collection[str], /) -> Sequence[str]:
+        """Return what is wrong if log-probs of a reference are needed, and not connected."""
+        del stages
+        fault = "has a KL penalty, which needs a reference: connect reference=stream, or set kl to 0"
+        return [fault] if self.refers and "reference" not in named else []
 
     def batch(
         self, rollouts: Sequence[ScoredRollout], dropped: Sequence[Drop] = (), deferred: Sequence[Defer] = ()

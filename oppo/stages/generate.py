@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -111,8 +111,9 @@ class Generate:
             for rollout in in_flight.values():
                 closing.push_async_callback(rollout.aclose)
 
-    def faults(self, stages: Sequence[object], /) -> Sequence[str]:
+    def faults(self, stages: Sequence[object], named: Collection[str], /) -> Sequence[str]:
         """Return what is wrong if the selection is not a stage too."""
+        del named
         fault = (
             'has a Selection that reads no scores: add the same one after the reward, g.add("select", selection, '
             "score), and give its output to the advantage stage"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,12 +60,7 @@ class InParts:
         value: Receiver[Scored[FloatArray] | Drop] | None = None,
         proximal: Receiver[Scored[FloatArray] | Drop] | None = None,
     ) -> None:
-        """Send groups as they are complete, then the step's batch; send nothing without a rollout.
-
-        Raises:
-            ConfigError: log-probs of a reference are needed, and not connected.
-        """
-        self.estimator.require_reference(connected=reference is not None)
+        """Send groups as they are complete, then the step's batch; send nothing without a rollout."""
         groups = defaultdict[int, list[ScoredRollout]](list)
 
         async def send_complete(each: ScoredRollout) -> None:
@@ -83,6 +78,10 @@ class InParts:
     def _early(self, members: Sequence[ScoredRollout]) -> Batch:
         """Return the part of the batch that a group is, and leave the estimator's state as it is."""
         return copy.copy(self.estimator).batch(sorted(members, key=lambda each: each.rollout))
+
+    def faults(self, stages: Sequence[object], named: Collection[str], /) -> Sequence[str]:
+        """Return what the estimator finds wrong."""
+        return self.estimator.faults(stages, named)
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the state of the estimator."""

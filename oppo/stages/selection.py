@@ -8,7 +8,7 @@ the step decodes on. Nothing of this depends on timing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self, TypeAlias
@@ -98,8 +98,9 @@ class Selection:
         """Forget the steps that did not end."""
         self._steps.clear()
 
-    def faults(self, stages: Sequence[object], /) -> Sequence[str]:
+    def faults(self, stages: Sequence[object], named: Collection[str], /) -> Sequence[str]:
         """Return what is wrong if no stage asks which groups are selected."""
+        del named
         fault = (
             "is a Selection that no stage asks: give the Generate of this graph the same one, Generate(..., "
             "select=selection)"

@@ -15,7 +15,7 @@ smaller.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -31,6 +31,7 @@ from oppo.graph import Receiver, Sender, Step
 from oppo.models import Follower, StreamingTrainer, Trained, Trainer
 from oppo.numeric import require_whole
 from oppo.stages.contract import require_model, require_supports, require_trained
+from oppo.stages.generate import Generate
 from oppo.stages.lengths import LengthBias
 from oppo.stages.measure import observation, step_metrics
 from oppo.stages.publishing import Publishing
@@ -79,6 +80,16 @@ class Update:
             require_model(follower, "Follower", ("version", "load"))
         require_supports(self.publish)
         self._publishing = Publishing(self.trainer, self.publish, self.after, self.held)
+
+    def faults(self, stages: Sequence[object], named: Collection[str], /) -> Sequence[str]:
+        """Return what is wrong if a policy of the graph never gets the weights."""
+        del named
+        return [
+            f"never gives its weights to {type(each.policy).__name__}, which decodes: name it, "
+            "Update(trainer, publish=[policy, ...])"
+            for each in stages
+            if isinstance(each, Generate) and not any(follower is each.policy for follower in self.publish)
+        ]
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the number of consecutive nonfinite updates, and the lengths of the last responses."""

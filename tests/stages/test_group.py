@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from oppo.errors import ConfigError, ProtocolError
+from oppo.admission import Overcommit
+from oppo.errors import ConfigError, GraphError, ProtocolError
 from oppo.estimators import GROUP_EPSILON, AdaptiveKL, GroupAdvantage
 from oppo.events import (
     Batch,
@@ -25,10 +26,11 @@ from oppo.events import (
     RolloutEvent,
     Scored,
 )
+from oppo.graph import GraphBuilder
 from oppo.graph.channel import Channel
 from oppo.shaping import ScoreShaping
-from oppo.stages import GroupRelative, ScoredRollout
-from oppo.testing import run_virtual
+from oppo.stages import Generate, GroupRelative, Score, ScoredRollout, Update
+from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, fake_scalar, run_virtual
 from tests.known import known
 
 SAMPLES = 3
@@ -216,8 +218,13 @@ def test_values_of_a_critic_are_in_the_batch_and_returns_for_it_are_not() -> Non
 
 @pytest.mark.parametrize("kl", [0.1, AdaptiveKL(0.1)])
 def test_a_penalty_without_a_reference_is_refused(kl: float | AdaptiveKL) -> None:
-    with pytest.raises(ConfigError, match="GroupRelative has a KL penalty, which needs a reference: connect"):
-        sent(GroupRelative("centred", kl=kl), ENDS, SCORES, proximal=per_token(-1))
+    g: GraphBuilder[Prompt] = GraphBuilder("mine")
+    policy = FakePolicy()
+    rollout = g.add("generate", Generate(policy, Overcommit(2)), g.prompts)
+    score = g.add("reward", Score(FakeScorer(fake_scalar)), rollout)
+    batch = g.add("advantage", GroupRelative("centred", kl=kl), rollout, score)
+    with pytest.raises(GraphError, match="'advantage' has a KL penalty, which needs a reference: connect reference="):
+        g.build(g.add("update", Update(FakeTrainer(), [policy]), batch))
 
 
 def test_what_is_not_finite_or_dropped_leaves_its_group_and_the_others_go_on() -> None:

@@ -15,7 +15,7 @@ from oppo.errors import ConfigError
 from oppo.estimators import AdaptiveKL
 from oppo.events import Batch, BatchPart, Drop, Finish, Prompt, StepReport
 from oppo.graph import Graph
-from oppo.models import Trained
+from oppo.models import Trained, Trainer
 from oppo.shaping import ScoreShaping
 from oppo.stages import GAE, GroupRelative, InParts, Update
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, Fault, FaultyTrainer, Raise, fake_scalar, run_virtual
@@ -64,6 +64,12 @@ class Made:
             return [report async for report in run.steps(self.steps)], tap
 
 
+def trained_by(trainer: Trainer, made: Made) -> Graph[StepReport]:
+    """Return the graph with another trainer."""
+    graph = made.graph()
+    return graph.replace(update=Update(trainer, graph.stage("update", Update).publish))
+
+
 def test_the_update_is_hidden_behind_the_tail() -> None:
     """Of nine seconds of decoding; the two short groups are accumulated by then, the last takes its own time."""
     (whole,), _ = run_virtual(Made(parts=False).run)
@@ -108,8 +114,7 @@ def test_parts_are_rows_of_the_batch_that_follows(lengths: list[int], extra: int
 
 def test_a_part_that_fails_ends_the_run_and_the_next_run_trains_the_batch() -> None:
     trainer = FaultyTrainer("trainer", FakeTrainer(), (Fault("trainer", "accumulate", Raise(OSError), call=1),))
-    made = Made()
-    graph = made.graph().replace(update=Update(trainer))
+    graph = trained_by(trainer, Made())
 
     async def run() -> list[StepReport]:
         asked = [Prompt(n, n, np.arange(n, n + 4, dtype=np.int32), group=n) for n in range(3)]
@@ -137,7 +142,7 @@ class Whole:
 
 def test_a_trainer_that_takes_batches_whole_is_refused_by_name() -> None:
     async def run() -> None:
-        graph = Made().graph().replace(update=Update(Whole()))
+        graph = trained_by(Whole(), Made())
         async with graph.open([Prompt(0, 0, np.arange(4, dtype=np.int32))]) as opened:
             await opened.step()
 

@@ -14,12 +14,12 @@ from safetensors.numpy import load_file
 
 from oppo.admission import Bottleneck, together
 from oppo.admission.bottleneck import StepPart
-from oppo.errors import ModelDiverged
+from oppo.errors import GraphError, ModelDiverged
 from oppo.events import Batch
 from oppo.models import Trained
 from oppo.report.dump import dump_batch
 from oppo.stages import GAE, Update
-from oppo.testing import FakeScorer, FakeTrainer, run_virtual
+from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, run_virtual
 from tests.pipelines import Pipeline, Setting
 
 
@@ -40,6 +40,18 @@ def test_the_run_ends_after_so_many_updates_in_a_row_and_names_the_rollouts() ->
         run_virtual(pipeline.run)
     assert len(pipeline.reports) == 3
     assert pipeline.policy.version == 3, "what diverged was not published"
+
+
+def test_a_policy_that_would_never_get_the_weights_is_refused() -> None:
+    pipeline = Pipeline(Setting())
+    with pytest.raises(GraphError, match=r"'update' never gives its weights to FakePolicy, which decodes: name it, "):
+        pipeline.graph().replace(update=Update(pipeline.trainer, publish=[pipeline.critic]))
+    with pytest.raises(GraphError, match=r"'update' never gives its weights to Another, which decodes"):
+        pipeline.graph().replace(generate=replace(pipeline.generate, policy=Another()))
+
+
+class Another(FakePolicy):
+    """Not the policy that is published to."""
 
 
 def test_a_finite_update_in_between_begins_the_count_again() -> None:
