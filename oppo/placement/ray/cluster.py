@@ -118,7 +118,8 @@ def _reached(address: str) -> str:
     """Return the address of a cluster's head that accepts connections, as ``host:port``."""
     if "://" in address:
         raise ConfigError(
-            f"expected the host:port of a cluster's head, or 'auto', got {address!r}: run on a machine of it"
+            f"expected the host:port of a cluster's head, or 'auto', got {address!r}: leave out the scheme, and run on "
+            "a machine of the cluster, since Ray's client is not supported"
         )
     try:
         found = canonicalize_bootstrap_address_or_die(address)
