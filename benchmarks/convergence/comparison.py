@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from statistics import fmean
 from typing import Final
 
@@ -187,22 +188,41 @@ def early(outcome: Outcome) -> tuple[float, ...]:
     return scores
 
 
+def made_at(outcome: Outcome) -> tuple[float, ...]:
+    """Return the seconds from the start of the run after which 0, 1, 2, ... updates had been made."""
+    return tuple(accumulate(outcome.seconds, initial=0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What an arm takes to learn, of something that grows with its updates.
+
+    Attributes:
+        mean: until the mean over seeds of what was trained scores ``TARGET`` of the baseline's gain; infinite where it
+            does not within the run.
+        ratio: to what the baseline takes.
+        last: at the last point that was seen: an infinite mean is one above it.
+        last_ratio: the same to what the baseline takes.
+    """
+
+    mean: float
+    ratio: Interval
+    last: float
+    last_ratio: float
+
+
 @dataclass(frozen=True, slots=True)
 class Pace:
     """How long an arm takes to learn.
 
     Attributes:
-        updates: until the mean over seeds of what was trained scores ``TARGET`` of the baseline's gain; infinite where
-            it does not within the run.
-        ratio: to the updates of the baseline: a step has to be so many times as fast for the arm to take no longer.
-        last: updates that the writer of the last rollouts had seen: an infinite number is one above it.
-        last_ratio: the same to the updates of the baseline.
+        updates: whose weights write the rollouts: a step has to be ``updates.ratio`` times as fast as the baseline's
+            for the arm to take no longer.
+        seconds: from the start of the run until these updates have been made.
     """
 
-    updates: float
-    ratio: Interval
-    last: int
-    last_ratio: float
+    updates: Taken
+    seconds: Taken
 
 
 def pace(results: Results, arm: str, baseline: str) -> Pace:
@@ -211,17 +231,48 @@ def pace(results: Results, arm: str, baseline: str) -> Pace:
     Raises:
         ValueError: the base policy has not been examined.
     """
-    start, picked = results.known_start, resampled(len(results.whole()))
+    start, seeds = results.known_start, len(results.whole())
     target = start.score.mean + TARGET * fmean(SCORE.gained(each, start) for each in results.of(baseline))
-    ours, others = (
-        np.array(list(zip(*map(by_updates, results.of(name)), strict=False)), np.float64).T for name in (arm, baseline)
-    )
-    updates, unit = (float(reached(curves.mean(0)[None], target)[0]) for curves in (ours, others))
-    draws, units = (reached(curves[picked].mean(1), target) for curves in (ours, others))
-    ratios = np.divide(draws, units, out=np.full(DRAWS, np.inf), where=np.isfinite(draws))
+    picked = np.vstack([np.arange(seeds), resampled(seeds)])
+    (ours, mine, last), (others, unit, _) = (_reached_by(results.of(name), picked, target) for name in (arm, baseline))
+    return Pace(_taken(ours, others, last[0]), _taken(mine, unit, last[1]))
+
+
+def _reached_by(
+    outcomes: Sequence[Outcome], picked: NDArray[np.int64], target: float
+) -> tuple[NDArray[np.float64], NDArray[np.float64], tuple[float, float]]:
+    """Return the updates and the seconds until the mean of the picked runs scores ``target``, and the last of both.
+
+    Args:
+        picked: int64 [N, seeds], as the two results have N.
+    """
+    scores = np.array(list(zip(*map(by_updates, outcomes), strict=False)), np.float64).T
+    seconds = np.array([made_at(each)[: scores.shape[1]] for each in outcomes], np.float64)
+    updates = reached(scores[picked].mean(1), target)
+    last = scores.shape[1] - 1
+    return updates, _at(seconds[picked].mean(1), updates), (float(last), float(seconds[:, last].mean()))
+
+
+def _at(curves: NDArray[np.float64], points: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return each curve's value at its own point, float64 [N]; infinite where the point is.
+
+    Args:
+        curves: float64 [N, points].
+        points: float64 [N], between the first and the last.
+    """
+    known = np.where(np.isfinite(points), points, 0.0)
+    rows, before = np.arange(len(curves)), np.floor(known).astype(np.int64)
+    after = np.minimum(before + 1, curves.shape[1] - 1)
+    values = curves[rows, before] + (known - before) * (curves[rows, after] - curves[rows, before])
+    return np.where(np.isfinite(points), values, np.inf)
+
+
+def _taken(ours: NDArray[np.float64], others: NDArray[np.float64], last: float) -> Taken:
+    """Return what was taken of one quantity; the first of each is that of all seeds, the others are the draws."""
+    (mean, *_), (unit, *_) = ours, others
+    ratios = np.divide(ours[1:], others[1:], out=np.full(DRAWS, np.inf), where=np.isfinite(ours[1:]))
     low, high = np.quantile(ratios, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], method="nearest")
-    last = ours.shape[1] - 1
-    return Pace(updates, Interval(updates / unit, float(low), float(high)), last, last / unit)
+    return Taken(float(mean), Interval(float(mean / unit), float(low), float(high)), last, float(last / unit))
 
 
 def reached(curves: NDArray[np.float64], target: float) -> NDArray[np.float64]:

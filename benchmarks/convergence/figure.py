@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
 from typing import Final
 
 from benchmarks.convergence.arms import Arm
-from benchmarks.convergence.comparison import Interval, by_updates, curve
+from benchmarks.convergence.comparison import Interval, by_updates, curve, made_at
 from benchmarks.convergence.results import Outcome, Results
 from benchmarks.convergence.study import Axis, Panel, Study
 from oppo.report.svg import Axes, picture, placed
@@ -20,7 +19,14 @@ SCORES: Final[Mapping[Axis, Callable[[Outcome], Sequence[float]]]] = {
     "steps": lambda outcome: outcome.scores,
     "seconds": lambda outcome: outcome.scores,
     "updates": by_updates,
+    "update seconds": by_updates,
 }
+
+ENDS: Final[Mapping[Axis, Callable[[Outcome], Sequence[float]]]] = {
+    "seconds": lambda outcome: made_at(outcome)[1:],
+    "update seconds": made_at,
+}
+"""When a score was there, in seconds from the start of the run."""
 
 
 def figure(study: Study, results: Results) -> str:
@@ -40,9 +46,9 @@ def figure(study: Study, results: Results) -> str:
 def points(results: Results, arm: str, axis: Axis) -> tuple[list[float], list[Interval]]:
     """Return x and score of the points of an arm's line."""
     scores = curve(results, arm, SCORES[axis])
-    if axis == "seconds":
-        ends = curve(results, arm, lambda outcome: list(accumulate(outcome.seconds)))
-        return [each.mean for each in ends], scores
+    if axis in ENDS:
+        ends = curve(results, arm, ENDS[axis])
+        return [each.mean for each in ends][: len(scores)], scores
     first = 1 if axis == "steps" else 0
     return [float(first + k) for k in range(len(scores))], scores
 

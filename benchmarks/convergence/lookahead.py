@@ -18,6 +18,7 @@ from benchmarks.convergence.comparison import (
     TARGET,
     Difference,
     Quantity,
+    Taken,
     difference,
     pace,
 )
@@ -101,13 +102,12 @@ and as often. Each final policy answers the same {plan.examined} held-out prompt
 - The first half is the mean score of what was trained, by the number of updates that its writer had seen, from 1 to
   {plan.steps // 2}. By steps the curve of lookahead n would come n steps later, whatever is learned.
 - Updates is how many it takes until the mean score of what was trained has {TARGET:.0%} of `{BASELINE.name}`'s final
-  gain.
+  gain, and seconds is when they had been made, from the start of the run.
 - KL is the median over seeds, and the largest; its difference is of means.
 - Lag, mismatch, effective sample size (ESS) and the share of clipped tokens are means over the steps of
   `staleness/lag_mean`, `mismatch/kl`, `mismatch/ess` and `policy/clipfrac_avg`.
-- Seconds are not compared: several runs shared the cores.
 
-![score against the updates that the writer had seen](convergence-lookahead.svg)
+![score against the updates that the writer had seen, and against seconds](convergence-lookahead.svg)
 
 {table(results)}
 
@@ -116,9 +116,10 @@ and as often. Each final policy answers the same {plan.examined} held-out prompt
 
 
 def table(results: Results) -> str:
-    learned = ["score", "against n0", "first half, against n0", "updates", "KL, nats", "against n0", "tokens"]
-    head = ["", "schedule", *learned, "lag (largest)", "mismatch", "ESS", "clipped"]
-    return rows_of(head, [row(results, arm) for arm in ARMS.values()])
+    learned = ["score", "against n0", "first half, against n0"]
+    taken = ["updates", "seconds", "s a run"]
+    written = ["KL, nats", "against n0", "tokens", "lag (largest)", "mismatch", "ESS", "clipped"]
+    return rows_of(["", "schedule", *learned, *taken, *written], [row(results, arm) for arm in ARMS.values()])
 
 
 def row(results: Results, arm: Arm) -> list[str]:
@@ -137,7 +138,9 @@ def row(results: Results, arm: Arm) -> list[str]:
         f"{fmean(each.answers.score.mean for each in outcomes):.2f}",
         score,
         first_half,
-        count(taken.updates, taken.last),
+        count(taken.updates.mean, taken.updates.last),
+        count(taken.seconds.mean, taken.seconds.last),
+        f"{fmean(sum(each.seconds) for each in outcomes):.1f}",
         f"{median(kls):.1f} ({max(kls):.1f})",
         kl,
         f"{fmean(each.answers.length.mean for each in outcomes):.0f}",
@@ -197,13 +200,20 @@ def verdict(results: Results, arms: Sequence[str], quantity: str) -> str:
 
 
 def worth(results: Results, arms: Sequence[str]) -> str:
-    """Return how many times as fast as the baseline's the steps of each arm have to be, with intervals."""
-    told = []
-    for arm in arms:
-        found = pace(results, arm, BASELINE.name)
-        mean, low, high = (count(each, found.last_ratio) for each in astuple(found.ratio))
-        told.append(f"`{arm}` {mean} ({low} to {high})")
-    return f"- To get {TARGET:.0%} of the gain no later, so many times as fast a step has to be: {'; '.join(told)}."
+    """Return how much longer than the baseline each arm takes to learn, with intervals: in updates, then in seconds."""
+    found = {arm: pace(results, arm, BASELINE.name) for arm in arms}
+    updates = "; ".join(f"`{arm}` {times(each.updates)}" for arm, each in found.items())
+    seconds = "; ".join(f"`{arm}` {times(each.seconds)}" for arm, each in found.items())
+    return (
+        f"- To get {TARGET:.0%} of the gain no later, so many times as fast a step has to be: {updates}.\n"
+        f"- Here that took so many times the seconds of `{BASELINE.name}`: {seconds}."
+    )
+
+
+def times(taken: Taken) -> str:
+    """Return how many times as much as the baseline an arm takes, with the interval."""
+    mean, low, high = (count(each, taken.last_ratio) for each in astuple(taken.ratio))
+    return f"{mean} ({low} to {high})"
 
 
 def runaways(results: Results, arms: Sequence[str]) -> str:
@@ -243,6 +253,7 @@ LOOKAHEAD: Final = Study(
         Panel("updates", "updates before it was written: lookahead", ("n0", "n1", "n2", "n4")),
         Panel("updates", "with truncated weights", ("n0", "n1-tis", "n2-tis", "n4-tis", "n4-tis-b")),
         Panel("updates", "published in flight, or not", ("n0", "n2", "n2-flight")),
+        Panel("update seconds", "seconds until these updates had been made", ("n0", "n1", "n1-tis", "n2", "n4")),
     ),
     table=table,
     findings=findings,

@@ -9,8 +9,11 @@ from typing import Literal, TypeAlias
 from benchmarks.convergence.arms import Arm
 from benchmarks.convergence.results import Results
 
-Axis: TypeAlias = Literal["steps", "seconds", "updates"]
-"""What scores are drawn against; ``updates``: those that the policy had seen that wrote the rollouts."""
+Axis: TypeAlias = Literal["steps", "seconds", "updates", "update seconds"]
+"""What scores are drawn against.
+
+``updates``: those that the policy had seen that wrote the rollouts; ``update seconds``: when these had been made.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -234,17 +234,29 @@ def test_the_pace_of_an_arm_is_told_in_updates_and_beside_the_baselines() -> Non
         return pace(deep(6, {f"n{n}": lagging(n, rise=rise)}), f"n{n}", "n0")
 
     same, slower, never = found(lambda k: 0.1 * k, 1), found(lambda k: 0.09 * k, 1), found(lambda k: 0.01 * k, 4)
-    assert (same.updates, same.last, same.last_ratio) == pytest.approx((8.5, 10, 10 / 8.5))
-    assert astuple(same.ratio) == pytest.approx((1.0, 1.0, 1.0))
-    assert astuple(slower.ratio) == pytest.approx((10 / 9,) * 3)
-    assert (never.updates, never.ratio.low, never.ratio.high) == (np.inf, np.inf, np.inf)
+    assert (same.updates.mean, same.updates.last, same.updates.last_ratio) == pytest.approx((8.5, 10, 10 / 8.5))
+    assert astuple(same.updates.ratio) == pytest.approx((1.0, 1.0, 1.0))
+    assert astuple(slower.updates.ratio) == pytest.approx((10 / 9,) * 3)
+    assert (never.updates.mean, never.updates.ratio.low, never.updates.ratio.high) == (np.inf, np.inf, np.inf)
+
+
+def test_the_pace_of_an_arm_in_seconds_is_that_of_its_updates_and_their_steps() -> None:
+    quicker = replace(lagging(1, rise=lambda k: 0.09 * k), seconds=(2.0,) + (0.5,) * 11)
+    found = pace(deep(6, {"n1": quicker}), "n1", "n0")
+    seconds = 2.0 + 0.5 * (8.5 * 10 / 9 - 1)
+    assert found.updates.mean == pytest.approx(8.5 * 10 / 9)
+    assert (found.seconds.mean, found.seconds.last) == pytest.approx((seconds, 2.0 + 0.5 * 9))
+    assert astuple(found.seconds.ratio) == pytest.approx((seconds / 8.5,) * 3)
+    never = pace(deep(6, {"n1": lagging(1, rise=lambda k: 0.01 * k)}), "n1", "n0").seconds
+    assert (never.mean, never.ratio.high) == (np.inf, np.inf)
+    assert never.last_ratio == pytest.approx(10 / 8.5)
 
 
 def test_the_interval_of_a_pace_is_that_of_the_seeds() -> None:
     made = deep(6, {})
     slopes = {0.09: lagging(1, rise=lambda k: 0.09 * k), 0.11: lagging(1, rise=lambda k: 0.11 * k)}
     made.outcomes |= {Cell(seed, "n1"): slopes[(0.09, 0.11)[seed % 2]] for seed in range(6)}
-    found = pace(made, "n1", "n0").ratio
+    found = pace(made, "n1", "n0").updates.ratio
     assert found.low < found.mean < found.high
     assert found.mean == pytest.approx(1.0)
 
@@ -431,10 +443,10 @@ def test_the_table_of_lookahead_has_a_row_for_every_arm_in_parts_of_what_n0_gain
     rows = LOOKAHEAD.table(deep(8, {"n4": slower})).splitlines()
     assert [row.split(" | ")[0].removeprefix("| ") for row in rows[2:]] == list(DEEP)
     by_arm = {row.split(" | ")[0].removeprefix("| "): row for row in rows[2:]}
-    assert "| 1.10 | - | - | 8.5 | 6.0 (6.0) | - | 30 | 0.00 (0) | 0.0000 | 1.000 | 10.0% |" in by_arm["n0"]
+    assert "| 1.10 | - | - | 8.5 | 8.5 | 12.0 | 6.0 (6.0) | - | 30 | 0.00 (0) | 0.0000 | 1.000 | 10" in by_arm["n0"]
     score, first_half, kl = (f"{part:+.1%} ({part:+.1%} to {part:+.1%})" for part in (-0.2, -0.2, -0.25))
     assert (
-        f"| 0.90 | {score} | {first_half} | over 7.0 | 4.5 (4.5) | {kl} | 30 | 3.17 (4) | 0.0040 | 0.960 | 10.0% |"
+        f"| 0.90 | {score} | {first_half} | over 7.0 | over 7.0 | 12.0 | 4.5 (4.5) | {kl} | 30 | 3.17 (4) | 0.0040 | "
         in by_arm["n4"]
     )
 
