@@ -323,6 +323,12 @@ class Batch:
         """The rollouts of this batch, in admission order."""
         return tuple(response.prompt.rollout for response in self.responses)
 
+    @property
+    def estimates(self) -> Mapping[str, FloatArray]:
+        """Rewards, advantages and returns, as far as they were estimated, by name."""
+        columns = {"rewards": self.rewards, "advantages": self.advantages, "returns": self.returns}
+        return {name: column for name, column in columns.items() if column is not None}
+
     def support(self, rows: Iterable[int]) -> Support:
         """Return the support of the tokens of ``rows``, end to end; each call joins those of the responses."""
         return Support.concatenate((self.responses[r].support, len(self.responses[r])) for r in rows)

@@ -77,7 +77,12 @@ def shown(value: object) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """Return the last traceback entry in the user's code, or in a library without one, as `` at file:line in f``."""
+    """Return the last traceback entry in the user's code, or in a library without one, as `` at file:line in f``.
+
+    It is empty for a file that cannot be parsed: the words of a ``SyntaxError`` have the place.
+    """
+    if isinstance(error, SyntaxError):
+        return ""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_OURS)]
     theirs = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<frozen"))]
     last = next(reversed(theirs or frames), None)

@@ -8,29 +8,13 @@ from typing import TYPE_CHECKING, Final, Self
 
 from oppo.algorithms.algorithm import Algorithm
 from oppo.algorithms.ppo import PPO
-from oppo.app.own import NoSettings, OwnPart, part
+from oppo.app.own import LOSS, NoSettings, OwnPart, OwnRequirements, part
 from oppo.app.own_algorithm import find
 from oppo.app.sections import StepSection
-from oppo.errors import ConfigError
 from oppo.user_code import SPEC
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
-
-
-@dataclass(frozen=True, slots=True)
-class OwnRequirements:
-    """Requirements of a part of one's own.
-
-    Attributes:
-        protocol: its name.
-        members: of it.
-        has: the keys of ``[step]`` that it may have as parameters.
-    """
-
-    protocol: str
-    members: tuple[str, ...]
-    has: frozenset[str] = frozenset()
 
 
 OWN: Final[Mapping[str, OwnRequirements]] = {
@@ -39,7 +23,7 @@ OWN: Final[Mapping[str, OwnRequirements]] = {
         ("batch", "max_deferrals", "admit", "cut", "observe"),
         frozenset({"batch", "extra", "max_deferrals", "lag_price"}),
     ),
-    "loss": OwnRequirements("oppo.losses.Loss", ("unit", "reads", "measures", "metrics", "__call__")),
+    "loss": LOSS,
 }
 """The parts of one's own besides the algorithm, each by its key in ``[step]`` and its table."""
 
@@ -88,9 +72,5 @@ class Kinds:
             return None
         own, what = self.own[name], OWN[name]
         made = own(settings, {key: getattr(step, key) for key in what.has})
-        if lacking := [member for member in what.members if not hasattr(made, member)]:
-            raise ConfigError(
-                f"step.{name}: {own.spec} makes no {name}, since {type(made).__name__} lacks {', '.join(lacking)}: "
-                f"write what {what.protocol} lists"
-            )
+        what.require(made, f"step.{name}: {own.spec} makes no {name}")
         return made

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
 from functools import cache
 from types import NoneType, SimpleNamespace, UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Union, get_args, get_origin
 
 from oppo import user_code
 from oppo.declared import require_declared
@@ -47,6 +47,31 @@ def naming(key: str, spec: str) -> Iterator[None]:
 @dataclass(frozen=True, kw_only=True)
 class NoSettings:
     """The table of a part without settings."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnRequirements:
+    """Requirements of a part of one's own.
+
+    Attributes:
+        protocol: its name.
+        members: of it.
+        has: the keys of ``[step]`` that it may have as parameters.
+    """
+
+    protocol: str
+    members: tuple[str, ...]
+    has: frozenset[str] = frozenset()
+
+    def require(self, made: object, otherwise: str) -> None:
+        """Raise ``ConfigError``, whose sentence begins with ``otherwise``, if what was made lacks a member."""
+        if lacking := [member for member in self.members if not hasattr(made, member)]:
+            raise ConfigError(
+                f"{otherwise}, since {type(made).__name__} lacks {', '.join(lacking)}: write what {self.protocol} lists"
+            )
+
+
+LOSS: Final = OwnRequirements("oppo.losses.Loss", ("unit", "reads", "measures", "metrics", "__call__"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

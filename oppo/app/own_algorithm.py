@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, ClassVar, Final, cast
 from oppo import user_code
 from oppo.algorithms.algorithm import Algorithm, Roles
 from oppo.algorithms.registry import ALGORITHMS
-from oppo.app.own import OwnPart, naming, part_of
+from oppo.app.own import LOSS, OwnPart, naming, part_of
+from oppo.declared import require_declared
 from oppo.errors import ConfigError
 from oppo.events import StepReport
 from oppo.graph import Graph
@@ -110,12 +111,17 @@ def of_function(spec: str, part: OwnPart) -> type[Algorithm]:
 
 
 def checked(algorithm: Algorithm) -> Algorithm:
-    """Return an algorithm whose properties can be read.
+    """Return an algorithm whose settings are within their bounds, defaults too, and whose properties can be read.
 
     Raises:
-        ConfigError: a class of a file raised while one was.
+        ConfigError: a setting is not, or a class of a file raised while a property was read.
     """
     spec = user_code.spec_of(type(algorithm))
+    if spec and is_dataclass(algorithm):
+        try:
+            require_declared(algorithm, error=ConfigError)
+        except ConfigError as error:
+            raise _refuse(f"{spec}: {error}") from None
     for name in ("responses", "refers", "corrects") if spec else ():
         with naming(KEY, f"{spec}.{name}"):
             getattr(algorithm, name)
@@ -141,13 +147,15 @@ def loss_of(algorithm: Algorithm) -> Loss:
     """Return the loss of an algorithm; this loads torch.
 
     Raises:
-        ConfigError: a class of a file raised.
+        ConfigError: a class of a file raised, or returned something else.
     """
     spec = user_code.spec_of(type(algorithm))
     if not spec:
         return algorithm.loss()
     with naming(KEY, f"{spec}.loss"):
-        return algorithm.loss()
+        loss = algorithm.loss()
+    LOSS.require(loss, f"{KEY}: {spec}.loss returned no loss")
+    return loss
 
 
 def _graph(made: object, spec: str) -> Graph[StepReport]:

@@ -48,7 +48,6 @@ class StepRun(Generic[O]):
     Attributes:
         results: of the step, one item or none, once it is over.
         error: what ended it instead.
-        over: set when its last task is.
         scope: cancels it, and not who waits for it.
     """
 
@@ -58,19 +57,21 @@ class StepRun(Generic[O]):
         self.execution = execution
         self.results: Sequence[O] = ()
         self.error: Exception | None = None
-        self.over = anyio.Event()
         self.scope = anyio.CancelScope()
 
     async def run(self) -> None:
         """Run the step; keep its error."""
+        ended = False
         try:
             with self.scope:
                 self.results = await self.execution.run()
+                ended = True
         except Exception as error:  # noqa: BLE001 - raised again when the steps before it have ended
             self.error = error
-            self.link.fail()
         finally:
-            self.over.set()
+            if not ended:
+                self.link.fail()
+            self.link.over.set()
 
     def require_success(self) -> None:
         """Raise its error, if it has one."""
@@ -144,7 +145,7 @@ class Pipeline(Generic[O]):
         self._fill(index, remaining, observers, drain_after)
         oldest = self._alive[0]
         try:
-            await (oldest.run() if self._tasks is None else oldest.over.wait())
+            await (oldest.run() if self._tasks is None else oldest.link.over.wait())
             oldest.require_success()
         except BaseException:
             for each in self._alive:
@@ -163,7 +164,7 @@ class Pipeline(Generic[O]):
 
     def _fill(self, index: int, remaining: int, observers: Sequence[Observer], drain_after: DrainAfter) -> None:
         alive, most = self._alive, min(self._lookahead + 1, remaining)
-        while len(alive) < most and not (alive and self._draining):
+        while len(alive) < most and not (alive and (self._draining or alive[-1].link.failed)):
             left = remaining if remaining == UNKNOWN else remaining - len(alive)
             link = StepLink(list(self._topology.by_name), alive[-1].link if alive else None, self._lookahead)
             log = WorkLog(self._work, partial(notify_span, observers))
@@ -172,11 +173,19 @@ class Pipeline(Generic[O]):
             begun = StepRun[O](step, link, Execution(self._topology, step, self._source, observers))
             alive.append(begun)
             if self._tasks is not None:
-                self._tasks.start_soon(begun.run, name=f"step {step.index} of {self._topology.name}")
+                self._tasks.start_soon(self._run, begun, name=f"step {step.index} of {self._topology.name}")
             if drain_after(step.index):
                 self._draining = True
         if self._draining or len(alive) == remaining:
             alive[-1].link.followed.set()
+
+    async def _run(self, begun: StepRun[O]) -> None:
+        """Run a step; when it has failed those behind it are cancelled, since nothing will come of them."""
+        await begun.run()
+        if begun.error is not None:
+            for each in self._alive:
+                if each.step.index > begun.step.index:
+                    each.scope.cancel()
 
     def drain(self) -> None:
         """Begin no step until all that are alive have ended."""

@@ -22,7 +22,8 @@ class StepLink:
         followed: set once ``after`` is known.
         after: the link of the next step; ``None`` if that begins when this one has ended.
         lookahead: as given.
-        failed: whether the step has failed.
+        over: set once no task of the step is left.
+        failed: whether it failed, or was cancelled because an earlier one had.
     """
 
     def __init__(self, stages: Sequence[str], before: StepLink | None = None, lookahead: int = 0) -> None:
@@ -31,6 +32,7 @@ class StepLink:
         self.before = before
         self.after: StepLink | None = None
         self.lookahead = lookahead
+        self.over = anyio.Event()
         self.failed = False
         if before is not None:
             before.after = self
@@ -41,8 +43,9 @@ class StepLink:
         self.returned[stage].set()
 
     def fail(self) -> None:
-        """Note that the step has failed: earlier steps wait for none of its stages, and no later one goes on."""
+        """Note that the step is over without a result: none follows, and earlier ones wait for none of its stages."""
         self.failed = True
+        self.followed.set()
         for event in self.returned.values():
             event.set()
 
@@ -66,12 +69,20 @@ class StepLink:
         link: StepLink = self
         for _ in range(self.lookahead):
             if link.failed:
+                await link.all_behind_over()
                 return
             await link.followed.wait()
             if link.after is None:
                 return
             link = link.after
             await link.all_returned(stages)
+
+    async def all_behind_over(self) -> None:
+        """Wait until every step behind this one is over: it has failed, so they are being cancelled."""
+        link = self.after
+        while link is not None:
+            await link.over.wait()
+            link = link.after
 
     async def settled(self, stages: Sequence[str]) -> None:
         """Wait until the stages have returned here and in the later steps; see :meth:`oppo.graph.Step.settled`."""

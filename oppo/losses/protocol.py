@@ -241,13 +241,17 @@ def means(minibatches: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def require_loss(loss: Loss, *, critic: bool) -> None:
     """Raise ``ConfigError`` unless the loss is well-formed, and reads a critic's values exactly if there is one."""
     sets = [isinstance(getattr(loss, name, None), AbstractSet) for name in ("reads", "measures")]
-    if isinstance(loss, type) or not all(sets):
+    others = [hasattr(loss, name) for name in ("unit", "metrics", "__call__")]
+    if isinstance(loss, type) or not all(sets + others):
         raise ConfigError(
-            "expected the protocol oppo.losses.Loss, an object whose reads and measures are sets of names, for example "
-            f"PPOLoss(); got {shortened(repr(loss))}"
+            "expected the protocol oppo.losses.Loss, an object with unit, metrics and __call__, whose reads and "
+            f"measures are sets of names, for example PPOLoss(); got {shortened(repr(loss))}"
         )
-    if unknown := sorted((loss.reads | loss.measures) - set(get_args(Input))):
-        raise ConfigError(f"{_named(loss)} reads {', '.join(unknown)}: expected some of {', '.join(get_args(Input))}")
+    for name, inputs in (("reads", loss.reads), ("measures", loss.measures)):
+        if unknown := sorted(inputs - set(get_args(Input))):
+            raise ConfigError(
+                f"{_named(loss)} {name} {', '.join(unknown)}: expected some of {', '.join(get_args(Input))}"
+            )
     if loss.unit not in get_args(Unit):
         raise ConfigError(f"the unit of {_named(loss)} must be one of {', '.join(get_args(Unit))}, not {loss.unit!r}")
     values = sorted(loss.reads & OF_A_CRITIC)
@@ -278,6 +282,16 @@ def require_inputs(loss: Loss, batch: Batch) -> None:
                 f"{_named(loss)} reads {what}, and the batch has none: give the recipe {remedy}, or the trainer a loss "
                 "that does without them"
             )
+
+
+def evaluated(loss: Loss, inputs: Inputs) -> LossValue:
+    """Return the loss of these inputs; raise ``ConfigError`` if it is no :class:`LossValue`."""
+    value: object = loss(inputs)
+    if not isinstance(value, LossValue):
+        raise ConfigError(
+            f"{_named(loss)} must return oppo.losses.LossValue(loss, measurements), not {type(value).__name__}"
+        )
+    return value
 
 
 def _named(loss: Loss) -> str:

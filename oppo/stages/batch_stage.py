@@ -5,6 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 
+import numpy as np
+
+from oppo.errors import ProtocolError
 from oppo.events import Batch, Defer, Drop, FloatArray, RolloutEvent, Scored
 from oppo.graph import Receiver, Sender
 from oppo.stages.scored_rollouts import ScoredRollout, ScoredRollouts
@@ -48,8 +51,20 @@ class BatchStage(ABC):
     def batch(
         self, rollouts: Sequence[ScoredRollout], dropped: Sequence[Drop] = (), deferred: Sequence[Defer] = ()
     ) -> Batch:
-        """Return the training batch of these rollouts, in their order."""
-        return self.estimated(ScoredRollouts(rollouts, dropped, deferred).batch())
+        """Return the training batch of these rollouts, in their order.
+
+        Raises:
+            ProtocolError: an estimate does not have one number for each token.
+        """
+        batch = self.estimated(ScoredRollouts(rollouts, dropped, deferred).batch())
+        for name, column in batch.estimates.items():
+            if np.shape(column) != batch.tokens.shape:
+                raise ProtocolError(
+                    f"{type(self).__name__} estimated {name} of shape {list(np.shape(column))}, and a number for each "
+                    f"of {len(batch.tokens)} tokens in {len(batch)} rows was expected: np.repeat(per_row, "
+                    "np.diff(batch.offsets)) gives every token the number of its row"
+                )
+        return batch
 
     @abstractmethod
     def estimated(self, batch: Batch) -> Batch:

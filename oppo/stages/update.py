@@ -180,9 +180,12 @@ class Update:
         if not self.max_nonfinite or self._nonfinite < self.max_nonfinite:
             return
         self._nonfinite = 0  # a graph can be run again
+        advice = "lower the learning rate or max_grad_norm, choose float32, or look at the reward of these rollouts"
+        if estimates := [name for name, column in batch.estimates.items() if not np.isfinite(column).all()]:
+            advice = f"the {' and '.join(estimates)} came so from their stage: look at its formula"
         error = ModelDiverged(
             f"something was not finite in {self.max_nonfinite} updates in a row, lastly for rollouts {list(rollouts)}: "
-            "lower the learning rate or max_grad_norm, choose float32, or look at the reward of these rollouts"
+            f"{advice}"
         )
         if self.dump is not None:
             try:

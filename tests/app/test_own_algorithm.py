@@ -109,6 +109,19 @@ class Lossless(Doubled):
         return {}["loss"]
 
 
+class Forgetful(Doubled):
+    def loss(self):
+        super().loss()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Astray(Doubled):
+    twice: Positive = setting(-2.0, "what the scores are multiplied by")
+
+    def __post_init__(self):
+        pass
+
+
 class Unsure(Doubled):
     @property
     def refers(self):
@@ -206,6 +219,11 @@ def test_a_function_that_names_the_critic_has_one(folder: Path) -> None:
         ),
         ("Empty", "own.py:Empty.graph must return the graph of a step; got None (NoneType)"),
         ("Lossless", "own.py:Lossless.loss raised KeyError: 'loss' at {file}:{line} in loss"),
+        (
+            "Forgetful",
+            "own.py:Forgetful.loss returned no loss, since NoneType lacks unit, reads, measures, metrics, __call__: ",
+        ),
+        ("Astray", "own.py:Astray: twice of Astray must be more than 0, not -2.0"),
         ("Unsure", "own.py:Unsure.refers raised AttributeError: 'Unsure' object has no attribute 'reference' at"),
     ],
 )
@@ -304,7 +322,7 @@ def test_a_graph_without_the_stages_of_a_run_is_refused(folder: Path) -> None:
         g: GraphBuilder[Prompt] = GraphBuilder("mine", merge=merge_chunks, key=rollout_of)
         rollout = g.add("decode", Generate(roles.policy, roles.admission, roles.chunks, 2), g.prompts)
         batch = g.add("advantage", GroupRelative(), rollout, g.add("reward", Score(roles.reward), rollout))
-        return g.build(g.add("update", Update(roles.trainer), batch))
+        return g.build(g.add("update", Update(roles.trainer, [roles.policy]), batch))
 
     with pytest.raises(GraphError, match="generate"):
         train(folder / "config.toml", graph=renamed)

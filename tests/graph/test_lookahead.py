@@ -374,17 +374,65 @@ def test_a_step_does_not_wait_for_a_later_one_that_has_failed() -> None:
     run_virtual(main)
 
 
+@pytest.mark.parametrize("seconds", [0.5, 1.0, 1.5])
+def test_when_a_later_step_has_failed_nothing_goes_on_in_those_behind_it(seconds: float) -> None:
+    """A stage of step 0 waits for ``phase0`` of steps 1 and 2; step 1 fails while step 2 is in it."""
+    working: list[int] = []
+
+    @dataclass(eq=False)
+    class Working(Phase):
+        async def run(self, items: Receiver[int], *, out: Sender[int], step: Step) -> None:
+            working.append(step.index)
+            try:
+                await super().run(items, out=out, step=step)
+            finally:
+                working.remove(step.index)
+
+    @dataclass(eq=False)
+    class Alone(Publishing):
+        async def run(self, items: Receiver[int], *, out: Sender[tuple[int, ...]], step: Step) -> None:
+            await super().run(items, out=out, step=step)
+            assert not working, f"step {step.index} went on beside phase0 of {working}"
+
+    graph = phases(2.0, 1.0, 1.0).replace(phase0=Working(lambda _: 2.0), phase1=FailLater(1.0), collect=Alone(seconds))
+
+    async def main() -> None:
+        async with graph.open(range(1000), lookahead=2) as run:
+            assert await run.step() == (0, 1)
+            with pytest.raises(Boom, match="step 1"):
+                await run.step()
+        assert len(asyncio.all_tasks()) == 1
+
+    run_virtual(main)
+
+
+def test_no_step_begins_behind_one_that_has_failed() -> None:
+    """Step 2 fails while step 0 is alive, so that step 1 has none to wait for."""
+    graph = phases(2.0, 1.0).replace(phase1=FailLater(1.0, index=2), collect=Publishing(9.0))
+
+    async def main() -> None:
+        async with graph.open(range(1000), lookahead=2) as run:
+            assert [await run.step(), await run.step()] == [(0, 1), (2, 3)]
+            with pytest.raises(Boom, match="step 2"):
+                await run.step()
+        assert len(asyncio.all_tasks()) == 1
+
+    run_virtual(main)
+    assert [step for step, _ in graph.stage("phase0", Phase).begun] == [0, 1, 2]
+
+
 @dataclass(eq=False)
 class FailLater:
-    """Fails in step 1."""
+    """Fails in one step."""
 
     seconds: float
+    index: int = 1
 
     async def run(self, items: Receiver[int], *, out: Sender[int], step: Step) -> None:
         received = [item async for item in items]
         await anyio.sleep(self.seconds)
-        if step.index == 1:
-            raise Boom("step 1")
+        if step.index == self.index:
+            raise Boom(f"step {self.index}")
         for item in received:
             await out.send(item)
 

@@ -343,6 +343,30 @@ async def test_a_loss_is_one_number(thread: Thread) -> None:
         await trainer_on(Unsummed(), thread, epochs=1).update(batch())
 
 
+class Bare(Clipped):
+    """It returns the number alone."""
+
+    def __call__(self, inputs: Inputs) -> LossValue:
+        return inputs["logprobs"].mean()  # type: ignore[return-value] # wrong on purpose
+
+
+async def test_a_loss_returns_its_value_with_the_measurements(thread: Thread) -> None:
+    with pytest.raises(ConfigError, match=r"Bare.* must return oppo\.losses\.LossValue\(.*\), not Tensor"):
+        await trainer_on(Bare(), thread, epochs=1).update(batch())
+
+
+class Unbound:
+    """It lacks its unit."""
+
+    reads = measures = frozenset[Input]()
+
+    def __call__(self, inputs: Inputs) -> LossValue:
+        raise NotImplementedError
+
+    def metrics(self, minibatches: Sequence[Mapping[str, float]]) -> Mapping[str, float]:
+        raise NotImplementedError
+
+
 class Sly(Clipped):
     """It reads what it does not declare."""
 
@@ -378,6 +402,8 @@ async def test_a_batch_whose_advantages_were_not_estimated_is_trained_by_a_loss_
         (Clipped, r"expected the protocol oppo\.losses\.Loss, an object .* got <class"),
         (ClippedLoss, r"for example PPOLoss\(\); got <class"),
         (Clipped(reads=["logprobs"]), r"whose reads and measures are sets of names"),  # type: ignore[arg-type] # wrong on purpose
+        (Clipped(measures=frozenset({"value"})), r"measures value: expected some of logprobs, entropies"),  # type: ignore[arg-type] # wrong on purpose
+        (Unbound(), r"an object with unit, metrics and __call__"),
         (Clipped(unit="prompt"), "must be one of token, row, group, not 'prompt'"),  # type: ignore[arg-type] # wrong on purpose
         (Clipped(reads=frozenset({"logprobs", "returns"})), "reads returns, and there is no critic: give the trainer"),
     ],

@@ -165,7 +165,7 @@ def test_a_function_is_loaded_by_file_and_name(tmp_path: Path) -> None:
         ("f = 3\n", "f", "is not a function but 3 (int)"),
         ("def f(text): ...\n", "f", "must take (prompts, completions, **columns); its signature is f(text)"),
         ("1 / 0\n", "f", "cannot be run: ZeroDivisionError: division by zero"),
-        ("def f(:\n", "f", "cannot be run: SyntaxError"),
+        ("def f(:\n", "f", "cannot be run: SyntaxError: invalid syntax (mine.py, line 1)"),
     ],
 )
 def test_a_function_that_cannot_be_loaded_is_a_sentence(tmp_path: Path, source: str, name: str, sentence: str) -> None:

@@ -227,6 +227,18 @@ def test_a_penalty_without_a_reference_is_refused(kl: float | AdaptiveKL) -> Non
         g.build(g.add("update", Update(FakeTrainer(), [policy]), batch))
 
 
+class OfRows(GroupRelative):
+    """Its advantages are one for each row."""
+
+    def estimated(self, batch: Batch) -> Batch:
+        return replace(super().estimated(batch), advantages=np.zeros(len(batch), np.float32))
+
+
+def test_estimates_have_a_number_for_each_token() -> None:
+    with pytest.raises(ProtocolError, match=r"OfRows estimated advantages of shape \[3\], and a number for each of 12"):
+        sent(OfRows(), ENDS, SCORES)
+
+
 def test_what_is_not_finite_or_dropped_leaves_its_group_and_the_others_go_on() -> None:
     scores: list[Said] = [Scored(0, float("nan"), 0), Scored(1, 1.0, 0), Scored(2, 2.0, 0)]
     (batch,) = sent(GroupRelative("leave_one_out"), [*ENDS, Defer(6, 1)], scores)

@@ -54,6 +54,22 @@ class Another(FakePolicy):
     """Not the policy that is published to."""
 
 
+class Undefined(GAE):
+    """Its advantages are not finite."""
+
+    def estimated(self, batch: Batch) -> Batch:
+        found = super().estimated(batch)
+        return replace(found, advantages=np.full(len(found.tokens), np.nan, np.float32))
+
+
+def test_what_a_stage_estimated_is_named_where_it_is_not_finite() -> None:
+    pipeline = diverging(lambda update: True, max_nonfinite=1)
+    graph = pipeline.graph().replace(advantage=Undefined())
+    pipeline.graph = lambda: graph  # type: ignore[method-assign] # the same, but for one stage
+    with pytest.raises(ModelDiverged, match=r"lastly for rollouts .*: the advantages came so from their stage: look"):
+        run_virtual(pipeline.run)
+
+
 def test_a_finite_update_in_between_begins_the_count_again() -> None:
     pipeline = diverging(lambda update: update % 3 != 0, max_nonfinite=3)
     run_virtual(pipeline.run)

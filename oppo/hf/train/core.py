@@ -44,7 +44,7 @@ from oppo.hf.train.training_state import gather_training, read_training, write_t
 from oppo.hf.train.update_metrics import StalenessMetrics, Sums, UpdateMetrics
 from oppo.hosted_trainer import TrainerCounts
 from oppo.losses import Divided, Input, Inputs, Loss, LossValue, Whole, entropies, token_logprobs
-from oppo.losses.protocol import require_inputs, require_loss
+from oppo.losses.protocol import evaluated, require_inputs, require_loss
 from oppo.models import Sampling, Trained, Weights
 from oppo.placement import Recipe
 from oppo.training import TrainerSettings
@@ -358,7 +358,7 @@ class HfTrainerCore:
 
     def _evaluated(self, part: MicroBatch, outputs: Mapping[Input, Tensor], size: Whole) -> LossValue:
         inputs = {name: tensor if name in self.loss.reads else tensor.detach() for name, tensor in outputs.items()}
-        return self.loss(Inputs(part.mask, part.row, part.groups, size, {**part.given, **inputs}))
+        return evaluated(self.loss, Inputs(part.mask, part.row, part.groups, size, {**part.given, **inputs}))
 
     def outputs(self, part: MicroBatch) -> dict[Input, Tensor]:
         """Return log-probs, values if there is a critic, and entropies if the loss has them as input: float32 [T]."""
