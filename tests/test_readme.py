@@ -252,7 +252,7 @@ def test_the_algorithm_that_the_page_adds_trains_by_its_file(algorithm: Path) ->
 def test_the_algorithm_on_the_page_of_the_architecture_trains_and_bounds_its_advantages(tmp_path: Path) -> None:
     """By its own settings, which the page shows; another bound is another run, and no bound is RLOO's."""
     page = ROOT / "docs" / "architecture.md"
-    (file,) = fenced(page, "python")
+    file, _ = fenced(page, "python")
     (settings,) = fenced(page, "toml")
     furnish(tmp_path)
     (tmp_path / "bounded.py").write_text(file)
@@ -271,6 +271,26 @@ def test_the_algorithm_on_the_page_of_the_architecture_trains_and_bounds_its_adv
     assert losses["loose"] == losses["rloo"]
     assert losses["tight"] != losses["rloo"]
     assert max(map(abs, losses["tight"])) < 1e-4 < max(map(abs, losses["rloo"]))
+
+
+def test_the_loss_on_the_page_of_the_architecture_trains_by_its_scale(tmp_path: Path) -> None:
+    """The ratio is 1 in the first update, and its gradient that of the clipped loss with the same mean."""
+    _, file = fenced(ROOT / "docs" / "architecture.md", "python")
+    furnish(tmp_path)
+    (tmp_path / "ratio.py").write_text(file)
+    given = ["run.exact=true", "algorithm.samples=2", "step.batch=2"]
+    kinds = {
+        "clipped": ["step.algorithm=rloo", "algorithm.aggregation=tokens"],
+        "ratio": ["step.algorithm=ratio.py:Unclipped"],
+        "doubled": ["step.algorithm=ratio.py:Unclipped", "algorithm.scale=2.0"],
+    }
+    first = {}
+    for name, chosen in kinds.items():
+        assert oppo_train(tmp_path, "", f"run.name={name}", *given, *chosen) == 0
+        first[name], _ = records(tmp_path, name, "metrics.jsonl")
+    assert first["ratio"]["policy/ratio_avg"] == pytest.approx(1.0, abs=0.05)
+    assert first["ratio"]["train/grad_norm"] == pytest.approx(first["clipped"]["train/grad_norm"], rel=0.05)
+    assert first["doubled"]["train/grad_norm"] == pytest.approx(2 * first["ratio"]["train/grad_norm"], rel=0.05)
 
 
 def test_the_parts_that_the_page_shows_train_by_their_files(tmp_path: Path) -> None:
