@@ -33,6 +33,7 @@ class Findings:
         digests: of a serial and of a streamed run in exact mode.
         directory: of the run.
         actor: directory of the trained policy.
+        assets: directory of the models and prompts that the demo made.
         steps: of PPO.
         seconds: of the whole demo.
     """
@@ -47,6 +48,7 @@ class Findings:
     digests: Digests
     directory: Path
     actor: Path
+    assets: Path
     steps: int
     seconds: float
 
@@ -87,6 +89,7 @@ class Findings:
             "deferral": self._deferral(),
             "exactness": f"a serial and a streamed run, in exact mode, made {same} tokens: "
             f"{self.digests.serial[:12]} and {self.digests.streamed[:12]}",
+            "inputs": f"policy (actor), reward model (reward) and prompts.jsonl are in {self.assets}",
             "outputs": f"{self.directory}/report.html, {self.actor}",
             "again": f"oppo train {self.directory}/config.toml --set run.name=again",
             "time": f"{self.seconds:.0f} s",

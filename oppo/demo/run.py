@@ -128,6 +128,7 @@ def demo(
         digests=digests,
         directory=settings.run_directory,
         actor=trained,
+        assets=assets.directory,
         steps=plan.steps,
         seconds=narrator.seconds,
     )

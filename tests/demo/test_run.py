@@ -79,6 +79,7 @@ def findings(length_after: float, deferral_steps: Mapping[int, int] | None = Non
         digests=Digests("aa", "ab"),
         directory=Path("runs/demo-1"),
         actor=Path("runs/demo-1/actor"),
+        assets=Path("cache"),
         steps=3,
         seconds=100.0,
     )
@@ -92,6 +93,10 @@ def test_responses_that_have_become_far_longer_are_called_a_length_hack() -> Non
 def test_runs_that_made_other_tokens_are_said_to_have_done_so() -> None:
     assert "made OTHER tokens: aa and ab" in "\n".join(findings(30.0).lines())
     assert findings(30.0).facts()["tokens_identical_to_serial"] is False
+
+
+def test_where_the_models_and_the_prompts_are_is_told() -> None:
+    assert "inputs     policy (actor), reward model (reward) and prompts.jsonl are in cache" in findings(30.0).lines()
 
 
 def test_what_was_carried_over_is_told_and_so_is_that_nothing_was() -> None:
