@@ -20,11 +20,12 @@ class Request:
     """The options as they were written.
 
     Attributes:
-        workload: paper, train-bound, rule-reward, capped, several with commas between them, or all; smoke measures
-            nothing and shows that everything runs.
+        workload: paper, train-bound, rule-reward, balanced, capped, several with commas between them, or all; smoke
+            measures nothing and shows that everything runs.
         layout: split (each side on a core of its own), shared (all cores for the running side), or all;
             a GPU is always shared.
-        modes: serial, rollout, chunk, overcommit, fixed, adaptive, several with commas between them, or all.
+        modes: serial, rollout, chunk, overcommit, fixed, adaptive, lookahead, lookahead+adaptive, several with commas
+            between them, or all.
         against: run every mode as this commit does, too, in the same rounds.
         peer: compare with another program too: trl (make bench-peer installs it).
         steps: PPO steps of each mode in a round.
