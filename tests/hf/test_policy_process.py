@@ -153,7 +153,7 @@ async def test_a_decode_that_cannot_cross_is_refused_by_name(actor_process: Proc
 async def test_a_place_that_repeats_calls_is_refused() -> None:
     with Process("actor", setup=ONE, restarts=2) as process, serving(place=process) as policy:
         decodes = await policy.open(prompts(2))
-        with pytest.raises(ProtocolError, match=r"'decode' for 'actor' calls back.*expected a Process with restarts=0"):
+        with pytest.raises(ProtocolError, match=r"'decode' for 'actor' calls back.*expected restarts=0"):
             async with policy.decoding(decodes, lambda _: False):
                 await decodes[0].read(1)
 
