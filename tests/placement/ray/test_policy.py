@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,7 @@ from tests.workplace import tokenizer
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
-ENDLESS = Sampling(max_new_tokens=450, seed=3)
+ENDLESS = Sampling(max_new_tokens=450, seed=3, stop_strings=("never",))
 
 
 @pytest.fixture(scope="module")
@@ -172,6 +173,12 @@ def on(machine: Machine) -> NodeAffinitySchedulingStrategy:
     return NodeAffinitySchedulingStrategy(machine.node, soft=False)
 
 
+def slowly(tokens: Sequence[int]) -> str:
+    """Return no text, so late that no response ends before a machine does."""
+    time.sleep(0.05)
+    return ""
+
+
 async def lost_while_decoding(policy: HfPolicy, end: Callable[[], None]) -> float:
     """End what a policy needs while it decodes; return the seconds until its readers know."""
     lost: list[BaseException] = []
@@ -210,7 +217,7 @@ async def lost_while_decoding(policy: HfPolicy, end: Callable[[], None]) -> floa
 
 async def test_an_actor_killed_while_it_decodes_is_lost_for_every_reader(cluster: Cluster, actor: ModelRecipe) -> None:
     with RayPlace("actor", cluster, setup=child.set_up, restarts=0) as place, anyio.fail_after(120):
-        policy = HfPolicy(actor, sampling=ENDLESS, thread=place)
+        policy = HfPolicy(actor, sampling=ENDLESS, thread=place, decode=slowly)
         await told(policy.with_sampling(SAMPLING), prompts(1))
         assert await lost_while_decoding(policy, partial(os.kill, place.pid, signal.SIGKILL)) < 10
 
@@ -223,6 +230,6 @@ async def test_a_machine_that_dies_while_it_decodes_is_lost_for_every_reader(
         RayPlace("actor", cluster, setup=child.set_up, strategy=on(third), restarts=0) as place,
         anyio.fail_after(120),
     ):
-        policy = HfPolicy(actor, sampling=ENDLESS, thread=place)
+        policy = HfPolicy(actor, sampling=ENDLESS, thread=place, decode=slowly)
         await told(policy.with_sampling(SAMPLING), prompts(1))
         assert await lost_while_decoding(policy, partial(two.lose, third)) < 10
