@@ -37,6 +37,8 @@ def settings(folder: Path, *overrides: str) -> Settings:
         (("models.reward=reward.py:short", "models.critic=actor"), {"reference", "critic"}),
         (("models.shared_trunk=true", "models.critic="), {"reference", "reward"}),
         (("step.algorithm=rloo", "step.batch=4"), {"reference", "reward"}),
+        (('placement.remote=["policy"]',), {"policy"}),
+        (('placement.remote=["policy", "critic"]',), {"policy", "critic"}),
     ],
 )
 def test_every_model_that_can_be_elsewhere_is_unless_some_are_named(
@@ -59,7 +61,10 @@ def test_every_model_that_can_be_elsewhere_is_unless_some_are_named(
         ),
         (("placement.reward=cuda:1",), "an actor has the GPU that Ray gives it"),
         (('placement.trainer=["cpu", "cuda"]',), "devices of several kinds"),
-        (('placement.remote=["policy"]',), "placement.remote"),
+        (('placement.remote=["policy"]', "models.shared_trunk=true", "models.critic="), "a head on its trunk"),
+        (('placement.remote=["policy"]', "run.policy=process"), "run.policy = 'process' serves it on this machine"),
+        (('placement.remote=["policy"]', "models.engine=vllm"), "'vllm' serves it in processes of its own"),
+        (('placement.remote=["policy"]', "placement.policy=cuda:1"), "an actor has the GPU that Ray gives it"),
         (("placement.actor_cpus=0",), "placement.actor_cpus"),
     ],
 )
