@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from safetensors.numpy import load_file
 
 from oppo.app.program import train
 from oppo.app.train import FINAL
-from oppo.cli import DONE, INTERRUPTED, UNUSABLE
+from oppo.cli import DONE, FAILED, INTERRUPTED, UNUSABLE
 from oppo.demo.assets import cache_directory, make_assets
 from oppo.demo.run import SHORT, settings_of
 from oppo.report.records import read
@@ -59,16 +60,24 @@ def test_scorers_on_other_machines_change_no_bit(two: Machines, folder: Path, op
         ("models.lora_rank=2",),
         ("step.lookahead=1",),
         ("algorithm.is_correction=truncated",),
+        ("eval.prompts=prompts.jsonl", "eval.samples=2", "eval.every=1"),
         ('placement.remote=["policy", "reference", "reward", "critic"]',),
     ],
 )
-def test_a_policy_on_another_machine_changes_no_bit(two: Machines, folder: Path, options: tuple[str, ...]) -> None:
+def test_a_policy_on_another_machine_changes_no_bit(
+    two: Machines, folder: Path, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     name = (*options, "plain")[0].partition("=")[0]
     here = [option for option in options if not option.startswith("placement")]
     assert oppo(folder, "", *EXACT, *here, f"run.name=policy-here-{name}") == DONE
     there = ('placement.remote=["policy"]', *options, f"run.name=policy-there-{name}")
     assert oppo(folder, f"--ray {two.address}", *EXACT, *there) == DONE
+    assert "starting the actor of the policy in the cluster" in capsys.readouterr().err
     require_equal_runs(folder, f"policy-here-{name}", f"policy-there-{name}")
+    if name == "eval.prompts":
+        evaluated = [records(folder, f"policy-{place}-{name}", "eval.jsonl") for place in ("here", "there")]
+        for ours, theirs in zip(*evaluated, strict=True):
+            assert {**ours, "eval/seconds": 0} == {**theirs, "eval/seconds": 0}
 
 
 def test_a_run_whose_policy_was_here_goes_on_with_one_on_another_machine(two: Machines, folder: Path) -> None:
@@ -88,6 +97,24 @@ def test_weights_reach_a_policy_on_another_machine_while_it_decodes(two: Machine
     flying = ("step.lookahead=1", "step.publish=in-flight", "run.steps=4", "run.name=flying")
     assert oppo(folder, f"--ray {two.address}", *flying, 'placement.remote=["policy"]') == DONE
     assert len(records(folder, "flying", "metrics.jsonl")) == 4
+
+
+def test_a_policy_that_is_killed_ends_the_run_which_can_be_resumed(two: Machines, folder: Path) -> None:
+    before = two.pids()
+    overrides = (f"placement.cluster={two.address}", 'placement.remote=["policy"]', "run.checkpoint_every=1")
+    with start(folder, *overrides, "run.name=killed", "run.steps=100000", **{MARK: two.mark}) as process:
+        assert process.stdout is not None
+        for _ in range(2):
+            process.stdout.readline()
+        (policy,) = [pid for pid in two.pids() - before if b"ray::Servant" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        os.kill(policy, signal.SIGKILL)
+        _, said = process.communicate(timeout=120)
+    assert process.returncode == FAILED, said
+    assert "the process of 'policy'" in said
+    assert "go on with `oppo resume" in said
+    assert not two.settled(before)
+    made = len(records(folder, "killed", "metrics.jsonl"))
+    assert resume(folder, "killed", f"run.steps={made + 1}") == DONE
 
 
 def require_equal_runs(folder: Path, one: str, other: str) -> None:
