@@ -2,7 +2,8 @@
 
 ::
 
-    ModelRecipe  ──path, dtype, device ...──>  load()          never code, never weights
+    ModelRecipe     ──path, dtype, device ...──>  load()          never code, never weights
+    ResidentRecipe  ──the same, and a key──────>  load()          the model that has been loaded there under the key
 
 A directory must be found under its path on each machine that loads it: on a file system that they share, or as a copy.
 A hub name is fetched there.

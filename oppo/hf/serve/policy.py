@@ -187,8 +187,8 @@ class HfPolicy:
     async def decoding(self, live: Sequence[Decode], cut: Cut) -> AsyncIterator[Decoding]:
         """Decode ``live``, and what joins, while the context is open, until each has ended or ``cut`` returns true.
 
-        The model's thread calls ``cut``, or the thread that waits for the model's process. Leaving the context stops
-        decoding after the decode step in progress; rollouts that have not ended are parked.
+        The model's thread calls ``cut``, or the thread that waits for the model's process or actor. Leaving the context
+        stops decoding after the decode step in progress; rollouts that have not ended are parked.
 
         Raises:
             ProtocolError: a decode is of another policy, was given up or has failed; or the policy decodes already.

@@ -119,7 +119,8 @@ class RayChild(Child):
 
         Raises:
             Gone: the actor is dead, or dies meanwhile.
-            ModelError: no machine has room for it, or what it needs; or the order holds shared memory.
+            ModelError: no machine has room for it, or what it needs; or the order holds memory of this machine other
+                than a :class:`~oppo.placement.mirrored.Mirrored`.
         """
         if not all(isinstance(block, Mirrored) for block in packet.blocks):
             raise ModelError("memory is not shared between machines: host a recipe")

@@ -10,8 +10,12 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from typing import Final
 
 from oppo.placement.wire import Packet
+
+LINGER: Final = 0.005
+"""Seconds that a request which nothing waits for may wait for others: fetching each alone would slow the work down."""
 
 
 class Conversation:
@@ -23,17 +27,22 @@ class Conversation:
         self._replies: deque[bytes] = deque()
         self._notices: dict[int, bytearray] = {}
         self._over = False
+        self._waits = False
 
     def send(self, request: Packet) -> None:
         """Keep a request for the driver."""
         with self._news:
             self._requests.append(request.data)
-            self._news.notify_all()
+            if len(self._requests) == 1:  # others are fetched with it
+                self._news.notify_all()
 
     def receive(self) -> Packet:
         """Return the next reply; wait for it."""
         with self._news:
+            self._waits = True
+            self._news.notify_all()
             self._news.wait_for(lambda: self._replies)
+            self._waits = False
             return Packet(self._replies.popleft())
 
     def has_come(self) -> bool:
@@ -54,6 +63,8 @@ class Conversation:
         """
         with self._news:
             self._news.wait_for(lambda: self._requests or self._over, patience)
+            if self._requests:
+                self._news.wait_for(lambda: self._waits or self._over, LINGER)
             fetched, self._requests = self._requests, []
             return fetched, self._over
 
