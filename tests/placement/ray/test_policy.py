@@ -23,7 +23,7 @@ from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.models import Sampling, Weights
 from oppo.observe import now
-from oppo.placement import Thread
+from oppo.placement import Process, Thread
 from oppo.placement.ray import Cluster, RayPlace
 from tests.hf import child, tiny
 from tests.hf.stories import SAMPLING, Story, prompts, serving, told
@@ -70,13 +70,19 @@ async def test_an_exact_run_is_the_same_when_its_policy_is_on_another_machine(
     assert got.digest == expected.digest
 
 
-async def test_a_recipe_is_loaded_here_where_the_policy_is_here(actor: ModelRecipe) -> None:
-    with serving(tiny.causal(seed=1)) as policy:
+@pytest.mark.parametrize("kind", [Thread, Process])
+async def test_a_recipe_is_loaded_here_once_where_the_policy_is_here(
+    kind: type[Thread | Process], actor: ModelRecipe
+) -> None:
+    other = tiny.causal(seed=2)
+    with serving(other) as policy:
         expected = await told(policy, prompts(3))
-    with Thread("actor", setup=child.set_up) as thread:
-        policy = tiny.apart(HfPolicy)(actor, sampling=SAMPLING, thread=thread)
-        story = await told(tiny.apart(policy.with_sampling)(SAMPLING), prompts(3))
-    assert story.tokens() == expected.tokens()
+    with kind("actor", setup=child.set_up) as place:
+        policy = tiny.apart(HfPolicy)(actor, sampling=SAMPLING, thread=place)
+        again = tiny.apart(policy.with_sampling)(SAMPLING)
+        await policy.load(Weights(1, actor=other.state_dict()))
+        for each in (policy, again):
+            assert (await told(each, prompts(3))).tokens() == expected.tokens()
 
 
 async def test_a_policy_in_an_actor_shares_no_tensor_with_the_trainer(place: RayPlace, actor: ModelRecipe) -> None:
