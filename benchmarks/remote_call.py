@@ -9,25 +9,21 @@ import argparse
 import importlib
 import statistics
 from contextlib import ExitStack
-from typing import Any, Final
+from typing import Final
 
 import anyio
 import numpy as np
 from numpy.typing import NDArray
-from ray.cluster_utils import Cluster as Raylets
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
 
+from benchmarks.raylets import two_raylets
 from oppo.observe import now
 from oppo.placement import Hosted, Inline, Place, Process, Recipe, Thread
-from oppo.placement.ray import Cluster, RayPlace
+from oppo.placement.ray import RayPlace
 
 CHUNK: Final = np.arange(64, dtype=np.int32)
 WARM: Final = 50
 """Calls that are not counted."""
-
-STORE: Final = 80 * 2**20
-"""Bytes of an object store; Ray takes no less than 75 MB."""
 
 
 class Length:
@@ -60,18 +56,12 @@ def main() -> None:
     calls = parser.parse_args().calls
     console = Console()
     with ExitStack() as stack:
-        room: dict[str, Any] = {"num_cpus": 2, "object_store_memory": STORE, "include_dashboard": False}
-        raylets = Raylets(initialize_head=True, head_node_args=room)
-        stack.callback(raylets.shutdown)
-        node: Any = raylets.add_node(**room)
-        cluster = stack.enter_context(Cluster(raylets.address))
+        cluster, other = stack.enter_context(two_raylets())
         places: dict[str, Place] = {
             "inline": Inline("length"),
             "thread": Thread("length"),
             "process": Process("length"),
-            "actor on another raylet": RayPlace(
-                "length", cluster, strategy=NodeAffinitySchedulingStrategy(node.node_id, soft=False)
-            ),
+            "actor on another raylet": RayPlace("length", cluster, strategy=other),
         }
         for name, place in places.items():
             with place:

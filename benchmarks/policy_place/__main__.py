@@ -1,4 +1,4 @@
-"""``python -m benchmarks.policy_place``: prints what decoding costs in a thread and in a process."""
+"""``python -m benchmarks.policy_place [--ray]``: prints what decoding costs in a thread, a process and an actor."""
 
 from benchmarks.policy_place.measure import main
 

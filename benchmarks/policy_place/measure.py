@@ -1,15 +1,17 @@
-"""A decode step, and a callback to the parent, in a thread and in a process.
+"""A decode step, and a callback to the parent, in a thread, in a process and, with ``--ray``, on another raylet.
 
-A small model of random weights decodes the same rows in both places, in turn, with one core each: alone, and beside a
+A small model of random weights decodes the same rows in all places, in turn, with one core each: alone, and beside a
 Python thread that is always busy. Then each place makes callbacks only. Prints medians over the rounds.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import anyio
@@ -18,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from oppo.events import Prompt
 from oppo.hf.cpu import use_cores
+from oppo.hf.recipe import ModelRecipe
 from oppo.hf.serve.policy import HfPolicy
 from oppo.models import Sampling
 from oppo.observe import now
@@ -42,12 +45,13 @@ class Questioner:
         return (now() - start) / count
 
 
-def policy_in(place: Place) -> HfPolicy:
-    """Return a policy of two layers, whose decode steps cost little more than Python."""
+def saved(folder: str) -> ModelRecipe:
+    """Return a model of two layers, whose decode steps cost little more than Python."""
     config = LlamaConfig(
         vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
     )
-    return HfPolicy(LlamaForCausalLM(config), sampling=Sampling(max_new_tokens=TOKENS), thread=place)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return ModelRecipe(path=folder, device="cpu")
 
 
 async def step_seconds(policy: HfPolicy) -> float:
@@ -78,8 +82,8 @@ def busy_thread() -> Iterator[None]:
         thread.join()
 
 
-async def measure(places: Sequence[Place]) -> None:
-    policies = [policy_in(place) for place in places]
+async def measure(places: Sequence[Place], model: ModelRecipe) -> None:
+    policies = [HfPolicy(model, sampling=Sampling(max_new_tokens=TOKENS), thread=place) for place in places]
     for policy in policies:
         await step_seconds(policy)
     for what in ("alone", "beside a busy Python thread"):
@@ -92,18 +96,32 @@ async def measure(places: Sequence[Place]) -> None:
                     with busy_thread():
                         taken.append(await step_seconds(policy))
         medians = [statistics.median(taken) for taken in times]
-        ratios = [own / first for first, own in zip(*times, strict=True)]
-        steps = ", ".join(f"{place.name} {1e3 * each:.2f} ms" for place, each in zip(places, medians, strict=True))
-        print(
-            f"decode step {what}: {steps}; ratio {statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
-        )
+        print(f"decode step {what}: {places[0].name} {1e3 * medians[0]:.2f} ms")
+        for place, taken, median in zip(places[1:], times[1:], medians[1:], strict=True):
+            ratios = [own / first for first, own in zip(times[0], taken, strict=True)]
+            spread = f"ratio {statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
+            print(f"decode step {what}: {place.name} {1e3 * median:.2f} ms; {spread}")
     for place in places:
         hosted, answer = place.host(Questioner()), Callback(never)
+        await hosted.call("ask", Questioner.ask, answer, 1)
         costs = [await hosted.call("ask", Questioner.ask, answer, QUESTIONS) for _ in range(ROUNDS)]
         print(f"question and answer: {place.name} {1e6 * statistics.median(costs):.1f} us")
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ray", action="store_true", help="in an actor on another raylet too")
     one = partial(use_cores, 1)
-    with Thread("thread", setup=one) as thread, Process("process", setup=one) as process:
-        anyio.run(measure, (thread, process))
+    with ExitStack() as stack:
+        places: list[Place] = [
+            stack.enter_context(Thread("thread", setup=one)),
+            stack.enter_context(Process("process", setup=one)),
+        ]
+        if parser.parse_args().ray:
+            from benchmarks.raylets import two_raylets  # noqa: PLC0415 - Ray is an extra
+            from oppo.placement.ray import RayPlace  # noqa: PLC0415
+
+            cluster, other = stack.enter_context(two_raylets())
+            places.append(stack.enter_context(RayPlace("actor", cluster, setup=one, strategy=other, restarts=0)))
+        model = saved(stack.enter_context(tempfile.TemporaryDirectory()))
+        anyio.run(measure, places, model)

@@ -46,16 +46,16 @@ def places_elsewhere(settings: Settings, devices: Devices, tell: Callable[[str],
                 tell=tell,
             )
             stack.callback(training.close)
-        scoring: dict[str, Place] = {}
+        actors: dict[str, Place] = {}
         for model, device in devices.scoring(sorted(settings.elsewhere - {"trainer"})).items():
             tell(f"starting the actor of the {model} in the cluster")
-            scoring[model] = RayPlace(
+            actors[model] = RayPlace(
                 model,
                 cluster,
                 room=room(device.type),
                 setup=setup,
-                restarts=settings.run.scorer_restarts,
+                restarts=0 if model == "policy" else settings.run.scorer_restarts,
                 tell=tell,
             )
-            stack.callback(scoring[model].close)
-        return Elsewhere(scoring, training, stack.pop_all().close)
+            stack.callback(actors[model].close)
+        return Elsewhere(actors.pop("policy", None), actors, training, stack.pop_all().close)

@@ -29,7 +29,7 @@ from oppo.hf.introspection import end_ids
 from oppo.hf.loading.models import load_tokenizer, quiet
 from oppo.hf.lora import add_lora, share_base
 from oppo.hf.out_of_memory import ModelPlace
-from oppo.hf.recipe import Loadable, positions_of
+from oppo.hf.recipe import Loadable, ModelRecipe, positions_of
 from oppo.hf.serve.proximal import ProximalLogprobs, RecomputedLogprobs
 from oppo.hf.serve.scorers import ReferenceLogprobs, ValueModel
 from oppo.hf.tokenizer import HfTokenizer
@@ -187,7 +187,7 @@ def _assembled(
     tell: Callable[[str], None],
 ) -> Assembly:
     exact = settings.run.exact
-    apart = devices.reference != devices.policy or "reference" in devices.elsewhere
+    apart = devices.reference != devices.actor or "reference" in devices.elsewhere
     actor, reference = _actor_and_reference(settings.models, load, apart=apart, seed=settings.trainer.seed)
     judges = _judges(settings, tokenizer, places, load, tell)
     critic = load_critic(settings, actor, [*judges.values()], load, devices=devices, tell=tell)
@@ -199,7 +199,8 @@ def _assembled(
         trained = trained.copied(CPU if len(devices.trainer) > 1 else devices.trainer[0])
     copies = _copies(settings, load, critic, devices) if "trainer" in devices.elsewhere else None
     trainer = _trainer(settings, trained, sampling, places.training, devices.trainer, copies=copies)
-    serving = serve(ServeRequest(settings, actor, sampling, tokenizer, places))
+    served = _actor_recipe(settings, load, devices.policy) if "policy" in devices.elsewhere else actor
+    serving = serve(ServeRequest(settings, actor, served, sampling, tokenizer, places))
     value = None
     if critic.served is not None:
         value = ValueModel(critic.served, thread=_scoring(places, "critic"), exact=exact)
@@ -218,7 +219,7 @@ def _assembled(
         sampling=sampling,
         positions=min(serving.positions, *read),
         places=places,
-        served_apart=critic.is_apart,
+        served_apart=critic.is_apart or served is not actor,
     )
 
 
@@ -266,11 +267,21 @@ def _judges(
 def _copies(settings: Settings, load: RoleLoader, critic: Critic, devices: Devices) -> ActorCriticRecipe:
     """Return how ranks on other machines load what is trained."""
     models, device = settings.models, devices.trainer[-1]
-    actor = load.recipe("policy", "causal", models.policy, device)
     return ActorCriticRecipe(
-        actor=replace(actor, lora_rank=models.lora_rank, lora_alpha=models.lora_alpha, lora_seed=settings.trainer.seed),
+        actor=_actor_recipe(settings, load, device),
         critic=None if critic.source is None else load.recipe("critic", "scalar", critic.source, device),
         shared_trunk=models.shared_trunk,
+    )
+
+
+def _actor_recipe(settings: Settings, load: RoleLoader, device: torch.device) -> ModelRecipe:
+    """Return how the policy is loaded on another machine, with its adapters."""
+    models = settings.models
+    return replace(
+        load.recipe("policy", "causal", models.policy, device),
+        lora_rank=models.lora_rank,
+        lora_alpha=models.lora_alpha,
+        lora_seed=settings.trainer.seed,
     )
 
 

@@ -182,6 +182,7 @@ def _require_possible_placement(settings: Settings) -> None:
 
 def _refuse_elsewhere(settings: Settings, model: str) -> NoReturn:
     why = {
+        "policy": _why_the_policy_is_here(settings),
         "reference": f"step.algorithm = {settings.step.algorithm!r} refers to none, and models.reference names none",
         "reward": "models.reward names no model",
         "critic": "models.shared_trunk = true makes it a head on the policy's trunk"
@@ -190,6 +191,14 @@ def _refuse_elsewhere(settings: Settings, model: str) -> NoReturn:
         "trainer": "its first rank is here, and placement.trainer names no other",
     }
     raise ValueError(f"placement.remote has {model!r}, and {why[model]}: leave it out")
+
+
+def _why_the_policy_is_here(settings: Settings) -> str:
+    if settings.models.engine != "transformers":
+        return f"models.engine = {settings.models.engine!r} serves it in processes of its own"
+    if settings.models.shared_trunk:
+        return "models.shared_trunk = true makes the critic a head on its trunk"
+    return f"run.policy = {settings.run.policy!r} serves it on this machine"
 
 
 def _require_possible_in_flight(settings: Settings) -> None:

@@ -16,7 +16,7 @@ _DEVICE: Final = re.compile(r"auto|cpu|cuda(:\d+)?")
 SCORERS: Final = ("reference", "reward", "critic")
 """The models that score."""
 
-Remote: TypeAlias = Literal["reference", "reward", "critic", "trainer"]
+Remote: TypeAlias = Literal["policy", "reference", "reward", "critic", "trainer"]
 """A model that can be in an actor of a cluster; of the trainer, every rank but the first."""
 
 
@@ -70,7 +70,7 @@ class PlacementSection:
     remote: Annotated[tuple[Remote, ...], FromList()] = setting(
         (),
         "with a cluster, the models that are actors there, each of its own; of the trainer, every rank but the first; "
-        "all that can be when empty",
+        "all that can be but the policy when empty",
     )
     actor_cpus: PositiveCount = setting(
         1, "with a cluster, the cores that each actor takes of its machine and computes with, as rank 0 does here"

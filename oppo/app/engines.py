@@ -21,6 +21,7 @@ from oppo.hf.device_layout import DeviceLayout, acting_share
 from oppo.hf.introspection import longest
 from oppo.hf.loading.hub import located
 from oppo.hf.out_of_memory import ModelPlace
+from oppo.hf.recipe import Loadable
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.models import Policy, Sampling
@@ -69,12 +70,14 @@ class ServeRequest:
 
     Attributes:
         actor: the model that is trained, as transformers has loaded it.
+        served: the same; or, of a policy on another machine, how it is loaded there.
         log: the file for what the engine's processes write; ``None``: nowhere.
         tell: receives a sentence about each thing that is done.
     """
 
     settings: Settings
     actor: PreTrainedModel
+    served: Loadable
     sampling: Sampling
     tokenizer: HfTokenizer
     places: DeviceLayout
@@ -115,9 +118,9 @@ def require_engine(name: str, arguments: Mapping[str, object], device: str = "au
 
 
 def _on_transformers(request: ServeRequest) -> Serving:
-    """Serve the very module that is trained, unless ``share_weights`` is off, in the actor's place."""
+    """Serve, in the actor's place, the very module that is trained; not with ``share_weights`` off, nor elsewhere."""
     policy = HfPolicy(
-        request.actor,
+        request.served,
         sampling=request.sampling,
         thread=ModelPlace(request.places.acting, "policy", SERVING),
         exact=request.settings.run.exact,

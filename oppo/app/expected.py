@@ -162,7 +162,7 @@ def expected(settings: Settings, devices: Devices, load: Load | None) -> list[Ex
         ModelRefused: one cannot be used.
     """
     made = Outlines(settings)
-    needs = [Expected("policy", devices.policy, _policy(settings, made, load))]
+    needs = [Expected("policy", devices.policy, _policy(settings, made, load), "policy" in devices.elsewhere)]
     for model in scored(settings):
         device, elsewhere = devices.scoring()[model], model in devices.elsewhere
         if model != "reward":
@@ -175,7 +175,8 @@ def expected(settings: Settings, devices: Devices, load: Load | None) -> list[Ex
                 needs.append(Expected(key, device, made.reward(key, load), elsewhere))
     unshared = None
     if settings.shares_weights:
-        unshared = at_rest(made.critic).weights if "critic" in devices.elsewhere else 0
+        apart = {"policy": made.actor, "critic": made.critic}
+        unshared = sum(at_rest(make).weights for model, make in apart.items() if model in devices.elsewhere)
     return [*needs, *_training(settings, devices, _trainer(settings, made, load), unshared)]
 
 
@@ -192,12 +193,14 @@ def _served(
 
 
 def _shares_the_policy_s(settings: Settings, devices: Devices, model: str) -> bool:
-    """Return whether a model that scores is served over the policy's weights."""
+    """Return whether a model that scores is served over the policy's weights, or those that are trained."""
     models = settings.models
     if model == "reference":
-        apart = devices.reference != devices.policy or model in devices.elsewhere
+        apart = devices.reference != devices.actor or model in devices.elsewhere
         return bool(models.lora_rank) and models.reference == models.policy and not apart
-    return model == "proximal" or (model == "critic" and models.shared_trunk)
+    if model == "proximal":
+        return settings.shares_weights or "policy" not in devices.elsewhere
+    return model == "critic" and models.shared_trunk
 
 
 def _trainer(settings: Settings, made: Outlines, load: Load | None) -> Bytes:

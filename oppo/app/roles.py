@@ -165,7 +165,7 @@ class RoleLoader:
         }
 
     def _device(self, model: str) -> torch.device:
-        """Return the device that a model is loaded on; of a critic that is served elsewhere, where it is trained."""
+        """Return the device that a model is loaded on; of one that is served elsewhere, where it is trained."""
         found: torch.device = getattr(self._devices, model)
         return self._devices.trainer[0] if model in self._devices.elsewhere else found
 

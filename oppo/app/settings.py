@@ -144,11 +144,10 @@ class Settings(BaseModel):
 
     @property
     def trains_where_it_serves(self) -> bool:
-        """Whether updates are made on the device of the policy and the critic that are served on this machine."""
-        devices = self.devices
-        has_critic = self.algorithm.has_critic and "critic" not in self.elsewhere
-        served = {*devices["policy"], *(devices["critic"] if has_critic else ())}
-        return served == set(devices["trainer"])
+        """Whether updates are made on the device of the policy and the critic that are served here, if any are."""
+        devices, models = self.devices, {"policy"} | ({"critic"} if self.algorithm.has_critic else set())
+        served = {device for model in models - self.elsewhere for device in devices[model]}
+        return not served or served == set(devices["trainer"])
 
     @property
     def has_reference(self) -> bool:
@@ -160,6 +159,7 @@ class Settings(BaseModel):
         """The models of this run that can be actors of a cluster."""
         models = self.models
         can = {
+            "policy": models.engine == "transformers" and not models.shared_trunk and self.run.policy == "thread",
             "reference": self.has_reference,
             "reward": bool(models.reward_models),
             "critic": self.algorithm.has_critic and not models.shared_trunk,
@@ -172,7 +172,7 @@ class Settings(BaseModel):
         """The models that are actors of a cluster; of the ``trainer``, every rank but the first."""
         if not self.placement.cluster:
             return frozenset()
-        return frozenset(self.placement.remote) or self.can_be_elsewhere
+        return frozenset(self.placement.remote) or self.can_be_elsewhere - {"policy"}
 
     @property
     def run_directory(self) -> Path:

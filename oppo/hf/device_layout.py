@@ -34,7 +34,7 @@ class Devices:
     """The device of each model of a run.
 
     Attributes:
-        policy: decodes; proximal log-probs are read there too.
+        policy: decodes.
         trainer: of each training rank.
         elsewhere: the models that are on other machines, which have such a device; of the ``trainer``, every rank but
             the first.
@@ -89,9 +89,14 @@ class Devices:
         return cls(one["policy"], each["trainer"], one["reference"], one["reward"], one["critic"], elsewhere)
 
     @property
+    def actor(self) -> torch.device:
+        """Of the policy on this machine: where it is trained, if it decodes on another."""
+        return self.trainer[0] if "policy" in self.elsewhere else self.policy
+
+    @property
     def proximal(self) -> torch.device:
         """Where the policy is read again."""
-        return self.policy
+        return self.actor
 
     def scoring(self, models: Sequence[str] = SCORED) -> dict[str, torch.device]:
         """Return the devices of these models, by name."""
@@ -101,7 +106,7 @@ class Devices:
         """Return each device of this machine once."""
         ranks = self.trainer[:1] if "trainer" in self.elsewhere else self.trainer
         scoring = self.scoring([model for model in SCORED if model not in self.elsewhere])
-        return list(dict.fromkeys([self.policy, *ranks, *scoring.values()]))
+        return list(dict.fromkeys([self.actor, *ranks, *scoring.values()]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,11 +114,13 @@ class Elsewhere:
     """The places of a run on other machines.
 
     Attributes:
+        acting: of the policy; ``None``: it is on this machine.
         scoring: by model.
         training: of ranks, one of which is on this machine; ``None``: all are.
         close: called when the places have been closed.
     """
 
+    acting: Place | None = None
     scoring: Mapping[str, Place] = field(default_factory=dict)
     training: Place | None = None
     close: Callable[[], None] = lambda: None
@@ -167,7 +174,7 @@ class DeviceLayout:
             ConfigError: a process is chosen for models on a GPU, whose memory is not shared.
         """
         elsewhere = elsewhere or Elsewhere()
-        _require_cpu("policy", policy, [devices.policy])
+        _require_cpu("policy", policy, [] if elsewhere.acting else [devices.policy])
         _require_cpu("trainer", trainer, devices.trainer)
         _require_cpu("scorers", scorers, devices.scoring(scored).values())
 
@@ -189,7 +196,7 @@ class DeviceLayout:
         places = {device: scoring(device, name) for device, name in names.items()}
         ranks = elsewhere.training or _ranks(len(devices.trainer), cores, tell)
         return cls(
-            place("actor", policy, acting_share(cores), devices.policy),
+            elsewhere.acting or place("actor", policy, acting_share(cores), devices.policy),
             {model: places[device] for model, device in on.items()},
             ranks or place("trainer", trainer, cores, devices.trainer[0]),
             Thread("saver"),

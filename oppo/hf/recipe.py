@@ -2,7 +2,8 @@
 
 ::
 
-    ModelRecipe  ──path, dtype, device ...──>  load()          never code, never weights
+    ModelRecipe     ──path, dtype, device ...──>  load()          never code, never weights
+    ResidentRecipe  ──the same, and a key──────>  load()          the model that has been loaded there under the key
 
 A directory must be found under its path on each machine that loads it: on a file system that they share, or as a copy.
 A hub name is fetched there.
@@ -10,10 +11,13 @@ A hub name is fetched there.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Final, Literal, TypeAlias, TypeVar
+from uuid import uuid4
+from weakref import WeakValueDictionary
 
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
@@ -115,6 +119,45 @@ class ModelRecipe:
 
 Loadable: TypeAlias = PreTrainedModel | ModelRecipe
 """A model, or how it is loaded where it lives."""
+
+
+_resident: Final[WeakValueDictionary[str, PreTrainedModel]] = WeakValueDictionary()
+"""The models of this process that were loaded by a :class:`ResidentRecipe` and are in use, by key."""
+
+_loading: Final = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResidentRecipe(ModelRecipe):
+    """The recipe of one model in each process: all that load it there by this recipe, or a copy of it, have the same.
+
+    Attributes:
+        key: of the model.
+    """
+
+    key: str = field(default_factory=lambda: uuid4().hex)
+
+    @classmethod
+    def of(cls, model: Loadable) -> Loadable:
+        """Return the recipe of one model that is loaded as ``model`` says; a model, or such a recipe, as it is."""
+        if isinstance(model, PreTrainedModel | ResidentRecipe):
+            return model
+        return cls(**{each.name: getattr(model, each.name) for each in fields(model)})
+
+    def load(self) -> PreTrainedModel:
+        """Return the model; see :meth:`ModelRecipe.load`."""
+        with _loading:
+            model = _resident.get(self.key)
+            if model is None:
+                model = _resident[self.key] = ModelRecipe.load(self)
+        return model
+
+
+def name_of(model: Loadable) -> str:
+    """Return the name of a model's class, as its configuration says where there is a recipe only."""
+    if isinstance(model, ModelRecipe):
+        return str(next(iter(model.config().architectures or []), model.path))
+    return type(model).__name__
 
 
 def positions_of(model: Loadable) -> int:

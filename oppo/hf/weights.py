@@ -66,12 +66,14 @@ class SentWeights(Bulk, Mapping[str, object]):
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, tuple[object, ...]]:
         del protocol  # of at least 5, see oppo.placement.wire
+        tensors = {name: value for name, value in self._tensors.items() if isinstance(value, Tensor)}
+        others = {name: value for name, value in self._tensors.items() if name not in tensors}
         return _received, (
             {
                 name: (tensor.dtype, tuple(tensor.shape), PickleBuffer(_bytes_of(tensor).numpy().data))
-                for name, tensor in self._tensors.items()
-                if isinstance(tensor, Tensor)
+                for name, tensor in tensors.items()
             },
+            others,
         )
 
 
@@ -80,7 +82,9 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
 
 
-def _received(parts: Mapping[str, tuple[torch.dtype, tuple[int, ...], bytes]]) -> SentWeights:
+def _received(
+    parts: Mapping[str, tuple[torch.dtype, tuple[int, ...], bytes]], others: Mapping[str, object]
+) -> SentWeights:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given buffer is not writable")  # what was sent is only read
         return SentWeights(
@@ -88,6 +92,7 @@ def _received(parts: Mapping[str, tuple[torch.dtype, tuple[int, ...], bytes]]) -
                 name: torch.frombuffer(data, dtype=dtype).view(shape) if len(data) else torch.empty(shape, dtype=dtype)
                 for name, (dtype, shape, data) in parts.items()
             }
+            | dict(others)
         )
 
 

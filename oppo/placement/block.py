@@ -29,7 +29,7 @@ class Block(mmap.mmap):
         return block
 
     @classmethod
-    def new(cls, size: int) -> Block:
+    def new(cls, size: int) -> Self:
         """Return a new block of ``size`` bytes, at least 1, all 0.
 
         The memory is allocated here, so a shortage is an error now, not a fault at the first touch.

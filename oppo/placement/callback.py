@@ -17,9 +17,10 @@ class Callback(Generic[P, R]):
     """An argument of :meth:`Hosted.call` that the work may call until the call ends.
 
     In :class:`~oppo.placement.Inline` and :class:`~oppo.placement.Thread` it is a plain call. In
-    :class:`~oppo.placement.Process` the child sends the arguments, and this process runs the function, in the thread
-    that waits for the answer of the call; arguments and results must be picklable. An error of the function ends the
-    call and is raised as itself. Callbacks have side effects here, so a place with ``restarts`` refuses them.
+    :class:`~oppo.placement.Process`, or in a place on another machine, the child sends the arguments, and this process
+    runs the function, in the thread that waits for the answer of the call; arguments and results must be picklable. An
+    error of the function ends the call and is raised as itself. Callbacks have side effects here, so a place with
+    ``restarts`` refuses them.
 
     Args:
         function: safe to be called from another thread.

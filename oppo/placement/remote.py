@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Concatenate, Generic, ParamSpec, Self, TypeVar, cast
 
 from oppo.errors import ModelError
+from oppo.placement.mirrored import Gauge
 from oppo.placement.place import Hosted, Journal
 from oppo.placement.recipe import Recipe, kind_of
 from oppo.placement.supervised_place import SupervisedPlace
@@ -82,11 +83,10 @@ def require_portable(instance: object, place: str) -> None:
     """Check that an instance can go to another machine.
 
     Raises:
-        ModelError: it holds shared memory, or cannot be pickled.
+        ModelError: it holds shared memory other than a :class:`~oppo.placement.mirrored.Gauge`, or cannot be pickled.
     """
-    if pack_with_blocks(instance).blocks:
+    if not all(isinstance(block, Gauge) for block in pack_with_blocks(instance).blocks):
         raise ModelError(
             f"{kind_of(instance).__name__} holds weights, and memory is not shared between machines: {place!r} hosts "
-            "what crosses as a recipe, such as a scorer that is given a ModelRecipe; the policy stays with the driver, "
-            "in a Thread or a Process"
+            "what crosses as a recipe, such as a policy or a scorer that is given a ModelRecipe"
         )

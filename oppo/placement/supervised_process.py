@@ -102,7 +102,7 @@ class SupervisedProcess:
         if callbacks and self._restarts:
             raise ProtocolError(
                 f"{label!r} for {hosted.track!r} calls back, so it cannot be repeated in another process, but "
-                f"{self._name!r} has restarts={self._restarts}: expected a Process with restarts=0"
+                f"{self._name!r} has restarts={self._restarts}: expected restarts=0"
             )
         answer = self._answered(hosted, label, packet, callbacks)
         if isinstance(answer, Answer) and hosted.journal is not None and self._restarts:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from oppo import observe
 from oppo.errors import ModelError
@@ -29,10 +29,11 @@ def serve(fd: int) -> None:
     os.set_inheritable(fd, False)
     threading.Thread(target=_exit_with_parent, args=(fd,), name="oppo-lifeline", daemon=True).start()
     connection: Connection[bytes, bytes] = Connection(fd)
+    line = _SocketLine(connection)
     instances: dict[int, object] = {}
     with suppress(EOFError, ConnectionError):
         while True:
-            order, requests = receive(connection), Requests(connection)
+            order, requests = receive(connection), Requests(line)
             answered = answer(order, instances, bind=requests.bind)
             if answered is not None:
                 sys.stdout.flush()
@@ -44,13 +45,42 @@ class CallbackFailedError(Exception):
     """A callback failed in the parent, which raises its error; this one ends the call in the child."""
 
 
-class Requests:
-    """The requests that one call sends to its parent."""
+class Line(Protocol):
+    """The way of a call to its caller."""
+
+    def send(self, request: Packet) -> None:
+        """Send a request, without waiting for its reply."""
+
+    def receive(self) -> Packet:
+        """Return the next reply; wait for it."""
+
+    def has_come(self) -> bool:
+        """Return whether a reply is there."""
+
+
+class _SocketLine:
+    """The socket to the parent as a :class:`Line`."""
 
     def __init__(self, connection: Connection[bytes, bytes]) -> None:
         self._connection = connection
         self._replies = select.poll()
         self._replies.register(connection, select.POLLIN)
+
+    def send(self, request: Packet) -> None:
+        send(self._connection, request)
+
+    def receive(self) -> Packet:
+        return receive(self._connection)
+
+    def has_come(self) -> bool:
+        return bool(self._replies.poll(0))
+
+
+class Requests:
+    """The requests that one call sends to its caller."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
         self._refused = False
 
     def bind(self, argument: object) -> object:
@@ -60,10 +90,10 @@ class Requests:
     def _request(self, stub: Stub, /, *args: object, **kwargs: object) -> object:
         """Return what the callback returned; return ``None`` at once from a one-way callback."""
         if not self._refused:
-            send(self._connection, pack(Request(stub, args, kwargs)))
-            if stub.oneway and not self._replies.poll(0):
+            self._line.send(pack(Request(stub, args, kwargs)))
+            if stub.oneway and not self._line.has_come():
                 return None
-            reply = unpack(receive(self._connection))
+            reply = unpack(self._line.receive())
             if isinstance(reply, Reply):
                 return reply.value
             self._refused = True

@@ -37,6 +37,8 @@ def settings(folder: Path, *overrides: str) -> Settings:
         (("models.reward=reward.py:short", "models.critic=actor"), {"reference", "critic"}),
         (("models.shared_trunk=true", "models.critic="), {"reference", "reward"}),
         (("step.algorithm=rloo", "step.batch=4"), {"reference", "reward"}),
+        (('placement.remote=["policy"]',), {"policy"}),
+        (('placement.remote=["policy", "critic"]',), {"policy", "critic"}),
     ],
 )
 def test_every_model_that_can_be_elsewhere_is_unless_some_are_named(
@@ -59,7 +61,10 @@ def test_every_model_that_can_be_elsewhere_is_unless_some_are_named(
         ),
         (("placement.reward=cuda:1",), "an actor has the GPU that Ray gives it"),
         (('placement.trainer=["cpu", "cuda"]',), "devices of several kinds"),
-        (('placement.remote=["policy"]',), "placement.remote"),
+        (('placement.remote=["policy"]', "models.shared_trunk=true", "models.critic="), "a head on its trunk"),
+        (('placement.remote=["policy"]', "run.policy=process"), "run.policy = 'process' serves it on this machine"),
+        (('placement.remote=["policy"]', "models.engine=vllm"), "'vllm' serves it in processes of its own"),
+        (('placement.remote=["policy"]', "placement.policy=cuda:1"), "an actor has the GPU that Ray gives it"),
         (("placement.actor_cpus=0",), "placement.actor_cpus"),
     ],
 )
@@ -90,6 +95,30 @@ def test_memory_of_other_machines_is_shown_and_not_counted_here(folder: Path) ->
     assert needs["trainer, whole weights"].bytes.weights == needs["critic"].bytes.weights, "the actor's are shared"
     (counted,) = by_device(needs.values()).values()
     assert [each.model for each in counted] == ["policy", "trainer, whole weights", "trainer, rank 0"]
+
+
+def test_a_policy_elsewhere_decodes_there_and_is_trained_here(folder: Path) -> None:
+    there = settings(folder, CLUSTER, 'placement.remote=["policy"]', "placement.policy=cuda", "models.device=cpu")
+    assert there.shares_weights, "the critic, which is served here, is the one that is trained"
+    devices = devices_of(there)
+    assert (str(devices.policy), str(devices.actor), str(devices.proximal)) == ("cuda", "cpu", "cpu")
+    assert [str(device) for device in devices.distinct()] == ["cpu"]
+    needs = {each.model: each for each in expected(there, devices, None)}
+    assert {name for name, each in needs.items() if each.elsewhere} == {"policy"}
+    assert needs["policy"].where == "cuda in the cluster"
+    assert needs["trainer"].bytes.weights == needs["policy"].bytes.weights, "the critic's are shared"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "shared"), [((), True), (("step.lookahead=1",), False), (("models.share_weights=false",), False)]
+)
+def test_proximal_log_probs_are_of_the_weights_that_are_trained_if_those_may_be_read(
+    folder: Path, overrides: tuple[str, ...], shared: bool
+) -> None:
+    corrected = ("algorithm.is_correction=truncated", "models.device=cpu")
+    there = settings(folder, CLUSTER, 'placement.remote=["policy"]', *corrected, *overrides)
+    needs = {each.model: each for each in expected(there, devices_of(there), None)}
+    assert (needs["proximal"].bytes.weights == 0) is shared
 
 
 def test_a_cluster_that_is_not_there_is_an_error_before_anything_is_loaded(

@@ -108,9 +108,8 @@ async def test_exact_first_log_probs_do_not_depend_on_the_neighbours_to_the_last
 
 @pytest.mark.parametrize("keep", [False, True])
 async def test_a_parked_rollout_goes_on_with_the_weights_that_were_published(keep: bool, serving: Serving) -> None:
-    model, other = tiny.causal(seed=0), tiny.causal(seed=1)
-    asked = prompts(8)
-    with serving(model, keep=keep) as policy:
+    other, asked = tiny.causal(seed=1), prompts(8)
+    with serving(tiny.causal(seed=0), keep=keep) as policy:
         story = Story(await policy.open(asked), cut_after=2)
         await story.step(policy)
         before = [len(tokens) for tokens in story.tokens()]
@@ -126,6 +125,12 @@ async def test_a_parked_rollout_goes_on_with_the_weights_that_were_published(kee
         assert versions == [0] * before[k] + [1] * (len(tokens) - before[k])
         if not keep:
             assert_close(story.logprobs()[k][before[k] :], full_logprobs(other, asked[k], tokens)[before[k] :])
+
+
+async def test_the_model_that_was_given_has_the_weights_that_were_published(serving: Serving) -> None:
+    model, other = tiny.causal(seed=0), tiny.causal(seed=1)
+    with serving(model) as policy:
+        await policy.load(Weights(1, actor=other.state_dict()))
     assert set(other.state_dict()) == set(model.state_dict())
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
 

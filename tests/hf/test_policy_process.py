@@ -21,6 +21,7 @@ from oppo.errors import ModelError, ModelLost, ProtocolError
 from oppo.events import Batch, Prompt
 from oppo.hf.cpu import use_cores
 from oppo.hf.digest import weights_digest
+from oppo.hf.recipe import ModelRecipe
 from oppo.hf.serve.decoding import Decoder, DecodeRow, DecodeStep
 from oppo.hf.serve.mailbox import HfDecode
 from oppo.hf.serve.policy import HfPolicy
@@ -57,14 +58,24 @@ class Ran:
 
 
 async def ran(
-    acting: Hosting, scoring: Thread, *, sampling: Sampling = DRAWN, keep: bool = False, groups: bool = False
+    acting: Hosting,
+    scoring: Thread,
+    *,
+    sampling: Sampling = DRAWN,
+    keep: bool = False,
+    groups: bool = False,
+    served: ModelRecipe | None = None,
 ) -> Ran:
-    """Three exact steps that carry rollouts over: PPO, or GRPO with groups of two."""
+    """Three exact steps that carry rollouts over: PPO, or GRPO with groups of two.
+
+    Args:
+        served: how the policy is loaded; in place of the model that is trained.
+    """
     actor, critic = tiny.causal(seed=1), tiny.scalar(seed=3)
     trained = (actor,) if groups else (actor, critic)
     settings = TrainerSettings(learning_rate=1e-3, epochs=2)
     policy = HfPolicy(
-        actor,
+        served or actor,
         sampling=sampling,
         thread=acting,
         exact=True,
@@ -153,7 +164,7 @@ async def test_a_decode_that_cannot_cross_is_refused_by_name(actor_process: Proc
 async def test_a_place_that_repeats_calls_is_refused() -> None:
     with Process("actor", setup=ONE, restarts=2) as process, serving(place=process) as policy:
         decodes = await policy.open(prompts(2))
-        with pytest.raises(ProtocolError, match=r"'decode' for 'actor' calls back.*expected a Process with restarts=0"):
+        with pytest.raises(ProtocolError, match=r"'decode' for 'actor' calls back.*expected restarts=0"):
             async with policy.decoding(decodes, lambda _: False):
                 await decodes[0].read(1)
 

@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from oppo.errors import ProtocolError
 from oppo.placement.block import Block
+from oppo.placement.mirrored import Gauge, Notice
 
 
 class Total:
@@ -142,6 +143,29 @@ class Caller:
         while not block[0]:
             pass
         return "seen"
+
+
+class Meter:
+    """Counts on a gauge."""
+
+    def __init__(self, gauge: Gauge) -> None:
+        self.gauge = gauge
+
+    def count(self, ask: Callable[[int], int], numbers: int) -> None:
+        """Count, and ask after each."""
+        for number in range(1, numbers + 1):
+            self.gauge[0] = number
+            ask(number)
+
+    def count_until(self, notice: Notice, tell: Callable[[int], None]) -> None:
+        """Count once, and tell nobody, until the notice is written."""
+        del tell
+        self.gauge[1] = 1
+        while not notice[0]:
+            pass
+
+    def note(self, number: int) -> None:
+        self.gauge[2] = number
 
 
 class Crew:

@@ -130,7 +130,7 @@ class DecodeLoop:
             self._mailbox = None
 
     def _cutting(self, finished: Sequence[int]) -> bool:
-        """Report rollouts; called on the event loop, in the model's thread, or by who waits for the model's process."""
+        """Report rollouts; called on the event loop, in the model's thread, or by who waits for the model's child."""
         cutting = self._cut(finished)
         self._over = self._over or cutting
         return cutting

@@ -10,18 +10,17 @@ from functools import partial
 from typing import Final, Literal
 
 import anyio
-from transformers import PreTrainedModel
 
 from oppo.decodes import response_to
 from oppo.errors import ModelLost, ProtocolError, leaves
 from oppo.events import Prompt, Response
-from oppo.hf.introspection import longest, vocabulary
+from oppo.hf.recipe import Loadable, ModelRecipe, ResidentRecipe, name_of, positions_of, vocabulary_of
 from oppo.hf.serve.decode_loop import DecodeLoop
 from oppo.hf.serve.decoding import Decoder, DecodeRow
 from oppo.hf.serve.mailbox import HfDecode
-from oppo.hf.serve.policy_core import PolicyCore
+from oppo.hf.serve.policy_core import PolicyCore, core_over
 from oppo.hf.serve.signals import Counters
-from oppo.hf.weights import addresses, share_storage
+from oppo.hf.weights import SentWeights, addresses, share_storage
 from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Loads, Sampling, Weights
 from oppo.numeric import require_whole
 from oppo.placement import Hosting
@@ -38,9 +37,12 @@ class HfPolicy:
     depend on the other rollouts that are decoded, and never on how they are read.
 
     Args:
-        model: a causal LM; put into evaluation mode for good.
+        model: a causal LM, put into evaluation mode for good; or its recipe, see :class:`~oppo.hf.recipe.ModelRecipe`.
+            By a recipe it is loaded where it lives, in memory of its own, so it needs the weights that are trained
+            before it decodes, by :meth:`load`, unless those are what was loaded.
         sampling: how tokens are drawn.
-        thread: where the model lives: a thread, or a process without ``restarts``, as rows are lost with it.
+        thread: where the model lives: a thread, a process, or, for a recipe, a place on another machine
+            (:class:`oppo.placement.ray.RayPlace`). Places with ``restarts`` are refused, as rows are lost with them.
         on_publish: what happens to the keys and values of rollouts, parked or live, when weights are loaded.
             ``recompute``: the new weights read their tokens again before they continue. ``keep``: they continue with
             the old keys and values, which is cheaper but mixes versions.
@@ -49,13 +51,14 @@ class HfPolicy:
         prefill_tokens: tokens, padding included, that are prefilled between two decode steps, so that live rows do not
             wait for a long prompt; ignored if ``exact``, which prefills all at once.
         decode: returns the text of tokens; ``sampling.stop_strings`` need it. It is called where the model lives: for a
-            process it must be picklable, as :meth:`oppo.hf.tokenizer.HfTokenizer.decode` is.
+            process or a machine it must be picklable, as :meth:`oppo.hf.tokenizer.HfTokenizer.decode` is.
         limit: returns the length in tokens at which the response to a prompt ends; ``sampling.max_new_tokens`` bounds
             it, and is the default.
         counters: continued, of another policy over the same model; new ones unless given.
 
     Attributes:
-        counters: decode steps, tokens sampled and tokens prefilled so far; current also while it decodes.
+        counters: decode steps, tokens sampled and tokens prefilled so far; current also while it decodes, to within a
+            second on another machine.
 
     Example:
         >>> from oppo.placement import Thread
@@ -70,7 +73,7 @@ class HfPolicy:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: Loadable,
         *,
         sampling: Sampling,
         thread: Hosting,
@@ -82,7 +85,7 @@ class HfPolicy:
         counters: Counters | None = None,
     ) -> None:
         require_whole("prefill_tokens", prefill_tokens, 1)
-        self._model = model
+        model = self._model = ResidentRecipe.of(model)
         self._with_sampling = partial(
             HfPolicy,
             model,
@@ -93,20 +96,25 @@ class HfPolicy:
             decode=decode,
             limit=limit,
         )
-        self._name = type(model).__name__
+        self._name = name_of(model)
         self._max_new_tokens = sampling.max_new_tokens
         self._limit = limit or (lambda prompt: sampling.max_new_tokens)
-        self._longest = longest(model)
-        self._vocabulary = vocabulary(model)
+        self._longest = positions_of(model)
+        self._vocabulary = vocabulary_of(model)
         self._keys = itertools.count()
         self._exact = exact
         self._loop: DecodeLoop | None = None
         self._stopping = StopCriteria(sampling, decode)
-        decoder = Decoder(
-            model, sampling=sampling, exact=exact, prefill_tokens=prefill_tokens, decode=decode, counters=counters
+        self.counters = counters or Counters.over()
+        decoder = partial(
+            Decoder,
+            sampling=sampling,
+            exact=exact,
+            prefill_tokens=prefill_tokens,
+            decode=decode if sampling.stop_strings else None,
+            counters=self.counters,
         )
-        self.counters = decoder.counters
-        self._core = thread.host(PolicyCore(decoder, recompute=on_publish == "recompute"))
+        self._core = thread.host(core_over(model, decoder, recompute=on_publish == "recompute"))
 
     @property
     def version(self) -> int:
@@ -140,23 +148,23 @@ class HfPolicy:
 
         Live rollouts go on with the new weights, their keys and values computed again or kept as ``on_publish`` says.
         In exact mode this waits for the end of decoding. An empty ``weights.actor`` changes the version only: the actor
-        was not trained. No tensor crosses to another process: this process writes the memory that both share, while no
-        other call is made there.
+        was not trained. No tensor crosses to another process of this machine: this process writes the memory that both
+        share, while no other call is made there. To another machine all tensors are sent.
 
         Raises:
             ModelError: a tensor is missing, unknown or of another shape; the old weights are still served.
         """
         async with nullcontext() if self._loop is None else self._loop.between_steps():
-            await self._core.load(PolicyCore.load, weights)
+            await self._core.load(PolicyCore.load, Weights(weights.version, actor=SentWeights(weights.actor)))
             await self._core.call("refresh", PolicyCore.refresh)
 
     def serves(self, weights: Weights) -> bool:
         """Return whether it decodes with the very tensors of ``weights``."""
-        return share_storage(self._model, weights.actor)
+        return not isinstance(self._model, ModelRecipe) and share_storage(self._model, weights.actor)
 
     def tensors(self) -> frozenset[int]:
         """Return the addresses of the tensors that new weights change."""
-        return addresses(self._model)
+        return frozenset() if isinstance(self._model, ModelRecipe) else addresses(self._model)
 
     async def open(self, rollouts: Sequence[Prompt | Response]) -> list[HfDecode]:
         """Return a decode for each; decoding, and the use of memory, begins with :meth:`decoding`.
@@ -179,8 +187,8 @@ class HfPolicy:
     async def decoding(self, live: Sequence[Decode], cut: Cut) -> AsyncIterator[Decoding]:
         """Decode ``live``, and what joins, while the context is open, until each has ended or ``cut`` returns true.
 
-        The model's thread calls ``cut``, or the thread that waits for the model's process. Leaving the context stops
-        decoding after the decode step in progress; rollouts that have not ended are parked.
+        The model's thread calls ``cut``, or the thread that waits for the model's process or actor. Leaving the context
+        stops decoding after the decode step in progress; rollouts that have not ended are parked.
 
         Raises:
             ProtocolError: a decode is of another policy, was given up or has failed; or the policy decodes already.

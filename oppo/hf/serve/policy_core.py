@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeAlias
 
+from transformers import PreTrainedModel
+
+from oppo.hf.recipe import Loadable, ModelRecipe
 from oppo.hf.serve.decoding import Decoder, DecodeRow, Deliver
 from oppo.hf.serve.signals import Signals
 from oppo.hf.weights import adopt
 from oppo.models import Cut, Weights
+from oppo.placement import Recipe
+
+DecoderOver: TypeAlias = Callable[[PreTrainedModel], Decoder]
+"""Returns a decoder over a model."""
 
 
 class PolicyCore:
@@ -86,3 +94,19 @@ class PolicyCore:
     def memory(self) -> tuple[int, int]:
         """Return the bytes allocated for keys and values, and the bytes that the tokens read so far need."""
         return self._decoder.reader.memory()
+
+
+def core_over(model: Loadable, decoder: DecoderOver, *, recompute: bool) -> PolicyCore | Recipe[PolicyCore]:
+    """Return the core of a policy over ``model``; its recipe, if that is what the model is given by.
+
+    Args:
+        decoder: can be pickled, if the model is given by its recipe.
+        recompute: see :class:`PolicyCore`.
+    """
+    if isinstance(model, ModelRecipe):
+        return Recipe(PolicyCore, _loaded, (model, decoder, recompute))
+    return PolicyCore(decoder(model), recompute)
+
+
+def _loaded(recipe: ModelRecipe, decoder: DecoderOver, recompute: bool) -> PolicyCore:
+    return PolicyCore(decoder(recipe.load()), recompute)

@@ -1,4 +1,4 @@
-"""Signals between a policy and its decode loop while that runs: a few bytes of shared memory, without a message."""
+"""Signals between a policy and its decode loop while that runs: a few bytes of memory that both see."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from ctypes import Structure, c_int64, sizeof
 from typing import ClassVar
 
 from oppo.placement.block import Block
+from oppo.placement.mirrored import Gauge, Notice
 
 _RAISED = b"\1"
 
@@ -34,7 +35,7 @@ class Counters(Structure):
     @classmethod
     def over(cls, block: Block | None = None) -> Counters:
         """Return the counters that lie in ``block``; new ones, all 0, without a block."""
-        block = block or Block.new(sizeof(cls))
+        block = block or Gauge.new(sizeof(cls))
         counters = cls.from_buffer(block)
         counters.block = block
         return counters
@@ -50,20 +51,20 @@ class Signals:
         block: one byte that stops the loop, then one for each row that makes the loop drop the row.
     """
 
-    def __init__(self, block: Block) -> None:
+    def __init__(self, block: Notice) -> None:
         self._block = block
 
-    def __reduce__(self) -> tuple[type[Signals], tuple[Block]]:
+    def __reduce__(self) -> tuple[type[Signals], tuple[Notice]]:
         return Signals, (self._block,)
 
     @classmethod
     def of(cls, rows: int) -> Signals:
         """Return the signals to a decode loop of ``rows`` rows, none of them raised."""
-        return cls(Block.new(1 + rows))
+        return cls(Notice.new(1 + rows))
 
     def stop(self) -> None:
         """Stop the loop after the decode step in progress."""
-        self._block[:1] = _RAISED
+        self._block.write_at(0, _RAISED)
 
     @property
     def stopped(self) -> bool:
@@ -72,7 +73,7 @@ class Signals:
 
     def give_up(self, row: int) -> None:
         """Have the loop drop the row at this index."""
-        self._block[1 + row : 2 + row] = _RAISED
+        self._block.write_at(1 + row, _RAISED)
 
     def given_up(self) -> Iterator[int]:
         """Return the indices of the rows to drop."""

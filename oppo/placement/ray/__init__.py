@@ -3,10 +3,12 @@
 ::
 
     RayPlace    one actor               scorers, given by recipes; replaced, also by one on another machine, if it dies
+                                        the policy, given by its recipe; with restarts=0, as rollouts are lost with it
     RayRanks    an actor for each rank  a trainer, given by a recipe; each rank in a bundle of one placement group
 
-An order, its answer and the weights that a follower is given cross by Ray; what ranks exchange crosses by
-``torch.distributed``. No code does: oppo, and what calls name, must be installed on each machine, in one version.
+An order, what it asks of its caller, its answer and the weights that a follower is given cross by Ray; what ranks
+exchange crosses by ``torch.distributed``. No code does: oppo, and what calls name, must be installed on each machine,
+in one version.
 """
 
 from oppo.errors import ConfigError

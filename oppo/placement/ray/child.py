@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final, TypeVar, cast
 
 import ray
@@ -13,11 +15,12 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskError
 
 from oppo import observe
-from oppo.errors import ModelError, ProtocolError, one_line
-from oppo.placement.callback import Callbacks
+from oppo.errors import ModelError, one_line
+from oppo.placement.callback import Callbacks, Request
 from oppo.placement.child import Child, Gone, Setup
+from oppo.placement.mirrored import Gauge, Mirrored, Notice
 from oppo.placement.ray.cluster import ONE_CORE, Cluster, Room
-from oppo.placement.ray.servant import Arrival, Servant, versions
+from oppo.placement.ray.servant import GROUPS, Answered, Arrival, Copy, Gauges, Servant, versions
 from oppo.placement.wire import Call, Failure, Outcome, Packet, pack, unpack
 
 R = TypeVar("R")
@@ -27,6 +30,9 @@ PATIENCE: Final = 300.0
 
 SILENCE: Final = 10.0
 """Seconds of waiting for room, or for a process to start, after which that is told."""
+
+QUIET: Final = 1.0
+"""Seconds after which an order that requests nothing is asked again: how old the gauges can be meanwhile."""
 
 _WHY: Final = re.compile(r"The actor (?:died|is dead) because (?P<why>[^.\n]+)")
 
@@ -59,7 +65,8 @@ class ActorStart:
     def actor(self) -> ActorHandle[Any]:
         """Ask Ray for an actor, without waiting for it."""
         room = self.room
-        servant = ray.remote(Servant).options(
+        remote: Any = ray.remote  # whose types leave the groups out
+        servant = remote(concurrency_groups=GROUPS)(Servant).options(
             num_cpus=room.cpus,
             num_gpus=room.gpus,
             resources=dict(room.resources),
@@ -89,6 +96,8 @@ class RayChild(Child):
         self._actor = start.actor()
         self._arrival: Arrival | None = None
         self._setup: Packet | None = None if setup is None else pack(Call(None, setup))
+        self._numbers = itertools.count(1)
+        self._gauges: dict[int, Gauge] = {}
 
     @property
     def pid(self) -> int:
@@ -110,14 +119,10 @@ class RayChild(Child):
 
         Raises:
             Gone: the actor is dead, or dies meanwhile.
-            ModelError: no machine has room for it, or what it needs; or the order holds shared memory.
-            ProtocolError: the order calls back.
+            ModelError: no machine has room for it, or what it needs; or the order holds memory of this machine other
+                than a :class:`~oppo.placement.mirrored.Mirrored`.
         """
-        if callbacks:
-            raise ProtocolError(
-                f"an actor, as that of {self._name!r}, cannot call back: expected a Process or a Thread"
-            )
-        if packet.blocks:
+        if not all(isinstance(block, Mirrored) for block in packet.blocks):
             raise ModelError("memory is not shared between machines: host a recipe")
         self._await_arrival()
         if self._setup is not None:
@@ -125,7 +130,7 @@ class RayChild(Child):
             if isinstance(done, Failure):
                 return done
             self._setup = None
-        return self._answer(packet)
+        return self._converse(packet, callbacks) if callbacks else self._answer(packet)
 
     def end(self) -> None:
         """End the actor; idempotent."""
@@ -187,10 +192,66 @@ class RayChild(Child):
         return self._got(lambda: ray.get(coming, timeout=left))
 
     def _answer(self, packet: Packet) -> Outcome:
-        sent = observe.now()
-        answered: ray.ObjectRef[tuple[bytes, Sequence[object]]]
-        answered = self._got(lambda: self._actor.answer.remote(packet.data, *packet.bulk))
-        data, bulk = self._got(lambda: ray.get(answered))
+        sent, copies = observe.now(), self._copies(packet)
+        return self._awaited(self._got(lambda: self._actor.answer.remote(packet.data, copies, *packet.bulk)), sent)
+
+    def _converse(self, packet: Packet, callbacks: Callbacks) -> Outcome:
+        """Send an order, run the callbacks that it requests, and return its answer, or the error of a callback."""
+        sent, number = observe.now(), next(self._numbers)
+        with ExitStack() as watching:
+            for notice in packet.blocks:
+                if isinstance(notice, Notice):
+                    watching.enter_context(notice.watched(partial(self._note, number, notice.number)))
+            copies = self._copies(packet)
+            answered: ray.ObjectRef[Answered]
+            answered = self._got(lambda: self._actor.converse.remote(number, packet.data, copies, *packet.bulk))
+            while self._requested(number, callbacks) and not ray.wait([answered], timeout=0)[0]:
+                pass
+            answer = self._awaited(answered, sent)
+        return answer if callbacks.error is None else Failure(answer.start, answer.end, callbacks.error)
+
+    def _requested(self, number: int, callbacks: Callbacks) -> bool:
+        """Run the callbacks that an order requests, once there are some; return whether it goes on, as far as is known.
+
+        Nothing is known of an order that requests nothing for a while.
+        """
+        fetching: ray.ObjectRef[tuple[Sequence[bytes], bool, Gauges]]
+        over = False
+        while not over:
+            fetching = self._got(lambda: self._actor.requests.remote(number, QUIET))
+            requests, over, gauges = self._got(partial(ray.get, fetching))
+            self._read(gauges)
+            for request in requests:
+                reply = callbacks.run(cast("Request", unpack(Packet(request))))
+                if reply is not None:
+                    self._reply(number, reply.data)
+            if not requests and not over:
+                return True
+        return False
+
+    def _reply(self, number: int, data: bytes) -> None:
+        """Send the reply to a request of an order."""
+        sent: ray.ObjectRef[None] = self._got(lambda: self._actor.reply.remote(number, data))
+        del sent  # nothing comes back, and a dead actor is found out by the next request
+
+    def _note(self, number: int, notice: int, content: bytes) -> None:
+        """Pass on what was written for an order; called by the writer."""
+        with suppress(RayError):  # the thread that waits for the answer finds out
+            self._actor.note.remote(number, notice, content)
+
+    def _copies(self, packet: Packet) -> list[Copy]:
+        """Return the blocks of an order as they are now; its gauges are read from now on."""
+        blocks = [block for block in packet.blocks if isinstance(block, Mirrored)]
+        self._gauges |= {block.number: block for block in blocks if isinstance(block, Gauge)}
+        return [Copy(block.number, block[:], gauge=isinstance(block, Gauge)) for block in blocks]
+
+    def _read(self, gauges: Gauges) -> None:
+        for number, content in gauges.items():
+            self._gauges[number][:] = content
+
+    def _awaited(self, answered: ray.ObjectRef[Answered], sent: float) -> Outcome:
+        data, bulk, gauges = self._got(lambda: ray.get(answered))
+        self._read(gauges)
         return on_this_clock(cast("Outcome", unpack(Packet(data, bulk=bulk))), sent, observe.now())
 
     def _got(self, get: Callable[[], R]) -> R:

@@ -19,10 +19,11 @@ class RayPlace(RemotePlace):
 
     It is used as a :class:`~oppo.placement.Process` is, but for what machines do not share. An instance crosses as a
     recipe (:class:`~oppo.placement.Recipe`), and its model is loaded where it lives. Weights that it is given later, as
-    a critic is after each update, cross by Ray's object store. Calls with callbacks, as a policy makes, are refused.
+    a critic or a policy is after each update, cross by Ray's object store.
 
     A dead actor, or one on a dead machine, is replaced on any machine with room for it: the instances are made again,
-    get their last weights, and read their rollouts again.
+    get their last weights, and read their rollouts again. With ``restarts=0`` it is not, and calls with callbacks, as a
+    policy makes, are possible: the thread that waits for the answer fetches what the call requests, and runs it.
 
     Args:
         name, listener, time_slice: see :class:`~oppo.placement.Place`.
@@ -30,7 +31,7 @@ class RayPlace(RemotePlace):
         room: what the actor takes of its machine.
         setup: called once in each actor before anything else; importable by name.
         strategy: where Ray puts an actor: one of its scheduling strategies.
-        restarts: how many dead actors are replaced in an hour.
+        restarts: how many dead actors are replaced in an hour; above 0, calls with callbacks are refused.
         tell: called with a sentence about each restart and about a long wait for room, from another thread.
         patience: seconds that an actor may wait for room on some machine.
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import platform
 import socket
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from typing import Final, NamedTuple, TypeAlias
 
 import ray
 
+from oppo.placement.ray.conversation import Conversation
 from oppo.placement.wire import Packet, pack_with_bulk
-from oppo.placement.worker import answer
+from oppo.placement.worker import Requests, answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,27 +37,116 @@ def versions() -> dict[str, str]:
     return {"Python": platform.python_version(), **{name: version(name) for name in ("oppo", "numpy")}}
 
 
+class Copy(NamedTuple):
+    """A block with one writer, for a machine that does not share its memory.
+
+    Attributes:
+        number: of the block, on the machine of the driver.
+        content: so far.
+        gauge: whether the writer is here; otherwise it is the caller.
+    """
+
+    number: int
+    content: bytes
+    gauge: bool
+
+
+Gauges: TypeAlias = Mapping[int, bytes]
+"""The bytes of gauges, by number."""
+
+Answered: TypeAlias = tuple[bytes, Sequence[object], Gauges]
+"""An answer, pickled, what is large in it, and the gauges."""
+
+
 class Servant:
-    """Answers orders in the main thread of its process, one at a time."""
+    """Answers orders in one thread, one at a time; what belongs to an order in progress comes and goes in others."""
 
     def __init__(self) -> None:
         self._instances: dict[int, object] = {}
+        self._turn = threading.Lock()
+        self._gauges: dict[int, bytearray] = {}
+        self._number = 0
+        self._conversation = Conversation()
 
     def arrive(self) -> Arrival:
         """Return where this is."""
         return Arrival(os.getpid(), ray.util.get_node_ip_address(), versions())
 
-    def answer(self, data: bytes, *bulk: object) -> tuple[bytes, Sequence[object]]:
-        """Return the answer to an order, and what is large in it.
+    def answer(self, data: bytes, copies: Sequence[Copy], *bulk: object) -> Answered:
+        """Return the answer to an order, what is large in it, and the gauges.
 
         Args:
             data: the order, pickled.
+            copies: of the gauges in it.
             bulk: what is large in it, fetched from the object store.
         """
-        packet = answer(Packet(data, bulk=bulk), self._instances, bind=_as_it_is, seal=pack_with_bulk)
-        if packet is None:
-            raise AssertionError("an order was refused that called back")
-        return packet.data, packet.bulk
+        return self._answered(Packet(data, bulk=self._blocks(copies) or bulk), bind=_as_it_is)
+
+    def converse(self, number: int, data: bytes, copies: Sequence[Copy], *bulk: object) -> Answered:
+        """Return the answer to an order that calls back, as :meth:`answer` does.
+
+        Args:
+            number: of the order, greater than that of the one before.
+            data, copies, bulk: see :meth:`answer`; copies may be of notices too.
+        """
+        conversation = self._of(number)
+        try:
+            packet = Packet(data, bulk=self._blocks(copies, conversation) or bulk)
+            return self._answered(packet, bind=Requests(conversation).bind)
+        finally:
+            conversation.end()
+
+    @ray.method(concurrency_group="listen")
+    def requests(self, number: int, patience: float) -> tuple[Sequence[bytes], bool, Gauges]:
+        """Return what the order in progress requests, whether that was all, and the gauges.
+
+        Args:
+            number: of the order.
+            patience: seconds in which a request should come.
+        """
+        fetched, over = self._of(number).fetch(patience)
+        return fetched, over, self._read()
+
+    @ray.method(concurrency_group="talk")
+    def reply(self, number: int, data: bytes) -> None:
+        """Give an order the reply to a request."""
+        self._of(number).reply(data)
+
+    @ray.method(concurrency_group="talk")
+    def note(self, number: int, notice: int, content: bytes) -> None:
+        """Write a notice to an order in progress."""
+        self._of(number).note(notice, content)
+
+    def _of(self, number: int) -> Conversation:
+        """Return the conversation of an order; what comes too late is of one that nobody reads."""
+        with self._turn:
+            if number > self._number:
+                self._number, self._conversation = number, Conversation()
+            return self._conversation if number == self._number else Conversation()
+
+    def _blocks(self, copies: Sequence[Copy], conversation: Conversation | None = None) -> list[bytearray]:
+        blocks = []
+        for copy in copies:
+            if copy.gauge:
+                with self._turn:
+                    blocks.append(self._gauges.setdefault(copy.number, bytearray(copy.content)))
+            elif conversation is not None:
+                blocks.append(conversation.notice(copy.number, copy.content))
+        return blocks
+
+    def _read(self) -> Gauges:
+        with self._turn:
+            return {number: bytes(gauge) for number, gauge in self._gauges.items()}
+
+    def _answered(self, packet: Packet, bind: Callable[[object], object]) -> Answered:
+        answered = answer(packet, self._instances, bind=bind, seal=pack_with_bulk)
+        if answered is None:
+            raise AssertionError("a refusal came as an order")
+        return answered.data, answered.bulk, self._read()
+
+
+GROUPS: Final = {"listen": 1, "talk": 1}
+"""The threads of an actor beside the one that answers orders: what comes to each is done in order."""
 
 
 def free_port() -> int:

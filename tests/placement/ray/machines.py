@@ -142,6 +142,7 @@ def _serve(folder: str, cpus: int) -> None:
     from ray.cluster_utils import Cluster
 
     room: dict[str, Any] = {"num_cpus": cpus, "object_store_memory": STORE, "include_dashboard": False}
+    Path("/tmp/ray").mkdir(exist_ok=True)  # where Ray notes the address, wherever its other files are
     cluster = Cluster(initialize_head=True, head_node_args={**room, "_system_config": HEALTH, "temp_dir": folder})
     _tell(address=cluster.address, **_found(cluster.head_node))
     raylets: dict[int, Any] = {}

@@ -128,11 +128,6 @@ async def test_a_model_that_is_not_there_is_an_error_as_it_would_be_here(place: 
         await scorer.extend([responses(1)[0].prompt])
 
 
-async def test_the_policy_stays_with_the_driver(place: RayPlace) -> None:
-    with pytest.raises(ModelError, match="the policy stays with the driver"):
-        HfPolicy(tiny.causal(), sampling=SAMPLING, thread=place)
-
-
 async def trained(folder: Path, scoring: Place, between: Callable[[int], None]) -> tuple[str, str]:
     """Make three steps of PPO in exact mode, with rollouts carried over; return what actor and critic have become."""
     recipes = {name: recipe(folder, name) for name in ("actor", "reference", "reward", "critic")}

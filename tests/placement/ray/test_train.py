@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from safetensors.numpy import load_file
 
 from oppo.app.program import train
 from oppo.app.train import FINAL
-from oppo.cli import DONE, INTERRUPTED, UNUSABLE
+from oppo.cli import DONE, FAILED, INTERRUPTED, UNUSABLE
 from oppo.demo.assets import cache_directory, make_assets
 from oppo.demo.run import SHORT, settings_of
 from oppo.report.records import read
@@ -49,16 +50,82 @@ def test_scorers_on_other_machines_change_no_bit(two: Machines, folder: Path, op
     name = (*options, "plain")[0].partition("=")[0]
     assert oppo(folder, "", *EXACT, *options, f"run.name=here-{name}") == DONE
     assert oppo(folder, f"--ray {two.address}", *EXACT, *options, f"run.name=there-{name}") == DONE
-    scores = [
-        [line["score"] for line in records(folder, f"{place}-{name}", "metrics.jsonl")] for place in ("here", "there")
-    ]
+    require_equal_runs(folder, f"here-{name}", f"there-{name}")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        ("models.lora_rank=2",),
+        ("step.lookahead=1",),
+        ("algorithm.is_correction=truncated",),
+        ("eval.prompts=prompts.jsonl", "eval.samples=2", "eval.every=1"),
+        ('placement.remote=["policy", "reference", "reward", "critic"]',),
+    ],
+)
+def test_a_policy_on_another_machine_changes_no_bit(
+    two: Machines, folder: Path, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = (*options, "plain")[0].partition("=")[0]
+    here = [option for option in options if not option.startswith("placement")]
+    assert oppo(folder, "", *EXACT, *here, f"run.name=policy-here-{name}") == DONE
+    there = ('placement.remote=["policy"]', *options, f"run.name=policy-there-{name}")
+    assert oppo(folder, f"--ray {two.address}", *EXACT, *there) == DONE
+    assert "starting the actor of the policy in the cluster" in capsys.readouterr().err
+    require_equal_runs(folder, f"policy-here-{name}", f"policy-there-{name}")
+    if name == "eval.prompts":
+        evaluated = [records(folder, f"policy-{place}-{name}", "eval.jsonl") for place in ("here", "there")]
+        for ours, theirs in zip(*evaluated, strict=True):
+            assert {**ours, "eval/seconds": 0} == {**theirs, "eval/seconds": 0}
+
+
+def test_a_run_whose_policy_was_here_goes_on_with_one_on_another_machine(two: Machines, folder: Path) -> None:
+    for name in ("stayed", "moved"):
+        still = ("step.extra=0", "sampling.temperature=0", "run.checkpoint_every=1", "run.steps=1")
+        assert oppo(folder, "", *still, f"run.name={name}") == DONE
+    begun = weights(folder, "stayed")
+    assert resume(folder, "stayed", "run.steps=3") == DONE
+    there = (f"placement.cluster={two.address}", 'placement.remote=["policy"]')
+    assert resume(folder, "moved", "run.steps=3", *there) == DONE
+    moved = apart(weights(folder, "stayed"), begun)
+    assert moved > 0
+    assert apart(weights(folder, "moved"), weights(folder, "stayed")) < 0.01 * moved
+
+
+def test_weights_reach_a_policy_on_another_machine_while_it_decodes(two: Machines, folder: Path) -> None:
+    flying = ("step.lookahead=1", "step.publish=in-flight", "run.steps=4", "run.name=flying")
+    assert oppo(folder, f"--ray {two.address}", *flying, 'placement.remote=["policy"]') == DONE
+    assert len(records(folder, "flying", "metrics.jsonl")) == 4
+
+
+def test_a_policy_that_is_killed_ends_the_run_which_can_be_resumed(two: Machines, folder: Path) -> None:
+    before = two.pids()
+    overrides = (f"placement.cluster={two.address}", 'placement.remote=["policy"]', "run.checkpoint_every=1")
+    with start(folder, *overrides, "run.name=killed", "run.steps=100000", **{MARK: two.mark}) as process:
+        assert process.stdout is not None
+        for _ in range(2):
+            process.stdout.readline()
+        (policy,) = [pid for pid in two.pids() - before if b"ray::Servant" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        os.kill(policy, signal.SIGKILL)
+        _, said = process.communicate(timeout=120)
+    assert process.returncode == FAILED, said
+    assert "the process of 'policy'" in said
+    assert "go on with `oppo resume" in said
+    assert not two.settled(before)
+    made = len(records(folder, "killed", "metrics.jsonl"))
+    assert resume(folder, "killed", f"run.steps={made + 1}") == DONE
+
+
+def require_equal_runs(folder: Path, one: str, other: str) -> None:
+    """Check that two runs have the same scores and have trained the same weights, to the bit."""
+    scores = [[line["score"] for line in records(folder, name, "metrics.jsonl")] for name in (one, other)]
     assert scores[0] == scores[1]
     for model in ("actor", "critic"):
-        here, there = (
-            load_file(next((folder / "runs" / f"{place}-{name}" / FINAL / model).glob("*.safetensors")))
-            for place in ("here", "there")
+        ours, theirs = (
+            load_file(next((folder / "runs" / name / FINAL / model).glob("*.safetensors"))) for name in (one, other)
         )
-        assert all(np.array_equal(here[key], there[key]) for key in here), model
+        assert all(np.array_equal(ours[key], theirs[key]) for key in ours), model
 
 
 def test_two_ranks_on_two_machines_learn_what_one_learns_and_either_goes_on_with_the_other_s_checkpoint(

@@ -1,0 +1,241 @@
+"""A policy in an actor: the runs of one in this process, bit for bit, in-flight weights, errors and deaths."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+import anyio
+import numpy as np
+import pytest
+import torch
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from oppo.errors import ConfigError, ModelError, ModelLost, ProtocolError
+from oppo.hf.recipe import ModelRecipe
+from oppo.hf.serve.mailbox import HfDecode
+from oppo.hf.serve.policy import HfPolicy
+from oppo.hf.tokenizer import HfTokenizer
+from oppo.models import Sampling, Weights
+from oppo.observe import now
+from oppo.placement import Process, Thread
+from oppo.placement.ray import Cluster, RayPlace
+from tests.hf import child, tiny
+from tests.hf.stories import SAMPLING, Story, prompts, serving, told
+from tests.hf.test_policy_process import RUNS, unreadable
+from tests.placement.ray.machines import Machine, Machines
+from tests.workplace import tokenizer
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+
+ENDLESS = Sampling(max_new_tokens=450, seed=3, stop_strings=("never",))
+
+
+@pytest.fixture(scope="module")
+def actor(tmp_path_factory: pytest.TempPathFactory) -> ModelRecipe:
+    """The model with which the runs begin, on a disk that all machines share."""
+    folder = tmp_path_factory.mktemp("models") / "actor"
+    tiny.causal(seed=1).save_pretrained(folder)
+    return ModelRecipe(path=str(folder))
+
+
+@pytest.fixture(scope="module")
+def place(cluster: Cluster) -> Iterator[RayPlace]:
+    with RayPlace("actor", cluster, setup=child.set_up, restarts=0) as place:
+        yield place
+
+
+@pytest.fixture(scope="module")
+def scoring() -> Iterator[Thread]:
+    with Thread("scorers", setup=child.set_up) as thread:
+        yield thread
+
+
+@pytest.mark.parametrize("kind", RUNS)
+async def test_an_exact_run_is_the_same_when_its_policy_is_on_another_machine(
+    kind: str, scoring: Thread, place: RayPlace, actor: ModelRecipe
+) -> None:
+    with Thread("actor", setup=child.set_up) as thread:
+        expected = await RUNS[kind](thread, scoring)
+    got = await RUNS[kind](place, scoring, served=actor)
+    for ours, theirs in zip(got.batches, expected.batches, strict=True):
+        assert ours.rollouts == theirs.rollouts
+        for name in ("tokens", "logprobs", "versions", "reference", "rewards", "advantages"):
+            assert np.array_equal(getattr(ours, name), getattr(theirs, name)), name
+    assert got.digest == expected.digest
+
+
+@pytest.mark.parametrize("kind", [Thread, Process])
+async def test_a_recipe_is_loaded_here_once_where_the_policy_is_here(
+    kind: type[Thread | Process], actor: ModelRecipe
+) -> None:
+    other = tiny.causal(seed=2)
+    with serving(other) as policy:
+        expected = await told(policy, prompts(3))
+    with kind("actor", setup=child.set_up) as place:
+        policy = tiny.apart(HfPolicy)(actor, sampling=SAMPLING, thread=place)
+        again = tiny.apart(policy.with_sampling)(SAMPLING)
+        await policy.load(Weights(1, actor=other.state_dict()))
+        for each in (policy, again):
+            assert (await told(each, prompts(3))).tokens() == expected.tokens()
+
+
+async def test_a_policy_in_an_actor_shares_no_tensor_with_the_trainer(place: RayPlace, actor: ModelRecipe) -> None:
+    policy = HfPolicy(actor, sampling=SAMPLING, thread=place)
+    assert not policy.serves(Weights(1, actor=tiny.causal(seed=1).state_dict()))
+    assert not policy.tensors()
+
+
+async def test_policies_over_one_model_count_together(place: RayPlace, actor: ModelRecipe) -> None:
+    policy = HfPolicy(actor, sampling=SAMPLING, thread=place)
+    greedy = policy.with_sampling(SAMPLING)
+    story = await told(greedy, prompts(3))
+    made = sum(map(len, story.tokens()))
+    assert policy.counters.tokens == greedy.counters.tokens == made
+    assert policy.progress == max(map(len, story.tokens())) + sum(len(prompt.tokens) for prompt in prompts(3))
+
+
+async def test_what_was_done_is_counted_at_each_cut(place: RayPlace, actor: ModelRecipe) -> None:
+    policy, counted = HfPolicy(actor, sampling=SAMPLING, thread=place), list[int]()
+
+    def cut(finished: Sequence[int]) -> bool:
+        counted.append(policy.counters.decode_steps)
+        return False
+
+    story = Story(await policy.open(prompts(6)))
+    async with policy.decoding(story.decodes, cut):
+        for k in range(6):
+            await story.read(k, 50)
+    assert counted == sorted({len(tokens) for tokens in story.tokens()})
+
+
+async def test_an_error_of_the_cut_is_raised_as_itself(place: RayPlace, actor: ModelRecipe) -> None:
+    def cut(finished: Sequence[int]) -> NoReturn:
+        raise LookupError(f"no place for {list(finished)}")
+
+    policy = HfPolicy(actor, sampling=SAMPLING, thread=place)
+    story = Story(await policy.open(prompts(3)))
+    story.cut = cut  # type: ignore[method-assign]
+    with pytest.raises(LookupError, match=r"no place for \[1\]") as raised:
+        await story.step(policy)
+    assert raised.value.__notes__ == ["while decoding rollouts [0, 1, 2]"]
+    assert (await told(policy, prompts(2))).states() == ["length", "eos"], "the actor goes on"
+
+
+async def test_an_error_of_the_decode_loop_has_its_traceback(place: RayPlace, actor: ModelRecipe) -> None:
+    sampling = Sampling(max_new_tokens=60, stop_strings=("w7",))
+    policy = HfPolicy(actor, sampling=sampling, thread=place, decode=unreadable)
+    decodes = await policy.open(prompts(2))
+    with pytest.raises(LookupError, match="no text for 1 tokens") as raised:
+        async with policy.decoding(decodes, lambda _: False):
+            await decodes[0].read(5)
+    assert "in the process of 'actor'" in raised.value.__notes__[0]
+    assert (await policy.memory())[1] == 0
+
+
+async def test_weights_that_have_diverged_name_the_rollouts(place: RayPlace, actor: ModelRecipe) -> None:
+    policy = HfPolicy(actor, sampling=SAMPLING, thread=place)
+    weights = dict(tiny.causal(seed=1).state_dict())
+    await policy.load(Weights(1, actor={name: torch.full_like(each, torch.nan) for name, each in weights.items()}))
+    (decode,) = await policy.open(prompts(1))
+    with pytest.raises(ModelError, match=r"at version 1 are not finite for rollouts \[0\]"):
+        async with policy.decoding([decode], lambda _: False):
+            await decode.read(1)
+
+
+async def test_stop_strings_end_responses_in_an_actor(place: RayPlace, actor: ModelRecipe) -> None:
+    text = HfTokenizer(tokenizer()).decode
+    sampling = Sampling(max_new_tokens=60, seed=3, stop_strings=("w7", "w40"))
+    story = await told(HfPolicy(actor, sampling=sampling, thread=place, decode=text), prompts(8))
+    assert "stop" in story.states()
+    for tokens, state in zip(story.tokens(), story.states(), strict=True):
+        assert (state == "stop") == any(each in text(tokens) for each in sampling.stop_strings)
+
+
+async def test_a_model_that_holds_its_weights_is_refused_and_so_is_a_path_without_a_model(
+    place: RayPlace, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=r"'actor' hosts what crosses as a recipe, such as a policy"):
+        HfPolicy(tiny.causal(), sampling=SAMPLING, thread=place)
+    with pytest.raises(ConfigError, match="nothing"):
+        HfPolicy(ModelRecipe(path=str(tmp_path / "nothing")), sampling=SAMPLING, thread=place)
+
+
+async def test_a_place_that_would_repeat_decoding_is_refused(cluster: Cluster, actor: ModelRecipe) -> None:
+    with RayPlace("actor", cluster, setup=child.set_up, restarts=2) as place:
+        policy = HfPolicy(actor, sampling=SAMPLING, thread=place)
+        (decode,) = await policy.open(prompts(1))
+        with pytest.raises(ProtocolError, match=r"'decode' for 'actor' calls back.*restarts=2: expected restarts=0"):
+            async with policy.decoding([decode], lambda _: False):
+                await decode.read(1)
+
+
+def on(machine: Machine) -> NodeAffinitySchedulingStrategy:
+    return NodeAffinitySchedulingStrategy(machine.node, soft=False)
+
+
+def slowly(tokens: Sequence[int]) -> str:
+    """Return no text, so late that no response ends before a machine does."""
+    time.sleep(0.05)
+    return ""
+
+
+async def lost_while_decoding(policy: HfPolicy, end: Callable[[], None]) -> float:
+    """End what a policy needs while it decodes; return the seconds until its readers know."""
+    lost: list[BaseException] = []
+    ended: list[float] = []
+
+    async def read(decode: HfDecode) -> None:
+        try:
+            while (await decode.read(5)).state == "live":
+                pass
+        except ModelLost as error:
+            lost.append(error)
+
+    decodes = await policy.open(prompts(3))
+
+    async def decode_all() -> None:
+        async with policy.decoding(decodes, lambda _: False), anyio.create_task_group() as readers:
+            await decodes[0].read(3)
+            end()
+            ended.append(now())
+            for decode in decodes:
+                readers.start_soon(read, decode)
+
+    with pytest.raises(ModelLost, match="while it did 'decode' for 'actor'") as raised:
+        await decode_all()
+    after = now() - ended[0]
+    assert lost == [raised.value] * 3
+    assert raised.value.__notes__ == ["while decoding rollouts [0, 1, 2]"]
+    for decode in decodes:
+        await decode.aclose()
+    (late,) = await policy.open(prompts(1))
+    with pytest.raises(ModelLost):
+        async with policy.decoding([late], lambda _: False):
+            await late.read(1)
+    return after
+
+
+async def test_an_actor_killed_while_it_decodes_is_lost_for_every_reader(cluster: Cluster, actor: ModelRecipe) -> None:
+    with RayPlace("actor", cluster, setup=child.set_up, restarts=0) as place, anyio.fail_after(120):
+        policy = HfPolicy(actor, sampling=ENDLESS, thread=place, decode=slowly)
+        await told(policy.with_sampling(SAMPLING), prompts(1))
+        assert await lost_while_decoding(policy, partial(os.kill, place.pid, signal.SIGKILL)) < 10
+
+
+async def test_a_machine_that_dies_while_it_decodes_is_lost_for_every_reader(
+    cluster: Cluster, two: Machines, actor: ModelRecipe
+) -> None:
+    third = two.add()
+    with (
+        RayPlace("actor", cluster, setup=child.set_up, strategy=on(third), restarts=0) as place,
+        anyio.fail_after(120),
+    ):
+        policy = HfPolicy(actor, sampling=ENDLESS, thread=place, decode=slowly)
+        await told(policy.with_sampling(SAMPLING), prompts(1))
+        assert await lost_while_decoding(policy, partial(two.lose, third)) < 10
