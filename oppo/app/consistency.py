@@ -168,6 +168,11 @@ def _require_possible_placement(settings: Settings) -> None:
         raise ValueError(
             f"placement.trainer = {list(ranks)} names a device twice: expected one of its own for each rank"
         )
+    if settings.placement.cluster and not settings.elsewhere:
+        raise ValueError(
+            "placement.cluster is given, and no model of this run would be in it: the rewards are functions, there is "
+            "no reference, critic or second rank; name the policy in placement.remote, or leave the cluster out"
+        )
     if len(ranks) > 1 and settings.run.trainer == "process":
         raise ValueError(
             f"run.trainer = 'process' is one process, and placement.trainer has {len(ranks)} ranks, each a process: "

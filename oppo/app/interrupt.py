@@ -61,10 +61,18 @@ async def interruptible(*tell: Callable[[signal.Signals], None]) -> AsyncIterato
             scope.cancel()
             raise Stopped(interrupt.by)
 
+    notes: list[str] = []
     with anyio.CancelScope() as scope, _handling(on_signal):
-        yield interrupt
+        try:
+            yield interrupt
+        except BaseException as error:
+            notes += getattr(error, "__notes__", ())
+            raise
     if scope.cancelled_caught and interrupt.by is not None:
-        raise Stopped(interrupt.by)
+        stopped = Stopped(interrupt.by)
+        for note in notes:
+            stopped.add_note(note)
+        raise stopped
 
 
 @contextmanager

@@ -116,7 +116,12 @@ def fingerprints(settings: Settings) -> dict[str, str]:
         parts = {f"models.reward.{name}": asdict(part) for name, part in rewards.items()}
         flat["models.reward"] = sorted(rewards)
         flat |= {f"{part}.{key}": value for part, values in parts.items() for key, value in values.items()}
-    return {name: hashlib.sha256(repr(value).encode()).hexdigest()[:16] for name, value in flat.items()}
+    return {name: fingerprint(value) for name, value in flat.items()}
+
+
+def fingerprint(value: object) -> str:
+    """Return the digest of a setting's value."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
 
 def digest(path: Path) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from oppo.app.checkpoint import Checkpoint, Checkpoints
 from oppo.app.config import load
 from oppo.app.devices import PlacementSection
-from oppo.app.provenance import Provenance, fingerprints, require_continued
+from oppo.app.provenance import Provenance, fingerprint, fingerprints, require_continued
 from oppo.app.sections import EvalSection
 from oppo.app.settings import Settings
 from oppo.declared import declared
@@ -43,6 +43,7 @@ MAY_CHANGE = frozenset(
         "models.reward_process",
         "models.reward_timeout",
         "models.share_weights",
+        "placement.spread",
         *(f"eval.{key}" for key in declared(EvalSection)),
     }
 )
@@ -62,10 +63,15 @@ ROUNDING = frozenset(
         "models.device",
         "trainer.micro_batch_tokens",
         "trainer.gradient_checkpointing",
-        *(f"placement.{key}" for key in declared(PlacementSection)),
+        *(f"placement.{key}" for key in declared(PlacementSection) if key != "spread"),
     }
 )
-"""Settings that decide how sums are rounded: they may change too, except in exact runs."""
+"""Settings that decide how sums are rounded: they may change too, except in exact runs.
+
+Of ``placement.cluster`` that is whether there is one, and not its address.
+"""
+
+CLUSTER = "placement.cluster"
 
 ENGINE_ARGUMENTS = "vllm."
 """Before the arguments of vLLM's engine: they may change, as another machine may need others."""
@@ -113,6 +119,8 @@ def require_same(before: Mapping[str, str], settings: Settings, *, of: str = "")
             + ", and what [vllm] holds"
             * (settings.models.engine == "vllm")
         )
+    if fingerprint("") not in (before.get(CLUSTER), now[CLUSTER]):
+        changed -= {CLUSTER}
     if exact and (refused := sorted(changed & ROUNDING)):
         raise ConfigError(
             f"{', '.join(refused)} cannot change when a run is resumed that is exact{where}: sums would be rounded in "

@@ -144,10 +144,16 @@ class Settings(BaseModel):
 
     @property
     def trains_where_it_serves(self) -> bool:
-        """Whether updates are made on the device of the policy and the critic that are served here, if any are."""
+        """Whether updates are made on the device of the policy and the critic that are served here, if any are.
+
+        Ranks are processes, which share no memory of GPUs.
+        """
         devices, models = self.devices, {"policy"} | ({"critic"} if self.algorithm.has_critic else set())
+        ranks = devices["trainer"]
+        if len(ranks) > 1 and ranks[0] != "cpu":
+            return False
         served = {device for model in models - self.elsewhere for device in devices[model]}
-        return not served or served == set(devices["trainer"])
+        return not served or served == set(ranks)
 
     @property
     def has_reference(self) -> bool:

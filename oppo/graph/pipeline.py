@@ -164,7 +164,8 @@ class Pipeline(Generic[O]):
 
     def _fill(self, index: int, remaining: int, observers: Sequence[Observer], drain_after: DrainAfter) -> None:
         alive, most = self._alive, min(self._lookahead + 1, remaining)
-        while len(alive) < most and not (alive and (self._draining or alive[-1].link.failed)):
+        failed = any(each.link.failed for each in alive)
+        while len(alive) < most and not (alive and (self._draining or failed)):
             left = remaining if remaining == UNKNOWN else remaining - len(alive)
             link = StepLink(list(self._topology.by_name), alive[-1].link if alive else None, self._lookahead)
             log = WorkLog(self._work, partial(notify_span, observers))

@@ -102,6 +102,11 @@ class Devices:
         """Return the devices of these models, by name."""
         return {model: getattr(self, model) for model in models}
 
+    def here(self, scored: Sequence[str]) -> dict[str, torch.device]:
+        """Return the devices of what scores on this machine; the CPU for functions beside a model of another."""
+        cpu, on = torch.device("cpu"), self.scoring(scored)
+        return {model: cpu if model in self.elsewhere else device for model, device in on.items()}
+
     def distinct(self) -> list[torch.device]:
         """Return each device of this machine once."""
         ranks = self.trainer[:1] if "trainer" in self.elsewhere else self.trainer
@@ -176,7 +181,7 @@ class DeviceLayout:
         elsewhere = elsewhere or Elsewhere()
         _require_cpu("policy", policy, [] if elsewhere.acting else [devices.policy])
         _require_cpu("trainer", trainer, devices.trainer)
-        _require_cpu("scorers", scorers, devices.scoring(scored).values())
+        _require_cpu("scorers", scorers, devices.here(scored).values())
 
         def place(name: str, home: Home, share: int, device: torch.device, restarts: int = 0) -> Place:
             setup = partial(claim_cores, share, device)
@@ -190,7 +195,7 @@ class DeviceLayout:
             share = max(1, cores - cores // 2)
             return place(name, beside if scorers == "auto" else scorers, share, device, restarts)
 
-        on = devices.scoring(scored)
+        on = devices.here(scored)
         distinct = dict.fromkeys(on.values())
         names = {device: "scorers" if len(distinct) == 1 else f"scorers on {device}" for device in distinct}
         places = {device: scoring(device, name) for device, name in names.items()}

@@ -82,13 +82,14 @@ class Update:
         self._publishing = Publishing(self.trainer, self.publish, self.after, self.held)
 
     def faults(self, stages: Sequence[object], named: Collection[str], /) -> Sequence[str]:
-        """Return what is wrong if a policy of the graph never gets the weights."""
+        """Return what is wrong if a policy of the graph never gets weights, of this stage or of another that trains."""
         del named
+        published = [follower for each in stages if isinstance(each, Update) for follower in each.publish]
         return [
             f"never gives its weights to {type(each.policy).__name__}, which decodes: name it, "
             "Update(trainer, publish=[policy, ...])"
             for each in stages
-            if isinstance(each, Generate) and not any(follower is each.policy for follower in self.publish)
+            if isinstance(each, Generate) and not any(follower is each.policy for follower in published)
         ]
 
     def state_dict(self) -> Mapping[str, Any]:

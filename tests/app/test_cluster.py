@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from oppo.app.config import load
 from oppo.app.expected import by_device, expected
 from oppo.app.layout import devices_of
+from oppo.app.provenance import fingerprints
+from oppo.app.resume import require_same
 from oppo.app.settings import Settings
 from oppo.cli import UNUSABLE, main
 from oppo.errors import ConfigError
@@ -66,6 +69,10 @@ def test_every_model_that_can_be_elsewhere_is_unless_some_are_named(
         (('placement.remote=["policy"]', "models.engine=vllm"), "'vllm' serves it in processes of its own"),
         (('placement.remote=["policy"]', "placement.policy=cuda:1"), "an actor has the GPU that Ray gives it"),
         (("placement.actor_cpus=0",), "placement.actor_cpus"),
+        (
+            ("step.algorithm=rloo", "step.batch=4", "algorithm.kl=0", "models.reward=reward.py:short"),
+            "no model of this run would be in it",
+        ),
     ],
 )
 def test_what_cannot_be_elsewhere_is_refused_by_name(folder: Path, overrides: tuple[str, ...], sentence: str) -> None:
@@ -80,6 +87,41 @@ def test_the_devices_of_other_machines_are_not_looked_for_here(folder: Path) -> 
     assert [str(device) for device in devices.distinct()] == ["cpu"]
     with pytest.raises(ConfigError, match=r"placement\.policy: there is no 'cuda'"):
         devices_of(settings(folder, CLUSTER, "placement.policy=cuda"))
+
+
+def test_a_reward_function_beside_a_model_of_another_machine_has_the_cpu(folder: Path) -> None:
+    devices = devices_of(settings(folder, CLUSTER, "placement.scorers=cuda", "models.device=cpu"))
+    assert {model: str(device) for model, device in devices.here(["reward"]).items()} == {"reward": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "shares"),
+    [
+        (('placement.trainer=["cuda", "cuda"]', "models.device=cuda"), False),
+        (('placement.trainer=["cuda:0", "cuda:1"]', 'placement.remote=["policy", "critic"]'), False),
+        ((BOTH, "models.device=cpu"), True),
+    ],
+)
+def test_ranks_on_gpus_share_no_weights_with_what_serves(
+    folder: Path, overrides: tuple[str, ...], shares: bool
+) -> None:
+    assert settings(folder, CLUSTER, *overrides).shares_weights is shares
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "refused"),
+    [
+        ("one:6379", "other:6379", False),
+        ("one:6379", "", True),
+        ("", "one:6379", True),
+    ],
+)
+def test_an_exact_run_goes_on_with_another_cluster_and_not_without(
+    folder: Path, before: str, after: str, refused: bool
+) -> None:
+    begun = fingerprints(settings(folder, f"placement.cluster={before}", "run.exact=true"))
+    with pytest.raises(ConfigError, match=r"placement\.cluster cannot change") if refused else nullcontext():
+        require_same(begun, settings(folder, f"placement.cluster={after}", "placement.spread=true", "run.exact=true"))
 
 
 def test_memory_of_other_machines_is_shown_and_not_counted_here(folder: Path) -> None:

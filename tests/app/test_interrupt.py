@@ -27,6 +27,23 @@ def handled_by_default() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+async def test_what_was_noted_while_it_ended_is_kept() -> None:
+    async def make_steps() -> None:
+        async with interruptible():
+            signal.raise_signal(signal.SIGTERM)
+            await anyio.lowlevel.checkpoint()
+            signal.raise_signal(signal.SIGTERM)
+            try:
+                await anyio.sleep(10)
+            except anyio.get_cancelled_exc_class() as error:
+                error.add_note("saving the models: the disk is full")
+                raise
+
+    with pytest.raises(Stopped) as caught:
+        await make_steps()
+    assert caught.value.__notes__ == ["saving the models: the disk is full"]
+
+
 @each_signal
 async def test_the_first_asks_and_the_second_ends(number: signal.Signals) -> None:
     told: list[signal.Signals] = []

@@ -406,6 +406,33 @@ def test_when_a_later_step_has_failed_nothing_goes_on_in_those_behind_it(seconds
     run_virtual(main)
 
 
+def test_no_step_begins_while_those_behind_one_that_has_failed_end_slowly() -> None:
+    """Step 2 fails at 7 s, step 3 ends at 12 s, and step 0 at 10 s, when step 4 would begin."""
+
+    @dataclass(eq=False)
+    class Slow(Phase):
+        async def run(self, items: Receiver[int], *, out: Sender[int], step: Step) -> None:
+            try:
+                await super().run(items, out=out, step=step)
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await anyio.sleep(5.0 if step.index == 3 else 0.0)
+
+    graph = phases(2.0, 1.0).replace(
+        phase0=Slow(lambda _: 2.0), phase1=FailLater(1.0, index=2), collect=Publishing(7.0)
+    )
+
+    async def main() -> None:
+        async with graph.open(range(1000), lookahead=3) as run:
+            assert [await run.step(), await run.step()] == [(0, 1), (2, 3)]
+            with pytest.raises(Boom, match="step 2"):
+                await run.step()
+        assert len(asyncio.all_tasks()) == 1
+
+    run_virtual(main)
+    assert [step for step, _ in graph.stage("phase0", Phase).begun] == [0, 1, 2, 3]
+
+
 def test_no_step_begins_behind_one_that_has_failed() -> None:
     """Step 2 fails while step 0 is alive, so that step 1 has none to wait for."""
     graph = phases(2.0, 1.0).replace(phase1=FailLater(1.0, index=2), collect=Publishing(9.0))

@@ -18,7 +18,7 @@ from oppo.errors import GraphError, ModelDiverged
 from oppo.events import Batch
 from oppo.models import Trained
 from oppo.report.dump import dump_batch
-from oppo.stages import GAE, Update
+from oppo.stages import GAE, Generate, Update
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, run_virtual
 from tests.pipelines import Pipeline, Setting
 
@@ -48,6 +48,14 @@ def test_a_policy_that_would_never_get_the_weights_is_refused() -> None:
         pipeline.graph().replace(update=Update(pipeline.trainer, publish=[pipeline.critic]))
     with pytest.raises(GraphError, match=r"'update' never gives its weights to Another, which decodes"):
         pipeline.graph().replace(generate=replace(pipeline.generate, policy=Another()))
+
+
+def test_a_policy_may_get_the_weights_of_another_trainer() -> None:
+    pipeline = Pipeline(Setting())
+    graph = pipeline.graph()
+    critics = Update(FakeTrainer(), publish=[pipeline.critic])
+    assert critics.faults([graph.stage("generate", Generate), graph.stage("update", Update), critics], ()) == []
+    assert len(critics.faults([graph.stage("generate", Generate), critics], ())) == 1
 
 
 class Another(FakePolicy):

@@ -205,9 +205,17 @@ class RayChild(Child):
             copies = self._copies(packet)
             answered: ray.ObjectRef[Answered]
             answered = self._got(lambda: self._actor.converse.remote(number, packet.data, copies, *packet.bulk))
-            while self._requested(number, callbacks) and not ray.wait([answered], timeout=0)[0]:
-                pass
-            answer = self._awaited(answered, sent)
+            try:
+                while self._requested(number, callbacks):
+                    if ray.wait([answered], timeout=0)[0]:
+                        self._requested(number, callbacks)  # those between the last look and the answer
+                        break
+                answer = self._awaited(answered, sent)
+            except Gone:
+                raise
+            except BaseException:
+                self.kill()  # or what it still waits for would keep every later order waiting
+                raise
         return answer if callbacks.error is None else Failure(answer.start, answer.end, callbacks.error)
 
     def _requested(self, number: int, callbacks: Callbacks) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 import anyio
 import pytest
+import ray
 
 from oppo.errors import ModelError, ModelLost, ProtocolError
 from oppo.observe import now, silent
@@ -103,6 +104,23 @@ async def test_a_notice_is_seen_by_a_call_that_goes_on_and_so_is_one_that_was_wr
     assert await caller.call("watch", Caller.watch, late, Callback(lambda _: late.write_at(0, b"\1"))) == "seen"
     with pytest.raises(ModelError, match="memory is not shared"):
         await caller.call("watch", Caller.watch, Block.new(1), Callback(abs))  # type: ignore[arg-type]
+
+
+async def test_what_is_told_between_a_quiet_while_and_the_answer_is_heard(
+    place: RayPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver asks whether a quiet call has been answered; just then it tells something and is."""
+    notice, heard, wait = Notice.new(1), list[int](), ray.wait
+
+    def late(answers: list[ray.ObjectRef[object]], timeout: float) -> object:
+        assert timeout == 0
+        notice.write_at(0, b"\1")
+        return wait(answers, timeout=60)
+
+    monkeypatch.setattr(ray, "wait", late)
+    caller = place.host(Caller())
+    assert await caller.call("tell", Caller.tell_at_last, notice, Callback(heard.append, oneway=True)) == "told"
+    assert heard == [1]
 
 
 async def test_a_gauge_is_right_at_each_question_at_each_answer_and_soon_while_nothing_is_asked(
