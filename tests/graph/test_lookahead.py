@@ -407,7 +407,7 @@ def test_when_a_later_step_has_failed_nothing_goes_on_in_those_behind_it(seconds
 
 
 def test_no_step_begins_while_those_behind_one_that_has_failed_end_slowly() -> None:
-    """Step 2 fails at 7 s, step 3 ends at 12 s, and step 0 at 10 s, when step 4 would begin."""
+    """Step 2 fails at 7 s, step 3 ends at 12 s, and step 0, which waits for none, at 10 s, when step 4 would begin."""
 
     @dataclass(eq=False)
     class Slow(Phase):
@@ -418,8 +418,18 @@ def test_no_step_begins_while_those_behind_one_that_has_failed_end_slowly() -> N
                 with anyio.CancelScope(shield=True):
                     await anyio.sleep(5.0 if step.index == 3 else 0.0)
 
+    @dataclass(eq=False)
+    class FirstOfAll(Publishing):
+        async def run(self, items: Receiver[int], *, out: Sender[tuple[int, ...]], step: Step) -> None:
+            if step.index:
+                await super().run(items, out=out, step=step)
+            else:
+                received = tuple([item async for item in items])
+                await anyio.sleep(self.seconds)
+                await out.send(received)
+
     graph = phases(2.0, 1.0).replace(
-        phase0=Slow(lambda _: 2.0), phase1=FailLater(1.0, index=2), collect=Publishing(7.0)
+        phase0=Slow(lambda _: 2.0), phase1=FailLater(1.0, index=2), collect=FirstOfAll(7.0)
     )
 
     async def main() -> None:
