@@ -25,6 +25,7 @@ from oppo.errors import ConfigError
 from oppo.hf.device import device_of
 from oppo.hf.introspection import longest, reach, vocabulary
 from oppo.hf.kv.attention import Choice
+from oppo.hf.loading.directory import require_adapter
 from oppo.hf.loading.hub import located
 from oppo.hf.loading.models import load_causal, load_process, load_scalar
 from oppo.hf.loading.precision import require_supported
@@ -96,12 +97,14 @@ class ModelRecipe:
         return model
 
     def config(self) -> PreTrainedConfig:
-        """Return the model's configuration, read here; no weights are.
+        """Return the model's configuration, of an adapter its base's, read here; no weights are.
 
         Raises:
             ConfigError: there is no such model, or its configuration cannot be read.
         """
         directory = located(self.path, weights=False, trust_remote_code=self.trust_remote_code)
+        if (adapter := require_adapter(directory, allow_pickle=self.allow_pickle)) is not None:
+            directory = located(adapter.base, weights=False, trust_remote_code=self.trust_remote_code)
         try:
             found: PreTrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=self.trust_remote_code)
         except (OSError, ValueError) as error:

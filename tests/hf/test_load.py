@@ -30,6 +30,7 @@ from oppo.hf.digest import weights_digest
 from oppo.hf.kv.attention import attend_in_segments, attends_eagerly
 from oppo.hf.loading.models import load_causal, load_scalar, load_tokenizer
 from oppo.hf.lora import add_lora
+from oppo.hf.recipe import ModelRecipe, name_of, positions_of, vocabulary_of
 from oppo.hf.shared_memory import ALIGNMENT
 from tests.hf import tiny
 
@@ -342,6 +343,16 @@ def test_an_adapter_is_loaded_with_its_base(adapter: Path) -> None:
     theirs = AutoModelForCausalLM.from_pretrained(adapter)
     assert weights_digest(ours) == weights_digest(theirs)
     assert weights_digest(ours) != weights_digest(load_causal(adapter.parent / "base"))
+
+
+def test_the_recipe_of_an_adapter_has_the_configuration_of_its_base(adapter: Path) -> None:
+    recipe = ModelRecipe(path=str(adapter))
+    model = recipe.load()
+    assert (name_of(recipe), positions_of(recipe), vocabulary_of(recipe)) == (
+        name_of(model),
+        positions_of(model),
+        vocabulary_of(model),
+    )
 
 
 def test_an_adapter_and_its_base_are_data_and_whole(adapter: Path) -> None:
