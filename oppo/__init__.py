@@ -7,6 +7,7 @@ imported without torch; the models are in :mod:`oppo.hf`, fakes for tests in :mo
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from oppo.admission import (
@@ -45,10 +46,8 @@ from oppo.events import (
 )
 from oppo.function_trainer import FunctionTrainer
 from oppo.graph import Graph, GraphBuilder, Receiver, Run, Sender, Step, Stream, join, where
-from oppo.liveness import watched
 from oppo.models import Decode, Follower, Piece, Policy, Sampling, Scorer, Trained, Trainer, Weights
 from oppo.placement import Inline, Process, Ranks, Thread
-from oppo.report import RunDirectory
 from oppo.rewards import FunctionReward, Rewards
 from oppo.shaping import ScoreShaping
 from oppo.stages import (
@@ -70,6 +69,8 @@ from oppo.training import TrainerSettings
 
 if TYPE_CHECKING:
     from oppo.app.program import train
+    from oppo.liveness import watched
+    from oppo.report import RunDirectory
 
 __all__ = [
     "GAE",
@@ -153,10 +154,12 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    """Return :func:`train`, which is loaded when it is asked for: the application takes a while to import."""
-    if name != "train":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from oppo.app.program import train  # noqa: PLC0415 - see above
+_LATE = {"RunDirectory": "oppo.report", "train": "oppo.app.program", "watched": "oppo.liveness"}
+"""Names by their modules, which are imported when a name is used: they take longer to import than all others."""
 
-    return train
+
+def __getattr__(name: str) -> object:
+    """Return a name of :data:`_LATE`."""
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LATE[name]), name)

@@ -74,13 +74,16 @@ def test_the_program_of_the_readme_trains(tmp_path: Path) -> None:
     assert [line.split(":")[0] for line in out.splitlines()] == ["0", "1", "2"]
 
 
+PUBLIC: dict[str, object] = {name: getattr(oppo, name) for name in oppo.__all__}
+
+
 def test_the_recipe_of_the_readme_is_the_recipe_and_a_stage_keeps_its_other_options() -> None:
     (recipe,) = re.findall(r"```python\n(g = GraphBuilder.*?)```", README, re.DOTALL)
     (swap,) = re.findall(r"```python\n(graph = graph\.replace.*?)```", README, re.DOTALL)
     policy, reward, critic, trainer = FakePolicy(), FakeScorer(fake_scalar), FakeCritic(), FakeTrainer()
     reference = FakeScorer(fake_per_token)
     models = {"policy": policy, "reference": reference, "reward": reward, "critic": critic, "trainer": trainer}
-    names: dict[str, object] = vars(oppo) | models | {"replace": replace}
+    names: dict[str, object] = PUBLIC | models | {"replace": replace}
     exec(recipe, names)
     graph = names["graph"]
     assert isinstance(graph, Graph)
@@ -144,7 +147,7 @@ def test_the_recipe_without_a_critic_is_the_recipe() -> None:
         FakeTrainer(),
     )
     models = {"policy": policy, "reference": reference, "reward": reward, "trainer": trainer}
-    names: dict[str, object] = vars(oppo) | models | {"admission": Overcommit(batch=2, extra=1), "chunks": Fixed(8)}
+    names: dict[str, object] = PUBLIC | models | {"admission": Overcommit(batch=2, extra=1), "chunks": Fixed(8)}
     exec(recipe, names)
     graph = names["graph"]
     assert isinstance(graph, Graph)

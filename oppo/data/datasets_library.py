@@ -12,8 +12,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
-from huggingface_hub import HfApi, constants, is_offline_mode
-
 from oppo.data.rows import READERS, Located
 from oppo.errors import DataError, one_line
 from oppo.observe import silent
@@ -64,6 +62,8 @@ def rows_of_hub(name: str, split: str, subset: str = "", tell: Callable[[str], N
         DataError: there is no such dataset or split, or no hub can be asked.
     """
     library = _library(name)
+    from huggingface_hub import HfApi, constants, is_offline_mode  # noqa: PLC0415 - with its HTTP clients, .2 s
+
     cached = Path(library.config.HF_DATASETS_CACHE, name.replace("/", "___")).is_dir()
     try:
         if not is_offline_mode():

@@ -163,7 +163,7 @@ def test_a_dataset_of_a_hub_is_asked_for_by_name_split_and_subset(
         return datasets.Dataset.from_dict({"prompt": ["a b"], "answer": [3]})
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    monkeypatch.setattr("oppo.data.datasets_library.HfApi.dataset_info", lambda self, name, timeout: None)
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda self, name, timeout: None)
     (prompt,) = read_prompts("someone/sums", tokenizer_of(), split="test", subset="main")
     assert prompt.columns == {"prompt": "a b", "answer": 3}
     with pytest.raises(DataError, match=r"the dataset 'someone/sums', split 'dev', cannot be loaded \(ValueError"):
