@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, TypeAlias
@@ -12,14 +11,13 @@ from typing import Final, TypeAlias
 from transformers import PreTrainedModel
 
 from benchmarks.ladder.directory import Files
-from benchmarks.ladder.layout import Seat, claim_cores
+from benchmarks.ladder.layout import Seat
 from oppo.demo.once import made_once
 from oppo.events import Prompt
 from oppo.hf.device import DeviceThread
 from oppo.hf.serve.policy import HfPolicy
 from oppo.models import Policy, Sampling
 from oppo.observe import SpanListener
-from oppo.placement import Thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +74,7 @@ Act: TypeAlias = Callable[[Part], Acting]
 
 def on_transformers(part: Part) -> Acting:
     """Decode with the model that is trained, in a thread."""
-    kind = Thread if part.device == "cpu" else DeviceThread
-    thread = kind("actor", listener=part.listener, setup=partial(claim_cores, part.seat, part.device))
+    thread = DeviceThread("actor", part.device, listener=part.listener, setup=part.seat.take)
     policy = HfPolicy(part.actor, sampling=part.sampling, thread=thread, limit=part.limit)
     counters = policy.counters
     return Acting(policy, lambda: Progress(counters.decode_steps, counters.tokens), thread.close)

@@ -14,11 +14,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from benchmarks.ladder.workloads import Layout
 from oppo.hf.cpu import use_cores
-from oppo.hf.device import use_stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +64,3 @@ def seats(layout: Layout, cores: Sequence[int], *, held: bool, apart: bool = Fal
     whole, decoding = Seat(every, len(every)), Seat(every, 1)
     rest = Seat(every, max(1, len(every) - 1))
     return Seats(decoding, whole if held else rest, rest if apart else whole)
-
-
-def claim_cores(seat: Seat, device: str) -> None:
-    """Take a seat in the calling thread; on a GPU with its own stream, so that threads overlap there."""
-    seat.take()
-    use_stream(torch.device(device))

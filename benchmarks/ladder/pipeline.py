@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from benchmarks.ladder.acting import ENGINES, Acting, Part
 from benchmarks.ladder.countdown import EOS, PAD, language_of
 from benchmarks.ladder.directory import Files
-from benchmarks.ladder.layout import Seats, claim_cores
+from benchmarks.ladder.layout import Seats
 from benchmarks.ladder.modes import Mode
 from benchmarks.ladder.teach import config_of
 from benchmarks.ladder.workloads import BenchWorkload, Phase, Scorers, Shape
@@ -29,7 +29,7 @@ from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.train.trainer import HfTrainer
 from oppo.models import Sampling, Scorer
 from oppo.observe import SpanListener
-from oppo.placement import Place, Process, Thread
+from oppo.placement import Place, Process
 from oppo.rewards import FunctionReward
 from oppo.stages import GAE
 from oppo.stages.hold import held
@@ -96,12 +96,12 @@ def pipeline(
     """
     workload = files.workload
     models = load(files, device)
-    kind = Thread if device == "cpu" else DeviceThread
+    kind = partial(DeviceThread, device=device)
     apart = mode.trains_apart(workload)
     train = Process if apart and device == "cpu" else kind
-    training = train("trainer", listener=listener, setup=partial(claim_cores, seats.trainer, device))
+    training = train("trainer", listener=listener, setup=seats.trainer.take)
     home = kind if scorers == "thread" else Process
-    scoring = home("scorers", listener=listener, setup=partial(claim_cores, seats.scorers, device))
+    scoring = home("scorers", listener=listener, setup=seats.scorers.take)
     scripted = workload.models.scripted
     sampling = Sampling(
         max_new_tokens=workload.lengths.cap,

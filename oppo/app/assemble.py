@@ -23,7 +23,7 @@ from oppo.app.settings import Settings
 from oppo.declared import declared
 from oppo.errors import ConfigError
 from oppo.events import Drop, FloatArray
-from oppo.hf.device import CPU, synchronised
+from oppo.hf.device import CPU
 from oppo.hf.device_layout import DeviceLayout, Devices
 from oppo.hf.introspection import end_ids
 from oppo.hf.loading.models import load_tokenizer, quiet
@@ -168,8 +168,6 @@ def assemble(
 
         load = RoleLoader(settings.models, tokenizer, devices, tell)
         assembly = _assembled(settings, tokenizer, places, code, devices=devices, load=load, serve=started, tell=tell)
-        for device in devices.distinct():
-            synchronised(device)
         places.wait_until_ready()
         stack.pop_all()
     return assembly

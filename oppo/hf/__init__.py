@@ -2,6 +2,7 @@
 
 from oppo.hf.as_text.bridge import Bridge, BridgedReward
 from oppo.hf.as_text.whole import ClassifierReward, SimilarityReward
+from oppo.hf.device import DeviceThread
 from oppo.hf.introspection import end_ids
 from oppo.hf.loading.encoders import load_encoder
 from oppo.hf.loading.models import load_causal, load_process, load_scalar, load_tokenizer
@@ -18,6 +19,7 @@ __all__ = [
     "Bridge",
     "BridgedReward",
     "ClassifierReward",
+    "DeviceThread",
     "HfPolicy",
     "HfTokenizer",
     "HfTrainer",

@@ -8,13 +8,19 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from oppo.errors import ConfigError
-from oppo.placement import Thread
-from oppo.scheduling import Priority
+from oppo.observe import SpanListener, silent
+from oppo.placement import Hosted, Journal, Recipe, Thread
+from oppo.scheduling import DEFAULT_TIME_SLICE, Priority, TimeSlice
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 CPU = torch.device("cpu")
+
+# cuDNN's attention plans each pair of shapes anew, and the length of the keys changes with every decode step: a plan
+# takes tenths of a second. A program that knows its shapes may turn it on again.
+torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def device_of(name: str, *, exact: bool = False) -> torch.device:
@@ -38,6 +44,13 @@ def device_of(name: str, *, exact: bool = False) -> torch.device:
     return torch.device("cuda", number)
 
 
+def numbered(device: torch.device) -> torch.device:
+    """Return the device with its number: ``cuda`` alone is the current one of the calling thread."""
+    if device.type != "cuda" or device.index is not None:
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def synchronised(device: torch.device) -> None:
     """Wait until the device has finished the work of this process on all streams; all threads then see the results."""
     if device.type == "cuda":
@@ -47,15 +60,44 @@ def synchronised(device: torch.device) -> None:
 def use_stream(device: torch.device) -> None:
     """Let the calling thread work on the device, in a stream of its own, so that threads overlap there."""
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(numbered(device))
         torch.cuda.set_stream(torch.cuda.Stream(device))
 
 
 class DeviceThread(Thread):
-    """A thread whose calls end when the device has done their work: other threads may read it, and spans include it.
+    """A thread for models on one device: on a GPU it has a stream of its own, so that threads overlap there.
 
-    The thread's setup calls :func:`use_stream`.
+    Models that are hosted, and the results of calls, are complete for every other thread: hosting waits for what made
+    the model, and a call ends, with its span, when the device has done its work. On a CPU it is a :class:`Thread`.
+
+    Args:
+        name, listener, setup, time_slice: see :class:`~oppo.placement.Thread`.
+        device: of the models, such as ``"cuda:1"``; ``"cuda"`` is the current device.
     """
+
+    def __init__(
+        self,
+        name: str,
+        device: torch.device | str,
+        *,
+        listener: SpanListener = silent,
+        setup: Callable[[], None] | None = None,
+        time_slice: TimeSlice = DEFAULT_TIME_SLICE,
+    ) -> None:
+        self.device = torch.device(device)
+
+        def set_up() -> None:
+            if setup is not None:
+                setup()
+            use_stream(self.device)
+
+        super().__init__(name, listener=listener, setup=set_up, time_slice=time_slice)
+
+    def host(self, instance: T | Recipe[T], *, track: str = "", journal: Journal | None = None) -> Hosted[T]:
+        """Return a handle to ``instance``, complete for the thread's stream; ``journal`` records nothing."""
+        hosted = super().host(instance, track=track, journal=journal)
+        synchronised(self.device)
+        return hosted
 
     async def call_at(
         self, priority: Priority, track: str, label: str, work: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
@@ -64,7 +106,8 @@ class DeviceThread(Thread):
 
         def synchronous(*args: P.args, **kwargs: P.kwargs) -> R:
             result = work(*args, **kwargs)
-            torch.cuda.current_stream().synchronize()
+            if self.device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
             return result
 
         return await super().call_at(priority, track, label, synchronous, *args, **kwargs)

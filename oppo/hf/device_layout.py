@@ -18,7 +18,7 @@ import torch
 
 from oppo.errors import ConfigError
 from oppo.hf.cpu import use_cores
-from oppo.hf.device import DeviceThread, device_of, use_stream
+from oppo.hf.device import DeviceThread, device_of
 from oppo.placement import Place, Process, Ranks, Thread
 from oppo.placement.answered_place import AnsweredPlace
 
@@ -184,9 +184,9 @@ class DeviceLayout:
         _require_cpu("scorers", scorers, devices.here(scored).values())
 
         def place(name: str, home: Home, share: int, device: torch.device, restarts: int = 0) -> Place:
-            setup = partial(claim_cores, share, device)
+            setup = partial(use_cores, share)
             if home == "thread":
-                return Thread(name, setup=setup) if device.type == "cpu" else DeviceThread(name, setup=setup)
+                return DeviceThread(name, device, setup=setup)
             tell(f"starting the process of the {name}")
             return Process(name, setup=setup, restarts=restarts, tell=tell)
 
@@ -266,9 +266,3 @@ def _require_cpu(setting: str, home: Scorers, devices: Iterable[torch.device]) -
 def acting_share(cores: int) -> int:
     """Return how many of ``cores`` decode, be it in the actor's place or in an engine's processes."""
     return max(1, cores // 2)
-
-
-def claim_cores(count: int, device: torch.device) -> None:
-    """Let the calling thread compute on ``count`` cores, and on ``device`` in a stream of its own."""
-    use_cores(count)
-    use_stream(device)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from oppo.errors import ModelError
+from oppo.hf.device import synchronised
 from oppo.placement.wire import Bulk
 
 
@@ -102,8 +103,11 @@ def addresses(module: nn.Module) -> frozenset[int]:
 
 
 def copies(weights: Mapping[str, object]) -> dict[str, object]:
-    """Return copies of tensors, by the same names."""
-    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in weights.items()}
+    """Return copies of tensors, by the same names; they are complete when it returns, so the originals may change."""
+    copied = {name: value.clone() if isinstance(value, Tensor) else value for name, value in weights.items()}
+    for device in {value.device for value in copied.values() if isinstance(value, Tensor)}:
+        synchronised(device)
+    return copied
 
 
 def share_storage(module: nn.Module, weights: Mapping[str, object]) -> bool:

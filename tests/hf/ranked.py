@@ -16,10 +16,12 @@ from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
 from oppo.events import Batch
+from oppo.hf.memory.live_bytes import LiveBytes
 from oppo.hf.train.core import HfTrainerCore
 from oppo.hf.train.optimisation import Optimisation
 from oppo.hf.train.packing import units
 from oppo.hf.train.sharding import whole
+from oppo.hf.train.training_state import gather_training
 from oppo.losses import Inputs, LossValue, PPOLoss, Whole
 
 
@@ -40,6 +42,18 @@ def gradient(core: HfTrainerCore, batch: Batch) -> dict[str, NDArray[np.float32]
     return found
 
 
+def parts_of_gradient(core: HfTrainerCore, batch: Batch) -> list[dict[str, NDArray[np.float32]]]:
+    """Return the gradients of a batch's micro-batches one by one, as of one minibatch, and leave none behind."""
+    rows = units(batch, core.loss.unit)
+    size, found = Whole.of(batch, list(chain.from_iterable(rows)), cap=100), []
+    for part in core._shared(batch, rows):
+        core.backward(part, core.outputs(part), size)
+        named = core.optimisation.named_weights().items()
+        found.append({name: weight.grad.numpy().copy() for name, weight in named if weight.grad is not None})
+        core.optimisation.clear()
+    return found
+
+
 def local_bytes(core: HfTrainerCore) -> tuple[int, int, int, int]:
     """Return the bytes of the trained module's parameters and optimizer states, in this rank and whole."""
     parameters = list(core._models.parameters())
@@ -47,6 +61,16 @@ def local_bytes(core: HfTrainerCore) -> tuple[int, int, int, int]:
     here = [sum(_local(each).nbytes for each in tensors) for tensors in (parameters, states)]
     there = [sum(each.nbytes for each in tensors) for tensors in (parameters, states)]
     return here[0], here[1], there[0], there[1]
+
+
+def gathered_bytes(core: HfTrainerCore) -> list[list[float]]:
+    """Return of each rank the most bytes alive while a checkpoint is gathered, and those it keeps."""
+    with LiveBytes() as live:
+        kept = gather_training(core.optimisation, core._team)
+    mine = torch.zeros(core._team.size, 2, dtype=torch.float64)
+    mine[core._team.rank] = torch.tensor([live.peak, sum(each.nbytes for each in kept.values())])
+    found: list[list[float]] = core._team.sum(mine).tolist()
+    return found
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,15 +6,47 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.cuda._utils import _get_device_index
 
 from oppo.errors import ConfigError
-from oppo.hf.device import CPU, DeviceThread, device_of
+from oppo.hf import DeviceThread
+from oppo.hf.device import CPU, device_of, numbered, use_stream
 from oppo.hf.device_layout import DeviceLayout, Devices
 from oppo.hf.loading.models import load_causal
+from oppo.hf.train.actor_critic import ActorCritic
+from oppo.hf.train.replicas import Replicas
+from oppo.hf.weights import copies
 from oppo.observe import silent
 from oppo.placement import Process, Thread
 from tests.hf import tiny
 from tests.workplace import furnish, run
+
+
+class Cuda:
+    """What stands in for CUDA's calls: it takes arguments as torch does, and notes the calls in their order."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.done = list[str]()
+        patch.setattr(torch.cuda, "current_device", lambda: 1)
+        patch.setattr(torch.cuda, "set_device", lambda device: self.note(f"device {_get_device_index(device)}"))
+        patch.setattr(torch.cuda, "Stream", lambda device: device)
+        patch.setattr(torch.cuda, "set_stream", lambda stream: self.note("stream"))
+        patch.setattr(torch.cuda, "current_stream", lambda: self)
+        patch.setattr(torch.cuda, "synchronize", lambda device: self.note(f"waited for {device}"))
+
+    def note(self, what: str) -> None:
+        self.done.append(what)
+
+    def synchronize(self) -> None:
+        """End the work of the stream."""
+        self.note("waited for the stream")
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    return Cuda(monkeypatch)
+
 
 CUDA = Devices.all_on(torch.device("cuda", 0))
 
@@ -80,5 +112,42 @@ def test_scorers_are_beside_the_models_of_a_gpu_in_a_thread() -> None:
 def test_scorers_on_a_cpu_have_a_process_whatever_else_the_machine_has() -> None:
     places = DeviceLayout.of(4, Devices.all_on(CPU), "auto", silent)
     assert isinstance(places.scoring["reward"], Process)
-    assert type(places.acting) is Thread
+    assert isinstance(places.acting, Thread)
     places.close()
+
+
+def test_a_device_without_a_number_is_the_current_one(cuda: Cuda) -> None:
+    bare, first = torch.device("cuda"), torch.device("cuda", 0)
+    assert [numbered(each) for each in (bare, first, CPU)] == [torch.device("cuda", 1), first, CPU]
+    use_stream(bare)
+    assert cuda.done == ["device 1", "stream"]
+    assert Replicas(devices=(first, bare)).device(1, 2, ActorCritic(tiny.causal())) == torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        ("cuda", ["made", "waited for cuda", "device 1", "stream", "worked", "waited for the stream", "read"]),
+        ("cpu", ["made", "worked", "read"]),
+    ],
+)
+async def test_what_a_device_s_thread_is_given_and_returns_is_complete(
+    device: str, expected: list[str], cuda: Cuda
+) -> None:
+    with DeviceThread("actor", device) as place:
+        cuda.note("made")
+        hosted = place.host(cuda)
+        await hosted.call("work", Cuda.note, "worked")
+        cuda.note("read")
+    assert cuda.done == expected
+
+
+def test_copies_of_weights_are_complete_before_the_weights_may_change(cuda: Cuda) -> None:
+    with FakeTensorMode():
+        copies({"weight": torch.empty(2, device="cuda:1"), "bias": torch.empty(2, device="cuda:1")})
+    assert cuda.done == ["waited for cuda:1"]
+
+
+def test_attention_does_not_plan_each_length_anew() -> None:
+    """As cuDNN's does, which torch prefers on newer devices; to have imported the backend is enough."""
+    assert not torch.backends.cuda.cudnn_sdp_enabled()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -14,7 +16,7 @@ from oppo.admission import Overcommit
 from oppo.algorithms.ppo import ppo
 from oppo.chunking import Fixed
 from oppo.events import Prompt, StepReport
-from oppo.hf import HfPolicy, HfTrainer, ReferenceLogprobs, RewardModel, ValueModel, probe
+from oppo.hf import DeviceThread, HfPolicy, HfTrainer, ReferenceLogprobs, RewardModel, ValueModel, probe
 from oppo.hf.digest import weights_digest
 from oppo.hf.kv.incremental import Incremental
 from oppo.hf.serve.noise import gumbel
@@ -75,13 +77,13 @@ def test_what_truncated_sampling_keeps_is_what_the_trainer_normalises_over(sampl
     torch.testing.assert_close(again, logprobs, rtol=0, atol=1e-5)
 
 
-async def train() -> tuple[list[StepReport], bool]:
+async def train(kind: Callable[[str], Thread]) -> tuple[list[StepReport], bool]:
     actor, reference = on_gpu(tiny.causal("llama", seed=1)), on_gpu(tiny.causal("llama", seed=1))
     critic, reward = on_gpu(tiny.scalar("llama", seed=2)), on_gpu(tiny.scalar("llama", seed=2))
     before = weights_digest(actor)
     sampling = Sampling(max_new_tokens=32, stop=tuple(range(2, 8)), seed=1)
     prompts = [Prompt(n, n, np.arange(5 + n, 9 + n, dtype=np.int32)) for n in range(24)]
-    with Thread("actor") as acting, Thread("scorers") as scoring, Thread("trainer") as training:
+    with kind("actor") as acting, kind("scorers") as scoring, kind("trainer") as training:
         graph = ppo(
             policy=HfPolicy(actor, sampling=sampling, thread=acting),
             reference=ReferenceLogprobs(reference, sampling=sampling, thread=scoring),
@@ -98,8 +100,9 @@ async def train() -> tuple[list[StepReport], bool]:
     return reports, weights_digest(actor) != before
 
 
-def test_a_streamed_run_trains_on_the_device() -> None:
-    reports, changed = anyio.run(train)
+@pytest.mark.parametrize("kind", [Thread, partial(DeviceThread, device="cuda")], ids=["one stream", "own streams"])
+def test_a_streamed_run_trains_on_the_device(kind: Callable[[str], Thread]) -> None:
+    reports, changed = anyio.run(train, kind)
     assert len(reports) == 3
     assert changed
     assert all(np.isfinite(value) for report in reports for value in report.metrics.values())

@@ -29,7 +29,8 @@ from oppo.placement import Place, Ranks, Thread
 from oppo.testing import check_trainer
 from oppo.training import TrainerSettings
 from tests.hf import tiny
-from tests.hf.ranked import FailsOnce, blind, deadly, gradient, local_bytes
+from tests.hf.ranked import FailsOnce, blind, deadly, gathered_bytes, gradient, local_bytes, parts_of_gradient
+from tests.hf.test_streamed_update import rows_of
 from tests.hf.test_trainer import rollouts
 from tests.hf.test_trainer_places import KINDS, SAMPLING, Models, plain
 from tests.placement.instances import gone
@@ -161,6 +162,24 @@ async def test_two_ranks_learn_what_one_process_learns(
     assert norm(difference(weights_of(two), weights_of(one))) < 1000 * case.close * moved, "as the parent sees them"
 
 
+async def test_gradients_in_16_bits_are_summed_over_the_ranks_in_float32(thread: Thread, batch: Batch) -> None:
+    """Summed in 16 bits, each rank after the second would round the sum once more."""
+    one, several = tiny.apart(short_floats)(), tiny.apart(short_floats)()
+    each_alone = replace(SETTINGS, micro_batch_tokens=1)
+    three = rows_of(batch, range(3))
+    alone = trainer_of(one, thread, settings=each_alone)
+    parts = await alone._hosted.call("gradient", parts_of_gradient, three)
+    assert len(parts) == 3
+    with Ranks("trainer", 3, setup=partial(use_cores, 1)) as ranks:
+        together = trainer_of(several, ranks, settings=each_alone)
+        found = await together._hosted.call("gradient", gradient, three)
+    assert found.keys() == parts[0].keys()
+    sums = {name: sum(torch.from_numpy(part[name]) for part in parts) for name in found}
+    expected = torch.cat([torch.as_tensor(each).bfloat16().float().flatten() for each in sums.values()])
+    summed = torch.cat([torch.from_numpy(found[name]).flatten() for name in sums])
+    assert (summed == expected).double().mean() > 0.999
+
+
 async def test_each_rank_holds_a_shard_of_weights_and_optimizer_states(ranks: Ranks, batch: Batch) -> None:
     for shard, most in ((True, 0.55), (False, 1.0)):
         trainer = trainer_of(tiny.apart(plain)(), ranks, shard=shard)
@@ -169,6 +188,18 @@ async def test_each_rank_holds_a_shard_of_weights_and_optimizer_states(ranks: Ra
         assert weights <= most * all_weights
         assert states <= most * all_states
         assert all_states >= 2 * all_weights
+
+
+async def test_a_checkpoint_is_gathered_one_tensor_at_a_time_and_kept_by_rank_0(ranks: Ranks, batch: Batch) -> None:
+    models = tiny.apart(plain)()
+    trainer = trainer_of(models, ranks)
+    await trainer.update(batch)
+    everything = 3 * sum(each.nbytes for each in weights_of(models).values())  # parameters and two moments
+    largest = max(each.nbytes for each in weights_of(models).values())
+    (first, kept), (other, nothing) = await trainer._hosted.call("gather", gathered_bytes)
+    assert (kept >= everything, nothing) == (True, 0)
+    assert other < 4 * largest < 0.2 * everything
+    assert first < kept + 4 * largest
 
 
 @pytest.mark.parametrize("shard", [True, False], ids=["sharded", "whole"])

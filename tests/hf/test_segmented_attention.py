@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, strategies as st
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from oppo.hf.device import CPU
 from oppo.hf.introspection import backbone
 from oppo.hf.kv import segmented_attention
 from oppo.hf.kv.attention import attend_in_segments, attends_eagerly
@@ -41,8 +42,8 @@ def test_carried_rows_are_segmented_from_fresh_ones_if_that_saves_more_than_it_c
 
 
 def test_the_more_bytes_a_token_has_the_fewer_tokens_pay_for_another_segment() -> None:
-    assert overhead_of(2 * segmented_attention.SEGMENT_BYTES) == 1
-    assert overhead_of(segmented_attention.SEGMENT_BYTES / 100) == 100
+    assert overhead_of(2 * segmented_attention.SEGMENT_BYTES, CPU) == 1
+    assert overhead_of(segmented_attention.SEGMENT_BYTES / 100, CPU) == 100
 
 
 def test_a_model_that_attends_in_segments_reads_and_generates_as_before(tmp_path: Path) -> None:

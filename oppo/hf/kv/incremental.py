@@ -229,7 +229,7 @@ class Incremental:
         lengths = self._lengths_after(rows, [1] * len(rows))
         segments = [list(range(len(rows)))]
         if self._segmented and rows and (per_token := self._bytes_per_token()):
-            own = overhead_of(per_token / len(self._cache.layers))
+            own = overhead_of(per_token / len(self._cache.layers), self.device)
             segments = segmented(list(lengths.values()), own if overhead is None else overhead)
         by_slab: dict[Slab, list[int]] = {}
         for segment in segments:

@@ -35,6 +35,12 @@ Measured on a CPU with models of 128, 768 and 1,536 bytes per token: 0.2, 0.6 an
 models the constant is lower than measured, since bytes that are not read need no memory either.
 """
 
+LAUNCHED_SEGMENT_BYTES = 128 * 2**20
+"""The same on a GPU, where a segment is some 130 kernel launches a step: an estimate, never measured.
+
+In practice the rows of a decode step are one segment there.
+"""
+
 UNUSUAL = ("position_bias", "softcap")
 """Arguments that some models give attention besides a mask and a scale."""
 
@@ -59,9 +65,9 @@ def segmented(lengths: Sequence[int], overhead: int) -> list[list[int]]:
     return [sorted(segment) for segment in cheapest_groups(lengths, range(len(lengths)), overhead=overhead)]
 
 
-def overhead_of(bytes_per_token: float) -> int:
-    """Return the fixed cost of a segment in tokens read, for ``bytes_per_token`` of keys and values in one layer."""
-    return math.ceil(SEGMENT_BYTES / bytes_per_token)
+def overhead_of(bytes_per_token: float, device: torch.device) -> int:
+    """Return the fixed cost of a segment in tokens read, for ``bytes_per_token`` of KV cache in one layer."""
+    return math.ceil((SEGMENT_BYTES if device.type == "cpu" else LAUNCHED_SEGMENT_BYTES) / bytes_per_token)
 
 
 def _attention(

@@ -153,9 +153,8 @@ class Slab:
         before, live = len(self.rows), len(self.rows) - len(gone)
         holes = sorted(slot for slot in gone if slot < live)
         movers = [slot for slot in range(live, before) if slot not in gone]
+        self._copy(holes, movers)
         for store in self._tensors():
-            if holes:
-                store[holes] = store[movers]
             store[live:before].zero_()
         for hole, mover in zip(holes, movers, strict=True):
             self.rows[hole] = self.rows[mover]
@@ -172,9 +171,7 @@ class Slab:
         moved = [slot for slot, row in enumerate(target) if self.rows[slot] != row]
         if not moved:
             return
-        sources = [self._slots[target[slot]] for slot in moved]
-        for store in self._tensors():
-            store[moved] = store[sources]
+        self._copy(moved, [self._slots[target[slot]] for slot in moved])
         self.rows = target
         self._slots = {row: slot for slot, row in enumerate(target)}
 
@@ -185,6 +182,15 @@ class Slab:
     def bytes_per_token(self) -> int:
         """Return the bytes of one position of one sequence over all layers; 0 before the first write."""
         return sum(store.shape[1] * store.shape[3] * store.element_size() for store in self._tensors())
+
+    def _copy(self, to: Sequence[int], of: Sequence[int]) -> None:
+        """Copy slots in every layer; a device is sent the indices once."""
+        stores = list(self._tensors())
+        if not to or not stores:
+            return
+        to_slots, of_slots = index(to, stores[0].device), index(of, stores[0].device)
+        for store in stores:
+            store[to_slots] = store[of_slots]
 
     def _inherit(self, source: Slab) -> None:
         """Take over the tensors of ``source``, which is empty afterwards, resized to the room reserved here."""

@@ -170,6 +170,8 @@ def _training(
         batch = longest_batch(rows, load, critic=core.critic is not None)
         weights, trained = live.now, core.optimisation.named_weights().values()
         copies = live.now - weights
+        for weight in trained:
+            weight.grad = torch.zeros_like(weight)  # of the micro-batches before
         live.peak = live.now
         minibatch = list(chain.from_iterable(units(batch, loss.unit)))
         part = pack(batch, minibatch, core.actor.device, loss.reads | loss.measures)

@@ -61,7 +61,7 @@ class LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
-class _WithoutData(LiveBytes):
+class WithoutData(LiveBytes):
     """The same for tensors without data: where an operation asks for data, masks are true and numbers are 1.
 
     So rows have no padding, which holds for rows of one length, and a search for few ids falls back to all of them.
@@ -114,5 +114,5 @@ def without_data() -> Iterator[LiveBytes]:
         >>> live.now, live.peak
         (4000, 4004000)
     """
-    with FakeTensorMode(allow_non_fake_inputs=True), _WithoutData() as live:
+    with FakeTensorMode(allow_non_fake_inputs=True), WithoutData() as live:
         yield live

@@ -138,7 +138,7 @@ class HfTrainerCore:
             OSError: it cannot be written.
         """
         counts = {"version": self.counts.version, "episodes": self.counts.episodes}
-        tensors = gather_training(self.optimisation)
+        tensors = gather_training(self.optimisation, self._team)
         self._team.once(lambda: write_training(directory, tensors, counts))
         self.save(directory)
 
@@ -244,7 +244,7 @@ class HfTrainerCore:
         """Hold the gradient of the sum of these units' losses, if it is finite."""
         self.optimisation.require_every_step()
         one = Whole(1.0, 1.0, 1.0, float(self._sampling.max_new_tokens))
-        losses = [torch.zeros(())]
+        losses = [torch.zeros((), device=self._models.actor.device)]  # a rank may have no part of them
         for part in self._shared(batch, rows):
             outputs = self.outputs(part)
             losses.append(self.backward(part, outputs, one).loss.detach())

@@ -71,7 +71,8 @@ class Optimisation:
 
     def is_finite(self) -> bool:
         """Return whether all gradients are."""
-        return all(bool(_local(grad).isfinite().all()) for grad in self._gradients().values())
+        finite = [_local(grad).isfinite().all() for grad in self._gradients().values()]
+        return not finite or bool(torch.stack(finite).all())  # one answer of the device, not one for each gradient
 
     def hold(self) -> None:
         """Add the gradients to those held aside, and clear them."""

@@ -10,6 +10,7 @@ from typing import Final
 import torch
 
 from oppo.errors import ConfigError, ModelError
+from oppo.hf.device import numbered
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.train.actor_critic_recipe import ActorCriticRecipe
 from oppo.hf.train.sharding import shard
@@ -38,7 +39,7 @@ class Replicas:
         """
         if self.devices and len(self.devices) != size:
             raise ConfigError(f"expected a device for each of {size} ranks, got {len(self.devices)}")
-        return self.devices[rank] if self.devices and not self.loaded else models.actor.device
+        return numbered(self.devices[rank]) if self.devices and not self.loaded else models.actor.device
 
     def of(self, whole: ActorCritic, team: Ranked) -> ActorCritic:
         """Return what a rank trains: ``whole`` itself, or a copy of it on the rank's device; its own shard of it.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -36,10 +37,12 @@ def shard(models: ActorCritic, mesh: DeviceMesh) -> None:
                 f"{type(model).__name__} has no layers that transformers marks as such, so it cannot be sharded: train "
                 "it in ranks with whole weights (shard = false), or in one process"
             )
+    # In 16 bits a sum of gradients would be rounded once for each rank.
+    sharded = partial(fully_shard, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
     for module in list(models.modules()):
         if isinstance(module, GradientCheckpointingLayer):
-            fully_shard(module, mesh=mesh)
-    fully_shard(models, mesh=mesh)  # embeddings and heads: the models' own forward passes would bypass a hook of theirs
+            sharded(module)
+    sharded(models)  # embeddings and heads: the models' own forward passes would bypass a hook of theirs
     for part in _shards(models):
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)

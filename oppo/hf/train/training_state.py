@@ -22,13 +22,18 @@ _STEP = "step"
 """The one state of AdamW that has not the parameter's shape."""
 
 
-def gather_training(optimisation: Optimisation) -> dict[str, Tensor]:
-    """Return every trained parameter and its state in the optimizer, whole; called by all ranks that share them."""
-    return {
-        f"{kind}/{name}": whole(tensor).contiguous()
-        for name, parameter in optimisation.named_weights().items()
-        for kind, tensor in {_PARAMETER: parameter, **optimisation.optimizer.state[parameter]}.items()
-    }
+def gather_training(optimisation: Optimisation, team: Team) -> dict[str, Tensor]:
+    """Return every trained parameter and its state in the optimizer, whole, on the CPU; other ranks than 0 get none.
+
+    All ranks call it. No rank's device holds more than one of the gathered tensors at a time.
+    """
+    gathered = dict[str, Tensor]()
+    for name, parameter in optimisation.named_weights().items():
+        for kind, tensor in {_PARAMETER: parameter, **optimisation.optimizer.state[parameter]}.items():
+            each = whole(tensor)
+            if not team.rank:
+                gathered[f"{kind}/{name}"] = each.cpu().contiguous()
+    return gathered
 
 
 def write_training(directory: Path, tensors: Mapping[str, Tensor], counts: Mapping[str, int]) -> None:

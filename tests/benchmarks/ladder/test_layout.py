@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from benchmarks.ladder.layout import Seat, claim_cores, seats
+from benchmarks.ladder.layout import Seat, seats
 from benchmarks.ladder.workloads import Layout
 from benchmarks.machine import cores_here
 
@@ -48,7 +48,7 @@ def test_a_seat_binds_the_thread_that_takes_it_and_no_other() -> None:
     before, found = cores_here(), list[tuple[tuple[int, ...], int]]()
 
     def work() -> None:
-        claim_cores(Seat(before[:1], 1), "cpu")
+        Seat(before[:1], 1).take()
         found.append((cores_here(), torch.get_num_threads()))
 
     thread = threading.Thread(target=work)

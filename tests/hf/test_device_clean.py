@@ -1,0 +1,97 @@
+"""Models on a device that is not there: all tensors are on it, and the host waits for it as seldom as it must."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Found = Mapping[str, Mapping[str, Any]]
+ROOT = Path(__file__).parents[2]
+
+BUDGET: Mapping[str, Mapping[str, tuple[int, int]]] = {
+    "decode": {
+        "prefill": (13, 16),
+        "first step": (1, 3),
+        "step": (1, 0),
+        "after an end": (1, 7),
+        "last": (1, 1),
+        "prefill of another version": (5, 9),
+    },
+    "decode, greedy": {"step": (1, 0), "after an end": (1, 6)},
+    "decode, gpt2": {"step": (1, 0), "after an end": (1, 7)},
+    "truncated sampling": {"all": (4, 1)},
+    "reference": {"prompts": (4, 7), "chunks": (3, 23), "finish": (2, 2)},
+    "reward": {"prompts": (12, 7), "chunks": (11, 7), "finish": (2, 2)},
+    "process reward": {"prompts": (4, 7), "chunks": (3, 7), "finish": (2, 2)},
+    "critic": {"prompts": (4, 7), "chunks": (3, 7), "finish": (2, 2)},
+    "PPO": {"update": (5, 3 * 13)},
+    "PPO, shared trunk": {"update": (5, 3 * 13)},
+    "GRPO": {"update": (4, 3 * 11)},
+    "adapters": {"update": (4, 3 * 11)},
+    "adapters, merged": {"all": (0, 0)},
+    "streamed update": {"accumulate": (2, 2 * 11), "commit": (6, 11)},
+    "weight sync": {"sync": (0, 0), "copies": (0, 0)},
+    "weight sync, gemma2": {"sync": (0, 0), "copies": (0, 0)},
+}
+"""By work and phase: how often the host may wait for the device, and what it may send there.
+
+The counts are of two layers, eight rows that decode, four that are scored, and three micro-batches. None grows with the
+layers, and but for what a row is sent when it is read, none with the rows of a decode step.
+"""
+
+
+@pytest.fixture(scope="module")
+def found() -> Found:
+    """Return what each work did; in a process of its own, which the device changes for good."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.hf.on_fake_device"],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+    )
+    assert done.returncode == 0, done.stderr
+    loaded: dict[str, dict[str, Any]] = json.loads(done.stdout)
+    assert loaded.keys() == {*BUDGET, "the harness"}
+    return loaded
+
+
+@pytest.mark.parametrize("work", [*BUDGET, "the harness"])
+def test_every_tensor_is_on_the_device_of_its_model(work: str, found: Found) -> None:
+    assert "error" not in found[work], found[work]["error"]
+
+
+@pytest.mark.parametrize("work", BUDGET)
+def test_the_host_waits_for_the_device_no_more_than_it_must(work: str, found: Found) -> None:
+    phases: Found = found[work]["phases"]
+    for phase, (waits, uploads) in BUDGET[work].items():
+        assert sum(phases[phase]["waits"].values()) <= waits, (phase, phases[phase]["waits"])
+        assert sum(phases[phase]["uploads"].values()) <= uploads, (phase, phases[phase]["uploads"])
+        assert phases[phase]["kernels"] > 0, f"{phase}: nothing ran on the device"
+
+
+def test_rows_of_any_length_decode_as_one_segment(found: Found) -> None:
+    """Launching the kernels of a second segment takes longer than reading what it saves."""
+    phases: Found = found["decode"]["phases"]
+    assert {name: phases[name]["segments"] for name in ("step", "after an end", "last")} == {
+        "step": 1,
+        "after an end": 1,
+        "last": 1,
+    }
+
+
+def test_the_device_refuses_and_counts_what_a_real_one_does(found: Found) -> None:
+    phases: Found = found["the harness"]["phases"]
+    assert all("cpu" in phases[name]["refused"] for name in ("joined", "added"))
+    assert "gpu:1" in phases["between"]["refused"]
+    assert "numpy" in phases["to_numpy"]["refused"]
+    assert sum(phases["waits"]["waits"].values()) == 5
+    assert sum(phases["uploads"]["uploads"].values()) == 4
