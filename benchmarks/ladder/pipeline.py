@@ -153,10 +153,10 @@ def load(files: Files, device: str) -> Models:
     ruled = workload.reward == "rule"
     if not workload.models.scripted:
         return Models(
-            actor=load_causal(files.model("actor")),
-            reference=load_causal(files.model("actor")),
-            reward=None if ruled else load_scalar(files.model("reward")),
-            critic=load_scalar(files.model("critic")),
+            actor=load_causal(files.model("actor"), device=device),
+            reference=load_causal(files.model("actor"), device=device),
+            reward=None if ruled else load_scalar(files.model("reward"), device=device),
+            critic=load_scalar(files.model("critic"), device=device),
         )
     shapes = workload.models
     return Models(

@@ -6,8 +6,8 @@ import json
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,11 +51,11 @@ def bare(make: Make) -> PreTrainedModel:
         return make()
 
 
-def decode(make: Make = causal, **drawn: float) -> Counts:
+def decode(make: Make = causal, *, temperature: float = 1.0) -> Counts:
     """Rows of many lengths, one of which ends early; then all are read again with new weights."""
     model, found = bare(make), Counts()
     with watched() as watch:
-        sampling = replace(Sampling(max_new_tokens=64, stop=(STOP,)), **drawn)
+        sampling = Sampling(max_new_tokens=64, stop=(STOP,), temperature=temperature)
         core = PolicyCore(Decoder(moved(model), sampling=sampling, exact=False, prefill_tokens=4096), recompute=True)
         rows = [DecodeRow(k, Prompt(k, k, np.arange(8 + 40 * k, dtype=np.int32)), 6 if k else 3) for k in range(8)]
         given: dict[int, list[int]] = {row.key: [] for row in rows}
@@ -88,7 +88,7 @@ def truncated() -> Counts:
         return {"all": watch.taken()}
 
 
-def scored(make: Make, worker_of: Callable[[PreTrainedModel], ScorerWorker[object]]) -> Counts:
+def scored(make: Make, worker_of: Callable[[PreTrainedModel], ScorerWorker[Any]]) -> Counts:
     """Four rollouts that grow, two of which come to an end."""
     model, found = bare(make), Counts()
     with watched() as watch:
