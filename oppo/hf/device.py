@@ -19,7 +19,7 @@ T = TypeVar("T")
 CPU = torch.device("cpu")
 
 # cuDNN's attention plans each pair of shapes anew, and the length of the keys changes with every decode step: a plan
-# takes tenths of a second. A program that knows its shapes may turn it on again.
+# can take tenths of a second. A program that knows its shapes may turn it on again.
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 
