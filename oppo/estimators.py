@@ -1,7 +1,8 @@
 """Rewards, advantages and returns from scores, log-probs and values; numpy only.
 
-Arrays are of one response, one-dimensional, float32 in and out; sums are taken in float64. Tokens that were not sampled
-(a tool's answer), where ``sampled`` is false, get no reward and count nowhere.
+Arrays are of one response, one-dimensional, float32 in and out; sums are taken in float64. What takes ``sampled`` or a
+mask is given all tokens of a response: those that were not sampled (a tool's answer), where it is false, get no reward
+and count nowhere. What takes none is given the sampled tokens alone.
 """
 
 from __future__ import annotations
@@ -31,24 +32,27 @@ MIN_KL_FACTOR = 0.1
 """The least factor by which one step multiplies the adaptive KL coefficient."""
 
 
-def gae(rewards: FloatArray, values: FloatArray, gamma: float, lam: float) -> tuple[FloatArray, FloatArray]:
-    """Return the generalized advantage estimates of one response and the returns they imply.
+def gae(
+    rewards: FloatArray, values: FloatArray, gamma: float, lam: float, last_value: float = 0.0
+) -> tuple[FloatArray, FloatArray]:
+    """Return the generalized advantage estimates of the sampled tokens of one response, and the returns they imply.
 
-    ``delta[t] = rewards[t] + gamma * values[t + 1] - values[t]``, with ``values[T] = 0``;
+    ``delta[t] = rewards[t] + gamma * values[t + 1] - values[t]``, with ``values[T] = last_value``;
     ``advantages[t] = delta[t] + gamma * lam * advantages[t + 1]``; ``returns = advantages + values``
     (Schulman et al. 2016, arXiv 1506.02438, equations 11 and 16).
 
     Args:
-        rewards: float32 [T].
-        values: float32 [T], of the state before each token.
+        rewards: float32 [T], of each sampled token.
+        values: float32 [T], of the state before each of them.
         gamma: discount of the next value, in [0, 1].
         lam: weight of the longer estimates, in [0, 1]: 0 is one-step, 1 is Monte Carlo.
+        last_value: of the state after the response: 0 where the response has ended it.
 
     Raises:
         ValueError: the arrays differ in shape or are not one-dimensional.
     """
     _require_aligned(rewards=rewards, values=values)
-    following = np.append(values[1:], np.float32(0))[: len(values)]
+    following = np.append(values[1:], np.float32(last_value))[: len(values)]
     delta = (rewards.astype(np.float64) + gamma * following.astype(np.float64) - values).tolist()
     advantages = np.zeros(len(delta), np.float64)
     running = 0.0
@@ -59,12 +63,12 @@ def gae(rewards: FloatArray, values: FloatArray, gamma: float, lam: float) -> tu
 
 
 def returns_to_go(rewards: FloatArray, gamma: float) -> FloatArray:
-    """Return the discounted sum of the rewards from each token on: float32 [T].
+    """Return the discounted sum of the rewards from each sampled token on: float32 [T].
 
     ``returns[t] = rewards[t] + gamma * returns[t + 1]`` (Williams 1992, REINFORCE with the reward to go).
 
     Args:
-        rewards: float32 [T].
+        rewards: float32 [T], of each sampled token.
         gamma: discount of the next reward, in [0, 1].
     """
     _require_aligned(rewards=rewards)
@@ -76,19 +80,20 @@ def kl_estimate(logprobs: FloatArray, reference: FloatArray, estimator: KLEstima
 
     With ``r = reference - logprobs``: ``k1 = -r``, unbiased and of either sign; ``k2 = r**2 / 2``, biased and never
     negative; ``k3 = exp(r) - 1 - r``, unbiased and never negative (Schulman 2020, "Approximating KL divergence",
-    joschu.net/blog/kl-approx.html).
+    joschu.net/blog/kl-approx.html). It is infinite where float32 does not hold it: from 88 nats on with ``k3``.
 
     Raises:
         ValueError: the arrays differ in shape, or the estimator is unknown.
     """
     _require_aligned(logprobs=logprobs, reference=reference)
     difference = reference.astype(np.float64) - logprobs
-    if estimator == "k1":
-        return (-difference).astype(np.float32)
-    if estimator == "k2":
-        return (0.5 * np.square(difference)).astype(np.float32)
-    if estimator == "k3":
-        return (np.expm1(difference) - difference).astype(np.float32)
+    with np.errstate(over="ignore"):  # what is not finite is dropped by name, with its rollout
+        if estimator == "k1":
+            return (-difference).astype(np.float32)
+        if estimator == "k2":
+            return (0.5 * np.square(difference)).astype(np.float32)
+        if estimator == "k3":
+            return (np.expm1(difference) - difference).astype(np.float32)
     raise ValueError(f"the KL estimator must be 'k1', 'k2' or 'k3', not {estimator!r}")
 
 

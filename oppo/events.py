@@ -280,12 +280,14 @@ class Batch:
         scores: float32 [N], the reward model's scalars, or the sums of its rewards at tokens.
         offsets: int64 [N + 1].
         tokens, versions: int32 [T].
-        sampled: bool [T], the loss mask.
+        sampled: bool [T], the loss mask: the tokens that the policy sampled, but none of a response that is left out of
+            the loss.
         logprobs: float32 [T], behaviour log-probs, each over the token's support.
         proximal: float32 [T], log-probs under the weights that are about to be updated, equal to the behaviour's for
             tokens that those weights made; ``None`` unless they were computed.
         reference: float32 [T], reference log-probs, over the same supports; ``None`` without a reference.
         values: float32 [T], the critic's value of the state *before* each token; ``None`` without a critic.
+        last_values: float32 [N], its value of the state after the last token; ``None`` unless it gives that too.
         rewards: float32 [T], per token, after the KL penalty; ``None`` unless they were estimated.
         advantages: float32 [T]; ``None`` unless they were estimated.
         returns: float32 [T], the critic's targets; ``None`` without a critic.
@@ -314,6 +316,7 @@ class Batch:
     dropped: tuple[Drop, ...] = ()
     deferred: tuple[Defer, ...] = ()
     token_rewards: FloatArray | None = None
+    last_values: FloatArray | None = None
 
     def __len__(self) -> int:
         return len(self.responses)
@@ -334,8 +337,16 @@ class Batch:
         return Support.concatenate((self.responses[r].support, len(self.responses[r])) for r in rows)
 
     def rows(self) -> Sequence[slice]:
-        """Return the slice of the per-token arrays that belongs to each row."""
+        """Return the slice of the per-token arrays that belongs to each row, a tool's tokens included."""
         return [slice(int(a), int(b)) for a, b in zip(self.offsets[:-1], self.offsets[1:], strict=True)]
+
+    def sampled_rows(self) -> Sequence[NDArray[np.int64]]:
+        """Return the positions in the per-token arrays of each row's sampled tokens, int64 [n]: the policy's actions.
+
+        What discounts, sums or counts over a conversation runs over these: a tool's tokens between two of them are a
+        part of the state that the second one sees.
+        """
+        return [row.start + np.flatnonzero(self.sampled[row]) for row in self.rows()]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -355,7 +366,8 @@ class StepReport:
         trained: the rollouts that were trained, in admission order.
         dropped: the rollouts that ended without being trained.
         deferred: the rollouts carried into the next step.
-        score: mean of the reward model's scalars over the trained rollouts; NaN when there are none.
+        score: mean of the reward model's scalars over the trained rollouts, and those of their batch that were left out
+            of the loss; NaN when there are none.
         seconds: from the step's start to its last publish.
         metrics: under the names of the run directory's ``metrics.jsonl``.
     """

@@ -64,7 +64,7 @@ class ScoreShaping:
         clip: bound the (normalised) score to ``-clip .. clip``; ``inf`` does not.
         scale: multiplies the result.
         missing_eos_penalty: subtracted for responses that ended at the length cap, not by a stop, as in TRL.
-        long_from, long_to: lengths in tokens between which a penalty grows from 0 to ``long_penalty``, as in DAPO (Yu
+        long_from, long_to: lengths in sampled tokens between which a penalty grows from 0 to ``long_penalty``, as in DAPO (Yu
             et al. 2025, arXiv 2503.14476, equation 13); equal ones: no penalty.
         long_penalty: subtracted from the reward of a response of ``long_to`` tokens.
         moments: of all scores so far; only kept with ``norm``.
@@ -109,7 +109,7 @@ class ScoreShaping:
         Args:
             scores: float32 [n].
             stopped: bool [n], whether the response ended by a stop token or text.
-            lengths: int64 [n], tokens of the response.
+            lengths: int64 [n], sampled tokens of the response: a tool's answer is not the policy's to shorten.
         """
         rewards: NDArray[np.float64] = scores.astype(np.float64)
         if self.norm:

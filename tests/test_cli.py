@@ -116,13 +116,15 @@ def test_a_run_whose_data_ends_before_its_steps_says_so_before_and_after(
     assert oppo(workplace, "--dry-run", *short) == 0
     said = capsys.readouterr().err
     assert "the data lasts for 3 of 9 steps" in said
-    assert "the linear schedule of the learning rate breaks off there" in said
+    assert "learning-rate schedule end after these" in said
     assert "set run.steps = 3, or raise data.epochs from 1" in said
     assert oppo(workplace, "", *short) == 0
     printed = capsys.readouterr()
     assert "the data lasts for 3 of 9 steps" in printed.err
     assert "done after 3 of 9 steps, with the end of the data: " in printed.out
     assert [record["trained"] for record in records(workplace, "short", "metrics.jsonl")] == [8, 8, 4]
+    rates = [record["lr"] for record in records(workplace, "short", "metrics.jsonl")]
+    assert rates == pytest.approx([rates[0], rates[0] * 2 / 3, rates[0] / 3]), "the next update would have had 0"
     assert {"event": "data ended", "steps": 3, "wanted": 9}.items() <= records(workplace, "short", "log.jsonl")[
         -2
     ].items()

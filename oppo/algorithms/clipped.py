@@ -43,6 +43,10 @@ class ClippedAlgorithm:
     missing_eos_penalty: NonNegative = setting(
         0.0, "subtracted from the reward of a response that ended at max_new_tokens"
     )
+    mask_truncated: bool = setting(
+        default=False,
+        description="leave responses that ended at max_new_tokens out of the loss; they stay in the baseline",
+    )
     clip: Positive = setting(0.2, "how far the probability ratio may move from 1, or fall below it")
     clip_high: Positive | None = setting(None, "how far the ratio may rise above 1; as `clip` when absent")
     entropy_coefficient: NonNegative = setting(0.0, "weight of the entropy bonus")

@@ -115,7 +115,9 @@ class GroupAlgorithm(ClippedAlgorithm):
             trainer=roles.trainer,
             admission=roles.admission,
             samples=self.samples,
-            advantage=GroupRelative(self.compared, self.reward_kl, self.kl_estimator, self.shaping_of(roles)),
+            advantage=GroupRelative(
+                self.compared, self.reward_kl, self.kl_estimator, self.shaping_of(roles), self.mask_truncated
+            ),
             reference=roles.reference,
             proximal=roles.proximal,
             select=self.selection(),

@@ -24,6 +24,9 @@ class OnlineDPO:
     has_critic: ClassVar[bool] = False
 
     beta: Positive = setting(0.1, "how much the policy is held to the reference")
+    mask_truncated: bool = setting(
+        default=False, description="leave pairs with a response that ended at max_new_tokens out of the loss"
+    )
 
     def __post_init__(self) -> None:
         require_declared(self, error=ConfigError)
@@ -52,7 +55,7 @@ class OnlineDPO:
             trainer=roles.trainer,
             admission=roles.admission,
             samples=self.responses,
-            advantage=GroupRelative("centred"),
+            advantage=GroupRelative("centred", mask_truncated=self.mask_truncated),
             chunks=roles.chunks,
         )
 

@@ -16,6 +16,7 @@ from oppo.events import Drop, FloatArray, Prompt, StepReport, merge_chunks, roll
 from oppo.graph import Graph, GraphBuilder
 from oppo.models import Policy, Scorer, Trainer
 from oppo.stages import GAE, Generate, Score, Update
+from oppo.stages.gae import require_one_way
 from oppo.stages.publishing import followers
 from oppo.turns import Environment
 
@@ -47,6 +48,8 @@ def ppo(
             penalty, here or in the loss.
         critic: values of the states before each response token, float32 [n]. Without one the advantage of a token is
             the sum of the rewards from it on, whitened over the batch, as in REINFORCE++ (Hu 2025, arXiv 2501.03262).
+            It may give one more, the value of the state after the last token, as ``GAE(bootstrap_truncated=True)``
+            needs.
         advantage: the stage that estimates advantages, with the KL penalty, gamma, lambda and the shaping of scores;
             ``GAE()`` by default.
         proximal: log-probs under the weights that are about to be updated, float32 [n], which the trainer's corrections
@@ -80,6 +83,15 @@ class PPO(ClippedAlgorithm):
     value_clip: Positive | Literal["none"] = setting(0.2, "how far a value may move in an update")
     value_coefficient: NonNegative = setting(0.1, "weight of the value loss")
 
+    bootstrap_truncated: bool = setting(
+        default=False,
+        description="after a response that ended at max_new_tokens the critic's value of its last state counts, not 0",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_one_way(bootstrap_truncated=self.bootstrap_truncated, mask_truncated=self.mask_truncated)
+
     @property
     def responses(self) -> int:
         """One response to each prompt."""
@@ -94,6 +106,8 @@ class PPO(ClippedAlgorithm):
             kl_estimator=self.kl_estimator,
             shaping=self.shaping,
             whiten_rewards=self.whiten_rewards,
+            bootstrap_truncated=self.bootstrap_truncated,
+            mask_truncated=self.mask_truncated,
         )
 
     def graph(self, roles: Roles) -> Graph[StepReport]:

@@ -32,7 +32,13 @@ class ReinforcePP(ClippedAlgorithm):
             reward=roles.reward,
             trainer=roles.trainer,
             admission=roles.admission,
-            advantage=GAE(gamma=self.gamma, kl=self.reward_kl, kl_estimator=self.kl_estimator, shaping=self.shaping),
+            advantage=GAE(
+                gamma=self.gamma,
+                kl=self.reward_kl,
+                kl_estimator=self.kl_estimator,
+                shaping=self.shaping,
+                mask_truncated=self.mask_truncated,
+            ),
             proximal=roles.proximal,
             chunks=roles.chunks,
         )

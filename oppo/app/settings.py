@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -202,6 +202,14 @@ class Settings(BaseModel):
             for name, keys in keys_of(type(self.algorithm), self.kinds).items()
         }
         return {**declared, "vllm": dict(self.vllm)} if self.vllm else declared
+
+    def spanning(self, steps: int) -> Settings:
+        """Return these settings with a learning-rate schedule that spans ``steps``, as many as the prompts last for.
+
+        Raises:
+            ConfigError: the warm-up does not end before.
+        """
+        return self.model_copy(update={"trainer": replace(self.trainer, total_steps=steps)})
 
     def changed(self, changes: Mapping[str, Mapping[str, object]]) -> Settings:
         """Return these settings with ``changes``, by section and key."""

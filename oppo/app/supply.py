@@ -18,7 +18,6 @@ from oppo.data import PromptStream, RowStream, Tokenizer, read_prompts
 from oppo.errors import ConfigError, DataError
 from oppo.events import Prompt
 from oppo.report.files import ended
-from oppo.training import LearningRateSchedule
 
 Rows: TypeAlias = Iterable[Mapping[str, object]] | AsyncIterable[Mapping[str, object]]
 """Rows of a program, a mapping of columns each. Those of a length are read at once; others as they come."""
@@ -103,7 +102,7 @@ def supplied(
     every = [prompt for pool in apart.values() for prompt in pool]
     wanted = settings.run.steps
     if (steps := steps_of(wanted, data, settings.step.batch, stream)) < wanted:
-        tell(short_of(wanted, steps, data, settings.trainer.schedule))
+        tell(short_of(wanted, steps, data))
     return Supplied(stream, every[: settings.eval.count or len(every)], steps, provenance.with_digests(unfiled))
 
 
@@ -174,12 +173,11 @@ def steps_of(steps: int, data: DataSection, batch: int, prompts: Supply) -> int:
     return min(steps, math.ceil(len(prompts) / batch)) if known and isinstance(prompts, Sized) else steps
 
 
-def short_of(steps: int, lasts: int, data: DataSection, schedule: LearningRateSchedule) -> str:
-    """Return the notice that the data ends before the steps do, with the effect on the learning rate."""
-    laid_out = f" and the {schedule} schedule of the learning rate breaks off there" * (schedule != "constant")
+def short_of(steps: int, lasts: int, data: DataSection) -> str:
+    """Return the notice that the data ends before the steps do."""
     return (
-        f"the data lasts for {lasts} of {steps} steps: the run ends after these{laid_out}; set run.steps = {lasts}, or "
-        f"raise data.epochs from {data.epochs} (0: as many as the steps need)"
+        f"the data lasts for {lasts} of {steps} steps: run and learning-rate schedule end after these; set run.steps = "
+        f"{lasts}, or raise data.epochs from {data.epochs} (0: as many as the steps need)"
     )
 
 

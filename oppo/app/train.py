@@ -179,7 +179,10 @@ def prepare(
             require_unfinished(settings.run_directory, supply.steps)
         done = 0 if checkpoint is None else checkpoint.step
         assembly = assemble(
-            settings, tokenizer, tell, engine_log=None if dry_run else settings.run_directory / ENGINE_LOG
+            settings.spanning(supply.steps),
+            tokenizer,
+            tell,
+            engine_log=None if dry_run else settings.run_directory / ENGINE_LOG,
         )
         stack.callback(assembly.close)
         require_room(supply.longest, assembly.sampling.max_new_tokens, assembly.positions)

@@ -103,7 +103,9 @@ def _normaliser(scaled: Tensor) -> Tensor:
 
 
 def _entropies(scaled: Tensor) -> Tensor:
-    return scaled.logsumexp(-1) - (scaled.softmax(-1) * scaled).sum(-1)
+    probabilities = scaled.softmax(-1)
+    # A token of probability 0 adds nothing, though its logit may be minus infinity: 0 * inf would be NaN.
+    return scaled.logsumexp(-1) - (probabilities * torch.where(probabilities > 0, scaled, 0.0)).sum(-1)
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:

@@ -19,7 +19,7 @@ class PairwiseLoss:
 
     ``-log sigmoid(beta * (gain of the better - gain of the worse))``, a mean over pairs; the gain of a response is the
     sum of ``log pi - log reference`` over its tokens. The score of the reward says which one is better; a pair of equal
-    scores has loss 0.
+    scores has loss 0, and so has one of which a response is left out of the loss.
 
     Attributes:
         beta: how much the policy is held to the reference.
@@ -55,10 +55,12 @@ class PairwiseLoss:
 
     def __call__(self, inputs: Inputs) -> LossValue:
         """Return the loss of the pairs, with the mean margin and the share of pairs that the policy ranks right."""
-        if len(inputs.groups) % 2 or (inputs.groups[::2] != inputs.groups[1::2]).any():
+        sizes = inputs.groups.unique_consecutive(return_counts=True)[1]
+        if (sizes > 2).any():
             raise ConfigError("PairwiseLoss compares two responses to each prompt: give the recipe samples=2")
-        gains = inputs.row_sums(inputs["logprobs"] - inputs["reference"]).reshape(-1, 2)
-        order = inputs["scores"].reshape(-1, 2).diff(dim=1)[:, 0].sign()
+        paired = sizes.repeat_interleave(sizes) == 2
+        gains = inputs.row_sums(inputs["logprobs"] - inputs["reference"])[paired].reshape(-1, 2)
+        order = inputs["scores"][paired].reshape(-1, 2).diff(dim=1)[:, 0].sign()
         margins = self.beta * order * gains.diff(dim=1)[:, 0]
         pairs = inputs.whole.groups
         loss = -(order.abs() * logsigmoid(margins)).sum() / pairs

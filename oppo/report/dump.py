@@ -14,7 +14,7 @@ from oppo.redact import redacted
 
 ARRAYS = (
     "scores", "offsets", "tokens", "versions", "sampled", "logprobs", "proximal", "reference", "values", "rewards",
-    "advantages", "returns", "token_rewards",
+    "advantages", "returns", "token_rewards", "last_values",
 )  # fmt: skip
 """The arrays that a batch may have, under their own names."""
 

@@ -17,7 +17,7 @@ def samples(step: int, batch: Batch, count: int, decode: Detokenize) -> Iterator
     spread = [k * last // (count - 1) for k in range(count)] if count > 1 else [last]
     for row in order if count >= len(order) else [order[place] for place in spread]:
         response, span = batch.responses[row], rows[row]
-        kl = None if batch.reference is None else (batch.logprobs[span] - batch.reference[span])[batch.sampled[span]]
+        kl = None if batch.reference is None else (batch.logprobs[span] - batch.reference[span])[response.sampled]
         yield {
             "step": step,
             "rollout": response.prompt.rollout,

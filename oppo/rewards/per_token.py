@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
-from typing import SupportsFloat, SupportsIndex, TypeAlias, TypeVar, cast
+from typing import Final, SupportsFloat, SupportsIndex, TypeAlias, TypeVar, cast
 
 import numpy as np
 
@@ -16,6 +16,9 @@ from oppo.token_rewards import TokenRewards
 from oppo.user_code import shown
 
 K = TypeVar("K")
+
+REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
+"""The text of bytes that are no character."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +84,45 @@ def token_rewards(rewards: Placed, response: Response, decode: Callable[[Sequenc
 def _by_token(
     rewards: Mapping[int, float], tokens: Sequence[int], decode: Callable[[Sequence[int]], str]
 ) -> dict[int, float]:
-    """Return rewards by token: the first one up to which the decoded text has the character."""
-    characters = len(decode(tokens))
+    """Return rewards by token: the one from which on the decoded text has all up to the character.
+
+    Texts are compared, not their lengths: of a character of several tokens the first ones decode to replacement
+    characters, as many as there are tokens in some vocabularies.
+    """
+    text = decode(tokens)
+    partial = set[int]() if text.isascii() else {token for token in set(tokens) if REPLACEMENT in decode([token])}
+    ends = [count for count, token in enumerate(tokens, 1) if token in partial]
     by_token: dict[int, float] = {}
     for position, reward in rewards.items():
-        at = position + characters if position < 0 else position
-        if not 0 <= at < characters:
-            raise ValueError(f"there is no character {position} in a completion of {characters} characters")
-        token = bisect_right(range(len(tokens) - 1), at, key=lambda last: len(decode(tokens[: last + 1])))
+        at = position + len(text) if position < 0 else position
+        if not 0 <= at < len(text):
+            raise ValueError(f"there is no character {position} in a completion of {len(text)} characters")
+        token = _completing(text, at, tokens, ends, decode)
         by_token[token] = by_token.get(token, 0.0) + reward
     return by_token
+
+
+def _completing(
+    text: str, at: int, tokens: Sequence[int], ends: Sequence[int], decode: Callable[[Sequence[int]], str]
+) -> int:
+    """Return the token that completes the character ``at`` of the text of ``tokens``.
+
+    Args:
+        ends: the counts of first tokens of which the last is a part of a character.
+    """
+
+    def has(count: int) -> bool:
+        return decode(tokens[:count]).startswith(text[: at + 1])
+
+    count = 1 + bisect_left(range(1, len(tokens)), True, key=has)
+    # A decoder of bytes may take a character back while the one behind it is incomplete: all bytes of a run are read
+    # as one. Where an incomplete character leaves this one alone, it is in no such run.
+    for end in ends[bisect_right(ends, count) :]:
+        if not has(end):
+            count = end + 1
+        elif not text.startswith(decode(tokens[:end])):
+            break
+    return count - 1
 
 
 def _by_position(rewards: Mapping[K, object]) -> dict[int, float]:

@@ -22,7 +22,7 @@ class BatchFacts:
     Attributes:
         lengths: of its responses, in tokens.
         lags: versions between the first token of each and the weights that it trains.
-        token_lag: the same of a token, mean over all.
+        token_lag: the same of a token, mean over those that were sampled.
     """
 
     lengths: NDArray[np.int64]
@@ -33,7 +33,7 @@ class BatchFacts:
     def of(cls, batch: Batch, version: int) -> BatchFacts:
         """Return the facts of a batch that trains weights of this version."""
         first = np.array([int(response.versions[0]) for response in batch.responses], np.int64)
-        lag = float(np.mean(version - batch.versions)) if len(batch.versions) else 0.0
+        lag = float(np.mean(version - batch.versions[batch.sampled])) if batch.sampled.any() else 0.0
         return cls(np.diff(batch.offsets), version - first, lag)
 
 

@@ -51,12 +51,16 @@ class BatchStage(ABC):
     def batch(
         self, rollouts: Sequence[ScoredRollout], dropped: Sequence[Drop] = (), deferred: Sequence[Defer] = ()
     ) -> Batch:
-        """Return the training batch of these rollouts, in their order.
+        """Return the training batch of these rollouts, in their order, without the unfit ones.
 
         Raises:
             ProtocolError: an estimate does not have one number for each token.
         """
-        batch = self.estimated(ScoredRollouts(rollouts, dropped, deferred).batch())
+        scored = ScoredRollouts(rollouts, dropped, deferred)
+        batch = scored.batch()
+        if drops := self.unfit(batch):
+            batch = scored.without(drops).batch()
+        batch = self.estimated(batch)
         for name, column in batch.estimates.items():
             if np.shape(column) != batch.tokens.shape:
                 raise ProtocolError(
@@ -65,6 +69,11 @@ class BatchStage(ABC):
                     "np.diff(batch.offsets)) gives every token the number of its row"
                 )
         return batch
+
+    def unfit(self, batch: Batch) -> Sequence[Drop]:
+        """Return the drops of those rollouts of a batch, scored and not yet estimated, that must not reach the others."""
+        del batch
+        return []
 
     @abstractmethod
     def estimated(self, batch: Batch) -> Batch:

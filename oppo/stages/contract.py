@@ -137,10 +137,15 @@ def require_score(score: object, finish: Finish) -> None:
         raise ProtocolError(f"rollout {finish.rollout}: expected a number as its score, got {described(score)}")
 
 
-def require_per_token(values: object, finish: Finish, what: str) -> None:
-    """Raise ``ProtocolError`` unless ``values`` are numbers, finite or not, one for each response token."""
+def require_per_token(values: object, finish: Finish, what: str, *, last: bool = False) -> None:
+    """Raise ``ProtocolError`` unless ``values`` are numbers, finite or not, one for each response token.
+
+    Args:
+        last: whether there may be one more, for the state after the last token.
+    """
     n = len(finish.response)
-    if not isinstance(values, np.ndarray) or values.shape != (n,) or values.dtype.kind not in "fiu":
+    shapes = {(n,), (n + last,)}
+    if not isinstance(values, np.ndarray) or values.shape not in shapes or values.dtype.kind not in "fiu":
         raise ProtocolError(
             f"rollout {finish.rollout}: expected {n} numbers as its {what}s, one for each response token, "
             f"got {described(values)}"

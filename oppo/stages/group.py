@@ -12,10 +12,9 @@ import numpy as np
 from oppo.declared import require_declared
 from oppo.errors import ConfigError
 from oppo.estimators import GroupAdvantage, KLEstimator, group_advantages
-from oppo.events import Batch, Defer, Drop, FloatArray
+from oppo.events import Batch, Drop, FloatArray
 from oppo.shaping import ScoreShaping
 from oppo.stages.objective import AdaptiveObjective, KLControl, controlled
-from oppo.stages.scored_rollouts import ScoredRollout
 
 ALONE = "left alone in its group"
 """Reason of a drop for a response whose siblings were all dropped: it cannot be compared."""
@@ -27,8 +26,8 @@ class GroupRelative(AdaptiveObjective):
 
     The return of a response is its shaped score minus ``kl`` times its KL to the reference. Its advantage, the same for
     each sampled token, follows from the returns of its group; rewards at tokens count by their sum. The batch has no
-    critic's returns. A response that is dropped, or has a result that is not finite, leaves its group; one left alone
-    is dropped too. The inputs by name are those of :class:`BatchStage`.
+    critic's returns. A response that is dropped, or has a result or a return that is not finite, leaves its group; one
+    left alone is dropped too. The inputs by name are those of :class:`BatchStage`.
 
     Attributes:
         advantage: ``leave_one_out`` (RLOO), ``standardised`` (GRPO) or ``centred`` (Dr. GRPO); see
@@ -38,6 +37,7 @@ class GroupRelative(AdaptiveObjective):
             size at any coefficient, and where scores tie only the KL is left. Both need a reference.
         kl_estimator: ``k1``, ``k2`` or ``k3`` (Schulman, "Approximating KL divergence", 2020).
         shaping: of the scores, before they are rewards; replaced by its successor after each batch.
+        mask_truncated: leave responses that ended at the length cap out of the loss; see :class:`AdaptiveObjective`.
 
     Raises:
         ConfigError: there is no such estimator, or ``kl`` is no coefficient or would be standardised.
@@ -48,6 +48,7 @@ class GroupRelative(AdaptiveObjective):
     kl: SupportsFloat | KLControl = 0.0
     kl_estimator: KLEstimator = "k1"
     shaping: ScoreShaping = field(default_factory=ScoreShaping)
+    mask_truncated: bool = False
     control: KLControl = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -61,20 +62,19 @@ class GroupRelative(AdaptiveObjective):
                 "'leave_one_out'"
             )
 
-    def batch(
-        self, rollouts: Sequence[ScoredRollout], dropped: Sequence[Drop] = (), deferred: Sequence[Defer] = ()
-    ) -> Batch:
-        """Return the training batch of these rollouts, in their order, without those left alone in their group."""
-        sizes = Counter(each.group for each in rollouts)
-        compared = [each for each in rollouts if sizes[each.group] > 1]
-        alone = [Drop(each.rollout, ALONE) for each in rollouts if sizes[each.group] == 1]
-        return super().batch(compared, sorted([*dropped, *alone], key=lambda drop: drop.rollout), deferred)
+    def unfit(self, batch: Batch) -> Sequence[Drop]:
+        """Return the drops of rollouts whose estimates float32 might not hold, and of those then alone in their group."""
+        drops = list(super().unfit(batch))
+        gone = {drop.rollout for drop in drops}
+        prompts = [response.prompt for response in batch.responses if response.prompt.rollout not in gone]
+        sizes = Counter(prompt.group for prompt in prompts)
+        return [*drops, *(Drop(prompt.rollout, ALONE) for prompt in prompts if sizes[prompt.group] == 1)]
 
     def estimated(self, batch: Batch) -> Batch:
         """Return the batch with rewards and advantages, and update the KL controller from it."""
         objective = self.objective(batch)
         rewards = objective.rewards(batch)
-        returns = np.array([rewards[row].sum(dtype=np.float64) for row in batch.rows()], np.float32)
+        returns = np.array([rewards[row].sum(dtype=np.float64) for row in batch.sampled_rows()], np.float32)
         group_of = np.array([response.prompt.group for response in batch.responses], np.int64)
         groups = [np.flatnonzero(group_of == group) for group in np.unique(group_of)]
         relative = np.zeros(len(batch), np.float32)

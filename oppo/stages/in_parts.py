@@ -66,8 +66,8 @@ class InParts:
         async def send_complete(each: ScoredRollout) -> None:
             members = groups[each.group]
             members.append(each)
-            if len(members) == self.samples:
-                await out.send(BatchPart(self._early(members)))
+            if len(members) == self.samples and (part := self._early(members)).sampled.any():
+                await out.send(BatchPart(part))
 
         scored = await ScoredRollouts.of(
             rollout, score, each=send_complete, reference=reference, values=value, proximal=proximal

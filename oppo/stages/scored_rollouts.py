@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,8 @@ class ScoredRollout:
         reference: log-probs of the reference model; ``None`` without one.
         score: the reward model's scalar; :class:`~oppo.token_rewards.TokenRewards` if it is known which tokens earned
             it.
-        values: of the critic; ``None`` without one.
+        values: of the critic, of the state before each token, and float32 [n + 1] if it gives that of the state after
+            the last one too; ``None`` without a critic.
         proximal: log-probs under the weights that are about to be updated; ``None`` unless they were computed.
     """
 
@@ -57,18 +58,20 @@ class ScoredRollout:
     def fault(self) -> Drop | None:
         """Return the ``Drop`` of a rollout that cannot be trained: nothing was sampled, or a number is not finite.
 
-        The reason names the first result that is not a finite float32.
+        The reason names the first result that is not a finite float32, of those of sampled tokens: nothing reads the
+        others, but for rewards, which the sampled token before them gets.
         """
-        if not self.finish.response.sampled.any():
+        sampled = np.flatnonzero(self.finish.response.sampled)
+        if not len(sampled):
             return Drop(self.rollout, UNSAMPLED)
-        results: Mapping[str, float | FloatArray | None] = {
-            "score": self.score,
-            "token reward": self.token_rewards,
+        results: Mapping[str, float | FloatArray | None] = {"score": self.score, "token reward": self.token_rewards}
+        of_tokens: Mapping[str, FloatArray | None] = {
             "reference log-prob": self.reference,
             "value": self.values,
             "behaviour log-prob": self.finish.response.logprobs,
             "proximal log-prob": self.proximal,
         }
+        results = {**results, **{name: each if each is None else each[sampled] for name, each in of_tokens.items()}}
         faulty = (name for name, value in results.items() if value is not None and not (np.abs(value) <= LARGEST).all())
         return next((Drop(self.rollout, f"{NONFINITE} {name}", nonfinite=True) for name in faulty), None)
 
@@ -89,6 +92,11 @@ class ScoredRollouts:
 
     def __bool__(self) -> bool:
         return bool(self.rollouts or self.dropped or self.deferred)
+
+    def without(self, drops: Sequence[Drop]) -> ScoredRollouts:
+        """Return the outcome where some of the rollouts are dropped."""
+        gone, dropped = {drop.rollout for drop in drops}, sorted([*self.dropped, *drops], key=lambda drop: drop.rollout)
+        return replace(self, rollouts=[each for each in self.rollouts if each.rollout not in gone], dropped=dropped)
 
     @classmethod
     async def of(
@@ -153,7 +161,15 @@ class ScoredRollouts:
             logprobs=flat([response.logprobs for response in responses]),
             proximal=_flat_if_complete([each.proximal for each in self.rollouts]),
             reference=_flat_if_complete([each.reference for each in self.rollouts]),
-            values=_flat_if_complete([each.values for each in self.rollouts]),
+            values=_flat_if_complete(
+                [None if each.values is None else each.values[:n] for each, n in zip(self.rollouts, lengths, strict=True)]
+            ),
+            last_values=_flat_if_complete(
+                [
+                    None if each.values is None or len(each.values) == n else each.values[n:]
+                    for each, n in zip(self.rollouts, lengths, strict=True)
+                ]
+            ),
             dropped=tuple(self.dropped),
             deferred=tuple(self.deferred),
             token_rewards=self._token_rewards(),
@@ -187,7 +203,7 @@ def scored_rollout(
         finish,
         _per_token(reference, finish, "reference log-prob"),
         score.value,
-        _per_token(values, finish, "value"),
+        _per_token(values, finish, "value", last=True),
         _per_token(proximal, finish, "proximal log-prob"),
     )
     return scored.fault() or scored
@@ -208,9 +224,11 @@ def _flat_if_complete(arrays: Sequence[FloatArray | None]) -> FloatArray | None:
     return flat(known) if len(known) == len(arrays) else None
 
 
-def _per_token(scored: Scored[FloatArray] | Drop | None, finish: Finish, what: str) -> FloatArray | None:
+def _per_token(
+    scored: Scored[FloatArray] | Drop | None, finish: Finish, what: str, *, last: bool = False
+) -> FloatArray | None:
     """Return the value of a connected input; a scorer's own ``None`` is an error."""
     if not isinstance(scored, Scored):
         return None
-    require_per_token(scored.value, finish, what)
+    require_per_token(scored.value, finish, what, last=last)
     return scored.value

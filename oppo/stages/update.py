@@ -38,6 +38,9 @@ from oppo.stages.publishing import Publishing
 from oppo.stages.run_metrics import run_metrics
 from oppo.stages.scored_rollouts import NONFINITE
 
+LEFT_OUT = "left out of the loss"
+"""Reason of a drop for a response of the batch without a token in the loss mask."""
+
 Dump: TypeAlias = Callable[[Batch], Path]
 """Writes a batch for inspection; returns its path."""
 
@@ -128,14 +131,19 @@ class Update:
             end = anyio.current_time()
             rollouts = batch.rollouts
             rows = [row for row, rollout in enumerate(rollouts) if rollout not in trained.nonfinite]
+            left_out = {rollouts[row] for row, tokens in enumerate(batch.sampled_rows()) if not len(tokens)}
             bias = self._lengths.after(batch)
             seconds = end - (max(step.started, self._ended) if step.ahead else step.started)
             composed = composition(batch, version)
             report = StepReport(
                 index=step.index,
                 version=self.trainer.version,
-                trained=tuple(rollouts[row] for row in rows),
-                dropped=(*batch.dropped, *(Drop(rollout, NONFINITE, nonfinite=True) for rollout in trained.nonfinite)),
+                trained=tuple(rollouts[row] for row in rows if rollouts[row] not in left_out),
+                dropped=(
+                    *batch.dropped,
+                    *(Drop(rollout, NONFINITE, nonfinite=True) for rollout in trained.nonfinite),
+                    *(Drop(rollout, LEFT_OUT) for rollout in rollouts if rollout in left_out),
+                ),
                 deferred=tuple(batch.deferred),
                 score=float(np.mean(batch.scores[rows])) if rows else float("nan"),
                 seconds=seconds,

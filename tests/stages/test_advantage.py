@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any, SupportsFloat
@@ -11,14 +12,29 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from oppo.errors import ConfigError
-from oppo.estimators import FixedKL, whiten
-from oppo.events import Batch, Chunk, Defer, Drop, Finish, FloatArray, Given, Prompt, Response, RolloutEvent, Scored
+from oppo.errors import ConfigError, ProtocolError
+from oppo.estimators import AdaptiveKL, FixedKL, whiten
+from oppo.events import (
+    Batch,
+    Chunk,
+    Defer,
+    Drop,
+    Finish,
+    FinishReason,
+    FloatArray,
+    Given,
+    Prompt,
+    Response,
+    RolloutEvent,
+    Scored,
+)
 from oppo.graph.channel import Channel
 from oppo.shaping import ScoreShaping
-from oppo.stages import GAE
+from oppo.stages import GAE, GroupRelative
+from oppo.stages.objective import AdaptiveObjective
 from oppo.stages.scored_rollouts import ScoredRollout, scored_rollout
 from oppo.testing import run_virtual
+from oppo.token_rewards import TokenRewards
 from tests.known import known
 from tests.pipelines import Pipeline, Setting, same_batches
 
@@ -82,9 +98,10 @@ def by_hand(rows: list[ScoredRollout], *, gamma: float, kl: float) -> list[float
     for each in rows:
         response, log_probs = each.finish.response, known(each.reference)
         sampled = [t for t in range(len(response)) if response.sampled[t]]
-        reward = {t: -kl * (float(response.logprobs[t]) - float(log_probs[t])) for t in sampled}
-        reward[sampled[-1]] += each.score
-        returns.append([sum(gamma ** (k - t) * reward[k] for k in sampled if k >= t) for t in range(len(response))])
+        reward = [-kl * (float(response.logprobs[t]) - float(log_probs[t])) for t in sampled]
+        reward[-1] += each.score
+        total = [sum(gamma ** (k - i) * reward[k] for k in range(i, len(reward))) for i in range(len(reward))]
+        returns.append([total[sampled.index(t)] if t in sampled else 0.0 for t in range(len(response))])
     counted = [total for each, row in zip(rows, returns, strict=True) for total in masked(each, row)]
     mean = sum(counted) / len(counted)
     deviation = (sum((total - mean) ** 2 for total in counted) / (len(counted) - 1)) ** 0.5
@@ -246,3 +263,158 @@ def test_what_cannot_be_estimated_with_is_refused_at_once(choice: dict[str, Any]
 @pytest.mark.parametrize("kl", [np.float32(0.5), np.float64(0.5), np.array(0.5), Fraction(1, 2), FixedKL(0.5)])
 def test_any_real_number_is_a_coefficient(kl: SupportsFloat | FixedKL) -> None:
     assert GAE(kl=kl).state_dict()["kl"] == 0.5
+
+
+def conversation(rollout: int, length: int, seed: int, said: Sequence[int] = ()) -> ScoredRollout:
+    """Return a scored response of ``length`` sampled tokens, with as many of a tool's before each as ``said`` has.
+
+    What the scorers give of a tool's tokens is arbitrary: it must not count.
+    """
+    dice = np.random.default_rng((seed, rollout))
+    log, reference, values, earned = dice.normal(size=(4, length)).astype(np.float32)
+    score, last = float(dice.normal()), np.float32(dice.normal())
+    places = np.cumsum([1, *(1 + each for each in [*said, *[0] * length][1:length])]) - 1  # of the sampled tokens
+    n = int(places[-1]) + 1 + sum(said[length:])
+    sampled = np.zeros(n, np.bool_)
+    sampled[places] = True
+
+    def spread(x: FloatArray, elsewhere: float) -> FloatArray:
+        row = np.full(n, elsewhere, np.float32)
+        row[places] = x
+        return row
+
+    prompt = Prompt(rollout, rollout, np.zeros(1, np.int32), group=rollout // 2)
+    zeros = np.zeros(n, np.int32)
+    response = Response(prompt, zeros, spread(-np.abs(log), 0.0), zeros, sampled)
+    reason: FinishReason = "length" if rollout % 2 else "eos"
+    return ScoredRollout(
+        Finish(rollout, response, reason),
+        spread(-np.abs(reference), np.nan),
+        TokenRewards(spread(earned, 0.0)) if rollout % 3 else score,
+        np.append(spread(values, np.inf), last),
+        spread(-np.abs(log + 0.1), -np.inf),
+    )
+
+
+SHAPED = ScoreShaping(norm=True, missing_eos_penalty=0.5, long_from=2, long_to=9)
+STAGES: dict[str, Callable[[], AdaptiveObjective]] = {
+    "gae": lambda: GAE(gamma=0.9, shaping=SHAPED, kl=AdaptiveKL(0.1), whiten_rewards=True),
+    "bootstrapped": lambda: GAE(gamma=0.9, shaping=SHAPED, bootstrap_truncated=True, whiten_advantages=False),
+    "rloo": lambda: GroupRelative("leave_one_out", kl=0.1, shaping=SHAPED),
+    "masked": lambda: GroupRelative(shaping=SHAPED, mask_truncated=True),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@given(st.lists(st.lists(st.integers(0, 5), max_size=9), min_size=6, max_size=6), st.integers(0, 2**32 - 1))
+def test_a_tool_s_tokens_change_nothing_of_what_the_sampled_ones_learn(
+    stage: str, said: list[list[int]], seed: int
+) -> None:
+    lengths = np.random.default_rng(seed).integers(1, 9, 6).tolist()
+    plain = STAGES[stage]().batch([conversation(k, lengths[k], seed) for k in range(6)])
+    tools = STAGES[stage]().batch([conversation(k, lengths[k], seed, said[k]) for k in range(6)])
+    where = np.concatenate([response.sampled for response in tools.responses])
+    for name, column in plain.estimates.items():
+        np.testing.assert_array_equal(column, known(tools.estimates[name])[where], name)
+        assert not tools.estimates[name][~where].any()
+    assert plain.metrics == tools.metrics
+    assert (plain.sampled == tools.sampled[where]).all()
+    assert not tools.sampled[~where].any()
+
+
+def test_a_response_that_was_cut_off_goes_on_with_the_value_of_its_last_state() -> None:
+    values = np.array([1, 2, 3, 4, 7], np.float32)
+    ends = [replace(finish(1), reason="length"), finish(2)]
+    rows = [ScoredRollout(end, None, 1.0, values) for end in ends]
+    batch = GAE(gamma=0.5, lam=0.0, kl=0.0, whiten_advantages=False, bootstrap_truncated=True).batch(rows)
+    assert known(batch.advantages).tolist() == [0, -0.5, -1, 1 + 0.5 * 7 - 4, 0, -0.5, -1, 1 - 4]
+    assert known(batch.last_values).tolist() == [7, 7]
+    assert known(batch.values).tolist() == [1, 2, 3, 4] * 2
+    plain = GAE(gamma=0.5, lam=0.0, kl=0.0, whiten_advantages=False).batch(rows)
+    assert known(plain.advantages)[[3, 7]].tolist() == [-3, -3]
+
+
+def test_a_bootstrap_needs_a_critic_that_values_the_last_state() -> None:
+    stage = GAE(kl=0.0, bootstrap_truncated=True)
+    assert ["bootstrap_truncated" in fault for fault in stage.faults([], ())] == [True]
+    assert stage.faults([], {"value"}) == []
+    with pytest.raises(ProtocolError, match=r"bootstrap_truncated .* n \+ 1 values"):
+        stage.batch([ScoredRollout(finish(1), None, 1.0, np.zeros(4, np.float32))])
+    with pytest.raises(ConfigError, match=r"bootstrap_truncated .* mask_truncated"):
+        GAE(bootstrap_truncated=True, mask_truncated=True)
+
+
+@pytest.mark.parametrize("stage", [GAE(kl=0.0, mask_truncated=True), GroupRelative("centred", mask_truncated=True)])
+def test_a_masked_response_is_compared_with_the_others_and_not_in_the_loss(stage: AdaptiveObjective) -> None:
+    ends = [finish(0), replace(finish(1), reason="length"), finish(2)]
+    prompt = finish(0).response.prompt
+    rows = [
+        ScoredRollout(
+            replace(end, response=replace(end.response, prompt=replace(prompt, rollout=k))), None, [0.0, 9.0, 3.0][k]
+        )
+        for k, end in enumerate(ends)
+    ]
+    plain = replace(stage, mask_truncated=False).batch(rows)  # type: ignore[type-var] # both are dataclasses
+    masked = stage.batch(rows)
+    assert np.array_equal(known(masked.advantages), known(plain.advantages))
+    assert masked.metrics == plain.metrics
+    assert masked.sampled.tolist() == [True] * 4 + [False] * 4 + [True] * 4
+    assert [row.tolist() for row in masked.sampled_rows()] == [[0, 1, 2, 3], [], [8, 9, 10, 11]]
+
+
+TOO_LARGE: dict[str, tuple[ScoredRollout, str]] = {
+    "k3": (ScoredRollout(finish(2), np.full(4, 88, np.float32), 1.0, np.zeros(4, np.float32)), "nonfinite reward"),
+    "score": (ScoredRollout(finish(2), None, 3e38), "nonfinite reward"),
+    "token rewards": (ScoredRollout(finish(2), None, TokenRewards([3e38, -3e38, 0, 0])), "nonfinite reward"),
+    "values": (
+        ScoredRollout(finish(2), None, 1.0, np.array([3e38, -3e38, 0, 0], np.float32)),
+        "nonfinite advantage",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", TOO_LARGE)
+@pytest.mark.parametrize("group", [False, True])
+def test_what_float32_does_not_hold_drops_its_rollout_before_it_reaches_the_others(what: str, *, group: bool) -> None:
+    broken, reason = TOO_LARGE[what]
+
+    def stage() -> AdaptiveObjective:
+        shaping = ScoreShaping(scale=2.0)
+        if group:
+            return GroupRelative("leave_one_out", AdaptiveKL(0.05), "k3", shaping)
+        return GAE(kl=AdaptiveKL(0.05), kl_estimator="k3", shaping=shaping, whiten_rewards=True)
+
+    def among(rows: Sequence[ScoredRollout]) -> list[ScoredRollout]:
+        same = (each.finish.response.prompt for each in rows)
+        return [
+            replace(each, finish=replace(each.finish, response=replace(each.finish.response, prompt=replace(p, group=0))))
+            for each, p in zip(rows, same, strict=True)
+        ]
+
+    def beside(score: float, rollout: int) -> ScoredRollout:
+        given_too = (broken.reference is not None, broken.values is not None)
+        reference, values = (per_token(1).value if each else None for each in given_too)
+        return ScoredRollout(finish(rollout), reference, score, values)
+
+    others = [beside(1.0, 1), beside(3.0, 3)]
+    spoilt, without = (stage() for _ in range(2))
+    found = spoilt.batch(among([others[0], broken, others[1]]))
+    clean = without.batch(among(others))
+    assert found.dropped == (Drop(2, reason),)
+    assert found.dropped[0].nonfinite
+    assert found.rollouts == (1, 3)
+    assert np.isfinite(known(found.advantages)).all()
+    assert np.array_equal(known(found.advantages), known(clean.advantages))
+    assert (found.metrics, spoilt.state_dict()) == (clean.metrics, without.state_dict())
+
+
+def test_one_left_alone_by_a_rollout_that_is_too_large_is_dropped_too() -> None:
+    rows = [ScoredRollout(replace(finish(k), response=in_group(k // 2, k)), None, 3e38 if not k else k) for k in range(4)]
+    batch = GroupRelative().batch(rows)
+    assert batch.rollouts == (2, 3)
+    assert batch.dropped == (Drop(0, "nonfinite reward"), Drop(1, "left alone in its group"))
+
+
+def in_group(group: int, rollout: int) -> Response:
+    response = finish(rollout).response
+    return replace(response, prompt=replace(response.prompt, group=group))

@@ -137,13 +137,13 @@ class RewardWorker(ScorerWorker[float]):
 
 
 class ValueWorker(ScorerWorker[FloatArray]):
-    """Values of the states before each token, float32 [n]; see :class:`oppo.hf.serve.scorers.ValueModel`."""
+    """Values of the states around the tokens, float32 [n + 1]; see :class:`oppo.hf.serve.scorers.ValueModel`."""
 
     def __init__(self, model: PreTrainedModel, exact: bool) -> None:
         super().__init__(model, score_reader(model), exact=exact)
 
     def _result(self, state: ReadState) -> FloatArray:
-        return _joined(state)[:-1]  # the last value is of the state after the last token
+        return _joined(state)
 
     @torch.inference_mode()
     def _keep(self, span: TokenSpan, outputs: Tensor) -> None:

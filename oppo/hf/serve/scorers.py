@@ -120,10 +120,11 @@ class RewardModel(StreamedScorer[float]):
 
 
 class ValueModel(StreamedScorer[FloatArray]):
-    """Scores each response token with the critic's value of the state before it: float32 [n].
+    """Scores each response token with the critic's value of the state before it, and the state after: float32 [n + 1].
 
     The critic is a sequence-classification model with one label; the value of the state before response token ``i``
-    is its ``score`` layer on the hidden state at position ``len(prompt) - 1 + i``.
+    is its ``score`` layer on the hidden state at position ``len(prompt) - 1 + i``, and the last one is that of the
+    state after the response.
 
     It follows the trainer. After :meth:`load`, sessions opened under an older version are stale: the caller forgets and
     replays them.

@@ -295,7 +295,7 @@ class HfTrainerCore:
         return Trained(
             metrics={
                 **update.metrics(),
-                "val/num_eos_tokens": float(np.isin(batch.tokens, self._sampling.stop[:1]).sum()),
+                "val/num_eos_tokens": float(np.isin(batch.tokens[batch.sampled], self._sampling.stop).sum()),
                 "train/tokens": float(batch.sampled.sum()),
                 "lr": self.settings.learning_rate * factor,
                 "episode": float(self.counts.episodes),
