@@ -62,7 +62,7 @@ def advantages(
     offsets = np.concatenate(([0], np.cumsum([len(response) for response in responses]))).astype(np.int64)
     logprobs = np.concatenate([response.logprobs for response in responses])
     flat_reference = np.concatenate([cast("np.ndarray", row) for row in reference])
-    flat_values = np.concatenate([cast("np.ndarray", row) for row in values])
+    flat_values = np.concatenate([cast("np.ndarray", row)[:-1] for row in values])  # the last is of the state after
     kl = kl_estimate(logprobs, flat_reference, "k1")
     rows = [slice(a, b) for a, b in pairwise(offsets)]
     rewards = [shaped_rewards(cast("float", s), kl[row], KL) for s, row in zip(scores, rows, strict=True)]

@@ -134,7 +134,7 @@ async def serial(models: Models, steps: int) -> None:
         for step in range(steps):
             finished = await generate(policy, prompts(8)[8 * step : 8 * step + 8])
             scores = torch.tensor(await read(reward, finished))
-            values = [torch.from_numpy(each) for each in await read(critic, finished)]
+            values = [torch.from_numpy(each)[:-1] for each in await read(critic, finished)]  # but of the state after
             ids, logprobs = tensors([event.response for event in finished])
             await thread.call("train", ppo.update, ids, logprobs, values, scores)
             weights = Weights(step + 1, models.actor.state_dict(), models.critic.state_dict())

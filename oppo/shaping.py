@@ -64,8 +64,8 @@ class ScoreShaping:
         clip: bound the (normalised) score to ``-clip .. clip``; ``inf`` does not.
         scale: multiplies the result.
         missing_eos_penalty: subtracted for responses that ended at the length cap, not by a stop, as in TRL.
-        long_from, long_to: lengths in sampled tokens between which a penalty grows from 0 to ``long_penalty``, as in DAPO (Yu
-            et al. 2025, arXiv 2503.14476, equation 13); equal ones: no penalty.
+        long_from, long_to: lengths in sampled tokens between which a penalty grows from 0 to ``long_penalty``, as in
+            DAPO (Yu et al. 2025, arXiv 2503.14476, equation 13); equal ones: no penalty.
         long_penalty: subtracted from the reward of a response of ``long_to`` tokens.
         moments: of all scores so far; only kept with ``norm``.
 

@@ -220,3 +220,46 @@ def test_clipped_tokens_are_those_of_the_clipped_fraction() -> None:
     beyond = policy_losses(new, old, advantages, MASK, CLIP).clipped
     close(beyond[MASK].float().mean(), policy_loss(new, old, advantages, MASK, CLIP).clipfrac)
     assert not beyond[~MASK].any()
+
+
+LOWEST = torch.finfo(torch.float32).min
+
+
+@pytest.mark.parametrize(
+    ("logits", "temperature"),
+    [
+        ([0.0, 1.0, -torch.inf], 1.0),
+        ([0.0, 1.0, LOWEST], 0.7),
+        ([0.0, 1.0, LOWEST], 1.0),
+        ([-torch.inf, 0.5, -torch.inf], 2.0),
+        ([0.0, 300.0, -torch.inf], 1.0),
+    ],
+)
+@pytest.mark.parametrize("counts", [[0], [3], [-1]])
+def test_a_token_of_probability_0_adds_nothing_to_the_entropy_nor_to_its_gradient(
+    logits: list[float], temperature: float, counts: list[int]
+) -> None:
+    """With a weight above 1, as of an entropy coefficient, by which 0 times the lowest float32 would overflow too."""
+    ids = np.arange(3)[: abs(counts[0])].astype(np.int32) if counts[0] > 0 else np.full(-counts[0], 0, np.int32)
+    support = SupportIndex.of(Support(ids, np.array(counts, np.int32)), torch.device("cpu"))
+    kept = [each for token, each in enumerate(logits) if each > LOWEST and not (counts[0] < 0 and token == 0)]
+    ours, theirs = torch.tensor([logits], requires_grad=True), torch.tensor([kept], requires_grad=True)
+    expected = torch.distributions.Categorical(logits=theirs / temperature).entropy()
+    close(entropies(ours, temperature, support), expected)
+    (3 * entropies(ours, temperature, support)).sum().backward()
+    (3 * expected).sum().backward()
+    assert ours.grad is not None
+    assert theirs.grad is not None
+    reached = [token for token, each in enumerate(logits) if each > LOWEST and not (counts[0] < 0 and token == 0)]
+    close(ours.grad[:, reached], theirs.grad)
+    assert not ours.grad[:, [token for token in range(3) if token not in reached]].any()
+
+
+def test_what_a_critic_says_of_a_tool_s_tokens_reaches_no_loss() -> None:
+    values, old = golden("values").requires_grad_(), golden("old_values").masked_fill(~MASK, torch.nan)
+    term = value_loss(values, old, golden("returns").masked_fill(~MASK, torch.inf), MASK, CLIP)
+    term.loss.backward()
+    close(term.loss, golden("vf_loss"))
+    assert values.grad is not None
+    assert (values.grad[~MASK] == 0).all()
+    assert values.grad.isfinite().all()

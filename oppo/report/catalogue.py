@@ -62,7 +62,7 @@ METRICS: Final[Mapping[str, tuple[Metric, ...]]] = MappingProxyType(
         "The step": (
             Metric("step", "ordinal", "The step, from 0; the trackers have it as their step."),
             Metric("version", COUNT, "Updates that have been made, this one included."),
-            Metric("score", SCORE, "Mean score of the rollouts that were trained."),
+            Metric("score", SCORE, "Mean score of the rollouts that were trained, and of those left out of the loss."),
             Metric(
                 "seconds",
                 SECONDS,
@@ -148,7 +148,7 @@ METRICS: Final[Mapping[str, tuple[Metric, ...]]] = MappingProxyType(
             Metric("val/clipfrac_avg", SHARE, "Tokens whose value loss was clipped."),
             Metric("val/ratio", RATIO, "Current over old probability of a token, mean over tokens."),
             Metric("val/ratio_var", "1", "Variance of that mean over the minibatches."),
-            Metric("val/num_eos_tokens", TOKENS, "End-of-sequence tokens in the batch."),
+            Metric("val/num_eos_tokens", TOKENS, "Stop tokens that were sampled in the batch: end-of-sequence tokens, any of them."),
         ),
         "Trainer": (
             Metric("train/tokens", TOKENS, "Sampled tokens in the batch, which the loss counts."),
@@ -168,7 +168,7 @@ METRICS: Final[Mapping[str, tuple[Metric, ...]]] = MappingProxyType(
             ),
         ),
         "Responses": (
-            Metric("response_length/mean", TOKENS, "Mean length of the trained responses."),
+            Metric("response_length/mean", TOKENS, "Mean length of the batch's responses, a tool's tokens included."),
             Metric("response_length/max", TOKENS, "Length of the longest of them."),
             Metric("response_length/tokens", TOKENS, "Length of all of them together."),
             Metric("response_length/capped", SHARE, "Responses that ended at the length cap."),

@@ -71,7 +71,7 @@ class BatchStage(ABC):
         return batch
 
     def unfit(self, batch: Batch) -> Sequence[Drop]:
-        """Return the drops of those rollouts of a batch, scored and not yet estimated, that must not reach the others."""
+        """Return the drops of those rollouts of a batch without estimates that must not reach the others."""
         del batch
         return []
 

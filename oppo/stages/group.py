@@ -63,7 +63,7 @@ class GroupRelative(AdaptiveObjective):
             )
 
     def unfit(self, batch: Batch) -> Sequence[Drop]:
-        """Return the drops of rollouts whose estimates float32 might not hold, and of those then alone in their group."""
+        """Return the drops of what float32 might not hold, and of rollouts that are then alone in their group."""
         drops = list(super().unfit(batch))
         gone = {drop.rollout for drop in drops}
         prompts = [response.prompt for response in batch.responses if response.prompt.rollout not in gone]

@@ -162,7 +162,10 @@ class ScoredRollouts:
             proximal=_flat_if_complete([each.proximal for each in self.rollouts]),
             reference=_flat_if_complete([each.reference for each in self.rollouts]),
             values=_flat_if_complete(
-                [None if each.values is None else each.values[:n] for each, n in zip(self.rollouts, lengths, strict=True)]
+                [
+                    None if each.values is None else each.values[:n]
+                    for each, n in zip(self.rollouts, lengths, strict=True)
+                ]
             ),
             last_values=_flat_if_complete(
                 [

@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, Final
 
+import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
@@ -122,3 +123,29 @@ def test_a_penalty_on_more_than_a_whole_response_is_refused(folder: Path, capsys
     chosen = ("step.algorithm=dapo", "algorithm.long_buffer=13", "run.name=too-long")
     assert oppo(folder, "", *COMMON, *chosen) == UNUSABLE
     assert "algorithm.long_buffer = 13 is more than sampling.max_new_tokens = 12" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_truncated_responses_are_left_out_of_the_loss_of_every_algorithm(folder: Path, algorithm: str) -> None:
+    chosen = ("algorithm.mask_truncated=true", "run.steps=2", "step.batch=6", "trainer.learning_rate=1e-5")
+    steps = trained(folder, f"{algorithm}-masked", algorithm, *chosen)
+    episodes = np.diff([0, *(step["episode"] for step in steps)])
+    for step, of_the_batch in zip(steps, episodes, strict=True):
+        left_out = of_the_batch - step["trained"]
+        assert left_out == step["dropped"] - step["deferral/dropped"]
+        assert left_out == round(step["response_length/capped"] * of_the_batch)
+    assert any("left out of the loss" in str(line) for line in records(folder, f"{algorithm}-masked", "journal.jsonl"))
+
+
+def test_a_truncated_response_may_learn_from_the_value_of_its_last_state(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bootstrapped = trained(folder, "bootstrapped", "ppo", "algorithm.bootstrap_truncated=true", "run.steps=2")
+    plain = trained(folder, "not-bootstrapped", "ppo", "run.steps=2")
+    assert bootstrapped[0]["response_length/capped"] > 0
+    assert bootstrapped[0]["loss/value_avg"] == plain[0]["loss/value_avg"], "the head of values begins at 0"
+    assert bootstrapped[1]["loss/value_avg"] != plain[1]["loss/value_avg"]
+    for algorithm, further in (("grpo", ()), ("ppo", ("algorithm.mask_truncated=true",))):
+        chosen = (f"step.algorithm={algorithm}", "algorithm.bootstrap_truncated=true", *further)
+        assert oppo(folder, "", *COMMON, "run.name=refused", *chosen) == UNUSABLE
+        assert "bootstrap_truncated" in capsys.readouterr().err

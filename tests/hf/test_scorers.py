@@ -45,7 +45,7 @@ def expected_logprobs(model: PreTrainedModel, response: Response) -> FloatArray:
 @torch.no_grad()
 def expected_values(model: PreTrainedModel, response: Response) -> FloatArray:
     hidden = backbone(model)(sequence(response)[None]).last_hidden_state
-    values: FloatArray = score_head(model)(hidden)[0, len(response.prompt.tokens) - 1 : -1, 0].float().numpy()
+    values: FloatArray = score_head(model)(hidden)[0, len(response.prompt.tokens) - 1 :, 0].float().numpy()
     return values
 
 
@@ -145,13 +145,13 @@ async def test_exact_results_are_equal_to_the_bit_for_any_arrival_pattern(thread
                 assert np.array_equal(np.asarray(value), np.asarray(first[rollout]))
 
 
-async def test_a_response_without_tokens_has_a_score_and_no_values(thread: Thread) -> None:
+async def test_a_response_without_tokens_has_a_score_and_the_value_of_its_only_state(thread: Thread) -> None:
     response = Response.empty(Prompt(0, 0, np.array([5, 6, 7], np.int32)))
     finish = [Finish(0, response, "stop")]
     value, reward = ValueModel(tiny.scalar(), thread=thread), RewardModel(tiny.scalar(), thread=thread)
     await value.extend([response.prompt])
     await reward.extend([response.prompt])
-    assert [len(values) for values in await value.finish(finish)] == [0]
+    assert_close(await value.finish(finish), [expected_values(tiny.scalar(), response)])
     assert_close(await reward.finish(finish), [library_score(tiny.scalar(), response)])
 
 

@@ -20,7 +20,7 @@ from oppo.events import Batch
 from oppo.hf.cpu import use_cores
 from oppo.hf.digest import weights_digest
 from oppo.hf.train.trainer import HfTrainer
-from oppo.losses import ClippedLoss, Loss, PairwiseLoss, SequenceLoss
+from oppo.losses import ClippedLoss, Divided, Loss, PairwiseLoss, SequenceLoss
 from oppo.models import StreamingTrainer, Trained
 from oppo.placement import Place, Ranks, Thread
 from oppo.training import TrainerSettings
@@ -230,3 +230,58 @@ async def test_what_is_no_sum_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         await trainer_of(thread, loss, given).accumulate(groups_of(batch)[0])
+
+
+def masked(batch: Batch, *rows: int) -> Batch:
+    """Return the batch with these rows out of its loss mask."""
+    sampled = batch.sampled.copy()
+    for row in rows:
+        sampled[batch.rows()[row]] = False
+    return replace(batch, sampled=sampled)
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+async def test_a_response_out_of_the_loss_mask_trains_nothing(kind: str, thread: Thread, batch: Batch) -> None:
+    """Of a loss over groups its pair does not either, and counts as one of equal scores does."""
+    left_out, usual, streamed = (trainer_of(thread, LOSSES[kind]) for _ in range(3))
+    assert isinstance(streamed, StreamingTrainer)
+    given, without = (
+        masked(batch, 0),
+        rows_of(batch, [row for row in range(len(batch)) if row >= 1 + (kind == "pairs")]),
+    )
+    trained, theirs = await left_out.update(given), await usual.update(without)
+    assert (trained.skipped, trained.nonfinite) == ((), ())
+    if kind == "pairs":
+        pairs = len(batch) // 2
+        assert trained.metrics["loss/policy_avg"] == pytest.approx(
+            theirs.metrics["loss/policy_avg"] * (pairs - 1) / pairs, rel=1e-4
+        )
+        return
+    require_close(left_out, usual)
+    assert trained.metrics["loss/policy_avg"] == pytest.approx(theirs.metrics["loss/policy_avg"], rel=1e-4)
+    loss = LOSSES[kind]
+    if isinstance(loss, Divided) and loss.divisor:
+        for part in groups_of(given)[:2]:
+            await streamed.accumulate(part)
+        require_equal_metrics(await streamed.commit(given), trained)
+
+
+async def test_a_batch_out_of_the_loss_mask_makes_no_step(thread: Thread, batch: Batch) -> None:
+    trainer = trainer_of(thread, LOSSES["tokens"])
+    trained = await trainer.update(masked(batch, *range(len(batch))))
+    assert (trained.nonfinite, trainer.version) == ((), 1)
+    assert (weights(trainer.core.actor) == weights(tiny.causal(seed=1))).all()
+
+
+async def test_every_stop_id_that_was_sampled_is_counted(thread: Thread, batch: Batch) -> None:
+    sampled = batch.sampled.copy()
+    sampled[::3] = False
+    sampled[1::3] = True
+    stop = tuple({int(batch.tokens[1]), int(batch.tokens[3]), int(batch.tokens[4])})
+    ends = replace(SAMPLING, stop=stop)
+    trainer = HfTrainer(tiny.causal(seed=1), sampling=ends, thread=thread, settings=SETTINGS, loss=ClippedLoss())
+    metrics = (await trainer.update(replace(batch, sampled=sampled))).metrics
+    assert metrics["val/num_eos_tokens"] == sum(
+        int(token) in stop for token, counts in zip(batch.tokens, sampled, strict=True) if counts
+    )
+    assert metrics["val/num_eos_tokens"] >= 2

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from oppo.errors import RewardError
-from oppo.events import Chunk, Drop, Finish, Prompt, Response
+from oppo.events import Chunk, Drop, Finish, IntArray, Prompt, Response
 from oppo.rewards import ByCharacter, FunctionReward, OnFailure, Rewards, TokenRewards
 from oppo.rewards.per_token import token_rewards
 
@@ -88,6 +89,56 @@ def test_the_token_that_completes_a_character_is_rewarded_whatever_the_tokens_ar
     first, last = len(text[:at].encode()), len(text[: at + 1].encode())
     (position,) = np.flatnonzero(rewarded.rewards)
     assert first <= position < last
+
+
+def of_bytes() -> tuple[Tokenizer, Tokenizer]:
+    """Return tokenizers of single characters and bytes: one falls back to bytes, as Llama's, the other has bytes only.
+
+    The first decodes a run of bytes as one: while its last character is incomplete, none of the run has been read.
+    """
+    vocabulary = {"<unk>": 0, **{f"<0x{byte:02X}>": 1 + byte for byte in range(256)}, "a": 258, "b": 259, ";": 260}
+    fallback = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>"))
+    fallback.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    level = Tokenizer(models.BPE(vocab={letter: at for at, letter in enumerate(letters)}, merges=[]))
+    level.pre_tokenizer, level.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return fallback, level
+
+
+@pytest.mark.parametrize("tokenizer", of_bytes(), ids=["fallback", "level"])
+@given(st.text(alphabet="ab;\n é你\N{GRINNING FACE}", min_size=1, max_size=9), st.data())
+@example("a\N{GRINNING FACE};b", None)
+@example("\N{GRINNING FACE}\n\n\n\N{GRINNING FACE};", None)
+def test_a_character_is_earned_by_the_token_from_which_on_every_text_has_it(
+    tokenizer: Tokenizer, text: str, data: st.DataObject | None
+) -> None:
+    tokens = np.array(tokenizer.encode(text).ids, np.int32)
+    cut = len(tokens) if data is None else data.draw(st.integers(1, len(tokens)))  # by the length cap, in a character
+    response = Response.empty(Prompt(0, 0, tokens[:1])).then(chunk_of(tokens[:cut]))
+    texts = [tokenizer.decode(tokens[: n + 1].tolist()) for n in range(cut)]
+    for at in range(len(texts[-1])):
+        lacking = [n for n, each in enumerate(texts) if not each.startswith(texts[-1][: at + 1])]
+        rewards = token_rewards(ByCharacter({at: 1.0}), response, tokenizer.decode).rewards
+        assert np.flatnonzero(rewards).tolist() == [max(lacking, default=-1) + 1]
+
+
+def test_few_texts_are_decoded_to_find_the_token_of_a_character() -> None:
+    level = of_bytes()[1]
+    asked: list[int] = []
+
+    def decode(ids: Sequence[int]) -> str:
+        asked.append(len(ids))
+        return level.decode(ids)
+
+    for text in ("ab;" * 1000, "é;b" * 1000):
+        asked.clear()
+        tokens = np.array(level.encode(text).ids, np.int32)
+        token_rewards(ByCharacter({1501: 1.0}), Response.empty(Prompt(0, 0, tokens[:1])).then(chunk_of(tokens)), decode)
+        assert sum(count > 1 for count in asked) < 20
+
+
+def chunk_of(tokens: IntArray) -> Chunk:
+    return Chunk(0, 0, tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32))
 
 
 async def test_a_function_that_names_them_is_given_the_token_ids() -> None:

@@ -41,6 +41,7 @@ class Made:
         )
     )
     unscored: frozenset[int] = frozenset()
+    cap: int = 1_000
 
     def graph(self) -> Graph[StepReport]:
         def score(finish: Finish, tokens: tuple[int, ...], version: int) -> float | Drop:
@@ -48,7 +49,9 @@ class Made:
             return Drop(finish.rollout, "no score") if finish.rollout in self.unscored else known
 
         graph = grpo(
-            policy=FakePolicy(length=lambda prompt: self.lengths[prompt.admission % len(self.lengths)], seconds=1.0),
+            policy=FakePolicy(
+                length=lambda prompt: self.lengths[prompt.admission % len(self.lengths)], cap=self.cap, seconds=1.0
+            ),
             reward=FakeScorer(score),
             trainer=self.trainer,
             admission=Overcommit(batch=self.batch, extra=self.extra),
@@ -166,3 +169,17 @@ def test_the_state_is_the_estimators() -> None:
     other = InParts(GroupRelative("centred", 0.1), SAMPLES)
     other.load_state_dict(stage.state_dict())
     assert other.state_dict() == stage.state_dict()
+
+
+def test_a_group_of_which_nothing_is_trained_is_no_part() -> None:
+    made = Made(lengths=(9, 2, 4), cap=9, estimator=GroupRelative(mask_truncated=True))
+    reports, tap = run_virtual(made.run)
+    parts = [
+        item.batch.rollouts for _, stage, item in tap.items if stage == "advantage" and isinstance(item, BatchPart)
+    ]
+    (report,) = reports
+    left_out = tuple(drop.rollout for drop in report.dropped)
+    assert left_out == tuple(range(SAMPLES))
+    assert {drop.reason for drop in report.dropped} == {"left out of the loss"}
+    assert sorted(rollout for part in parts for rollout in part) == list(report.trained)
+    assert report.score == pytest.approx(float(made.trainer.batches[0].scores.mean()))
