@@ -106,7 +106,7 @@ class GAE(AdaptiveObjective):
                 "of a response of n tokens, as oppo.hf.ValueModel gives, and got n; leave bootstrap_truncated out, or "
                 "return one more"
             )
-        return np.where(truncated(batch), batch.last_values, 0.0).tolist()
+        return [float(value) for value in np.where(truncated(batch), batch.last_values, 0.0)]
 
 
 def require_one_way(*, bootstrap_truncated: bool, mask_truncated: bool) -> None:
