@@ -38,7 +38,9 @@ class DAPO(GRPO):
         "the last tokens before `sampling.max_new_tokens`, over which a penalty on the number of sampled tokens grows; "
         "a fifth of `max_new_tokens` when absent; 0: no penalty",
     )
-    long_penalty: NonNegative = setting(1.0, "subtracted from the reward of a response with `sampling.max_new_tokens` sampled tokens")
+    long_penalty: NonNegative = setting(
+        1.0, "subtracted from the reward of a response with `sampling.max_new_tokens` sampled tokens"
+    )
 
     def selection(self) -> Selection | None:
         """Return a new stage that rejects groups whose scores are all equal (section 3.2)."""

@@ -16,7 +16,6 @@ from oppo.events import Drop, FloatArray, Prompt, StepReport, merge_chunks, roll
 from oppo.graph import Graph, GraphBuilder
 from oppo.models import Policy, Scorer, Trainer
 from oppo.stages import GAE, Generate, Score, Update
-from oppo.stages.gae import require_one_way
 from oppo.stages.publishing import followers
 from oppo.turns import Environment
 
@@ -90,7 +89,7 @@ class PPO(ClippedAlgorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_one_way(bootstrap_truncated=self.bootstrap_truncated, mask_truncated=self.mask_truncated)
+        self.advantage()  # which refuses settings that contradict each other
 
     @property
     def responses(self) -> int:

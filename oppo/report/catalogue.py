@@ -148,7 +148,11 @@ METRICS: Final[Mapping[str, tuple[Metric, ...]]] = MappingProxyType(
             Metric("val/clipfrac_avg", SHARE, "Tokens whose value loss was clipped."),
             Metric("val/ratio", RATIO, "Current over old probability of a token, mean over tokens."),
             Metric("val/ratio_var", "1", "Variance of that mean over the minibatches."),
-            Metric("val/num_eos_tokens", TOKENS, "Stop tokens that were sampled in the batch: end-of-sequence tokens, any of them."),
+            Metric(
+                "val/num_eos_tokens",
+                TOKENS,
+                "Stop tokens that were sampled in the batch: end-of-sequence tokens, any of them.",
+            ),
         ),
         "Trainer": (
             Metric("train/tokens", TOKENS, "Sampled tokens in the batch, which the loss counts."),

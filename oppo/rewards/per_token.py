@@ -84,11 +84,8 @@ def token_rewards(rewards: Placed, response: Response, decode: Callable[[Sequenc
 def _by_token(
     rewards: Mapping[int, float], tokens: Sequence[int], decode: Callable[[Sequence[int]], str]
 ) -> dict[int, float]:
-    """Return rewards by token: the one from which on the decoded text has all up to the character.
-
-    Texts are compared, not their lengths: of a character of several tokens the first ones decode to replacement
-    characters, as many as there are tokens in some vocabularies.
-    """
+    # The token of a character is the one from which on the decoded text has all up to it. Texts are compared, not their
+    # lengths: the first tokens of a character decode to replacement characters, in some vocabularies to one each.
     text = decode(tokens)
     partial = set[int]() if text.isascii() else {token for token in set(tokens) if REPLACEMENT in decode([token])}
     ends = [count for count, token in enumerate(tokens, 1) if token in partial]
@@ -105,12 +102,6 @@ def _by_token(
 def _completing(
     text: str, at: int, tokens: Sequence[int], ends: Sequence[int], decode: Callable[[Sequence[int]], str]
 ) -> int:
-    """Return the token that completes the character ``at`` of the text of ``tokens``.
-
-    Args:
-        ends: the counts of first tokens of which the last is a part of a character.
-    """
-
     def has(count: int) -> bool:
         return decode(tokens[:count]).startswith(text[: at + 1])
 

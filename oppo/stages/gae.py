@@ -62,7 +62,11 @@ class GAE(AdaptiveObjective):
     def __post_init__(self) -> None:
         require_declared(self, error=ConfigError)
         self.control = controlled(self.kl)
-        require_one_way(bootstrap_truncated=self.bootstrap_truncated, mask_truncated=self.mask_truncated)
+        if self.bootstrap_truncated and self.mask_truncated:
+            raise ConfigError(
+                "bootstrap_truncated says what a truncated response learns, and mask_truncated leaves it out of the "
+                "loss: leave one of the two out"
+            )
 
     def faults(self, stages: Sequence[object], named: Collection[str], /) -> Sequence[str]:
         """Return what is wrong if a reference or a critic is needed, and not connected."""
@@ -97,7 +101,6 @@ class GAE(AdaptiveObjective):
         return advantages, returns
 
     def _last_values(self, batch: Batch) -> Sequence[float]:
-        """Return the value of the state after each response."""
         if not self.bootstrap_truncated:
             return [0.0] * len(batch)
         if batch.last_values is None:
@@ -107,12 +110,3 @@ class GAE(AdaptiveObjective):
                 "return one more"
             )
         return [float(value) for value in np.where(truncated(batch), batch.last_values, 0.0)]
-
-
-def require_one_way(*, bootstrap_truncated: bool, mask_truncated: bool) -> None:
-    """Raise ``ConfigError`` if truncated responses are to learn from a value and to be left out."""
-    if bootstrap_truncated and mask_truncated:
-        raise ConfigError(
-            "bootstrap_truncated says what a truncated response learns, and mask_truncated leaves it out of the loss: "
-            "leave one of the two out"
-        )

@@ -64,14 +64,14 @@ class ScoredRollout:
         sampled = np.flatnonzero(self.finish.response.sampled)
         if not len(sampled):
             return Drop(self.rollout, UNSAMPLED)
-        results: Mapping[str, float | FloatArray | None] = {"score": self.score, "token reward": self.token_rewards}
-        of_tokens: Mapping[str, FloatArray | None] = {
-            "reference log-prob": self.reference,
-            "value": self.values,
-            "behaviour log-prob": self.finish.response.logprobs,
-            "proximal log-prob": self.proximal,
+        results: Mapping[str, float | FloatArray | None] = {
+            "score": self.score,
+            "token reward": self.token_rewards,
+            "reference log-prob": None if self.reference is None else self.reference[sampled],
+            "value": None if self.values is None else self.values[sampled],
+            "behaviour log-prob": self.finish.response.logprobs[sampled],
+            "proximal log-prob": None if self.proximal is None else self.proximal[sampled],
         }
-        results = {**results, **{name: each if each is None else each[sampled] for name, each in of_tokens.items()}}
         faulty = (name for name, value in results.items() if value is not None and not (np.abs(value) <= LARGEST).all())
         return next((Drop(self.rollout, f"{NONFINITE} {name}", nonfinite=True) for name in faulty), None)
 
@@ -150,6 +150,7 @@ class ScoredRollouts:
         """
         responses = [each.finish.response for each in self.rollouts]
         lengths = [len(response) for response in responses]
+        values = [(each.values, n) for each, n in zip(self.rollouts, lengths, strict=True)]
         return Batch(
             responses=tuple(responses),
             reasons=tuple(each.finish.reason for each in self.rollouts),
@@ -161,18 +162,8 @@ class ScoredRollouts:
             logprobs=flat([response.logprobs for response in responses]),
             proximal=_flat_if_complete([each.proximal for each in self.rollouts]),
             reference=_flat_if_complete([each.reference for each in self.rollouts]),
-            values=_flat_if_complete(
-                [
-                    None if each.values is None else each.values[:n]
-                    for each, n in zip(self.rollouts, lengths, strict=True)
-                ]
-            ),
-            last_values=_flat_if_complete(
-                [
-                    None if each.values is None or len(each.values) == n else each.values[n:]
-                    for each, n in zip(self.rollouts, lengths, strict=True)
-                ]
-            ),
+            values=_flat_if_complete([None if row is None else row[:n] for row, n in values]),
+            last_values=_flat_if_complete([None if row is None or len(row) == n else row[n:] for row, n in values]),
             dropped=tuple(self.dropped),
             deferred=tuple(self.deferred),
             token_rewards=self._token_rewards(),

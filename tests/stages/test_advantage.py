@@ -411,9 +411,7 @@ def test_what_float32_does_not_hold_drops_its_rollout_before_it_reaches_the_othe
 
 
 def test_one_left_alone_by_a_rollout_that_is_too_large_is_dropped_too() -> None:
-    rows = [
-        ScoredRollout(replace(finish(k), response=in_group(k // 2, k)), None, k if k else 3e38) for k in range(4)
-    ]
+    rows = [ScoredRollout(replace(finish(k), response=in_group(k // 2, k)), None, k or 3e38) for k in range(4)]
     batch = GroupRelative().batch(rows)
     assert batch.rollouts == (2, 3)
     assert batch.dropped == (Drop(0, "nonfinite reward"), Drop(1, "left alone in its group"))
