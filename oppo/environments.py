@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
@@ -11,12 +13,12 @@ from typing import Literal, Self, TypeAlias
 
 import numpy as np
 
-from oppo.errors import OppoError
+from oppo.errors import OppoError, awaited, contained, one_line, shown
 from oppo.events import Drop, IntArray
 from oppo.observe import Telling, silent
 from oppo.turns import Answer, EnvironmentState, Turn
 from oppo.user_calls import CONCURRENCY, UserCalls
-from oppo.user_code import UserFunction, contained, shown
+from oppo.user_code import UserFunction
 
 PROCESSES = 4
 """Processes of a sync function, unless another number of calls is given."""
@@ -65,20 +67,21 @@ class CalledEnvironment:
         Raises:
             EnvironmentFailure: it raised, or returned something else.
         """
-        with contained(lambda words: self.failure(f"raised {words}", where)):
-            result = self.user.function(turn)
-        return self._said(result, where)
+        with self._contained(where):
+            return self._said(self.user.function(turn), where)
 
     async def answer(self, turn: TextTurn, where: str) -> Said:
         """Do the same with an async function."""
-        with contained(lambda words: self.failure(f"raised {words}", where)):
+        with self._contained(where):
             result = self.user.function(turn)
-            result = await result if isinstance(result, Awaitable) else result
-        return self._said(result, where)
+            return self._said(await awaited(result) if isinstance(result, Awaitable) else result, where)
 
     def failure(self, what: str, where: str) -> EnvironmentFailure:
         """Return an error that names the function and the turn."""
         return EnvironmentFailure(f"environment {self.user.name!r} {what} ({where})")
+
+    def _contained(self, where: str) -> AbstractContextManager[None]:
+        return contained(lambda words: self.failure(f"raised {words}", where), passing=EnvironmentFailure)
 
     def _said(self, result: object, where: str) -> Said:
         if result is None or isinstance(result, Drop):
@@ -86,6 +89,13 @@ class CalledEnvironment:
         text, state = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
         if not isinstance(text, str) or not text:
             raise self.failure(f"must return a text, a pair of text and state, or None; got {shown(result)}", where)
+        try:
+            json.dumps(state)
+        except Exception as error:  # any kind: the objects are the function's own
+            raise self.failure(
+                f"must return a state of JSON values, as checkpoints hold it; got {shown(state)}: {one_line(error)}",
+                where,
+            ) from error
         return text, state
 
 
@@ -100,12 +110,13 @@ class FunctionEnvironment:
         decode: token ids to text, without special tokens.
         encode: text to token ids, without special tokens that the text does not contain.
         on_failure: ``fail`` raises; ``drop`` drops the rollout.
-        timeout: seconds after which a call has failed; ``None``: never. A process is killed then, and a thread, which
-            nothing can end, is left to itself. The same goes for a call whose rollout is given up.
+        timeout: seconds after which a call has failed; ``None``: never (:class:`oppo.user_calls.UserCalls`). A call
+            whose rollout is given up is ended likewise.
         concurrency: how many calls may overlap; by default 64, or 4 in processes.
         process: call a sync function in processes of its own: it may then hold the interpreter lock or crash.
         prompt_column: the column that is given as ``prompt``.
-        tell: called with the news of a function that is :class:`~oppo.observe.Telling`.
+        tell: called with a sentence about a call that blocks the event loop, and with the news of a function that is
+            :class:`~oppo.observe.Telling`.
 
     Raises:
         ConfigError: ``timeout`` or ``concurrency`` is out of range.
@@ -145,6 +156,7 @@ class FunctionEnvironment:
             concurrency=default if concurrency is None else concurrency,
             timeout=timeout,
             process=process,
+            tell=tell,
         )
         if tell is not silent and isinstance(user.function, Telling):
             user.function.tell = tell
@@ -189,9 +201,13 @@ class FunctionEnvironment:
         return TextTurn(asked, self._decode(turn.tokens.tolist()), turn.number, turn.state, columns)
 
     def _tokens(self, text: str, where: str) -> IntArray:
-        tokens = np.array(self._encode(text), np.int32)
+        try:
+            tokens = np.array(self._encode(text), np.int32)
+        except Exception as error:  # any kind: a lone surrogate, for example, in the tokenizer's words
+            words = f"returned {shown(text)}, which cannot be tokenised: {one_line(error)}"
+            raise self._function.failure(words, where) from error
         if not len(tokens):
-            raise self._function.failure(f"returned {text!r}, which is no token", where)
+            raise self._function.failure(f"returned {shown(text)}, which is no token", where)
         return tokens
 
     async def __aenter__(self) -> Self:

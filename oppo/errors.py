@@ -24,10 +24,24 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import sysconfig
+import threading
+import traceback
+import types
+from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final, TypeVar
 
 import anyio
+
+T = TypeVar("T")
+
+_OURS: Final = str(Path(__file__).parent)
+_LIBRARIES: Final = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+_CATCHES: Final = 100
+"""Cancellations that a call may catch and go on after, before it is dropped: each await of its clean-up may be one."""
 
 
 class OppoError(Exception):
@@ -103,13 +117,14 @@ def as_itself() -> Iterator[None]:
 
 @contextmanager
 def noted(sentence: str) -> Iterator[None]:
-    """Add ``sentence`` as a note to an error of the body, or to the error that a cancellation from within becomes.
+    """Add ``sentence`` as a note to an error of the body, after :func:`errors_only`.
 
     Raises:
-        ProtocolError: the body was cancelled, though neither its scopes nor its task were.
+        ProtocolError: the body raised what is no ``Exception``, or was cancelled, though neither its scopes nor its
+            task were.
     """
     try:
-        with not_cancelled_from_within():
+        with errors_only():
             yield
     except Exception as error:
         error.add_note(sentence)
@@ -117,27 +132,108 @@ def noted(sentence: str) -> Iterator[None]:
 
 
 @contextmanager
-def not_cancelled_from_within() -> Iterator[None]:
-    """Turn a ``CancelledError`` that the body raises on its own into an error, as it would look like an orderly end.
+def blaming(what: str) -> Iterator[None]:
+    """Do as :func:`noted` around user code; the note says that ``what`` raised the error, and at which line."""
+    try:
+        with errors_only():
+            yield
+    except Exception as error:
+        error.add_note(f"raised by {what}{place_of(error)}")
+        raise
 
-    A ``KeyboardInterrupt`` during a cancellation counts as that cancellation.
 
-    Raises:
-        ProtocolError: the body was cancelled, though neither its scopes nor its task were.
+@contextmanager
+def errors_only() -> Iterator[None]:
+    """Raise a ``ProtocolError`` in place of what the body raises that is no ``Exception``; see :func:`contained`."""
+
+    def refuse(words: str) -> ProtocolError:
+        return ProtocolError(
+            f"a result or an Exception was expected; got {words}, and nothing had cancelled this call: catch the "
+            "cancellation of tasks where they are awaited, and derive errors from Exception"
+        )
+
+    with contained(refuse, passing=Exception):
+        yield
+
+
+@contextmanager
+def contained(refuse: Callable[[str], Exception], *, passing: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+    """Raise ``refuse(words)`` instead of anything that the body raises: the boundary to user code.
+
+    ``sys.exit()``, an ``exit`` of a test framework and cancellations of its own are included. What comes from outside
+    passes: a cancellation, Ctrl-C, which becomes the cancellation if there is one, and the end of a coroutine that is
+    closed.
+
+    Args:
+        refuse: returns the error; the words are those of :func:`worded`.
+        passing: errors that pass too.
     """
+    task = _current_task()
     try:
         yield
-    except asyncio.CancelledError as error:
-        if is_cancelled():
-            raise
-        raise ProtocolError(
-            "a CancelledError was raised, and nothing had cancelled this call: an error was expected, or a result; "
-            "catch the cancellation of tasks where they are awaited"
-        ) from error
-    except KeyboardInterrupt as error:
-        if is_cancelled():
-            raise asyncio.CancelledError from error
+    except passing:
         raise
+    except BaseException as error:
+        on_main_thread = threading.current_thread() is threading.main_thread()
+        if isinstance(error, asyncio.CancelledError) and is_cancelled():
+            raise
+        if isinstance(error, KeyboardInterrupt) and on_main_thread:  # others get no signal
+            if is_cancelled():
+                raise asyncio.CancelledError from error
+            raise
+        if isinstance(error, GeneratorExit) and task is not _current_task():
+            raise
+        raise refuse(worded(error)) from error
+
+
+@types.coroutine
+def awaited(call: Awaitable[T]) -> Generator[Any, Any, T]:
+    """Await a call of user code, which can neither cancel this task nor go on for ever after it was cancelled.
+
+    It is dropped, unfinished, when it has caught a cancellation many times.
+
+    Raises:
+        CancelledError: of the call's own: :func:`contained` tells it from one that comes from outside.
+    """
+    task, steps = asyncio.current_task(), call.__await__()
+    thrown: BaseException | None = None
+    caught = 0
+    while True:
+        before = task.cancelling() if task else 0
+        waits, ended = None, None
+        try:
+            waits = next(steps) if thrown is None else steps.throw(thrown)  # type: ignore[attr-defined] # a generator
+        except BaseException as error:  # noqa: BLE001 - raised again below
+            ended = error
+        if own := max(0, task.cancelling() - before) if task else 0:
+            for _ in range(own):
+                task.uncancel()
+            if ended is not None:
+                with suppress(asyncio.CancelledError):  # before Python 3.13 it comes at the next await, in spite of that
+                    yield
+                raise asyncio.CancelledError from ended
+        if isinstance(ended, StopIteration):
+            result: T = ended.value
+            return result
+        if ended is not None:
+            raise ended
+        caught += isinstance(thrown, asyncio.CancelledError)
+        if thrown is not None and caught > _CATCHES:
+            with suppress(BaseException):
+                steps.close()  # type: ignore[attr-defined] # a generator
+            raise thrown
+        try:
+            yield waits
+            thrown = None
+        except BaseException as error:  # noqa: BLE001 - thrown into the call
+            thrown = error
+
+
+def _current_task() -> asyncio.Task[Any] | None:
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # no event loop runs in this thread
+        return None
 
 
 def running_loop() -> asyncio.AbstractEventLoop:
@@ -157,11 +253,8 @@ def running_loop() -> asyncio.AbstractEventLoop:
 
 def is_cancelled() -> bool:
     """Return whether a cancel scope around the current task, or the task itself, has been cancelled."""
-    try:
-        task = asyncio.current_task()
-    except RuntimeError:  # no event loop runs in this thread
-        return False
-    return anyio.current_effective_deadline() == -math.inf or bool(task and task.cancelling())
+    task = _current_task()
+    return task is not None and (anyio.current_effective_deadline() == -math.inf or bool(task.cancelling()))
 
 
 @contextmanager
@@ -217,3 +310,46 @@ def shortened(text: str, limit: int = 2000) -> str:
     """Return at most ``limit`` characters of ``text``, escaped for UTF-8, and the full length if that is more."""
     kept = text[:limit].encode("utf-8", "backslashreplace").decode("utf-8")
     return kept if len(text) <= limit else f"{kept}... ({len(text)} characters)"
+
+
+def worded(error: BaseException) -> str:
+    """Return an error and its place in the user's code, as in ``KeyError: 'gold' at /home/me/r.py:3 in f``.
+
+    An exception group is described by its first error, and an error of a private class by the public one that it is.
+    The length is bounded, whatever the message.
+    """
+    first, *others = leaves(error)
+    try:
+        text = str(first)
+    except Exception as failure:  # noqa: BLE001 - the boundary to the user's code: its error cannot even be printed
+        text = f"({type(failure).__name__} in its __str__)"
+    message = f": {shortened(text)}" if text else ""
+    more = f", and {len(others)} more" if others else ""
+    name = next(kind.__name__ for kind in type(first).__mro__ if not kind.__name__.startswith("_"))
+    return f"{name}{message}{more}{place_of(first)}"
+
+
+def shown(value: object) -> str:
+    """Return a value's ``repr`` and type, in bounded length, even if its ``__repr__`` fails."""
+    try:
+        text = repr(value)
+    except Exception as failure:  # noqa: BLE001 - the boundary to the user's code: its value cannot even be printed
+        text = f"({type(failure).__name__} in its __repr__)"
+    return f"{shortened(text, 200)} ({type(value).__name__})"
+
+
+def place_of(error: BaseException) -> str:
+    """Return the last traceback entry in the user's code, or in a library without one, as `` at file:line in f``.
+
+    It is empty for an error that this package raised without the user's code, and for a file that cannot be parsed: the
+    words of a ``SyntaxError`` have the place.
+    """
+    if isinstance(error, SyntaxError):
+        return ""
+    frames = traceback.extract_tb(error.__traceback__)
+    foreign = [frame for frame in frames if not frame.filename.startswith(_OURS)]
+    theirs = [frame for frame in foreign if not frame.filename.startswith((*_LIBRARIES, "<frozen"))]
+    if not theirs and isinstance(error, OppoError):
+        return ""
+    last = next(reversed(theirs or foreign), None)
+    return "" if last is None else f" at {last.filename}:{last.lineno} in {last.name}"

@@ -15,11 +15,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
-from typing import Generic, Literal, TypeAlias, TypeVar
+from typing import Final, Generic, Literal, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from oppo.errors import ProtocolError, shown
 from oppo.support import Support
 
 T_co = TypeVar("T_co", covariant=True)
@@ -28,6 +29,9 @@ IntArray: TypeAlias = NDArray[np.int32]
 FloatArray: TypeAlias = NDArray[np.float32]
 BoolArray: TypeAlias = NDArray[np.bool_]
 FinishReason: TypeAlias = Literal["eos", "stop", "length"]
+
+LONGEST_REASON: Final = 4000
+"""Characters of the reason of a ``Drop``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -220,12 +224,22 @@ class Drop:
 
     Attributes:
         reason: why, for the record.
+            At most 4000 characters are kept, and what is no UTF-8 is escaped.
         nonfinite: whether the reason is a number that is not finite.
+
+    Raises:
+        TypeError: the reason is no text.
     """
 
     rollout: int
     reason: str
     nonfinite: bool = field(default=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.reason, str):
+            raise TypeError(f"the reason of a Drop is a text; got {shown(self.reason)}")
+        written = self.reason[:LONGEST_REASON].encode("utf-8", "backslashreplace").decode("utf-8")
+        object.__setattr__(self, "reason", written[:LONGEST_REASON])
 
     @classmethod
     def because(cls, reason: str) -> Drop:

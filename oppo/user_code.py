@@ -1,92 +1,25 @@
-"""Loading of user code by name, and the boundary around its calls, which names the origin of any error."""
+"""Loading of user code by name; the boundary around its calls is :func:`oppo.errors.contained`."""
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import importlib.util
 import inspect
 import re
 import sys
-import sysconfig
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Final
 
-from oppo.errors import ConfigError, OppoError, is_cancelled, leaves, shortened
+from oppo.errors import ConfigError, OppoError, contained, shown
 
 SPEC: Final = re.compile(r"^(?P<file>.+\.py):(?P<name>[^:/\\]+)$")
 """The form ``file.py:name``."""
 
 _PREFIX = "oppo_user_"
-_OURS = str(Path(__file__).parent)
-_LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-
-
-@contextmanager
-def contained(refuse: Callable[[str], Exception]) -> Iterator[None]:
-    """Raise ``refuse(words)`` instead of any error of the body, ``sys.exit()`` and its own cancellations included.
-
-    A cancellation from outside passes, and so does ``KeyboardInterrupt``, which becomes that cancellation if there is
-    one.
-
-    Args:
-        refuse: returns the error; the words are those of :func:`worded`.
-    """
-    try:
-        yield
-    except asyncio.CancelledError as error:
-        if is_cancelled():
-            raise
-        raise refuse(worded(error)) from error
-    except KeyboardInterrupt as error:
-        if is_cancelled():
-            raise asyncio.CancelledError from error
-        raise
-    except (Exception, SystemExit) as error:  # the boundary to the user's code: worded, kept as the cause, re-raised
-        raise refuse(worded(error)) from error
-
-
-def worded(error: BaseException) -> str:
-    """Return an error and its place in the user's code, as in ``KeyError: 'gold' at /home/me/r.py:3 in f``.
-
-    An exception group is described by its first error. The length is bounded, whatever the message.
-    """
-    first, *others = leaves(error)
-    try:
-        text = str(first)
-    except Exception as failure:  # noqa: BLE001 - the boundary to the user's code: its error cannot even be printed
-        text = f"({type(failure).__name__} in its __str__)"
-    message = f": {shortened(text)}" if text else ""
-    more = f", and {len(others)} more" if others else ""
-    return f"{type(first).__name__}{message}{more}{place_of(first)}"
-
-
-def shown(value: object) -> str:
-    """Return a value's ``repr`` and type, in bounded length, even if its ``__repr__`` fails."""
-    try:
-        text = repr(value)
-    except Exception as failure:  # noqa: BLE001 - the boundary to the user's code: its value cannot even be printed
-        text = f"({type(failure).__name__} in its __repr__)"
-    return f"{shortened(text, 200)} ({type(value).__name__})"
-
-
-def place_of(error: BaseException) -> str:
-    """Return the last traceback entry in the user's code, or in a library without one, as `` at file:line in f``.
-
-    It is empty for a file that cannot be parsed: the words of a ``SyntaxError`` have the place.
-    """
-    if isinstance(error, SyntaxError):
-        return ""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_OURS)]
-    theirs = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<frozen"))]
-    last = next(reversed(theirs or frames), None)
-    return "" if last is None else f" at {last.filename}:{last.lineno} in {last.name}"
 
 
 def load_function(spec: str, refuse: Callable[[str], Exception]) -> Callable[..., object]:

@@ -67,6 +67,31 @@ def test_it_may_return_a_state_end_the_response_or_be_async() -> None:
     assert answered(lambda turn: None) is None
 
 
+@pytest.mark.parametrize(
+    ("function", "sentence"),
+    [
+        (lambda turn: "\ud800", "which cannot be tokenised: UnicodeEncodeError"),
+        (lambda turn: ("a", {1j}), "must return a state of JSON values"),
+        (lambda turn: pytest.fail("no"), "raised Failed: no at "),
+        (lambda turn: Drop.because(None), "raised TypeError: the reason of a Drop is a text; got None"),  # type: ignore[arg-type] # that is the fault
+    ],
+)
+def test_what_comes_of_an_answer_is_its_failure_too(function: Callable[[TextTurn], object], sentence: str) -> None:
+    with pytest.raises(EnvironmentFailure) as caught:
+        answered(function)
+    assert "'<lambda>'" in str(caught.value)
+    assert sentence in str(caught.value)
+    assert "turn 0 of rollout 4" in str(caught.value)
+    dropped = answered(function, on_failure="drop")
+    assert isinstance(dropped, Drop)
+    assert dropped.reason.encode("utf-8")
+
+
+def test_a_reason_of_a_drop_can_be_written() -> None:
+    dropped = answered(lambda turn: Drop.because("the tool said \ud800"))
+    assert dropped == Drop(4, "the tool said \\ud800")
+
+
 def test_it_may_drop_the_rollout_by_choice() -> None:
     assert answered(lambda turn: Drop.because("the tool is on fire")) == Drop(4, "the tool is on fire")
 
@@ -171,16 +196,21 @@ async def test_as_many_sync_calls_overlap_as_were_asked_for() -> None:
 APART = """
 import os, time
 def pid(turn):
-    if turn.text == "hang":
+    while turn.text == "hang":
         time.sleep(3600)
+    while turn.text == "hold out":
+        try:
+            time.sleep(3600)
+        except BaseException:
+            pass
     return str(os.getpid())
 async def waiting(turn): ...
 """
 
 
-async def test_processes_go_on_from_call_to_call_until_one_hangs_and_is_killed(tmp_path: Path) -> None:
+async def test_a_process_is_interrupted_where_it_hangs_and_killed_where_it_holds_out(tmp_path: Path) -> None:
     (tmp_path / "tools.py").write_text(APART)
-    asking = environment(f"{tmp_path / 'tools.py'}:pid", process=True)
+    asking = environment(f"{tmp_path / 'tools.py'}:pid", process=True, timeout=0.3, concurrency=1)
 
     async def pid() -> int:
         answer = await asking.answer(turn())
@@ -190,11 +220,12 @@ async def test_processes_go_on_from_call_to_call_until_one_hangs_and_is_killed(t
     with closing(asking):
         first = await pid()
         assert first == await pid() != os.getpid()
-        asking._calls._timeout = 0.3  # the start of a process would take longer
         with pytest.raises(EnvironmentFailure, match=r"environment 'pid' took longer than 0.3 s"):
             await asking.answer(turn("hang"))
+        assert first == await pid()
+        with pytest.raises(EnvironmentFailure, match=r"environment 'pid' took longer than 0.3 s"):
+            await asking.answer(turn("hold out"))
         assert not is_alive(first)
-        asking._calls._timeout = 60
         second = await pid()
         assert is_alive(second)
     assert not is_alive(second)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import os
 import pickle
 import sys
@@ -15,11 +17,11 @@ import anyio.to_thread
 import numpy as np
 import pytest
 
-from oppo.errors import ConfigError, RewardError
+from oppo.errors import ConfigError, RewardError, worded
 from oppo.events import Drop, Finish
 from oppo.rewards import FunctionReward, load_function as load_reward_function
 from oppo.testing.loop import run_virtual
-from oppo.user_code import load_function, load_object, spec_of, worded
+from oppo.user_code import load_function, load_object, spec_of
 from tests.rewards.test_function import TWO, decode, finish, module
 
 
@@ -82,7 +84,48 @@ async def impatient(prompts: list[str], completions: list[str]) -> list[float]:
     sys.exit(0)
 
 
+async def suicidal(prompts: list[str], completions: list[str]) -> list[float]:
+    """Cancel the task that it is called in."""
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+    await asyncio.sleep(10)
+    return [0.0 for _ in completions]
+
+
+async def suicidal_at_its_end(prompts: list[str], completions: list[str]) -> list[float]:
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+    return [0.0 for _ in completions]
+
+
+async def ungraded(prompts: list[str], completions: list[str]) -> list[float]:
+    pytest.fail("the grader gives up")
+
+
+class OwnError(BaseException):
+    """Of somebody who derived it from BaseException."""
+
+
+class Hostile:
+    """Raises what is no Exception when it is looked at."""
+
+    @property
+    def dtype(self) -> object:
+        raise OwnError("do not look")
+
+
 MISBEHAVIOUR = [
+    pytest.param(raising(GeneratorExit()), "raised GeneratorExit at ", id="generator exit"),
+    pytest.param(raising(OwnError("mine")), "raised OwnError: mine at ", id="own base exception"),
+    pytest.param(raising(KeyboardInterrupt()), "raised KeyboardInterrupt at ", id="keyboard interrupt in a thread"),
+    pytest.param(lambda prompts, completions: pytest.fail("no"), "raised Failed: no at ", id="pytest.fail"),
+    pytest.param(ungraded, "raised Failed: the grader gives up at ", id="pytest.fail on the loop"),
+    pytest.param(suicidal, "raised CancelledError at ", id="cancels its own task"),
+    pytest.param(suicidal_at_its_end, "raised CancelledError", id="cancels its own task at its end"),
+    pytest.param(returning(lambda: [Hostile(), 0]), "raised OwnError: do not look at ", id="hostile result"),
+    pytest.param(returning(lambda: [Drop.because(None), 0]), "the reason of a Drop is a text; got None", id="drop"),  # type: ignore[arg-type] # that is the fault
     pytest.param(raising(SystemExit(0)), "raised SystemExit: 0 at ", id="exit"),
     pytest.param(impatient, "raised SystemExit: 0 at ", id="exit on the loop"),
     pytest.param(hedged, "raised CancelledError at ", id="cancelled"),
@@ -205,6 +248,65 @@ def test_what_is_asked_for_alone_is_asked_for_at_once() -> None:
     assert run_virtual(seconds) == 10.0, "one wait for all together, and one for each alone"
 
 
+async def holding_out(prompts: list[str], completions: list[str]) -> list[float]:
+    while True:
+        with contextlib.suppress(BaseException):
+            await asyncio.sleep(3600)
+
+
+async def late_answer(prompts: list[str], completions: list[str]) -> list[float]:
+    try:
+        await asyncio.sleep(3600)
+    except asyncio.CancelledError:
+        return [1.0 for _ in completions]
+    raise AssertionError
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a coroutine that cannot be closed
+@pytest.mark.parametrize("function", [holding_out, late_answer])
+async def test_an_async_function_that_catches_its_cancellation_has_failed_at_its_timeout(
+    function: Callable[..., object],
+) -> None:
+    for calls in range(2):
+        with pytest.raises(RewardError, match=rf"reward function '{function.__name__}' took longer than 0.05 s"):
+            await FunctionReward(function, decode, timeout=0.05).finish(TWO)
+        dropped = await FunctionReward(function, decode, timeout=0.05, on_failure="drop").finish(TWO)
+        assert [type(each) for each in dropped] == [Drop, Drop], calls
+    gc.collect()  # what was dropped cannot be closed
+
+
+async def test_an_async_function_that_blocks_the_loop_is_reported_and_has_failed() -> None:
+    told, sentences = threading.Event(), list[str]()
+
+    def tell(sentence: str) -> None:
+        sentences.append(sentence)
+        told.set()
+
+    async def blocking(prompts: list[str], completions: list[str]) -> list[float]:
+        assert told.wait(60), "it is told of while it blocks the loop"
+        return [1.0 for _ in completions]
+
+    with pytest.raises(RewardError, match="reward function 'blocking' took longer than 0.01 s"):
+        await FunctionReward(blocking, decode, timeout=0.01, tell=tell).finish(TWO)
+    assert "'blocking'" in sentences[0]
+    assert "event loop" in sentences[0]
+
+
+async def test_a_cancellation_from_outside_stays_one() -> None:
+    async def reward(prompts: list[str], completions: list[str]) -> list[float]:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(anyio.sleep, 0)
+        await anyio.sleep(3600)
+        return [1.0 for _ in completions]
+
+    with anyio.move_on_after(0.01) as scope:
+        await FunctionReward(reward, decode, timeout=60.0, on_failure="drop").finish(TWO)
+    assert scope.cancelled_caught
+    task = asyncio.current_task()
+    assert task is not None
+    assert not task.cancelling()
+
+
 def test_a_function_that_waits_to_be_called_again_is_at_work() -> None:
     async def reward(prompts: list[str], completions: list[str]) -> list[float]:
         raise ConnectionError("the judge is away")
@@ -254,6 +356,24 @@ async def test_a_function_in_a_process_of_its_own_may_do_the_same(tmp_path: Path
             with pytest.raises(RewardError) as caught:
                 await reward.finish(TWO)
             assert sentence in str(caught.value)
+
+
+SLOW_TO_START = "import time\ntime.sleep(1.5)\n" + APART
+
+
+async def test_the_timeout_of_a_call_in_a_process_leaves_its_start_out(tmp_path: Path) -> None:
+    spec = f"{module(tmp_path, SLOW_TO_START)}:pid"
+    with FunctionReward(spec, decode, process=True, timeout=1.0) as reward:
+        assert len(await reward.finish(TWO)) == 2
+
+
+async def test_a_file_that_cannot_be_run_in_a_process_is_named(tmp_path: Path) -> None:
+    file = module(tmp_path, APART)
+    with FunctionReward(f"{file}:pid", decode, process=True, on_failure="drop") as reward:
+        module(tmp_path, "raise KeyError('gold')")
+        for _ in range(2):
+            with pytest.raises(RewardError, match="mine.py cannot be run: KeyError: 'gold' at "):
+                await reward.finish(TWO)
 
 
 async def test_a_process_goes_on_from_call_to_call_and_ends_with_its_reward(tmp_path: Path) -> None:

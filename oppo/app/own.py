@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Union, get_arg
 
 from oppo import user_code
 from oppo.declared import require_declared
-from oppo.errors import ConfigError, OppoError
+from oppo.errors import ConfigError, OppoError, contained, place_of
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -35,11 +35,11 @@ def naming(key: str, spec: str) -> Iterator[None]:
         spec: the code, ``file.py:name``.
     """
     try:
-        with user_code.contained(lambda words: ConfigError(f"{key}: {spec} raised {words}")):
+        with contained(lambda words: ConfigError(f"{key}: {spec} raised {words}")):
             yield
     except ConfigError as error:
         if isinstance(own := error.__cause__, OppoError):
-            own.add_note(f"{key}: raised by {spec}{user_code.place_of(own)}")
+            own.add_note(f"{key}: raised by {spec}{place_of(own)}")
             raise own from None
         raise
 

@@ -12,7 +12,7 @@ from oppo.algorithms.algorithm import Algorithm, Roles
 from oppo.algorithms.registry import ALGORITHMS
 from oppo.app.own import LOSS, OwnPart, naming, part_of
 from oppo.declared import require_declared
-from oppo.errors import ConfigError
+from oppo.errors import ConfigError, shown
 from oppo.events import StepReport
 from oppo.graph import Graph
 
@@ -48,7 +48,7 @@ def _loaded(spec: str) -> type[Algorithm]:
     if not (inspect.isclass(found) and is_dataclass(found)):
         raise _refuse(
             f"{spec} must be a dataclass, whose fields are the settings of [algorithm], derived from GroupAlgorithm or "
-            f"ClippedAlgorithm for example, or a function that returns a graph; got {user_code.shown(found)}"
+            f"ClippedAlgorithm for example, or a function that returns a graph; got {shown(found)}"
         )
     if lacking := [each for each in MEMBERS if not hasattr(found, each)]:
         raise _refuse(
@@ -160,7 +160,7 @@ def loss_of(algorithm: Algorithm) -> Loss:
 
 def _graph(made: object, spec: str) -> Graph[StepReport]:
     if not isinstance(made, Graph):
-        raise _refuse(f"{spec} must return the graph of a step; got {user_code.shown(made)}")
+        raise _refuse(f"{spec} must return the graph of a step; got {shown(made)}")
     return made
 
 

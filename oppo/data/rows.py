@@ -9,8 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from oppo.errors import DataError
-from oppo.user_code import shown
+from oppo.errors import DataError, shown
 
 Row: TypeAlias = Mapping[str, object]
 Located: TypeAlias = tuple[str, Row]

@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import anyio
 
-from oppo.errors import ProtocolError, leaves, not_cancelled_from_within, note_others, running_loop
+from oppo.errors import ProtocolError, blaming, errors_only, leaves, note_others, running_loop
 from oppo.graph.channel import Channel, Sender, channel_table
 from oppo.graph.snapshot import Snapshot, Wait
 from oppo.graph.source import Source
@@ -135,7 +135,7 @@ class Execution(Generic[T]):
         keywords = {**named, **({"step": step} if self._topology.ports[node.name].stepped else {})}
         self._running.append(node.name)
         try:
-            with not_cancelled_from_within():
+            with errors_only():
                 await node.stage.run(*inputs, out=self._outlet(node), **keywords)
             self._returned.add(node.name)
             for channel in (*inputs, *named.values()):
@@ -245,6 +245,6 @@ def notify(observers: Sequence[Observer], call: Callable[[Observer], None]) -> N
     for observer in observers:
         try:
             call(observer)
-        except Exception as error:
-            error.add_note(f"raised by the observer {type(observer).__name__}, which must not raise")
-            raise
+        except BaseException:  # inside of the handler, since an item has many observers, and errors are rare
+            with blaming(f"the observer {type(observer).__name__}, which must not raise,"):
+                raise

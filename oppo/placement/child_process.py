@@ -86,6 +86,10 @@ class ChildProcess(Child):
         self._process.kill()
         self._process.wait()
 
+    def interrupt(self) -> None:
+        """End the call in progress, if the child's setup was :func:`oppo.placement.worker.heed_interrupts`."""
+        self._process.send_signal(signal.SIGUSR1)
+
     def _send(self, packet: Packet) -> None:
         try:
             send(self._connection, packet)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from contextvars import Context, copy_context
 from functools import partial
 from threading import Lock, Thread
@@ -18,37 +19,52 @@ from oppo.errors import ModelLost, running_loop
 from oppo.placement.child import Gone
 from oppo.placement.child_process import ChildProcess
 from oppo.placement.wire import Call, Create, Packet, pack, pack_with_blocks
+from oppo.placement.worker import heed_interrupts
 
 P = ParamSpec("P")
 R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
 T = TypeVar("T")
 
+GRACE = 2.0
+"""Seconds in which a call of a child that has been interrupted must end."""
 
-async def run_detached(name: str, work: Callable[[], R]) -> R:
-    """Run ``work`` in a daemon thread, in the caller's context, and return what it returns or raise what it raises.
 
-    A cancelled caller abandons the thread, which keeps neither the run nor the process from ending. Nothing bounds the
-    number of threads but what bounds the callers.
+class Detached(Generic[R_co]):
+    """Runs ``work`` in a daemon thread, in the caller's context.
+
+    Whoever waits for it may give up: the thread goes on, and keeps neither the run nor the process from ending. Nothing
+    bounds the number of threads but what bounds the callers.
 
     Args:
         name: shown in the thread list.
         work: a call without arguments.
     """
-    loop, context = running_loop(), _context_without_loop()
-    outcome: Future[R] = Future()
-    over = asyncio.Event()
 
-    def run() -> None:
-        try:
-            outcome.set_result(context.run(work))
-        except BaseException as error:  # noqa: BLE001 - the caller raises it
-            outcome.set_exception(error)
-        with suppress(RuntimeError):  # the loop is closed: the caller is gone
-            loop.call_soon_threadsafe(over.set)
+    def __init__(self, name: str, work: Callable[[], R_co]) -> None:
+        loop, context = running_loop(), _context_without_loop()
+        self._outcome: Future[R_co] = Future()
+        self._over = asyncio.Event()
 
-    Thread(target=run, name=name, daemon=True).start()
-    await over.wait()
-    return outcome.result()
+        def run() -> None:
+            try:
+                self._outcome.set_result(context.run(work))
+            except BaseException as error:  # noqa: BLE001 - who waits for it raises it
+                self._outcome.set_exception(error)
+            with suppress(RuntimeError):  # the loop is closed: nothing waits any more
+                loop.call_soon_threadsafe(self._over.set)
+
+        Thread(target=run, name=name, daemon=True).start()
+
+    async def result(self) -> R_co:
+        """Wait for what ``work`` returns, and return it, or raise what it raises."""
+        await self._over.wait()
+        return self._outcome.result()
+
+
+async def run_detached(name: str, work: Callable[[], R]) -> R:
+    """Return what ``work`` returns, or raise what it raises; a cancelled caller abandons its thread."""
+    return await Detached(name, work).result()
 
 
 def _context_without_loop() -> Context:
@@ -62,40 +78,77 @@ def _context_without_loop() -> Context:
 class DisposableProcess(Generic[T]):
     """An object in a child process of its own, for code that may also hold the interpreter lock or crash.
 
-    Calls are made one at a time. The first starts the child; after the child died, the next starts another.
+    Calls are made one at a time. The first starts the child, unless :meth:`start` has; after the child died, the next
+    starts another.
 
     Args:
         name: shown in errors and the list of processes.
         instance: can be pickled, importable by name.
+        timeout: of a call, in seconds, without the start. The call is then interrupted, and the child serves the next
+            one; a child that does not heed it within :data:`GRACE` is killed.
 
     Raises:
         ModelError: it cannot go to another process.
     """
 
-    def __init__(self, name: str, instance: T) -> None:
+    def __init__(self, name: str, instance: T, *, timeout: float = math.inf) -> None:
         self._name = name
+        self._timeout = timeout
         self._create = pack_with_blocks(Create(0, instance))
         self._child: _LazyChild | None = None
         self._turn = anyio.Lock()
+
+    async def start(self) -> None:
+        """Start the child, unless it runs, and wait until it holds the object; a cancelled start kills it.
+
+        Raises:
+            ModelLost: the child died.
+            Exception: whatever importing or unpickling the object raised.
+        """
+        async with self._turn:
+            await self._started()
 
     async def call(self, work: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Return ``work(instance, *args, **kwargs)``; a cancelled call kills the child.
 
         Raises:
             ModelLost: the child died.
+            TimeoutError: the call took too long.
             Exception: whatever ``work`` raised.
         """
         packet = pack(Call(0, work, args, kwargs))
         async with self._turn:
-            child = self._child = self._child or _LazyChild(self._name, self._create)
-            try:
-                return cast("R", await run_detached(f"oppo-{self._name}", partial(child.ask, packet)))
-            except Gone as gone:
-                self.close()
-                raise ModelLost(f"the process of {self._name!r} {gone}") from None
-            except anyio.get_cancelled_exc_class():
-                self.close()
-                raise
+            child = await self._started()
+            with self._disposed_of():
+                asked = Detached(f"oppo-{self._name}", partial(child.ask, packet))
+                with anyio.move_on_after(self._timeout):
+                    return cast("R", await asked.result())
+                child.interrupt()
+                with anyio.move_on_after(GRACE) as grace, suppress(Exception):
+                    await asked.result()
+                if grace.cancelled_caught or child.gone:
+                    self.close()
+                raise TimeoutError
+
+    async def _started(self) -> _LazyChild:
+        if self._child is None:
+            child = self._child = _LazyChild(self._name)
+            with self._disposed_of(Exception):
+                await run_detached(f"oppo-{self._name}", partial(child.start, self._create))
+            return child
+        return self._child
+
+    @contextmanager
+    def _disposed_of(self, *errors: type[Exception]) -> Iterator[None]:
+        """Kill the child where the body is cancelled, the child is found dead, or one of ``errors`` is raised."""
+        try:
+            yield
+        except Gone as gone:
+            self.close()
+            raise ModelLost(f"the process of {self._name!r} {gone}") from None
+        except (anyio.get_cancelled_exc_class(), *errors):
+            self.close()
+            raise
 
     def close(self) -> None:
         """Kill the child, whatever it is doing; idempotent."""
@@ -105,14 +158,26 @@ class DisposableProcess(Generic[T]):
 
 
 class _LazyChild:
-    """A child that the first order starts; ``kill`` may come before, during or after that, from another thread."""
+    """A child that :meth:`start` starts; ``kill`` may come before, during or after that, from another thread."""
 
-    def __init__(self, name: str, create: Packet) -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
-        self._create = create
         self._child: ChildProcess | None = None
         self._killed = False
         self._lock = Lock()
+        self.gone = False
+
+    def start(self, create: Packet) -> None:
+        """Start the child and wait until it holds the instance.
+
+        Raises:
+            Gone: the child is dead, or dies meanwhile.
+        """
+        with self._lock:
+            if self._killed:
+                raise Gone("was killed before it started")
+            self._child = ChildProcess(self._name, heed_interrupts)
+        self.ask(create)
 
     def ask(self, packet: Packet) -> object:
         """Return what an order returns.
@@ -120,13 +185,16 @@ class _LazyChild:
         Raises:
             Gone: the child is dead, or dies meanwhile.
         """
-        if self._child is None:
-            with self._lock:
-                if self._killed:
-                    raise Gone("was killed before it started")
-                self._child = ChildProcess(self._name, None)
-            self._child.ask(self._create).result(self._name)
-        return self._child.ask(packet).result(self._name)
+        assert self._child is not None  # noqa: S101 - it has been started
+        try:
+            return self._child.ask(packet).result(self._name)
+        except Gone:
+            self.gone = True
+            raise
+
+    def interrupt(self) -> None:
+        if self._child is not None:
+            self._child.interrupt()
 
     def kill(self) -> None:
         with self._lock:

@@ -8,16 +8,36 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import Connection
+from types import FrameType
 from typing import NoReturn, Protocol
 
 from oppo import observe
 from oppo.errors import ModelError
 from oppo.placement.callback import Refusal, Reply, Request, Stub
 from oppo.placement.wire import Answer, Call, Create, Failure, Packet, pack, receive, send, unpack
+
+
+class OverdueError(BaseException):
+    """Ends a call that takes longer than its caller waits; not an ``Exception``, so that few handlers catch it."""
+
+
+_calls = 0
+"""Calls in progress in this process."""
+
+
+def heed_interrupts() -> None:
+    """Let SIGUSR1 end the call in progress, by an :class:`OverdueError` in its thread, the main one."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        if _calls:
+            raise OverdueError
+
+    signal.signal(signal.SIGUSR1, interrupt)
 
 
 def serve(fd: int) -> None:
@@ -150,9 +170,22 @@ def _execute(order: object, instances: dict[int, object], bind: Callable[[object
             return None
         case Call(number, work, args, kwargs):
             first = () if number is None else (instances[number],)
-            return work(*first, *map(bind, args), **{name: bind(value) for name, value in kwargs.items()})
+            with _in_progress():
+                return work(*first, *map(bind, args), **{name: bind(value) for name, value in kwargs.items()})
         case _:
             raise ModelError(f"expected an order, got {type(order).__name__}")
+
+
+@contextmanager
+def _in_progress() -> Iterator[None]:
+    global _calls  # noqa: PLW0603 - a signal handler reads it
+    _calls += 1
+    try:
+        yield
+    except OverdueError as error:
+        raise TimeoutError("interrupted, since it took too long") from error
+    finally:
+        _calls -= 1
 
 
 def _failure(error: Exception, start: float) -> Packet:

@@ -11,11 +11,11 @@ from itertools import islice
 from typing import Final, SupportsFloat, TypeAlias, cast
 
 from oppo import user_code
-from oppo.errors import RewardError, one_line
+from oppo.errors import RewardError, awaited, contained, one_line, shown
 from oppo.events import Drop
 from oppo.models import RewardFunction
 from oppo.rewards.per_token import Placed, is_placed, placed
-from oppo.user_code import UserFunction, contained, shown
+from oppo.user_code import UserFunction
 
 RESERVED: Final = ("prompts", "completions")
 """The arguments of a reward function that are no columns."""
@@ -46,24 +46,23 @@ class CalledFunction:
             RewardFailure: it raised, or returned something else.
         """
         with self._contained(rollouts):
-            items, wrong = _items(self.user.function(**arguments), len(rollouts))
-        return self._scores(items, wrong, rollouts)
+            return self._scores(self.user.function(**arguments), rollouts)
 
     async def answer(self, arguments: Mapping[str, object], rollouts: Sequence[int]) -> list[ReturnedScore]:
         """Do the same with an async function."""
         with self._contained(rollouts):
             result = self.user.function(**arguments)
-            items, wrong = _items(await result if isinstance(result, Awaitable) else result, len(rollouts))
-        return self._scores(items, wrong, rollouts)
+            return self._scores(await awaited(result) if isinstance(result, Awaitable) else result, rollouts)
 
     def failure(self, what: str, rollouts: Sequence[int]) -> RewardFailure:
         """Return an error that names the function and the rollouts."""
         return RewardFailure(f"reward function {self.user.name!r} {what} (rollouts {', '.join(map(str, rollouts))})")
 
     def _contained(self, rollouts: Sequence[int]) -> AbstractContextManager[None]:
-        return contained(lambda words: self.failure(f"raised {words}", rollouts))
+        return contained(lambda words: self.failure(f"raised {words}", rollouts), passing=RewardFailure)
 
-    def _scores(self, items: Sequence[object], wrong: str, rollouts: Sequence[int]) -> list[ReturnedScore]:
+    def _scores(self, result: object, rollouts: Sequence[int]) -> list[ReturnedScore]:
+        items, wrong = _items(result, len(rollouts))
         if wrong:
             raise RewardFailure(
                 f"reward function {self.user.name!r} must return {len(rollouts)} numbers, one for each completion, "

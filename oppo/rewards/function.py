@@ -67,8 +67,7 @@ class FunctionReward(Scorer[float | Drop]):
             sync, and importable by name.
         concurrency: how many calls may overlap; by default 64 of an async function and 1 of a sync one. Overlapping
             calls of a sync function are made in as many threads or processes.
-        timeout: seconds after which a call has failed; ``None``: never. A process is killed then, and a thread is left
-            to itself.
+        timeout: seconds after which a call has failed; ``None``: never (:class:`oppo.user_calls.UserCalls`).
         each: call the function for each rollout alone.
         optional: ``None`` as a score means that the reward does not apply: the rollout is dropped, or, as a part of
             :class:`Rewards`, scored by the other parts. Otherwise it is a failure.
@@ -114,6 +113,7 @@ class FunctionReward(Scorer[float | Drop]):
             concurrency=default if concurrency is None else concurrency,
             timeout=timeout,
             process=process,
+            tell=lambda sentence: self.tell(sentence),
         )
         self._decode = decode
         self._prompt_column = prompt_column

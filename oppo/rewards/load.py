@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeGuard, TypeVar, cast
 
 from oppo import user_code
-from oppo.errors import RewardError
+from oppo.errors import RewardError, contained, shown
 from oppo.events import Drop
 from oppo.models import Scorer
 from oppo.observe import Telling, silent
@@ -16,7 +16,7 @@ from oppo.placement import Hosted, Hosting, Journal, Recipe
 from oppo.rewards.called import RESERVED
 from oppo.rewards.combined import OnDrop, Rewards, is_scorer
 from oppo.rewards.function import FunctionReward
-from oppo.user_code import LoadedFile, contained, shown
+from oppo.user_code import LoadedFile
 
 T = TypeVar("T")
 

@@ -11,9 +11,9 @@ from typing import Final, SupportsFloat, SupportsIndex, TypeAlias, TypeVar, cast
 
 import numpy as np
 
+from oppo.errors import shown
 from oppo.events import Response
 from oppo.token_rewards import TokenRewards
-from oppo.user_code import shown
 
 K = TypeVar("K")
 

@@ -429,7 +429,8 @@ def test_an_observer_that_raises_is_named(method: str) -> None:
 
     with pytest.raises(Boom) as caught:
         run_virtual(main)
-    assert "raised by the observer Clumsy, which must not raise" in caught.value.__notes__
+    (note, *_) = caught.value.__notes__
+    assert note.startswith(f"raised by the observer Clumsy, which must not raise, at {__file__}:")
 
 
 def test_a_fan_out_reaches_every_reader_and_the_result() -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import normalize
 
-from oppo.errors import ConfigError, ModelError, ProtocolError, RewardError
+from oppo.errors import ConfigError, ModelError, ProtocolError, RewardError, shown
 from oppo.events import Chunk, Drop, Finish, Given, Prompt
 from oppo.hf.as_text.encoder import Encoder, Features
 from oppo.hf.as_text.reader import EMPTY, OverLong, Reader, TooLong
@@ -17,7 +17,6 @@ from oppo.hf.as_text.rendering import Form, PromptText, Rendered, Rendering, pro
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.placement import Hosting
 from oppo.scheduling import IN_ORDER, Priority
-from oppo.user_code import shown
 
 
 @dataclass(frozen=True, slots=True)
