@@ -13,6 +13,7 @@ fixture             is
 ``hidden_fraction`` ``hidden_fraction()``: the fraction of its scoring that decoding or training hid
 ``story``           ``story(rollout)``: all that happened to a rollout in it
 ``fake_batch``      ``fake_batch(lengths, ...)``: a batch to train on (:func:`oppo.testing.fake_batch`)
+``check_admission`` ``await check_admission(make)``: checks an admission (:func:`oppo.testing.check_admission`)
 ==================  ==========================================================================================
 """
 
@@ -135,3 +136,11 @@ def fake_batch() -> Callable[..., Batch]:
     from oppo.testing import fake_batch  # noqa: PLC0415 - see above
 
     return fake_batch
+
+
+@pytest.fixture
+def check_admission() -> Callable[..., Coroutine[Any, Any, None]]:
+    """Return ``check_admission(make)``, the conformance check of an admission."""
+    from oppo.testing import check_admission  # noqa: PLC0415 - see above
+
+    return check_admission

@@ -133,22 +133,31 @@ def noted(sentence: str) -> Iterator[None]:
 
 @contextmanager
 def blaming(what: str) -> Iterator[None]:
-    """Do as :func:`noted` around user code; the note says that ``what`` raised the error, and at which line."""
+    """Do as :func:`noted` around user code; the note says that ``what`` raised the error, and at which line.
+
+    An error of this package that did not pass through user code has no such note.
+    """
     try:
-        with errors_only():
+        with errors_only(f"{what}: "):
             yield
     except Exception as error:
-        error.add_note(f"raised by {what}{place_of(error)}")
+        place = place_of(error)
+        if place or not isinstance(error, OppoError):
+            error.add_note(f"raised by {what}{place}")
         raise
 
 
 @contextmanager
-def errors_only() -> Iterator[None]:
-    """Raise a ``ProtocolError`` in place of what the body raises that is no ``Exception``; see :func:`contained`."""
+def errors_only(whose: str = "") -> Iterator[None]:
+    """Raise a ``ProtocolError`` in place of what the body raises that is no ``Exception``; see :func:`contained`.
+
+    Args:
+        whose: how its message begins.
+    """
 
     def refuse(words: str) -> ProtocolError:
         return ProtocolError(
-            f"a result or an Exception was expected; got {words}, and nothing had cancelled this call: catch the "
+            f"{whose}a result or an Exception was expected; got {words}, and nothing had cancelled this call: catch the "
             "cancellation of tasks where they are awaited, and derive errors from Exception"
         )
 

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oppo.errors import ProtocolError, shown
+from oppo.numeric import require_metrics
 from oppo.support import Support
 
 T_co = TypeVar("T_co", covariant=True)
@@ -270,6 +271,13 @@ RolloutEvent: TypeAlias = Prompt | Chunk | Given | Defer | Finish | Drop
 _OF_A_ROLLOUT = (Chunk, Prompt, Finish, Given, Defer, Drop, Scored)
 
 
+def described(value: object) -> str:
+    """Describe a value on a line of bounded length: arrays by shape and type."""
+    if isinstance(value, np.ndarray):
+        return f"an array of shape {value.shape} and type {value.dtype}"
+    return shown(value)
+
+
 def rollout_of(event: object) -> int | None:
     """Return the rollout an event belongs to; events of one rollout keep their order on every channel."""
     return event.rollout if isinstance(event, _OF_A_ROLLOUT) else None
@@ -280,6 +288,17 @@ def merge_chunks(queued: RolloutEvent, new: RolloutEvent) -> RolloutEvent | None
     if isinstance(queued, Chunk) and isinstance(new, Chunk) and queued.rollout == new.rollout:
         return queued.merge(new)
     return None
+
+
+_PER_TOKEN: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("tokens", "versions"), "iu"),
+    "sampled": "b",
+    **dict.fromkeys(("logprobs", "proximal", "reference", "values"), "fiu"),
+    **dict.fromkeys(("rewards", "advantages", "returns", "token_rewards"), "fiu"),
+}
+"""The columns of a batch that have an item for each token, and the kinds of their types."""
+
+_REQUIRED: Final = frozenset({"scores", "tokens", "versions", "sampled", "logprobs"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -310,6 +329,9 @@ class Batch:
         deferred: the rollouts carried into the next step.
         token_rewards: float32 [T], the part of the scores that the scorer placed at tokens, before it is shaped; 0 for
             a response whose score is a plain number, and ``None`` if all are.
+
+    Raises:
+        ProtocolError: a column is no array of numbers with one for each row or token, or a metric is no number.
     """
 
     responses: tuple[Response, ...]
@@ -331,6 +353,24 @@ class Batch:
     deferred: tuple[Defer, ...] = ()
     token_rewards: FloatArray | None = None
     last_values: FloatArray | None = None
+
+    def __post_init__(self) -> None:
+        rows, tokens = len(self.responses), sum(map(len, self.responses))
+        self._require("scores", "fiu", rows, "row")
+        for name, kinds in _PER_TOKEN.items():
+            self._require(name, kinds, tokens, "token")
+        require_metrics("Batch.metrics", self.metrics, error=ProtocolError)
+
+    def _require(self, name: str, kinds: str, length: int, each: str) -> None:
+        column: object = getattr(self, name)
+        if column is None and name not in _REQUIRED:
+            return
+        if not isinstance(column, np.ndarray) or column.shape != (length,) or column.dtype.kind not in kinds:
+            advice = "np.repeat(per_row, np.diff(batch.offsets)) gives every token the number of its row"
+            raise ProtocolError(
+                f"Batch.{name} must be a NumPy array with a number for each {each}, {length} in {len(self.responses)} "
+                f"rows; got {described(column)}{f': {advice}' if each == 'token' else ''}"
+            )
 
     def __len__(self) -> int:
         return len(self.responses)

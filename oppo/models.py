@@ -17,6 +17,7 @@ from annotated_types import Gt, Le
 from oppo.declared import Count, Filled, FromList, NonNegative, PositiveCount, Seed, require_declared, setting
 from oppo.errors import ProtocolError
 from oppo.events import Batch, Chunk, Finish, FloatArray, Given, IntArray, Prompt, Response
+from oppo.numeric import require_metrics
 from oppo.scheduling import IN_ORDER, Priority, TimeSlice
 from oppo.support import Support
 
@@ -161,7 +162,7 @@ class Decode(Protocol):
         """
 
     async def aclose(self) -> None:
-        """Discard the rollout and free its memory; idempotent."""
+        """Discard the rollout and free its memory; idempotent. A later :meth:`read` raises ``ProtocolError``."""
 
 
 Loads: TypeAlias = Literal["refused", "between decode steps", "when decoding ends"]
@@ -316,11 +317,17 @@ class Trained:
         nonfinite: rollouts in no optimizer step, because the loss or gradient of all their minibatches was not finite.
         skipped: rollouts of every minibatch whose optimizer step was skipped for that; those in another step are
             trained.
+
+    Raises:
+        ProtocolError: a metric is no number.
     """
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     nonfinite: tuple[int, ...] = ()
     skipped: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        require_metrics("Trained.metrics", self.metrics, error=ProtocolError)
 
 
 class Trainer(Protocol):

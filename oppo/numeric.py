@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from numbers import Integral, Real
+from typing import SupportsFloat
+
+from oppo.errors import shown
 
 WHOLE = range(-(2**63), 2**63)
 """The whole numbers that are accepted: arrays, random generators and files hold 64 bits."""
@@ -41,3 +45,17 @@ def require_real(
         raise error(f"{name} must be a {'' if infinite else 'finite '}number, not {value!r}")
     if number < least:
         raise error(f"{name} must be at least {least:g}, not {value}")
+
+
+def require_metrics(name: str, metrics: object, *, error: type[Exception] = ValueError) -> None:
+    """Require a mapping from names to numbers, finite or not.
+
+    Raises:
+        error: it is none.
+    """
+    if not isinstance(metrics, Mapping):
+        raise error(f"{name} must be a mapping from names to numbers; got {shown(metrics)}")
+    for metric, value in metrics.items():
+        number = isinstance(value, SupportsFloat) and not isinstance(value, str | bytes)
+        if not (isinstance(metric, str) and number) or getattr(value, "shape", ()):
+            raise error(f"{name} must map names to numbers; got {shown(metric)}: {shown(value)}")

@@ -44,14 +44,23 @@ class FanOut(Generic[T]):
 
     Args:
         on_delivered: called with each item once all targets have it.
+        require: called with each item first; raises if no target can read it.
     """
 
-    def __init__(self, targets: Sequence[Target[T]], on_delivered: Callable[[T], None] | None = None) -> None:
+    def __init__(
+        self,
+        targets: Sequence[Target[T]],
+        on_delivered: Callable[[T], None] | None = None,
+        require: Callable[[T], None] | None = None,
+    ) -> None:
         self._targets = targets
         self._on_delivered = on_delivered
+        self._require = require
 
     async def send(self, item: T, /) -> None:
         """Deliver ``item`` to every target; see :meth:`oppo.Sender.send` for what a cancellation leaves."""
+        if self._require is not None:
+            self._require(item)
         for target in [target for target in self._targets if not target.offer(item)]:
             await target.send(item)
         if self._on_delivered is not None:
@@ -164,9 +173,10 @@ class Execution(Generic[T]):
         ]
         if node.name == self._topology.result:
             targets.append(self._result)
+        require = self._topology.requirement(node.name)
         if not self._observers:
-            return targets[0] if len(targets) == 1 else FanOut(targets)
-        return FanOut(targets, lambda item: notify_item(self._observers, self._step, node.name, item))
+            return targets[0] if len(targets) == 1 and require is None else FanOut(targets, None, require)
+        return FanOut(targets, lambda item: notify_item(self._observers, self._step, node.name, item), require)
 
     def _notify(self, stage: str, item: object) -> None:
         notify_item(self._observers, self._step, stage, item)

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import anyio
 from anyio.lowlevel import RunVar
 
-from oppo.errors import GraphError, noted, running_loop
+from oppo.errors import GraphError, blaming, noted, running_loop
 from oppo.graph.executor import Execution, notify, notify_item, notify_span
 from oppo.graph.pipeline import DrainAfter, Pipeline, StepRun, never
 from oppo.graph.snapshot import Snapshot
@@ -130,7 +130,8 @@ class Run(Generic[O]):
     def _observe(self, step: Step, result: O) -> None:
         for node in self._topology.nodes:
             if isinstance(node.stage, Observing):
-                with noted(f"in observe() of stage {node.name!r} of graph {self._topology.name!r}, step {step.index}"):
+                where = f"observe() of stage {node.name!r} of graph {self._topology.name!r}, step {step.index}"
+                with noted(f"in {where}"), blaming(f"{type(node.stage).__name__}.observe()"):
                     observation = node.stage.observe(result, step.of(node.name))
                 if observation is not None:
                     notify_item(self._observers, step, node.name, observation)

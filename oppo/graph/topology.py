@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
+from typing import is_typeddict
 
-from oppo.errors import GraphError
+from oppo.errors import GraphError, ProtocolError, shown
 from oppo.graph.channel import Key, Merge
 from oppo.graph.ports import Ports, fits, in_words
 from oppo.graph.stage import AnyStage, Demanding, Observing, Stateful
@@ -73,6 +74,30 @@ class Topology:
     def readers(self, name: str) -> Sequence[Node]:
         """Return the nodes that read ``name``."""
         return [node for node in self.nodes if name in node.reads]
+
+    def requirement(self, name: str) -> Callable[[object], None] | None:
+        """Return the check of what node ``name`` sends, by the classes that its readers' annotations name, if any do.
+
+        It raises ``ProtocolError`` for an item that a reader cannot read.
+        """
+        readers: dict[tuple[type, ...], str] = {}
+        for reader in self.readers(name):
+            port = self.ports[reader.name]
+            read = [port.carried(position) for position, each in enumerate(reader.inputs) if each == name]
+            read += [port.named[keyword] for keyword, each in reader.named.items() if each == name]
+            for classes in read:
+                if classes is not None and not any(map(_is_lenient, classes)):
+                    readers.setdefault(tuple(classes), reader.name)
+        if not readers:
+            return None
+
+        def require(item: object) -> None:
+            for classes, reader in readers.items():
+                if not isinstance(item, classes):
+                    words = in_words(frozenset(classes))
+                    raise ProtocolError(f"{name!r} sent {shown(item)}, and {reader!r} reads {words}")
+
+        return require
 
     def require_sound(self, faults: Sequence[str] = ()) -> None:
         """Raise ``GraphError`` with one line for each fault, the known ``faults`` first."""
@@ -176,6 +201,11 @@ class Topology:
                 needed.add(name)
                 unvisited += self.by_name[name].reads
         return frozenset(needed)
+
+
+def _is_lenient(kind: type) -> bool:
+    """Return whether a type checker accepts what is no instance of a class: an int, for example, for a float."""
+    return kind in (int, float, complex, bool) or is_typeddict(kind)
 
 
 def _typing(node: Node, ports: Mapping[str, Ports]) -> Sequence[str]:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 
-import numpy as np
-
-from oppo.errors import ProtocolError
+from oppo.errors import ProtocolError, blaming, shown
 from oppo.events import Batch, Defer, Drop, FloatArray, RolloutEvent, Scored
 from oppo.graph import Receiver, Sender
 from oppo.stages.scored_rollouts import ScoredRollout, ScoredRollouts
@@ -54,20 +52,17 @@ class BatchStage(ABC):
         """Return the training batch of these rollouts, in their order, without the unfit ones.
 
         Raises:
-            ProtocolError: an estimate does not have one number for each token.
+            ProtocolError: an estimate does not have one number for each token, or no batch was estimated.
         """
         scored = ScoredRollouts(rollouts, dropped, deferred)
-        batch = scored.batch()
-        if drops := self.unfit(batch):
-            batch = scored.without(drops).batch()
-        batch = self.estimated(batch)
-        for name, column in batch.estimates.items():
-            if np.shape(column) != batch.tokens.shape:
-                raise ProtocolError(
-                    f"{type(self).__name__} estimated {name} of shape {list(np.shape(column))}, and a number for each "
-                    f"of {len(batch.tokens)} tokens in {len(batch)} rows was expected: np.repeat(per_row, "
-                    "np.diff(batch.offsets)) gives every token the number of its row"
-                )
+        plain = scored.batch()
+        if drops := self.unfit(plain):
+            plain = scored.without(drops).batch()
+        name = f"{type(self).__name__}.estimated()"
+        with blaming(name):
+            batch: object = self.estimated(plain)
+        if not isinstance(batch, Batch):
+            raise ProtocolError(f"{name} must return a Batch; got {shown(batch)}")
         return batch
 
     def unfit(self, batch: Batch) -> Sequence[Drop]:

@@ -5,16 +5,19 @@ They catch what would corrupt a batch, lose a rollout or make a run hang; :mod:`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Sized
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from inspect import isroutine
-from typing import SupportsFloat
+from typing import SupportsFloat, get_args
 
 import numpy as np
 
-from oppo.errors import ConfigError, DataError, ProtocolError, shortened
-from oppo.events import Batch, Finish, Prompt
+from oppo.errors import ConfigError, DataError, ProtocolError
+from oppo.events import Batch, Defer, Drop, Finish, Prompt, RolloutEvent, described
+from oppo.graph import Sender, Step
 from oppo.follower_protocols import name_of
-from oppo.models import Capabilities, Follower, Piece, Policy, Trained, Trainer
+from oppo.models import Capabilities, Follower, Piece, PieceState, Policy, Trained, Trainer
 from oppo.token_rewards import TokenRewards
 from oppo.turns import MultiTurnPolicy
 
@@ -85,8 +88,9 @@ def require_supports(followers: Sequence[Follower]) -> None:
 
 
 def require_count(results: object, rollouts: int, what: str) -> None:
-    """Raise ``ProtocolError`` unless ``results`` has one item for each of so many rollouts."""
-    if not (isinstance(results, Sized) and isinstance(results, Iterable)):
+    """Raise ``ProtocolError`` unless ``results`` is a sequence with one item for each of so many rollouts."""
+    array = isinstance(results, np.ndarray) and results.ndim > 0
+    if not array and (not isinstance(results, Sequence) or isinstance(results, str | bytes)):
         raise ProtocolError(
             f"{what} must return a list, one item for each of {rollouts} rollouts; got {described(results)}"
         )
@@ -94,38 +98,56 @@ def require_count(results: object, rollouts: int, what: str) -> None:
         raise ProtocolError(f"{what} was asked for {rollouts} rollouts and answered for {len(results)}")
 
 
-def require_piece(piece: Piece, rollout: int, oldest: int, newest: int, *, turns: bool = False) -> None:
+def require_piece(
+    piece: Piece, policy: Policy, rollout: int, limit: int, oldest: int, *, turns: bool = False
+) -> None:
     """Raise ``ProtocolError`` unless a piece can be the next of its rollout.
 
     Args:
-        piece: as read from the policy.
+        piece: as read.
+        policy: of which it was read.
         rollout: named in the error.
+        limit: tokens that were asked for.
         oldest: version that made the token before it.
-        newest: version of the policy's weights.
         turns: whether the end may come after the last token.
     """
+    if fault := _fault_of(piece, limit, oldest, policy.version, turns):
+        raise ProtocolError(f"rollout {rollout}: read({limit}) of {type(policy).__name__} returned {fault}")
+
+
+def _fault_of(piece: object, limit: int, oldest: int, newest: int, turns: bool) -> str:
+    """Return what is wrong with a piece, or an empty string."""
     if not isinstance(piece, Piece):
-        raise ProtocolError(f"rollout {rollout}: read() must return a Piece; got {described(piece)}")
+        return f"{described(piece)}; expected a Piece"
+    if piece.state not in get_args(PieceState):
+        return f"a piece whose state is {piece.state!r}; expected one of {', '.join(get_args(PieceState))}"
+    columns = {"tokens": np.int32, "logprobs": np.float32, "versions": np.int32}
+    for name, kind in columns.items():
+        column: object = getattr(piece, name)
+        if not isinstance(column, np.ndarray) or column.dtype != kind or column.ndim != 1:
+            return f"a piece whose {name} are {described(column)}; expected {kind.__name__} [n]"
     n, versions = len(piece.tokens), piece.versions
+    if n > limit:
+        return f"a piece of {n} tokens; expected at most {limit}"
     if not n:
-        if piece.state != "cut" and (piece.state == "live" or not turns):
-            raise ProtocolError(f"rollout {rollout}: a piece with no token says {piece.state!r}; only 'cut' may")
-        return
+        ends = piece.state == "cut" or (turns and piece.state != "live")
+        return "" if ends else f"a piece with no token that says {piece.state!r}; only 'cut' may"
     if piece.tokens.min() < 0:
-        raise ProtocolError(f"rollout {rollout}: a piece holds the token id {piece.tokens.min()}; expected 0 or more")
+        return f"a piece that holds the token id {piece.tokens.min()}; expected 0 or more"
     if piece.given:
-        return
+        return ""
     lengths = (len(piece.logprobs), len(versions))
     if lengths != (n, n) or not piece.support.describes(n):
-        raise ProtocolError(
-            f"rollout {rollout}: a piece of {n} tokens has {lengths[0]} log-probs, {lengths[1]} versions and a support "
-            f"of {len(piece.support.counts)} tokens; expected one of each for each token"
+        return (
+            f"a piece of {n} tokens with {lengths[0]} log-probs, {lengths[1]} versions and a support of "
+            f"{len(piece.support.counts)} tokens; expected one of each for each token"
         )
     if not oldest <= versions[0] <= versions[-1] <= newest or (versions[1:] < versions[:-1]).any():
-        raise ProtocolError(
-            f"rollout {rollout}: the tokens of a piece were made by versions {np.unique(versions).tolist()}, lastly "
-            f"{versions[-1]}, after {oldest}; versions never decrease, and the policy's is {newest}"
+        return (
+            f"a piece whose tokens were made by versions {np.unique(versions).tolist()}, lastly {versions[-1]}, after "
+            f"{oldest}; versions never decrease, and the policy's is {newest}"
         )
+    return ""
 
 
 def require_score(score: object, finish: Finish) -> None:
@@ -133,7 +155,8 @@ def require_score(score: object, finish: Finish) -> None:
     if isinstance(score, TokenRewards):
         require_per_token(score.rewards, finish, "token reward")
         return
-    if not isinstance(score, SupportsFloat) or len(getattr(score, "shape", ())):
+    text = isinstance(score, str | bytes) or getattr(getattr(score, "dtype", None), "kind", "f") not in "fiub"
+    if text or not isinstance(score, SupportsFloat) or len(getattr(score, "shape", ())):
         raise ProtocolError(f"rollout {finish.rollout}: expected a number as its score, got {described(score)}")
 
 
@@ -152,11 +175,53 @@ def require_per_token(values: object, finish: Finish, what: str, *, last: bool =
         )
 
 
-def described(value: object) -> str:
-    """Describe a value on a line of bounded length: arrays by shape and type."""
-    if isinstance(value, np.ndarray):
-        return f"an array of shape {value.shape} and type {value.dtype}"
-    return f"{type(value).__name__} {shortened(repr(value))}"
+@dataclass(slots=True, eq=False)
+class Ended:
+    """The rollouts that ended, and those that were deferred, in a step; recorded by the stage that generates.
+
+    Attributes:
+        out: gets the events that it notes.
+    """
+
+    out: Sender[RolloutEvent]
+    ended: list[int] = field(default_factory=list)
+    deferred: list[int] = field(default_factory=list)
+
+    async def send(self, event: RolloutEvent, /) -> None:
+        """Note an event and send it."""
+        if isinstance(event, Finish | Drop):
+            self.ended.append(event.rollout)
+        elif isinstance(event, Defer):
+            self.deferred.append(event.rollout)
+        await self.out.send(event)
+
+
+def require_once(batch: Batch | None, step: Step, sender: str) -> None:
+    """Raise ``ProtocolError`` unless each rollout that ended in a step is in its batch or its drops, once.
+
+    Args:
+        batch: ``None`` if there was none.
+        step: what ended in it is known if a :class:`~oppo.stages.Generate` is a stage of its graph.
+        sender: the stage that made the batch, or something else, for the error.
+    """
+    for _, known in step.recorded(Ended):
+        trained, drops, deferred = ((), (), ()) if batch is None else (batch.rollouts, batch.dropped, batch.deferred)
+        for what, have, came in (
+            ("ended", (*trained, *(drop.rollout for drop in drops)), known.ended),
+            ("were deferred", tuple(event.rollout for event in deferred), known.deferred),
+        ):
+            held, wanted = Counter(have), Counter(came)
+            faults = {
+                "leaves out": sorted(wanted - held),
+                "repeats": sorted(rollout for rollout, count in held.items() if count > 1),
+                "holds, of another step,": sorted(held.keys() - wanted.keys()),
+            }
+            words = [f"{fault} rollouts {rollouts}" for fault, rollouts in faults.items() if rollouts]
+            if words:
+                raise ProtocolError(
+                    f"the batch of {sender} {', and '.join(words)}: expected each of the {len(came)} rollouts that "
+                    f"{what} in this step, once; a response that is not to be trained is a Drop in batch.dropped"
+                )
 
 
 def require_trained(trained: Trained, trainer: Trainer, before: int, batch: Batch) -> None:

@@ -13,10 +13,9 @@ import anyio
 import numpy as np
 from anyio.abc import TaskGroup
 
-from oppo.errors import ProtocolError, noted, one_line
-from oppo.events import Drop, IntArray, Prompt
+from oppo.errors import ProtocolError, awaited, blaming, noted, one_line
+from oppo.events import Drop, IntArray, Prompt, described
 from oppo.graph import Step
-from oppo.stages.contract import described
 from oppo.stages.in_flight import InFlightRollout
 from oppo.stages.measure import Averaged
 from oppo.turns import Answer, Answered, Environment, Turn, TurnDecode
@@ -47,12 +46,11 @@ class _Call:
         """Return its outcome.
 
         Raises:
-            ProtocolError: that is no answer.
-            Exception: whatever the environment raised.
+            Exception: whatever the environment raised, or what its answer lacks.
         """
         if self.error is not None:
             raise self.error
-        return _require_outcome(self.outcome)
+        return self.outcome
 
     def answered(self, rollout: int, turn: int, tokens: int = 0, error: str = "") -> Answered:
         """Return what is known of it, for the observers of the run."""
@@ -138,8 +136,8 @@ class Conversations:
 
     async def _answer(self, call: _Call, turn: Turn) -> None:
         try:
-            with call.scope:
-                call.outcome = await self._environment.answer(turn)
+            with call.scope, blaming(f"{type(self._environment).__name__}.answer()"):
+                call.outcome = _require_outcome(await awaited(self._environment.answer(turn)))
         except Exception as error:  # noqa: BLE001 - the rollout's own task raises it
             call.error = error
         call.ended = anyio.current_time()

@@ -14,12 +14,12 @@ import anyio
 
 from oppo.admission import Admission, Observation, Refilling, ReportsMetrics, Restarting
 from oppo.chunking import ChunkSize, Fixed
-from oppo.errors import ConfigError, NothingTrained, ProtocolError, noted
+from oppo.errors import ConfigError, NothingTrained, ProtocolError, blaming, noted
 from oppo.events import Defer, Prompt, Response, RolloutEvent, StepReport
 from oppo.graph import Receiver, Sender, Stateful, Step
 from oppo.models import Decode, Policy
 from oppo.numeric import require_whole
-from oppo.stages.contract import require_count, require_model, require_piece, require_prompt, require_turns
+from oppo.stages.contract import Ended, require_count, require_model, require_piece, require_prompt, require_turns
 from oppo.stages.conversations import Conversations
 from oppo.stages.decoding_round import DecodingRound, Groups
 from oppo.stages.in_flight import InFlightRollout, RolloutSnapshot
@@ -199,11 +199,14 @@ class Generate:
         due = [each for each in self._unheard if each.step < observed]
         self._unheard = [each for each in self._unheard if each.step >= observed]
         for each in due:
-            self.admission.observe(each)
-            self.chunks.observe(each)
+            for controller in (self.admission, self.chunks):
+                with blaming(f"{type(controller).__name__}.observe()"):
+                    controller.observe(each)
 
     async def run(self, prompts: Receiver[Prompt], /, *, out: Sender[RolloutEvent], step: Step) -> None:
         """Run one step's generation, up to its cut."""
+        out = ended = Ended(out)
+        step.record(ended)
         self._tell(step.observed)
         await self._reopen()
         groups = await self._admit(prompts, step)
@@ -272,7 +275,9 @@ class Generate:
         live = self._live
         if not live or self._ledger.is_cut():
             return
-        size = self.chunks.size()
+        with blaming(f"{type(self.chunks).__name__}.size()"):
+            size = self.chunks.size()
+            require_whole("a size", size, 1, error=ProtocolError)
         meter = DecodeMeter(self._in_flight.values(), size)
         decoding = self.policy.decoding([rollout.decode for rollout in live], self._ledger.finished)
         with step.working("decode"):
@@ -322,7 +327,8 @@ class Generate:
         wanted = self._ledger.wanted(step.remaining)
         for controller in (self.admission, self.chunks):
             if isinstance(controller, ReportsMetrics):
-                step.record(StepMetrics(controller.metrics()))
+                with blaming(f"{type(controller).__name__}.metrics()"):
+                    step.record(StepMetrics(controller.metrics()))
         return await self._take(prompts, wanted)
 
     async def _take(self, prompts: Receiver[Prompt], wanted: int) -> list[tuple[Prompt, ...]]:
@@ -375,7 +381,9 @@ class Generate:
             while rollout.reason is None:
                 piece = await rollout.decode.read(size)
                 turns = self._conversations is not None
-                require_piece(piece, rollout.prompt.rollout, rollout.newest_version, self.policy.version, turns=turns)
+                require_piece(
+                    piece, self.policy, rollout.prompt.rollout, size, rollout.newest_version, turns=turns
+                )
                 if len(piece.tokens):
                     event = piece.event(rollout.prompt.rollout, rollout.length)
                     rollout.pieces.append(event)

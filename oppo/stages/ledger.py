@@ -15,12 +15,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from numbers import Integral
 from threading import Lock
 
+import numpy as np
+
 from oppo.admission import Admission, AdmitView, CutView, Refilling, RefillView, Restarting
-from oppo.errors import AdmissionError, ProtocolError
+from oppo.errors import AdmissionError, ProtocolError, blaming, shown
 from oppo.events import Prompt
+from oppo.numeric import require_whole
 from oppo.stages.contract import require_new
 
 
@@ -67,6 +72,10 @@ class Ledger:
     """Number of decoding units by age, kept up to date because every finish reads it."""
     _changing: Lock = field(default_factory=Lock, repr=False)
 
+    def __post_init__(self) -> None:
+        for name in ("batch", "max_deferrals"):
+            require_whole(f"{name} of {self._name}", getattr(self.admission, name), 1, error=AdmissionError)
+
     @property
     def restarts(self) -> bool:
         """Whether carried units restart instead of continuing."""
@@ -75,12 +84,16 @@ class Ledger:
     def wanted(self, remaining: int) -> int:
         """Return how many new units enter a step: as admission decides, at most what the run can still train.
 
-        ``remaining`` counts the steps left, this one included. Raises ``AdmissionError`` for a negative number.
+        ``remaining`` counts the steps left, this one included. Raises ``AdmissionError`` for a number that may not be.
         """
         oldest = max((unit.age for unit in self.carried), default=0)
+        carried = len(self.carried)
         complete = sum(not unit.unfinished for unit in self.carried)
-        admitted = self.admission.admit(AdmitView(len(self.carried), oldest, remaining, complete))
-        return self._trainable("admit", admitted, remaining, len(self.carried))
+        with self._blaming("admit"):
+            admitted: object = self.admission.admit(AdmitView(carried, oldest, remaining, complete))
+        if not carried and not isinstance(admitted, bool) and admitted == 0:
+            raise AdmissionError(f"{self._name}.admit() returned 0 where nothing is carried: the step would train nothing")
+        return self._trainable("admit", admitted, remaining, 0 if self.restarts else carried, carried)
 
     @property
     def refills(self) -> bool:
@@ -96,13 +109,30 @@ class Ledger:
                 return 0
             owned, placed = len(self._live), len(self.placed)
             view = RefillView(placed, self.decoding, owned - placed)
-        return self._trainable("refill", self.admission.refill(view), remaining, owned)
+        with self._blaming("refill"):
+            asked = self.admission.refill(view)
+        return self._trainable("refill", asked, remaining, owned, owned)
 
-    def _trainable(self, method: str, asked: int, remaining: int, owned: int) -> int:
-        """Return how many of the units that an admission asks for the remaining steps can train."""
-        if asked < 0:
-            raise AdmissionError(f"{method}() must return 0 or more, not {asked} ({type(self.admission).__name__})")
-        return max(0, min(asked, remaining * self.admission.batch - owned))
+    def _trainable(self, method: str, asked: object, remaining: int, in_step: int, owned: int) -> int:
+        """Return how many of the units that an admission asks for the remaining steps can train.
+
+        A batch and as many units beyond it may be in a step: whatever is carried then fits in one batch.
+        """
+        batch = self.admission.batch
+        room = max(0, 2 * batch - in_step)
+        if isinstance(asked, bool) or not isinstance(asked, Integral) or not 0 <= int(asked) <= room:
+            raise AdmissionError(
+                f"{self._name}.{method}() must return a whole number, 0 to {room}, so that a step has at most two "
+                f"batches of {batch}, {in_step} of them being in it; got {shown(asked)}"
+            )
+        return max(0, min(int(asked), remaining * batch - owned))
+
+    @property
+    def _name(self) -> str:
+        return type(self.admission).__name__
+
+    def _blaming(self, method: str) -> AbstractContextManager[None]:
+        return blaming(f"{self._name}.{method}()")
 
     def begin(self, groups: Iterable[tuple[Prompt, ...]]) -> list[Unit]:
         """Start a step with the carried and the new units; return the carried ones that are complete and placed.
@@ -152,8 +182,21 @@ class Ledger:
         return self._decoding.total()
 
     def is_cut(self) -> bool:
-        """Return whether decoding stops; true at the start if carried units fill the batch."""
-        return self.admission.cut(CutView(len(self.placed), self.decoding, self._overdue()))
+        """Return whether decoding stops; true at the start if carried units fill the batch.
+
+        Raises ``AdmissionError`` for a cut of a batch that is not full; one that is has every overdue unit.
+        """
+        view = CutView(len(self.placed), self.decoding, self._overdue())
+        with self._blaming("cut"):
+            cut: object = self.admission.cut(view)
+        if not isinstance(cut, bool | np.bool_):
+            raise AdmissionError(f"{self._name}.cut() must return a bool; got {shown(cut)}")
+        if cut and view.placed < self.admission.batch:
+            raise AdmissionError(
+                f"{self._name}.cut() may not cut a step in which {view.placed} of {self.admission.batch} units have a "
+                f"place, and {view.overdue} that may not be deferred again are decoded: the batch must be full"
+            )
+        return bool(cut)
 
     def replace(self, rejected: Sequence[Unit]) -> list[Unit]:
         """Take the places of these units away, which end here; return the complete units that take them."""

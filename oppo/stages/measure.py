@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from oppo.admission import Observation, Scoring
+from oppo.errors import ProtocolError
 from oppo.events import StepReport
 from oppo.graph import Step
+from oppo.numeric import require_metrics
 from oppo.observe import Span
 from oppo.stages.in_flight import InFlightRollout
 from oppo.stages.stretches import Grown, stretches
@@ -64,6 +66,9 @@ class StepMetrics:
     """Metrics of a step by name; recorded by any stage."""
 
     values: Mapping[str, float]
+
+    def __post_init__(self) -> None:
+        require_metrics("the metrics of a step", self.values, error=ProtocolError)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from typing import Self, TypeAlias
 import anyio
 import numpy as np
 
-from oppo.errors import ConfigError
+from oppo.errors import ConfigError, blaming
 from oppo.events import Drop, FloatArray, Scored, StepReport
 from oppo.graph import Receiver, Sender, Step
 from oppo.numeric import require_whole
@@ -134,7 +134,8 @@ class Selection:
         """Return whether the group of these rollouts is rejected, once all of them are scored."""
         verdicts = self._steps[step]
         scores = await verdicts.scores_of(rollouts)
-        rejected = not len(scores) or not self.accept(scores)
+        with blaming(f"accept of {type(self).__name__}"):
+            rejected = not len(scores) or not self.accept(scores)
         if rejected:
             verdicts.rejected.update(rollouts)
         return rejected

@@ -30,7 +30,7 @@ from oppo.events import Batch, BatchPart, Drop, StepReport
 from oppo.graph import Receiver, Sender, Step
 from oppo.models import Follower, StreamingTrainer, Trained, Trainer
 from oppo.numeric import require_whole
-from oppo.stages.contract import require_model, require_supports, require_trained
+from oppo.stages.contract import require_model, require_once, require_supports, require_trained
 from oppo.stages.generate import Generate
 from oppo.stages.lengths import LengthBias
 from oppo.stages.measure import observation, step_metrics
@@ -114,10 +114,13 @@ class Update:
             ProtocolError: the trainer did not count its update, or a follower did not get the new weights.
         """
         self._publishing.require_possible(step)
+        sender, whole = _sender_of(batches), None
         async for batch in batches:
             if isinstance(batch, BatchPart):
                 await self._accumulate(batch, step)
                 continue
+            require_once(batch, step, sender)
+            whole = batch
             version = self.trainer.version
             scored = anyio.current_time()
             await self._publishing.settled()
@@ -164,6 +167,7 @@ class Update:
                 report = replace(report, metrics={**report.metrics, **found.as_metrics()})
             self._ended = end
             await out.send(report)
+        require_once(whole, step, sender)
 
     async def _accumulate(self, part: BatchPart, step: Step) -> None:
         if not isinstance(self.trainer, StreamingTrainer):
@@ -202,6 +206,11 @@ class Update:
             except Exception as failure:  # noqa: BLE001 - may not hide the error that ends the run: it becomes a note
                 error.add_note(f"and the batch of the last update could not be written: {failure}")
         raise error
+
+
+def _sender_of(batches: Receiver[Batch | BatchPart]) -> str:
+    source, _, _ = str(getattr(batches, "name", "")).partition("->")
+    return f"stage {source!r}" if source else "this step"
 
 
 def nonfinite(batch: Batch, trained: Trained) -> tuple[int, ...]:

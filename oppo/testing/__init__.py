@@ -3,7 +3,7 @@
 Public, and torch-free. As a pytest plugin (``pytest_oppo``) they need no imports.
 """
 
-from oppo.testing.conformance import check_policy, check_scorer, check_trainer
+from oppo.testing.conformance import check_admission, check_policy, check_scorer, check_trainer
 from oppo.testing.device import Device, time_shared
 from oppo.testing.fake_batch import fake_batch
 from oppo.testing.fake_policy import FakePolicy
@@ -44,6 +44,7 @@ __all__ = [
     "Script",
     "Slow",
     "VirtualTimeLoop",
+    "check_admission",
     "check_policy",
     "check_scorer",
     "check_trainer",

@@ -5,18 +5,27 @@ Each call of ``make`` returns a fresh model, equal to the one before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final, TypeVar
 
 import anyio
 import anyio.lowlevel
 import numpy as np
 
+from oppo.admission import Admission, Observation
+from oppo.algorithms.ppo import ppo
+from oppo.data import PromptStream
 from oppo.errors import ProtocolError, as_itself
-from oppo.events import Batch, Finish, Prompt
+from oppo.events import Batch, Finish, Prompt, StepReport
 from oppo.follower_protocols import name_of
-from oppo.models import Follower, Policy, Scorer, Trainer, Weights
+from oppo.graph import Stateful
+from oppo.models import Capabilities, Follower, Policy, Scorer, Trainer, Weights
+from oppo.stages import Generate
 from oppo.testing.check_turns import check_turns
+from oppo.testing.fake_policy import FakePolicy
+from oppo.testing.fakes import FakeCritic, FakeScorer, FakeTrainer, fake_per_token, fake_scalar, prompts as made_prompts
+from oppo.testing.recorder import Recorder
 from oppo.testing.trial import Make, Trial, require
 
 T = TypeVar("T")
@@ -214,6 +223,98 @@ async def _check_leaving(make: Make[Policy], prompts: Sequence[Prompt]) -> None:
 
 class _LeftEarlyError(Exception):
     """Raised by the check itself, in the body of a decoding."""
+
+
+_LENGTHS: Final = ((7,), (3, 5, 40, 8, 2, 13), (1, 1, 30), tuple(range(1, 24)))
+"""Of responses, in tokens, over and over: alike, of many lengths, with a long tail, evenly spread."""
+
+_STEPS: Final = 8
+
+
+async def check_admission(make: Make[Admission]) -> None:
+    """Check that an admission keeps the contract of :class:`oppo.Admission` in runs of fakes.
+
+    Every batch is full but the last, nothing is deferred more than ``max_deferrals`` times, each prompt is trained
+    once, the same observations lead to the same decisions, and so does its state where it has a ``state_dict``.
+
+    Args:
+        make: returns a fresh admission.
+
+    Raises:
+        AdmissionError: it decided what no step can do.
+        ProtocolError: what was expected and what came.
+    """
+    for lengths in _LENGTHS:
+        admission = await make()
+        seen: dict[int, Observation] = {}
+        reports, _ = await _decided(admission, lengths, seen, 0, _STEPS)
+        batch, most = admission.batch, admission.max_deferrals
+        for report in reports:
+            require(
+                len(report.trained) == batch,
+                f"step {report.index} trained {len(report.trained)} prompts, and there were enough for {batch}",
+            )
+            ages = [event.age for event in report.deferred if not event.restart]
+            require(max(ages, default=0) <= most, f"step {report.index}: max_deferrals is {most}, ages are {ages}")
+        require(len(reports) == _STEPS, f"{len(reports)} of {_STEPS} steps trained something")
+        again, _ = await _decided(await make(), lengths, dict(seen), 0, _STEPS)
+        require(_decisions(again) == _decisions(reports), "the same observations lead to other decisions")
+        if isinstance(admission, Stateful):
+            first, state = await _decided(await make(), lengths, dict(seen), 0, _STEPS // 2)
+            rest, _ = await _decided(await make(), lengths, dict(seen), _STEPS // 2, _STEPS, state)
+            resumed = _decisions([*first, *rest])
+            require(resumed == _decisions(reports), "decisions differ after load_state_dict(state_dict())")
+
+
+def _decisions(reports: Sequence[StepReport]) -> list[tuple[object, ...]]:
+    return [(report.trained, sorted(event.rollout for event in report.deferred)) for report in reports]
+
+
+async def _decided(
+    admission: Admission,
+    lengths: Sequence[int],
+    seen: dict[int, Observation],
+    first: int,
+    last: int,
+    state: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None,
+) -> tuple[list[StepReport], tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """Return the reports of some steps, and the state of the run and its prompts after them.
+
+    Args:
+        admission: decides.
+        lengths: of responses.
+        seen: the observations that it is given, by step; those of other steps are made, and added.
+        first: step, which ``state`` is needed for.
+        last: the step after the last.
+        state: of the run and its prompts after the steps before.
+    """
+    can, recorder = Capabilities(adds_while_decoding=True), Recorder()
+    policy = FakePolicy(lambda prompt: lengths[prompt.admission % len(lengths)], 1e-3, capabilities=can)
+    critic = FakeCritic()
+    policy.version = critic.version = first
+    graph = ppo(
+        policy=policy,
+        reference=FakeScorer(fake_per_token),
+        reward=FakeScorer(fake_scalar),
+        critic=critic,
+        trainer=FakeTrainer(1e-3, version=first),
+        admission=admission,
+    )
+    generate = replace(graph.stage("generate", Generate), replay=dict(seen))
+    source = PromptStream(made_prompts(3 * _STEPS * admission.batch), epochs=1)
+    reports: list[StepReport] = []
+    async with graph.replace(generate=generate).open(source, observers=[recorder]) as run:
+        if state is not None:
+            run.load_state_dict(state[0])
+            source.load_state_dict(state[1])
+        steps = run.steps(_STEPS - first)
+        for _ in range(first, last):
+            if (report := await anext(steps, None)) is not None:
+                reports.append(report)
+        after = run.state_dict(), source.state_dict()
+    recorder.validate()
+    seen |= {item.item.step: item.item for item in recorder.items if isinstance(item.item, Observation)}
+    return reports, after
 
 
 async def check_scorer(make: Make[Scorer[T]], finished: Sequence[Finish], close: Callable[[T, T], bool]) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from oppo.errors import ProtocolError, as_itself
 from oppo.events import Prompt, Response
 from oppo.models import Decode, Piece, Policy
+from oppo.stages.contract import require_piece
 
 T = TypeVar("T")
 Make: TypeAlias = Callable[[], Awaitable[T]]
@@ -117,7 +118,7 @@ class Trial:
         rollout = self.prompts[k].rollout
         while True:
             piece = await self.decodes[k].read(limit)
-            check_piece(rollout, piece, limit, self.transcripts[k].pieces, turns=self.turns)
+            check_piece(rollout, piece, limit, self.policy, self.transcripts[k].pieces, turns=self.turns)
             self.transcripts[k].pieces.append(piece)
             if piece.state in {"eos", "stop", "length"}:
                 require(
@@ -127,13 +128,13 @@ class Trial:
                 return
 
 
-def check_piece(rollout: int, piece: Piece, limit: int, earlier: Sequence[Piece], *, turns: bool = False) -> None:
+def check_piece(
+    rollout: int, piece: Piece, limit: int, policy: Policy, earlier: Sequence[Piece], *, turns: bool = False
+) -> None:
     """Raise :class:`ProtocolError` unless a piece can be the next of its rollout."""
+    sampled = [before.versions[-1] for before in earlier if len(before.versions) and not before.given]
+    require_piece(piece, policy, rollout, limit, int(sampled[-1]) if sampled else 0, turns=turns)
     n = len(piece.tokens)
-    require(n == len(piece.logprobs) == len(piece.versions), f"rollout {rollout}: a piece's arrays differ in length")
-    require(n <= limit, f"rollout {rollout}: read({limit}) returned {n} tokens")
-    empty = piece.state == "cut" or (turns and piece.state != "live")
-    require(n > 0 or empty, f"rollout {rollout}: an empty piece with state {piece.state!r}")
     for before in () if turns else earlier[-1:]:  # a piece ends with its turn
         have, whole = len(before.tokens), before.state != "live" or before.given is not piece.given
         require(whole or have == limit, f"rollout {rollout}: a live piece holds {have} of {limit} tokens")

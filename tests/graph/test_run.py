@@ -131,7 +131,9 @@ def test_a_failing_hook_is_named() -> None:
 
     with pytest.raises(Boom) as caught:
         run_virtual(results_of, line().replace(relay=Bad()), 1)
-    assert caught.value.__notes__ == ["in observe() of stage 'relay' of graph 'line', step 0"]
+    raised, where = caught.value.__notes__
+    assert raised.startswith(f"raised by Bad.observe() at {__file__}:")
+    assert where == "in observe() of stage 'relay' of graph 'line', step 0"
 
 
 class Door(Relay):

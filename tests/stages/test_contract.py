@@ -5,18 +5,42 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import anyio
 import numpy as np
 import pytest
 
-from oppo.admission import Overcommit
+from oppo.admission import Observation, Overcommit
 from oppo.errors import ProtocolError
-from oppo.events import Batch, Finish, FloatArray, Prompt
-from oppo.models import Decode, Trained, Weights
-from oppo.stages import Generate, Score, Update
-from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_per_token, run_virtual
+from oppo.events import (
+    Batch,
+    Drop,
+    Finish,
+    FloatArray,
+    Prompt,
+    Response,
+    RolloutEvent,
+    Scored,
+    StepReport,
+    merge_chunks,
+    rollout_of,
+)
+from oppo.graph import Graph, GraphBuilder, Receiver, Sender
+from oppo.models import Decode, Piece, Scorer, Trained, Weights
+from oppo.stages import GAE, Generate, Score, Update
+from oppo.stages.scored_rollouts import ScoredRollouts
+from oppo.testing import (
+    FakeCritic,
+    FakePolicy,
+    FakeScorer,
+    FakeTrainer,
+    check_policy,
+    fake_per_token,
+    prompts,
+    run_virtual,
+)
 from oppo.testing.fake_decode import FakeDecode
 from tests.pipelines import Pipeline, Setting
 
@@ -82,7 +106,9 @@ def test_a_policy_that_reports_what_it_never_gives_whole_is_refused() -> None:
 
 def test_a_response_without_a_token_is_refused() -> None:
     sentence, notes = refused(Pipeline(SETTING), FakePolicy(lambda prompt: prompt.admission - 1))
-    assert sentence == "rollout 0: a piece with no token says 'eos'; only 'cut' may"
+    assert sentence == (
+        "rollout 0: read(4) of FakePolicy returned a piece with no token that says 'eos'; only 'cut' may"
+    )
     assert notes[0] == "while decoding rollout 0"
 
 
@@ -238,7 +264,7 @@ def test_an_update_that_returns_a_dictionary_is_refused() -> None:
     pipeline = Pipeline(SETTING)
     pipeline.trainer = Careless()
     sentence, _ = refused(pipeline)
-    assert sentence.startswith("update() of the trainer must return oppo.Trained(metrics, ...); got dict {'loss/fake'")
+    assert sentence.startswith("update() of the trainer must return oppo.Trained(metrics, ...); got {'loss/fake'")
 
 
 class Mute(FakeScorer[float]):
@@ -252,7 +278,7 @@ class Mute(FakeScorer[float]):
 def test_a_scorer_that_returns_nothing_is_refused() -> None:
     sentence, notes = refused(Pipeline(SETTING, reward=Mute(lambda finish, tokens, version: 0.0)))
     assert "finish() of the scorer must return a list, one item for each of " in sentence
-    assert sentence.endswith("got NoneType None")
+    assert sentence.endswith("got None (NoneType)")
     assert notes[0].startswith("while scoring rollouts ")
 
 
@@ -265,6 +291,221 @@ class Impatient(FakeScorer[float]):
 
 def test_a_scorer_that_is_cancelled_from_within_is_refused() -> None:
     sentence, notes = refused(Pipeline(SETTING, reward=Impatient(lambda finish, tokens, version: 0.0)))
-    assert sentence.startswith("a CancelledError was raised, and nothing had cancelled this call")
+    assert "got CancelledError at " in sentence
+    assert "nothing had cancelled this call" in sentence
     assert notes[0].startswith("while scoring rollouts ")
     assert notes[1] == "in stage 'reward' of graph 'ppo', step 0"
+
+
+class ByRollout(FakeScorer[float]):
+    """Returns its scores by rollout, as a mapping."""
+
+    async def finish(self, finished: Sequence[Finish]) -> Sequence[float]:
+        scores = await super().finish(finished)
+        return {event.rollout: score for event, score in zip(finished, scores, strict=True)}  # type: ignore[return-value] # that is the fault
+
+
+def test_a_mapping_from_rollouts_to_scores_is_refused() -> None:
+    sentence, _ = refused(Pipeline(SETTING, reward=ByRollout(lambda finish, tokens, version: 0.5)))
+    assert "finish() of the scorer must return a list, one item for each of " in sentence
+
+
+@pytest.mark.parametrize("score", ["0.5", np.str_("0.5"), np.array(1j), b"1"])
+def test_what_only_looks_like_a_number_is_no_score(score: object) -> None:
+    pipeline = Pipeline(SETTING, reward=FakeScorer(lambda finish, tokens, version: cast("float", score)))
+    sentence, _ = refused(pipeline)
+    assert "expected a number as its score, got " in sentence
+
+
+class Changing(FakePolicy):
+    """Changes every piece that is read."""
+
+    def __init__(self, change: Callable[[Piece], object]) -> None:
+        super().__init__(SETTING.length)
+        self.change = change
+
+    async def open(self, rollouts: Sequence[Prompt | Response]) -> Sequence[FakeDecode]:
+        return [self.changing(decode) for decode in await super().open(rollouts)]
+
+    def changing(self, decode: FakeDecode) -> FakeDecode:
+        read = decode.read
+
+        async def changed(limit: int) -> Piece:
+            return self.change(await read(limit))  # type: ignore[return-value] # that is the fault
+
+        decode.read = changed  # type: ignore[method-assign]
+        return decode
+
+
+def more(piece: Piece) -> Piece:
+    twice = [np.concatenate([each, each, each]) for each in (piece.tokens, piece.logprobs, piece.versions)]
+    return Piece(*twice, piece.state)
+
+
+WRONG_PIECES = [
+    (lambda piece: replace(piece, state="done"), "'done'; expected one of live, eos, stop, length, cut"),
+    (lambda piece: replace(piece, tokens=piece.tokens.astype(np.int64)), "type int64; expected int32"),
+    (lambda piece: replace(piece, logprobs=piece.logprobs.tolist()), "expected float32"),
+    (lambda piece: replace(piece, versions=piece.versions + 1), "versions never decrease, and the policy's is 0"),
+    (more, "expected at most "),
+    (lambda piece: None, "None (NoneType); expected a Piece"),
+]
+"""What a backend may return in place of a piece, and the words for it."""
+
+
+@pytest.mark.parametrize(("change", "words"), WRONG_PIECES)
+def test_a_piece_that_breaks_the_contract_is_refused_by_a_run_and_by_its_check(
+    change: Callable[[Piece], object], words: str
+) -> None:
+    sentence, _ = refused(Pipeline(SETTING), Changing(change))
+    assert "of Changing returned" in sentence
+    assert words in sentence
+
+    async def make() -> FakePolicy:
+        return Changing(change)
+
+    with pytest.raises(ProtocolError, match=re.escape(words)):
+        run_virtual(check_policy, make, prompts(4))
+
+
+class Relaying:
+    """A batch stage of one's own that changes what an estimator sends."""
+
+    def __init__(self, change: Callable[[Batch], object]) -> None:
+        self.change = change
+
+    async def run(
+        self, rollout: Receiver[RolloutEvent], score: Receiver[Scored[float] | Drop], /, *, out: Sender[Batch],
+        reference: Receiver[Scored[FloatArray] | Drop] | None = None,
+        value: Receiver[Scored[FloatArray] | Drop] | None = None,
+    ) -> None:
+        scored = await ScoredRollouts.of(rollout, score, reference=reference, values=value)
+        await out.send(self.change(GAE().batch(scored.rollouts, scored.dropped, scored.deferred)))  # type: ignore[arg-type] # that may be the fault
+
+
+def rows(batch: Batch, chosen: Sequence[int]) -> Batch:
+    """Return some rows of a batch, any number of times."""
+    spans = batch.rows()
+
+    def of(column: Any) -> Any:
+        return np.concatenate([column[spans[row]] for row in chosen])
+
+    lengths = [spans[row].stop - spans[row].start for row in chosen]
+    names = ("tokens", "versions", "sampled", "logprobs", "reference", "values", "rewards", "advantages", "returns")
+    return replace(
+        batch,
+        responses=tuple(batch.responses[row] for row in chosen),
+        reasons=tuple(batch.reasons[row] for row in chosen),
+        scores=batch.scores[list(chosen)],
+        offsets=np.cumsum([0, *lengths]),
+        **{name: of(getattr(batch, name)) for name in names},
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda batch: None, "'advantage' sent None (NoneType), and 'update' reads Batch | BatchPart"),
+        (lambda batch: "junk", "'advantage' sent 'junk' (str), and 'update' reads Batch | BatchPart"),
+        (lambda batch: replace(batch, advantages=batch.advantages.tolist()), "Batch.advantages must be a NumPy array"),
+        (lambda batch: replace(batch, scores=batch.scores[1:]), "Batch.scores must be a NumPy array"),
+        (lambda batch: replace(batch, metrics={"mine": "good"}), "Batch.metrics must map names to numbers; got 'mine'"),
+        (lambda batch: replace(batch, metrics=["mine"]), "Batch.metrics must be a mapping from names to numbers"),
+    ],
+)
+def test_what_a_stage_of_ones_own_sends_is_checked_where_it_does(
+    change: Callable[[Batch], object], words: str
+) -> None:
+    with pytest.raises(ProtocolError) as caught:
+        run_virtual(Changed(change).run)
+    assert words in str(caught.value)
+    assert "in stage 'advantage' of graph 'ppo', step 0" in caught.value.__notes__
+
+
+@dataclass
+class Changed(Pipeline):
+    """A pipeline with a batch stage of its own."""
+
+    setting: Setting = SETTING
+    change: Callable[[Batch], object] = lambda batch: batch
+
+    def __init__(self, change: Callable[[Batch], object]) -> None:
+        super().__init__(SETTING)
+        self.change = change
+
+    def graph(self) -> Graph[StepReport]:
+        return super().graph().replace(advantage=Relaying(self.change))
+
+
+def test_a_stage_that_changes_nothing_runs() -> None:
+    pipeline = Changed(lambda batch: batch)
+    run_virtual(pipeline.run)
+    assert len(pipeline.reports) == SETTING.steps
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda batch: rows(batch, range(1, len(batch))), "leaves out rollouts [0]"),
+        (lambda batch: rows(batch, [0, 0, *range(len(batch))]), "repeats rollouts [0]"),
+        (lambda batch: replace(batch, dropped=(Drop(0, "no"),)), "repeats rollouts [0]"),
+        (lambda batch: replace(batch, dropped=(Drop(77, "no"),)), "holds, of another step, rollouts [77]"),
+        (lambda batch: replace(batch, deferred=()), "leaves out rollouts ["),
+    ],
+)
+def test_each_rollout_that_ended_is_trained_or_dropped_once(change: Callable[[Batch], object], words: str) -> None:
+    pipeline = Changed(change)
+    with pytest.raises(ProtocolError) as caught:
+        run_virtual(pipeline.run)
+    assert "the batch of stage 'advantage'" in str(caught.value)
+    assert words in str(caught.value)
+    assert not pipeline.batches, "nothing was trained"
+
+
+def test_a_step_whose_rollouts_are_in_no_batch_is_refused() -> None:
+    class Swallowing:
+        async def run(self, rollout: Receiver[Any], score: Receiver[Any], /, *, out: Sender[Batch]) -> None:
+            del out
+            async for _ in rollout:
+                pass
+            async for _ in score:
+                pass
+
+    class NoBatch(Pipeline):
+        def graph(self) -> Graph[StepReport]:
+            g: GraphBuilder[Prompt] = GraphBuilder("ppo", capacity=1000, merge=merge_chunks, key=rollout_of)
+            rollout = g.add("generate", self.generate, g.prompts)
+            score = g.add("reward", Score(cast("Scorer[float | Drop]", self.reward)), rollout)
+            batch = g.add("advantage", Swallowing(), rollout, score)
+            return g.build(g.add("update", Update(self.trainer, publish=[self.policy]), batch))
+
+    with pytest.raises(ProtocolError, match=r"the batch of stage 'advantage' leaves out rollouts \["):
+        run_virtual(NoBatch(SETTING).run)
+
+
+class OwnError(BaseException):
+    """Derived from BaseException, like those of test frameworks."""
+
+
+def test_a_base_exception_of_a_stage_ends_the_run_with_an_error_that_names_it() -> None:
+    def fail(batch: Batch) -> object:
+        raise OwnError("no more")
+
+    with pytest.raises(ProtocolError, match=rf"OwnError: no more at {re.escape(__file__)}:\d+ in fail") as caught:
+        run_virtual(Changed(fail).run)
+    assert "in stage 'advantage' of graph 'ppo', step 0" in caught.value.__notes__
+
+
+@pytest.mark.parametrize("error", [KeyError("gold"), OwnError("no more")])
+def test_what_an_admission_raises_names_it_and_its_line(error: BaseException) -> None:
+    class Clumsy(Overcommit):
+        def observe(self, seen: Observation) -> None:
+            raise error
+
+    pipeline = Pipeline(SETTING, admission=Clumsy(2))
+    with pytest.raises((KeyError, ProtocolError)) as caught:
+        run_virtual(pipeline.run)
+    told = "\n".join([str(caught.value), *caught.value.__notes__])
+    assert "Clumsy.observe()" in told
+    assert f" at {__file__}:" in told
+    assert "in observe() of stage 'generate' of graph 'ppo', step 0" in told

@@ -218,10 +218,10 @@ def test_an_error_names_the_rollout_and_the_turn() -> None:
 @pytest.mark.parametrize(
     ("answer", "sentence"),
     [
-        (7, "an environment returns an Answer, a Drop, or None to end; got int 7"),
+        (7, r"an environment returns an Answer, a Drop, or None to end; got 7 \(int\)"),
         (Answer(np.zeros(0, np.int32)), r"int32 \[1 or more\]; got an array of shape \(0,\)"),
         (Answer(np.zeros(2, np.int64)), "got an array of shape .* and type int64"),
-        (Answer(np.zeros(2, np.int32), {1j}), "must be JSON values; got set"),
+        (Answer(np.zeros(2, np.int32), {1j}), r"must be JSON values; got \{1j\} \(set\)"),
     ],
 )
 def test_what_is_no_answer_is_refused(answer: Answer, sentence: str) -> None:

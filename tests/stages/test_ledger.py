@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
+from typing import ClassVar, cast
 
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from oppo.admission import AdmitView, Continuous, CutView, Observation, Overcommit, RefillView, Synchronous
+from oppo.admission import (
+    Admission,
+    AdmitView,
+    Continuous,
+    CutView,
+    Observation,
+    Overcommit,
+    RefillView,
+    SlopeAdaptive,
+    Synchronous,
+    TailAdaptive,
+    TailBatched,
+)
 from oppo.errors import AdmissionError, ProtocolError
 from oppo.events import Prompt
 from oppo.stages.ledger import Ledger, Unit
+from oppo.testing import check_admission, run_virtual
+from tests.pipelines import Pipeline, Setting
 
 pytestmark = pytest.mark.schedules
 
@@ -252,9 +269,9 @@ class Greedy:
 
 
 def test_a_negative_admission_is_refused_by_name() -> None:
-    with pytest.raises(AdmissionError, match=r"admit\(\) must return 0 or more, not -1 \(Greedy\)"):
+    with pytest.raises(AdmissionError, match=r"Greedy\.admit\(\) must return .* got -1"):
         Ledger(Greedy()).wanted(1)
-    with pytest.raises(AdmissionError, match=r"refill\(\) must return 0 or more, not -2 \(Greedy\)"):
+    with pytest.raises(AdmissionError, match=r"Greedy\.refill\(\) must return .* got -2"):
         Ledger(Greedy()).refill(1)
 
 
@@ -281,3 +298,114 @@ def asked_per_rollout(rollouts: int) -> float:
 
 def test_a_finish_costs_the_same_however_many_rollouts_are_in_flight() -> None:
     assert asked_per_rollout(500) == asked_per_rollout(20)
+
+
+class Own:
+    """An admission of one's own, with any answers."""
+
+    def __init__(self, batch: object = 4, max_deferrals: object = 2, admit: object = 6, cut: object = None) -> None:
+        self.batch = batch
+        self.max_deferrals = max_deferrals
+        self._admit = admit
+        self._cut = cut
+
+    def admit(self, view: AdmitView) -> object:
+        return self._admit if view.carried == 0 or self._admit != 6 else 6 - view.carried
+
+    def cut(self, view: CutView) -> object:
+        return view.placed >= 4 and not view.overdue if self._cut is None else self._cut
+
+    def observe(self, seen: Observation) -> None:
+        pass
+
+
+NO_ADMISSIONS = [
+    ({"admit": 7.5}, r"Own\.admit\(\) must return a whole number, 0 to 8, .* got 7.5"),
+    ({"admit": 8.0}, r"Own\.admit\(\) must return a whole number"),
+    ({"admit": True}, r"Own\.admit\(\) must return a whole number"),
+    ({"admit": None}, r"Own\.admit\(\) must return a whole number"),
+    ({"admit": 9}, r"Own\.admit\(\) must return a whole number, 0 to 8, .* got 9"),
+    ({"admit": 0}, r"Own\.admit\(\) returned 0 where nothing is carried"),
+    ({"cut": True}, r"Own\.cut\(\) may not cut a step in which 0 of 4 units have a place, .* must be full"),
+    ({"cut": 1}, r"Own\.cut\(\) must return a bool; got 1"),
+    ({"max_deferrals": 0}, "max_deferrals of Own must be at least 1, not 0"),
+    ({"max_deferrals": 1.5}, "max_deferrals of Own must be a whole number"),
+    ({"batch": 0}, "batch of Own must be at least 1, not 0"),
+]
+"""Admissions that ask for what no step can do, and the words for it."""
+
+
+@pytest.mark.parametrize(("answers", "words"), NO_ADMISSIONS)
+def test_an_admission_that_asks_for_the_impossible_is_refused_by_a_run_and_by_its_check(
+    answers: dict[str, object], words: str
+) -> None:
+    async def make() -> Admission:
+        return cast("Admission", Own(**answers))
+
+    async def main() -> None:
+        pipeline = Pipeline(Setting(steps=4), admission=await make())
+        await pipeline.run()
+
+    for play in (main, partial(check_admission, make)):
+        with pytest.raises(AdmissionError, match=words):
+            run_virtual(play)
+
+
+KEPT: list[Callable[[], Admission]] = [
+    lambda: Overcommit(4, 2),
+    lambda: Synchronous(3),
+    lambda: Continuous(4, 3),
+    lambda: TailBatched(4),
+    lambda: SlopeAdaptive(batch=8),
+    lambda: TailAdaptive(batch=4),
+    lambda: cast("Admission", Own()),
+]
+
+
+@pytest.mark.parametrize("new", KEPT)
+@pytest.mark.virtual
+async def test_the_admissions_of_this_library_keep_their_contract(
+    new: Callable[[], Admission], check_admission: Callable[..., Awaitable[None]]
+) -> None:
+    async def make() -> Admission:
+        return new()
+
+    await check_admission(make)
+
+
+class Moody(Overcommit):
+    """Decides by how many there are of it."""
+
+    made = 0
+
+    def admit(self, view: AdmitView) -> int:
+        Moody.made += 1
+        return max(1, super().admit(view) - Moody.made // 9)
+
+
+class Forgetful(Overcommit):
+    """Takes more in each step, and its state does not say so."""
+
+    taken: ClassVar[dict[int, int]] = {}
+
+    def admit(self, view: AdmitView) -> int:
+        self.taken[id(self)] = self.taken.get(id(self), 0) + 1
+        return max(1, self.batch + 2 * (self.taken[id(self)] > 4) - view.carried)
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("kind", "words"), [(Moody, "same observations"), (Forgetful, "load_state_dict")])
+def test_decisions_that_cannot_be_repeated_are_found_out(kind: type[Overcommit], words: str) -> None:
+    kept = []
+
+    async def make() -> Admission:
+        kept.append(kind(3, 3))
+        return kept[-1]
+
+    with pytest.raises(ProtocolError, match=words):
+        run_virtual(check_admission, make)
