@@ -22,6 +22,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import math
 import re
 import sysconfig
@@ -157,8 +158,8 @@ def errors_only(whose: str = "") -> Iterator[None]:
 
     def refuse(words: str) -> ProtocolError:
         return ProtocolError(
-            f"{whose}a result or an Exception was expected; got {words}, and nothing had cancelled this call: catch the "
-            "cancellation of tasks where they are awaited, and derive errors from Exception"
+            f"{whose}a result or an Exception was expected; got {words}, and nothing had cancelled this call: catch "
+            "the cancellation of tasks where they are awaited, and derive errors from Exception"
         )
 
     with contained(refuse, passing=Exception):
@@ -199,7 +200,7 @@ def contained(refuse: Callable[[str], Exception], *, passing: type[Exception] | 
 def awaited(call: Awaitable[T]) -> Generator[Any, Any, T]:
     """Await a call of user code, which can neither cancel this task nor go on for ever after it was cancelled.
 
-    It is dropped, unfinished, when it has caught a cancellation many times.
+    It is dropped, unfinished and for good, when it has caught a cancellation from outside many times.
 
     Raises:
         CancelledError: of the call's own: :func:`contained` tells it from one that comes from outside.
@@ -211,14 +212,15 @@ def awaited(call: Awaitable[T]) -> Generator[Any, Any, T]:
         before = task.cancelling() if task else 0
         waits, ended = None, None
         try:
-            waits = next(steps) if thrown is None else steps.throw(thrown)  # type: ignore[attr-defined] # a generator
+            waits = next(steps) if thrown is None else steps.throw(thrown)
         except BaseException as error:  # noqa: BLE001 - raised again below
             ended = error
-        if own := max(0, task.cancelling() - before) if task else 0:
+        own = task.cancelling() - before if task else 0
+        if task and own > 0:
             for _ in range(own):
                 task.uncancel()
             if ended is not None:
-                with suppress(asyncio.CancelledError):  # before Python 3.13 it comes at the next await, in spite of that
+                with suppress(asyncio.CancelledError):  # before Python 3.13 it comes, in spite of that
                     yield
                 raise asyncio.CancelledError from ended
         if isinstance(ended, StopIteration):
@@ -226,10 +228,12 @@ def awaited(call: Awaitable[T]) -> Generator[Any, Any, T]:
             return result
         if ended is not None:
             raise ended
-        caught += isinstance(thrown, asyncio.CancelledError)
+        # Where a timeout of its own has ended, the call waits outside of that by now.
+        still = isinstance(thrown, asyncio.CancelledError) and anyio.current_effective_deadline() == -math.inf
+        caught = caught + 1 if still else 0
         if thrown is not None and caught > _CATCHES:
-            with suppress(BaseException):
-                steps.close()  # type: ignore[attr-defined] # a generator
+            # It would catch the end of its life too: where the collector finds it, in any thread, it might loop.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(steps))
             raise thrown
         try:
             yield waits

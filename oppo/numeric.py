@@ -57,5 +57,5 @@ def require_metrics(name: str, metrics: object, *, error: type[Exception] = Valu
         raise error(f"{name} must be a mapping from names to numbers; got {shown(metrics)}")
     for metric, value in metrics.items():
         number = isinstance(value, SupportsFloat) and not isinstance(value, str | bytes)
-        if not (isinstance(metric, str) and number) or getattr(value, "shape", ()):
+        if not (isinstance(metric, str) and number) or len(getattr(value, "shape", "")):
             raise error(f"{name} must map names to numbers; got {shown(metric)}: {shown(value)}")

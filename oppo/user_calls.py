@@ -169,8 +169,8 @@ class UserCalls(Generic[P, R]):
             yield
             return
         sentence = (
-            f"{self._title} has not ended {BLOCKED_SECONDS:g} s after its timeout of {self._timeout:g} s: it blocks the "
-            "event loop, so make it sync, or let it await what takes long"
+            f"{self._title} has not ended {BLOCKED_SECONDS:g} s after its timeout of {self._timeout:g} s: it blocks "
+            "the event loop, so make it sync, or let it await what takes long"
         )
         alarm = Timer(self._timeout + BLOCKED_SECONDS, self._tell, [sentence])
         alarm.daemon = True

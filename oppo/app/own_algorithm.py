@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, make_dataclass
 from functools import cache
 from typing import TYPE_CHECKING, ClassVar, Final, cast
@@ -37,6 +38,31 @@ def find(name: object) -> type[Algorithm] | None:
     if not isinstance(name, str):
         return None
     return _loaded(name) if user_code.SPEC.match(name) else ALGORITHMS.get(name)
+
+
+def with_name(document: Mapping[str, object]) -> Mapping[str, object]:
+    """Return a document whose ``step.algorithm`` is a name: an algorithm's object also gives the table ``[algorithm]``.
+
+    Raises:
+        ConfigError: it is another object, or there is such a table too.
+    """
+    step = document.get("step")
+    given = step.get("algorithm") if isinstance(step, Mapping) else None
+    if not isinstance(step, Mapping) or given is None or isinstance(given, str):
+        return document
+    kind = given if isinstance(given, type) else type(given)
+    name = next((name for name, each in ALGORITHMS.items() if each is kind), "") or user_code.spec_of(kind)
+    if not (name and is_dataclass(kind)):
+        raise _refuse(
+            f"expected the name of an algorithm, an object of one of oppo's, or file.py:name of your own, which a "
+            f"resumed run loads again; got {shown(given)}"
+        )
+    found = {} if isinstance(given, type) else {each.name: getattr(given, each.name) for each in fields(kind)}
+    settings = {key: list(value) if isinstance(value, tuple) else value for key, value in found.items()}
+    if settings and document.get("algorithm"):
+        raise _refuse(f"it is a {kind.__name__} with its settings, so leave the section [algorithm] out")
+    table = {key: value for key, value in settings.items() if value is not None}
+    return {**document, "step": {**step, "algorithm": name}, **({"algorithm": table} if table else {})}
 
 
 @cache

@@ -11,6 +11,7 @@ from rich.console import Console
 from oppo.app.compose import MakeGraph
 from oppo.app.config import load, resolve
 from oppo.app.overrides import overridden
+from oppo.app.own_algorithm import with_name
 from oppo.app.resume import settings_of
 from oppo.app.settings import Settings
 from oppo.app.sources import ROWS
@@ -36,7 +37,8 @@ def train(
 
     Args:
         config: a TOML file; or the directory of a run, which is then resumed; or what a file would hold, as a mapping
-            of sections, whose paths are relative to the working directory; or settings that were checked already.
+            of sections, whose paths are relative to the working directory and whose ``step.algorithm`` may be an
+            object, such as ``GRPO(samples=8)``; or settings that were checked already.
         overrides: ``section.key=value`` each.
         prompts: rows, each a mapping of columns, in place of what ``data.prompts`` names: a sequence, which is read at
             once and served like a file; or any iterable or async iterable, served as it comes until it ends, in its
@@ -74,4 +76,4 @@ def _settings(config: str | Path | Mapping[str, object] | Settings, overrides: S
         if not overrides:
             return config
         config = config.document()
-    return resolve(overridden(config, overrides), Path.cwd())
+    return resolve(overridden(with_name(config), overrides), Path.cwd())

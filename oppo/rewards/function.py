@@ -113,7 +113,7 @@ class FunctionReward(Scorer[float | Drop]):
             concurrency=default if concurrency is None else concurrency,
             timeout=timeout,
             process=process,
-            tell=lambda sentence: self.tell(sentence),
+            tell=self._say,
         )
         self._decode = decode
         self._prompt_column = prompt_column
@@ -142,6 +142,9 @@ class FunctionReward(Scorer[float | Drop]):
         self._tell = tell
         if isinstance(self._function.user.function, Telling):
             self._function.user.function.tell = tell
+
+    def _say(self, sentence: str) -> None:
+        self.tell(sentence)  # whoever listens now
 
     @property
     def at_work(self) -> str:

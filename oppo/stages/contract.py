@@ -6,7 +6,7 @@ They catch what would corrupt a batch, lose a rollout or make a run hang; :mod:`
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass, field
 from inspect import isroutine
 from typing import SupportsFloat, get_args
@@ -15,8 +15,8 @@ import numpy as np
 
 from oppo.errors import ConfigError, DataError, ProtocolError
 from oppo.events import Batch, Defer, Drop, Finish, Prompt, RolloutEvent, described
-from oppo.graph import Sender, Step
 from oppo.follower_protocols import name_of
+from oppo.graph import Sender, Step
 from oppo.models import Capabilities, Follower, Piece, PieceState, Policy, Trained, Trainer
 from oppo.token_rewards import TokenRewards
 from oppo.turns import MultiTurnPolicy
@@ -89,8 +89,8 @@ def require_supports(followers: Sequence[Follower]) -> None:
 
 def require_count(results: object, rollouts: int, what: str) -> None:
     """Raise ``ProtocolError`` unless ``results`` is a sequence with one item for each of so many rollouts."""
-    array = isinstance(results, np.ndarray) and results.ndim > 0
-    if not array and (not isinstance(results, Sequence) or isinstance(results, str | bytes)):
+    listed = isinstance(results, np.ndarray | Sequence) and not isinstance(results, str | bytes)
+    if not isinstance(results, Sized) or not listed:
         raise ProtocolError(
             f"{what} must return a list, one item for each of {rollouts} rollouts; got {described(results)}"
         )
@@ -98,9 +98,7 @@ def require_count(results: object, rollouts: int, what: str) -> None:
         raise ProtocolError(f"{what} was asked for {rollouts} rollouts and answered for {len(results)}")
 
 
-def require_piece(
-    piece: Piece, policy: Policy, rollout: int, limit: int, oldest: int, *, turns: bool = False
-) -> None:
+def require_piece(piece: Piece, policy: Policy, rollout: int, limit: int, oldest: int, *, turns: bool = False) -> None:
     """Raise ``ProtocolError`` unless a piece can be the next of its rollout.
 
     Args:

@@ -381,9 +381,7 @@ class Generate:
             while rollout.reason is None:
                 piece = await rollout.decode.read(size)
                 turns = self._conversations is not None
-                require_piece(
-                    piece, self.policy, rollout.prompt.rollout, size, rollout.newest_version, turns=turns
-                )
+                require_piece(piece, self.policy, rollout.prompt.rollout, size, rollout.newest_version, turns=turns)
                 if len(piece.tokens):
                     event = piece.event(rollout.prompt.rollout, rollout.length)
                     rollout.pieces.append(event)

@@ -92,7 +92,9 @@ class Ledger:
         with self._blaming("admit"):
             admitted: object = self.admission.admit(AdmitView(carried, oldest, remaining, complete))
         if not carried and not isinstance(admitted, bool) and admitted == 0:
-            raise AdmissionError(f"{self._name}.admit() returned 0 where nothing is carried: the step would train nothing")
+            raise AdmissionError(
+                f"{self._name}.admit() returned 0 where nothing is carried: the step would train nothing"
+            )
         return self._trainable("admit", admitted, remaining, 0 if self.restarts else carried, carried)
 
     @property

@@ -247,7 +247,7 @@ async def check_admission(make: Make[Admission]) -> None:
     for lengths in _LENGTHS:
         admission = await make()
         seen: dict[int, Observation] = {}
-        reports, _ = await _decided(admission, lengths, seen, 0, _STEPS)
+        reports, _ = await _decided(admission, lengths, seen)
         batch, most = admission.batch, admission.max_deferrals
         for report in reports:
             require(
@@ -257,11 +257,11 @@ async def check_admission(make: Make[Admission]) -> None:
             ages = [event.age for event in report.deferred if not event.restart]
             require(max(ages, default=0) <= most, f"step {report.index}: max_deferrals is {most}, ages are {ages}")
         require(len(reports) == _STEPS, f"{len(reports)} of {_STEPS} steps trained something")
-        again, _ = await _decided(await make(), lengths, dict(seen), 0, _STEPS)
+        again, _ = await _decided(await make(), lengths, dict(seen))
         require(_decisions(again) == _decisions(reports), "the same observations lead to other decisions")
         if isinstance(admission, Stateful):
-            first, state = await _decided(await make(), lengths, dict(seen), 0, _STEPS // 2)
-            rest, _ = await _decided(await make(), lengths, dict(seen), _STEPS // 2, _STEPS, state)
+            first, state = await _decided(await make(), lengths, dict(seen), last=_STEPS // 2)
+            rest, _ = await _decided(await make(), lengths, dict(seen), first=_STEPS // 2, state=state)
             resumed = _decisions([*first, *rest])
             require(resumed == _decisions(reports), "decisions differ after load_state_dict(state_dict())")
 
@@ -274,8 +274,9 @@ async def _decided(
     admission: Admission,
     lengths: Sequence[int],
     seen: dict[int, Observation],
-    first: int,
-    last: int,
+    *,
+    first: int = 0,
+    last: int = _STEPS,
     state: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None,
 ) -> tuple[list[StepReport], tuple[Mapping[str, Any], Mapping[str, Any]]]:
     """Return the reports of some steps, and the state of the run and its prompts after them.
@@ -302,19 +303,17 @@ async def _decided(
     )
     generate = replace(graph.stage("generate", Generate), replay=dict(seen))
     source = PromptStream(made_prompts(3 * _STEPS * admission.batch), epochs=1)
-    reports: list[StepReport] = []
     async with graph.replace(generate=generate).open(source, observers=[recorder]) as run:
         if state is not None:
             run.load_state_dict(state[0])
             source.load_state_dict(state[1])
         steps = run.steps(_STEPS - first)
         for _ in range(first, last):
-            if (report := await anext(steps, None)) is not None:
-                reports.append(report)
+            await anext(steps, None)
         after = run.state_dict(), source.state_dict()
     recorder.validate()
     seen |= {item.item.step: item.item for item in recorder.items if isinstance(item.item, Observation)}
-    return reports, after
+    return recorder.reports, after
 
 
 async def check_scorer(make: Make[Scorer[T]], finished: Sequence[Finish], close: Callable[[T, T], bool]) -> None:

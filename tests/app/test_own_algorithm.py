@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
 from oppo.algorithms.algorithm import Roles
+from oppo.algorithms.grpo import GRPO
 from oppo.algorithms.ppo import ppo
+from oppo.app.own_algorithm import with_name
 from oppo.app.program import train
+from oppo.app.settings import Settings
 from oppo.app.train import FINAL
 from oppo.cli import DONE, UNUSABLE, main
-from oppo.errors import GraphError
+from oppo.errors import ConfigError, GraphError
 from oppo.events import StepReport
 from oppo.graph import Graph
 from oppo.stages import GAE
@@ -326,3 +330,36 @@ def test_a_graph_without_the_stages_of_a_run_is_refused(folder: Path) -> None:
 
     with pytest.raises(GraphError, match="generate"):
         train(folder / "config.toml", graph=renamed)
+
+
+def test_an_algorithms_object_stands_for_its_name_and_its_settings() -> None:
+    document: dict[str, object] = {"run": {"steps": 3}, "step": {"algorithm": GRPO(samples=7), "batch": 2}}
+    named = with_name(document)
+    assert named["step"] == {"algorithm": "grpo", "batch": 2}
+    assert Settings.of({"models": {"policy": "p", "reward": "r"}, "data": {"prompts": "d"}, **named}).algorithm == GRPO(
+        samples=7
+    )
+    assert with_name({"step": {"algorithm": GRPO}}) == {"step": {"algorithm": "grpo"}}
+    for plain in ({"step": {"algorithm": "ppo"}}, {"step": 7}, {}):
+        assert with_name(plain) is plain
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """An algorithm of no file that oppo has run."""
+
+
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [
+        ({"step": {"algorithm": Elsewhere()}}, "step.algorithm: expected the name of an algorithm, .* Elsewhere"),
+        ({"step": {"algorithm": 7}}, r"step.algorithm: expected the name of an algorithm, .* got 7 \(int\)"),
+        (
+            {"step": {"algorithm": GRPO(samples=7)}, "algorithm": {"samples": 8}},
+            r"it is a GRPO with its settings, so leave the section \[algorithm\] out",
+        ),
+    ],
+)
+def test_another_object_is_refused_by_name(document: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        with_name(document)

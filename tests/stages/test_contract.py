@@ -338,8 +338,8 @@ class Changing(FakePolicy):
 
 
 def more(piece: Piece) -> Piece:
-    twice = [np.concatenate([each, each, each]) for each in (piece.tokens, piece.logprobs, piece.versions)]
-    return Piece(*twice, piece.state)
+    tokens, logprobs, versions = (np.tile(each, 3) for each in (piece.tokens, piece.logprobs, piece.versions))
+    return replace(piece, tokens=tokens, logprobs=logprobs, versions=versions)
 
 
 WRONG_PIECES = [
@@ -375,7 +375,12 @@ class Relaying:
         self.change = change
 
     async def run(
-        self, rollout: Receiver[RolloutEvent], score: Receiver[Scored[float] | Drop], /, *, out: Sender[Batch],
+        self,
+        rollout: Receiver[RolloutEvent],
+        score: Receiver[Scored[float] | Drop],
+        /,
+        *,
+        out: Sender[Batch],
         reference: Receiver[Scored[FloatArray] | Drop] | None = None,
         value: Receiver[Scored[FloatArray] | Drop] | None = None,
     ) -> None:
@@ -413,9 +418,7 @@ def rows(batch: Batch, chosen: Sequence[int]) -> Batch:
         (lambda batch: replace(batch, metrics=["mine"]), "Batch.metrics must be a mapping from names to numbers"),
     ],
 )
-def test_what_a_stage_of_ones_own_sends_is_checked_where_it_does(
-    change: Callable[[Batch], object], words: str
-) -> None:
+def test_what_a_stage_of_ones_own_sends_is_checked_where_it_does(change: Callable[[Batch], object], words: str) -> None:
     with pytest.raises(ProtocolError) as caught:
         run_virtual(Changed(change).run)
     assert words in str(caught.value)

@@ -140,10 +140,16 @@ def test_a_model_that_hangs_is_a_deadlock_that_names_its_stage(model: str, metho
             r"open\(\) of the policy was asked for 6 rollouts and answered",
         ),
         (Fault("actor", "read", Garbage("shape")), "rollout 0: .* a piece of 4 tokens with 3 log-probs, 4 versions"),
-        (Fault("actor", "read", Garbage("empty")), "rollout 0: .* a piece with no token that says 'live'; only 'cut' may"),
+        (
+            Fault("actor", "read", Garbage("empty")),
+            "rollout 0: .* a piece with no token that says 'live'; only 'cut' may",
+        ),
         (Fault("actor", "read", Garbage("version")), r"rollout 0: .* versions \[1000\], .* and the policy's is 0"),
         (Fault("actor", "read", Garbage("order")), r"versions \[-1000, 0\], lastly -1000, .* versions never decrease"),
-        (Fault("actor", "read", Garbage("token")), "rollout 0: .* of FaultyPolicy returned a piece that holds the token id -"),
+        (
+            Fault("actor", "read", Garbage("token")),
+            "rollout 0: .* of FaultyPolicy returned a piece that holds the token id -",
+        ),
         (Fault("actor", "load", Garbage("version")), "version 1 was published, but FaultyPolicy has version 0, Fau"),
         (Fault("critic", "load", Garbage("version")), "has version 1, FaultyCritic has version 0: the followers dis"),
         (Fault("reference", "finish", Garbage("count")), r"finish\(\) of the scorer was asked for 1 rollouts and answ"),
