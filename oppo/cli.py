@@ -72,7 +72,7 @@ def call(app: App, arguments: Sequence[str] | None = None) -> int:
         return complain("interrupted", code_of(error))
     except (SystemExit, asyncio.CancelledError) as error:  # raised by user code
         return complain(f"error: the program was left by a {type(error).__name__} that nothing asked for", FAILED)
-    except Exception:  # noqa: BLE001 - the boundary to the terminal: a fault of this program or of user code
+    except BaseException:  # noqa: BLE001 - the boundary to the terminal: a fault of this program or of user code
         return complain(traceback.format_exc(), FAILED)
     return code if isinstance(code, int) else DONE
 

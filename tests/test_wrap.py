@@ -14,6 +14,7 @@ import torch
 from oppo import Chunk, Finish, FunctionTrainer, Overcommit, Prompt, Scored, wrap
 from oppo.errors import ModelError
 from oppo.events import Batch
+from oppo.stages.scored_rollouts import ScoredRollouts
 from oppo.testing import FakeCritic, FakePolicy, FakeScorer, fake_per_token, fake_scalar, prompts, run_virtual
 from tests.pipelines import Tap
 
@@ -109,8 +110,6 @@ def test_what_the_step_raises_ends_the_run_as_itself() -> None:
 
 
 def test_an_empty_batch_is_passed_over() -> None:
-    trainer, batches = FunctionTrainer(lambda batch: pytest.fail("it is empty"), Weighted()), list[Batch]()
-    played(batches.append)
-    empty = Batch(**{name: getattr(batches[0], name) for name in batches[0].__slots__} | {"responses": ()})
-    assert run_virtual(trainer.update, empty).metrics == {}
+    trainer = FunctionTrainer(lambda batch: pytest.fail("it is empty"), Weighted())
+    assert run_virtual(trainer.update, ScoredRollouts().batch()).metrics == {}
     assert trainer.version == 1

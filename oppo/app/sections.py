@@ -204,7 +204,9 @@ class ModelsSection:
         None, "calls of a reward function that may overlap; when absent 64 of an async one, 1 of a sync one"
     )
     reward_timeout: Positive | None = setting(
-        None, "seconds after which a call of a reward function has failed; a process is killed then"
+        None,
+        "seconds after which a call of a reward function has failed, without the start of its process; an async "
+        "function is cancelled then, and a process is interrupted, or killed if that does not help",
     )
     reward_each: bool = setting(default=False, description="call a reward function for each rollout alone")
     environment: str = setting(
@@ -224,7 +226,9 @@ class ModelsSection:
         None, "calls of the environment's function that may overlap; when absent 64, or 4 in processes"
     )
     environment_timeout: Positive | None = setting(
-        None, "seconds after which a call of the environment's function has failed; a process is killed then"
+        None,
+        "seconds after which a call of the environment's function has failed, without the start of its process; an "
+        "async function is cancelled then, and a process is interrupted, or killed if that does not help",
     )
 
     def __post_init__(self) -> None:

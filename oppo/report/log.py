@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import platform
 import signal
@@ -101,10 +102,10 @@ class RunLog(Observer):
         with behind(error, "writing the log"), closing(self._file):
             if error is None:
                 self._log.info("end")
-            elif isinstance(error, Exception):
-                self._log.error("failed", exc_info=error, notes=getattr(error, "__notes__", []))
-            else:
+            elif isinstance(error, KeyboardInterrupt | asyncio.CancelledError):
                 self._log.warning("interrupted", by=str(error) or type(error).__name__)
+            else:
+                self._log.error("failed", exc_info=error, notes=getattr(error, "__notes__", []))
 
 
 def _without_secrets(logger: object, method: str, facts: structlog.typing.EventDict) -> structlog.typing.EventDict:

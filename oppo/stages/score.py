@@ -13,7 +13,7 @@ from typing import Final, Generic, Self, TypeVar, cast
 import anyio
 from anyio.abc import TaskGroup
 
-from oppo.errors import ProtocolError, as_itself, noted
+from oppo.errors import ProtocolError, as_itself, awaited, noted
 from oppo.events import Defer, Drop, Finish, Prompt, RolloutEvent, Scored
 from oppo.graph import Receiver, Sender, Step
 from oppo.models import Follower, PrioritisedScorer, Scorer, TimeSliced
@@ -188,7 +188,7 @@ class Score(Generic[T]):
             return []
         start = anyio.current_time()
         with _working(finished, step, "finish"):
-            values = await self._prioritised.finish(finished, priority=priority)
+            values = await awaited(self._prioritised.finish(finished, priority=priority))
             require_count(values, len(finished), "finish() of the scorer")
         step.record(ScorerAnswer(start, anyio.current_time(), len(finished)))
         if isinstance(self.scorer, ReportsSamples):
@@ -214,7 +214,7 @@ class Score(Generic[T]):
     async def _extend(self, accepted: Sequence[Growth], step: Step, priority: Priority) -> None:
         start = anyio.current_time()
         with _working(accepted, step, "extend"):
-            await self._prioritised.extend(accepted, priority=priority)
+            await awaited(self._prioritised.extend(accepted, priority=priority))
         step.record(ScorerReading(sum(len(event.tokens) for event in accepted)))
         measured = (anyio.current_time() - start) / max(1, sum(len(event.tokens) for event in accepted))
         known = self._seconds_per_token

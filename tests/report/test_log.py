@@ -67,6 +67,17 @@ def test_a_failure_is_logged_with_its_notes_and_without_the_values_of_variables(
     assert (last["event"], last["notes"]) == ("failed", ["in stage 'reward'"])
 
 
+class OwnError(BaseException):
+    """Of user code that derived it from BaseException."""
+
+
+def test_a_run_that_an_error_of_any_kind_ends_has_failed(tmp_path: Path) -> None:
+    for kind in (OwnError, GeneratorExit):
+        with pytest.raises(kind), RunLog(tmp_path / "log.jsonl", "trial"):
+            raise kind
+        assert lines(tmp_path / "log.jsonl")[-1]["event"] == "failed"
+
+
 def test_an_interrupted_run_says_so(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), RunLog(tmp_path / "log.jsonl", "trial"):
         raise KeyboardInterrupt

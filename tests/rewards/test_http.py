@@ -465,6 +465,17 @@ async def test_a_service_that_is_not_there_is_a_failure() -> None:
         await HttpReward(url, attempts=2, pause=0.01)(["a"], ["b"])
 
 
+async def test_the_failure_of_a_service_names_no_line_of_a_library_and_no_private_class() -> None:
+    async with listening(score) as url:
+        pass
+    with pytest.raises(RewardFailure) as caught:
+        await FunctionReward(HttpReward(url, attempts=1), decode=str).finish(finished(1))
+    words = str(caught.value)
+    assert " raised ServiceFailure: " in words
+    assert " at " not in words
+    assert "_Passing" not in words
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
