@@ -16,7 +16,7 @@ import numpy as np
 from oppo.errors import ConfigError, DataError, ProtocolError
 from oppo.events import Batch, Defer, Drop, Finish, Prompt, RolloutEvent, described
 from oppo.follower_protocols import name_of
-from oppo.graph import Sender, Step
+from oppo.graph import Sender
 from oppo.models import Capabilities, Follower, Piece, PieceState, Policy, Trained, Trainer
 from oppo.token_rewards import TokenRewards
 from oppo.turns import MultiTurnPolicy
@@ -193,20 +193,12 @@ class Ended:
             self.deferred.append(event.rollout)
         await self.out.send(event)
 
-
-def require_once(batch: Batch | None, step: Step, sender: str) -> None:
-    """Raise ``ProtocolError`` unless each rollout that ended in a step is in its batch or its drops, once.
-
-    Args:
-        batch: ``None`` if there was none.
-        step: what ended in it is known if a :class:`~oppo.stages.Generate` is a stage of its graph.
-        sender: the stage that made the batch, or something else, for the error.
-    """
-    for _, known in step.recorded(Ended):
+    def fault_of(self, batch: Batch | None) -> str:
+        """Return what is wrong with the step's batch, if not each of these rollouts is in it or in its drops, once."""
         trained, drops, deferred = ((), (), ()) if batch is None else (batch.rollouts, batch.dropped, batch.deferred)
         for what, have, came in (
-            ("ended", (*trained, *(drop.rollout for drop in drops)), known.ended),
-            ("were deferred", tuple(event.rollout for event in deferred), known.deferred),
+            ("ended", (*trained, *(drop.rollout for drop in drops)), self.ended),
+            ("were deferred", tuple(event.rollout for event in deferred), self.deferred),
         ):
             held, wanted = Counter(have), Counter(came)
             faults = {
@@ -214,12 +206,12 @@ def require_once(batch: Batch | None, step: Step, sender: str) -> None:
                 "repeats": sorted(rollout for rollout, count in held.items() if count > 1),
                 "holds, of another step,": sorted(held.keys() - wanted.keys()),
             }
-            words = [f"{fault} rollouts {rollouts}" for fault, rollouts in faults.items() if rollouts]
-            if words:
-                raise ProtocolError(
-                    f"the batch of {sender} {', and '.join(words)}: expected each of the {len(came)} rollouts that "
-                    f"{what} in this step, once; a response that is not to be trained is a Drop in batch.dropped"
+            if words := [f"{fault} rollouts {rollouts}" for fault, rollouts in faults.items() if rollouts]:
+                return (
+                    f"{', and '.join(words)}: expected each of the {len(came)} rollouts that {what} in this step, "
+                    "once; a response that is not to be trained is a Drop in batch.dropped"
                 )
+        return ""
 
 
 def require_trained(trained: Trained, trainer: Trainer, before: int, batch: Batch) -> None:

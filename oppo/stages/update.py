@@ -25,12 +25,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oppo.admission import bottleneck
-from oppo.errors import ConfigError, ModelDiverged
+from oppo.errors import ConfigError, ModelDiverged, ProtocolError
 from oppo.events import Batch, BatchPart, Drop, StepReport
 from oppo.graph import Receiver, Sender, Step
 from oppo.models import Follower, StreamingTrainer, Trained, Trainer
 from oppo.numeric import require_whole
-from oppo.stages.contract import require_model, require_once, require_supports, require_trained
+from oppo.stages.contract import Ended, require_model, require_supports, require_trained
 from oppo.stages.generate import Generate
 from oppo.stages.lengths import LengthBias
 from oppo.stages.measure import observation, step_metrics
@@ -114,13 +114,13 @@ class Update:
             ProtocolError: the trainer did not count its update, or a follower did not get the new weights.
         """
         self._publishing.require_possible(step)
-        sender, whole = _sender_of(batches), None
+        whole: Batch | None = None
         async for batch in batches:
             if isinstance(batch, BatchPart):
                 await self._accumulate(batch, step)
                 continue
-            require_once(batch, step, sender)
             whole = batch
+            _require_once(whole, step, batches)
             version = self.trainer.version
             scored = anyio.current_time()
             await self._publishing.settled()
@@ -167,7 +167,7 @@ class Update:
                 report = replace(report, metrics={**report.metrics, **found.as_metrics()})
             self._ended = end
             await out.send(report)
-        require_once(whole, step, sender)
+        _require_once(whole, step, batches)
 
     async def _accumulate(self, part: BatchPart, step: Step) -> None:
         if not isinstance(self.trainer, StreamingTrainer):
@@ -208,9 +208,12 @@ class Update:
         raise error
 
 
-def _sender_of(batches: Receiver[Batch | BatchPart]) -> str:
-    source, _, _ = str(getattr(batches, "name", "")).partition("->")
-    return f"stage {source!r}" if source else "this step"
+def _require_once(batch: Batch | None, step: Step, batches: Receiver[Batch | BatchPart]) -> None:
+    """Raise ``ProtocolError`` unless each rollout that ended in a step is trained or dropped, as far as is known."""
+    sender, _, _ = str(getattr(batches, "name", "another stage")).partition("->")
+    for _, ended in step.recorded(Ended):
+        if fault := ended.fault_of(batch):
+            raise ProtocolError(f"the batch of stage {sender!r} {fault}")
 
 
 def nonfinite(batch: Batch, trained: Trained) -> tuple[int, ...]:

@@ -338,8 +338,12 @@ class Changing(FakePolicy):
 
 
 def more(piece: Piece) -> Piece:
-    tokens, logprobs, versions = (np.tile(each, 3) for each in (piece.tokens, piece.logprobs, piece.versions))
-    return replace(piece, tokens=tokens, logprobs=logprobs, versions=versions)
+    return replace(
+        piece,
+        tokens=np.tile(piece.tokens, 3),
+        logprobs=np.tile(piece.logprobs, 3),
+        versions=np.tile(piece.versions, 3),
+    )
 
 
 WRONG_PIECES = [
