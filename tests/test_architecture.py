@@ -98,8 +98,8 @@ MAX_FUNCTION_LINES = 80
 RATCHETS = {
     "modules": 367,
     "files in the root": 33,
-    # Estimates that float32 does not hold, truncated responses, characters of several tokens; the boundary to user code,
-    # and what is checked at the seams to stages, backends and admissions.
+    # Estimates that float32 does not hold, truncated responses, characters of several tokens; the boundary to user
+    # code, and what is checked at the seams to stages, backends and admissions.
     "lines": 49_720,
     "protocols": 87,
     "functions that only require": 91,  # of metrics, and that a batch has each rollout once
