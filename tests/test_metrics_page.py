@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from docs.make_metrics import PAGE, page
-from oppo.admission.bottleneck import NUMBERS, PARTS, PREFIX
+from oppo.admission.bottleneck import LIMITS, NUMBERS, PARTS, PREFIX
 from oppo.cli import DONE
 from oppo.evaluation.measures import PREFIX as HELD_OUT
 from oppo.report.catalogue import METRICS, metric
@@ -74,7 +74,7 @@ def named() -> Iterator[str]:
 
 def test_what_the_code_names_is_declared_and_what_is_declared_the_code_names() -> None:
     spelt = {name for name in named() if NAME.fullmatch(name) and name.split("/")[0] in FOLDERS and name[-1] != "_"}
-    spelt |= {PREFIX + name for name in (*PARTS, *NUMBERS)}
+    spelt |= {*(PREFIX + name for name in (*PARTS, *NUMBERS)), *LIMITS.values()}
     spelt |= {HELD_OUT + name for name in spelt if name.startswith(("reward/", "turns/"))}
     filled = {"queue/{}/{}": ["queue/a/peak", "queue/a/merged"]}
     every = [each for name in spelt for each in filled.get(name, [name])]

@@ -1,4 +1,4 @@
-"""The bottleneck of a step: the largest part of its time, and the speed-up that a schedule could give at most.
+"""The bottleneck of a step: the largest part of its time, and the speed-up that each schedule could give at most.
 
 A step's seconds T = D + E + R consist of decoding, the wait for scores after decoding, and the rest
 (:class:`~oppo.admission.Observation`). The scorer that was busy longest was busy for S seconds, M of them during
@@ -13,26 +13,30 @@ decoding. Five parts follow::
     train   = R                                    the update, and everything else
 
 The tail is called ``cap`` if a response was decoded from its first token to the length cap: carrying stragglers has
-then shortened nothing. The largest part is the bottleneck. With full overlap and no empty row a step takes
+then shortened nothing. The largest part is the bottleneck. The trainer was busy for U seconds: R, and what it
+accumulated of a streamed update before. Each kind of schedule has a least time of a step::
 
-    least   = max(D * full, S) + R                 so  limit = T / least
+    stream      max(D, S) + R                      scores are computed while responses are decoded
+    carry       max(D * full, S) + R               and no row is ever empty: overcommit, tail batching
+    lookahead   max(D, S, U)                       the update overlaps decoding too: lookahead, streamed updates
+    limit       max(D * full, S, U)                all of them: with in-flight weight sync no row is empty between steps
 
-is the speed-up at most. The bound is generous: it takes a decode step of fewer rows to cost as much as one of all, as
-it nearly does on a GPU. It assumes the same models, no overlap of steps, and no more rows at a time: carrying more than
-about half a batch adds so many rows that decoding can take less.
+The speed-up at most is T over that. The bounds are generous: a decode step of fewer rows is taken to cost as much as
+one of all, as it nearly does on a GPU, and work that overlaps is taken not to slow down other work, as where decoding,
+scoring and training have hardware of their own. They leave out more rows at a time (carrying more than about half a
+batch, a larger batch) and other models or devices.
 
-With lookahead the three phases of neighbouring steps overlap. The longest of D, S and R sets the pace, and its part is
+With lookahead the three phases of neighbouring steps overlap. The longest of D, S and U sets the pace, and its part is
 all of its seconds, those of decoding divided by ``full`` as above. In what is left of T it waited for the two others:
-theirs by their seconds, R and the scorer's after decoding, or D. Then
-
-    least   = max(D * full, S, R)
+theirs by their seconds, U and the scorer's after decoding, or D. To stream or to carry removes what it waited for
+scores, or what the longest phase is shortened by.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, cast, get_args
 
 from oppo.admission.observation import Observation, Scoring
@@ -43,14 +47,29 @@ StepPart: TypeAlias = Literal["decode", "tail", "cap", "score", "train"]
 PARTS: tuple[StepPart, ...] = get_args(StepPart)
 """All parts; of equal ones the first is the largest."""
 
+Schedule: TypeAlias = Literal["stream", "carry", "lookahead"]
+"""A kind of schedule that shortens a step; those with less staleness first."""
+
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+"""All kinds."""
+
 NUMBERS = ("limit", "scoring", "capped", "finished")
 """The other fields of a bottleneck that are metrics."""
 
 PREFIX = "bottleneck/"
 """Prefix of its metrics' names."""
 
+LIMITS = {schedule: f"{PREFIX}limit_{schedule}" for schedule in SCHEDULES}
+"""The metric of the limit of each kind of schedule."""
+
 RESERVE = 2
 """Units to carry beyond the mean number that end at the cap: a step may have more."""
+
+WORTHWHILE = 1.05
+"""A schedule that promises less is not recommended."""
+
+ALIKE = 0.85
+"""Of schedules that promise so much of what the best does, the one with the least staleness is recommended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +79,8 @@ class Bottleneck:
     Attributes:
         seconds: of all parts.
         shares: of each part, 0 to 1; their sum is 1.
-        limit: largest speed-up by any overlap and any deferral of as many rows; 1 or more.
+        limit: largest speed-up by all schedules of as many rows together; 1 or more.
+        limits: the same by one kind of schedule alone.
         scoring: busy time of the slowest scorer over that of decoding.
         capped: units per step that ended at the length cap.
         finished: units per step that were completed.
@@ -68,12 +88,13 @@ class Bottleneck:
     Example:
         >>> seen = Observation(0, seconds=8.0, decode_seconds=4.0, decode_steps=9, tokens=9, rows=4, rest_seconds=4.0)
         >>> bottleneck(seen).largest, bottleneck(seen).limit
-        ('train', 1.6)
+        ('train', 2.0)
     """
 
     seconds: float
     shares: Mapping[StepPart, float]
     limit: float
+    limits: Mapping[Schedule, float] = field(default_factory=lambda: dict.fromkeys(SCHEDULES, 1.0))
     scoring: float = 0.0
     capped: float = 0.0
     finished: float = 0.0
@@ -89,45 +110,78 @@ class Bottleneck:
         return round(self.capped + RESERVE)
 
     @property
-    def sentence(self) -> str:
-        """The bottleneck, its remedy, and the largest speed-up."""
-        share = f"{self.shares[self.largest]:.0%}".replace("%", " %")
-        return f"{self._meaning(share)}; no schedule of as many rows is more than {self.limit:.1f} times as fast"
+    def next_schedule(self) -> Schedule | None:
+        """The kind of schedule to try next: the largest speed-up for the least staleness; ``None``: none helps."""
+        best = max(self.limits.values())
+        if best < WORTHWHILE:
+            return None
+        return next(each for each in SCHEDULES if self.limits[each] >= max(WORTHWHILE, ALIKE * best))
 
-    def _meaning(self, share: str) -> str:
+    @property
+    def sentence(self) -> str:
+        """The bottleneck, what to try next, and the largest speed-up."""
+        if self.next_schedule is None:
+            faster = {"score": "faster scoring", "train": "a faster update"}.get(self.largest, "a faster decode step")
+            return (
+                f"{self._meaning()}: only {faster} would help; no schedule of as many rows is more than "
+                f"{self.limit:.1f} times as fast"
+            )
+        promise = self.limits[self.next_schedule]
+        more = self.limit >= WORTHWHILE * promise
+        together = f"; all schedules of as many rows together at most {self.limit:.1f} times" if more else ""
+        own = ", where decoding and training have hardware of their own" if self.next_schedule == "lookahead" else ""
+        return (
+            f"{self._meaning()}: {self._remedy(self.next_schedule)}, at most {promise:.1f} times as fast{own}{together}"
+        )
+
+    def _meaning(self) -> str:
+        share = f"{self.shares[self.largest]:.0%}".replace("%", " %")
         match self.largest:
             case "decode":
-                return f"{share} of the step is decoding with every place taken: only a faster decode step would help"
+                return f"{share} of the step is decoding with every place taken"
             case "tail":
-                return f"{share} of the step is lost to places left empty by the long tail: carry more stragglers"
+                return f"{share} of the step is lost to places left empty by the long tail"
             case "cap":
                 return (
                     f"{share} of the step is lost while {self.capped:.2g} of {self.finished:.3g} run into the length "
-                    f"cap: carrying fewer than those gains nothing, about {self.needed} are needed"
+                    "cap"
                 )
             case "score" if self.scoring >= 1:
                 return (
-                    f"the slowest scorer is busy for {self.scoring:.1f} times as long as decoding, {share} of the "
-                    "step: carrying stragglers gains nothing, faster scoring would"
+                    f"the slowest scorer is busy for {self.scoring:.1f} times as long as decoding, {share} of the step"
                 )
             case "score":
-                return f"{share} of the step waits for scores after decoding: score responses while they are decoded"
+                return f"{share} of the step waits for scores after decoding"
             case "train":
-                return f"the update takes {share} of the step: no schedule shortens that"
+                return f"the update takes {share} of the step"
+
+    def _remedy(self, schedule: Schedule) -> str:
+        match schedule:
+            case "stream":
+                return "score responses while they are decoded"
+            case "carry" if self.shares["cap"] > self.shares["tail"]:
+                return f"carry more stragglers: fewer than reach the cap gain nothing, about {self.needed} are needed"
+            case "carry":
+                return "carry more stragglers"
+            case "lookahead":
+                return "decode during the update (one more step of lookahead, or streamed updates)"
 
     def as_metrics(self) -> dict[str, float]:
         """Return this as metrics of a step, all but ``seconds``."""
         parts = {PREFIX + part: share for part, share in self.shares.items()}
-        return parts | {PREFIX + name: getattr(self, name) for name in NUMBERS}
+        limits = {LIMITS[schedule]: limit for schedule, limit in self.limits.items()}
+        return parts | limits | {PREFIX + name: getattr(self, name) for name in NUMBERS}
 
     @classmethod
     def of_metrics(cls, metrics: Mapping[str, float | None], seconds: float) -> Bottleneck | None:
         """Return the bottleneck whose :meth:`as_metrics` is in ``metrics``, or ``None``."""
-        if any(metrics.get(PREFIX + name) is None for name in (*PARTS, *NUMBERS)):
+        needed = (*(PREFIX + name for name in (*PARTS, *NUMBERS)), *LIMITS.values())
+        if any(metrics.get(name) is None for name in needed):
             return None
         known = cast("Mapping[str, float]", metrics)
         shares = {part: known[PREFIX + part] for part in PARTS}
-        return cls(seconds, shares, **{name: known[PREFIX + name] for name in NUMBERS})
+        limits = {schedule: known[name] for schedule, name in LIMITS.items()}
+        return cls(seconds, shares, limits=limits, **{name: known[PREFIX + name] for name in NUMBERS})
 
     def as_json(self) -> dict[str, object]:
         """Return this as JSON values, with the sentence."""
@@ -135,6 +189,8 @@ class Bottleneck:
             "bottleneck": self.largest,
             "sentence": self.sentence,
             "limit": self.limit,
+            "limits": dict(self.limits),
+            "next": self.next_schedule,
             "shares": dict(self.shares),
             "capped": self.capped,
             "needed": self.needed,
@@ -158,16 +214,36 @@ def bottleneck(seen: Observation) -> Bottleneck | None:
         "train": phases.train,
     }
     total = phases.decode + phases.score + phases.train
-    decode, busy, rest = seen.decode_seconds * full, phases.busy, seen.rest_seconds
-    least = max(decode, busy, rest) if seen.lookahead else max(decode, busy) + rest
+    limits = {name: max(1.0, total / least) if least > 0 else 1.0 for name, least in _least(seen, phases, full).items()}
     return Bottleneck(
         total,
         {part: seconds / total for part, seconds in parts.items()},
-        limit=max(1.0, total / least) if least > 0 else 1.0,
+        limit=limits.pop("all"),
+        limits=cast("Mapping[Schedule, float]", limits),
         scoring=_slowest(seen).busy / seen.decode_seconds,
         capped=float(seen.capped),
         finished=float(len(seen.finished)),
     )
+
+
+def _least(seen: Observation, phases: _Phases, full: float) -> dict[str, float]:
+    """Return the least seconds of a step by kind of schedule; ``all``: by all of them together."""
+    decode, busy, rest, update = seen.decode_seconds, phases.busy, seen.rest_seconds, _update(seen)
+    longest, least = max(decode, busy, update), max(decode * full, busy, update)
+    if not seen.lookahead:
+        return {
+            "stream": max(decode, busy) + rest,
+            "carry": max(decode * full, busy) + rest,
+            "lookahead": longest,
+            "all": least,
+        }
+    total = phases.decode + phases.score + phases.train
+    return {
+        "stream": total - (phases.score if busy < longest else 0.0),
+        "carry": total - (longest - least),
+        "lookahead": longest,
+        "all": least,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +260,11 @@ def _slowest(seen: Observation) -> Scoring:
     return max(seen.scoring, key=lambda scoring: scoring.busy, default=Scoring("", 0.0, 0.0))
 
 
+def _update(seen: Observation) -> float:
+    """Return the seconds for which the trainer was busy."""
+    return seen.rest_seconds + seen.accumulate_seconds
+
+
 def _in_turn(seen: Observation) -> _Phases:
     """Divide the time of a step beside which no other is alive."""
     decode, rest, slowest = seen.decode_seconds, seen.rest_seconds, _slowest(seen)
@@ -196,7 +277,7 @@ def _in_turn(seen: Observation) -> _Phases:
 def _overlapping(seen: Observation) -> _Phases:
     """Divide the time between the ends of two steps that are alive together."""
     slowest = _slowest(seen)
-    whole: dict[str, float] = {"decode": seen.decode_seconds, "score": slowest.busy, "train": seen.rest_seconds}
+    whole: dict[str, float] = {"decode": seen.decode_seconds, "score": slowest.busy, "train": _update(seen)}
     longest = max(whole, key=lambda phase: whole[phase])
     left = max(0.0, seen.seconds - whole[longest])
     others = {**whole, "score": slowest.after, longest: 0.0}
@@ -216,6 +297,10 @@ def together(steps: Sequence[Bottleneck]) -> Bottleneck | None:
         total,
         {part: seconds / total for part, seconds in parts.items()},
         limit=max(1.0, total / math.fsum(each.seconds / each.limit for each in steps)),
+        limits={
+            schedule: max(1.0, total / math.fsum(each.seconds / each.limits[schedule] for each in steps))
+            for schedule in SCHEDULES
+        },
         scoring=math.fsum(each.seconds * each.scoring for each in steps) / total,
         capped=math.fsum(each.capped for each in steps) / len(steps),
         finished=math.fsum(each.finished for each in steps) / len(steps),

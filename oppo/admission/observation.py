@@ -82,6 +82,7 @@ class Observation:
         scoring: busy time of each scorer.
         rest_seconds: ``seconds`` without decoding and the wait for scores after it; with lookahead, of the update and
             the publishing alone.
+        accumulate_seconds: of a streamed update, beside decoding and scoring: they are no part of ``rest_seconds``.
         score: mean score of the trained rollouts; NaN without any.
         mismatch_kl: KL between the weights that sampled and those that were trained, nats per token; ``None`` if not
             measured.
@@ -107,6 +108,7 @@ class Observation:
     parked: tuple[int, ...] = ()
     scoring: tuple[Scoring, ...] = ()
     rest_seconds: float = 0.0
+    accumulate_seconds: float = 0.0
     score: float = float("nan")
     mismatch_kl: float | None = None
     effective_samples: float | None = None
@@ -123,7 +125,7 @@ class Observation:
     @classmethod
     def from_json(cls, value: Mapping[str, Json]) -> Observation:
         """Return the observation of which :meth:`as_json` returned ``value``."""
-        late = {"lookahead": 0, "chunk": 0, "stretches": ()}  # what older journals lack
+        late = {"lookahead": 0, "chunk": 0, "stretches": (), "accumulate_seconds": 0.0}  # what older journals lack
         given = {each.name: cast("Any", {**late, **value}[each.name]) for each in fields(cls)}
         tuples = {
             "finished": tuple(given["finished"]),

@@ -303,7 +303,20 @@ METRICS: Final[Mapping[str, tuple[Metric, ...]]] = MappingProxyType(
                 "Of the step's time: waiting for scores after decoding, or for a scorer that is slower than decoding.",
             ),
             Metric("bottleneck/train", SHARE, "Of the step's time: the update."),
-            Metric("bottleneck/limit", RATIO, "The largest speed-up by any overlap and any deferral of as many rows."),
+            Metric(
+                "bottleneck/limit",
+                RATIO,
+                "The largest speed-up by all schedules of as many rows together: streaming, carrying, lookahead, "
+                "streamed updates, in-flight weight sync. More rows at a time and other hardware are left out.",
+            ),
+            Metric("bottleneck/limit_stream", RATIO, "The same by scoring responses while they are decoded alone."),
+            Metric("bottleneck/limit_carry", RATIO, "The same by that and by carrying stragglers."),
+            Metric(
+                "bottleneck/limit_lookahead",
+                RATIO,
+                "The same by scoring and updating beside decoding (lookahead, streamed updates), where "
+                "each has hardware of its own.",
+            ),
             Metric("bottleneck/scoring", RATIO, "Busy time of the slowest scorer over that of decoding."),
             Metric("bottleneck/capped", "units", "Units that ended at the length cap."),
             Metric("bottleneck/finished", "units", "Units that were completed."),

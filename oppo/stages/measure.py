@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Final
 
 from oppo.admission import Observation, Scoring
 from oppo.errors import ProtocolError
@@ -15,6 +16,9 @@ from oppo.numeric import require_metrics
 from oppo.observe import Span
 from oppo.stages.in_flight import InFlightRollout
 from oppo.stages.stretches import Grown, stretches
+
+ACCUMULATE: Final = "accumulate"
+"""The label of work on a part of a batch, before the update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +167,12 @@ def observation(report: StepReport, step: Step) -> Observation:
     answered = {stage: answer.at for stage, answer in step.recorded(ScorerAnswer)}
     begin = min((span.start for span in decoding or calls), default=0.0)
     cut = max((span.end for span in decoding), default=begin)
-    rest = max(0.0, report.seconds - (max([cut, *answered.values()]) - begin))
+    waited = max([cut, *answered.values()])
+    rest = max(0.0, report.seconds - (waited - begin))
     if step.lookahead:
         rest = math.fsum(span.end - span.start for span in work if span.role == "update")
+    ending = math.inf if step.lookahead else waited  # what is accumulated later is part of the rest
+    accumulated = [min(span.end, ending) - span.start for span in work if span.label == ACCUMULATE]
     return Observation(
         step=report.index,
         seconds=report.seconds,
@@ -183,6 +190,7 @@ def observation(report: StepReport, step: Step) -> Observation:
         ),
         scoring=tuple(_scoring(stage, step, cut, last) for stage, last in sorted(answered.items())),
         rest_seconds=rest,
+        accumulate_seconds=math.fsum(max(0.0, seconds) for seconds in accumulated),
         score=report.score,
         mismatch_kl=_finite(report, "mismatch/kl"),
         effective_samples=_finite(report, "mismatch/ess"),

@@ -33,7 +33,7 @@ from oppo.numeric import require_whole
 from oppo.stages.contract import Ended, require_model, require_supports, require_trained
 from oppo.stages.generate import Generate
 from oppo.stages.lengths import LengthBias
-from oppo.stages.measure import observation, step_metrics
+from oppo.stages.measure import ACCUMULATE, observation, step_metrics
 from oppo.stages.publishing import Publishing
 from oppo.stages.run_metrics import run_metrics
 from oppo.stages.scored_rollouts import NONFINITE
@@ -176,7 +176,7 @@ class Update:
                 "give a trainer with accumulate() and commit() (oppo.models.StreamingTrainer)"
             )
         self._publishing.require_own_weights("with a batch in parts", "leave InParts out")
-        with step.working("other", "accumulate"):
+        with step.working("other", ACCUMULATE):
             await self.trainer.accumulate(part.batch)
         self._parts += 1
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from oppo.admission.bottleneck import SCHEDULES
 from oppo.events import Drop, StepReport
 from oppo.graph import Snapshot, Wait
 from oppo.liveness import Stall
@@ -43,6 +44,7 @@ def test_a_score_that_is_no_number_is_written_as_null(tmp_path: Path) -> None:
 def test_a_step_is_logged_with_its_bottleneck(tmp_path: Path) -> None:
     parts = {"decode": 0.5, "tail": 0.125, "cap": 0.0, "score": 0.25, "train": 0.125}
     more = {"limit": 1.23456, "scoring": 0.5, "capped": 0.0, "finished": 4.0}
+    more |= {f"limit_{schedule}": 1.0 for schedule in SCHEDULES}
     metrics = {f"bottleneck/{name}": value for name, value in {**parts, **more}.items()}
     with RunLog(tmp_path / "log.jsonl", "trial") as log:
         log.on_step(3, replace(report(0.25), metrics=metrics), {})

@@ -98,6 +98,7 @@ def test_a_line_leaves_out_what_was_not_measured() -> None:
 
 BOUND = {f"bottleneck/{part}": 0.0 for part in ("decode", "cap", "score", "scoring", "capped", "finished")}
 BOUND |= {"bottleneck/tail": 0.25, "bottleneck/train": 0.75, "bottleneck/limit": 1.25}
+BOUND |= {"bottleneck/limit_stream": 1.0, "bottleneck/limit_carry": 1.25, "bottleneck/limit_lookahead": 1.0}
 
 
 def test_a_step_and_the_last_of_them_say_what_they_are_bound_by() -> None:
@@ -107,7 +108,7 @@ def test_a_step_and_the_last_of_them_say_what_they_are_bound_by() -> None:
     panel = Panel(where, 2, live=True)
     panel.on_step(0, step, {})
     where.print(panel.render())
-    assert "train-bound: the update takes 75 % of the step: no schedule shortens that" in out.getvalue()
+    assert "train-bound: the update takes 75 % of the step: carry more stragglers, at most" in out.getvalue()
 
 
 def test_text_of_several_lines_is_made_harmless_line_by_line() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, strategies as st
 
-from oppo.admission import Overcommit
+from oppo.admission import Observation, Overcommit
 from oppo.algorithms.grpo import grpo
 from oppo.errors import ConfigError
 from oppo.estimators import AdaptiveKL
@@ -82,6 +82,10 @@ def test_the_update_is_hidden_behind_the_tail() -> None:
     sent = [item for _, stage, item in tap.items if stage == "advantage"]
     assert [type(item) for item in sent] == [BatchPart, BatchPart, BatchPart, Batch]
     assert streamed.metrics["timing_s/update"] == pytest.approx(0.25), "what is hidden is not an update's time"
+    (seen,) = [item for _, _, item in tap.items if isinstance(item, Observation)]
+    assert (seen.accumulate_seconds, seen.rest_seconds) == pytest.approx((0.5 * 6, 0.5 * 3 + 0.25)), (
+        "the trainer's time"
+    )
 
 
 @given(

@@ -184,16 +184,21 @@ def test_a_step_in_flight_that_a_scorer_holds_up_says_so() -> None:
     assert found.largest == "score"
 
 
-def test_the_limit_holds_however_many_are_carried_up_to_half_a_batch_and_is_nearly_reached() -> None:
-    lengths = (5, 9, 3, 30, 12, 7, 22, 4, 40, 6)
-    pipelines = [Pipeline(Setting(lengths, batch=8, extra=extra, steps=30, update=0.05)) for extra in range(5)]
+@pytest.mark.parametrize(("lookahead", "update"), [(0, 0.05), (1, 0.05), (1, 0.25), (2, 0.25)])
+def test_the_limit_holds_however_many_are_carried_up_to_half_a_batch_and_is_nearly_reached(
+    lookahead: int, update: float
+) -> None:
+    setting = Setting((5, 9, 3, 30, 12, 7, 22, 4, 40, 6), batch=8, steps=30, update=update)
+    ahead = [replace(setting, extra=extra, lookahead=lookahead) for extra in range(5)]
+    pipelines = [Pipeline(each) for each in (setting, *ahead)]
     for pipeline in pipelines:
         run_virtual(pipeline.run)
     waiting = [Bottleneck.of_metrics(report.metrics, report.seconds) for report in pipelines[0].reports]
     bound = together([found for found in waiting if found is not None])
     assert bound is not None
     took = [sum(report.seconds for report in pipeline.reports) for pipeline in pipelines]
-    assert 0.9 * bound.limit < took[0] / min(took) < bound.limit
+    limit = bound.limit if lookahead else bound.limits["carry"]
+    assert 0.8 * limit < took[0] / min(took) < limit
 
 
 def test_of_a_step_that_took_no_time_nothing_is_said() -> None:

@@ -72,6 +72,7 @@ def test_a_cost_is_never_negative_and_right_in_total() -> None:
 
 def test_what_the_steps_are_bound_by_is_judged_over_all_of_them() -> None:
     parts = {"decode": 0.1, "tail": 0.4, "cap": 0.0, "score": 0.3, "train": 0.2, "limit": 2.0, "scoring": 0.6}
+    parts |= {"limit_stream": 1.2, "limit_carry": 1.8, "limit_lookahead": 1.1}
     said = {f"bottleneck/{name}": value for name, value in {**parts, "capped": 0.0, "finished": 10.0}.items()}
     trained = {**said, "bottleneck/tail": 0.0, "bottleneck/train": 0.6, "bottleneck/limit": 1.5}
     found = figures(replace(STEP, bottleneck=said), replace(STEP, seconds=12.0, bottleneck=trained))
